@@ -1,0 +1,53 @@
+"""Google ADK sessions, stored encrypted: a drop-in for `DatabaseSessionService`."""
+
+from adk_secure_sessions.backends import (
+    AesGcmBackend,
+    EncryptionBackend,
+    FernetBackend,
+    NoOpBackend,
+)
+from adk_secure_sessions.errors import (
+    ConfigurationError,
+    DecryptionError,
+    KeyServiceError,
+    PlaintextRefusedError,
+    SecureSessionError,
+    TamperedError,
+    UnknownKeyError,
+    WrongKeyError,
+)
+from adk_secure_sessions.keys.passphrase import PassphraseKey
+from adk_secure_sessions.keys.providers import (
+    EnvironmentKey,
+    FileKey,
+    KeyProvider,
+    StaticKey,
+    generate_key,
+)
+from adk_secure_sessions.keys.specs import key_provider
+from adk_secure_sessions.records import Cipher
+from adk_secure_sessions.service import EncryptedSessionService
+
+__all__ = [
+    "AesGcmBackend",
+    "Cipher",
+    "ConfigurationError",
+    "DecryptionError",
+    "EncryptedSessionService",
+    "EncryptionBackend",
+    "EnvironmentKey",
+    "FernetBackend",
+    "FileKey",
+    "KeyProvider",
+    "KeyServiceError",
+    "NoOpBackend",
+    "PassphraseKey",
+    "PlaintextRefusedError",
+    "SecureSessionError",
+    "StaticKey",
+    "TamperedError",
+    "UnknownKeyError",
+    "WrongKeyError",
+    "generate_key",
+    "key_provider",
+]

@@ -1,0 +1,8 @@
+"""The backends that ship, and the protocol for others."""
+
+from adk_secure_sessions.backends.aes_gcm import AesGcmBackend
+from adk_secure_sessions.backends.fernet import FernetBackend
+from adk_secure_sessions.backends.noop import NoOpBackend
+from adk_secure_sessions.backends.protocol import THIRD_PARTY_IDS, EncryptionBackend
+
+__all__ = ["THIRD_PARTY_IDS", "AesGcmBackend", "EncryptionBackend", "FernetBackend", "NoOpBackend"]

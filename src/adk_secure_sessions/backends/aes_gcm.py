@@ -1,0 +1,28 @@
+"""AES-256-GCM: the default, and the recommendation."""
+
+import secrets
+
+from adk_secure_sessions.aead import KEY_LENGTH, Aes256Gcm
+from adk_secure_sessions.keys.providers import KeyProvider, Unpicklable
+from adk_secure_sessions.keys.specs import root_key
+
+
+class AesGcmBackend(Unpicklable):
+    """Seals with AES-256-GCM under 96-bit random nonces.
+
+    *key* is the root key: 32 bytes, base64 text, a key spec, or a key provider.
+    """
+
+    backend_id = 1
+    name = "aesgcm"
+
+    def __init__(self, key: bytes | str | KeyProvider) -> None:
+        self.root_key = root_key(key)
+
+    def new_key(self) -> bytes:
+        """Return 32 random bytes."""
+        return secrets.token_bytes(KEY_LENGTH)
+
+    def cipher(self, key: bytes) -> Aes256Gcm:
+        """Return the cipher for one data key of 32 bytes."""
+        return Aes256Gcm(key)

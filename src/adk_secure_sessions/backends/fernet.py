@@ -1,0 +1,66 @@
+"""Fernet (https://github.com/fernet/spec): AES-128-CBC with HMAC-SHA-256.
+
+Fernet has no associated data, so a record's place enters through its key:
+HKDF-Expand(data key, info = associated data).
+"""
+
+import secrets
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+
+from cryptography.fernet import Fernet, InvalidToken
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
+
+from adk_secure_sessions.errors import TamperedError
+from adk_secure_sessions.keys.providers import KeyProvider, Unpicklable
+from adk_secure_sessions.keys.specs import root_key
+
+_KEY_LENGTH = 32
+
+
+class FernetCipher:
+    """Fernet tokens, stored as bytes: base64 text has several spellings of one token."""
+
+    __slots__ = ("_key",)
+
+    def __init__(self, key: bytes) -> None:
+        if len(key) != _KEY_LENGTH:
+            raise ValueError(f"a Fernet key is {_KEY_LENGTH} bytes, got {len(key)}")
+        self._key = key
+
+    def encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
+        """Return a token's bytes: 0x80, time, IV, ciphertext, HMAC."""
+        return urlsafe_b64decode(self._fernet(associated_data).encrypt(plaintext))
+
+    def decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
+        """Raises TamperedError; a token's time is not checked, it never expires."""
+        try:
+            return self._fernet(associated_data).decrypt(urlsafe_b64encode(sealed))
+        except InvalidToken:
+            pass
+        raise TamperedError("wrong key, or the value was altered or moved")
+
+    def _fernet(self, associated_data: bytes) -> Fernet:
+        key = HKDFExpand(SHA256(), _KEY_LENGTH, associated_data).derive(self._key)
+        return Fernet(urlsafe_b64encode(key))
+
+
+class FernetBackend(Unpicklable):
+    """Seals with Fernet.
+
+    *key* is the root key: a Fernet key (base64 text), 32 bytes, a key spec, or a key provider.
+    """
+
+    backend_id = 2
+    name = "fernet"
+
+    def __init__(self, key: bytes | str | KeyProvider) -> None:
+        self.root_key = root_key(key)
+
+    def new_key(self) -> bytes:
+        """Return 32 random bytes."""
+        return secrets.token_bytes(_KEY_LENGTH)
+
+    def cipher(self, key: bytes) -> FernetCipher:
+        """Return the cipher for one data key of 32 bytes."""
+        return FernetCipher(key)

@@ -1,0 +1,39 @@
+"""What a backend is: a cipher, and the root key that protects the keys it is used with."""
+
+from typing import Protocol, runtime_checkable
+
+from adk_secure_sessions.keys.providers import KeyProvider
+from adk_secure_sessions.records import Cipher
+
+THIRD_PARTY_IDS = range(0x80, 0x100)
+
+
+@runtime_checkable
+class EncryptionBackend(Protocol):
+    """Anyone may write one: docs/backends.md has an example that the tests run.
+
+    `backend_id` is the byte stored in every record: 0x80 to 0xFF for third parties.
+    """
+
+    @property
+    def backend_id(self) -> int:
+        """The byte that names this backend in stored records; never changes."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """A short name for messages."""
+        ...
+
+    @property
+    def root_key(self) -> KeyProvider:
+        """Wraps the master keys."""
+        ...
+
+    def new_key(self) -> bytes:
+        """Return a new random data key, of whatever length `cipher` takes."""
+        ...
+
+    def cipher(self, key: bytes, /) -> Cipher:
+        """Return the cipher for one data key; it may be called from several threads."""
+        ...

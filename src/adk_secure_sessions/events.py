@@ -1,0 +1,48 @@
+"""Events as storage holds them: `length | google-adk version | JSON of the event`."""
+
+import json
+from typing import Any
+
+from google.adk.events import Event
+from google.adk.version import __version__ as adk_version
+from pydantic_core import to_jsonable_python
+
+from adk_secure_sessions.errors import ConfigurationError
+
+_PREFIX = bytes([len(adk_version)]) + adk_version.encode("ascii")
+
+
+def encode(event: Event) -> bytes:
+    """Everything of *event* that is set; what JSON cannot hold becomes text, never an error."""
+    try:
+        return _PREFIX + event.model_dump_json(exclude_none=True).encode()
+    except Exception:
+        pass  # lone surrogates, or values with no JSON form such as callables
+    try:
+        data = event.model_dump(mode="json", exclude_none=True)
+    except Exception:
+        data = to_jsonable_python(event.model_dump(exclude_none=True), serialize_unknown=True)
+    return _PREFIX + json.dumps(data).encode("ascii")
+
+
+def decode(plaintext: bytes, row: str) -> Event:
+    """Return the event; *row* names it in errors.
+
+    Raises:
+        ConfigurationError: the installed google-adk cannot read what another version wrote.
+    """
+    end = 1 + plaintext[0]
+    data = plaintext[end:]
+    try:
+        return Event.model_validate_json(data)
+    except ValueError:
+        pass  # outside, or its text would hang on to ours as context, event included
+    try:
+        loaded: Any = json.loads(data)  # takes the lone surrogates that pydantic refuses
+        return Event.model_validate(loaded)
+    except ValueError:
+        pass
+    raise ConfigurationError(
+        f"{row} was written by google-adk {plaintext[1:end].decode('ascii')}, and the installed "
+        f"google-adk {adk_version} cannot read it: install that version or a later one"
+    )

@@ -1,0 +1,1 @@
+"""Root keys and their providers, master keys, data keys, blind indexes."""

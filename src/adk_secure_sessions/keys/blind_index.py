@@ -1,0 +1,33 @@
+"""Blind indexes: keyed hashes by which rows are found, without their ids in clear."""
+
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.hmac import HMAC
+
+from adk_secure_sessions.keys.providers import Unpicklable
+from adk_secure_sessions.records import place
+
+TAG_LENGTH = 16
+
+
+class BlindIndex(Unpicklable):
+    """HMAC-SHA-256 under the index master, truncated to 16 bytes: one tag for each id."""
+
+    def __init__(self, key: bytes) -> None:
+        self._mac = HMAC(key, SHA256())
+
+    def app(self, app_name: str) -> bytes:
+        """The tag of an app."""
+        return self._tag("app", app_name)
+
+    def user(self, app_name: str, user_id: str) -> bytes:
+        """The tag of a user of an app."""
+        return self._tag("user", app_name, user_id)
+
+    def session(self, app_name: str, user_id: str, session_id: str) -> bytes:
+        """The tag of a session of a user."""
+        return self._tag("session", app_name, user_id, session_id)
+
+    def _tag(self, *parts: str) -> bytes:
+        mac = self._mac.copy()
+        mac.update(place(*parts))
+        return mac.finalize()[:TAG_LENGTH]

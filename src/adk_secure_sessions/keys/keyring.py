@@ -1,0 +1,141 @@
+"""Master keys: a few per database, wrapped by the root key, opened once per process start."""
+
+import secrets
+from collections.abc import Awaitable, Iterable, Mapping
+from typing import NamedTuple
+
+from adk_secure_sessions.aead import KEY_LENGTH, Aes256Gcm
+from adk_secure_sessions.errors import (
+    DecryptionError,
+    KeyServiceError,
+    PlaintextRefusedError,
+    SecureSessionError,
+    UnknownKeyError,
+    WrongKeyError,
+)
+from adk_secure_sessions.keys.blind_index import BlindIndex
+from adk_secure_sessions.keys.providers import KeyProvider, Unpicklable
+from adk_secure_sessions.records import place
+
+DATA, INDEX = "data", "index"
+CLEAR_ROOT = "none"
+
+
+def new_key_id() -> int:
+    """A random id of 63 bits, for master keys and data keys."""
+    return secrets.randbits(63)
+
+
+class MasterKeyRow(NamedTuple):
+    """A row of `secure_keyring`; *created_at* is in microseconds UTC."""
+
+    id: int
+    purpose: str
+    root_key_id: str
+    created_at: int
+    wrapped: bytes
+
+    def place(self, database_id: bytes) -> bytes:
+        """What the wrap is bound to."""
+        return place(
+            "master-key", database_id, self.id, self.purpose, self.root_key_id, self.created_at
+        )
+
+
+class Keyring(Unpicklable):
+    """The opened master keys of one database."""
+
+    def __init__(
+        self,
+        database_id: bytes,
+        index: BlindIndex,
+        masters: Mapping[int, Aes256Gcm],
+        current_id: int | None,
+    ) -> None:
+        self.database_id = database_id
+        self.index = index
+        self._masters = masters
+        # The data master that wraps new data keys: the newest under the writing root key.
+        self.current_id = current_id
+
+    def master(self, key_id: int) -> Aes256Gcm:
+        """The data master with exactly this id."""
+        try:
+            return self._masters[key_id]
+        except KeyError:
+            raise UnknownKeyError(f"the keyring holds no data master {key_id}") from None
+
+
+async def new_master(purpose: str, root: KeyProvider, database_id: bytes, now: int) -> MasterKeyRow:
+    """Make a random master key and wrap it with *root*; *now* in microseconds UTC."""
+    row = MasterKeyRow(new_key_id(), purpose, root.key_id, now, b"")
+    key = secrets.token_bytes(KEY_LENGTH)
+    wrapped = await _ask(root, root.wrap(key, row.place(database_id)))
+    return row._replace(wrapped=wrapped)
+
+
+async def open_keyring(
+    rows: Iterable[MasterKeyRow], roots: Mapping[str, KeyProvider], writer: str, database_id: bytes
+) -> Keyring:
+    """Unwrap *rows*, each with the provider in *roots* that it names, and no other.
+
+    *writer* is the key id of the root key under which new data keys are to be.
+
+    Raises:
+        WrongKeyError: a row names a root key that is not in *roots*, or does not open.
+        PlaintextRefusedError: the keyring is in clear and no NoOpBackend was listed.
+        KeyServiceError: the provider failed.
+    """
+    masters: dict[int, Aes256Gcm] = {}
+    newest: tuple[int, int] | None = None
+    index: BlindIndex | None = None
+    for row in rows:
+        key = await _unwrap(row, roots, database_id)
+        if row.purpose == INDEX:
+            index = BlindIndex(key)
+            continue
+        masters[row.id] = Aes256Gcm(key)
+        if row.root_key_id == writer:
+            newest = max(newest or (0, 0), (row.created_at, row.id))
+    if index is None:
+        raise WrongKeyError("the keyring holds no index master: restore secure_keyring")
+    return Keyring(database_id, index, masters, newest[1] if newest else None)
+
+
+async def _unwrap(row: MasterKeyRow, roots: Mapping[str, KeyProvider], database_id: bytes) -> bytes:
+    root = roots.get(row.root_key_id)
+    if root is None and row.root_key_id == CLEAR_ROOT:
+        raise PlaintextRefusedError(
+            "the keyring of this database was written in clear by NoOpBackend: "
+            "list NoOpBackend() in additional_backends if that is what you mean to read"
+        )
+    if root is None:
+        raise WrongKeyError(
+            f"master key {row.id} is wrapped by root key {row.root_key_id!r}; this service was "
+            f"given {', '.join(map(repr, sorted(roots)))}: list a backend with that key"
+        )
+    key: bytes | None = None
+    try:
+        key = await _ask(root, root.unwrap(row.wrapped, row.place(database_id)))
+    except DecryptionError:
+        pass
+    if key is None or len(key) != KEY_LENGTH:
+        raise WrongKeyError(
+            f"root key {root.key_id!r} does not open master key {row.id}: "
+            "wrong key, or the keyring was altered"
+        )
+    return key
+
+
+async def _ask(root: KeyProvider, answer: Awaitable[bytes]) -> bytes:
+    """Await a provider; whatever is not an error of ours may carry secrets in its text."""
+    failure = "something that is not bytes"
+    try:
+        result = await answer
+        if isinstance(result, bytes):
+            return result
+    except SecureSessionError:
+        raise
+    except Exception as error:
+        failure = type(error).__name__
+    raise KeyServiceError(f"the provider of root key {root.key_id!r} failed: {failure}")

@@ -1,0 +1,48 @@
+"""Key specs: text that names a root key without holding it, for URIs and command lines."""
+
+from collections.abc import Callable
+
+from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.keys.passphrase import PassphraseKey
+from adk_secure_sessions.keys.providers import (
+    EnvironmentKey,
+    FileKey,
+    KeyProvider,
+    StaticKey,
+    read_environment,
+)
+
+_SCHEMES: dict[str, Callable[[str], KeyProvider]] = {
+    "env": EnvironmentKey,
+    "file": FileKey,
+    "passphrase-env": lambda name: PassphraseKey(read_environment(name)),
+}
+
+
+def key_provider(spec: str) -> KeyProvider:
+    """Return the provider that *spec* names: `env:NAME`, `file:PATH`, `passphrase-env:NAME`.
+
+    Raises:
+        ConfigurationError: unknown scheme (the message does not repeat the spec, which may
+            be a misplaced key), or a key that cannot be read.
+    """
+    scheme, colon, rest = spec.partition(":")
+    make = _SCHEMES.get(scheme) if colon and rest else None
+    if make is None:
+        known = ", ".join(f"{name}:..." for name in _SCHEMES)
+        raise ConfigurationError(f"not a key spec this version knows; it knows {known}")
+    return make(rest)
+
+
+def root_key(key: bytes | str | KeyProvider) -> KeyProvider:
+    """Return *key* as a provider: 32 bytes, base64 text, a key spec, or a provider itself."""
+    if isinstance(key, str) and ":" in key:  # base64 has no colon
+        return key_provider(key)
+    if isinstance(key, bytes | bytearray | str):
+        return StaticKey(key)
+    if isinstance(key, KeyProvider):
+        return key
+    raise ConfigurationError(
+        f"a key must be 32 bytes, base64 text, a key spec or a key provider, "
+        f"not {type(key).__name__}"
+    )

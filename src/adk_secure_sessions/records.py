@@ -1,0 +1,120 @@
+"""The one record format: `magic | version | backend id | key id | backend's output`.
+
+Format: docs/format.md.  A record is bound to its place: the associated data is the header
+followed by the length-prefixed parts that `place` joins.
+"""
+
+from struct import Struct
+from typing import Protocol
+
+from adk_secure_sessions.errors import (
+    DecryptionError,
+    PlaintextRefusedError,
+    SecureSessionError,
+    TamperedError,
+)
+
+MAGIC = b"AKS"
+VERSION = 1
+_PREFIX = MAGIC + bytes([VERSION])
+_HEADER = Struct(">4sBq")
+HEADER_LENGTH = _HEADER.size
+_LENGTH = Struct(">I")
+_INTEGER = Struct(">Iq")
+
+
+class Cipher(Protocol):
+    """What a backend makes of one data key."""
+
+    def encrypt(self, plaintext: bytes, associated_data: bytes, /) -> bytes:
+        """Seal *plaintext*; the result opens only with the same *associated_data*."""
+        ...
+
+    def decrypt(self, sealed: bytes, associated_data: bytes, /) -> bytes:
+        """Open what `encrypt` returned; raise on anything else."""
+        ...
+
+
+def encode_text(text: str) -> bytes:
+    """UTF-8; a lone surrogate, which ADK accepts in ids, keeps its three-byte form."""
+    return text.encode("utf-8", "surrogatepass")
+
+
+def decode_text(data: bytes) -> str:
+    """The inverse of `encode_text`."""
+    return data.decode("utf-8", "surrogatepass")
+
+
+def place(*parts: str | bytes | int) -> bytes:
+    """Join *parts*, each behind its length, so that no two places share bytes."""
+    joined = []
+    for part in parts:
+        if isinstance(part, int):
+            joined.append(_INTEGER.pack(8, part))
+        elif isinstance(part, str | bytes):
+            data = encode_text(part) if isinstance(part, str) else part
+            joined.append(_LENGTH.pack(len(data)) + data)
+        else:  # SQLite keeps any type in any column
+            raise TamperedError(f"a column holds {type(part).__name__}, which it never should")
+    return b"".join(joined)
+
+
+def prefixed(identifier: str, rest: bytes) -> bytes:
+    """*identifier* behind its length, then *rest*: how a row's plaintext carries its id."""
+    data = encode_text(identifier)
+    return _LENGTH.pack(len(data)) + data + rest
+
+
+def unprefixed(plaintext: bytes) -> tuple[str, bytes]:
+    """The inverse of `prefixed`, on authenticated bytes only."""
+    end = _LENGTH.size + _LENGTH.unpack_from(plaintext)[0]
+    return decode_text(plaintext[_LENGTH.size : end]), plaintext[end:]
+
+
+def seal(cipher: Cipher, backend_id: int, key_id: int, where: bytes, plaintext: bytes) -> bytes:
+    """Make the record that holds *plaintext* at the place *where*."""
+    header = _HEADER.pack(_PREFIX, backend_id, key_id)
+    failure = "it returned something that is not bytes"
+    try:
+        sealed = cipher.encrypt(plaintext, header + where)
+        if isinstance(sealed, bytes):
+            return header + sealed
+    except Exception as error:  # a third party's; its text may repeat the plaintext
+        failure = type(error).__name__
+    raise SecureSessionError(f"backend {backend_id} failed to encrypt: {failure}")
+
+
+def unpack(stored: bytes) -> tuple[int, int]:
+    """Return a record's backend id and key id, which are not yet authenticated.
+
+    SQLite stores any type in any column, so *stored* may in truth be anything.
+
+    Raises:
+        PlaintextRefusedError: not a record at all.
+        TamperedError: a record that no version of this format writes.
+    """
+    if not stored:
+        raise TamperedError("its sealed value was removed")
+    if not isinstance(stored, bytes) or not stored.startswith(MAGIC):
+        raise PlaintextRefusedError("not a sealed record")
+    if len(stored) < HEADER_LENGTH or stored[3] != VERSION:
+        raise TamperedError("the record's header is malformed")
+    _, backend_id, key_id = _HEADER.unpack_from(stored)
+    return backend_id, key_id
+
+
+def open_record(stored: bytes, where: bytes, cipher: Cipher) -> bytes:
+    """Open a record whose header `unpack` accepted, at the place *where*.
+
+    Raises:
+        TamperedError: whatever the cipher raised, if it is not a DecryptionError already.
+    """
+    try:
+        plaintext = cipher.decrypt(stored[HEADER_LENGTH:], stored[:HEADER_LENGTH] + where)
+        if isinstance(plaintext, bytes):
+            return plaintext
+    except DecryptionError:
+        raise
+    except Exception:  # a third party's; its text and context may hold secrets
+        pass
+    raise TamperedError("the backend could not open it")

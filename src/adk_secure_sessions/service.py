@@ -1,0 +1,316 @@
+"""ADK's session service, on encrypted storage."""
+
+import math
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Never, Self
+
+import sqlalchemy as sa
+from google.adk.errors.already_exists_error import AlreadyExistsError
+from google.adk.errors.session_not_found_error import SessionNotFoundError
+from google.adk.events import Event
+from google.adk.platform import time as platform_time
+from google.adk.platform import uuid as platform_uuid
+from google.adk.sessions import BaseSessionService, Session, State
+from google.adk.sessions.base_session_service import GetSessionConfig, ListSessionsResponse
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from adk_secure_sessions import events, states
+from adk_secure_sessions.backends import EncryptionBackend
+from adk_secure_sessions.backends.registry import register
+from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.loops import LoopLocks
+from adk_secure_sessions.storage import transactions
+from adk_secure_sessions.storage.engines import executor_for
+from adk_secure_sessions.storage.rows import StoredSession
+from adk_secure_sessions.storage.store import Store, View
+from adk_secure_sessions.storage.transactions import Expected, NewEvent
+
+try:
+    from google.adk.errors import StaleSessionError
+except ImportError:  # google-adk before 2.7 raises a plain ValueError
+
+    class StaleSessionError(ValueError):  # type: ignore[no-redef]
+        """A session object that storage has moved past."""
+
+
+_STALE = (
+    "The session has been modified in storage since it was loaded. "
+    "Please reload the session before appending more events."
+)
+
+
+class EncryptedSessionService(BaseSessionService):
+    """Behaves as ADK's `DatabaseSessionService`; all that is stored is sealed by *backend*.
+
+    Args:
+        db_url: a database URL such as `sqlite+aiosqlite:///sessions.db`, or `:memory:`.
+        backend: seals everything that is written.
+        additional_backends: may be read as well, for example while moving from one to another.
+        db_engine: the caller's own engine, instead of *db_url*; it is not closed.
+        skip_unreadable_sessions: list what can be opened and log the rest, instead of raising.
+        session_cache_size: sessions remembered so that appending to them needs no read.
+        engine_kwargs: options for the engine that *db_url* makes.
+
+    Raises:
+        ConfigurationError: something of the above cannot be used.
+
+    The database is opened, and its tables made, by `prepare_tables` or the first operation;
+    a wrong root key is refused there with WrongKeyError.  Any read raises DecryptionError
+    where what is stored was tampered with.
+    """
+
+    def __init__(
+        self,
+        db_url: str | sa.URL | None = None,
+        backend: EncryptionBackend | None = None,
+        additional_backends: Sequence[EncryptionBackend] = (),
+        *,
+        db_engine: AsyncEngine | None = None,
+        skip_unreadable_sessions: bool = False,
+        session_cache_size: int = 4096,
+        **engine_kwargs: Any,
+    ) -> None:
+        if backend is None:
+            raise ConfigurationError("give a backend, for example AesGcmBackend(key)")
+        backends = register(backend, additional_backends)
+        executor = executor_for(db_url, db_engine, engine_kwargs)
+        self._store = Store(executor, backends, session_cache_size)
+        self._skip = skip_unreadable_sessions
+        self._locks = LoopLocks()
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        # A method that a later ADK gives its base class knows nothing of our storage.
+        if name[0] != "_" and name not in _OWN and _is_from_adk(type(self), name):
+            return _refuse(name)
+        return value
+
+    async def prepare_tables(self) -> None:
+        """Open the database now, rather than with the first operation.
+
+        Raises:
+            WrongKeyError: the root key does not open this database; nothing was written.
+            ConfigurationError: the database cannot be used; it was left as it was.
+        """
+        await self._store.prepare()
+
+    async def create_session(
+        self,
+        *,
+        app_name: str,
+        user_id: str,
+        state: dict[str, Any] | None = None,
+        session_id: str | None = None,
+    ) -> Session:
+        """Raises AlreadyExistsError for an id that is taken."""
+        _check_ids(app_name, user_id, session_id or "")
+        scopes = states.split(state)
+        if session_id is None:
+            session_id = platform_uuid.new_uuid()
+        now = _microseconds(platform_time.get_time())
+        try:
+            view = await self._store.create(
+                app_name, user_id, session_id, scopes.app, scopes.user, scopes.session, now
+            )
+        except transactions.DuplicateSession:
+            view = None
+        if view is None:
+            raise AlreadyExistsError("A session with this id already exists.")
+        return _session(app_name, view)
+
+    async def get_session(
+        self,
+        *,
+        app_name: str,
+        user_id: str,
+        session_id: str,
+        config: GetSessionConfig | None = None,
+    ) -> Session | None:
+        """The session, or None if there is none."""
+        _check_ids(app_name, user_id, session_id)
+        limit = config.num_recent_events if config else None
+        after = config.after_timestamp if config else None
+        if limit == 0 or not after:
+            after = None  # as ADK: no events, or no filter
+        found = await self._store.get(
+            app_name,
+            user_id,
+            session_id,
+            events.decode,
+            limit=limit,
+            # The column is rounded: one microsecond wider, then exact.
+            after=None if after is None else _microseconds(after) - 1,
+        )
+        if found is None:
+            return None
+        view, history = found
+        if after is not None:
+            history = [event for event in history if event.timestamp >= after]
+            history = history if limit is None else history[-limit:]
+        return _session(app_name, view, history)
+
+    async def list_sessions(
+        self, *, app_name: str, user_id: str | None = None
+    ) -> ListSessionsResponse:
+        """Sessions of one user or of all, without events, least recently updated first."""
+        _check_ids(app_name, user_id or "", "")
+        if user_id is None:
+            views = await self._store.list_app(app_name, skip=self._skip)
+        else:
+            views = await self._store.list_user(app_name, user_id, skip=self._skip)
+        views.sort(
+            key=lambda view: (view.session.updated_at, view.user_id, view.session.session_id)
+        )
+        return ListSessionsResponse(sessions=[_session(app_name, view) for view in views])
+
+    async def delete_session(self, *, app_name: str, user_id: str, session_id: str) -> None:
+        """Delete a session and its events; user and app state stay; none is no error."""
+        _check_ids(app_name, user_id, session_id)
+        await self._store.delete(app_name, user_id, session_id)
+
+    async def get_user_state(self, *, app_name: str, user_id: str) -> dict[str, Any]:
+        """The user's state, keys without prefix; `{}` for an unknown user."""
+        _check_ids(app_name, user_id, "")
+        return states.loads(await self._store.user_state(app_name, user_id))
+
+    async def append_event(self, session: Session, event: Event) -> Event:
+        """Store *event*, then apply it to *session*, which stays as it was if storing fails.
+
+        Raises:
+            SessionNotFoundError: the session is not, or no longer, stored.
+            StaleSessionError: storage has moved past *session*; reload it.
+        """
+        if event.partial:
+            return event
+        delta = event.actions.state_delta
+        for key in [key for key in delta or () if key.startswith(State.TEMP_PREFIX)]:
+            session.state[key] = delta[key]
+        if delta:
+            event.actions.state_delta = {
+                key: value for key, value in delta.items() if not key.startswith(State.TEMP_PREFIX)
+            }
+        who = (session.app_name, session.user_id, session.id)
+        _check_ids(*who)
+        async with self._locks.hold(who):
+            stored = await self._append(session, event)
+            session.last_update_time = stored.updated_at / 1_000_000
+            session._storage_update_marker = _marker(stored)
+        session.state.update(event.actions.state_delta or {})
+        session.events.append(event)
+        return event
+
+    async def _append(self, session: Session, event: Event) -> StoredSession:
+        scopes = states.split(event.actions.state_delta)
+        time_us = _microseconds(event.timestamp)
+        expected = _parse_marker(session._storage_update_marker)
+        if session._storage_update_marker is None:
+            expected = await self._vouched_for(session)
+        error: Exception
+        try:
+            return await self._store.append(
+                session.app_name,
+                session.user_id,
+                session.id,
+                expected,
+                NewEvent(events.encode(event), time_us, scopes.app, scopes.user, scopes.session),
+            )
+        except transactions.MissingSession:
+            error = SessionNotFoundError("Session not found.")
+        except transactions.StaleRevision:
+            error = StaleSessionError(_STALE)
+        raise error
+
+    async def _vouched_for(self, session: Session) -> Expected:
+        """The revision of a session object made by hand: current if it ends as storage does."""
+        found = await self._store.get(
+            session.app_name, session.user_id, session.id, events.decode, limit=1
+        )
+        if found is None:
+            raise SessionNotFoundError("Session not found.")
+        view, last = found
+        known, stored = session.events[-1:], view.session
+        same_end = [event.id for event in known] == [event.id for event in last]
+        # Read without events, and then stripped of its marker by JSON, for example.
+        same_time = not known and stored.updated_at == _microseconds(session.last_update_time)
+        if not (same_end or same_time):
+            raise StaleSessionError(_STALE)
+        return Expected(stored.id, stored.revision)
+
+    async def flush(self) -> None:
+        """Nothing to do: what `append_event` returned from is stored."""
+
+    async def close(self) -> None:
+        """Release the database; a later call opens it again."""
+        await self._store.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+
+_OWN = frozenset(name for name in vars(EncryptedSessionService) if not name.startswith("_"))
+
+
+def _is_from_adk(cls: type, name: str) -> bool:
+    """Whether *name* comes from ADK's base class, not from us or from a subclass of ours."""
+    owner = next((base for base in cls.__mro__ if name in vars(base)), None)
+    return owner is not None and issubclass(BaseSessionService, owner) and owner is not object
+
+
+def _refuse(name: str) -> Any:
+    def refuse(*args: object, **kwargs: object) -> Never:
+        raise NotImplementedError(
+            f"this version of adk-secure-sessions does not know {name}(), which the installed "
+            "google-adk has: it is refused rather than run on unencrypted storage"
+        )
+
+    return refuse
+
+
+def _check_ids(app_name: object, user_id: object, session_id: object) -> None:
+    for name, value in (("app_name", app_name), ("user_id", user_id), ("session_id", session_id)):
+        if not isinstance(value, str):
+            raise ValueError(f"{name} must be a string, not {type(value).__name__}")
+
+
+def _microseconds(timestamp: float) -> int:
+    """As `datetime.fromtimestamp` rounds, so that times equal those of ADK's own service."""
+    if not math.isfinite(timestamp) or abs(timestamp) > 9e12:
+        raise ValueError("the timestamp is not a possible time in seconds")
+    fraction, seconds = math.modf(timestamp)
+    return int(seconds) * 1_000_000 + round(fraction * 1_000_000)
+
+
+def _marker(stored: StoredSession) -> str:
+    return f"{stored.id:x}.{stored.revision}"
+
+
+def _parse_marker(marker: str | None) -> Expected:
+    row, _, revision = (marker or "").partition(".")
+    try:
+        return Expected(int(row, 16), int(revision))
+    except ValueError:
+        return Expected(-1, -1)  # another service's: no row is like it
+
+
+def _session(app_name: str, view: View, history: list[Event] | None = None) -> Session:
+    stored = view.session
+    own = states.loads(stored.base or b"{}") | states.loads(stored.overlay)
+    session = Session(
+        id=stored.session_id,
+        app_name=app_name,
+        user_id=view.user_id,
+        state=states.merge(states.loads(view.app_state), states.loads(view.user_state), own),
+        events=history or [],
+        last_update_time=stored.updated_at / 1_000_000,
+    )
+    session._storage_update_marker = _marker(stored)
+    return session

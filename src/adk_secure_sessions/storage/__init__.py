@@ -1,0 +1,1 @@
+"""Tables, the transactions on them as plain functions, and what runs these."""

@@ -1,0 +1,92 @@
+"""Any async SQLAlchemy engine: the caller's own, or one for a server database."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy.pool import StaticPool
+
+from adk_secure_sessions.loops import LoopLocks
+from adk_secure_sessions.storage.connection import Row, T, Transaction, UniqueViolation
+
+
+class _EngineConnection:
+    """A `Connection` on SQLAlchemy's synchronous facade."""
+
+    __slots__ = ("_connection",)
+
+    def __init__(self, connection: sa.Connection) -> None:
+        self._connection = connection
+
+    def all(self, statement: sa.Executable, parameters: Mapping[str, object]) -> Sequence[Row]:
+        return self._connection.execute(statement, parameters).all()
+
+    def run(self, statement: sa.Executable, parameters: Mapping[str, object]) -> int:
+        try:
+            return self._connection.execute(statement, parameters).rowcount
+        except sa.exc.IntegrityError:
+            pass  # outside, or it would hang on to the next error as context
+        raise UniqueViolation
+
+
+class AsyncEngineExecutor:
+    """Runs each transaction in a task of its own, which outlives a cancelled caller."""
+
+    def __init__(self, engine: AsyncEngine, *, owned: bool) -> None:
+        self._engine = engine
+        self._owned = owned
+        self._sqlite = engine.dialect.name == "sqlite"
+        # One connection under all tasks: their transactions must not run into one another.
+        self._single = isinstance(engine.pool, StaticPool)
+        self._locks = LoopLocks()
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def read(self, transaction: Transaction[T]) -> T:
+        async def run() -> T:
+            async with self._alone(self._single), self._engine.connect() as connection:
+                return await connection.run_sync(
+                    lambda inner: transaction(_EngineConnection(inner))
+                )
+
+        return await self._shielded(run())
+
+    async def write(self, transaction: Transaction[T]) -> T:
+        return await self.define(lambda inner: transaction(_EngineConnection(inner)), commit=True)
+
+    async def define(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
+        async def run() -> T:
+            async with self._alone(self._sqlite), self._engine.connect() as connection:
+                if commit and self._sqlite:
+                    await connection.run_sync(_begin_immediate)
+                result = await connection.run_sync(work)
+                if commit:
+                    await connection.commit()
+                return result
+
+        return await self._shielded(run())
+
+    async def close(self) -> None:
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        if self._owned:
+            await self._engine.dispose()
+
+    def _alone(self, needed: bool) -> AbstractAsyncContextManager[None]:
+        return self._locks.hold("connection") if needed else nullcontext()
+
+    async def _shielded(self, work: Coroutine[Any, Any, T]) -> T:
+        # Cancelled between two statements, a transaction would stay open; it is short.
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return await asyncio.shield(task)
+
+
+def _begin_immediate(connection: sa.Connection) -> None:
+    # A deferred BEGIN that reads, then writes, is refused at once when another writes.
+    driver = connection.connection.driver_connection
+    if not getattr(driver, "in_transaction", False):
+        connection.exec_driver_sql("BEGIN IMMEDIATE")

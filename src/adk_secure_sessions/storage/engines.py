@@ -1,0 +1,77 @@
+"""From a URL or an engine to the executor that suits it."""
+
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+
+from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.storage.async_engine import AsyncEngineExecutor
+from adk_secure_sessions.storage.connection import Executor
+from adk_secure_sessions.storage.sqlite import sqlite_executor
+
+_SQLITE_DRIVERS = ("sqlite", "sqlite+pysqlite", "sqlite+aiosqlite")
+_ASYNC_DRIVERS = {"postgresql": "asyncpg", "mysql": "asyncmy", "mariadb": "asyncmy"}
+
+
+def executor_for(
+    db_url: str | sa.URL | None, db_engine: object | None, engine_kwargs: dict[str, Any]
+) -> Executor:
+    """Return the executor for one of *db_url* and *db_engine*.
+
+    Raises:
+        ConfigurationError: neither or both, a URL or an option that SQLAlchemy does not
+            take, a synchronous or unknown driver, a driver that is not installed.
+    """
+    if (db_url is None) == (db_engine is None):
+        raise ConfigurationError("give exactly one of db_url and db_engine")
+    if db_engine is not None:
+        if not isinstance(db_engine, AsyncEngine):
+            raise ConfigurationError(
+                f"db_engine must be a SQLAlchemy AsyncEngine, not {type(db_engine).__name__}: "
+                "make it with create_async_engine"
+            )
+        if engine_kwargs:
+            raise ConfigurationError(
+                f"{', '.join(sorted(engine_kwargs))}: options of an engine go with db_url, "
+                "not with db_engine"
+            )
+        return AsyncEngineExecutor(db_engine, owned=False)
+    url = _parse(db_url)
+    try:
+        if url.get_backend_name() == "sqlite":
+            if url.drivername not in _SQLITE_DRIVERS:
+                raise ConfigurationError(
+                    f"the driver of {_shown(url)!r} is not one of {', '.join(_SQLITE_DRIVERS)}"
+                )
+            return sqlite_executor(url, engine_kwargs)
+        engine = create_async_engine(url, **{**engine_kwargs, "hide_parameters": True})
+    except sa.exc.InvalidRequestError:
+        driver = _ASYNC_DRIVERS.get(url.get_backend_name(), "an async driver")
+        problem = f"names a synchronous driver: write {url.get_backend_name()}+{driver}://"
+    except sa.exc.NoSuchModuleError:
+        problem = "names a database or driver that SQLAlchemy does not know"
+    except ImportError as error:
+        problem = f"needs a driver that is not installed: pip install {error.name or 'it'}"
+    except (TypeError, ValueError, sa.exc.ArgumentError) as error:
+        problem = f"does not go with these options: {error}"
+    else:
+        return AsyncEngineExecutor(engine, owned=True)
+    raise ConfigurationError(f"the database URL {_shown(url)!r} {problem}")
+
+
+def _parse(db_url: object) -> sa.URL:
+    if db_url == ":memory:":
+        return sa.make_url("sqlite://")
+    if isinstance(db_url, str | sa.URL):
+        try:
+            return sa.make_url(db_url)
+        except (sa.exc.ArgumentError, ValueError):
+            pass  # outside: its text repeats the URL, password included
+    raise ConfigurationError(
+        "db_url is not a database URL: write, for example, sqlite+aiosqlite:///sessions.db"
+    )
+
+
+def _shown(url: sa.URL) -> str:
+    return url.render_as_string(hide_password=True)

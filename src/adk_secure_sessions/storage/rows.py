@@ -1,0 +1,313 @@
+"""Rows and their seals: what each record is bound to, and what a reader refuses.
+
+Each place, in the order of its parts, is in docs/format.md.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from adk_secure_sessions.errors import DecryptionError, TamperedError
+from adk_secure_sessions.keys.blind_index import BlindIndex
+from adk_secure_sessions.keys.data_keys import DataKeyRow, StagedKeys
+from adk_secure_sessions.records import place, prefixed, unprefixed
+from adk_secure_sessions.storage import statements as sql
+from adk_secure_sessions.storage.connection import Row
+from adk_secure_sessions.storage.tables import apps, bases, sessions, users
+
+NO_BASE = -1
+_NO_ROW: Row = (None,) * 10
+
+
+class Identity(NamedTuple):
+    """Whose row is meant: the ids that ADK uses, and their tags."""
+
+    app_name: str
+    user_id: str
+    session_id: str
+    app_tag: bytes
+    user_tag: bytes
+    session_tag: bytes
+
+
+def identify(index: BlindIndex, app_name: str, user_id: str = "", session_id: str = "") -> Identity:
+    """Compute the tags."""
+    return Identity(
+        app_name,
+        user_id,
+        session_id,
+        index.app(app_name),
+        index.user(app_name, user_id),
+        index.session(app_name, user_id, session_id),
+    )
+
+
+class Context(NamedTuple):
+    """The keys of one transaction, and whose rows it is about."""
+
+    keys: StagedKeys
+    who: Identity
+    with_keys: bool  # whether it reads the owners' data keys too
+
+
+class Owner(NamedTuple):
+    """An opened row of `secure_apps` or `secure_users`; *state* is JSON."""
+
+    id: int
+    tag: bytes
+    app_row: int
+    user_id: str
+    version: int
+    state: bytes
+
+
+class StoredSession(NamedTuple):
+    """An opened row of `secure_sessions`.
+
+    The state is *base*, a row of its own once state is large, under *overlay*: what
+    changed since.  *base* is None where it was not read; *sealed* is the stored record, as
+    the next update expects to find it.
+    """
+
+    id: int
+    user_row: int
+    tag: bytes
+    session_id: str
+    revision: int
+    base_revision: int
+    created_at: int
+    updated_at: int
+    overlay: bytes
+    base: bytes | None
+    sealed: bytes
+
+
+class Found:
+    """The rows of one read, by kind."""
+
+    def __init__(self, rows: Iterable[Row]) -> None:
+        self.apps: list[Row] = []
+        self.users: list[Row] = []
+        self.witnesses: dict[bytes, Row] = {}
+        self.keys: list[DataKeyRow] = []
+        self.sessions: list[Row] = []
+        self.bases: dict[int, Row] = {}
+        self.events: list[Row] = []
+        for row in rows:
+            kind = row[0]
+            if kind == sql.EVENT:
+                self.events.append(row)
+            elif kind == sql.SESSION:
+                self.sessions.append(row)
+            elif kind == sql.WITNESS:
+                self.witnesses[row[8]] = row
+            elif kind == sql.USER:
+                self.users.append(row)
+            elif kind == sql.APP:
+                self.apps.append(row)
+            elif kind == sql.BASE:
+                self.bases[row[1]] = row
+            else:
+                self.keys.append(DataKeyRow(row[1], row[8], row[2], row[3], row[4], row[9]))
+
+
+def app_place(app_name: str, tag: bytes, row: int, version: int) -> bytes:
+    return place("app", app_name, tag, row, version)
+
+
+def user_place(app_name: str, tag: bytes, row: int, app_row: int, version: int) -> bytes:
+    return place("user", app_name, tag, row, app_row, version)
+
+
+def witness_place(app_name: str, tag: bytes, number: int) -> bytes:
+    return place("witness", app_name, tag, number)
+
+
+def session_place(app_name: str, user_id: str, session: StoredSession) -> bytes:
+    return place(
+        "session",
+        app_name,
+        user_id,
+        session.tag,
+        session.id,
+        session.user_row,
+        session.revision,
+        session.base_revision,
+        session.created_at,
+        session.updated_at,
+    )
+
+
+def base_place(who: Identity, session_row: int, revision: int) -> bytes:
+    return place("base", who.app_name, who.user_id, who.session_id, session_row, revision)
+
+
+def event_place(who: Identity, session_row: int, seq: int, time: int) -> bytes:
+    return place("event", who.app_name, who.user_id, who.session_id, session_row, seq, time)
+
+
+def open_app(context: Context, found: Found) -> Owner | None:
+    """The app's row, or None if there is none and nothing says that there was."""
+    app_name, tag = context.who.app_name, context.who.app_tag
+    row = next(iter(found.apps), None)
+    if row is None:
+        _refuse_orphan(found, tag, apps.name)
+        return None
+    with naming(apps.name, row[1]):
+        _, row_id, version, *_, stored = row
+        plaintext = context.keys.open(tag, app_place(app_name, tag, row_id, version), stored)
+        _check_witness(context, found, tag, tag, version)
+        return Owner(row_id, tag, 0, "", version, plaintext)
+
+
+def open_user(context: Context, found: Found) -> Owner | None:
+    """The user's row, or None if there is none and nothing says that there was."""
+    row = next(iter(found.users), None)
+    if row is None:
+        _refuse_orphan(found, context.who.user_tag, users.name)
+        return None
+    user = open_user_row(context, found, row)
+    if user.tag != context.who.user_tag or user.user_id != context.who.user_id:
+        raise TamperedError(f"{users.name} row {user.id}: not the user that was asked for")
+    return user
+
+
+def open_user_row(context: Context, found: Found, row: Row) -> Owner:
+    """A user's row, whoever the user is."""
+    _, row_id, app_row, version, *_, tag, stored = row
+    with naming(users.name, row_id):
+        where = user_place(context.who.app_name, tag, row_id, app_row, version)
+        plaintext = context.keys.open(tag, where, stored)
+        _check_witness(context, found, tag, tag, version)
+        user_id, state = unprefixed(plaintext)
+        return Owner(row_id, tag, app_row, user_id, version, state)
+
+
+def open_session(context: Context, found: Found, user: Owner | None) -> StoredSession | None:
+    """The session asked for, or None if there is none and nothing says that there was."""
+    row = next(iter(found.sessions), None)
+    if row is None:
+        _refuse_orphan(found, context.who.session_tag, sessions.name)
+        return None
+    if user is None:
+        raise TamperedError(f"{sessions.name} row {row[1]}: its user's row was removed")
+    session = open_session_row(context, found, user, row)
+    if session.tag != context.who.session_tag or session.session_id != context.who.session_id:
+        raise TamperedError(f"{sessions.name} row {row[1]}: not the session that was asked for")
+    return session
+
+
+def open_session_row(context: Context, found: Found, user: Owner, row: Row) -> StoredSession:
+    """A session of *user*, with its base, its witness and the place of its last event."""
+    _, row_id, user_row, revision, base_revision, created_at, updated_at, head, tag, stored = row
+    session = StoredSession(
+        row_id, user_row, tag, "", revision, base_revision, created_at, updated_at, b"", b"", stored
+    )
+    with naming(sessions.name, row_id):
+        where = session_place(context.who.app_name, user.user_id, session)
+        plaintext = context.keys.open(user.tag, where, stored)
+        if user_row != user.id:
+            raise TamperedError("it belongs to another user")
+        if head != revision - 1:
+            raise TamperedError(
+                f"revision {revision} needs a last event {revision - 1}, storage has {head}: "
+                "events were added or removed, or the row is from another time"
+            )
+        _check_witness(context, found, user.tag, tag, row_id)
+    session_id, overlay = unprefixed(plaintext)
+    base = b"{}"
+    if base_revision != NO_BASE:
+        whose = context.who._replace(user_id=user.user_id, session_id=session_id)
+        with naming(bases.name, row_id):
+            _, _, base_revision_found, *_, stored_base, _ = found.bases.get(row_id) or _NO_ROW
+            if base_revision_found != base_revision:
+                raise TamperedError("missing, or from another time")
+            base = context.keys.open(
+                user.tag, base_place(whose, row_id, base_revision), stored_base
+            )
+    return session._replace(session_id=session_id, overlay=overlay, base=base)
+
+
+def check_events(session: StoredSession, events: list[Row], limit: int | None) -> None:
+    """Refuse gaps and duplicates: *events* must be all, or the last *limit*, of *session*."""
+    first = 0 if limit is None else max(0, session.revision - limit)
+    expected = list(range(first, session.revision))
+    if [row[1] for row in events] != expected:
+        # A UNION ALL promises no order.  By text: SQLite keeps any type in any column.
+        events.sort(key=lambda row: f"{row[1]:020}" if isinstance(row[1], int) else "")
+    if [row[1] for row in events] != expected:
+        raise TamperedError(
+            f"secure_events of session row {session.id}: events {first} to "
+            f"{session.revision - 1} are expected, each once; some were added, removed or "
+            "renumbered"
+        )
+
+
+def open_event(context: Context, session: StoredSession, row: Row) -> bytes:
+    """The plaintext of one event."""
+    _, seq, time, *_, stored, _ = row
+    where = event_place(context.who, session.id, seq, time)
+    try:  # not `naming`: this runs for each event of a history
+        return context.keys.open(context.who.user_tag, where, stored)
+    except DecryptionError as error:
+        raise type(error)(f"secure_events row {session.id, seq}: {error}") from None
+
+
+def seal_app(context: Context, app: Owner) -> bytes:
+    where = app_place(context.who.app_name, app.tag, app.id, app.version)
+    return context.keys.seal(app.tag, where, app.state)
+
+
+def seal_user(context: Context, user: Owner) -> bytes:
+    where = user_place(context.who.app_name, user.tag, user.id, user.app_row, user.version)
+    return context.keys.seal(user.tag, where, prefixed(user.user_id, user.state))
+
+
+def seal_witness(context: Context, owner: bytes, tag: bytes, number: int) -> bytes:
+    return context.keys.seal(owner, witness_place(context.who.app_name, tag, number), b"")
+
+
+def seal_session(context: Context, session: StoredSession) -> bytes:
+    who = context.who
+    where = session_place(who.app_name, who.user_id, session)
+    return context.keys.seal(who.user_tag, where, prefixed(who.session_id, session.overlay))
+
+
+def seal_base(context: Context, session_row: int, revision: int, state: bytes) -> bytes:
+    where = base_place(context.who, session_row, revision)
+    return context.keys.seal(context.who.user_tag, where, state)
+
+
+def seal_event(context: Context, session_row: int, seq: int, time: int, event: bytes) -> bytes:
+    where = event_place(context.who, session_row, seq, time)
+    return context.keys.seal(context.who.user_tag, where, event)
+
+
+@contextmanager
+def naming(table: str, row: object) -> Iterator[None]:
+    """Name the row in whatever refusal is raised inside."""
+    try:
+        yield
+    except DecryptionError as error:
+        raise type(error)(f"{table} row {row}: {error}") from None
+
+
+def _check_witness(context: Context, found: Found, owner: bytes, tag: bytes, number: int) -> None:
+    witness = found.witnesses.get(tag)
+    if witness is None:
+        raise TamperedError("its row of secure_witnesses was removed")
+    _, witnessed, *_, seal = witness
+    with naming("its secure_witnesses", tag.hex()):
+        context.keys.open(owner, witness_place(context.who.app_name, tag, witnessed), seal)
+    if witnessed != number:
+        raise TamperedError(
+            f"it says {number} and its witness {witnessed}: one of the two is from another time"
+        )
+
+
+def _refuse_orphan(found: Found, tag: bytes, table: str) -> None:
+    if tag in found.witnesses:
+        raise TamperedError(
+            f"{table}: the row with tag {tag.hex()} was removed or its tag changed; "
+            "its row of secure_witnesses is still there"
+        )

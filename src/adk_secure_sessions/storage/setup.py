@@ -1,0 +1,168 @@
+"""Opening a database: what is there, may it be used, and the first rows where nothing is."""
+
+import logging
+import secrets
+import time
+from functools import partial
+from typing import NamedTuple
+
+import sqlalchemy as sa
+
+from adk_secure_sessions.backends import NoOpBackend
+from adk_secure_sessions.backends.registry import Backends
+from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
+from adk_secure_sessions.keys.keyring import (
+    DATA,
+    INDEX,
+    Keyring,
+    MasterKeyRow,
+    new_master,
+    open_keyring,
+)
+from adk_secure_sessions.storage.connection import Executor
+from adk_secure_sessions.storage.tables import FORMAT_VERSION, keyring, meta, metadata
+
+logger = logging.getLogger(__name__)
+
+_FORMAT, _DATABASE_ID, _CLEAR = "format", "database_id", "plaintext"
+_ATTEMPTS = 5
+# SQLite's own words for a file that cannot be used as it is.
+_UNUSABLE = ("SQLITE_CANTOPEN", "SQLITE_NOTADB", "SQLITE_READONLY", "SQLITE_PERM", "SQLITE_AUTH")
+
+
+class Survey(NamedTuple):
+    """What a database holds."""
+
+    missing_tables: frozenset[str]
+    alien_tables: tuple[str, ...]
+    adk_tables: bool
+    meta: dict[str, str]
+    keyring: list[MasterKeyRow]
+
+    @property
+    def database_id(self) -> bytes | None:
+        """Random, made with the database; None in one that is not ours yet."""
+        text = self.meta.get(_DATABASE_ID)
+        return bytes.fromhex(text) if text else None
+
+
+async def open_database(executor: Executor, backends: Backends) -> Keyring:
+    """Check the database and open its keyring, making both where there is none yet.
+
+    Raises:
+        ConfigurationError: the database cannot be used; it was left as it is.
+        WrongKeyError, PlaintextRefusedError, KeyServiceError: see `open_keyring`.
+    """
+    try:
+        return await _open(executor, backends)
+    except sa.exc.DBAPIError as error:
+        name = getattr(error.orig, "sqlite_errorname", "")
+        if not name.startswith(_UNUSABLE):
+            raise
+        reason = str(error.orig)
+    raise ConfigurationError(
+        f"the SQLite file cannot be used: {reason}; check the path, its directory and permissions"
+    )
+
+
+async def _open(executor: Executor, backends: Backends) -> Keyring:
+    root = backends.writer.root_key
+    clear = isinstance(backends.writer, NoOpBackend)
+    for _ in range(_ATTEMPTS):  # again when another process was first
+        survey = await executor.define(look, commit=False)
+        _check(survey)
+        database_id = survey.database_id or secrets.token_bytes(16)
+        now = time.time_ns() // 1000
+        fresh: list[MasterKeyRow] = []
+        opened: Keyring | None = None
+        if survey.database_id is None:
+            fresh.append(await new_master(INDEX, root, database_id, now))
+        else:
+            opened = await open_keyring(survey.keyring, backends.roots, root.key_id, database_id)
+        if opened is None or opened.current_id is None:
+            fresh.append(await new_master(DATA, root, database_id, now))
+        elif not clear or _CLEAR in survey.meta:
+            _warn(survey, clear)
+            return opened
+        values = {_FORMAT: str(FORMAT_VERSION), _DATABASE_ID: database_id.hex()}
+        if clear:
+            values[_CLEAR] = "1"
+        await executor.define(partial(_establish, survey, values, fresh), commit=True)
+    raise SecureSessionError("the database kept changing while it was opened: try again")
+
+
+def look(connection: sa.Connection) -> Survey:
+    """Read what there is, changing nothing."""
+    inspector = sa.inspect(connection)
+    present = set(inspector.get_table_names())
+    alien = []
+    for table in metadata.sorted_tables:
+        if table.name in present:
+            columns = {column["name"] for column in inspector.get_columns(table.name)}
+            if not columns.issuperset(table.columns.keys()):
+                alien.append(table.name)
+    missing = frozenset(metadata.tables) - present
+    values: dict[str, str] = {}
+    masters: list[MasterKeyRow] = []
+    if not alien and meta.name in present:
+        values = {row.name: row.value for row in connection.execute(sa.select(meta))}
+    if not alien and keyring.name in present:
+        c = keyring.c
+        query = sa.select(c.id, c.purpose, c.root_key_id, c.created_at, c.wrapped)
+        found = connection.execute(query.order_by(c.created_at, c.id))
+        masters = [MasterKeyRow(*row) for row in found]
+    adk = {"sessions", "events"} <= present
+    return Survey(missing, tuple(alien), adk, values, masters)
+
+
+def _establish(
+    expected: Survey, values: dict[str, str], fresh: list[MasterKeyRow], connection: sa.Connection
+) -> None:
+    """Make what is missing, unless the database has changed since it was surveyed."""
+    if look(connection)[:4] != expected[:4]:
+        return
+    metadata.create_all(connection)
+    rows = [{"name": name, "value": values[name]} for name in values if name not in expected.meta]
+    if rows:
+        connection.execute(sa.insert(meta), rows)
+    if fresh:
+        connection.execute(sa.insert(keyring), [row._asdict() for row in fresh])
+
+
+def _check(survey: Survey) -> None:
+    if survey.alien_tables:
+        raise ConfigurationError(
+            f"the table {survey.alien_tables[0]} was not made by adk-secure-sessions: "
+            "use another database or schema"
+        )
+    version = survey.meta.get(_FORMAT)
+    if version is None:
+        if survey.meta or survey.keyring:
+            raise ConfigurationError(
+                "secure_meta says no format version, though there is data: restore that table"
+            )
+        return
+    if version != str(FORMAT_VERSION):
+        raise ConfigurationError(
+            f"the database has format {version!r} and this version of adk-secure-sessions reads "
+            f"format {FORMAT_VERSION}: install the version that goes with it"
+        )
+    if survey.missing_tables:
+        raise ConfigurationError(
+            f"the table {min(survey.missing_tables)} was removed: restore it from a backup"
+        )
+    try:
+        if survey.database_id is not None:
+            return
+    except ValueError:
+        pass
+    raise ConfigurationError("secure_meta says no valid database id: restore that table")
+
+
+def _warn(survey: Survey, clear: bool) -> None:
+    if survey.adk_tables:
+        logger.warning(
+            "this database also holds ADK's own tables (sessions, events), which are in clear"
+        )
+    if _CLEAR in survey.meta and not clear:
+        logger.warning("this database holds, or once held, records in clear, by NoOpBackend")

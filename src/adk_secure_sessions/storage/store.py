@@ -1,0 +1,313 @@
+"""Sessions in an encrypted database, in terms of ids and JSON."""
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import NamedTuple
+
+from adk_secure_sessions.backends.registry import Backends
+from adk_secure_sessions.errors import (
+    DecryptionError,
+    SecureSessionError,
+    TamperedError,
+    UnknownKeyError,
+)
+from adk_secure_sessions.keys.data_keys import DataKeys, StagedKeys
+from adk_secure_sessions.loops import LoopLocks
+from adk_secure_sessions.lru import Lru
+from adk_secure_sessions.states import JsonObject
+from adk_secure_sessions.storage import rows, transactions
+from adk_secure_sessions.storage import statements as sql
+from adk_secure_sessions.storage.connection import Conflict, Executor, Row, T, UniqueViolation
+from adk_secure_sessions.storage.rows import Context, Found, Identity, Owner, StoredSession
+from adk_secure_sessions.storage.setup import open_database
+from adk_secure_sessions.storage.transactions import Expected, NewEvent
+
+logger = logging.getLogger(__name__)
+
+_ATTEMPTS = 20
+_CHUNK = 64  # events decoded before other tasks get their turn
+_DATA_KEYS = 10_000
+
+
+class View(NamedTuple):
+    """A session and the states that its callers see with it."""
+
+    session: StoredSession
+    user_id: str
+    app_state: bytes
+    user_state: bytes
+
+
+class _Opened(NamedTuple):
+    keys: DataKeys
+    sessions: Lru[bytes, StoredSession]
+
+
+class Store:
+    """One database, opened when it is first used."""
+
+    def __init__(self, executor: Executor, backends: Backends, session_cache_size: int) -> None:
+        self._executor = executor
+        self._backends = backends
+        self._cache_size = session_cache_size
+        self._state: _Opened | None = None
+        self._locks = LoopLocks()
+
+    async def prepare(self) -> None:
+        """Open the database, once; see `open_database` for what may go wrong."""
+        await self._opened()
+
+    async def close(self) -> None:
+        """Release the connections and forget the keys; the next call opens again."""
+        self._state = None
+        await self._executor.close()
+
+    async def create(
+        self,
+        app_name: str,
+        user_id: str,
+        session_id: str,
+        app_delta: JsonObject,
+        user_delta: JsonObject,
+        state: JsonObject,
+        now: int,
+    ) -> View:
+        """Raises transactions.DuplicateSession."""
+        who = await self._identify(app_name, user_id, session_id)
+
+        async def attempt(context: Context, first: bool) -> transactions.Created:
+            return await self._executor.write(
+                partial(
+                    transactions.create_session,
+                    context=context,
+                    app_delta=app_delta,
+                    user_delta=user_delta,
+                    state=state,
+                    now=now,
+                )
+            )
+
+        created = await self._attempt(who, attempt)
+        await self._remember(who, created.session)
+        return View(created.session, user_id, created.app.state, created.user.state)
+
+    async def get(
+        self,
+        app_name: str,
+        user_id: str,
+        session_id: str,
+        decode: Callable[[bytes, str], T],
+        *,
+        limit: int | None = None,
+        after: int | None = None,
+    ) -> tuple[View, list[T]] | None:
+        """The session with its last *limit* events, or those of time *after* or later.
+
+        Events that *after* leaves out are authenticated all the same: their times are not
+        to be believed before.
+        """
+        who = await self._identify(app_name, user_id, session_id)
+        query = sql.SESSION_WITH_ALL_EVENTS
+        if after is None and limit is not None:
+            query = sql.SESSION_WITH_LAST_EVENTS if limit else sql.SESSION_WITHOUT_EVENTS
+        wanted = limit if after is None else None
+        parameters = {**who._asdict(), "limit": limit or 0}
+
+        async def attempt(context: Context, first: bool) -> tuple[View, list[T]] | None:
+            found = await self._read(context, query[context.with_keys], parameters)
+            app = rows.open_app(context, found)
+            user = rows.open_user(context, found)
+            session = rows.open_session(context, found, user)
+            if session is None or user is None:
+                return None
+            rows.check_events(session, found.events, wanted)
+            events: list[T] = []
+            for start in range(0, len(found.events), _CHUNK):
+                if start:
+                    await asyncio.sleep(0)
+                for row in found.events[start : start + _CHUNK]:
+                    plaintext = rows.open_event(context, session, row)
+                    if after is None or row[2] >= after:
+                        events.append(decode(plaintext, f"secure_events row {session.id, row[1]}"))
+            return _view(session, user, app), events
+
+        result = await self._attempt(who, attempt)
+        if result is not None:
+            await self._remember(who, result[0].session)
+        return result
+
+    async def list_user(self, app_name: str, user_id: str, *, skip: bool) -> list[View]:
+        """All sessions of a user; *skip* logs and leaves out those that cannot be opened."""
+        who = await self._identify(app_name, user_id)
+
+        async def attempt(context: Context, first: bool) -> list[View]:
+            found = await self._read(
+                context, sql.SESSIONS_OF_USER[context.with_keys], who._asdict()
+            )
+            app = rows.open_app(context, found)
+            try:
+                user = rows.open_user(context, found)
+            except DecryptionError as error:
+                if not _skipped(error, skip):
+                    raise
+                return []
+            return _sessions(context, found, app, [user] if user else [], skip)
+
+        return await self._attempt(who, attempt, always_with_keys=skip)
+
+    async def list_app(self, app_name: str, *, skip: bool) -> list[View]:
+        """The same for all users of an app."""
+        who = await self._identify(app_name)
+
+        async def attempt(context: Context, first: bool) -> list[View]:
+            found = await self._read(context, sql.SESSIONS_OF_APP, {"app_tag": who.app_tag})
+            app = rows.open_app(context, found)
+            users = []
+            for row in found.users:
+                try:
+                    users.append(rows.open_user_row(context, found, row))
+                except DecryptionError as error:
+                    if not _skipped(error, skip):
+                        raise
+            return _sessions(context, found, app, users, skip)
+
+        return await self._attempt(who, attempt, always_with_keys=True)
+
+    async def delete(self, app_name: str, user_id: str, session_id: str) -> None:
+        """Delete a session and its events; none is no error."""
+        who = await self._identify(app_name, user_id, session_id)
+
+        async def attempt(context: Context, first: bool) -> None:
+            await self._executor.write(partial(transactions.delete_session, context=context))
+
+        await self._attempt(who, attempt)
+        (await self._opened()).sessions.drop(who.session_tag)
+
+    async def append(
+        self, app_name: str, user_id: str, session_id: str, expected: Expected, event: NewEvent
+    ) -> StoredSession:
+        """Raises transactions.MissingSession and transactions.StaleRevision."""
+        who = await self._identify(app_name, user_id, session_id)
+        known = (await self._opened()).sessions.get(who.session_tag)
+        if known is not None and (known.id, known.revision) != expected:
+            known = None
+
+        async def attempt(context: Context, first: bool) -> StoredSession:
+            return await self._executor.write(
+                partial(
+                    transactions.append_event,
+                    context=context,
+                    known=known if first else None,
+                    expected=expected,
+                    event=event,
+                )
+            )
+
+        updated = await self._attempt(who, attempt)
+        await self._remember(who, updated)
+        return updated
+
+    async def user_state(self, app_name: str, user_id: str) -> bytes:
+        """The user's state as JSON; `{}` for an unknown user."""
+        who = await self._identify(app_name, user_id)
+
+        async def attempt(context: Context, first: bool) -> bytes:
+            found = await self._read(context, sql.OWNERS[context.with_keys], who._asdict())
+            user = rows.open_user(context, found)
+            return user.state if user else b"{}"
+
+        return await self._attempt(who, attempt)
+
+    async def _opened(self) -> _Opened:
+        if self._state is None:
+            async with self._locks.hold("open"):
+                if self._state is None:
+                    keyring = await open_database(self._executor, self._backends)
+                    keys = DataKeys(
+                        keyring, self._backends.by_id, self._backends.writer.backend_id, _DATA_KEYS
+                    )
+                    self._state = _Opened(keys, Lru(self._cache_size))
+        return self._state
+
+    async def _identify(self, app_name: str, user_id: str = "", session_id: str = "") -> Identity:
+        opened = await self._opened()
+        return rows.identify(opened.keys.keyring.index, app_name, user_id, session_id)
+
+    async def _remember(self, who: Identity, session: StoredSession) -> None:
+        opened = await self._opened()
+        opened.sessions.put(who.session_tag, session._replace(base=None))
+
+    async def _read(
+        self, context: Context, query: sql.Query, parameters: dict[str, object]
+    ) -> Found:
+        found: list[Row] = list(await self._executor.read(lambda c: c.all(query, parameters)))
+        result = Found(found)
+        context.keys.load(result.keys)
+        return result
+
+    async def _attempt(
+        self,
+        who: Identity,
+        run: Callable[[Context, bool], Awaitable[T]],
+        *,
+        always_with_keys: bool = False,
+    ) -> T:
+        """Run until nobody else changes the same rows meanwhile; share the keys it opened.
+
+        Keys that are known are not read again, unless a record names one that is not.
+        """
+        data_keys = (await self._opened()).keys
+        with_keys = always_with_keys
+        with_keys = with_keys or not StagedKeys(data_keys).knows(who.app_tag, who.user_tag)
+        for attempt in range(_ATTEMPTS):
+            keys = StagedKeys(data_keys)
+            try:
+                result = await run(Context(keys, who, with_keys), attempt == 0)
+            except UnknownKeyError:
+                if with_keys:
+                    raise
+                with_keys = True
+            except (UniqueViolation, Conflict):
+                await asyncio.sleep(random.uniform(0, 0.005 * attempt))  # noqa: S311 - a pause
+            else:
+                keys.publish()
+                return result
+        raise SecureSessionError(
+            f"the same rows were changed under each of {_ATTEMPTS} attempts: try again"
+        )
+
+
+def _view(session: StoredSession, user: Owner, app: Owner | None) -> View:
+    if app is None or user.app_row != app.id:
+        raise TamperedError(f"secure_users row {user.id}: its app's row was removed")
+    return View(session, user.user_id, app.state, user.state)
+
+
+def _sessions(
+    context: Context,
+    found: Found,
+    app: Owner | None,
+    users: list[Owner],
+    skip: bool,
+) -> list[View]:
+    by_row = {user.id: user for user in users}
+    views = []
+    for row in found.sessions:
+        user = by_row.get(row[2])
+        try:
+            if user is None:
+                raise TamperedError(f"secure_sessions row {row[1]}: its user cannot be read")
+            views.append(_view(rows.open_session_row(context, found, user, row), user, app))
+        except DecryptionError as error:
+            if not _skipped(error, skip):
+                raise
+    return views
+
+
+def _skipped(error: DecryptionError, skip: bool) -> bool:
+    if skip:
+        logger.error("left out of a listing: %s", error)
+    return skip

@@ -1,0 +1,124 @@
+"""The tables, as docs/format.md describes them; times are microseconds UTC.
+
+Every row has a second row that speaks of it, so that no single row can be altered, moved,
+rolled back or removed unnoticed: events are counted by their session, and a witness row
+repeats the version of an app's and a user's state and the key of a session.
+"""
+
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    Text,
+    UniqueConstraint,
+)
+from sqlalchemy.dialects.mysql import LONGBLOB, VARBINARY
+
+from adk_secure_sessions.keys.blind_index import TAG_LENGTH
+
+FORMAT_VERSION = 1
+
+metadata = MetaData()
+
+# MySQL indexes no BLOB without a length, and its BLOB ends at 64 KiB.
+_TAG = LargeBinary().with_variant(VARBINARY(TAG_LENGTH), "mysql", "mariadb")
+_SEALED = LargeBinary().with_variant(LONGBLOB(), "mysql", "mariadb")
+_KEY = BigInteger().with_variant(Integer(), "sqlite")  # INTEGER PRIMARY KEY is SQLite's rowid
+
+
+def _key_column(name: str) -> Column[int]:
+    return Column(name, _KEY, primary_key=True, autoincrement=False)
+
+
+meta = Table(
+    "secure_meta",
+    metadata,
+    Column("name", String(64), primary_key=True),
+    Column("value", String(255), nullable=False),
+)
+
+keyring = Table(
+    "secure_keyring",
+    metadata,
+    _key_column("id"),
+    Column("purpose", String(16), nullable=False),
+    Column("root_key_id", String(255), nullable=False),
+    Column("created_at", BigInteger, nullable=False),
+    Column("wrapped", _SEALED, nullable=False),
+)
+
+data_keys = Table(
+    "secure_data_keys",
+    metadata,
+    _key_column("id"),
+    Column("owner", _TAG, nullable=False),
+    Column("generation", BigInteger, nullable=False),
+    Column("backend_id", BigInteger, nullable=False),
+    Column("created_at", BigInteger, nullable=False),
+    Column("wrapped", _SEALED, nullable=False),
+    UniqueConstraint("owner", "generation", name="secure_data_keys_owner"),
+)
+
+apps = Table(
+    "secure_apps",
+    metadata,
+    _key_column("id"),
+    Column("tag", _TAG, nullable=False, unique=True),
+    Column("app_name", Text, nullable=False),
+    Column("version", BigInteger, nullable=False),
+    Column("state", _SEALED, nullable=False),
+)
+
+users = Table(
+    "secure_users",
+    metadata,
+    _key_column("id"),
+    Column("app_row", BigInteger, nullable=False, index=True),
+    Column("tag", _TAG, nullable=False, unique=True),
+    Column("version", BigInteger, nullable=False),
+    Column("state", _SEALED, nullable=False),
+)
+
+witnesses = Table(
+    "secure_witnesses",
+    metadata,
+    Column("tag", _TAG, primary_key=True),
+    Column("number", BigInteger, nullable=False),
+    Column("seal", _SEALED, nullable=False),
+    sqlite_with_rowid=False,
+)
+
+sessions = Table(
+    "secure_sessions",
+    metadata,
+    _key_column("id"),
+    Column("user_row", BigInteger, nullable=False, index=True),
+    Column("tag", _TAG, nullable=False, unique=True),
+    Column("revision", BigInteger, nullable=False),
+    Column("base_revision", BigInteger, nullable=False),
+    Column("created_at", BigInteger, nullable=False),
+    Column("updated_at", BigInteger, nullable=False),
+    Column("state", _SEALED, nullable=False),
+)
+
+bases = Table(
+    "secure_bases",
+    metadata,
+    _key_column("session_row"),
+    Column("revision", BigInteger, nullable=False),
+    Column("state", _SEALED, nullable=False),
+)
+
+events = Table(
+    "secure_events",
+    metadata,
+    _key_column("session_row"),
+    Column("seq", BigInteger, primary_key=True, autoincrement=False),
+    Column("time", BigInteger, nullable=False),
+    Column("event", _SEALED, nullable=False),
+    sqlite_with_rowid=False,  # clustered: a history is read from neighbouring pages
+)
