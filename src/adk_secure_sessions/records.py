@@ -1,10 +1,11 @@
 """The one record format: `magic | version | backend id | key id | backend's output`.
 
 Format: docs/format.md.  A record is bound to its place: the associated data is the header
-followed by the length-prefixed parts that `place` joins.
+followed by what `place` joins.
 """
 
-from struct import Struct
+from functools import lru_cache
+from struct import Struct, error
 from typing import Protocol
 
 from adk_secure_sessions.errors import (
@@ -20,7 +21,7 @@ _PREFIX = MAGIC + bytes([VERSION])
 _HEADER = Struct(">4sBq")
 HEADER_LENGTH = _HEADER.size
 _LENGTH = Struct(">I")
-_INTEGER = Struct(">Iq")
+_NUMBERS = [Struct(f">I{count}q") for count in range(8)]
 
 
 class Cipher(Protocol):
@@ -45,17 +46,27 @@ def decode_text(data: bytes) -> str:
     return data.decode("utf-8", "surrogatepass")
 
 
-def place(*parts: str | bytes | int) -> bytes:
-    """Join *parts*, each behind its length, so that no two places share bytes."""
+def place(parts: tuple[str | bytes, ...], *numbers: int) -> bytes:
+    """Join *parts*, each behind its length, and then all *numbers* behind theirs.
+
+    No two places share bytes.  Raises TamperedError for values that no column of ours holds.
+    """
+    count = len(numbers)
+    try:
+        return _joined(parts) + _NUMBERS[count].pack(8 * count, *numbers)
+    except error:  # SQLite keeps any type in any column
+        pass
+    raise TamperedError("an integer column holds something else")
+
+
+@lru_cache(maxsize=4096)
+def _joined(parts: tuple[str | bytes, ...]) -> bytes:
     joined = []
     for part in parts:
-        if isinstance(part, int):
-            joined.append(_INTEGER.pack(8, part))
-        elif isinstance(part, str | bytes):
-            data = encode_text(part) if isinstance(part, str) else part
-            joined.append(_LENGTH.pack(len(data)) + data)
-        else:  # SQLite keeps any type in any column
-            raise TamperedError(f"a column holds {type(part).__name__}, which it never should")
+        if not isinstance(part, str | bytes):
+            raise TamperedError("a text or binary column holds something else")
+        data = encode_text(part) if isinstance(part, str) else part
+        joined.append(_LENGTH.pack(len(data)) + data)
     return b"".join(joined)
 
 

@@ -5,7 +5,7 @@ import logging
 from typing import Any, NamedTuple
 
 from google.adk.sessions import State
-from pydantic_core import to_jsonable_python
+from pydantic_core import from_json, to_jsonable_python
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,13 @@ def dumps(state: JsonObject) -> bytes:
 
 def loads(data: bytes) -> JsonObject:
     """The inverse of `dumps`; every call returns values of its own."""
-    state: JsonObject = json.loads(data)
+    if data == b"{}":
+        return {}
+    state: JsonObject
+    try:
+        state = from_json(data)
+    except ValueError:  # lone surrogates
+        state = json.loads(data)
     return state
 
 

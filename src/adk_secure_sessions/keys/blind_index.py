@@ -29,5 +29,5 @@ class BlindIndex(Unpicklable):
 
     def _tag(self, *parts: str) -> bytes:
         mac = self._mac.copy()
-        mac.update(place(*parts))
+        mac.update(place(parts))
         return mac.finalize()[:TAG_LENGTH]

@@ -41,15 +41,8 @@ class DataKeyRow(NamedTuple):
 
     def place(self, database_id: bytes) -> bytes:
         """What the wrap is bound to."""
-        return records.place(
-            "data-key",
-            database_id,
-            self.id,
-            self.owner,
-            self.generation,
-            self.backend_id,
-            self.created_at,
-        )
+        parts = ("data-key", database_id, self.owner)
+        return records.place(parts, self.id, self.generation, self.backend_id, self.created_at)
 
 
 class DataKey(Unpicklable):

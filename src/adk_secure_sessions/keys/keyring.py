@@ -37,9 +37,8 @@ class MasterKeyRow(NamedTuple):
 
     def place(self, database_id: bytes) -> bytes:
         """What the wrap is bound to."""
-        return place(
-            "master-key", database_id, self.id, self.purpose, self.root_key_id, self.created_at
-        )
+        parts = ("master-key", database_id, self.purpose, self.root_key_id)
+        return place(parts, self.id, self.created_at)
 
 
 class Keyring(Unpicklable):

@@ -3,17 +3,19 @@
 Each place, in the order of its parts, is in docs/format.md.
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Generic, NamedTuple, TypeVar
 
 from adk_secure_sessions.errors import DecryptionError, TamperedError
 from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.keys.data_keys import DataKeyRow, StagedKeys
+from adk_secure_sessions.lru import Lru
 from adk_secure_sessions.records import place, prefixed, unprefixed
 from adk_secure_sessions.storage import statements as sql
 from adk_secure_sessions.storage.connection import Row
 from adk_secure_sessions.storage.tables import apps, bases, sessions, users
+
+V = TypeVar("V")
 
 NO_BASE = -1
 _NO_ROW: Row = (None,) * 10
@@ -40,14 +42,6 @@ def identify(index: BlindIndex, app_name: str, user_id: str = "", session_id: st
         index.user(app_name, user_id),
         index.session(app_name, user_id, session_id),
     )
-
-
-class Context(NamedTuple):
-    """The keys of one transaction, and whose rows it is about."""
-
-    keys: StagedKeys
-    who: Identity
-    with_keys: bool  # whether it reads the owners' data keys too
 
 
 class Owner(NamedTuple):
@@ -82,6 +76,31 @@ class StoredSession(NamedTuple):
     sealed: bytes
 
 
+class Seen(NamedTuple, Generic[V]):
+    """What a row and its witness opened to: while both are the same bytes, so is that."""
+
+    row: Row
+    witness: Row | None
+    value: V
+
+
+class Memo:
+    """Rows that this process opened before, by tag; bounded."""
+
+    def __init__(self, limit: int) -> None:
+        self.owners: Lru[bytes, Seen[Owner]] = Lru(limit)
+        self.sessions: Lru[bytes, Seen[StoredSession]] = Lru(limit)
+
+
+class Context(NamedTuple):
+    """The keys of one transaction, and whose rows it is about."""
+
+    keys: StagedKeys
+    memo: Memo
+    who: Identity
+    with_keys: bool  # whether it reads the owners' data keys too
+
+
 class Found:
     """The rows of one read, by kind."""
 
@@ -112,38 +131,28 @@ class Found:
 
 
 def app_place(app_name: str, tag: bytes, row: int, version: int) -> bytes:
-    return place("app", app_name, tag, row, version)
+    return place(("app", app_name, tag), row, version)
 
 
 def user_place(app_name: str, tag: bytes, row: int, app_row: int, version: int) -> bytes:
-    return place("user", app_name, tag, row, app_row, version)
+    return place(("user", app_name, tag), row, app_row, version)
 
 
 def witness_place(app_name: str, tag: bytes, number: int) -> bytes:
-    return place("witness", app_name, tag, number)
+    return place(("witness", app_name, tag), number)
 
 
-def session_place(app_name: str, user_id: str, session: StoredSession) -> bytes:
-    return place(
-        "session",
-        app_name,
-        user_id,
-        session.tag,
-        session.id,
-        session.user_row,
-        session.revision,
-        session.base_revision,
-        session.created_at,
-        session.updated_at,
-    )
+def session_place(app_name: str, user_id: str, tag: bytes, *numbers: int) -> bytes:
+    """*numbers*: id, user_row, revision, base_revision, created_at, updated_at."""
+    return place(("session", app_name, user_id, tag), *numbers)
 
 
 def base_place(who: Identity, session_row: int, revision: int) -> bytes:
-    return place("base", who.app_name, who.user_id, who.session_id, session_row, revision)
+    return place(("base", who.app_name, who.user_id, who.session_id), session_row, revision)
 
 
 def event_place(who: Identity, session_row: int, seq: int, time: int) -> bytes:
-    return place("event", who.app_name, who.user_id, who.session_id, session_row, seq, time)
+    return place(("event", who.app_name, who.user_id, who.session_id), session_row, seq, time)
 
 
 def open_app(context: Context, found: Found) -> Owner | None:
@@ -153,11 +162,17 @@ def open_app(context: Context, found: Found) -> Owner | None:
     if row is None:
         _refuse_orphan(found, tag, apps.name)
         return None
+    witness = found.witnesses.get(tag)
+    seen = context.memo.owners.get(tag)
+    if seen and seen.row == row and seen.witness == witness:
+        return seen.value
     with naming(apps.name, row[1]):
         _, row_id, version, *_, stored = row
         plaintext = context.keys.open(tag, app_place(app_name, tag, row_id, version), stored)
         _check_witness(context, found, tag, tag, version)
-        return Owner(row_id, tag, 0, "", version, plaintext)
+    app = Owner(row_id, tag, 0, "", version, plaintext)
+    context.memo.owners.put(tag, Seen(row, witness, app))
+    return app
 
 
 def open_user(context: Context, found: Found) -> Owner | None:
@@ -175,12 +190,18 @@ def open_user(context: Context, found: Found) -> Owner | None:
 def open_user_row(context: Context, found: Found, row: Row) -> Owner:
     """A user's row, whoever the user is."""
     _, row_id, app_row, version, *_, tag, stored = row
+    witness = found.witnesses.get(tag)
+    seen = context.memo.owners.get(tag)
+    if seen and seen.row == row and seen.witness == witness:
+        return seen.value
     with naming(users.name, row_id):
         where = user_place(context.who.app_name, tag, row_id, app_row, version)
         plaintext = context.keys.open(tag, where, stored)
         _check_witness(context, found, tag, tag, version)
-        user_id, state = unprefixed(plaintext)
-        return Owner(row_id, tag, app_row, user_id, version, state)
+    user_id, state = unprefixed(plaintext)
+    user = Owner(row_id, tag, app_row, user_id, version, state)
+    context.memo.owners.put(tag, Seen(row, witness, user))
+    return user
 
 
 def open_session(context: Context, found: Found, user: Owner | None) -> StoredSession | None:
@@ -191,21 +212,29 @@ def open_session(context: Context, found: Found, user: Owner | None) -> StoredSe
         return None
     if user is None:
         raise TamperedError(f"{sessions.name} row {row[1]}: its user's row was removed")
+    tag = context.who.session_tag
+    witness = found.witnesses.get(tag)
+    seen = context.memo.sessions.get(tag)
+    if seen and seen.row == row and seen.witness == witness and seen.value.user_row == user.id:
+        return seen.value
     session = open_session_row(context, found, user, row)
-    if session.tag != context.who.session_tag or session.session_id != context.who.session_id:
-        raise TamperedError(f"{sessions.name} row {row[1]}: not the session that was asked for")
+    with naming(sessions.name, session.id):
+        _check_witness(context, found, user.tag, session.tag, session.id)
+        if session.tag != tag or session.session_id != context.who.session_id:
+            raise TamperedError("not the session that was asked for")
+    if session.base_revision == NO_BASE:  # a base is a row of its own, and may be large
+        context.memo.sessions.put(tag, Seen(row, witness, session))
     return session
 
 
 def open_session_row(context: Context, found: Found, user: Owner, row: Row) -> StoredSession:
-    """A session of *user*, with its base, its witness and the place of its last event."""
-    _, row_id, user_row, revision, base_revision, created_at, updated_at, head, tag, stored = row
-    session = StoredSession(
-        row_id, user_row, tag, "", revision, base_revision, created_at, updated_at, b"", b"", stored
-    )
+    """A session of *user*, with its base; its last event must be where its revision says."""
+    _, row_id, *numbers, head, tag, stored = row
+    user_row, revision, base_revision, created_at, updated_at = numbers
+    app_name = context.who.app_name
     with naming(sessions.name, row_id):
-        where = session_place(context.who.app_name, user.user_id, session)
-        plaintext = context.keys.open(user.tag, where, stored)
+        where = session_place(app_name, user.user_id, tag, row_id, *numbers)
+        session_id, overlay = unprefixed(context.keys.open(user.tag, where, stored))
         if user_row != user.id:
             raise TamperedError("it belongs to another user")
         if head != revision - 1:
@@ -213,19 +242,19 @@ def open_session_row(context: Context, found: Found, user: Owner, row: Row) -> S
                 f"revision {revision} needs a last event {revision - 1}, storage has {head}: "
                 "events were added or removed, or the row is from another time"
             )
-        _check_witness(context, found, user.tag, tag, row_id)
-    session_id, overlay = unprefixed(plaintext)
     base = b"{}"
     if base_revision != NO_BASE:
         whose = context.who._replace(user_id=user.user_id, session_id=session_id)
         with naming(bases.name, row_id):
-            _, _, base_revision_found, *_, stored_base, _ = found.bases.get(row_id) or _NO_ROW
-            if base_revision_found != base_revision:
+            _, _, found_revision, *_, stored_base, _ = found.bases.get(row_id) or _NO_ROW
+            if found_revision != base_revision:
                 raise TamperedError("missing, or from another time")
-            base = context.keys.open(
-                user.tag, base_place(whose, row_id, base_revision), stored_base
-            )
-    return session._replace(session_id=session_id, overlay=overlay, base=base)
+            where = base_place(whose, row_id, base_revision)
+            base = context.keys.open(user.tag, where, stored_base)
+    return StoredSession(
+        row_id, user_row, tag, session_id, revision, base_revision, created_at, updated_at,
+        overlay, base, stored,
+    )  # fmt: skip
 
 
 def check_events(session: StoredSession, events: list[Row], limit: int | None) -> None:
@@ -268,8 +297,11 @@ def seal_witness(context: Context, owner: bytes, tag: bytes, number: int) -> byt
 
 
 def seal_session(context: Context, session: StoredSession) -> bytes:
-    who = context.who
-    where = session_place(who.app_name, who.user_id, session)
+    who, row = context.who, session
+    numbers = (row.id, row.user_row, row.revision, row.base_revision)
+    where = session_place(
+        who.app_name, who.user_id, row.tag, *numbers, row.created_at, row.updated_at
+    )
     return context.keys.seal(who.user_tag, where, prefixed(who.session_id, session.overlay))
 
 
@@ -283,13 +315,21 @@ def seal_event(context: Context, session_row: int, seq: int, time: int, event: b
     return context.keys.seal(context.who.user_tag, where, event)
 
 
-@contextmanager
-def naming(table: str, row: object) -> Iterator[None]:
-    """Name the row in whatever refusal is raised inside."""
-    try:
-        yield
-    except DecryptionError as error:
-        raise type(error)(f"{table} row {row}: {error}") from None
+class naming:  # noqa: N801 - reads as a statement
+    """Names the row in whatever refusal is raised inside."""
+
+    __slots__ = ("_row", "_table")
+
+    def __init__(self, table: str, row: object) -> None:
+        self._table = table
+        self._row = row
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _type: object, error: object, _traceback: object) -> None:
+        if isinstance(error, DecryptionError):
+            raise type(error)(f"{self._table} row {self._row}: {error}") from None
 
 
 def _check_witness(context: Context, found: Found, owner: bytes, tag: bytes, number: int) -> None:

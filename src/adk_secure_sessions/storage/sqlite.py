@@ -83,6 +83,12 @@ class _Inbox:
     def __init__(self) -> None:
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
         self._ahead: list[_Job | None] = []  # taken from the queue, and not for this batch
+        self._busy = False
+
+    @property
+    def waiting(self) -> int:
+        """How much work is in front of a new job, roughly."""
+        return self._queue.qsize() + self._busy
 
     def put(self, job: _Job | None) -> None:
         """Queue *job*; None ends the thread."""
@@ -90,7 +96,9 @@ class _Inbox:
 
     def take(self, most: int) -> list[_Job]:
         """Wait for work, and return what may run in one transaction; empty at the end."""
+        self._busy = False
         job = self._ahead.pop() if self._ahead else self._queue.get()
+        self._busy = True
         batch: list[_Job] = []
         while job is not None and not (batch and job.on_engine):
             batch.append(job)
@@ -139,7 +147,6 @@ class SqliteExecutor:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._threads: list[_Thread] = []
-        self._turn = 0
         self._finalizer: weakref.finalize[Any, SqliteExecutor] | None = None
 
     async def read(self, transaction: Transaction[T]) -> T:
@@ -174,11 +181,9 @@ class SqliteExecutor:
         job = _Job(work, loop, loop.create_future(), on_engine, commit)
         with self._lock:  # so that nothing is queued behind the end of a thread
             threads = self._threads or self._start()
-            if reads and len(threads) > 1:
-                self._turn = self._turn % (len(threads) - 1) + 1
-                threads[self._turn].inbox.put(job)
-            else:
-                threads[0].inbox.put(job)
+            candidates = threads[1:] if reads and len(threads) > 1 else threads[:1]
+            # The first that is idle: what it read last is still in its caches.
+            min(candidates, key=lambda thread: thread.inbox.waiting).inbox.put(job)
         result: T = await job.future
         return result
 

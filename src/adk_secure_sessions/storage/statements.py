@@ -143,7 +143,6 @@ def _list_query(keys: bool) -> Query:
         _app(),
         _user().where(users.c.tag == _user_tag),
         _witness().where(_among(witnesses.c.tag, _app_tag, _user_tag)),
-        _witness().where(sessions.c.tag == witnesses.c.tag, mine),
         _session().where(mine),
         _base().where(bases.c.session_row == sessions.c.id, mine),
     )
@@ -158,7 +157,6 @@ def _list_all_query() -> Query:
         _user().where(of_app),
         _witness().where(witnesses.c.tag == _app_tag),
         _witness().where(users.c.tag == witnesses.c.tag, of_app),
-        _witness().where(sessions.c.tag == witnesses.c.tag).select_from(theirs).where(of_app),
         _session(theirs).where(of_app),
         _base().where(bases.c.session_row == sessions.c.id).select_from(theirs).where(of_app),
         _key().where(data_keys.c.owner == _app_tag),

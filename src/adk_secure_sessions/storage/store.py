@@ -21,7 +21,7 @@ from adk_secure_sessions.states import JsonObject
 from adk_secure_sessions.storage import rows, transactions
 from adk_secure_sessions.storage import statements as sql
 from adk_secure_sessions.storage.connection import Conflict, Executor, Row, T, UniqueViolation
-from adk_secure_sessions.storage.rows import Context, Found, Identity, Owner, StoredSession
+from adk_secure_sessions.storage.rows import Context, Found, Identity, Memo, Owner, StoredSession
 from adk_secure_sessions.storage.setup import open_database
 from adk_secure_sessions.storage.transactions import Expected, NewEvent
 
@@ -43,7 +43,9 @@ class View(NamedTuple):
 
 class _Opened(NamedTuple):
     keys: DataKeys
+    identities: Lru[tuple[str, str, str], Identity]
     sessions: Lru[bytes, StoredSession]
+    memo: Memo
 
 
 class Store:
@@ -229,12 +231,19 @@ class Store:
                     keys = DataKeys(
                         keyring, self._backends.by_id, self._backends.writer.backend_id, _DATA_KEYS
                     )
-                    self._state = _Opened(keys, Lru(self._cache_size))
+                    self._state = _Opened(
+                        keys, Lru(self._cache_size), Lru(self._cache_size), Memo(self._cache_size)
+                    )
         return self._state
 
     async def _identify(self, app_name: str, user_id: str = "", session_id: str = "") -> Identity:
-        opened = await self._opened()
-        return rows.identify(opened.keys.keyring.index, app_name, user_id, session_id)
+        opened = self._state or await self._opened()
+        name = (app_name, user_id, session_id)
+        who = opened.identities.get(name)
+        if who is None:
+            who = rows.identify(opened.keys.keyring.index, *name)
+            opened.identities.put(name, who)
+        return who
 
     async def _remember(self, who: Identity, session: StoredSession) -> None:
         opened = await self._opened()
@@ -259,13 +268,14 @@ class Store:
 
         Keys that are known are not read again, unless a record names one that is not.
         """
-        data_keys = (await self._opened()).keys
+        opened = await self._opened()
+        data_keys = opened.keys
         with_keys = always_with_keys
         with_keys = with_keys or not StagedKeys(data_keys).knows(who.app_tag, who.user_tag)
         for attempt in range(_ATTEMPTS):
             keys = StagedKeys(data_keys)
             try:
-                result = await run(Context(keys, who, with_keys), attempt == 0)
+                result = await run(Context(keys, opened.memo, who, with_keys), attempt == 0)
             except UnknownKeyError:
                 if with_keys:
                     raise
