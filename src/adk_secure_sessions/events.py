@@ -15,14 +15,16 @@ _PREFIX = bytes([len(adk_version)]) + adk_version.encode("ascii")
 def encode(event: Event) -> bytes:
     """Everything of *event* that is set; what JSON cannot hold becomes text, never an error."""
     try:
-        return _PREFIX + event.model_dump_json(exclude_none=True).encode()
+        data = event.model_dump_json(exclude_none=True).encode()
+        if b"null" not in data:  # which infinity and NaN become here, unlike below
+            return _PREFIX + data
     except Exception:
         pass  # lone surrogates, or values with no JSON form such as callables
     try:
-        data = event.model_dump(mode="json", exclude_none=True)
+        fields = event.model_dump(mode="json", exclude_none=True)
     except Exception:
-        data = to_jsonable_python(event.model_dump(exclude_none=True), serialize_unknown=True)
-    return _PREFIX + json.dumps(data).encode("ascii")
+        fields = to_jsonable_python(event.model_dump(exclude_none=True), serialize_unknown=True)
+    return _PREFIX + json.dumps(fields, separators=(",", ":")).encode("ascii")
 
 
 def decode(plaintext: bytes, row: str) -> Event:

@@ -1,9 +1,12 @@
-"""Locks that serve several event loops, each its own tasks."""
+"""Locks that serve several event loops, and cancellation that leaves nothing half done."""
 
 import asyncio
-from collections.abc import AsyncIterator, Hashable
+from collections.abc import AsyncIterator, Callable, Hashable
 from contextlib import asynccontextmanager
+from typing import TypeVar
 from weakref import WeakKeyDictionary
+
+T = TypeVar("T")
 
 
 class LoopLocks:
@@ -27,3 +30,24 @@ class LoopLocks:
             users[0] -= 1
             if not users[0]:
                 del locks[key]
+
+
+async def settled(future: "asyncio.Future[T]", revoke: Callable[[], bool]) -> T:
+    """Await work that a cancelled caller cannot take back once it has begun.
+
+    A cancellation that comes while it runs is put off until it has ended, so that the caller
+    knows what became of it; *revoke* says whether it was stopped from beginning.
+    """
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        if future.cancelled() or revoke():
+            raise
+        await asyncio.wait([future])
+        if future.cancelled() or future.exception() is not None:
+            raise
+        task = asyncio.current_task()
+        if task is not None:
+            task.uncancel()
+            task.cancel()  # again: it is raised where the caller next waits
+        return future.result()

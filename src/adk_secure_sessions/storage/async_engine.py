@@ -1,6 +1,7 @@
 """Any async SQLAlchemy engine: the caller's own, or one for a server database."""
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
@@ -9,7 +10,8 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.pool import StaticPool
 
-from adk_secure_sessions.loops import LoopLocks
+from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.loops import LoopLocks, settled
 from adk_secure_sessions.storage.connection import Row, T, Transaction, UniqueViolation
 
 
@@ -33,7 +35,7 @@ class _EngineConnection:
 
 
 class AsyncEngineExecutor:
-    """Runs each transaction in a task of its own, which outlives a cancelled caller."""
+    """Runs each transaction in a task of its own, which a cancelled caller waits for."""
 
     def __init__(self, engine: AsyncEngine, *, owned: bool) -> None:
         self._engine = engine
@@ -43,6 +45,7 @@ class AsyncEngineExecutor:
         self._single = isinstance(engine.pool, StaticPool)
         self._locks = LoopLocks()
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._guard = threading.Lock()
 
     async def read(self, transaction: Transaction[T]) -> T:
         async def run() -> T:
@@ -69,8 +72,8 @@ class AsyncEngineExecutor:
         return await self._shielded(run())
 
     async def close(self) -> None:
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        if tasks := list(self._tasks):
+            await asyncio.wait(tasks)
         if self._owned:
             await self._engine.dispose()
 
@@ -78,11 +81,23 @@ class AsyncEngineExecutor:
         return self._locks.hold("connection") if needed else nullcontext()
 
     async def _shielded(self, work: Coroutine[Any, Any, T]) -> T:
-        # Cancelled between two statements, a transaction would stay open; it is short.
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return await asyncio.shield(task)
+        # Cancelled between two statements, a transaction would stay open.
+        loop = asyncio.get_running_loop()
+        with self._guard:
+            if any(task.get_loop() is not loop for task in self._tasks):
+                work.close()
+                raise ConfigurationError(
+                    "this engine is in use by another event loop: SQLAlchemy's async engines "
+                    "serve one at a time; make a service for each, or on SQLite pass db_url"
+                )
+            task = asyncio.ensure_future(work)
+            self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return await settled(task, lambda: False)
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        with self._guard:
+            self._tasks.discard(task)
 
 
 def _begin_immediate(connection: sa.Connection) -> None:

@@ -35,8 +35,7 @@ Transaction = Callable[[Connection], T]
 class Executor(Protocol):
     """Runs transactions, one kind of executor for each kind of database.
 
-    A task that is cancelled while it waits leaves its transaction to finish or to be
-    skipped whole.
+    A cancelled caller's transaction is skipped whole, or ends first: see `loops.settled`.
     """
 
     async def read(self, transaction: Transaction[T]) -> T:

@@ -20,6 +20,7 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import sqlite as sqlite_dialect
 
 from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.loops import settled
 from adk_secure_sessions.storage.connection import Row, T, Transaction, UniqueViolation
 
 logger = logging.getLogger(__name__)
@@ -65,10 +66,14 @@ class _Job(NamedTuple):
     """Work for a thread, and who waits for it."""
 
     work: Callable[[Any], Any]
-    loop: asyncio.AbstractEventLoop
     future: "asyncio.Future[Any]"
+    claim: threading.Lock  # taken by who is first: the thread, to run it, or a cancellation
     on_engine: bool = False  # work on a SQLAlchemy connection instead of the driver's
     commit: bool = True
+
+    def claimed(self) -> bool:
+        """Whether the caller is the first to ask."""
+        return self.claim.acquire(blocking=False)
 
 
 class _Done(NamedTuple):
@@ -177,15 +182,14 @@ class SqliteExecutor:
     ) -> T:
         if os.getpid() != self._pid:
             self._after_fork()
-        loop = asyncio.get_running_loop()
-        job = _Job(work, loop, loop.create_future(), on_engine, commit)
+        future = asyncio.get_running_loop().create_future()
+        job = _Job(work, future, threading.Lock(), on_engine, commit)
         with self._lock:  # so that nothing is queued behind the end of a thread
             threads = self._threads or self._start()
             candidates = threads[1:] if reads and len(threads) > 1 else threads[:1]
             # The first that is idle: what it read last is still in its caches.
             min(candidates, key=lambda thread: thread.inbox.waiting).inbox.put(job)
-        result: T = await job.future
-        return result
+        return await settled(future, job.claimed)
 
     def _start(self) -> list[_Thread]:
         readers = 0 if self._memory else _READERS
@@ -211,6 +215,9 @@ def _serve(inbox: _Inbox, engine: sa.Engine, writes: bool) -> None:
     connection: _SqliteConnection | None = None
     while batch := inbox.take(_BATCH if writes else 1):
         try:
+            batch = [job for job in batch if job.claimed()]
+            if not batch:
+                continue
             if batch[0].on_engine:
                 outcomes = [_run_on_engine(engine, batch[0])]
             else:
@@ -257,8 +264,6 @@ def _run_batch(connection: _SqliteConnection, batch: list[_Job]) -> list[_Done]:
     try:
         driver.execute("BEGIN IMMEDIATE")
         for job in batch:
-            if job.future.cancelled():
-                continue
             if len(batch) > 1:
                 driver.execute("SAVEPOINT one")
             outcome = _run(connection, job)
@@ -309,7 +314,7 @@ def _translated(error: BaseException) -> BaseException:
 def _deliver(outcomes: list[_Done]) -> None:
     by_loop: dict[asyncio.AbstractEventLoop, list[_Done]] = {}
     for outcome in outcomes:
-        by_loop.setdefault(outcome.job.loop, []).append(outcome)
+        by_loop.setdefault(outcome.job.future.get_loop(), []).append(outcome)
     for loop, mine in by_loop.items():
         try:
             loop.call_soon_threadsafe(_settle, mine)
@@ -319,8 +324,6 @@ def _deliver(outcomes: list[_Done]) -> None:
 
 def _settle(outcomes: list[_Done]) -> None:
     for job, result, error in outcomes:
-        if job.future.done():  # cancelled
-            continue
         if error is not None:
             job.future.set_exception(error)
         else:
