@@ -1,0 +1,199 @@
+"""The threads under a SQLite URL: one commit for many transactions, each on its own feet."""
+
+import asyncio
+import gc
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from adk_secure_sessions.storage.connection import Connection, UniqueViolation
+from adk_secure_sessions.storage.sqlite import SqliteExecutor, sqlite_executor
+
+TABLE = sa.Table(
+    "numbers", sa.MetaData(), sa.Column("n", sa.Integer, primary_key=True, autoincrement=False)
+)
+ALL = sa.select(TABLE.c.n).order_by(TABLE.c.n)
+
+
+@pytest.fixture(params=["file", "memory"])
+def executor(request: pytest.FixtureRequest, tmp_path: Path) -> SqliteExecutor:
+    url = "sqlite://" if request.param == "memory" else f"sqlite:///{tmp_path}/numbers.db"
+    return sqlite_executor(sa.make_url(url), {})
+
+
+@pytest.fixture
+async def numbers(executor: SqliteExecutor) -> SqliteExecutor:
+    await executor.define(TABLE.metadata.create_all, commit=True)
+    return executor
+
+
+INSERT = sa.insert(TABLE)
+
+
+def add(number: int, connection: Connection) -> int:
+    return connection.run(INSERT, {"n": number})
+
+
+async def stored(executor: SqliteExecutor) -> list[int]:
+    return [row[0] for row in await executor.read(lambda c: c.all(ALL, {}))]
+
+
+async def test_failing_transaction_takes_only_itself_back(numbers: SqliteExecutor) -> None:
+    def broken(connection: Connection) -> None:
+        add(7, connection)
+        raise RuntimeError("no")
+
+    work = [numbers.write(partial(add, n)) for n in range(5)]
+    results = await asyncio.gather(*work, numbers.write(broken), return_exceptions=True)
+    assert [type(result) for result in results] == [int] * 5 + [RuntimeError]
+    assert await stored(numbers) == [0, 1, 2, 3, 4]
+    await numbers.close()
+
+
+async def test_transactions_that_queue_up_share_a_commit(tmp_path: Path) -> None:
+    executor = sqlite_executor(sa.make_url(f"sqlite:///{tmp_path}/numbers.db"), {})
+    await executor.define(TABLE.metadata.create_all, commit=True)
+    statements: list[str] = []
+
+    def trace_and_wait(connection: Connection) -> None:
+        connection.driver.set_trace_callback(statements.append)  # type: ignore[attr-defined]
+        time.sleep(0.2)  # meanwhile the others queue up
+
+    first = asyncio.ensure_future(executor.write(trace_and_wait))
+    await asyncio.sleep(0.05)
+    await asyncio.gather(first, *(executor.write(partial(add, n)) for n in range(50)))
+    assert statements.count("COMMIT") == 2  # of the first by itself, and of the 50
+    assert sum("INSERT" in statement for statement in statements) == 50
+    await executor.close()
+
+
+async def test_unique_violation_is_told_from_other_errors(numbers: SqliteExecutor) -> None:
+    await numbers.write(partial(add, 1))
+    with pytest.raises(UniqueViolation):
+        await numbers.write(partial(add, 1))
+    with pytest.raises(sa.exc.IntegrityError):
+        await numbers.write(lambda c: c.run(INSERT, {"n": "text"}))
+    with pytest.raises(sa.exc.OperationalError) as info:
+        await numbers.write(lambda c: c.run(sa.text("INSERT INTO none VALUES (:n)"), {"n": 123456}))
+    assert "123456" not in str(info.value)
+    await numbers.close()
+
+
+async def test_cancelled_before_it_began_never_runs(numbers: SqliteExecutor) -> None:
+    blocker = asyncio.ensure_future(numbers.write(lambda c: time.sleep(0.2)))
+    await asyncio.sleep(0.05)
+    waiting = asyncio.ensure_future(numbers.write(partial(add, 1)))
+    await asyncio.sleep(0.01)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert not blocker.done()  # it did not wait for the one before
+    await blocker
+    assert await stored(numbers) == []
+    await numbers.close()
+
+
+async def test_cancelled_while_it_runs_ends_first(numbers: SqliteExecutor) -> None:
+    def slow(connection: Connection) -> int:
+        time.sleep(0.2)
+        return add(1, connection)
+
+    running = asyncio.ensure_future(numbers.write(slow))
+    await asyncio.sleep(0.05)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert await stored(numbers) == [1]
+    await numbers.close()
+
+
+async def test_timeout_of_a_running_transaction_is_still_a_timeout(
+    numbers: SqliteExecutor,
+) -> None:
+    def slow(connection: Connection) -> int:
+        time.sleep(0.2)
+        return add(1, connection)
+
+    async def two_steps() -> None:
+        await numbers.write(slow)
+        await asyncio.sleep(10)
+
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await two_steps()
+    assert await stored(numbers) == [1]
+    await numbers.close()
+
+
+async def test_closed_executor_opens_again(tmp_path: Path) -> None:
+    executor = sqlite_executor(sa.make_url(f"sqlite:///{tmp_path}/numbers.db"), {"pool_size": 1})
+    await executor.define(TABLE.metadata.create_all, commit=True)
+    for number in range(3):
+        await executor.write(partial(add, number))
+        await asyncio.gather(executor.close(), executor.close())
+    assert await stored(executor) == [0, 1, 2]
+    await executor.close()
+
+
+async def test_work_queued_before_close_is_done(tmp_path: Path) -> None:
+    executor = sqlite_executor(sa.make_url(f"sqlite:///{tmp_path}/numbers.db"), {})
+    await executor.define(TABLE.metadata.create_all, commit=True)
+    work = [asyncio.ensure_future(executor.write(partial(add, n))) for n in range(20)]
+    await asyncio.sleep(0)
+    await executor.close()
+    await asyncio.gather(*work)
+    assert len(await stored(executor)) == 20
+    await executor.close()
+
+
+async def test_full_disk_fails_the_transaction_and_no_other(tmp_path: Path) -> None:
+    executor = sqlite_executor(sa.make_url(f"sqlite:///{tmp_path}/numbers.db"), {})
+    await executor.define(TABLE.metadata.create_all, commit=True)
+
+    def fill(connection: Connection) -> None:
+        connection.driver.execute("PRAGMA max_page_count = 3")  # type: ignore[attr-defined]
+        for number in range(100_000):
+            add(number, connection)
+
+    with pytest.raises(sa.exc.OperationalError, match="full"):
+        await executor.write(fill)
+    assert await executor.write(partial(add, 1)) == 1
+    assert await stored(executor) == [1]
+    await executor.close()
+
+
+async def test_forgotten_executor_ends_its_threads(tmp_path: Path) -> None:
+    executor = sqlite_executor(sa.make_url(f"sqlite:///{tmp_path}/numbers.db"), {})
+    await executor.define(TABLE.metadata.create_all, commit=True)
+    mine = [thread for thread in threading.enumerate() if "adk-secure-sessions" in thread.name]
+    assert mine
+    del executor
+    gc.collect()
+    for thread in mine:
+        await asyncio.to_thread(thread.join, 5)
+    assert not [thread for thread in mine if thread.is_alive()]
+
+
+async def test_reader_cannot_write(tmp_path: Path) -> None:
+    executor = sqlite_executor(sa.make_url(f"sqlite:///{tmp_path}/numbers.db"), {})
+    await executor.define(TABLE.metadata.create_all, commit=True)
+    await executor.write(partial(add, 1))
+    with pytest.raises(sa.exc.OperationalError, match="readonly"):
+        await executor.read(partial(add, 2))
+    await executor.close()
+
+
+async def test_file_is_written_ahead_and_fully_synchronous(tmp_path: Path) -> None:
+    executor = sqlite_executor(sa.make_url(f"sqlite:///{tmp_path}/numbers.db"), {})
+
+    def pragmas(connection: Connection) -> tuple[object, object]:
+        run = connection.driver.execute  # type: ignore[attr-defined]
+        mode, level = run("PRAGMA journal_mode"), run("PRAGMA synchronous")
+        return mode.fetchone()[0], level.fetchone()[0]
+
+    assert await executor.write(pragmas) == ("wal", 2)
+    await executor.close()
