@@ -10,7 +10,7 @@ from adk_secure_sessions.errors import DecryptionError, TamperedError
 from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.keys.data_keys import DataKeyRow, StagedKeys
 from adk_secure_sessions.lru import Lru
-from adk_secure_sessions.records import place, prefixed, unprefixed
+from adk_secure_sessions.records import encode_text, place, prefixed, unprefixed
 from adk_secure_sessions.storage import statements as sql
 from adk_secure_sessions.storage.connection import Row
 from adk_secure_sessions.storage.tables import apps, bases, sessions, users
@@ -167,7 +167,9 @@ def open_app(context: Context, found: Found) -> Owner | None:
     if seen and seen.row == row and seen.witness == witness:
         return seen.value
     with naming(apps.name, row[1]):
-        _, row_id, version, *_, stored = row
+        _, row_id, version, *_, name, stored = row
+        if name != encode_text(app_name):
+            raise TamperedError("its app_name was changed")
         plaintext = context.keys.open(tag, app_place(app_name, tag, row_id, version), stored)
         _check_witness(context, found, tag, tag, version)
     app = Owner(row_id, tag, 0, "", version, plaintext)

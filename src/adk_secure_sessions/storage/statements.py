@@ -65,7 +65,7 @@ def _member(kind: int, numbers: list[Any], blobs: list[Any]) -> Member:
 
 def _app() -> Member:
     numbers: list[Any] = [apps.c.id, apps.c.version]
-    return _member(APP, numbers, [apps.c.tag, apps.c.state]).where(apps.c.tag == _app_tag)
+    return _member(APP, numbers, [apps.c.app_name, apps.c.state]).where(apps.c.tag == _app_tag)
 
 
 def _user() -> Member:

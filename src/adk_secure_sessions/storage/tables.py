@@ -13,7 +13,6 @@ from sqlalchemy import (
     MetaData,
     String,
     Table,
-    Text,
     UniqueConstraint,
 )
 from sqlalchemy.dialects.mysql import LONGBLOB, VARBINARY
@@ -68,7 +67,7 @@ apps = Table(
     metadata,
     _key_column("id"),
     Column("tag", _TAG, nullable=False, unique=True),
-    Column("app_name", Text, nullable=False),
+    Column("app_name", LargeBinary, nullable=False),  # UTF-8: no collation, no forbidden NUL
     Column("version", BigInteger, nullable=False),
     Column("state", _SEALED, nullable=False),
 )

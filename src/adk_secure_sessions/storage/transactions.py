@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from adk_secure_sessions.errors import TamperedError
 from adk_secure_sessions.keys.data_keys import StagedKeys
+from adk_secure_sessions.records import encode_text
 from adk_secure_sessions.states import JsonObject, dumps, loads
 from adk_secure_sessions.storage import rows
 from adk_secure_sessions.storage import statements as sql
@@ -245,7 +246,7 @@ def _change_app(
         row = {
             "id": app.id,
             "tag": app.tag,
-            "app_name": who.app_name,
+            "app_name": encode_text(who.app_name),
             "version": 0,
             "state": rows.seal_app(context, app),
         }
