@@ -20,7 +20,7 @@ from adk_secure_sessions.keys.keyring import (
     open_keyring,
 )
 from adk_secure_sessions.storage.connection import Executor
-from adk_secure_sessions.storage.tables import FORMAT_VERSION, keyring, meta, metadata
+from adk_secure_sessions.storage.tables import FORMAT_VERSION, data_keys, keyring, meta, metadata
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,7 @@ class Survey(NamedTuple):
     missing_tables: frozenset[str]
     alien_tables: tuple[str, ...]
     adk_tables: bool
+    has_data_keys: bool
     meta: dict[str, str]
     keyring: list[MasterKeyRow]
 
@@ -111,15 +112,18 @@ def look(connection: sa.Connection) -> Survey:
         query = sa.select(c.id, c.purpose, c.root_key_id, c.created_at, c.wrapped)
         found = connection.execute(query.order_by(c.created_at, c.id))
         masters = [MasterKeyRow(*row) for row in found]
+    used = False
+    if not alien and data_keys.name in present:
+        used = connection.execute(sa.select(data_keys.c.id).limit(1)).first() is not None
     adk = {"sessions", "events"} <= present
-    return Survey(missing, tuple(alien), adk, values, masters)
+    return Survey(missing, tuple(alien), adk, used, values, masters)
 
 
 def _establish(
     expected: Survey, values: dict[str, str], fresh: list[MasterKeyRow], connection: sa.Connection
 ) -> None:
     """Make what is missing, unless the database has changed since it was surveyed."""
-    if look(connection)[:4] != expected[:4]:
+    if look(connection) != expected:
         return
     metadata.create_all(connection)
     rows = [{"name": name, "value": values[name]} for name in values if name not in expected.meta]
@@ -137,7 +141,7 @@ def _check(survey: Survey) -> None:
         )
     version = survey.meta.get(_FORMAT)
     if version is None:
-        if survey.meta or survey.keyring:
+        if survey.meta or survey.keyring or survey.has_data_keys:
             raise ConfigurationError(
                 "secure_meta says no format version, though there is data: restore that table"
             )

@@ -18,10 +18,18 @@ from adk_secure_sessions.keys.data_keys import DataKeys, StagedKeys
 from adk_secure_sessions.loops import LoopLocks
 from adk_secure_sessions.lru import Lru
 from adk_secure_sessions.states import JsonObject
-from adk_secure_sessions.storage import rows, transactions
+from adk_secure_sessions.storage import seals, transactions
 from adk_secure_sessions.storage import statements as sql
 from adk_secure_sessions.storage.connection import Conflict, Executor, Row, T, UniqueViolation
-from adk_secure_sessions.storage.rows import Context, Found, Identity, Memo, Owner, StoredSession
+from adk_secure_sessions.storage.rows import (
+    Context,
+    Found,
+    Identity,
+    Memo,
+    Owner,
+    StoredSession,
+    identify,
+)
 from adk_secure_sessions.storage.setup import open_database
 from adk_secure_sessions.storage.transactions import Expected, NewEvent
 
@@ -120,18 +128,18 @@ class Store:
 
         async def attempt(context: Context, first: bool) -> tuple[View, list[T]] | None:
             found = await self._read(context, query[context.with_keys], parameters)
-            app = rows.open_app(context, found)
-            user = rows.open_user(context, found)
-            session = rows.open_session(context, found, user)
+            app = seals.open_app(context, found)
+            user = seals.open_user(context, found)
+            session = seals.open_session(context, found, user)
             if session is None or user is None:
                 return None
-            rows.check_events(session, found.events, wanted)
+            seals.check_events(session, found.events, wanted)
             events: list[T] = []
             for start in range(0, len(found.events), _CHUNK):
                 if start:
                     await asyncio.sleep(0)
                 for row in found.events[start : start + _CHUNK]:
-                    plaintext = rows.open_event(context, session, row)
+                    plaintext = seals.open_event(context, session, row)
                     if after is None or row[2] >= after:
                         events.append(decode(plaintext, f"secure_events row {session.id, row[1]}"))
             return _view(session, user, app), events
@@ -149,9 +157,9 @@ class Store:
             found = await self._read(
                 context, sql.SESSIONS_OF_USER[context.with_keys], who._asdict()
             )
-            app = rows.open_app(context, found)
+            app = seals.open_app(context, found)
             try:
-                user = rows.open_user(context, found)
+                user = seals.open_user(context, found)
             except DecryptionError as error:
                 if not _skipped(error, skip):
                     raise
@@ -166,11 +174,11 @@ class Store:
 
         async def attempt(context: Context, first: bool) -> list[View]:
             found = await self._read(context, sql.SESSIONS_OF_APP, {"app_tag": who.app_tag})
-            app = rows.open_app(context, found)
+            app = seals.open_app(context, found)
             users = []
             for row in found.users:
                 try:
-                    users.append(rows.open_user_row(context, found, row))
+                    users.append(seals.open_user_row(context, found, row))
                 except DecryptionError as error:
                     if not _skipped(error, skip):
                         raise
@@ -218,7 +226,7 @@ class Store:
 
         async def attempt(context: Context, first: bool) -> bytes:
             found = await self._read(context, sql.OWNERS[context.with_keys], who._asdict())
-            user = rows.open_user(context, found)
+            user = seals.open_user(context, found)
             return user.state if user else b"{}"
 
         return await self._attempt(who, attempt)
@@ -241,7 +249,7 @@ class Store:
         name = (app_name, user_id, session_id)
         who = opened.identities.get(name)
         if who is None:
-            who = rows.identify(opened.keys.keyring.index, *name)
+            who = identify(opened.keys.keyring.index, *name)
             opened.identities.put(name, who)
         return who
 
@@ -310,7 +318,7 @@ def _sessions(
         try:
             if user is None:
                 raise TamperedError(f"secure_sessions row {row[1]}: its user cannot be read")
-            views.append(_view(rows.open_session_row(context, found, user, row), user, app))
+            views.append(_view(seals.open_session_row(context, found, user, row), user, app))
         except DecryptionError as error:
             if not _skipped(error, skip):
                 raise

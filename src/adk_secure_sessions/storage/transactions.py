@@ -6,13 +6,12 @@ Each opens what it reads before it writes: a row that cannot be opened is never 
 from typing import NamedTuple
 
 from adk_secure_sessions.errors import TamperedError
-from adk_secure_sessions.keys.data_keys import StagedKeys
-from adk_secure_sessions.records import encode_text
 from adk_secure_sessions.states import JsonObject, dumps, loads
-from adk_secure_sessions.storage import rows
+from adk_secure_sessions.storage import seals
 from adk_secure_sessions.storage import statements as sql
 from adk_secure_sessions.storage.connection import Conflict, Connection
 from adk_secure_sessions.storage.ids import new_row_key
+from adk_secure_sessions.storage.owners import add_witness, change_app, change_user
 from adk_secure_sessions.storage.rows import NO_BASE, Context, Found, Owner, StoredSession
 
 # An overlay of more bytes of JSON than this is folded into the base, so that an append
@@ -72,13 +71,13 @@ def create_session(
     """
     who = context.who
     found = _read(connection, context)
-    app = rows.open_app(context, found)
-    user = rows.open_user(context, found)
+    app = seals.open_app(context, found)
+    user = seals.open_user(context, found)
     if found.sessions:
         raise DuplicateSession
-    rows.open_session(context, found, user)  # refuses what is left of a removed row
-    app = _change_app(connection, context, app, app_delta)
-    user = _change_user(connection, context, user, app.id, user_delta)
+    seals.open_session(context, found, user)  # refuses what is left of a removed row
+    app = change_app(connection, context, app, app_delta)
+    user = change_user(connection, context, user, app.id, user_delta)
     overlay = dumps(state)
     session = StoredSession(
         new_row_key(), user.id, who.session_tag, who.session_id, 0, NO_BASE, now, now,
@@ -87,7 +86,7 @@ def create_session(
     if len(overlay) > OVERLAY_LIMIT:
         session = session._replace(base=overlay, overlay=b"{}", base_revision=0)
         _write_base(connection, context, session.id, 0, overlay, NO_BASE)
-    session = session._replace(sealed=rows.seal_session(context, session))
+    session = session._replace(sealed=seals.seal_session(context, session))
     connection.run(
         sql.INSERT_SESSION,
         {
@@ -101,7 +100,7 @@ def create_session(
             "state": session.sealed,
         },
     )
-    _add_witness(connection, context, who.user_tag, session.tag, session.id)
+    add_witness(connection, context, who.user_tag, session.tag, session.id)
     return Created(session, app, user)
 
 
@@ -127,18 +126,18 @@ def append_event(
         if updated:
             return updated
     found = _read(connection, context)
-    user = rows.open_user(context, found)
-    session = rows.open_session(context, found, user)
+    user = seals.open_user(context, found)
+    session = seals.open_session(context, found, user)
     if session is None or user is None:
         raise MissingSession
     if expected != (session.id, session.revision):
         raise StaleRevision
-    user = _change_user(connection, context, user, user.app_row, event.user_delta)
+    user = change_user(connection, context, user, user.app_row, event.user_delta)
     if event.app_delta:
-        app = rows.open_app(context, found)
+        app = seals.open_app(context, found)
         if app is None or app.id != user.app_row:
             raise TamperedError(f"secure_users row {user.id}: its app's row was removed")
-        _change_app(connection, context, app, event.app_delta)
+        change_app(connection, context, app, event.app_delta)
     updated = _advance(connection, context, session, event)
     if updated is None:
         raise Conflict
@@ -148,7 +147,7 @@ def append_event(
 def delete_session(connection: Connection, context: Context) -> None:
     """Delete the session and its events; none is no error."""
     found = _read(connection, context)
-    session = rows.open_session(context, found, rows.open_user(context, found))
+    session = seals.open_session(context, found, seals.open_user(context, found))
     if session is None:
         return
     at_row = {"at_id": session.id}
@@ -182,7 +181,7 @@ def _advance(
                 return None
             base = dumps(loads(session.base) | loads(updated.overlay))
             updated = updated._replace(overlay=b"{}", base_revision=seq + 1, base=base)
-    updated = updated._replace(sealed=rows.seal_session(context, updated))
+    updated = updated._replace(sealed=seals.seal_session(context, updated))
     met = connection.run(
         sql.UPDATE_SESSION,
         {
@@ -212,7 +211,7 @@ def _advance(
             "session_row": session.id,
             "seq": seq,
             "time": event.time,
-            "event": rows.seal_event(context, session.id, seq, event.time, event.plaintext),
+            "event": seals.seal_event(context, session.id, seq, event.time, event.plaintext),
         },
     )
     return updated._replace(base=None)
@@ -226,7 +225,7 @@ def _write_base(
     state: bytes,
     old_revision: int,
 ) -> None:
-    sealed = rows.seal_base(context, session_row, revision, state)
+    sealed = seals.seal_base(context, session_row, revision, state)
     if old_revision == NO_BASE:
         row = {"session_row": session_row, "revision": revision, "state": sealed}
         connection.run(sql.INSERT_BASE, row)
@@ -234,101 +233,3 @@ def _write_base(
     where = {"at_id": session_row, "at_revision": old_revision}
     if connection.run(sql.UPDATE_BASE, where | {"revision": revision, "state": sealed}) != 1:
         raise Conflict
-
-
-def _change_app(
-    connection: Connection, context: Context, app: Owner | None, delta: JsonObject
-) -> Owner:
-    if app is None:
-        who = context.who
-        app = Owner(new_row_key(), who.app_tag, 0, "", 0, dumps(delta))
-        _add_key(connection, context.keys, who.app_tag)
-        row = {
-            "id": app.id,
-            "tag": app.tag,
-            "app_name": encode_text(who.app_name),
-            "version": 0,
-            "state": rows.seal_app(context, app),
-        }
-        connection.run(sql.INSERT_APP, row)
-        _add_witness(connection, context, app.tag, app.tag, 0)
-    elif delta:
-        _ensure_key(connection, context.keys, app.tag)
-        app = _changed(app, delta)
-        sealed = rows.seal_app(context, app)
-        _update_owner(connection, context, sql.UPDATE_APP, app, sealed)
-    return app
-
-
-def _change_user(
-    connection: Connection,
-    context: Context,
-    user: Owner | None,
-    app_row: int,
-    delta: JsonObject,
-) -> Owner:
-    if user is None:
-        who = context.who
-        user = Owner(new_row_key(), who.user_tag, app_row, who.user_id, 0, dumps(delta))
-        _add_key(connection, context.keys, who.user_tag)
-        row = {
-            "id": user.id,
-            "app_row": app_row,
-            "tag": user.tag,
-            "version": 0,
-            "state": rows.seal_user(context, user),
-        }
-        connection.run(sql.INSERT_USER, row)
-        _add_witness(connection, context, user.tag, user.tag, 0)
-        return user
-    if user.app_row != app_row:
-        raise TamperedError(f"secure_users row {user.id}: it belongs to another app's row")
-    _ensure_key(connection, context.keys, user.tag)
-    if delta:
-        user = _changed(user, delta)
-        sealed = rows.seal_user(context, user)
-        _update_owner(connection, context, sql.UPDATE_USER, user, sealed)
-    return user
-
-
-def _changed(owner: Owner, delta: JsonObject) -> Owner:
-    return owner._replace(version=owner.version + 1, state=dumps(loads(owner.state) | delta))
-
-
-def _update_owner(
-    connection: Connection,
-    context: Context,
-    statement: sql.Change,
-    owner: Owner,
-    sealed: bytes,
-) -> None:
-    old, new = owner.version - 1, owner.version
-    row = {"at_id": owner.id, "at_version": old, "version": new, "state": sealed}
-    seal = rows.seal_witness(context, owner.tag, owner.tag, new)
-    witness = {"at_tag": owner.tag, "at_number": old, "number": new, "seal": seal}
-    if connection.run(statement, row) != 1 or connection.run(sql.UPDATE_WITNESS, witness) != 1:
-        raise Conflict
-
-
-def _add_witness(
-    connection: Connection, context: Context, owner: bytes, tag: bytes, number: int
-) -> None:
-    seal = rows.seal_witness(context, owner, tag, number)
-    connection.run(sql.INSERT_WITNESS, {"tag": tag, "number": number, "seal": seal})
-
-
-def _add_key(connection: Connection, keys: StagedKeys, owner: bytes) -> None:
-    """Make the first key of a new owner; one that is there already lost its owner's row."""
-    if connection.all(sql.KEYS_OF_OWNER, {"owner": owner}):
-        raise TamperedError(
-            f"secure_data_keys holds keys of the tag {owner.hex()}, whose own row was removed"
-        )
-    connection.run(sql.INSERT_KEY, keys.new(owner)._asdict())
-
-
-def _ensure_key(connection: Connection, keys: StagedKeys, owner: bytes) -> None:
-    """Make the next generation where the owner has no key of the writing backend."""
-    if keys.current(owner) is None:
-        keys.load(Found(connection.all(sql.KEYS_OF_OWNER, {"owner": owner})).keys)
-    if keys.current(owner) is None:
-        connection.run(sql.INSERT_KEY, keys.new(owner)._asdict())
