@@ -20,10 +20,9 @@ def encode(event: Event) -> bytes:
             return _PREFIX + data
     except Exception:
         pass  # lone surrogates, or values with no JSON form such as callables
-    try:
-        fields = event.model_dump(mode="json", exclude_none=True)
-    except Exception:
-        fields = to_jsonable_python(event.model_dump(exclude_none=True), serialize_unknown=True)
+    fields = to_jsonable_python(
+        event.model_dump(exclude_none=True), bytes_mode="base64", serialize_unknown=True
+    )
     return _PREFIX + json.dumps(fields, separators=(",", ":")).encode("ascii")
 
 

@@ -1,7 +1,7 @@
 """Locks that serve several event loops, and cancellation that leaves nothing half done."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Hashable
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from contextlib import asynccontextmanager
 from typing import TypeVar
 from weakref import WeakKeyDictionary
@@ -32,22 +32,24 @@ class LoopLocks:
                 del locks[key]
 
 
-async def settled(future: "asyncio.Future[T]", revoke: Callable[[], bool]) -> T:
-    """Await work that a cancelled caller cannot take back once it has begun.
+async def settled(task: "asyncio.Future[T]", late: Callable[[T], None] | None) -> T:
+    """Await *task*; a caller that is cancelled meanwhile leaves only when it has ended.
 
-    A cancellation that comes while it runs is put off until it has ended, so that the caller
-    knows what became of it; *revoke* says whether it was stopped from beginning.
+    *late* then gets its result, before the cancellation goes on.
     """
     try:
-        return await asyncio.shield(future)
+        return await asyncio.shield(task)
     except asyncio.CancelledError:
-        if future.cancelled() or revoke():
-            raise
-        await asyncio.wait([future])
-        if future.cancelled() or future.exception() is not None:
-            raise
-        task = asyncio.current_task()
-        if task is not None:
-            task.uncancel()
-            task.cancel()  # again: it is raised where the caller next waits
-        return future.result()
+        await ended(lambda: asyncio.wait([task]), task.done)
+        if late is not None and not task.cancelled() and task.exception() is None:
+            late(task.result())
+        raise
+
+
+async def ended(wait: Callable[[], Awaitable[object]], done: Callable[[], bool]) -> None:
+    """Wait until *done*, whoever cancels."""
+    while not done():
+        try:
+            await wait()
+        except asyncio.CancelledError:
+            continue

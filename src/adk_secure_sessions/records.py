@@ -1,4 +1,4 @@
-"""The one record format: `magic | version | backend id | key id | backend's output`.
+"""The one record format: `magic ‖ version ‖ backend id ‖ key id ‖ backend's output`.
 
 Format: docs/format.md.  A record is bound to its place: the associated data is the header
 followed by what `place` joins.

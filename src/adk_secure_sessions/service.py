@@ -1,7 +1,7 @@
 """ADK's session service, on encrypted storage."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Never, Self
 
@@ -192,15 +192,20 @@ class EncryptedSessionService(BaseSessionService):
             }
         who = (session.app_name, session.user_id, session.id)
         _check_ids(*who)
-        async with self._locks.hold(who):
-            stored = await self._append(session, event)
+
+        def appended(stored: StoredSession) -> None:
             session.last_update_time = stored.updated_at / 1_000_000
             session._storage_update_marker = _marker(stored)
-        session.state.update(event.actions.state_delta or {})
-        session.events.append(event)
+            session.state.update(event.actions.state_delta or {})
+            session.events.append(event)
+
+        async with self._locks.hold(who):
+            await self._append(session, event, appended)
         return event
 
-    async def _append(self, session: Session, event: Event) -> StoredSession:
+    async def _append(
+        self, session: Session, event: Event, appended: Callable[[StoredSession], None]
+    ) -> None:
         scopes = states.split(event.actions.state_delta)
         time_us = _microseconds(event.timestamp)
         expected = _parse_marker(session._storage_update_marker)
@@ -208,13 +213,15 @@ class EncryptedSessionService(BaseSessionService):
             expected = await self._vouched_for(session)
         error: Exception
         try:
-            return await self._store.append(
+            await self._store.append(
                 session.app_name,
                 session.user_id,
                 session.id,
                 expected,
                 NewEvent(events.encode(event), time_us, scopes.app, scopes.user, scopes.session),
+                appended,
             )
+            return
         except transactions.MissingSession:
             error = SessionNotFoundError("Session not found.")
         except transactions.StaleRevision:

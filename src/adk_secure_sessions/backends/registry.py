@@ -9,7 +9,6 @@ from adk_secure_sessions.backends.noop import NoOpBackend
 from adk_secure_sessions.backends.protocol import THIRD_PARTY_IDS, EncryptionBackend
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.keys.providers import KeyProvider
-from adk_secure_sessions.records import Cipher
 
 _SHIPPED = (AesGcmBackend, FernetBackend, NoOpBackend)
 
@@ -68,30 +67,32 @@ def _checked(candidate: object) -> EncryptionBackend:
 
 def _try_out(backend: EncryptionBackend) -> None:
     """Write and read back, and have it refuse what an attacker would try."""
-    key, plaintext, where = backend.new_key(), b"plaintext " * 8, b"place"
-    sealed = backend.cipher(key).encrypt(plaintext, where)
-    again = backend.cipher(key)  # as after a restart
+    plaintext, where = b"plaintext " * 8, b"place"
+    key = _outcome(backend.new_key)
+    sealed = _outcome(lambda: backend.cipher(key or b"").encrypt(plaintext, where))
+
+    def opened(key: bytes | None, sealed: bytes, where: bytes) -> bytes | None:
+        return _outcome(lambda: backend.cipher(key or b"").decrypt(sealed, where))
+
     fault = None
-    if _outcome(lambda: again.decrypt(sealed, where)) != plaintext:
+    if key is None or sealed is None or opened(key, sealed, where) != plaintext:
         fault = "does not read back what it wrote"
     elif plaintext in sealed:
         fault = "stores plaintext"
-    elif _opens(again, sealed, b"elsewhere"):
+    elif opened(key, sealed, b"elsewhere") is not None:
         fault = "ignores the associated data, so records could be moved"
-    elif _opens(again, sealed[:-1] + bytes([sealed[-1] ^ 1]), where):
+    elif opened(key, sealed[:-1] + bytes([sealed[-1] ^ 1]), where) is not None:
         fault = "opens an altered record"
-    elif _opens(backend.cipher(backend.new_key()), sealed, where):
+    elif opened(_outcome(backend.new_key), sealed, where) is not None:
         fault = "opens a record under another key"
     if fault:
         raise ConfigurationError(f"backend {backend.name!r} {fault}")
 
 
 def _outcome(attempt: Callable[[], bytes]) -> bytes | None:
+    """The bytes that *attempt* gives; None for anything else, whose text is not to be shown."""
     try:
-        return attempt()
+        result = attempt()
     except Exception:
         return None
-
-
-def _opens(cipher: Cipher, sealed: bytes, where: bytes) -> bool:
-    return _outcome(lambda: cipher.decrypt(sealed, where)) is not None
+    return result if isinstance(result, bytes) else None

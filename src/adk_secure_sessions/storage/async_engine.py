@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.pool import StaticPool
 
-from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.errors import ConfigurationError, TamperedError
 from adk_secure_sessions.loops import LoopLocks, settled
 from adk_secure_sessions.storage.connection import Row, T, Transaction, UniqueViolation
 
@@ -24,7 +24,15 @@ class _EngineConnection:
         self._connection = connection
 
     def all(self, statement: sa.Executable, parameters: Mapping[str, object]) -> Sequence[Row]:
-        return self._connection.execute(statement, parameters).all()
+        try:
+            return self._connection.execute(statement, parameters).all()
+        except sa.exc.OperationalError as error:
+            if "Could not decode" not in str(error.orig):
+                raise
+        except TypeError:
+            pass
+        # Outside: SQLite's decoder quotes what it could not decode.
+        raise TamperedError("a binary column holds text")
 
     def run(self, statement: sa.Executable, parameters: Mapping[str, object]) -> int:
         try:
@@ -56,10 +64,20 @@ class AsyncEngineExecutor:
 
         return await self._shielded(run())
 
-    async def write(self, transaction: Transaction[T]) -> T:
-        return await self.define(lambda inner: transaction(_EngineConnection(inner)), commit=True)
+    async def write(
+        self, transaction: Transaction[T], late: Callable[[T], None] | None = None
+    ) -> T:
+        return await self._define(lambda inner: transaction(_EngineConnection(inner)), True, late)
 
     async def define(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
+        return await self._define(work, commit)
+
+    async def _define(
+        self,
+        work: Callable[[sa.Connection], T],
+        commit: bool,
+        late: Callable[[T], None] | None = None,
+    ) -> T:
         async def run() -> T:
             async with self._alone(self._sqlite), self._engine.connect() as connection:
                 if commit and self._sqlite:
@@ -69,7 +87,7 @@ class AsyncEngineExecutor:
                     await connection.commit()
                 return result
 
-        return await self._shielded(run())
+        return await self._shielded(run(), late)
 
     async def close(self) -> None:
         if tasks := list(self._tasks):
@@ -80,7 +98,9 @@ class AsyncEngineExecutor:
     def _alone(self, needed: bool) -> AbstractAsyncContextManager[None]:
         return self._locks.hold("connection") if needed else nullcontext()
 
-    async def _shielded(self, work: Coroutine[Any, Any, T]) -> T:
+    async def _shielded(
+        self, work: Coroutine[Any, Any, T], late: Callable[[T], None] | None = None
+    ) -> T:
         # Cancelled between two statements, a transaction would stay open.
         loop = asyncio.get_running_loop()
         with self._guard:
@@ -93,7 +113,7 @@ class AsyncEngineExecutor:
             task = asyncio.ensure_future(work)
             self._tasks.add(task)
         task.add_done_callback(self._done)
-        return await settled(task, lambda: False)
+        return await settled(task, late)
 
     def _done(self, task: asyncio.Task[Any]) -> None:
         with self._guard:

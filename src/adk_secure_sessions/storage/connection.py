@@ -35,15 +35,20 @@ Transaction = Callable[[Connection], T]
 class Executor(Protocol):
     """Runs transactions, one kind of executor for each kind of database.
 
-    A cancelled caller's transaction is skipped whole, or ends first: see `loops.settled`.
+    A cancelled caller's transaction is skipped whole, or ends before the caller leaves.
     """
 
     async def read(self, transaction: Transaction[T]) -> T:
         """Run one read statement or several, without a promise that these belong together."""
         ...
 
-    async def write(self, transaction: Transaction[T]) -> T:
-        """Run *transaction* and commit, or roll back if it raises; it may be run again."""
+    async def write(
+        self, transaction: Transaction[T], late: Callable[[T], None] | None = None
+    ) -> T:
+        """Run *transaction* and commit, or roll back if it raises; it may be run again.
+
+        *late* gets the result if the caller was cancelled while it ran.
+        """
         ...
 
     async def define(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:

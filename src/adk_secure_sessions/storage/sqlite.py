@@ -14,7 +14,6 @@ from typing import Any
 import sqlalchemy as sa
 
 from adk_secure_sessions.errors import ConfigurationError
-from adk_secure_sessions.loops import settled
 from adk_secure_sessions.storage.connection import T, Transaction
 from adk_secure_sessions.storage.threads import Job, WorkerThread, stop
 
@@ -39,8 +38,10 @@ class SqliteExecutor:
     async def read(self, transaction: Transaction[T]) -> T:
         return await self._submit(transaction, reads=True)
 
-    async def write(self, transaction: Transaction[T]) -> T:
-        return await self._submit(transaction)
+    async def write(
+        self, transaction: Transaction[T], late: Callable[[T], None] | None = None
+    ) -> T:
+        return await self._submit(transaction, late)
 
     async def define(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
         return await self._submit(work, on_engine=True, commit=commit)
@@ -57,6 +58,7 @@ class SqliteExecutor:
     async def _submit(
         self,
         work: Callable[[Any], T],
+        late: Callable[[T], None] | None = None,
         *,
         reads: bool = False,
         on_engine: bool = False,
@@ -64,14 +66,14 @@ class SqliteExecutor:
     ) -> T:
         if os.getpid() != self._pid:
             self._after_fork()
-        future = asyncio.get_running_loop().create_future()
-        job = Job(work, future, threading.Lock(), on_engine, commit)
+        job = Job(work, on_engine=on_engine, commit=commit)
         with self._lock:  # so that nothing is queued behind the end of a thread
             threads = self._threads or self._start()
             candidates = threads[1:] if reads and len(threads) > 1 else threads[:1]
             # The first that is idle: what it read last is still in its caches.
             min(candidates, key=lambda thread: thread.inbox.waiting).inbox.put(job)
-        return await settled(future, job.claimed)
+        result: T = await job.outcome(late)
+        return result
 
     def _start(self) -> list[WorkerThread]:
         readers = 0 if self._memory else _READERS

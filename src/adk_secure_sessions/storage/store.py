@@ -197,13 +197,27 @@ class Store:
         (await self._opened()).sessions.drop(who.session_tag)
 
     async def append(
-        self, app_name: str, user_id: str, session_id: str, expected: Expected, event: NewEvent
-    ) -> StoredSession:
-        """Raises transactions.MissingSession and transactions.StaleRevision."""
+        self,
+        app_name: str,
+        user_id: str,
+        session_id: str,
+        expected: Expected,
+        event: NewEvent,
+        appended: Callable[[StoredSession], None],
+    ) -> None:
+        """Store an event; *appended* is called once it is, even if the caller is cancelled.
+
+        Raises transactions.MissingSession and transactions.StaleRevision.
+        """
         who = await self._identify(app_name, user_id, session_id)
-        known = (await self._opened()).sessions.get(who.session_tag)
+        opened = await self._opened()
+        known = opened.sessions.get(who.session_tag)
         if known is not None and (known.id, known.revision) != expected:
             known = None
+
+        def done(updated: StoredSession) -> None:
+            opened.sessions.put(who.session_tag, updated)
+            appended(updated)
 
         async def attempt(context: Context, first: bool) -> StoredSession:
             return await self._executor.write(
@@ -213,12 +227,11 @@ class Store:
                     known=known if first else None,
                     expected=expected,
                     event=event,
-                )
+                ),
+                late=done,
             )
 
-        updated = await self._attempt(who, attempt)
-        await self._remember(who, updated)
-        return updated
+        done(await self._attempt(who, attempt))
 
     async def user_state(self, app_name: str, user_id: str) -> bytes:
         """The user's state as JSON; `{}` for an unknown user."""

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 from sqlalchemy.dialects import sqlite as sqlite_dialect
 
+from adk_secure_sessions.loops import ended
 from adk_secure_sessions.storage.connection import Row, UniqueViolation
 
 logger = logging.getLogger(__name__)
@@ -55,18 +56,51 @@ class _SqliteConnection:
         raise UniqueViolation
 
 
-class Job(NamedTuple):
-    """Work for a thread, and who waits for it."""
+class Job:
+    """Work for a thread, and the task that waits for it."""
 
-    work: Callable[[Any], Any]
-    future: "asyncio.Future[Any]"
-    claim: threading.Lock  # taken by who is first: the thread, to run it, or a cancellation
-    on_engine: bool = False  # work on a SQLAlchemy connection instead of the driver's
-    commit: bool = True
+    __slots__ = ("_claim", "_ended", "_future", "_result", "commit", "loop", "on_engine", "work")
+
+    def __init__(self, work: Callable[[Any], Any], *, on_engine: bool, commit: bool) -> None:
+        self.work = work
+        self.on_engine = on_engine  # work on a SQLAlchemy connection instead of the driver's
+        self.commit = commit
+        self.loop = asyncio.get_running_loop()
+        self._future: asyncio.Future[Any] = self.loop.create_future()
+        self._claim = threading.Lock()
+        self._ended: asyncio.Event | None = None  # made by a cancellation that has to wait
+        self._result: list[Any] = []
 
     def claimed(self) -> bool:
-        """Whether the caller is the first to ask."""
-        return self.claim.acquire(blocking=False)
+        """Whether the caller is first: the thread, to run it, or a cancellation, to stop it."""
+        return self._claim.acquire(blocking=False)
+
+    async def outcome(self, late: Callable[[Any], None] | None) -> Any:
+        """Await the result.  A cancellation stops what has not begun, and waits for what has.
+
+        As `loops.settled`, without `asyncio.shield`, which costs a turn of the event loop.
+        """
+        try:
+            return await self._future
+        except asyncio.CancelledError:
+            if not self.claimed():
+                self._ended = self._ended or asyncio.Event()
+                await ended(self._ended.wait, lambda: bool(self._result))
+                result, error = self._result
+                if late is not None and error is None:
+                    late(result)
+            raise
+
+    def settle(self, result: Any, error: BaseException | None) -> None:
+        """In the event loop: hand over what came of it."""
+        if self._future.done():  # cancelled
+            self._result = [result, error]
+            if self._ended is not None:
+                self._ended.set()
+        elif error is not None:
+            self._future.set_exception(error)
+        else:
+            self._future.set_result(result)
 
 
 class _Done(NamedTuple):
@@ -160,6 +194,8 @@ def _connect(engine: sa.Engine, writes: bool) -> _SqliteConnection:
     if not isinstance(engine.pool, sa.pool.StaticPool):
         pooled.detach()  # held for good: it must not count against the pool
     driver.isolation_level = None  # BEGIN is ours
+    # Text where a binary value belongs: to be refused by us, not by the decoder, which quotes it.
+    driver.text_factory = lambda data: str(data, "latin-1")
     if writes:
         _enter_wal(driver)
         driver.execute("PRAGMA synchronous = FULL")
@@ -237,7 +273,7 @@ def _translated(error: BaseException) -> BaseException:
 def _deliver(outcomes: list[_Done]) -> None:
     by_loop: dict[asyncio.AbstractEventLoop, list[_Done]] = {}
     for outcome in outcomes:
-        by_loop.setdefault(outcome.job.future.get_loop(), []).append(outcome)
+        by_loop.setdefault(outcome.job.loop, []).append(outcome)
     for loop, mine in by_loop.items():
         try:
             loop.call_soon_threadsafe(_settle, mine)
@@ -247,7 +283,4 @@ def _deliver(outcomes: list[_Done]) -> None:
 
 def _settle(outcomes: list[_Done]) -> None:
     for job, result, error in outcomes:
-        if error is not None:
-            job.future.set_exception(error)
-        else:
-            job.future.set_result(result)
+        job.settle(result, error)

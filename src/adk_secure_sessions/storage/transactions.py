@@ -120,9 +120,10 @@ def append_event(
         MissingSession: there is no such session.
         StaleRevision: it is not the expected row at the expected revision.
     """
-    found: Found | None = None
-    if not (context.with_keys or event.app_delta or event.user_delta):
-        updated = known and _advance(connection, context, known, event)
+    # Without a key of the writing backend, one is to be made first.
+    has_key = context.keys.current(context.who.user_tag) is not None
+    if known and has_key and not (context.with_keys or event.app_delta or event.user_delta):
+        updated = _advance(connection, context, known, event)
         if updated:
             return updated
     found = _read(connection, context)

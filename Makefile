@@ -1,0 +1,70 @@
+# Each target makes the environment it needs.  Another Python: make PYTHON=python3.13 test
+
+PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
+JOBS ?= auto
+ARGS ?=
+
+# The oldest google-adk we support, the last 1.x, and whatever is newest below 3.
+ADK_MATRIX := 1.28.0 1.39.1 newest
+ADK ?= 1.28.0
+
+BIN := .venv/bin
+PYTEST_FLAGS := -n $(JOBS) $(ARGS)
+
+# $(call make-venv,directory,requirements,options of uv): uv where it can be had, for speed; else pip.
+define make-venv
+	rm -rf $(1)
+	$(PYTHON) -m venv $(1)
+	if $(1)/bin/python -m pip install --quiet uv; \
+	then $(1)/bin/uv pip install --quiet --python $(1)/bin/python $(3) $(2); \
+	else $(1)/bin/python -m pip install --quiet $(2); fi
+	touch $(1)/.installed
+endef
+
+.PHONY: help demo test check lint types test-adk test-matrix bench clean
+
+help: ## show this
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /|/' | \
+	  while IFS='|' read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
+
+demo: .venv/.installed ## run an ADK agent whose conversation is sealed on disk
+	$(BIN)/python examples/quickstart.py
+
+test: .venv/.installed ## run every test
+	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+check: lint types ## lint, format, types, and the tests with coverage
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) --cov --cov-report=term
+
+lint: .venv/.installed ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/.installed ## mypy --strict on all our Python
+	$(BIN)/mypy
+
+test-adk: .venv-adk-$(ADK)/.installed ## run every test against one release: make test-adk ADK=1.28.0
+	.venv-adk-$(ADK)/bin/python -m pytest $(PYTEST_FLAGS)
+
+test-matrix: $(ADK_MATRIX:%=test-matrix-%) ## run every test against the oldest, last 1.x and newest ADK
+
+test-matrix-%:
+	$(MAKE) test-adk ADK=$*
+
+bench: .venv/.installed ## measure our service beside ADK's own
+	$(BIN)/python -m pytest tests/benchmarks -m benchmark -s $(ARGS)
+
+clean: ## remove environments, caches and reports
+	rm -rf .venv .venv-adk-* .coverage .coverage.* htmlcov build dist
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests examples typing_tests -name __pycache__ -prune -exec rm -rf {} +
+
+.venv/.installed: pyproject.toml
+	$(call make-venv,.venv,-e '.[dev]')
+
+.venv-adk-%/.installed: pyproject.toml
+	$(call make-venv,.venv-adk-$*,-e '.[test]' 'google-adk$(if $(filter newest,$*),<3,==$*)')
+
+# With the oldest google-adk go the oldest of all that pyproject.toml allows.
+.venv-adk-1.28.0/.installed: pyproject.toml
+	$(call make-venv,.venv-adk-1.28.0,-e '.[test]' google-adk==1.28.0,--resolution lowest-direct)

@@ -1,0 +1,67 @@
+"""What is random or now in a real database, fixed, so that vectors come out the same each time."""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from adk_secure_sessions.aead import NONCE_LENGTH, Aes256Gcm
+from adk_secure_sessions.backends.fernet import FernetCipher
+
+Json = dict[str, Any]
+
+TIME = 1_700_000_000  # seconds: 2023-11-14 22:13:20 UTC
+MICROSECONDS = TIME * 1_000_000
+
+
+def made(label: str, length: int) -> bytes:
+    """Bytes that look random and depend on *label* alone."""
+    return hashlib.shake_256(b"adk-secure-sessions vectors: " + label.encode()).digest(length)
+
+
+def counting(first: int, length: int) -> bytes:
+    """*first*, *first* + 1, ...: easy to recognise in a dump."""
+    return bytes((first + i) % 256 for i in range(length))
+
+
+@contextmanager
+def fernet_draws(iv: bytes, seconds: int) -> Iterator[None]:
+    """Fernet takes its IV and its time from here."""
+    with mock.patch("os.urandom", return_value=iv), mock.patch("time.time", return_value=seconds):
+        yield
+
+
+class FixedAesGcm:
+    """`Aes256Gcm` with a nonce that is given."""
+
+    def __init__(self, key: bytes, nonce: bytes) -> None:
+        assert len(nonce) == NONCE_LENGTH
+        self._cipher = Aes256Gcm(key)
+        self._nonce = nonce
+
+    def encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
+        return self._cipher._seal(self._nonce, plaintext, associated_data)
+
+    def decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
+        return self._cipher.decrypt(sealed, associated_data)
+
+
+class FixedFernet(FernetCipher):
+    """`FernetCipher` with an IV and a time that are given."""
+
+    def __init__(self, key: bytes, iv: bytes, seconds: int) -> None:
+        super().__init__(key)
+        self._iv = iv
+        self._seconds = seconds
+
+    def encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
+        with fernet_draws(self._iv, self._seconds):
+            return super().encrypt(plaintext, associated_data)
+
+
+def flipped(data: bytes, position: int) -> bytes:
+    """*data* with the lowest bit of one byte changed."""
+    changed = bytearray(data)
+    changed[position] ^= 1
+    return bytes(changed)

@@ -1,0 +1,92 @@
+"""The worked example of docs/format.md: one owner's tag, data key and event, in hex."""
+
+import textwrap
+
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.hmac import HMAC
+
+from adk_secure_sessions import records
+from adk_secure_sessions.keys.data_keys import DataKeyRow
+from examples.vectors.fixed import MICROSECONDS, FixedAesGcm, counting
+from examples.vectors.places import DATABASE_ID
+
+START = "<!-- example: made by examples/make_vectors.py; do not edit by hand -->"
+END = "<!-- /example -->"
+
+_INDEX_MASTER, _DATA_MASTER, _DATA_KEY = (counting(first, 32) for first in (0x00, 0x20, 0x40))
+_WRAP_NONCE, _EVENT_NONCE = counting(0xA0, 12), counting(0xB0, 12)
+_JSON = '{"author":"user","id":"e-1","timestamp":1700000001.5}'
+_EVENT_TIME = MICROSECONDS + 1_500_000
+
+
+def worked_example() -> str:
+    """The lines between the markers."""
+    tag_place = records.place(("user", "clinic", "ada"))
+    mac = HMAC(_INDEX_MASTER, SHA256())
+    mac.update(tag_place)
+    digest = mac.finalize()
+    row = DataKeyRow(21, digest[:16], 0, 1, MICROSECONDS, b"")
+    wrapped = records.seal(
+        FixedAesGcm(_DATA_MASTER, _WRAP_NONCE), 1, 11, row.place(DATABASE_ID), _DATA_KEY
+    )
+    event_place = records.place(("event", "clinic", "ada", "first visit"), 301, 0, _EVENT_TIME)
+    plaintext = b"\x061.28.0" + _JSON.encode()
+    record = records.seal(FixedAesGcm(_DATA_KEY, _EVENT_NONCE), 1, row.id, event_place, plaintext)
+    return "\n\n".join(
+        [
+            "User `ada` of app `clinic` has the tag",
+            _block(
+                ("index master", _INDEX_MASTER),
+                ('place("user", "clinic", "ada"), no integers', tag_place),
+                ("HMAC-SHA-256", digest),
+                ("tag: its first 16 bytes", digest[:16]),
+            ),
+            "Her data key, `id` 21, generation 0, is wrapped by data master 11:",
+            _block(
+                ("data master 11", _DATA_MASTER),
+                ("database_id", DATABASE_ID),
+                ('place("data-key", database_id, owner = tag, id = 21, generation = 0, '
+                 f"backend_id = 1, created_at = {MICROSECONDS})", row.place(DATABASE_ID)),
+                *_sealed(wrapped, row.place(DATABASE_ID), _DATA_KEY, "plaintext: the data key"),
+            ),
+            "It seals the first event (`seq` 0) of the session `first visit`, whose row has the "
+            "`id` 301:",
+            _block(
+                ('place("event", "clinic", "ada", "first visit", session_row = 301, seq = 0, '
+                 f"time = {_EVENT_TIME})", event_place),
+                *_sealed(record, event_place, plaintext, f'plaintext: 06 "1.28.0" {_JSON}'),
+            ),
+        ]
+    )  # fmt: skip
+
+
+def _sealed(record: bytes, where: bytes, plaintext: bytes, what: str) -> list[tuple[str, bytes]]:
+    header, body = record[: records.HEADER_LENGTH], record[records.HEADER_LENGTH :]
+    return [
+        (what, plaintext),
+        ("header", header),
+        ("associated data: header ‖ place", header + where),
+        ("nonce", body[:12]),
+        ("ciphertext", body[12:-16]),
+        ("tag of AES-256-GCM", body[-16:]),
+        ("the record: header ‖ nonce ‖ ciphertext ‖ tag", record),
+    ]
+
+
+def _block(*values: tuple[str, bytes]) -> str:
+    lines = ["```text"]
+    for name, value in values:
+        lines += textwrap.wrap(name, 94, subsequent_indent="  ")
+        lines += textwrap.wrap(
+            value.hex(" ", -4), 71, initial_indent="    ", subsequent_indent="    "
+        )
+    return "\n".join([*lines, "```"])
+
+
+def with_example(page: str) -> str:
+    """*page* with the example between its markers made anew."""
+    before, start, rest = page.partition(START)
+    _, end, after = rest.partition(END)
+    assert start, "docs/format.md has lost the first marker of its example"
+    assert end, "docs/format.md has lost the second marker of its example"
+    return f"{before}{START}\n\n{worked_example()}\n\n{END}{after}"

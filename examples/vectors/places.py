@@ -1,0 +1,67 @@
+"""Places of every kind, with the names of their parts, as docs/format.md lists them."""
+
+from typing import NamedTuple
+
+from adk_secure_sessions.records import place
+from examples.vectors.fixed import MICROSECONDS, Json, made
+
+APP_TAG = made("tag of the app", 16)
+ADA = made("tag of ada", 16)
+BOB = made("tag of bob", 16)
+SESSION_TAG = made("tag of the session", 16)
+DATABASE_ID = made("database id", 16)
+
+
+class Place(NamedTuple):
+    """Parts in their order: texts and bytes, then integers."""
+
+    names: tuple[str, ...]
+    parts: tuple[str | bytes, ...]
+    numbers: tuple[int, ...]
+
+    def joined(self) -> bytes:
+        return place(self.parts, *self.numbers)
+
+    def as_json(self) -> list[Json]:
+        return [typed(part) for part in (*self.parts, *self.numbers)]
+
+    def replacing(self, **changes: str | bytes | int) -> "Place":
+        """The same with some parts changed, by their names."""
+        assert changes.keys() <= set(self.names)
+        values = [
+            changes.get(name, value)
+            for name, value in zip(self.names, (*self.parts, *self.numbers), strict=True)
+        ]
+        parts = tuple(value for value in values if not isinstance(value, int))
+        return Place(self.names, parts, tuple(v for v in values if isinstance(v, int)))
+
+
+def typed(part: str | bytes | int) -> Json:
+    if isinstance(part, int):
+        return {"int": part}
+    return {"bytes": part.hex()} if isinstance(part, bytes) else {"text": part}
+
+
+def _place(names: str, parts: tuple[str | bytes, ...], *numbers: int) -> Place:
+    return Place(("purpose", *names.split()), parts, numbers)
+
+
+PLACES = {
+    "app": _place("app_name tag id version", ("app", "clinic", APP_TAG), 101, 4),
+    "user": _place("app_name tag id app_row version", ("user", "clinic", ADA), 201, 101, 2),
+    "session": _place(
+        "app_name user_id tag id user_row revision base_revision created_at updated_at",
+        ("session", "clinic", "ada", SESSION_TAG),
+        301, 201, 2, 1, MICROSECONDS, MICROSECONDS + 5_250_000,
+    ),
+    "base": _place(
+        "app_name user_id session_id session_row revision",
+        ("base", "clinic", "ada", "first visit"), 301, 1,
+    ),
+    "event": _place(
+        "app_name user_id session_id session_row seq time",
+        ("event", "clinic", "ada", "first visit"), 301, 1, MICROSECONDS + 5_250_000,
+    ),
+    "witness": _place("app_name tag number", ("witness", "clinic", ADA), 2),
+}  # fmt: skip
+EVENT = PLACES["event"]

@@ -1,0 +1,302 @@
+"""tests/vectors/records.json: records to open, and records to refuse."""
+
+import struct
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from collections.abc import Iterator
+
+from cryptography.fernet import Fernet
+
+from adk_secure_sessions import records
+from adk_secure_sessions.aead import Aes256Gcm
+from examples.vectors.fixed import (
+    TIME,
+    FixedAesGcm,
+    FixedFernet,
+    Json,
+    counting,
+    fernet_draws,
+    flipped,
+    made,
+)
+from examples.vectors.places import ADA, BOB, EVENT, PLACES, Place
+
+ABOUT = (
+    "Records to accept and to refuse, made by examples/make_vectors.py as docs/format.md says. "
+    "A reader knows the data keys listed under 'keys', each with its owner and its backend, and "
+    "accepts records of the backends in 'accept' only. It is to open 'record' (hex) at 'place', "
+    "for 'owner'. 'place_hex' is the joined place; the associated data is the record's 13 header "
+    "bytes and then that. 'expect' is 'ok', with 'plaintext' in hex, or the class of our error; "
+    "another reader just has to refuse. Where 'nonce' (AES-256-GCM), or 'iv' and 'time' (Fernet, "
+    "seconds), are given, sealing 'plaintext' with them gives exactly 'record'. Integers are of "
+    "64 bits; texts may hold lone surrogates."
+)
+AES, FERNET, CLEAR = 1, 2, 3
+LARGEST = 2**63 - 1
+KEYS = [
+    {"id": 1, "owner": ADA, "backend": AES, "key": counting(0x00, 32)},
+    {"id": 2, "owner": ADA, "backend": FERNET, "key": counting(0x20, 32)},
+    {"id": 3, "owner": ADA, "backend": AES, "key": counting(0x40, 32)},
+    {"id": 4, "owner": BOB, "backend": AES, "key": counting(0x60, 32)},
+    {"id": 5, "owner": ADA, "backend": CLEAR, "key": b""},
+    {"id": LARGEST, "owner": ADA, "backend": AES, "key": counting(0x80, 32)},
+]
+KEY_OF = {AES: 1, FERNET: 2, CLEAR: 5}
+BACKEND_NAMES = {AES: "aesgcm", FERNET: "fernet", CLEAR: "noop"}
+
+_SEALED, _LOST, _CLEAR_TEXT = "TamperedError", "UnknownKeyError", "PlaintextRefusedError"
+_JSON = b'{"step":1}'
+_EVENT_TEXT = b'\x061.28.0{"author":"user","id":"e-1"}'
+_PLAINTEXTS = {
+    "app": _JSON,
+    "user": records.prefixed("ada", b'{"allergies":["penicillin"]}'),
+    "session": records.prefixed("first visit", _JSON),
+    "base": b'{"notes":"..."}',
+    "event": _EVENT_TEXT,
+    "witness": b"",
+}
+
+
+def _key(key_id: int) -> bytes:
+    (found,) = (key["key"] for key in KEYS if key["id"] == key_id)
+    assert isinstance(found, bytes)
+    return found
+
+
+def _case(name: str, note: str, place: Place, record: bytes, expect: str) -> Json:
+    return {
+        "name": name,
+        "note": note,
+        "owner": ADA.hex(),
+        "accept": [AES, FERNET],
+        "place": place.as_json(),
+        "place_hex": place.joined().hex(),
+        "record": record.hex(),
+        "expect": expect,
+    }
+
+
+def _accepted(
+    name: str,
+    note: str,
+    place: Place = EVENT,
+    plaintext: bytes = _EVENT_TEXT,
+    backend: int = AES,
+    key_id: int | None = None,
+    seconds: int = TIME,
+) -> Json:
+    """Seal *plaintext* with a nonce that depends on *name*."""
+    key_id = KEY_OF[backend] if key_id is None else key_id
+    draws: Json = {}
+    sealer: records.Cipher
+    if backend == FERNET:
+        iv = made(name, 16)
+        draws = {"iv": iv.hex(), "time": seconds}
+        sealer = FixedFernet(_key(key_id), iv, seconds)
+    else:
+        nonce = made(name, 12)
+        draws = {"nonce": nonce.hex()}
+        sealer = FixedAesGcm(_key(key_id), nonce)
+    record = records.seal(sealer, backend, key_id, place.joined(), plaintext)
+    made_of = {"backend": backend, "key_id": key_id, **draws, "plaintext": plaintext.hex()}
+    return _case(name, note, place, record, "ok") | made_of
+
+
+def _in_clear(plaintext: bytes) -> bytes:
+    return b"AKS\x01" + struct.pack(">Bq", CLEAR, KEY_OF[CLEAR]) + plaintext
+
+
+def _accept() -> Iterator[Json]:
+    for purpose, place in PLACES.items():
+        for backend in (AES, FERNET):
+            name = f"{purpose} record, {BACKEND_NAMES[backend]}"
+            yield _accepted(name, f"a record of purpose {purpose!r}", place,
+                            _PLAINTEXTS[purpose], backend)  # fmt: skip
+    for backend in (AES, FERNET):
+        for text, plaintext in {
+            "empty plaintext": b"",
+            "plaintext of one byte": b"\x00",
+            "plaintext of sixteen bytes": counting(0, 16),
+            "plaintext that is not ASCII": "Grüße, 世界 🌱".encode(),
+            "plaintext of 300 bytes": counting(0, 300),
+        }.items():
+            name = f"{text}, {BACKEND_NAMES[backend]}"
+            yield _accepted(name, "any bytes can be sealed", plaintext=plaintext, backend=backend)
+    ids: dict[str, dict[str, str | bytes | int]] = {
+        "ids that are not ASCII": {"user_id": "Žofie 🌱", "session_id": "世界"},
+        "ids with spaces and a line break": {"user_id": " ada ", "session_id": "a\nb"},
+        "empty ids": {"app_name": "", "user_id": "", "session_id": ""},
+        "a NUL in an id": {"user_id": "ada\x00"},
+        "a lone surrogate in an id": {"user_id": "ada\ud83c"},
+        "a decomposed letter in an id": {"user_id": "a\u0308da"},
+    }
+    for name, changes in ids.items():
+        note = "ids are bound as their UTF-8, as they are (a surrogate: its three bytes)"
+        yield _accepted(name, note, EVENT.replacing(**changes))
+    session = PLACES["session"]
+    yield _accepted("base_revision -1", "no base: a negative integer",
+                    session.replacing(base_revision=-1), _PLAINTEXTS["session"])  # fmt: skip
+    yield _accepted("the smallest and the largest integers", "all 64 bits are bound",
+                    EVENT.replacing(session_row=LARGEST, time=-(2**63)))  # fmt: skip
+    yield _accepted("the largest key id", "key ids have 63 bits", key_id=LARGEST)
+    yield _accepted("a Fernet token of 1985", "tokens never expire", backend=FERNET,
+                    seconds=499_162_800)  # fmt: skip
+    yield _accepted("a Fernet token of 2100", "nor are they refused for being early",
+                    backend=FERNET, seconds=4_102_444_800)  # fmt: skip
+    listed = _case("no-op record where no-op is accepted", "NoOpBackend was listed",
+                   EVENT, _in_clear(_EVENT_TEXT), "ok")  # fmt: skip
+    made_of = {"backend": CLEAR, "key_id": KEY_OF[CLEAR], "plaintext": _EVENT_TEXT.hex()}
+    yield listed | made_of | {"accept": [AES, FERNET, CLEAR]}
+
+
+def _elsewhere(sealed: dict[tuple[str, int], bytes]) -> Iterator[Json]:
+    """Right records at wrong places."""
+    for purpose, place in PLACES.items():
+        for backend in (AES, FERNET) if purpose == "event" else (AES,):
+            record = sealed[purpose, backend]
+            for field, value in zip(place.names, (*place.parts, *place.numbers), strict=True):
+                other: str | bytes | int
+                if field == "purpose":
+                    other = "base" if purpose != "base" else "event"
+                elif isinstance(value, int):
+                    other = value + 1
+                else:
+                    other = value + "x" if isinstance(value, str) else flipped(value, 0)
+                yield _case(
+                    f"{purpose} record at another {field}, {BACKEND_NAMES[backend]}",
+                    f"sealed with {field} {_shown(value)}, read with {_shown(other)}",
+                    place.replacing(**{field: other}), record, _SEALED,
+                )  # fmt: skip
+    event, session = sealed["event", AES], PLACES["session"]
+    witness, number = PLACES["witness"], struct.pack(">q", PLACES["witness"].numbers[0])
+    shifted = {
+        "a letter moved from user_id to session_id":
+            (EVENT.replacing(user_id="ad", session_id="afirst visit"), event),
+        "a letter moved from app_name to user_id":
+            (EVENT.replacing(app_name="clini", user_id="cada"), event),
+        "user_id and session_id exchanged":
+            (EVENT.replacing(user_id="first visit", session_id="ada"), event),
+        "seq and session_row exchanged": (EVENT.replacing(seq=301, session_row=1), event),
+        "revision and base_revision exchanged":
+            (session.replacing(revision=1, base_revision=2), sealed["session", AES]),
+        "the last integer read as bytes":
+            (Place((), (*witness.parts, number), ()), sealed["witness", AES]),
+        "one integer fewer": (Place((), EVENT.parts, EVENT.numbers[:-1]), event),
+        "one integer more": (Place((), EVENT.parts, (*EVENT.numbers, 0)), event),
+    }  # fmt: skip
+    for name, (place, record) in shifted.items():
+        yield _case(name, "the place has the same letters or digits, parted differently",
+                    place, record, _SEALED)  # fmt: skip
+
+
+def _shown(value: str | bytes | int) -> str:
+    return value.hex() if isinstance(value, bytes) else repr(value)
+
+
+def _altered(sealed: dict[tuple[str, int], bytes]) -> Iterator[Json]:
+    """Records whose own bytes are wrong."""
+    for backend in (AES, FERNET):
+        record, name = sealed["event", backend], BACKEND_NAMES[backend]
+        body = (
+            {"nonce": 13, "ciphertext": 25, "tag": len(record) - 16}
+            if backend == AES
+            else {"token version": 13, "time": 14, "IV": 22, "ciphertext": 38,
+                  "HMAC": len(record) - 32}
+        )  # fmt: skip
+        for region, start in body.items():
+            yield _case(f"altered {region}, {name}", "one bit of its first byte changed",
+                        EVENT, flipped(record, start), _SEALED)  # fmt: skip
+        yield _case(f"altered last byte, {name}", "one bit changed",
+                    EVENT, flipped(record, -1), _SEALED)  # fmt: skip
+        yield _case(f"one byte more, {name}", "a zero byte at the end",
+                    EVENT, record + b"\x00", _SEALED)  # fmt: skip
+        for region, start in body.items():
+            yield _case(f"cut off before its {region}, {name}", f"the first {start} bytes",
+                        EVENT, record[:start], _SEALED)  # fmt: skip
+            yield _case(f"cut off inside its {region}, {name}", f"the first {start + 1} bytes",
+                        EVENT, record[: start + 1], _SEALED)  # fmt: skip
+        yield _case(f"without its last byte, {name}", "cut off at the end",
+                    EVENT, record[:-1], _SEALED)  # fmt: skip
+    record = sealed["event", AES]
+    headers = {
+        "cut off inside the magic": (record[:2], _CLEAR_TEXT),
+        "cut off after the magic": (record[:3], _SEALED),
+        "cut off after the version": (record[:4], _SEALED),
+        "cut off after the backend id": (record[:5], _SEALED),
+        "cut off inside the key id": (record[:12], _SEALED),
+        "another magic": (b"AKT" + record[3:], _CLEAR_TEXT),
+        "the magic in small letters": (b"aks" + record[3:], _CLEAR_TEXT),
+        "version 0": (record[:3] + b"\x00" + record[4:], _SEALED),
+        "version 2": (record[:3] + b"\x02" + record[4:], _SEALED),
+        "backend id 0": (record[:4] + b"\x00" + record[5:], _LOST),
+        "backend id of another accepted backend": (record[:4] + b"\x02" + record[5:], _SEALED),
+        "backend id of a third party that is not accepted":
+            (record[:4] + b"\x80" + record[5:], _LOST),
+        "backend id changed to no-op": (record[:4] + b"\x03" + record[5:], _CLEAR_TEXT),
+        "key id that nobody has": (_with_key(record, 6), _LOST),
+        "negative key id": (_with_key(record, -1), _LOST),
+        "key id of another generation of the owner's key": (_with_key(record, 3), _SEALED),
+        "key id of another owner's key": (_with_key(record, 4), _SEALED),
+        "key id of a key of another backend": (_with_key(record, 2), _SEALED),
+    }  # fmt: skip
+    for name, (stored, expect) in headers.items():
+        yield _case(name, "an AES-256-GCM record with another header", EVENT, stored, expect)
+
+
+def _with_key(record: bytes, key_id: int) -> bytes:
+    return record[:5] + struct.pack(">q", key_id) + record[13:]
+
+
+def _forged() -> Iterator[Json]:
+    """Values that no writer makes."""
+    header, where = b"AKS\x01" + struct.pack(">Bq", AES, 1), EVENT.joined()
+    nonce = made("forged", 12)
+    forgeries = {
+        "sealed with another key":
+            (Aes256Gcm(made("another key", 32))._seal(nonce, _EVENT_TEXT, header + where), _SEALED),
+        "sealed without the header as associated data":
+            (Aes256Gcm(_key(1))._seal(nonce, _EVENT_TEXT, where), _SEALED),
+        "sealed without the place as associated data":
+            (Aes256Gcm(_key(1))._seal(nonce, _EVENT_TEXT, header), _SEALED),
+        "the plaintext behind a sealed record's header": (_EVENT_TEXT, _SEALED),
+    }  # fmt: skip
+    for name, (body, expect) in forgeries.items():
+        yield _case(name, "an AES-256-GCM header before another body", EVENT,
+                    header + body, expect)  # fmt: skip
+    header = b"AKS\x01" + struct.pack(">Bq", FERNET, 2)
+    right = FixedFernet(_key(2), made("forged", 16), TIME).encrypt(_EVENT_TEXT, header + where)
+    unbound = FixedFernet(_key(2), made("forged", 16), TIME).encrypt(_EVENT_TEXT, b"")
+    yield _case("a Fernet token that is bound to no place", "its key derived with empty info",
+                EVENT, header + unbound, _SEALED)  # fmt: skip
+    with fernet_draws(made("forged", 16), TIME):
+        direct = urlsafe_b64decode(Fernet(urlsafe_b64encode(_key(2))).encrypt(_EVENT_TEXT))
+    yield _case("a Fernet token under the data key itself", "without HKDF-Expand",
+                EVENT, header + direct, _SEALED)  # fmt: skip
+    yield _case("a Fernet token twice", "two tokens in one record",
+                EVENT, header + right + right, _SEALED)  # fmt: skip
+    values = {
+        "no-op record where no-op is not accepted": (_in_clear(_EVENT_TEXT), _CLEAR_TEXT),
+        "empty value": (b"", _SEALED),
+        "plaintext JSON": (_JSON, _CLEAR_TEXT),
+        "plaintext event": (_EVENT_TEXT, _CLEAR_TEXT),
+        "a record behind a space": (b" " + header + right, _CLEAR_TEXT),
+    }
+    for name, (stored, expect) in values.items():
+        yield _case(name, "stored in place of a record", EVENT, stored, expect)
+
+
+def record_vectors() -> Json:
+    """The file's content."""
+    accepted = list(_accept())
+    sealed = {
+        (purpose, backend): bytes.fromhex(case["record"])
+        for purpose in PLACES
+        for backend, backend_name in BACKEND_NAMES.items()
+        for case in accepted
+        if case["name"] == f"{purpose} record, {backend_name}"
+    }
+    keys = [
+        {name: value.hex() if isinstance(value, bytes) else value for name, value in key.items()}
+        for key in KEYS
+    ]
+    cases = [*accepted, *_elsewhere(sealed), *_altered(sealed), *_forged()]
+    return {"about": ABOUT, "keys": keys, "cases": cases}

@@ -1,0 +1,126 @@
+"""Distinctive texts to plant, and a search that finds them however they are written."""
+
+import base64
+import json
+import traceback
+from pathlib import Path
+from typing import Any
+
+from google.adk.events.event import Event
+from google.adk.events.event_actions import EventActions
+from google.genai import types
+
+from tests.attacks.support import texts_of
+from tests.attacks.world import START
+
+APP = "an-app-in-clear"  # app names are not secret: finding it shows that the search works
+
+
+def needle(name: str) -> str:
+    return f"Ndl{name.title().replace(' ', '')}Wq83Zk"
+
+
+# In ids
+USER, SESSION = needle("user id"), needle("session id")
+# By `state`, `new_event` and `Awkward`, below
+NAMES = [
+    "session key",
+    "session value",
+    "user key",
+    "user value",
+    "app key",
+    "app value",
+    "temporary key",
+    "temporary value",
+    "nested key",
+    "nested value",
+    "large value",
+    "text",
+    "thought",
+    "argument",
+    "response",
+    "metadata",
+    "bytes",
+    "author",
+    "invocation",
+    "branch",
+    "error message",
+    "object",
+]
+NEEDLES = [USER, SESSION, *map(needle, NAMES)]
+
+
+def state() -> dict[str, Any]:
+    return {
+        needle("session key"): needle("session value"),
+        "user:" + needle("user key"): needle("user value"),
+        "app:" + needle("app key"): needle("app value"),
+        "temp:" + needle("temporary key"): needle("temporary value"),
+        "nested": {needle("nested key"): [1, {"a": needle("nested value")}]},
+    }
+
+
+def large_state() -> dict[str, Any]:
+    return {"large": needle("large value") * 600}
+
+
+class Awkward:
+    """Has no JSON form, and shows its secret to whoever prints it."""
+
+    def __repr__(self) -> str:
+        return needle("object")
+
+
+def new_event(delta: dict[str, Any], *, with_bytes: bool = True, **metadata: Any) -> Event:
+    blob = types.Blob(data=needle("bytes").encode(), mime_type="text/plain")
+    parts = [
+        types.Part(text=needle("text")),
+        types.Part(text=needle("thought"), thought=True),
+        types.Part(function_call=types.FunctionCall(name="f", args={"a": needle("argument")})),
+        types.Part(
+            function_response=types.FunctionResponse(name="f", response={"r": needle("response")})
+        ),
+        *([types.Part(inline_data=blob)] if with_bytes else []),
+    ]
+    return Event(
+        author=needle("author"),
+        invocation_id=needle("invocation"),
+        branch=needle("branch"),
+        error_message=needle("error message"),
+        timestamp=START,
+        custom_metadata={"m": needle("metadata"), **metadata},
+        content=types.Content(role="model", parts=parts),
+        actions=EventActions(state_delta=delta),
+    )
+
+
+def encodings(text: str) -> list[bytes]:
+    """The ways in which *text* may stand in a file or a log."""
+    data = text.encode()
+    forms = [data, data.hex().encode(), data.hex().upper().encode()]
+    forms += [text.encode("utf-16-le"), text.encode("utf-16-be"), json.dumps(text)[1:-1].encode()]
+    for shift, start in ((0, 0), (1, 2), (2, 3)):  # by where it stands in what was encoded
+        for encode in (base64.b64encode, base64.urlsafe_b64encode):
+            forms.append(encode(b"\0" * shift + data)[start:-4])
+    return forms
+
+
+FORMS = {text: encodings(text) for text in NEEDLES}
+
+
+def found_in(data: bytes | str) -> set[str]:
+    """The needles in *data*, in whatever form."""
+    data = data if isinstance(data, bytes) else data.encode("utf-8", "surrogatepass")
+    return {text for text, forms in FORMS.items() if any(form in data for form in forms)}
+
+
+def files_of(path: Path) -> dict[str, bytes]:
+    """The database and whatever SQLite keeps beside it."""
+    return {
+        file.name: file.read_bytes() for file in path.parent.iterdir() if path.name in file.name
+    }
+
+
+def all_of(error: BaseException) -> str:
+    """An error as a log would have it, chain and all, and what else it carries."""
+    return "".join([*traceback.format_exception(error), *texts_of(error)])

@@ -1,0 +1,396 @@
+"""What cannot be used is refused with what to do about it, and left as it was."""
+
+import base64
+import logging
+import os
+import sqlite3
+import warnings
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.adk.sessions import DatabaseSessionService
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from adk_secure_sessions import (
+    AesGcmBackend,
+    ConfigurationError,
+    EncryptedSessionService,
+    EnvironmentKey,
+    FernetBackend,
+    FileKey,
+    PassphraseKey,
+    SecureSessionError,
+    StaticKey,
+    generate_key,
+    key_provider,
+)
+from tests.attacks.support import Database, dump
+from tests.attacks.world import KEY, VISIT
+
+PASSWORD = "hunter2"
+
+
+# --- keys ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [AesGcmBackend, FernetBackend, StaticKey])
+@pytest.mark.parametrize(
+    "key",
+    [b"", b"x", KEY[:16], KEY[:31], KEY + b"x", KEY * 2, base64.b64encode(KEY[:31]).decode()],
+    ids=["none", "1", "16", "31", "33", "64", "31 as base64"],
+)
+def test_key_of_the_wrong_length_is_refused(make: Any, key: bytes | str) -> None:
+    with pytest.raises(ConfigurationError, match=r"32 bytes.*generate_key\(\)"):
+        make(key)
+
+
+@pytest.mark.parametrize("make", [AesGcmBackend, FernetBackend, StaticKey])
+@pytest.mark.parametrize(
+    "key", ["not base64!", "ключ", "\ud800", "a" * 41, "%" * 44, "a b" * 20, "\0" * 44]
+)
+def test_key_that_is_not_base64_is_refused(make: Any, key: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"base64.*generate_key\(\)|32 bytes"):
+        make(key)
+
+
+@pytest.mark.parametrize("key", [None, 5, 1.5, ["a"], object(), True])
+def test_key_of_another_type_is_refused(key: Any) -> None:
+    for make in (AesGcmBackend, FernetBackend, StaticKey):
+        with pytest.raises(ConfigurationError, match=f"not {type(key).__name__}"):
+            make(key)
+
+
+def test_empty_passphrase_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="passphrase is empty"):
+        PassphraseKey("")
+
+
+@pytest.mark.parametrize(
+    "spec", ["", "env", "env:", "nosuch:NAME", "ENV:NAME", ":NAME", "aws-kms:", "file:"]
+)
+def test_key_spec_that_is_not_known_is_refused(spec: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"env:\.\.\., file:\.\.\."):
+        key_provider(spec)
+
+
+def test_environment_variable_that_is_not_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    for make in (lambda: EnvironmentKey("NO_SUCH_KEY"), lambda: AesGcmBackend("env:NO_SUCH_KEY")):
+        with pytest.raises(ConfigurationError, match="NO_SUCH_KEY"):
+            make()
+    monkeypatch.setenv("NO_SUCH_KEY", "")
+    with pytest.raises(ConfigurationError, match="NO_SUCH_KEY"):
+        AesGcmBackend("passphrase-env:NO_SUCH_KEY")
+
+
+def test_key_file_that_is_missing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="cannot read the key file"):
+        FileKey(tmp_path / "no such file")
+
+
+def test_directory_in_place_of_a_key_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="cannot read the key file"):
+        FileKey(tmp_path)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="POSIX permissions")
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o606, 0o644, 0o610, 0o601, 0o777])
+def test_key_file_that_others_may_use_is_refused(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "key"
+    path.write_bytes(KEY)
+    path.chmod(mode)
+    with pytest.raises(ConfigurationError, match="chmod 600"):
+        FileKey(path)
+    path.chmod(0o600)
+    assert FileKey(path).key_id == StaticKey(KEY).key_id
+
+
+# --- URLs and engines ----------------------------------------------------------------------------
+
+
+def service(url: Any, **options: Any) -> EncryptedSessionService:
+    return EncryptedSessionService(url, AesGcmBackend(KEY), **options)
+
+
+@pytest.mark.parametrize(
+    ("url", "advice"),
+    [
+        (f"postgresql+psycopg2://user:{PASSWORD}@localhost/db", r"postgresql\+asyncpg|install"),
+        (f"postgresql://user:{PASSWORD}@localhost/db", r"postgresql\+asyncpg|install"),
+        (f"mysql://user:{PASSWORD}@localhost/db", r"mysql\+asyncmy|install"),
+        (f"mysql+pymysql://user:{PASSWORD}@localhost/db", r"mysql\+asyncmy|install"),
+        (f"nosuch://user:{PASSWORD}@localhost/db", "does not know"),
+        (f"postgresql+nosuch://user:{PASSWORD}@localhost/db", "does not know"),
+        ("sqlite+nosuch:///sessions.db", "aiosqlite"),
+        ("sqlite+pysqlcipher:///sessions.db", "aiosqlite"),
+        ("garbage", "sqlite"),
+        ("", "sqlite"),
+        ("sessions.db", "sqlite"),
+        ("/some/path/sessions.db", "sqlite"),
+        ("sqlite", "sqlite"),
+        (f"://user:{PASSWORD}@host", "sqlite"),
+        (f"postgresql://user:{PASSWORD}@localhost:port/db", "sqlite"),
+        (Path("sessions.db"), "sqlite"),
+        (5, "sqlite"),
+        (b"sqlite://", "sqlite"),
+    ],
+)
+def test_url_that_cannot_be_used_is_refused(url: Any, advice: str) -> None:
+    with pytest.raises(ConfigurationError, match=advice) as refusal:
+        service(url)
+    assert PASSWORD not in str(refusal.value)
+
+
+def test_option_that_the_engine_does_not_take_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "sessions.db"
+    with pytest.raises(ConfigurationError, match="nonsense"):
+        service(f"sqlite+aiosqlite:///{path}", nonsense=1)
+    assert not path.exists()
+
+
+def test_neither_url_nor_engine_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="exactly one"):
+        EncryptedSessionService(backend=AesGcmBackend(KEY))
+
+
+async def test_both_url_and_engine_are_refused() -> None:
+    engine = create_async_engine("sqlite+aiosqlite://")
+    with pytest.raises(ConfigurationError, match="exactly one"):
+        service("sqlite://", db_engine=engine)
+    with pytest.raises(ConfigurationError, match="echo"):
+        EncryptedSessionService(db_engine=engine, backend=AesGcmBackend(KEY), echo=True)
+    await engine.dispose()
+
+
+@pytest.mark.parametrize("engine", ["sqlite://", 5, object()])
+def test_engine_that_is_none_is_refused(engine: Any) -> None:
+    with pytest.raises(ConfigurationError, match="create_async_engine"):
+        EncryptedSessionService(db_engine=engine, backend=AesGcmBackend(KEY))
+
+
+def test_synchronous_engine_is_refused() -> None:
+    import sqlalchemy
+
+    engine: Any = sqlalchemy.create_engine("sqlite://")
+    with pytest.raises(ConfigurationError, match="create_async_engine"):
+        EncryptedSessionService(db_engine=engine, backend=AesGcmBackend(KEY))
+
+
+@pytest.mark.parametrize("backend", [None, "aesgcm", KEY, AesGcmBackend, object()])
+def test_backend_that_is_none_is_refused(backend: Any) -> None:
+    with pytest.raises(ConfigurationError, match="AesGcmBackend"):
+        EncryptedSessionService("sqlite://", backend)
+
+
+def test_additional_backend_that_is_none_is_refused() -> None:
+    wrong: Any = ["aesgcm"]
+    with pytest.raises(ConfigurationError, match="AesGcmBackend"):
+        EncryptedSessionService("sqlite://", AesGcmBackend(KEY), wrong)
+
+
+# --- paths and files -----------------------------------------------------------------------------
+
+
+async def assert_unusable(path: Path, match: str = "SQLite file") -> None:
+    url = f"sqlite+aiosqlite:///{path}"
+    async with service(url) as one:
+        with pytest.raises(ConfigurationError, match=match):
+            await one.prepare_tables()
+        with pytest.raises(ConfigurationError, match=match):
+            await one.create_session(app_name="app", user_id="user")
+    engine = create_async_engine(url)
+    async with EncryptedSessionService(db_engine=engine, backend=AesGcmBackend(KEY)) as one:
+        with pytest.raises(ConfigurationError, match=match):
+            await one.prepare_tables()
+    await engine.dispose()
+
+
+async def test_directory_that_is_missing_is_refused(tmp_path: Path) -> None:
+    await assert_unusable(tmp_path / "no" / "such" / "directory" / "sessions.db")
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_directory_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "sessions.db").mkdir()
+    await assert_unusable(tmp_path / "sessions.db")
+    assert [file.name for file in tmp_path.rglob("*")] == ["sessions.db"]
+
+
+async def test_path_below_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("text")
+    await assert_unusable(tmp_path / "file" / "sessions.db")
+    assert (tmp_path / "file").read_text() == "text"
+
+
+@pytest.mark.parametrize(
+    "content", [b"not a database, but a text " * 100, b"\x89PNG\r\n" + bytes(4096)]
+)
+async def test_file_that_is_no_database_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "sessions.db"
+    path.write_bytes(content)
+    await assert_unusable(path)
+    assert path.read_bytes() == content
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() == 0, reason="the superuser may read all"
+)
+async def test_file_that_may_not_be_read_is_refused(db: Database) -> None:
+    db.path.chmod(0)
+    await assert_unusable(db.path)
+    db.path.chmod(0o600)
+
+
+async def test_new_database_that_may_only_be_read_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "sessions.db"
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("CREATE TABLE theirs (a)")
+    before = path.read_bytes()
+    async with service(f"sqlite+aiosqlite:///file:{path}?mode=ro&uri=true") as one:
+        with pytest.raises(ConfigurationError, match="SQLite file"):
+            await one.prepare_tables()
+    assert path.read_bytes() == before
+
+
+# --- what is in the database ---------------------------------------------------------------------
+
+
+async def assert_left_alone(path: Path, match: str) -> None:
+    before = path.read_bytes(), dump(path)
+    url = f"sqlite+aiosqlite:///{path}"
+    async with service(url) as one:
+        with pytest.raises(ConfigurationError, match=match):
+            await one.prepare_tables()
+        with pytest.raises(ConfigurationError, match=match):
+            await one.create_session(app_name="app", user_id="user")
+    engine = create_async_engine(url)
+    async with EncryptedSessionService(db_engine=engine, backend=AesGcmBackend(KEY)) as one:
+        with pytest.raises(ConfigurationError, match=match):
+            await one.get_session(app_name="app", user_id="user", session_id="session")
+    await engine.dispose()
+    assert (path.read_bytes(), dump(path)) == before
+
+
+@pytest.mark.parametrize("version", ["2", "10", "1.1", "-1", "next"])
+async def test_database_of_a_newer_format_is_refused(aes_db: Database, version: str) -> None:
+    aes_db.run("UPDATE secure_meta SET value = :v WHERE name = 'format'", v=version)
+    await assert_left_alone(aes_db.path, f"format '{version}'.*install")
+
+
+async def test_database_of_a_newer_format_with_other_tables_is_refused(tmp_path: Path) -> None:
+    """Its tables need not be like ours at all: the version is what matters."""
+    path = tmp_path / "sessions.db"
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("CREATE TABLE secure_meta (name TEXT PRIMARY KEY, value TEXT)")
+        connection.execute("INSERT INTO secure_meta VALUES ('format', '2')")
+        connection.execute("CREATE TABLE secure_things (a)")
+    await assert_left_alone(path, "format '2'.*install")
+
+
+@pytest.mark.parametrize(
+    "table",
+    ["secure_meta", "secure_keyring", "secure_users", "secure_sessions", "secure_events"],
+)
+async def test_table_of_our_name_that_is_not_ours_is_refused(tmp_path: Path, table: str) -> None:
+    path = tmp_path / "sessions.db"
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute(f"CREATE TABLE {table} (id INTEGER PRIMARY KEY, theirs TEXT)")
+        connection.execute(f"INSERT INTO {table} VALUES (1, 'theirs')")
+    await assert_left_alone(path, f"{table}.*another database")
+
+
+async def test_meta_table_of_our_shape_that_is_not_ours_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "sessions.db"
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("CREATE TABLE secure_meta (name TEXT PRIMARY KEY, value TEXT)")
+        connection.execute("INSERT INTO secure_meta VALUES ('theme', 'dark')")
+    await assert_left_alone(path, "secure_meta")
+
+
+async def test_database_without_a_column_of_ours_is_refused(aes_db: Database) -> None:
+    with aes_db.connect() as connection:
+        connection.execute("ALTER TABLE secure_sessions RENAME COLUMN revision TO version")
+    await assert_left_alone(aes_db.path, "secure_sessions")
+
+
+async def test_tables_of_others_are_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "sessions.db"
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("CREATE TABLE users (id INTEGER PRIMARY KEY, name TEXT)")
+        connection.execute("INSERT INTO users VALUES (1, 'theirs')")
+    async with service(f"sqlite+aiosqlite:///{path}") as one:
+        await one.create_session(app_name="app", user_id="user")
+    assert dump(path)["users"] == [(1, "text b'theirs'")]
+
+
+@pytest.mark.parametrize("adk_first", [True, False])
+async def test_database_with_adks_own_tables_works_with_one_warning(
+    tmp_path: Path, adk_first: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "sessions.db"
+    url = f"sqlite+aiosqlite:///{path}"
+
+    async def use_adk() -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            theirs = DatabaseSessionService(url)
+            await theirs.create_session(**VISIT._asdict(), state={"in": "clear"})
+            await theirs.db_engine.dispose()
+
+    if adk_first:
+        await use_adk()
+    else:
+        async with service(url) as one:
+            await one.prepare_tables()
+        await use_adk()
+    caplog.clear()
+    before = {name: rows for name, rows in dump(path).items() if not name.startswith("secure_")}
+    async with service(url) as one:
+        session = await one.create_session(**VISIT._asdict(), state={"a": 1, "user:b": 2})
+        assert await one.get_session(**VISIT._asdict()) == session
+        assert (await one.list_sessions(app_name=VISIT.app_name)).sessions == [session]
+        await one.delete_session(**VISIT._asdict())
+        await one.prepare_tables()
+    records = [one for one in caplog.records if one.levelno >= logging.WARNING]
+    assert [(one.name.split(".")[0], one.levelname) for one in records] == [
+        ("adk_secure_sessions", "WARNING")
+    ]
+    assert "in clear" in records[0].getMessage()
+    after = {name: rows for name, rows in dump(path).items() if not name.startswith("secure_")}
+    assert after == before
+
+
+async def test_database_of_ours_alone_gives_no_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = f"sqlite+aiosqlite:///{tmp_path / 'sessions.db'}"
+    for _ in range(2):
+        async with service(url) as one:
+            await one.prepare_tables()
+    assert [one for one in caplog.records if one.levelno >= logging.WARNING] == []
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        {"app_name": 5, "user_id": "user", "session_id": "session"},
+        {"app_name": "app", "user_id": None, "session_id": "session"},
+        {"app_name": "app", "user_id": "user", "session_id": b"session"},
+    ],
+)
+async def test_id_that_is_no_text_is_refused(aes_db: Database, ids: dict[str, Any]) -> None:
+    before = aes_db.dump()
+    async with aes_db.service() as one:
+        for operation in (one.create_session, one.get_session, one.delete_session):
+            with pytest.raises(ValueError, match="must be a string"):
+                await operation(**ids)
+    assert aes_db.dump() == before
+
+
+def test_errors_of_ours_are_one_family() -> None:
+    for error in (ConfigurationError, SecureSessionError):
+        assert issubclass(error, SecureSessionError)
+    assert issubclass(ConfigurationError, ValueError)
+    assert len(generate_key()) == 44

@@ -1,0 +1,149 @@
+"""Listings where a session cannot be read: refused by name, or left out and reported."""
+
+import logging
+
+import pytest
+from google.adk.sessions import Session
+
+from adk_secure_sessions import DecryptionError, TamperedError
+from tests.attacks.places import BASE, SESSION_STATE, USER_KEY, USER_STATE, Place
+from tests.attacks.support import Database
+from tests.attacks.world import ARCHIVE, BOB, EVERYBODY, NOTES, SECRET, VISIT, Who
+
+ALICES = {VISIT.session_id, NOTES.session_id, ARCHIVE.session_id}
+LOGGER = "adk_secure_sessions"
+
+
+def damage(db: Database, place: Place) -> None:
+    changed = bytearray(place.stored(db))
+    changed[-1] ^= 1
+    place.store(db, bytes(changed))
+
+
+async def listed(db: Database, user_id: str | None) -> list[Session]:
+    async with db.service(skip_unreadable_sessions=True) as service:
+        response = await service.list_sessions(app_name=VISIT.app_name, user_id=user_id)
+        return response.sessions
+
+
+def reported(caplog: pytest.LogCaptureFixture) -> list[str]:
+    records = [record for record in caplog.records if record.name.startswith(LOGGER)]
+    assert all(record.levelno == logging.ERROR for record in records)
+    assert SECRET not in caplog.text
+    return [record.getMessage() for record in records]
+
+
+@pytest.mark.parametrize("user_id", [VISIT.user_id, None], ids=["of a user", "of all users"])
+@pytest.mark.parametrize(
+    ("place", "who", "name"),
+    [(SESSION_STATE, VISIT, "visit"), (BASE, ARCHIVE, "archive")],
+    ids=["session", "base"],
+)
+async def test_listing_names_the_session_that_cannot_be_read(
+    db: Database, place: Place, who: Who, name: str, user_id: str | None
+) -> None:
+    damage(db, place)
+    async with db.service() as service:
+        with pytest.raises(TamperedError, match=str(db.world.rows[name])):
+            await service.list_sessions(app_name=who.app_name, user_id=user_id)
+
+
+@pytest.mark.parametrize("user_id", [VISIT.user_id, None], ids=["of a user", "of all users"])
+@pytest.mark.parametrize(
+    ("place", "who", "name"),
+    [(SESSION_STATE, VISIT, "visit"), (BASE, ARCHIVE, "archive")],
+    ids=["session", "base"],
+)
+async def test_session_that_cannot_be_read_is_left_out_and_reported_where_that_is_asked_for(
+    db: Database,
+    place: Place,
+    who: Who,
+    name: str,
+    user_id: str | None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    damage(db, place)
+    sessions = await listed(db, user_id)
+    expected = {one for one in EVERYBODY if one.app_name == VISIT.app_name and one != who}
+    if user_id:
+        expected.discard(BOB)
+    assert {Who(one.app_name, one.user_id, one.id) for one in sessions} == expected
+    (line,) = reported(caplog)
+    assert str(db.world.rows[name]) in line
+    # Only listings are so lenient.
+    async with db.service(skip_unreadable_sessions=True) as service:
+        with pytest.raises(DecryptionError):
+            await service.get_session(**who._asdict())
+
+
+@pytest.mark.parametrize("place", [USER_STATE, USER_KEY], ids=lambda place: place.name)
+async def test_user_who_cannot_be_read_does_not_keep_others_from_being_listed(
+    db: Database, place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    damage(db, place)
+    async with db.service() as service:
+        with pytest.raises(TamperedError, match=place.table):
+            await service.list_sessions(app_name=VISIT.app_name)
+    sessions = await listed(db, None)
+    assert [session.user_id for session in sessions] == [BOB.user_id]
+    lines = reported(caplog)
+    assert any(str(db.world.rows["alice"]) in line or place.table in line for line in lines)
+
+
+async def test_user_who_cannot_be_read_has_an_empty_listing_that_is_reported(
+    db: Database, caplog: pytest.LogCaptureFixture
+) -> None:
+    damage(db, USER_STATE)
+    assert await listed(db, VISIT.user_id) == []
+    assert any(str(db.world.rows["alice"]) in line for line in reported(caplog))
+
+
+async def test_user_without_a_data_key_does_not_keep_others_from_being_listed(
+    db: Database, caplog: pytest.LogCaptureFixture
+) -> None:
+    db.run(f"DELETE FROM secure_data_keys WHERE {USER_KEY.where}")
+    sessions = await listed(db, None)
+    assert [session.user_id for session in sessions] == [BOB.user_id]
+    assert reported(caplog)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "state = CAST(state AS TEXT)",
+        "state = 'text'",
+        "state = x''",
+        "updated_at = 'text'",
+        "updated_at = CAST(x'ff' AS TEXT)",
+        "created_at = 0.5",
+        "base_revision = 5",
+        "tag = x'00'",
+        "revision = 'text'",
+    ],
+)
+async def test_column_of_any_type_does_not_keep_others_from_being_listed(
+    typed_db: Database, change: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    typed_db.run(f"UPDATE secure_sessions SET {change} WHERE id = :visit")
+    sessions = await listed(typed_db, VISIT.user_id)
+    assert {session.id for session in sessions} == ALICES - {VISIT.session_id}
+    (line,) = reported(caplog)
+    assert str(typed_db.world.rows["visit"]) in line
+
+
+async def test_app_that_cannot_be_read_is_refused_even_where_sessions_may_be_left_out(
+    db: Database,
+) -> None:
+    """Its state is part of every session's."""
+    db.run("UPDATE secure_apps SET version = version + 1 WHERE id = :clinic")
+    async with db.service(skip_unreadable_sessions=True) as service:
+        for user_id in (VISIT.user_id, None):
+            with pytest.raises(TamperedError, match="secure_apps"):
+                await service.list_sessions(app_name=VISIT.app_name, user_id=user_id)
+
+
+async def test_nothing_is_reported_where_all_can_be_read(
+    db: Database, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert {session.id for session in await listed(db, VISIT.user_id)} == ALICES
+    assert reported(caplog) == []

@@ -1,0 +1,396 @@
+"""Nothing of what users say is in the files, the logs, the warnings or the errors."""
+
+import asyncio
+import io
+import logging
+import sqlite3
+import warnings
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.adk.events.event import Event
+from google.adk.sessions import Session
+from google.adk.sessions.base_session_service import GetSessionConfig
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from adk_secure_sessions import (
+    AesGcmBackend,
+    EncryptedSessionService,
+    EncryptionBackend,
+    FernetBackend,
+    NoOpBackend,
+    generate_key,
+)
+from tests.attacks.needles import (
+    APP,
+    NAMES,
+    NEEDLES,
+    SESSION,
+    USER,
+    Awkward,
+    all_of,
+    files_of,
+    found_in,
+    large_state,
+    needle,
+    new_event,
+    state,
+)
+from tests.attacks.support import outcome
+
+KEY = generate_key()
+WHO: dict[str, Any] = {"app_name": APP, "user_id": USER, "session_id": SESSION}
+BACKENDS: dict[str, Callable[[], EncryptionBackend]] = {
+    "aesgcm": lambda: AesGcmBackend(KEY),
+    "fernet": lambda: FernetBackend(KEY),
+}
+LOGGERS = [
+    "",
+    "adk_secure_sessions",
+    "sqlalchemy",
+    "sqlalchemy.engine",
+    "sqlalchemy.engine.Engine",
+    "sqlalchemy.pool",
+    "aiosqlite",
+    "asyncio",
+    "google_adk",
+    "google.adk",
+]
+Opener = Callable[..., Any]
+
+
+@contextmanager
+def everything_logged(*, every_callback: bool = False) -> Iterator[io.StringIO]:
+    """All that any logger says, down to DEBUG, and every warning."""
+    text = io.StringIO()
+    handler = logging.StreamHandler(text)
+    handler.setFormatter(logging.Formatter("%(name)s %(levelname)s %(message)s %(args)r"))
+    levels = {name: logging.getLogger(name).level for name in LOGGERS}
+    logging.getLogger().addHandler(handler)
+    for name in LOGGERS:
+        logging.getLogger(name).setLevel(logging.DEBUG)
+    loop = asyncio.get_running_loop()
+    loop.set_debug(every_callback)
+    loop.slow_callback_duration = 0  # asyncio then logs every callback and task
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield text
+        text.writelines(f"{warning.message}\n" for warning in caught)
+    finally:
+        loop.set_debug(False)
+        logging.getLogger().removeHandler(handler)
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+
+
+@asynccontextmanager
+async def by_url(path: Path, backend: EncryptionBackend) -> AsyncIterator[EncryptedSessionService]:
+    async with EncryptedSessionService(
+        f"sqlite+aiosqlite:///{path}", backend, connect_args={"timeout": 0.05}, echo="debug"
+    ) as service:
+        yield service
+
+
+@asynccontextmanager
+async def by_engine(
+    path: Path, backend: EncryptionBackend
+) -> AsyncIterator[EncryptedSessionService]:
+    """The caller's own engine, which hides no parameters and says what it does."""
+    url = f"sqlite+aiosqlite:///{path}"
+    engine = create_async_engine(url, echo="debug", connect_args={"timeout": 0.05})
+    try:
+        async with EncryptedSessionService(db_engine=engine, backend=backend) as service:
+            yield service
+    finally:
+        await engine.dispose()
+
+
+@pytest.fixture(params=[by_url, by_engine])
+def open_service(request: pytest.FixtureRequest) -> Opener:
+    opener: Opener = request.param
+    return opener
+
+
+async def use(service: EncryptedSessionService) -> Session:
+    """Every operation, with a needle in everything that it stores."""
+    session = await service.create_session(**WHO, state=state())
+    await service.append_event(session, new_event(state()))
+    await service.append_event(session, new_event(state() | large_state()))
+    awkward = new_event({"awkward": Awkward()}, with_bytes=False, odd=Awkward())
+    await service.append_event(session, awkward)
+    for config in (
+        None,
+        GetSessionConfig(num_recent_events=1),
+        GetSessionConfig(after_timestamp=1),
+    ):
+        assert await service.get_session(**WHO, config=config)
+    for user_id in (USER, None):
+        assert (await service.list_sessions(app_name=APP, user_id=user_id)).sessions
+    assert await service.get_user_state(app_name=APP, user_id=USER)
+    other = WHO | {"session_id": SESSION + "2"}
+    await service.create_session(**other, state=large_state() | state())
+    await service.delete_session(**other)
+    return session
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+async def test_files_and_logs_hold_nothing_of_what_users_say(
+    tmp_path: Path, open_service: Opener, backend: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "sessions.db"
+    with everything_logged(every_callback=True) as log:
+        async with open_service(path, BACKENDS[backend]()) as service:
+            await use(service)
+            # While it is open, so that the log that is written ahead is there.
+            for name, data in files_of(path).items():
+                assert found_in(data) == set(), name
+        files = files_of(path)
+    for name, data in files.items():
+        assert found_in(data) == set(), name
+    assert any(APP.encode() in data for data in files.values()), "the search finds nothing at all"
+    assert log.getvalue(), "nothing was logged"
+    assert found_in(log.getvalue()) == set()
+    shown = capfd.readouterr()
+    assert found_in(shown.out + shown.err) == set()
+
+
+async def test_the_search_finds_what_is_not_sealed(tmp_path: Path) -> None:
+    """The control: under NoOpBackend every needle is in the file, but the temporary ones."""
+    path = tmp_path / "sessions.db"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        async with by_url(path, NoOpBackend()) as service:
+            await use(service)
+            found = set().union(*(found_in(data) for data in files_of(path).values()))
+    assert set(NEEDLES) - found == {needle("temporary key"), needle("temporary value")}
+    assert len(NEEDLES) == len(NAMES) + 2
+
+
+# --- errors --------------------------------------------------------------------------------------
+
+
+class Errors:
+    """Collects what each attempt raises."""
+
+    def __init__(self) -> None:
+        self.raised: dict[str, BaseException] = {}
+
+    async def of(self, name: str, attempt: Awaitable[object]) -> None:
+        error: BaseException | None = None
+        try:
+            await attempt
+        except Exception as caught:
+            error = caught
+        assert error is not None, f"{name} raised nothing"
+        self.raised[name] = error
+
+    def assert_silent(self) -> None:
+        for name, error in self.raised.items():
+            assert found_in(all_of(error)) == set(), f"{name}: {error!r}"
+
+
+def change(path: Path, *statements: str) -> None:
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("PRAGMA synchronous = OFF")
+        for statement in statements:
+            connection.execute(statement)
+
+
+async def ordinary_errors(service: EncryptedSessionService, errors: Errors) -> None:
+    session = await service.get_session(**WHO)
+    assert session is not None
+    stale = session.model_copy(deep=True)
+    await service.append_event(session, new_event(state()))
+    await errors.of("stale", service.append_event(stale, new_event(state())))
+    await errors.of("taken", service.create_session(**WHO, state=state()))
+    gone = session.model_copy(update={"id": SESSION + "3"}, deep=True)
+    await errors.of("not found", service.append_event(gone, new_event(state())))
+    handmade = Session(id=SESSION + "4", app_name=APP, user_id=USER, state=state())
+    await errors.of("handmade", service.append_event(handmade, new_event(state())))
+    handmade = Session(id=SESSION, app_name=APP, user_id=USER, state=state(), events=[])
+    await errors.of("handmade, stale", service.append_event(handmade, new_event(state())))
+    session._storage_update_marker = needle("session value")
+    await errors.of("strange marker", service.append_event(session, new_event(state())))
+    circle: dict[str, Any] = state()
+    circle["circle"] = circle
+    await errors.of("circle", service.create_session(app_name=APP, user_id=USER, state=circle))
+    wrong: Any = [USER]
+    await errors.of("ids", service.create_session(app_name=APP, user_id=wrong, state=state()))
+    await errors.of("ids", service.get_session(app_name=APP, user_id=USER, session_id=wrong))
+    odd: Any = {1: needle("session value")}
+    await errors.of("keys", service.create_session(app_name=APP, user_id=USER, state=odd))
+    late = new_event(state())
+    late.timestamp = float("nan")
+    fresh = await service.get_session(**WHO)
+    assert fresh is not None
+    await errors.of("time", service.append_event(fresh, late))
+
+
+async def storage_errors(service: EncryptedSessionService, path: Path, errors: Errors) -> None:
+    session = await service.get_session(**WHO)
+    assert session is not None
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("BEGIN IMMEDIATE")
+        await errors.of("locked", service.append_event(session, new_event(state())))
+        await errors.of("locked", service.create_session(app_name=APP, user_id=USER, state=state()))
+    for table in ("secure_events", "secure_witnesses", "secure_data_keys"):
+        trigger = f"CREATE TRIGGER refuse BEFORE INSERT ON {table}"
+        change(path, f"{trigger} BEGIN SELECT RAISE(ABORT, 'no'); END")
+        if table == "secure_events":
+            await errors.of("trigger", service.append_event(session, new_event(state())))
+        else:
+            other = {"app_name": APP, "user_id": USER + table, "session_id": SESSION + "5"}
+            await errors.of("trigger", service.create_session(**other, state=state()))
+        change(path, "DROP TRIGGER refuse")
+    change(path, "ALTER TABLE secure_events RENAME TO away")
+    await errors.of("no table", service.append_event(session, new_event(state())))
+    await errors.of("no table", service.get_session(**WHO))
+    change(path, "ALTER TABLE away RENAME TO secure_events")
+
+
+async def tampering_errors(service: EncryptedSessionService, path: Path, errors: Errors) -> None:
+    session = await service.get_session(**WHO)
+    assert session is not None
+    before = session.model_copy(deep=True)
+    columns = [
+        ("secure_events", "event"),
+        ("secure_bases", "state"),
+        ("secure_sessions", "state"),
+        ("secure_users", "state"),
+        ("secure_apps", "state"),
+        ("secure_witnesses", "seal"),
+    ]
+    values = [
+        "CAST(substr({}, 1, length({}) - 1) AS BLOB)",
+        "x''",
+        "'text'",
+        "CAST({} AS TEXT)",
+        "CAST(replace({}, x'414b5301', x'414b5302') AS BLOB)",
+        "x'414b5301' || x'03' || zeroblob(8)",
+        "x'414b5301' || x'01' || zeroblob(30)",
+    ]
+    for table, column in columns:
+        change(path, f"CREATE TABLE kept AS SELECT * FROM {table}")
+        for value in values:
+            change(path, f"UPDATE {table} SET {column} = {value.replace('{}', column)}")
+            name = f"{table} {value}"
+            await errors.of(name, service.get_session(**WHO))
+            if table in ("secure_users", "secure_apps"):
+                await errors.of(name, service.append_event(session, new_event(state())))
+                await errors.of(name, service.create_session(app_name=APP, user_id=USER))
+            change(path, f"DELETE FROM {table}", f"INSERT INTO {table} SELECT * FROM kept")
+        change(path, "DROP TABLE kept")
+    for table in ("secure_sessions", "secure_users", "secure_apps", "secure_witnesses"):
+        change(path, f"CREATE TABLE kept AS SELECT * FROM {table}", f"DELETE FROM {table}")
+        await errors.of(f"{table} emptied", service.get_session(**WHO))
+        change(path, f"INSERT INTO {table} SELECT * FROM kept", "DROP TABLE kept")
+    assert await service.get_session(**WHO) == before
+
+
+async def key_errors(opener: Opener, path: Path, errors: Errors) -> None:
+    async with opener(path, AesGcmBackend(generate_key())) as wrong:
+        await errors.of("wrong key", wrong.prepare_tables())
+        await errors.of("wrong key", wrong.create_session(**WHO, state=state()))
+        await errors.of("wrong key", wrong.get_session(**WHO))
+    async with opener(path, FernetBackend(KEY)) as other:
+        await errors.of("other backend", other.get_session(**WHO))
+        await errors.of("other backend", other.list_sessions(app_name=APP, user_id=USER))
+
+
+async def test_errors_tell_nothing_of_what_users_say(
+    tmp_path: Path, open_service: Opener, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "sessions.db"
+    errors = Errors()
+    with everything_logged() as log:
+        async with AsyncExitStack() as stack:
+            backend = BACKENDS["aesgcm"]()
+            service = await stack.enter_async_context(open_service(path, backend))
+            await use(service)
+            await ordinary_errors(service, errors)
+            await storage_errors(service, path, errors)
+            await tampering_errors(service, path, errors)
+        await key_errors(open_service, path, errors)
+        for name, data in files_of(path).items():
+            assert found_in(data) == set(), name
+    assert len(errors.raised) > 50
+    errors.assert_silent()
+    assert found_in(log.getvalue()) == set()
+    shown = capfd.readouterr()
+    assert found_in(shown.out + shown.err) == set()
+
+
+async def test_event_that_cannot_be_read_is_named_and_not_quoted(
+    tmp_path: Path, open_service: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that a newer google-adk wrote, with fields that this one forbids."""
+
+    def from_tomorrow(event: Event) -> bytes:
+        data = event.model_dump_json(exclude_none=True).encode()
+        assert b'"actions":{' in data
+        field = f'"actions":{{"{needle("nested key")}":"{needle("nested value")}",'.encode()
+        return b"\x069.99.9" + data.replace(b'"actions":{', field)
+
+    errors = Errors()
+    with everything_logged() as log:
+        async with open_service(tmp_path / "sessions.db", BACKENDS["aesgcm"]()) as service:
+            session = await service.create_session(**WHO, state=state())
+            with monkeypatch.context() as patch:
+                patch.setattr("adk_secure_sessions.events.encode", from_tomorrow)
+                await service.append_event(session, new_event(state()))
+            await errors.of("all", service.get_session(**WHO))
+            last = GetSessionConfig(num_recent_events=1)
+            await errors.of("last", service.get_session(**WHO, config=last))
+    errors.assert_silent()
+    assert found_in(log.getvalue()) == set()
+    assert "9.99.9" in str(errors.raised["all"])
+    assert "secure_events" in str(errors.raised["all"])
+
+
+async def test_value_of_the_wrong_type_is_not_quoted_in_a_warning(tmp_path: Path) -> None:
+    """Assigned after the event was made, where pydantic does not look."""
+    with everything_logged() as log:
+        async with by_url(tmp_path / "sessions.db", BACKENDS["aesgcm"]()) as service:
+            session = await service.create_session(**WHO)
+            event = new_event({})
+            wrong: Any = [needle("branch")]
+            event.branch = wrong
+            result = await outcome(service.append_event(session, event))
+            assert not isinstance(result, Exception) or found_in(all_of(result)) == set()
+    assert found_in(log.getvalue()) == set()
+
+
+async def test_values_without_a_json_form_are_stored_as_text_with_a_warning_that_quotes_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with everything_logged() as log:
+        async with by_url(tmp_path / "sessions.db", BACKENDS["aesgcm"]()) as service:
+            created = await service.create_session(**WHO, state={"awkward": Awkward()})
+            assert created.state["awkward"] == needle("object")
+            event = new_event({"more": Awkward()}, with_bytes=False, odd=Awkward())
+            await service.append_event(created, event)
+            found = await service.get_session(**WHO)
+            assert found is not None
+            assert found.state["more"] == needle("object")
+            metadata = found.events[0].custom_metadata
+            assert metadata is not None
+            assert metadata["odd"] == needle("object")
+    assert "not JSON-serializable" in log.getvalue()
+    assert found_in(log.getvalue()) == set()
+
+
+async def test_event_of_bytes_and_a_value_without_a_json_form_can_be_read_again(
+    tmp_path: Path,
+) -> None:
+    """Or its session could never be read again."""
+    async with by_url(tmp_path / "sessions.db", BACKENDS["aesgcm"]()) as service:
+        session = await service.create_session(**WHO)
+        event = new_event({}, with_bytes=True, odd=Awkward())
+        await service.append_event(session, event)
+        found = await service.get_session(**WHO)
+        assert found is not None
+        assert found.events[0].content == event.content

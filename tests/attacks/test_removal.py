@@ -1,0 +1,305 @@
+"""Rows and tables that are removed, one at a time."""
+
+import pytest
+
+from adk_secure_sessions import (
+    ConfigurationError,
+    SecureSessionError,
+    TamperedError,
+    UnknownKeyError,
+    WrongKeyError,
+)
+from tests.attacks.places import (
+    APP_KEY,
+    APP_STATE,
+    APP_WITNESS,
+    BASE,
+    DATA_MASTER,
+    INDEX_MASTER,
+    SESSION_STATE,
+    SESSION_WITNESS,
+    USER_KEY,
+    USER_STATE,
+    USER_WITNESS,
+    Place,
+)
+from tests.attacks.support import (
+    DATABASE,
+    Database,
+    append,
+    append_app_state,
+    assert_refused,
+    create_another,
+    get,
+    list_app,
+    list_user,
+    refusal,
+    user_state,
+)
+from tests.attacks.world import CAROL, EVERYBODY, VISIT, Who
+
+
+def remove(db: Database, place: Place) -> None:
+    db.run(f"DELETE FROM {place.table} WHERE {place.where}")
+
+
+@pytest.mark.parametrize(
+    "place",
+    [APP_STATE, USER_STATE, SESSION_STATE, BASE, APP_WITNESS, USER_WITNESS, SESSION_WITNESS],
+    ids=lambda place: place.name,
+)
+async def test_row_that_was_removed_is_missed(db: Database, place: Place) -> None:
+    """Its rows are not made anew either, as for an app, a user or a session that never was."""
+    remove(db, place)
+    # What cannot be noticed in a listing: docs/format.md, "What a reader must check".
+    but = {
+        USER_STATE: (list_app,),
+        SESSION_STATE: (list_user, list_app),
+    }.get(place, ())
+    await assert_refused(db, place.level, TamperedError, who=place.who, but=but)
+
+
+@pytest.mark.parametrize("place", [APP_KEY, USER_KEY], ids=lambda place: place.name)
+async def test_data_key_that_was_removed_is_missed_and_not_made_anew(
+    db: Database, place: Place
+) -> None:
+    remove(db, place)
+    await assert_refused(db, place.level, UnknownKeyError)
+
+
+async def test_user_row_and_witness_removed_together_are_missed(db: Database) -> None:
+    remove(db, USER_WITNESS)
+    remove(db, USER_STATE)
+    before = db.dump()
+    async with db.service() as service:
+        for operation in (get, append, create_another):
+            assert type(await refusal(operation, service, db, VISIT)) is TamperedError
+    assert db.dump() == before
+
+
+async def test_app_row_and_witness_removed_together_are_missed(db: Database) -> None:
+    remove(db, APP_WITNESS)
+    remove(db, APP_STATE)
+    before = db.dump()
+    async with db.service() as service:
+        for operation in (get, append_app_state, create_another):
+            assert type(await refusal(operation, service, db, VISIT)) is TamperedError
+    assert db.dump() == before
+
+
+async def test_any_one_row_removed_is_noticed(db: Database) -> None:
+    """A sweep over every row of every table; nothing else than before is ever returned."""
+    removed = 0
+    for table, rows in db.dump().items():
+        columns = [name for (name,) in db.rows(f"SELECT name FROM pragma_table_info('{table}')")]
+        where = " AND ".join(f"{column} IS ?" for column in columns)
+        for row in rows:
+            with db.connect() as connection:
+                connection.text_factory = bytes
+                values = [text_back(value) for value in row]
+                cursor = connection.execute(f"DELETE FROM {table} WHERE {where}", values)
+                assert cursor.rowcount == 1
+            after = db.dump()
+            noticed = []
+            async with db.service() as service:
+                for who in EVERYBODY:
+                    for operation in (get, user_state):
+                        try:
+                            result = await operation(service, db, who)
+                        except SecureSessionError as error:
+                            noticed.append(error)
+                        else:
+                            held = db.held(who)
+                            assert operation is user_state or result == held
+                            assert result
+            assert noticed, f"{table}: {row[:2]} was not missed"
+            assert db.dump() == after, f"{table}: {row[:2]}: reading changed the database"
+            removed += 1
+            db.restore()
+    assert removed > 40
+
+
+def text_back(value: object) -> object:
+    """What `dump` made of TEXT."""
+    if isinstance(value, str):
+        return value.removeprefix("text b'").removesuffix("'")
+    return value
+
+
+# --- the keyring, the meta table, whole tables ---------------------------------------------------
+
+
+async def test_index_master_that_was_removed_is_missed_and_not_made_anew(db: Database) -> None:
+    remove(db, INDEX_MASTER)
+    await assert_refused(db, DATABASE, WrongKeyError)
+
+
+async def test_data_master_that_was_removed_is_missed_and_not_made_anew(db: Database) -> None:
+    """With one made anew, the service would go on writing what the other cannot read."""
+    remove(db, DATA_MASTER)
+    before = db.dump()
+    async with db.service() as service:
+        for operation in (get, create_another, user_state):
+            error = await refusal(operation, service, db, VISIT)
+            assert type(error) in (UnknownKeyError, WrongKeyError)
+            assert db.dump() == before
+
+
+async def test_emptied_keyring_is_missed_and_not_made_anew(db: Database) -> None:
+    db.run("DELETE FROM secure_keyring")
+    await assert_refused(db, DATABASE, WrongKeyError)
+
+
+async def test_keyring_row_of_another_database_of_the_same_root_key_is_refused(
+    db: Database,
+) -> None:
+    other = Database(db.path.with_name("other.db"), "fernet" if not db.is_fernet else "aesgcm")
+    for place in (DATA_MASTER, INDEX_MASTER):
+        for columns in ("wrapped", "id, created_at, wrapped"):
+            row = other.rows(f"SELECT {columns} FROM secure_keyring WHERE {place.where}")[0]
+            values = {f"v{number}": value for number, value in enumerate(row)}
+            slots = ", ".join(f":{name}" for name in values)
+            db.run(
+                f"UPDATE secure_keyring SET ({columns}) = ({slots}) WHERE {place.where}", **values
+            )
+            async with db.service() as service:
+                with pytest.raises(WrongKeyError):
+                    await service.prepare_tables()
+            db.restore()
+
+
+async def test_keyring_of_another_database_of_the_same_root_key_is_refused(db: Database) -> None:
+    other = Database(db.path.with_name("other.db"), "fernet" if not db.is_fernet else "aesgcm")
+    db.run("DELETE FROM secure_keyring")
+    with db.connect() as connection:
+        connection.execute("ATTACH ? AS other", (str(other.path),))
+        connection.execute("INSERT INTO secure_keyring SELECT * FROM other.secure_keyring")
+    await assert_refused(db, DATABASE, WrongKeyError)
+
+
+async def test_master_key_in_clear_is_refused(db: Database) -> None:
+    """As NoOpBackend would store it: an attacker would then know every tag and key."""
+    for purpose in ("data", "index"):
+        db.run(
+            "UPDATE secure_keyring SET root_key_id = 'none', wrapped = zeroblob(33) "
+            "WHERE purpose = :purpose",
+            purpose=purpose,
+        )
+        before = db.dump()
+        async with db.service() as service:
+            error = await refusal(get, service, db, VISIT)
+            assert type(error).__name__ in ("PlaintextRefusedError", "WrongKeyError")
+        assert db.dump() == before
+        db.restore()
+
+
+async def test_master_key_in_clear_added_is_refused(db: Database) -> None:
+    db.run(
+        "INSERT INTO secure_keyring SELECT id + 1, 'data', 'none', created_at + 1, zeroblob(33) "
+        "FROM secure_keyring WHERE purpose = 'data'"
+    )
+    before = db.dump()
+    async with db.service() as service:
+        error = await refusal(get, service, db, VISIT)
+        assert type(error).__name__ == "PlaintextRefusedError"
+    assert db.dump() == before
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("format", None),
+        ("format", "0"),
+        ("format", "2"),
+        ("format", ""),
+        ("format", "1.0"),
+        ("format", b"1"),
+        ("database_id", None),
+        ("database_id", ""),
+        ("database_id", "00"),
+        ("database_id", "0" * 32),
+        ("database_id", "no hexadecimal digits"),
+        ("database_id", "\ud800".encode("utf-8", "surrogatepass")),
+        ("database_id", b"\0" * 16),
+        ("database_id", 5),
+    ],
+)
+async def test_meta_row_that_was_changed_is_refused(
+    typed_db: Database, name: str, value: object
+) -> None:
+    typed_db.lift_constraints("secure_meta")
+    typed_db.run("UPDATE secure_meta SET value = :v WHERE name = :name", v=value, name=name)
+    await assert_refused(typed_db, DATABASE, ConfigurationError, WrongKeyError)
+
+
+async def test_meta_row_that_was_renamed_is_refused(db: Database) -> None:
+    for name in ("format", "database_id"):
+        db.run("UPDATE secure_meta SET name = 'other' WHERE name = :name", name=name)
+        await assert_refused(db, DATABASE, ConfigurationError)
+        db.restore()
+
+
+@pytest.mark.parametrize("name", ["format", "database_id"])
+async def test_meta_row_that_was_removed_is_missed_and_not_made_anew(
+    db: Database, name: str
+) -> None:
+    db.run("DELETE FROM secure_meta WHERE name = :name", name=name)
+    await assert_refused(db, DATABASE, ConfigurationError)
+
+
+async def test_emptied_meta_table_is_missed_and_not_filled_anew(db: Database) -> None:
+    db.run("DELETE FROM secure_meta")
+    await assert_refused(db, DATABASE, ConfigurationError)
+
+
+async def test_emptied_meta_table_and_keyring_are_not_taken_for_a_new_database(
+    db: Database,
+) -> None:
+    """With new master keys, all that is there would be lost from sight."""
+    db.run("DELETE FROM secure_meta")
+    db.run("DELETE FROM secure_keyring")
+    await assert_refused(db, DATABASE, ConfigurationError, WrongKeyError)
+
+
+TABLES = [
+    "secure_meta",
+    "secure_keyring",
+    "secure_data_keys",
+    "secure_apps",
+    "secure_users",
+    "secure_witnesses",
+    "secure_sessions",
+    "secure_bases",
+    "secure_events",
+]
+
+
+@pytest.mark.parametrize("table", TABLES)
+async def test_table_that_was_dropped_is_missed_and_not_made_anew(db: Database, table: str) -> None:
+    with db.connect() as connection:
+        connection.execute(f"DROP TABLE {table}")
+    await assert_refused(db, DATABASE, ConfigurationError)
+    assert not db.rows("SELECT 1 FROM sqlite_master WHERE name = :table", table=table)
+
+
+@pytest.mark.parametrize("table", [table for table in TABLES if table != "secure_meta"])
+async def test_table_that_was_emptied_is_missed(db: Database, table: str) -> None:
+    db.run(f"DELETE FROM {table}")
+    before = db.dump()
+    async with db.service() as service:
+        who: Who = EVERYBODY[2] if table == "secure_bases" else CAROL
+        error = await refusal(get, service, db, who)
+        assert isinstance(error, SecureSessionError)
+        assert db.dump() == before
+
+
+@pytest.mark.parametrize("table", TABLES)
+async def test_table_replaced_by_a_view_is_refused(db: Database, table: str) -> None:
+    with db.connect() as connection:
+        connection.execute(f"ALTER TABLE {table} RENAME TO hidden")
+        connection.execute(f"CREATE VIEW {table} AS SELECT * FROM hidden")
+    before = db.dump()
+    async with db.service() as service:
+        with pytest.raises(ConfigurationError):
+            await service.prepare_tables()
+    assert db.dump() == before

@@ -1,0 +1,225 @@
+"""A wrong root key is refused at the start, before anything is written."""
+
+import base64
+import secrets
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from adk_secure_sessions import (
+    AesGcmBackend,
+    EncryptedSessionService,
+    EncryptionBackend,
+    EnvironmentKey,
+    FernetBackend,
+    FileKey,
+    PassphraseKey,
+    WrongKeyError,
+)
+from tests.attacks.support import (
+    Database,
+    Operation,
+    append,
+    create_again,
+    create_another,
+    delete,
+    dump,
+    get,
+    get_no_events,
+    list_app,
+    list_user,
+    refusal,
+    user_state,
+)
+from tests.attacks.world import VISIT
+
+OTHER = bytes(reversed(range(32)))
+OPERATIONS = [
+    get,
+    get_no_events,
+    list_user,
+    list_app,
+    user_state,
+    append,
+    create_again,
+    create_another,
+    delete,
+]
+BACKENDS: list[Callable[[bytes], EncryptionBackend]] = [AesGcmBackend, FernetBackend]
+
+
+def leave_wal(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("PRAGMA journal_mode = DELETE").fetchone() == ("delete",)
+
+
+def files(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in path.parent.iterdir()}
+
+
+@pytest.mark.parametrize("in_wal", [True, False], ids=["in WAL mode", "not in WAL mode"])
+@pytest.mark.parametrize("backend", BACKENDS)
+async def test_wrong_key_is_refused_by_prepare_tables_before_anything_is_written(
+    db: Database, backend: Callable[[bytes], EncryptionBackend], in_wal: bool
+) -> None:
+    if not in_wal:
+        leave_wal(db.path)
+    before = files(db.path)
+    async with db.service(backend(OTHER)) as service:
+        with pytest.raises(WrongKeyError, match="root key"):
+            await service.prepare_tables()
+    assert files(db.path) == before
+
+
+@pytest.mark.parametrize("in_wal", [True, False], ids=["in WAL mode", "not in WAL mode"])
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.__name__)
+async def test_wrong_key_is_refused_by_the_first_operation_before_anything_is_written(
+    db: Database, operation: Operation, in_wal: bool
+) -> None:
+    if not in_wal:
+        leave_wal(db.path)
+    before = files(db.path)
+    async with db.service(AesGcmBackend(OTHER)) as service:
+        assert type(await refusal(operation, service, db, VISIT)) is WrongKeyError
+        # And by the next, too: it is not half open now.
+        assert type(await refusal(operation, service, db, VISIT)) is WrongKeyError
+    assert files(db.path) == before
+
+
+async def test_wrong_key_is_refused_on_a_callers_engine_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
+    db = Database(tmp_path / "sessions.db", "aesgcm", on_engine=True)
+    leave_wal(db.path)
+    before = files(db.path)
+    async with db.service(AesGcmBackend(OTHER)) as service:
+        with pytest.raises(WrongKeyError):
+            await service.prepare_tables()
+        for operation in OPERATIONS:
+            assert type(await refusal(operation, service, db, VISIT)) is WrongKeyError
+    assert files(db.path) == before
+
+
+async def test_right_key_works_after_a_wrong_one_was_refused(db: Database) -> None:
+    async with db.service(AesGcmBackend(OTHER)) as service:
+        with pytest.raises(WrongKeyError):
+            await service.prepare_tables()
+    async with db.service() as service:
+        assert await get(service, db, VISIT) == db.held(VISIT)
+
+
+async def test_right_key_beside_a_wrong_one_that_writes_reads_what_is_there(db: Database) -> None:
+    """As while one root key replaces another; each is looked up by its id."""
+    async with db.service(AesGcmBackend(OTHER), additional_backends=[db.backend()]) as service:
+        assert await get(service, db, VISIT) == db.held(VISIT)
+
+
+async def assert_other_is_refused(
+    path: Path, right: EncryptionBackend, wrong: EncryptionBackend
+) -> None:
+    url = f"sqlite+aiosqlite:///{path}"
+    async with EncryptedSessionService(url, right) as service:
+        await service.create_session(**VISIT._asdict())
+    before = path.read_bytes(), dump(path)
+    async with EncryptedSessionService(url, wrong) as service:
+        with pytest.raises(WrongKeyError):
+            await service.prepare_tables()
+        with pytest.raises(WrongKeyError):
+            await service.get_session(**VISIT._asdict())
+    assert (path.read_bytes(), dump(path)) == before
+    async with EncryptedSessionService(url, right) as service:
+        assert await service.get_session(**VISIT._asdict())
+
+
+async def test_wrong_passphrase_is_refused(tmp_path: Path) -> None:
+    await assert_other_is_refused(
+        tmp_path / "sessions.db",
+        AesGcmBackend(PassphraseKey("correct horse battery staple")),
+        AesGcmBackend(PassphraseKey("correct horse battery stapler")),
+    )
+
+
+async def test_key_in_place_of_a_passphrase_is_refused(tmp_path: Path) -> None:
+    await assert_other_is_refused(
+        tmp_path / "sessions.db",
+        AesGcmBackend(PassphraseKey("correct horse battery staple")),
+        AesGcmBackend(OTHER),
+    )
+
+
+async def test_wrong_environment_key_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RIGHT_KEY", base64.b64encode(secrets.token_bytes(32)).decode())
+    monkeypatch.setenv("WRONG_KEY", base64.b64encode(secrets.token_bytes(32)).decode())
+    await assert_other_is_refused(
+        tmp_path / "sessions.db",
+        AesGcmBackend(EnvironmentKey("RIGHT_KEY")),
+        AesGcmBackend("env:WRONG_KEY"),
+    )
+
+
+async def test_wrong_key_file_is_refused(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.mkdir()
+    for name in ("right", "wrong"):
+        (keys / name).write_bytes(secrets.token_bytes(32))
+        (keys / name).chmod(0o600)
+    await assert_other_is_refused(
+        tmp_path / "sessions.db",
+        FernetBackend(FileKey(keys / "right")),
+        FernetBackend(FileKey(keys / "wrong")),
+    )
+
+
+async def test_root_key_that_takes_the_name_of_another_is_refused(tmp_path: Path) -> None:
+    """A provider's `key_id` is its own claim."""
+
+    class Impostor(PassphraseKey):
+        def __init__(self, key_id: str) -> None:
+            super().__init__("a passphrase of its own", key_id=key_id)
+
+    right = AesGcmBackend(OTHER)
+    wrong = AesGcmBackend(Impostor(right.root_key.key_id))
+    await assert_other_is_refused(tmp_path / "sessions.db", right, wrong)
+
+
+PASSPHRASE_HEADER = {
+    "another salt": (1, b"\0" * 16),
+    "more iterations": (17, (4).to_bytes(4, "big")),
+    "no iterations": (17, (0).to_bytes(4, "big")),
+    "iterations for a day": (17, (2**32 - 1).to_bytes(4, "big")),
+    "no lanes": (21, (0).to_bytes(4, "big")),
+    "too many lanes": (21, (2**24).to_bytes(4, "big")),
+    "no memory": (25, (0).to_bytes(4, "big")),
+    "all memory there is": (25, (2**32 - 1).to_bytes(4, "big")),
+    "another kind": (0, b"\x01"),
+    "an unknown kind": (0, b"\xff"),
+}
+
+
+async def test_passphrase_cost_that_was_changed_is_refused_without_paying_it(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "sessions.db"
+    url = f"sqlite+aiosqlite:///{path}"
+    backend = AesGcmBackend(PassphraseKey("correct horse battery staple"))
+    async with EncryptedSessionService(url, backend) as service:
+        await service.prepare_tables()
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        ((stored,),) = connection.execute(
+            "SELECT wrapped FROM secure_keyring WHERE purpose = 'index'"
+        )
+        for name, (offset, value) in PASSPHRASE_HEADER.items():
+            changed = stored[:offset] + value + stored[offset + len(value) :]
+            update = "UPDATE secure_keyring SET wrapped = ? WHERE purpose = 'index'"
+            connection.execute(update, (changed,))
+            async with EncryptedSessionService(url, backend) as service:
+                try:
+                    await service.prepare_tables()
+                except WrongKeyError:
+                    continue
+            pytest.fail(f"{name} was not refused")

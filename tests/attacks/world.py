@@ -1,0 +1,120 @@
+"""The database under attack: who has what in it, built once for each backend."""
+
+import asyncio
+import functools
+import sqlite3
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from google.adk.events.event import Event
+from google.adk.events.event_actions import EventActions
+from google.adk.sessions import Session
+from google.genai import types
+
+from adk_secure_sessions import (
+    AesGcmBackend,
+    EncryptedSessionService,
+    EncryptionBackend,
+    FernetBackend,
+)
+
+KEY = bytes(range(32))
+SECRET = "7Qx"  # in every id, key, value and text: no error may repeat it
+START = 1_700_000_000.0
+BACKENDS: dict[str, Callable[[], EncryptionBackend]] = {
+    "aesgcm": lambda: AesGcmBackend(KEY),
+    "fernet": lambda: FernetBackend(KEY),
+}
+
+
+class Who(NamedTuple):
+    """Names a session."""
+
+    app_name: str
+    user_id: str
+    session_id: str
+
+
+VISIT = Who("clinic", "alice-7Qx", "visit-7Qx")
+NOTES = Who("clinic", "alice-7Qx", "notes-7Qx")
+ARCHIVE = Who("clinic", "alice-7Qx", "archive-7Qx")  # of large state, so with a base
+BOB = Who("clinic", "bob-7Qx", "visit-7Qx")
+CAROL = Who("bank", "carol-7Qx", "visit-7Qx")
+EVERYBODY = (VISIT, NOTES, ARCHIVE, BOB, CAROL)
+
+# How SQL in the tests names their rows: `WHERE id = :visit`.
+ROWS = {
+    VISIT: {"clinic": "apps", "alice": "users", "visit": "sessions"},
+    NOTES: {"notes": "sessions"},
+    ARCHIVE: {"archive": "sessions"},
+    BOB: {"bob": "users", "bob_visit": "sessions"},
+    CAROL: {"bank": "apps", "carol": "users", "carol_visit": "sessions"},
+}
+
+
+class World(NamedTuple):
+    """A finished database, how it was two events earlier, and what its owners hold."""
+
+    files: tuple[bytes, bytes]
+    rows: dict[str, int]
+    held: dict[Who, Session]
+
+
+def new_event(number: int, delta: dict[str, Any] | None = None) -> Event:
+    return Event(
+        author="agent",
+        invocation_id="invocation",
+        timestamp=START + number,
+        content=types.Content(role="model", parts=[types.Part(text=f"text-7Qx {number}")]),
+        actions=EventActions(state_delta=delta or {}),
+    )
+
+
+@functools.cache
+def build_world(backend_name: str) -> World:
+    """Built in a thread: no matter whether an event loop runs in this one."""
+    with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(1) as pool:
+        path = Path(directory) / "sessions.db"
+        return pool.submit(asyncio.run, _build(path, BACKENDS[backend_name])).result()
+
+
+async def _build(path: Path, backend: Callable[[], EncryptionBackend]) -> World:
+    url = f"sqlite+aiosqlite:///{path}"
+    rows: dict[str, int] = {}
+    async with EncryptedSessionService(url, backend()) as service:
+        for who in EVERYBODY:
+            large = {"large-7Qx": "x" * 8300} if who == ARCHIVE else {}
+            state = {"key-7Qx": who.user_id, "user:key-7Qx": who.user_id, "app:key-7Qx": 0}
+            await service.create_session(**who._asdict(), state=large | state)
+            for name, table in ROWS[who].items():
+                rows[name] = _newest(path, f"secure_{table}")
+        await _append_two(service, 0, large=1000)
+    first = path.read_bytes()
+    async with EncryptedSessionService(url, backend()) as service:
+        await _append_two(service, 2, large=8200)
+    async with EncryptedSessionService(url, backend()) as service:
+        held = {who: await service.get_session(**who._asdict()) for who in EVERYBODY}
+    found = {who: session for who, session in held.items() if session}
+    assert len(found) == len(EVERYBODY)
+    return World((first, path.read_bytes()), rows, found)
+
+
+async def _append_two(service: EncryptedSessionService, first: int, large: int) -> None:
+    for number in (first, first + 1):
+        for who in EVERYBODY:
+            session = await service.get_session(**who._asdict())
+            assert session is not None
+            delta: dict[str, Any] = {"step": number, "user:step": number, "app:step": number}
+            if who == ARCHIVE:  # enough, in the second round, for a new base
+                delta["more-7Qx"] = "y" * large
+            await service.append_event(session, new_event(number, delta))
+
+
+def _newest(path: Path, table: str) -> int:
+    with closing(sqlite3.connect(path)) as connection:  # ids ascend within a process
+        newest: int = connection.execute(f"SELECT max(id) FROM {table}").fetchone()[0]
+        return newest

@@ -1,0 +1,78 @@
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+from google.adk.sessions import BaseSessionService
+
+from tests.conformance.services import KINDS, Kind
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "reference(outcome, why, applies): how ADK's own service differs from ours"
+    )
+
+
+@pytest.fixture(params=list(KINDS))
+def kind(request: pytest.FixtureRequest) -> Kind:
+    """Each service in turn; marks from `support` leave the reference out or let it fail."""
+    kind = KINDS[request.param]
+    if kind.is_reference:
+        for mark in request.node.iter_markers("reference"):
+            outcome, why, applies = mark.args
+            if applies and outcome == "skip":
+                pytest.skip(why)
+            if applies:
+                request.applymarker(pytest.mark.xfail(reason=why, strict=False))
+    return kind
+
+
+@pytest.fixture
+async def open_service(
+    kind: Kind, tmp_path: Path
+) -> AsyncIterator[Callable[[], Awaitable[BaseSessionService]]]:
+    """Open a service on this test's database; all are closed at its end."""
+    async with AsyncExitStack() as stack:
+
+        async def open_one() -> BaseSessionService:
+            return await stack.enter_async_context(kind.open(tmp_path))
+
+        yield open_one
+
+
+@pytest.fixture
+async def service(
+    open_service: Callable[[], Awaitable[BaseSessionService]],
+) -> BaseSessionService:
+    return await open_service()
+
+
+@pytest.fixture
+async def another_service(
+    kind: Kind,
+    service: BaseSessionService,
+    open_service: Callable[[], Awaitable[BaseSessionService]],
+) -> BaseSessionService:
+    """A second service on the same database, such as another process would have."""
+    if not kind.is_shared:
+        pytest.skip("a database in memory has one service")
+    return await open_service()
+
+
+@pytest.fixture
+def service_of_no_loop(kind: Kind, tmp_path: Path) -> Iterator[BaseSessionService]:
+    """A service that was opened in, and will be closed in, a loop that no call uses."""
+    opened = kind.open(tmp_path)
+
+    async def enter() -> BaseSessionService:
+        return await opened.__aenter__()
+
+    async def leave() -> None:
+        await opened.__aexit__(None, None, None)
+
+    # Not asyncio.run: that ends the generator behind `opened`, and so closes the service.
+    with asyncio.Runner() as runner:
+        yield runner.run(enter())
+        runner.run(leave())

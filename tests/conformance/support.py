@@ -1,0 +1,120 @@
+"""What the cases share: marks about the reference, its errors, and short ways to say things."""
+
+import itertools
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import google.adk.errors
+import google.adk.version
+import pytest
+from google.adk.errors.session_not_found_error import SessionNotFoundError
+from google.adk.events.event import Event
+from google.adk.events.event_actions import EventActions
+from google.adk.sessions import BaseSessionService, Session
+from google.adk.sessions.base_session_service import GetSessionConfig
+from google.genai import types
+
+from tests.conformance.services import Kind
+
+APP = "app"
+USER = "user"
+START = 1_700_000_000.0
+
+_release = re.match(r"(\d+)\.(\d+)", google.adk.version.__version__)
+assert _release, google.adk.version.__version__
+ADK = (int(_release[1]), int(_release[2]))
+NEWEST_READ = (2, 13)  # the release whose source the suite was written against
+
+# ADK has a class for it from 2.7 on; before, the plain ValueError.
+STALE: type[Exception] = getattr(google.adk.errors, "StaleSessionError", ValueError)
+
+_ticks = itertools.count()
+
+
+def reference_lacks(what: str, *, seen_in: tuple[int, int] = NEWEST_READ) -> pytest.MarkDecorator:
+    """Skip ADK's own service, never ours, before *seen_in*: the oldest release known to have it."""
+    return pytest.mark.reference("skip", f"ADK {ADK[0]}.{ADK[1]}: {what}", ADK < seen_in)
+
+
+def reference_fails(why: str, *, fixed_in: tuple[int, int] | None = None) -> pytest.MarkDecorator:
+    """Let ADK's own service, never ours, fail: a point where ours has to be better."""
+    return pytest.mark.reference("xfail", why, fixed_in is None or ADK < fixed_in)
+
+
+def only_ours(why: str) -> pytest.MarkDecorator:
+    """Leave ADK's own service out, on every release."""
+    return pytest.mark.reference("skip", why, True)
+
+
+def not_found(kind: Kind) -> type[Exception]:
+    """What appending to an unknown session raises; a plain ValueError in older references."""
+    return ValueError if kind.is_reference and ADK < NEWEST_READ else SessionNotFoundError
+
+
+@contextmanager
+def refused_as_stale() -> Iterator[None]:
+    with pytest.raises(STALE) as refusal:
+        yield
+    assert not isinstance(refusal.value, SessionNotFoundError)  # a ValueError, too
+
+
+def event(text: str | None = None, *, delta: dict[str, Any] | None = None, **fields: Any) -> Event:
+    """An event later than those before it, at a time that every release stores exactly."""
+    fields.setdefault("timestamp", START + next(_ticks) / 4)
+    fields.setdefault("author", "agent")
+    fields.setdefault("invocation_id", "invocation")
+    if text is not None:
+        fields["content"] = types.Content(role="model", parts=[types.Part(text=text)])
+    if delta is not None:
+        fields["actions"] = EventActions(state_delta=delta)
+    return Event(**fields)
+
+
+async def create(
+    service: BaseSessionService,
+    session_id: str | None = "session",
+    *,
+    user_id: str = USER,
+    app_name: str = APP,
+    state: dict[str, Any] | None = None,
+) -> Session:
+    return await service.create_session(
+        app_name=app_name, user_id=user_id, session_id=session_id, state=state
+    )
+
+
+async def find(service: BaseSessionService, session: Session, **config: Any) -> Session | None:
+    return await service.get_session(
+        app_name=session.app_name,
+        user_id=session.user_id,
+        session_id=session.id,
+        config=GetSessionConfig(**config) if config else None,
+    )
+
+
+async def reload(service: BaseSessionService, session: Session, **config: Any) -> Session:
+    found = await find(service, session, **config)
+    assert found is not None, "the session is gone"
+    return found
+
+
+async def delete(service: BaseSessionService, session: Session) -> None:
+    await service.delete_session(
+        app_name=session.app_name, user_id=session.user_id, session_id=session.id
+    )
+
+
+async def listed(
+    service: BaseSessionService, user_id: str | None = USER, app_name: str = APP
+) -> list[Session]:
+    return (await service.list_sessions(app_name=app_name, user_id=user_id)).sessions
+
+
+def ids(events_or_sessions: list[Event] | list[Session]) -> list[str]:
+    return [one.id for one in events_or_sessions]
+
+
+def marker(session: Session) -> str | None:
+    return session._storage_update_marker

@@ -1,0 +1,365 @@
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from google.adk.errors.session_not_found_error import SessionNotFoundError
+from google.adk.events.event import Event
+from google.adk.sessions import BaseSessionService, Session
+
+from tests.conformance.support import (
+    STALE,
+    create,
+    delete,
+    event,
+    find,
+    ids,
+    listed,
+    only_ours,
+    reference_fails,
+    refused_as_stale,
+    reload,
+)
+
+lost_updates = reference_fails("ADK's concurrent writers of one scope overwrite each other")
+locked_by_cancelling = only_ours("a cancelled append can leave ADK's database locked for seconds")
+MANY = 20
+
+
+async def append_until_accepted(
+    service: BaseSessionService, session: Session, appended: Event
+) -> int:
+    """Append as a caller would who reloads when stale; the number of tries it took."""
+    copy = await reload(service, session)
+    for tries in range(1, 1000):
+        try:
+            await service.append_event(copy, appended)
+        except SessionNotFoundError:
+            raise
+        except STALE:
+            copy = await reload(service, session, num_recent_events=1)
+        else:
+            return tries
+    raise AssertionError("never accepted")
+
+
+def is_stale(error: BaseException) -> bool:
+    return isinstance(error, STALE) and not isinstance(error, SessionNotFoundError)
+
+
+async def let_run(n: int) -> None:
+    """Give other tasks *n* turns of the event loop, or a little time, to get somewhere."""
+    if n % 2:
+        await asyncio.sleep(n / 10_000)
+    for _ in range(n):
+        await asyncio.sleep(0)
+
+
+async def test_parallel_appends_through_one_session_object_all_arrive_in_order(
+    service: BaseSessionService,
+) -> None:
+    session = await create(service)
+    appended = [event(str(n), delta={f"k{n}": n, "last": n}) for n in range(MANY)]
+    results = await asyncio.gather(*(service.append_event(session, e) for e in appended))
+    assert results == appended
+    assert Counter(ids(session.events)) == Counter(ids(appended))
+    again = await reload(service, session)
+    assert ids(again.events) == ids(session.events)
+    assert again == session
+    assert {f"k{n}": n for n in range(MANY)}.items() <= again.state.items()
+
+
+async def test_parallel_appends_through_own_copies_all_arrive_once_with_retries(
+    service: BaseSessionService,
+) -> None:
+    session = await create(service)
+    appended = [event(str(n), delta={f"k{n}": n, f"user:k{n}": n}) for n in range(MANY)]
+    await asyncio.gather(*(append_until_accepted(service, session, e) for e in appended))
+    again = await reload(service, session)
+    assert Counter(ids(again.events)) == Counter(ids(appended))
+    assert again.state == {f"{scope}k{n}": n for n in range(MANY) for scope in ("", "user:")}
+
+
+async def test_exactly_one_of_many_copies_wins(service: BaseSessionService) -> None:
+    session = await create(service)
+    copies = [await reload(service, session) for _ in range(10)]
+    results = await asyncio.gather(
+        *(service.append_event(c, event(str(n), delta={"n": n})) for n, c in enumerate(copies)),
+        return_exceptions=True,
+    )
+    refused = [result for result in results if isinstance(result, BaseException)]
+    assert len(refused) == 9
+    assert all(is_stale(error) for error in refused), refused
+    (winner,) = (copy for copy in copies if copy.events)
+    assert await reload(service, session) == winner
+
+
+@reference_fails("copies in different services can all win, or fail with an SQL error")
+async def test_exactly_one_of_many_copies_in_two_services_wins(
+    service: BaseSessionService, another_service: BaseSessionService
+) -> None:
+    session = await create(service)
+    for round_ in range(5):
+        services = [service, another_service] * 4
+        copies = [await reload(one, session) for one in services]
+        results = await asyncio.gather(
+            *(
+                one.append_event(copy, event(f"{round_}", delta={"n": n}))
+                for n, (one, copy) in enumerate(zip(services, copies, strict=True))
+            ),
+            return_exceptions=True,
+        )
+        refused = [result for result in results if isinstance(result, BaseException)]
+        assert len(refused) == 7
+        assert all(is_stale(error) for error in refused), refused
+    assert len((await reload(service, session)).events) == 5
+
+
+@only_ours("appends of different services can fail with an SQL error, after much retrying")
+async def test_appends_of_two_services_all_arrive_once_with_retries(
+    service: BaseSessionService, another_service: BaseSessionService
+) -> None:
+    session = await create(service)
+    appended = [event(str(n), delta={f"k{n}": n}) for n in range(MANY)]
+    await asyncio.gather(
+        *(
+            append_until_accepted((service, another_service)[n % 2], session, e)
+            for n, e in enumerate(appended)
+        )
+    )
+    again = await reload(another_service, session)
+    assert Counter(ids(again.events)) == Counter(ids(appended))
+    assert again.state == {f"k{n}": n for n in range(MANY)}
+
+
+@lost_updates
+@pytest.mark.parametrize("scope", ["user:", "app:"])
+async def test_sessions_changing_different_shared_keys_at_once_lose_none(
+    service: BaseSessionService, scope: str
+) -> None:
+    sessions = [await create(service, f"s{n}") for n in range(16)]
+    await asyncio.gather(
+        *(
+            service.append_event(session, event(delta={f"{scope}k{n}": n}))
+            for n, session in enumerate(sessions)
+        )
+    )
+    everything = {f"{scope}k{n}": n for n in range(16)}
+    assert (await reload(service, sessions[0])).state == everything
+    for session in sessions:
+        assert len((await reload(service, session)).events) == 1
+
+
+@lost_updates
+@pytest.mark.parametrize("scope", ["user:", "app:"])
+async def test_sessions_created_with_different_shared_keys_at_once_lose_none(
+    service: BaseSessionService, scope: str
+) -> None:
+    await create(service, "the first makes the tables")
+    sessions = await asyncio.gather(
+        *(create(service, f"s{n}", state={f"{scope}k{n}": n}) for n in range(16))
+    )
+    everything = {f"{scope}k{n}": n for n in range(16)}
+    assert (await reload(service, sessions[0])).state == everything
+    for n, session in enumerate(sessions):
+        assert session.state[f"{scope}k{n}"] == n
+
+
+@lost_updates
+async def test_users_of_one_app_changing_shared_keys_at_once_lose_none(
+    service: BaseSessionService,
+) -> None:
+    sessions = [await create(service, user_id=f"u{n}") for n in range(8)]
+    for round_ in range(3):
+        await asyncio.gather(
+            *(
+                service.append_event(
+                    session, event(delta={f"app:k{n}": round_, f"user:k{n}": round_})
+                )
+                for n, session in enumerate(sessions)
+            )
+        )
+    for n, session in enumerate(sessions):
+        state = (await reload(service, session)).state
+        assert state == {f"app:k{m}": 2 for m in range(8)} | {f"user:k{n}": 2}
+
+
+@lost_updates
+@pytest.mark.parametrize("scope", ["user:", "app:"])
+async def test_two_services_changing_different_shared_keys_at_once_lose_none(
+    service: BaseSessionService, another_service: BaseSessionService, scope: str
+) -> None:
+    services = [service, another_service]
+    sessions = [await create(service, f"s{n}") for n in range(8)]
+    await asyncio.gather(
+        *(
+            services[n % 2].append_event(session, event(delta={f"{scope}k{n}": n}))
+            for n, session in enumerate(sessions)
+        )
+    )
+    for one in services:
+        assert (await reload(one, sessions[0])).state == {f"{scope}k{n}": n for n in range(8)}
+
+
+@reference_fails("ADK's append fails with an SQL error or a lock, or revives the session")
+async def test_append_racing_a_deletion_succeeds_or_finds_no_session(
+    service: BaseSessionService,
+) -> None:
+    outcomes = Counter[type]()
+    for n in range(15):
+        session = await create(service, f"s{n}")
+        results = await asyncio.gather(
+            service.append_event(session, event("one", delta={"user:k": n, "k": n})),
+            delete(service, session),
+            service.append_event(session, event("two")),
+            return_exceptions=True,
+        )
+        assert results[1] is None
+        outcomes.update(type(results[i]) for i in (0, 2))
+        assert await find(service, session) is None
+    assert outcomes.keys() <= {Event, SessionNotFoundError}, outcomes
+    assert await listed(service, None) == []
+
+
+async def test_sessions_living_and_dying_at_once_disturb_no_other(
+    service: BaseSessionService,
+) -> None:
+    await create(service, "the first makes the tables", user_id="first")
+
+    async def live(n: int) -> None:
+        for _ in range(3):
+            session = await create(service, f"s{n}")
+            await service.append_event(session, event(str(n), delta={"k": n}))
+            assert await reload(service, session) == session
+            await delete(service, session)
+
+    await asyncio.gather(*(live(n) for n in range(6)))
+    assert await listed(service) == []
+
+
+@reference_fails("ADK reads a session, its events and its state in separate statements")
+async def test_reader_never_sees_an_event_without_its_state_or_the_reverse(
+    service: BaseSessionService,
+) -> None:
+    session = await create(service, state={"n": 0, "user:n": 0, "app:n": 0})
+    writing = True
+
+    async def write() -> None:
+        nonlocal writing
+        try:
+            for n in range(1, 60):
+                await service.append_event(session, event(delta={"n": n, "user:n": n, "app:n": n}))
+        finally:
+            writing = False
+
+    async def read() -> None:
+        while writing:
+            seen = await reload(service, session)
+            count = len(seen.events)
+            assert seen.state == {"n": count, "user:n": count, "app:n": count}
+            (one,) = await listed(service)
+            assert one.state["n"] == one.state["user:n"] == one.state["app:n"]
+
+    await asyncio.gather(write(), read(), read())
+
+
+async def test_many_sessions_of_many_users_at_once_stay_apart(
+    service: BaseSessionService,
+) -> None:
+    await create(service, "the first makes the tables", user_id="first")
+
+    async def converse(n: int) -> Session:
+        session = await create(service, user_id=f"u{n}")
+        for m in range(5):
+            await service.append_event(session, event(f"{n} {m}", delta={"k": [n, m]}))
+        return session
+
+    for session in await asyncio.gather(*(converse(n) for n in range(10))):
+        again = await reload(service, session)
+        assert again == session
+        assert len(again.events) == 5
+
+
+@locked_by_cancelling
+async def test_cancelled_appends_leave_the_session_whole_and_usable(
+    service: BaseSessionService,
+) -> None:
+    session = await create(service, state={"count": 0})
+    for n in range(25):
+        copy = await reload(service, session)
+        stored = len(copy.events)
+        task = asyncio.ensure_future(
+            service.append_event(copy, event(str(n), delta={"count": stored + 1}))
+        )
+        await let_run(n)
+        task.cancel()
+        await asyncio.wait([task])
+        again = await reload(service, session)
+        assert len(again.events) in (stored, stored + 1)
+        assert again.state == {"count": len(again.events)}
+    final = await reload(service, session)
+    async with asyncio.timeout(10):
+        await service.append_event(final, event("still usable"))
+        await create(service, "other")
+    assert await reload(service, session) == final
+
+
+@locked_by_cancelling
+async def test_cancelled_append_leaves_its_session_object_as_storage_has_it_or_stale(
+    service: BaseSessionService,
+) -> None:
+    for n in range(12):
+        session = await create(service, f"s{n}")
+        before = session.model_copy(deep=True)
+        task = asyncio.ensure_future(service.append_event(session, event("x", delta={"k": 1})))
+        await let_run(n)
+        task.cancel()
+        await asyncio.wait([task])
+        stored = await reload(service, session)
+        if session == stored:
+            await service.append_event(session, event("goes on"))
+        else:
+            assert session == before
+            with refused_as_stale():
+                await service.append_event(session, event("late"))
+
+
+async def test_other_tasks_outlive_a_cancelled_one(service: BaseSessionService) -> None:
+    sessions = [await create(service, f"s{n}") for n in range(10)]
+    tasks = [
+        asyncio.ensure_future(service.append_event(session, event("x", delta={"user:k": 1})))
+        for session in sessions
+    ]
+    await asyncio.sleep(0)
+    for task in tasks[::2]:
+        task.cancel()
+    async with asyncio.timeout(10):
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(result, Event) for result in results[1::2]), results
+    for session in sessions[1::2]:
+        assert await reload(service, session) == session
+
+
+@only_ours("the reference is given its tables ready-made")
+async def test_first_use_by_several_services_at_once_makes_the_tables_once(
+    open_service: Callable[[], Awaitable[BaseSessionService]],
+) -> None:
+    services = [await open_service() for _ in range(5)]
+    sessions = await asyncio.gather(
+        *(
+            create(one, f"s{n}", user_id=f"u{n % 2}", state={f"user:k{n}": n, "k": n})
+            for n, one in enumerate(services)
+        )
+    )
+    for one, session in zip(services, sessions, strict=True):
+        await one.append_event(session, event("text"))
+        assert len((await reload(one, session)).events) == 1
+
+
+@only_ours("the reference is given its tables ready-made")
+async def test_first_use_by_many_tasks_at_once_works(service: BaseSessionService) -> None:
+    calls: list[Awaitable[Any]] = [create(service, f"s{n}") for n in range(5)]
+    calls += [listed(service, None) for _ in range(3)]
+    await asyncio.gather(*calls)
+    assert len(await listed(service)) == 5

@@ -1,0 +1,267 @@
+"""A session object that storage has moved past, and one that never had a marker."""
+
+import json
+
+import pytest
+from google.adk.sessions import BaseSessionService, Session
+
+from tests.conformance.services import Kind
+from tests.conformance.support import (
+    APP,
+    STALE,
+    START,
+    USER,
+    create,
+    event,
+    ids,
+    marker,
+    not_found,
+    reference_fails,
+    refused_as_stale,
+    reload,
+)
+
+time_is_the_marker = reference_fails("ADK's marker is the update time, which need not change")
+
+
+def handmade(session: Session, *, last_update_time: float = 0.0) -> Session:
+    """The session as someone would build it who knows nothing of markers."""
+    return Session(
+        id=session.id,
+        app_name=session.app_name,
+        user_id=session.user_id,
+        state=dict(session.state),
+        events=list(session.events),
+        last_update_time=last_update_time,
+    )
+
+
+async def test_stale_copy_is_refused_and_changes_nothing_but_temp_keys(
+    service: BaseSessionService,
+) -> None:
+    session = await create(service, state={"k": 0})
+    stale = await reload(service, session)
+    before = stale.model_copy(deep=True)
+    await service.append_event(session, event("first", delta={"k": 1}))
+
+    late = event("late", delta={"k": 2, "app:a": 2, "user:u": 2, "temp:t": 2})
+    with refused_as_stale():
+        await service.append_event(stale, late)
+    assert stale.state == {"k": 0, "temp:t": 2}
+    assert late.actions.state_delta == {"k": 2, "app:a": 2, "user:u": 2}
+    del stale.state["temp:t"]
+    assert stale == before
+
+    again = await reload(service, session)
+    assert again == session
+    assert again.state == {"k": 1}
+
+
+@pytest.mark.skipif(STALE is ValueError, reason="this ADK has no StaleSessionError")
+async def test_stale_session_error_is_adks_own(service: BaseSessionService) -> None:
+    session = await create(service)
+    stale = await reload(service, session)
+    await service.append_event(session, event("first"))
+    with pytest.raises(STALE) as refusal:
+        await service.append_event(stale, event("late"))
+    assert type(refusal.value) is STALE
+    assert isinstance(refusal.value, ValueError)
+
+
+async def test_refused_event_is_accepted_after_a_reload(service: BaseSessionService) -> None:
+    session = await create(service)
+    stale = await reload(service, session)
+    await service.append_event(session, event("first", delta={"k": 1}))
+    late = event("late", delta={"l": 2})
+    with refused_as_stale():
+        await service.append_event(stale, late)
+    fresh = await reload(service, stale)
+    await service.append_event(fresh, late)
+    again = await reload(service, session)
+    assert again == fresh
+    assert again.events == [*session.events, late]
+    assert again.state == {"k": 1, "l": 2}
+
+
+async def test_stale_copy_stays_stale_however_often_it_tries(
+    service: BaseSessionService,
+) -> None:
+    session = await create(service)
+    stale = await reload(service, session)
+    await service.append_event(session, event("first"))
+    for _ in range(3):
+        with refused_as_stale():
+            await service.append_event(stale, event("late"))
+    assert await reload(service, session) == session
+
+
+async def test_copy_from_creation_is_stale_after_many_appends(
+    service: BaseSessionService,
+) -> None:
+    session = await create(service)
+    copies = [session.model_copy(deep=True)]
+    for n in range(4):
+        await service.append_event(session, event(str(n)))
+        copies.append(session.model_copy(deep=True))
+    for stale in copies[:-1]:
+        with refused_as_stale():
+            await service.append_event(stale, event("late"))
+    await service.append_event(copies[-1], event("in time"))
+    assert len((await reload(service, session)).events) == 5
+
+
+async def test_listed_copy_is_stale_after_an_append(service: BaseSessionService) -> None:
+    session = await create(service)
+    (stale,) = (await service.list_sessions(app_name=APP, user_id=USER)).sessions
+    await service.append_event(session, event("first"))
+    with refused_as_stale():
+        await service.append_event(stale, event("late"))
+
+
+@time_is_the_marker
+async def test_write_at_an_equal_time_is_noticed(service: BaseSessionService) -> None:
+    session = await create(service)
+    await service.append_event(session, event("first", timestamp=START))
+    stale = await reload(service, session)
+    await service.append_event(session, event("second", timestamp=START))
+    with refused_as_stale():
+        await service.append_event(stale, event("late", timestamp=START))
+    assert await reload(service, session) == session
+
+
+@time_is_the_marker
+async def test_write_that_sets_the_time_back_is_noticed(service: BaseSessionService) -> None:
+    session = await create(service)
+    await service.append_event(session, event("first", timestamp=START))
+    stale = await reload(service, session)
+    for time in (START + 1, START):
+        await service.append_event(session, event(timestamp=time))
+    with refused_as_stale():
+        await service.append_event(stale, event("late"))
+    assert await reload(service, session) == session
+
+
+@time_is_the_marker
+async def test_one_of_two_services_notices_the_others_write_at_an_equal_time(
+    service: BaseSessionService, another_service: BaseSessionService
+) -> None:
+    session = await create(service)
+    await service.append_event(session, event("first", timestamp=START))
+    stale = await reload(another_service, session)
+    await service.append_event(session, event("second", timestamp=START))
+    with refused_as_stale():
+        await another_service.append_event(stale, event("late", timestamp=START))
+
+
+async def test_one_of_two_services_notices_the_others_write(
+    service: BaseSessionService, another_service: BaseSessionService
+) -> None:
+    session = await create(service, state={"k": 0})
+    stale = await reload(another_service, session)
+    await service.append_event(session, event("first", delta={"k": 1}))
+    with refused_as_stale():
+        await another_service.append_event(stale, event("late", delta={"k": 2}))
+    fresh = await reload(another_service, session)
+    await another_service.append_event(fresh, event("second", delta={"k": 2}))
+    with refused_as_stale():
+        await service.append_event(session, event("late", delta={"k": 3}))
+    again = await reload(service, session)
+    assert again == fresh
+    assert again.state == {"k": 2}
+
+
+async def test_unknown_session_is_not_found_rather_than_stale(
+    kind: Kind, service: BaseSessionService
+) -> None:
+    unknown = (await create(service)).model_copy(update={"id": "unknown"})
+    with pytest.raises(not_found(kind)):
+        await service.append_event(unknown, event("text"))
+
+
+@pytest.mark.parametrize("stored", [0, 1, 3])
+async def test_handmade_session_that_ends_at_the_last_stored_event_is_accepted(
+    service: BaseSessionService, stored: int
+) -> None:
+    session = await create(service, state={"k": 0})
+    for n in range(stored):
+        await service.append_event(session, event(str(n)))
+    made = handmade(session)
+    await service.append_event(made, event("by hand", delta={"k": 1}))
+    await service.append_event(made, event("again", delta={"l": 2}))
+    again = await reload(service, session)
+    assert again.state == {"k": 1, "l": 2}
+    assert ids(again.events) == ids(made.events)
+    assert (marker(made), made.last_update_time) == (marker(again), again.last_update_time)
+
+
+async def test_handmade_session_of_one_recent_event_is_accepted(
+    service: BaseSessionService,
+) -> None:
+    session = await create(service)
+    for n in range(3):
+        await service.append_event(session, event(str(n)))
+    made = handmade(await reload(service, session, num_recent_events=1))
+    await service.append_event(made, event("by hand"))
+    assert len((await reload(service, session)).events) == 4
+
+
+@pytest.mark.parametrize("missed", [1, 2])
+async def test_handmade_session_that_storage_moved_past_is_refused(
+    service: BaseSessionService, missed: int
+) -> None:
+    session = await create(service)
+    await service.append_event(session, event("known"))
+    made = handmade(session)
+    for n in range(missed):
+        await service.append_event(session, event(f"missed {n}"))
+    before = made.model_copy(deep=True)
+    with refused_as_stale():
+        await service.append_event(made, event("late", delta={"user:u": 1, "temp:t": 1}))
+    del made.state["temp:t"]
+    assert made == before
+    assert await reload(service, session) == session
+
+
+async def test_handmade_session_that_knows_no_event_is_refused_where_there_are_some(
+    service: BaseSessionService,
+) -> None:
+    session = await create(service)
+    await service.append_event(session, event("missed"))
+    with refused_as_stale():
+        await service.append_event(
+            Session(id=session.id, app_name=APP, user_id=USER), event("late")
+        )
+
+
+async def test_handmade_session_with_an_event_that_is_not_stored_is_refused(
+    service: BaseSessionService,
+) -> None:
+    session = await create(service)
+    await service.append_event(session, event("stored"))
+    made = handmade(session)
+    made.events.append(event("invented"))
+    with refused_as_stale():
+        await service.append_event(made, event("late"))
+
+
+async def test_refused_handmade_session_stays_refused(service: BaseSessionService) -> None:
+    session = await create(service)
+    made = handmade(session)
+    await service.append_event(session, event("missed"))
+    for _ in range(2):
+        with refused_as_stale():
+            await service.append_event(made, event("late"))
+
+
+async def test_session_that_went_through_json_is_accepted(service: BaseSessionService) -> None:
+    session = await create(service, state={"k": [1]})
+    await service.append_event(session, event("before", delta={"l": 1}))
+    text = (await reload(service, session)).model_dump_json(by_alias=True)
+    assert "appName" in json.loads(text)
+    revived = Session.model_validate_json(text)
+    await service.append_event(revived, event("after", delta={"l": 2}))
+    again = await reload(service, session)
+    assert len(again.events) == 2
+    assert again.state == {"k": [1], "l": 2}
+    with refused_as_stale():
+        await service.append_event(session, event("late"))

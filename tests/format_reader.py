@@ -1,0 +1,209 @@
+"""A reader of the whole database, written from docs/format.md alone: nothing of ours is imported.
+
+It reads AES-256-GCM and Fernet under 32-byte root keys, and refuses with `Refused`.
+"""
+
+import json
+import sqlite3
+import struct
+from base64 import urlsafe_b64encode
+from typing import Any
+
+from cryptography.exceptions import InvalidTag
+from cryptography.fernet import Fernet, InvalidToken
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.hmac import HMAC
+from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
+
+Part = str | bytes | int
+Row = dict[str, Any]
+
+
+class Refused(Exception):
+    """What the page tells readers to refuse."""
+
+
+def place(*parts: Part) -> bytes:
+    joined, integers = b"", b""
+    for part in parts:
+        if isinstance(part, int):
+            integers += struct.pack(">q", part)
+        else:
+            data = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
+            joined += struct.pack(">I", len(data)) + data
+    return joined + struct.pack(">I", len(integers)) + integers
+
+
+def expand(key: bytes, info: bytes, length: int = 32) -> bytes:
+    return HKDFExpand(SHA256(), length, info).derive(key)
+
+
+def tag(index_master: bytes, *parts: str) -> bytes:
+    mac = HMAC(index_master, SHA256())
+    mac.update(place(*parts))
+    return mac.finalize()[:16]
+
+
+def open_aes(key: bytes, body: bytes, associated_data: bytes) -> bytes:
+    try:
+        return AESGCM(key).decrypt(body[:12], body[12:], associated_data)
+    except (InvalidTag, ValueError):
+        raise Refused from None
+
+
+def open_fernet(key: bytes, body: bytes, associated_data: bytes) -> bytes:
+    token_key = urlsafe_b64encode(expand(key, associated_data))
+    try:
+        return Fernet(token_key).decrypt(urlsafe_b64encode(body))
+    except InvalidToken:
+        raise Refused from None
+
+
+def unpack(record: bytes) -> tuple[int, int]:
+    """A record's backend id and key id."""
+    if len(record) < 13 or record[:4] != b"AKS\x01":
+        raise Refused
+    return struct.unpack(">Bq", record[4:13])
+
+
+def open_record(record: bytes, where: bytes, backend: int, key: bytes) -> bytes:
+    body, associated_data = record[13:], record[:13] + where
+    if backend == 3:
+        return body
+    return (open_aes if backend == 1 else open_fernet)(key, body, associated_data)
+
+
+class Database:
+    """The database behind *connection*, opened with 32-byte root keys."""
+
+    def __init__(self, connection: sqlite3.Connection, *root_keys: bytes) -> None:
+        self._connection = connection
+        meta = {row["name"]: row["value"] for row in self._rows("secure_meta")}
+        if meta["format"] != "1":
+            raise Refused
+        self._id = bytes.fromhex(meta["database_id"])
+        roots = {
+            f"key:{expand(root, b'adk-secure-sessions/v1/key-id', 8).hex()}": root
+            for root in root_keys
+        }
+        self._masters: dict[int, bytes] = {}
+        for row in self._rows("secure_keyring"):
+            key = self._unwrap(row, roots)
+            if row["purpose"] == "index":
+                self._index = key
+            else:
+                self._masters[row["id"]] = key
+        self._keys = {row["id"]: row for row in self._rows("secure_data_keys")}
+        self._witnesses = {row["tag"]: row for row in self._rows("secure_witnesses")}
+
+    def contents(self) -> Row:
+        """All apps, users and sessions, in the order of their rows."""
+        apps, users, sessions = [], [], []
+        for app in self._rows("secure_apps"):
+            name = app["app_name"].decode("utf-8", "surrogatepass")
+            state = self._open_app(name, app)
+            apps.append({"app_name": name, "state": state})
+            for user in self._rows("secure_users", "app_row", app["id"]):
+                user_id, state = self._open_user(name, user)
+                users.append({"app_name": name, "user_id": user_id, "state": state})
+                for session in self._rows("secure_sessions", "user_row", user["id"]):
+                    sessions.append(self._open_session(name, user_id, user, session))
+        return {"apps": apps, "users": users, "sessions": sessions}
+
+    def _rows(self, table: str, column: str = "1", value: object = 1) -> list[Row]:
+        order = "seq" if table == "secure_events" else "1"
+        rows = self._connection.execute(
+            f"SELECT * FROM {table} WHERE {column} = ? ORDER BY {order}", (value,)
+        )
+        names = [column[0] for column in rows.description]
+        return [dict(zip(names, row, strict=True)) for row in rows]
+
+    def _unwrap(self, row: Row, roots: dict[str, bytes]) -> bytes:
+        wrapped, root_id = row["wrapped"], row["root_key_id"]
+        where = place("master-key", self._id, row["purpose"], root_id, row["id"], row["created_at"])
+        if wrapped[:1] != b"\x01":
+            raise Refused
+        key = expand(roots[root_id], b"adk-secure-sessions/v1/wrap")
+        return open_aes(key, wrapped[1:], b"\x01" + where)
+
+    def _data_key(self, key_id: int, owner: bytes, backend: int) -> bytes:
+        row = self._keys[key_id]
+        if row["owner"] != owner or row["backend_id"] != backend:
+            raise Refused
+        wrap_backend, master = unpack(row["wrapped"])
+        if wrap_backend != 1:
+            raise Refused
+        where = place(
+            "data-key", self._id, owner, key_id, row["generation"], backend, row["created_at"]
+        )
+        return open_record(row["wrapped"], where, 1, self._masters[master])
+
+    def _open(self, record: bytes, owner: bytes, *where: Part) -> bytes:
+        backend, key_id = unpack(record)
+        if backend not in (1, 2):
+            raise Refused
+        return open_record(record, place(*where), backend, self._data_key(key_id, owner, backend))
+
+    def _check_witness(self, app: str, owner: bytes, row_tag: bytes, number: int) -> None:
+        witness = self._witnesses[row_tag]
+        where = ("witness", app, row_tag, witness["number"])
+        if self._open(witness["seal"], owner, *where) != b"" or witness["number"] != number:
+            raise Refused
+
+    def _open_app(self, name: str, row: Row) -> Any:
+        row_tag = row["tag"]
+        if row_tag != tag(self._index, "app", name):
+            raise Refused
+        self._check_witness(name, row_tag, row_tag, row["version"])
+        where = ("app", name, row_tag, row["id"], row["version"])
+        return json.loads(self._open(row["state"], row_tag, *where))
+
+    def _open_user(self, app: str, row: Row) -> tuple[str, Any]:
+        row_tag = row["tag"]
+        self._check_witness(app, row_tag, row_tag, row["version"])
+        where = ("user", app, row_tag, row["id"], row["app_row"], row["version"])
+        user_id, state = _split(self._open(row["state"], row_tag, *where))
+        if row_tag != tag(self._index, "user", app, user_id):
+            raise Refused
+        return user_id, state
+
+    def _open_session(self, app: str, user_id: str, user: Row, row: Row) -> Row:
+        numbers = ("id", "user_row", "revision", "base_revision", "created_at", "updated_at")
+        where = ("session", app, user_id, row["tag"], *(row[name] for name in numbers))
+        session_id, overlay = _split(self._open(row["state"], user["tag"], *where))
+        if row["tag"] != tag(self._index, "session", app, user_id, session_id):
+            raise Refused
+        self._check_witness(app, user["tag"], row["tag"], row["id"])
+        who = (app, user_id, session_id)
+        base = {}
+        if row["base_revision"] != -1:
+            (found,) = self._rows("secure_bases", "session_row", row["id"])
+            if found["revision"] != row["base_revision"]:
+                raise Refused
+            where = ("base", *who, row["id"], found["revision"])
+            base = json.loads(self._open(found["state"], user["tag"], *where))
+        history = []
+        for number, event in enumerate(self._rows("secure_events", "session_row", row["id"])):
+            if event["seq"] != number:
+                raise Refused
+            where = ("event", *who, row["id"], number, event["time"])
+            plaintext = self._open(event["event"], user["tag"], *where)
+            history.append(json.loads(plaintext[1 + plaintext[0] :]))
+        if len(history) != row["revision"]:
+            raise Refused
+        copied = ("created_at", "updated_at", "revision", "base_revision")
+        return {
+            "app_name": app,
+            "user_id": user_id,
+            "session_id": session_id,
+            **{name: row[name] for name in copied},
+            "state": base | overlay,
+            "overlay_keys": sorted(overlay),
+            "events": history,
+        }
+
+
+def _split(plaintext: bytes) -> tuple[str, Any]:
+    end = 4 + struct.unpack(">I", plaintext[:4])[0]
+    return plaintext[4:end].decode("utf-8", "surrogatepass"), json.loads(plaintext[end:])

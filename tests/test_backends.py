@@ -1,0 +1,439 @@
+"""The three backends that ship, and what the registry lets in."""
+
+import copy
+import itertools
+import os
+import pickle
+import warnings
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from cryptography.fernet import Fernet
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adk_secure_sessions import (
+    AesGcmBackend,
+    Cipher,
+    ConfigurationError,
+    EncryptedSessionService,
+    EncryptionBackend,
+    FernetBackend,
+    KeyProvider,
+    NoOpBackend,
+    PassphraseKey,
+    PlaintextRefusedError,
+    StaticKey,
+    TamperedError,
+    generate_key,
+)
+from adk_secure_sessions.backends import THIRD_PARTY_IDS
+from adk_secure_sessions.backends.registry import register
+
+KEY = bytes(range(32))
+DATA_KEY = bytes(range(32, 64))
+
+
+def no_op() -> NoOpBackend:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return NoOpBackend()
+
+
+SEALING: dict[str, EncryptionBackend] = {"aesgcm": AesGcmBackend(KEY), "fernet": FernetBackend(KEY)}
+SHIPPED: dict[str, EncryptionBackend] = {**SEALING, "noop": no_op()}
+
+sealing = pytest.mark.parametrize("backend", SEALING.values(), ids=SEALING)
+shipped = pytest.mark.parametrize("backend", SHIPPED.values(), ids=SHIPPED)
+
+
+# --- ciphers -------------------------------------------------------------------------------------
+
+
+@shipped
+@given(plaintext=st.binary(), place=st.binary())
+def test_what_a_cipher_encrypts_a_new_cipher_of_the_key_decrypts(
+    backend: EncryptionBackend, plaintext: bytes, place: bytes
+) -> None:
+    key = backend.new_key()
+    sealed = backend.cipher(key).encrypt(plaintext, place)
+    assert backend.cipher(key).decrypt(sealed, place) == plaintext
+
+
+@sealing
+@given(place=st.binary(), other=st.binary())
+def test_cipher_is_bound_to_the_associated_data(
+    backend: EncryptionBackend, place: bytes, other: bytes
+) -> None:
+    cipher = backend.cipher(DATA_KEY)
+    sealed = cipher.encrypt(b"plaintext", place)
+    if place != other:
+        with pytest.raises(TamperedError):
+            cipher.decrypt(sealed, other)
+
+
+@sealing
+def test_cipher_refuses_every_altered_byte(backend: EncryptionBackend) -> None:
+    cipher = backend.cipher(DATA_KEY)
+    sealed = cipher.encrypt(b"plaintext", b"place")
+    for position, change in itertools.product(range(len(sealed)), (1, 0x80)):
+        altered = bytearray(sealed)
+        altered[position] ^= change
+        with pytest.raises(TamperedError):
+            cipher.decrypt(bytes(altered), b"place")
+
+
+@sealing
+def test_cipher_refuses_every_shortened_and_lengthened_value(backend: EncryptionBackend) -> None:
+    cipher = backend.cipher(DATA_KEY)
+    sealed = cipher.encrypt(b"plaintext", b"place")
+    for wrong in (
+        *(sealed[:length] for length in range(len(sealed))),
+        sealed + b"\x00",
+        sealed * 2,
+    ):
+        with pytest.raises(TamperedError):
+            cipher.decrypt(wrong, b"place")
+
+
+@sealing
+def test_cipher_refuses_another_key(backend: EncryptionBackend) -> None:
+    sealed = backend.cipher(DATA_KEY).encrypt(b"plaintext", b"place")
+    with pytest.raises(TamperedError):
+        backend.cipher(backend.new_key()).decrypt(sealed, b"place")
+
+
+@sealing
+def test_cipher_hides_the_plaintext_and_its_own_errors(backend: EncryptionBackend) -> None:
+    cipher = backend.cipher(DATA_KEY)
+    sealed = cipher.encrypt(b"plaintext " * 10, b"place")
+    assert b"plaintext" not in sealed
+    with pytest.raises(TamperedError) as info:
+        cipher.decrypt(sealed, b"elsewhere")
+    assert info.value.__context__ is None
+
+
+@sealing
+def test_no_two_sealed_values_begin_alike(backend: EncryptionBackend) -> None:
+    """Nonce or IV: the first 12 bytes, or 16 after a version byte and the time."""
+    cipher, count = backend.cipher(DATA_KEY), 2_000
+    part = slice(0, 12) if backend.backend_id == 1 else slice(9, 25)
+    assert len({cipher.encrypt(b"same", b"place")[part] for _ in range(count)}) == count
+
+
+@sealing
+@pytest.mark.parametrize("length", [0, 16, 31, 33])
+def test_data_key_of_another_length_is_refused(backend: EncryptionBackend, length: int) -> None:
+    with pytest.raises(ValueError, match=f"32 bytes, got {length}"):
+        backend.cipher(bytes(length))
+
+
+@sealing
+def test_new_data_keys_are_random(backend: EncryptionBackend) -> None:
+    keys = {backend.new_key() for _ in range(100)}
+    assert len(keys) == 100
+    assert {len(key) for key in keys} == {32}
+
+
+def test_fernet_body_is_a_token_in_bytes_under_a_key_of_its_place() -> None:
+    body = FernetBackend(KEY).cipher(DATA_KEY).encrypt(b"plaintext", b"place")
+    assert body[0] == 0x80
+    assert len(body) == 1 + 8 + 16 + 16 + 32
+    with pytest.raises(TamperedError):  # the same token, as text
+        FernetBackend(KEY).cipher(DATA_KEY).decrypt(urlsafe_b64encode(body), b"place")
+    direct = urlsafe_b64decode(Fernet(urlsafe_b64encode(DATA_KEY)).encrypt(b"plaintext"))
+    with pytest.raises(TamperedError):
+        FernetBackend(KEY).cipher(DATA_KEY).decrypt(direct, b"place")
+
+
+# --- the backends themselves ---------------------------------------------------------------------
+
+
+@shipped
+def test_shipped_backend_has_the_shape_of_the_protocol(backend: EncryptionBackend) -> None:
+    assert isinstance(backend, EncryptionBackend)
+    assert isinstance(backend.root_key, KeyProvider)
+
+
+def test_backend_ids_and_names_are_those_of_the_format() -> None:
+    found = {backend.name: backend.backend_id for backend in SHIPPED.values()}
+    assert found == {"aesgcm": 1, "fernet": 2, "noop": 3}
+
+
+@pytest.mark.parametrize("make", [AesGcmBackend, FernetBackend])
+@pytest.mark.parametrize(
+    "key",
+    [KEY, generate_key(), Fernet.generate_key().decode(), Fernet.generate_key(), StaticKey(KEY)],
+    ids=["bytes", "text", "Fernet text", "Fernet bytes", "provider"],
+)
+def test_backend_takes_each_form_of_a_key(
+    make: Callable[[Any], EncryptionBackend], key: Any
+) -> None:
+    assert make(key).root_key.key_id
+
+
+@pytest.mark.parametrize("make", [AesGcmBackend, FernetBackend])
+@pytest.mark.parametrize("key", [None, 5, b"short", "short", object(), ""])
+def test_backend_refuses_what_is_no_key(make: Callable[[Any], EncryptionBackend], key: Any) -> None:
+    with pytest.raises(ConfigurationError):
+        make(key)
+
+
+@sealing
+def test_backend_shows_no_key_and_cannot_be_copied(backend: EncryptionBackend) -> None:
+    shown = repr(backend) + str(backend) + repr(vars(backend))
+    assert KEY.hex() not in shown
+    assert repr(KEY) not in shown
+    for attempt in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match="key material"):
+            attempt(backend)
+
+
+def test_no_op_warns_where_it_is_built() -> None:
+    with pytest.warns(UserWarning, match="in clear") as caught:
+        NoOpBackend()
+    assert caught[0].filename == __file__
+
+
+def test_no_op_stores_in_clear() -> None:
+    assert no_op().new_key() == b""
+    assert no_op().cipher(b"").encrypt(b"plaintext", b"place") == b"plaintext"
+
+
+async def test_no_op_refuses_a_key_that_is_wrapped() -> None:
+    root, wrapped = no_op().root_key, await StaticKey(KEY).wrap(DATA_KEY, b"place")
+    assert await root.unwrap(await root.wrap(DATA_KEY, b"place"), b"place") == DATA_KEY
+    with pytest.raises(PlaintextRefusedError):
+        await root.unwrap(wrapped, b"place")
+
+
+# --- the registry --------------------------------------------------------------------------------
+
+
+class ChaCha:
+    """A third party's cipher without fault."""
+
+    def __init__(self, key: bytes) -> None:
+        self._aead = ChaCha20Poly1305(key)
+
+    def encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
+        nonce = os.urandom(12)
+        return nonce + self._aead.encrypt(nonce, plaintext, associated_data)
+
+    def decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
+        return self._aead.decrypt(sealed[:12], sealed[12:], associated_data)
+
+
+class ThirdParty:
+    """A third party's backend, of any id and cipher."""
+
+    name = "theirs"
+
+    def __init__(self, backend_id: Any = 0x80, cipher: Callable[[bytes], Cipher] = ChaCha) -> None:
+        self.backend_id = backend_id
+        self.root_key: Any = StaticKey(KEY)
+        self._cipher = cipher
+
+    def new_key(self) -> bytes:
+        return ChaCha20Poly1305.generate_key()
+
+    def cipher(self, key: bytes) -> Cipher:
+        return self._cipher(key)
+
+
+class OtherThirdParty(ThirdParty):
+    name = "others"
+
+
+@pytest.mark.parametrize("backend_id", [THIRD_PARTY_IDS[0], THIRD_PARTY_IDS[-1]])
+def test_third_party_backend_is_let_in(backend_id: int) -> None:
+    backend = ThirdParty(backend_id)
+    assert register(backend, []).writer is backend
+
+
+def test_first_backend_writes_and_all_may_be_read() -> None:
+    first, second, third = AesGcmBackend(KEY), FernetBackend(generate_key()), ThirdParty()
+    backends = register(first, [second, third])
+    assert backends.writer is first
+    assert backends.by_id == {1: first, 2: second, 0x80: third}
+    assert backends.roots.keys() == {first.root_key.key_id, second.root_key.key_id}
+
+
+@pytest.mark.parametrize("backend_id", [0, 1, 2, 3, 0x7F, 0x100, -1, "x", None])
+def test_third_party_backend_with_a_reserved_id_is_refused(backend_id: Any) -> None:
+    with pytest.raises(ConfigurationError, match="0x80 to 0xff"):
+        register(ThirdParty(backend_id), [])
+
+
+@pytest.mark.parametrize("others", [[OtherThirdParty()], [AesGcmBackend(KEY), OtherThirdParty()]])
+def test_two_backends_of_one_id_are_refused(others: list[EncryptionBackend]) -> None:
+    with pytest.raises(ConfigurationError, match="'theirs' and 'others' share the id 0x80"):
+        register(ThirdParty(), others)
+
+
+def test_one_backend_with_two_root_keys_is_let_in() -> None:
+    """As while one root key replaces another."""
+    old, new = AesGcmBackend(generate_key()), AesGcmBackend(generate_key())
+    assert register(new, [old]).roots.keys() == {old.root_key.key_id, new.root_key.key_id}
+
+
+def test_one_root_key_for_two_backends_is_let_in() -> None:
+    assert len(register(AesGcmBackend(KEY), [FernetBackend(KEY)]).roots) == 1
+
+
+def test_two_root_keys_of_one_name_are_refused() -> None:
+    backends = [AesGcmBackend(PassphraseKey(word)) for word in ("one", "another")]
+    with pytest.raises(ConfigurationError, match="two different root keys are called 'passphrase'"):
+        register(backends[0], backends[1:])
+
+
+@pytest.mark.parametrize("thing", [None, KEY, "key", object(), AesGcmBackend, StaticKey(KEY)])
+def test_what_is_no_backend_is_refused(thing: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"not an encryption backend|no key provider"):
+        register(thing, [])
+
+
+def test_additional_thing_that_is_no_backend_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="not an encryption backend"):
+        register(AesGcmBackend(KEY), [object()])
+
+
+@pytest.mark.parametrize("root_key", [None, KEY, "text"])
+def test_backend_without_a_key_provider_is_refused(root_key: Any) -> None:
+    backend = ThirdParty()
+    backend.root_key = root_key
+    with pytest.raises(ConfigurationError, match="no key provider"):
+        register(backend, [])
+
+
+class Clear(ChaCha):
+    def encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
+        return plaintext
+
+    def decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
+        return sealed
+
+
+class Framed(ChaCha):
+    """Authentic, but in clear."""
+
+    def encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
+        return plaintext + super().encrypt(b"", associated_data + plaintext)
+
+    def decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
+        super().decrypt(sealed[-28:], associated_data + sealed[:-28])
+        return sealed[:-28]
+
+
+class Unbound(ChaCha):
+    def encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
+        return super().encrypt(plaintext, b"")
+
+    def decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
+        return super().decrypt(sealed, b"")
+
+
+class Xor(ChaCha):
+    """Bound to key and place by nothing that an attacker could not undo."""
+
+    def __init__(self, key: bytes) -> None:
+        super().__init__(key)
+        self._key = key
+
+    def encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
+        inner = associated_data + b"|" + plaintext
+        return bytes(a ^ b for a, b in zip(inner, itertools.cycle(self._key), strict=False))
+
+    def decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
+        inner = bytes(a ^ b for a, b in zip(sealed, itertools.cycle(self._key), strict=False))
+        place, bar, plaintext = inner.partition(b"|")
+        if not bar or place != associated_data:
+            raise ValueError
+        return plaintext
+
+
+class OneKey(ChaCha):
+    def __init__(self, key: bytes) -> None:
+        super().__init__(bytes(32))
+
+
+class Forgetful(ChaCha):
+    """Reads back only what the same object wrote."""
+
+    def __init__(self, key: bytes) -> None:
+        super().__init__(ChaCha20Poly1305.generate_key())
+
+
+class Raising(ChaCha):
+    def decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
+        raise ValueError("secret 7Qx")
+
+
+class Changing(ChaCha):
+    def decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
+        return super().decrypt(sealed, associated_data).upper()
+
+
+class FailsToEncrypt(ChaCha):
+    def encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
+        raise ValueError("secret 7Qx")
+
+
+class ReturnsText(ChaCha):
+    def encrypt(self, plaintext: bytes, associated_data: bytes) -> Any:
+        return super().encrypt(plaintext, associated_data).hex()
+
+    def decrypt(self, sealed: Any, associated_data: bytes) -> bytes:
+        return super().decrypt(bytes.fromhex(sealed), associated_data)
+
+
+class ReturnsNothing(ChaCha):
+    def encrypt(self, plaintext: bytes, associated_data: bytes) -> Any:
+        return b""
+
+
+FAULTS = {
+    Clear: "stores plaintext",
+    Framed: "stores plaintext",
+    Unbound: "ignores the associated data",
+    Xor: "opens an altered record",
+    OneKey: "opens a record under another key",
+    Forgetful: "does not read back",
+    Raising: "does not read back",
+    Changing: "does not read back",
+    ReturnsNothing: "does not read back",
+}
+
+
+@pytest.mark.parametrize(("cipher", "fault"), FAULTS.items(), ids=[c.__name__ for c in FAULTS])
+def test_faulty_cipher_is_refused_by_its_fault(cipher: type[ChaCha], fault: str) -> None:
+    with pytest.raises(ConfigurationError, match=fault) as info:
+        register(ThirdParty(cipher=cipher), [])
+    assert "7Qx" not in str(info.value)
+
+
+@pytest.mark.parametrize("cipher", [FailsToEncrypt, ReturnsText])
+def test_cipher_that_cannot_encrypt_to_bytes_is_refused(cipher: type[ChaCha]) -> None:
+    with pytest.raises(ConfigurationError) as info:
+        register(ThirdParty(cipher=cipher), [])
+    assert "7Qx" not in str(info.value)
+
+
+def test_additional_backend_is_tried_out_too() -> None:
+    with pytest.raises(ConfigurationError, match="opens an altered record"):
+        register(AesGcmBackend(KEY), [ThirdParty(cipher=Xor)])
+
+
+def test_service_refuses_a_faulty_backend_before_it_touches_the_database(tmp_path: Any) -> None:
+    path = tmp_path / "sessions.db"
+    with pytest.raises(ConfigurationError, match="ignores the associated data"):
+        EncryptedSessionService(f"sqlite:///{path}", ThirdParty(cipher=Unbound))
+    assert not path.exists()
+
+
+def test_service_without_a_backend_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="give a backend"):
+        EncryptedSessionService(":memory:")

@@ -1,0 +1,83 @@
+"""Imports point down, so that each part can be read and tested without those above it."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "adk_secure_sessions"
+SOURCE = Path(__file__).parent.parent / "src" / PACKAGE
+
+# Lowest first.  A module imports from its own layer or from those below it.
+LAYERS = (
+    {"errors", "loops", "lru"},
+    {"aead"},
+    {"records"},
+    {"events", "states"},  # for the service; free of keys, backends and storage
+    {"keys"},
+    {"backends"},
+    {"storage"},
+    {"service"},
+    {"__init__"},
+)
+RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
+
+MODULES = {
+    ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(SOURCE.rglob("*.py"))
+}
+# A backend is what gives itself an id.
+BACKENDS = [name for name, path in MODULES.items() if "    backend_id = " in path.read_text()]
+assert len(BACKENDS) >= 3, "backends not found: an empty search must not pass as success"
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Yield each module that *path* imports, absolute, wherever in the file it does so."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name}:{node.lineno}: imports are absolute"
+            assert node.module
+            # `from package import name` may import a module or something in one.
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def own_imports(module: str) -> set[str]:
+    """The modules of this package that *module* imports, without the package's name."""
+    found = set()
+    for name in imported(MODULES[module]):
+        if name.split(".")[0] != PACKAGE:
+            continue
+        inner = name.removeprefix(PACKAGE).removeprefix(".")
+        while inner and inner not in MODULES:
+            inner = inner.rpartition(".")[0]
+        found.add(inner or "__init__")
+    return found
+
+
+def rank(module: str) -> int:
+    part = module.split(".")[0]
+    assert part in RANK, f"{part} is in no layer: give it one in LAYERS"
+    return RANK[part]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_down(module: str) -> None:
+    above = {other for other in own_imports(module) if rank(other) > rank(module)}
+    assert not above, f"{module} imports from layers above it: {sorted(above)}"
+
+
+@pytest.mark.parametrize("module", BACKENDS)
+def test_no_backend_imports_another(module: str) -> None:
+    assert not own_imports(module) & set(BACKENDS)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_ciphers_and_sql_stay_in_their_layers(module: str) -> None:
+    libraries = {name.split(".")[0] for name in imported(MODULES[module])}
+    if rank(module) >= RANK["storage"]:
+        assert "cryptography" not in libraries
+    if rank(module) < RANK["storage"]:
+        assert not libraries & {"sqlalchemy", "sqlite3", "aiosqlite"}

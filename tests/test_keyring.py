@@ -1,0 +1,324 @@
+"""Master keys and data keys: each opened by its own key only, and never tried against another."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+
+from adk_secure_sessions import (
+    AesGcmBackend,
+    DecryptionError,
+    FernetBackend,
+    KeyProvider,
+    KeyServiceError,
+    PassphraseKey,
+    PlaintextRefusedError,
+    StaticKey,
+    TamperedError,
+    UnknownKeyError,
+    WrongKeyError,
+)
+from adk_secure_sessions.keys.blind_index import BlindIndex
+from adk_secure_sessions.keys.data_keys import CipherFactory, DataKeyRow, DataKeys, StagedKeys
+from adk_secure_sessions.keys.keyring import (
+    DATA,
+    INDEX,
+    Keyring,
+    MasterKeyRow,
+    new_master,
+    open_keyring,
+)
+
+DATABASE = bytes(range(16))
+ROOT, OTHER = StaticKey(bytes(range(32))), StaticKey(bytes(32))
+ADA, BOB = b"tag of ada......", b"tag of bob......"
+PLACE = b"place"
+
+
+class KeyService:
+    """A provider that fails, or answers wrongly."""
+
+    key_id = ROOT.key_id
+
+    def __init__(self, answer: Any) -> None:
+        self._answer = answer
+
+    async def wrap(self, key: bytes, associated_data: bytes) -> Any:
+        if isinstance(self._answer, Exception):
+            raise self._answer
+        return self._answer
+
+    unwrap = wrap
+
+
+async def made(*roots: KeyProvider) -> list[MasterKeyRow]:
+    """An index master, and a data master for each of *roots*, by age."""
+    rows = [await new_master(INDEX, roots[0], DATABASE, 0)]
+    return rows + [await new_master(DATA, root, DATABASE, age) for age, root in enumerate(roots)]
+
+
+async def opened(
+    rows: list[MasterKeyRow], *roots: KeyProvider, database_id: bytes = DATABASE
+) -> Keyring:
+    by_id = {root.key_id: root for root in roots}
+    return await open_keyring(rows, by_id, roots[0].key_id, database_id)
+
+
+# --- the keyring ---------------------------------------------------------------------------------
+
+
+async def test_keyring_opens_with_its_root_key() -> None:
+    rows = await made(ROOT)
+    keyring = await opened(rows, ROOT)
+    assert keyring.current_id == rows[1].id
+    keyring.master(rows[1].id)
+
+
+async def test_master_that_is_not_there_is_unknown() -> None:
+    keyring = await opened(await made(ROOT), ROOT)
+    with pytest.raises(UnknownKeyError, match="no data master 5"):
+        keyring.master(5)
+
+
+async def test_newest_master_of_the_writing_root_key_wraps_new_data_keys() -> None:
+    rows = [*(await made(ROOT, OTHER, ROOT)), await new_master(DATA, OTHER, DATABASE, 9)]
+    assert (await opened(rows, ROOT, OTHER)).current_id == rows[3].id
+    assert (await opened(rows[::-1], ROOT, OTHER)).current_id == rows[3].id
+    assert (await opened(rows, OTHER, ROOT)).current_id == rows[4].id
+
+
+async def test_writing_root_key_without_a_master_has_none() -> None:
+    assert (await opened(await made(ROOT), OTHER, ROOT)).current_id is None
+
+
+async def test_root_key_that_is_not_listed_is_named() -> None:
+    with pytest.raises(WrongKeyError, match=f"{ROOT.key_id}.*{OTHER.key_id}"):
+        await opened(await made(ROOT), OTHER)
+
+
+async def test_row_that_claims_another_root_key_is_refused() -> None:
+    rows = [row._replace(root_key_id=OTHER.key_id) for row in await made(ROOT)]
+    with pytest.raises(WrongKeyError, match="does not open master key"):
+        await opened(rows, ROOT, OTHER)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"id": 7}, {"purpose": DATA}, {"created_at": 7}, {"wrapped": b""}, {"wrapped": b"\x01" * 61}],
+    ids=str,
+)
+async def test_altered_row_is_refused(change: dict[str, Any]) -> None:
+    rows = await made(ROOT)
+    with pytest.raises(WrongKeyError, match="does not open master key"):
+        await opened([rows[0]._replace(**change), rows[1]], ROOT)
+
+
+async def test_wraps_of_two_rows_cannot_be_exchanged() -> None:
+    index, data = await made(ROOT)
+    exchanged = [
+        index._replace(wrapped=data.wrapped),
+        data._replace(wrapped=index.wrapped),
+    ]
+    with pytest.raises(WrongKeyError):
+        await opened(exchanged, ROOT)
+
+
+async def test_keyring_of_another_database_is_refused() -> None:
+    with pytest.raises(WrongKeyError):
+        await opened(await made(ROOT), ROOT, database_id=bytes(16))
+
+
+async def test_keyring_without_an_index_master_is_refused() -> None:
+    with pytest.raises(WrongKeyError, match="restore secure_keyring"):
+        await opened((await made(ROOT))[1:], ROOT)
+
+
+async def test_keyring_in_clear_is_refused() -> None:
+    rows = [row._replace(root_key_id="none", wrapped=b"\x00" * 33) for row in await made(ROOT)]
+    with pytest.raises(PlaintextRefusedError, match="NoOpBackend"):
+        await opened(rows, ROOT)
+
+
+async def test_wrong_passphrase_is_a_wrong_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = await made(PassphraseKey("one"))
+    with pytest.raises(WrongKeyError, match="'passphrase' does not open"):
+        await opened(rows, PassphraseKey("another"))
+
+
+@pytest.mark.parametrize("answer", [ValueError("secret 7Qx"), "text", None])
+async def test_failing_key_service_is_reported_without_its_text(answer: Any) -> None:
+    rows = await made(ROOT)
+    with pytest.raises(KeyServiceError, match=ROOT.key_id) as info:
+        await opened(rows, KeyService(answer))
+    assert "7Qx" not in str(info.value)
+    assert info.value.__context__ is None
+    with pytest.raises(KeyServiceError):
+        await new_master(DATA, KeyService(answer), DATABASE, 0)
+
+
+async def test_key_service_that_may_be_asked_again_says_so() -> None:
+    with pytest.raises(KeyServiceError) as info:
+        await opened(await made(ROOT), KeyService(KeyServiceError("busy", retryable=True)))
+    assert info.value.retryable
+
+
+@pytest.mark.parametrize("key", [b"", bytes(16), bytes(33)])
+async def test_key_service_that_returns_a_key_of_another_length_is_a_wrong_key(key: bytes) -> None:
+    with pytest.raises(WrongKeyError):
+        await opened(await made(ROOT), KeyService(key))
+
+
+async def test_master_keys_are_random() -> None:
+    rows = [row for _ in range(20) for row in await made(ROOT)]
+    assert len({row.id for row in rows}) == len(rows)
+    keys = [await ROOT.unwrap(row.wrapped, row.place(DATABASE)) for row in rows]
+    assert len(set(keys)) == len(rows)
+    assert {len(key) for key in keys} == {32}
+
+
+# --- data keys -----------------------------------------------------------------------------------
+
+AES, FERNET = AesGcmBackend(ROOT), FernetBackend(ROOT)
+
+
+async def store(writer: int = 1, *listed: int, limit: int = 100) -> DataKeys:
+    """The data keys of one process, on a keyring of its own."""
+    keyring = await opened(await made(ROOT), ROOT)
+    return on(keyring, writer, *listed, limit=limit)
+
+
+def on(keyring: Keyring, writer: int, *listed: int, limit: int = 100) -> DataKeys:
+    backends: dict[int, CipherFactory] = {1: AES, 2: FERNET}
+    return DataKeys(keyring, {i: backends[i] for i in (writer, *listed)}, writer, limit)
+
+
+def loaded(keys: DataKeys, *rows: DataKeyRow) -> StagedKeys:
+    staged = StagedKeys(keys)
+    staged.load(rows)
+    return staged
+
+
+async def test_new_data_key_seals_and_is_opened_again_after_a_restart() -> None:
+    keys = await store()
+    staged = StagedKeys(keys)
+    row = staged.new(ADA)
+    stored = staged.seal(ADA, PLACE, b"plaintext")
+    later = loaded(on(keys.keyring, 1), row)
+    assert later.open(ADA, PLACE, stored) == b"plaintext"
+
+
+async def test_data_key_is_known_to_others_only_once_it_is_published() -> None:
+    keys = await store()
+    staged = StagedKeys(keys)
+    staged.new(ADA)
+    stored = staged.seal(ADA, PLACE, b"plaintext")
+    with pytest.raises(UnknownKeyError):
+        StagedKeys(keys).open(ADA, PLACE, stored)
+    assert StagedKeys(keys).current(ADA) is None
+    assert not StagedKeys(keys).knows(ADA)
+    staged.publish()
+    assert StagedKeys(keys).open(ADA, PLACE, stored) == b"plaintext"
+    assert StagedKeys(keys).knows(ADA)
+
+
+async def test_record_of_another_owner_is_refused() -> None:
+    staged = StagedKeys(await store())
+    staged.new(ADA), staged.new(BOB)
+    with pytest.raises(TamperedError, match="another owner"):
+        staged.open(BOB, PLACE, staged.seal(ADA, PLACE, b""))
+
+
+async def test_record_at_another_place_is_refused() -> None:
+    staged = StagedKeys(await store())
+    staged.new(ADA)
+    with pytest.raises(TamperedError):
+        staged.open(ADA, b"elsewhere", staged.seal(ADA, PLACE, b""))
+
+
+async def test_generations_follow_each_other_and_the_last_one_seals() -> None:
+    keys = await store()
+    staged = StagedKeys(keys)
+    rows = [staged.new(ADA) for _ in range(3)]
+    assert [row.generation for row in rows] == [0, 1, 2]
+    for order in (rows, rows[::-1]):
+        current = loaded(keys, *order).current(ADA)
+        assert current is not None
+        assert current.id == rows[2].id
+
+
+async def test_key_of_another_backend_does_not_seal_and_counts_as_a_generation() -> None:
+    first = await store(1)
+    row = StagedKeys(first).new(ADA)
+    for listed in ((1,), ()):
+        staged = loaded(on(first.keyring, 2, *listed), row)
+        assert staged.current(ADA) is None
+        assert staged.new(ADA).generation == 1
+
+
+async def test_record_of_a_backend_that_is_not_listed_is_refused_by_its_id() -> None:
+    first = await store(1)
+    writer = StagedKeys(first)
+    row = writer.new(ADA)
+    stored = writer.seal(ADA, PLACE, b"")
+    with pytest.raises(UnknownKeyError, match=r"backend 1.*additional_backends"):
+        loaded(on(first.keyring, 2), row).open(ADA, PLACE, stored)
+    assert loaded(on(first.keyring, 2, 1), row).open(ADA, PLACE, stored) == b""
+
+
+async def test_data_key_under_another_master_does_not_seal() -> None:
+    rows = await made(ROOT, OTHER)
+    row = StagedKeys(on(await opened(rows, ROOT, OTHER), 1)).new(ADA)
+    moved = loaded(on(await opened(rows, OTHER, ROOT), 1), row)
+    assert moved.current(ADA) is None
+    assert moved.new(ADA).generation == 1
+
+
+async def test_data_key_of_another_database_is_refused_naming_its_row() -> None:
+    row = StagedKeys(await store()).new(ADA)
+    with pytest.raises(DecryptionError, match=f"secure_data_keys row {row.id}"):
+        loaded(await store(), row)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"owner": BOB}, {"id": 5}, {"generation": 1}, {"backend_id": 2}, {"created_at": 5}],
+    ids=str,
+)
+async def test_data_key_in_an_altered_row_is_refused(change: dict[str, Any]) -> None:
+    keys = await store(1, 2)
+    row = StagedKeys(keys).new(ADA)
+    with pytest.raises(TamperedError, match="secure_data_keys row"):
+        loaded(keys, row._replace(**change))
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+async def test_forgotten_data_key_is_unknown_rather_than_another(limit: int) -> None:
+    keys = await store(limit=limit)
+    writer = StagedKeys(keys)
+    rows = [writer.new(owner) for owner in (ADA, BOB, b"tag of eve......")]
+    stored = writer.seal(ADA, PLACE, b"plaintext")
+    loaded(keys, *rows).publish()
+    with pytest.raises(UnknownKeyError):
+        StagedKeys(keys).open(ADA, PLACE, stored)
+    assert loaded(keys, rows[0]).open(ADA, PLACE, stored) == b"plaintext"
+
+
+# --- keeping to themselves -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attempt", [pickle.dumps, copy.copy, copy.deepcopy])
+async def test_opened_keys_cannot_be_pickled_or_copied(attempt: Any) -> None:
+    keys = await store()
+    staged = StagedKeys(keys)
+    staged.new(ADA)
+    for holder in (keys, keys.keyring, keys.keyring.index, staged.current(ADA)):
+        with pytest.raises(TypeError, match="holds key material"):
+            attempt(holder)
+
+
+async def test_opened_keys_show_nothing() -> None:
+    keys = await store()
+    assert repr(keys) == "<DataKeys>"
+    assert repr(keys.keyring) == "<Keyring>"
+    assert repr(BlindIndex(bytes(32))) == "<BlindIndex>"

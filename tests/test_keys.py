@@ -1,0 +1,510 @@
+"""Root keys: where they come from, what they wrap, and that they show themselves to nobody."""
+
+import asyncio
+import base64
+import copy
+import os
+import pickle
+import struct
+import time
+import unicodedata
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from cryptography.exceptions import UnsupportedAlgorithm
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adk_secure_sessions import (
+    AesGcmBackend,
+    ConfigurationError,
+    EncryptedSessionService,
+    EnvironmentKey,
+    FileKey,
+    KeyProvider,
+    PassphraseKey,
+    StaticKey,
+    TamperedError,
+    generate_key,
+    key_provider,
+)
+from adk_secure_sessions.keys import passphrase
+from adk_secure_sessions.keys.providers import parse_key
+from adk_secure_sessions.keys.specs import root_key
+
+KEY = bytes(range(200, 232))  # its base64 has characters that differ between the two alphabets
+TEXT = base64.urlsafe_b64encode(KEY).decode()
+MASTER = bytes(range(32))
+WORDS = "correct horse battery staple"
+
+posix = pytest.mark.skipif(os.name != "posix", reason="file modes are POSIX's")
+
+
+@pytest.fixture
+def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passphrases at the lowest cost."""
+    for name, value in {"_ITERATIONS": 1, "_LANES": 1, "_MEMORY_KIB": 8}.items():
+        monkeypatch.setattr(passphrase, name, value)
+
+
+# --- forms of a key ------------------------------------------------------------------------------
+
+FORMS: dict[str, Any] = {
+    "bytes": KEY,
+    "bytearray": bytearray(KEY),
+    "URL-safe text": TEXT,
+    "standard text": base64.b64encode(KEY).decode(),
+    "text without padding": TEXT.rstrip("="),
+    "text with a line break": TEXT + "\n",
+    "text in spaces": f"  {TEXT}\r\n",
+    "text as bytes": TEXT.encode(),
+    "text as bytes with a line break": TEXT.encode() + b"\n",
+}
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_every_form_of_a_key_gives_its_bytes(form: bytes | str) -> None:
+    assert parse_key(form) == KEY
+
+
+@given(st.binary(min_size=32, max_size=32))
+def test_any_32_bytes_are_a_key_in_either_alphabet(key: bytes) -> None:
+    assert parse_key(key) == key
+    assert parse_key(base64.b64encode(key).decode()) == key
+    assert parse_key(base64.urlsafe_b64encode(key).rstrip(b"=")) == key
+
+
+# Parts of these would be recognised in a message.
+REFUSED: dict[str, Any] = {
+    "empty": "",
+    "no bytes": b"",
+    "31 bytes": b"needle" * 5 + b"x",
+    "33 bytes": b"needle" * 5 + b"xyz",
+    "text of 16 bytes": base64.b64encode(b"needle7890123456").decode(),
+    "text of 33 bytes": base64.b64encode(b"needle" * 5 + b"xyz").decode(),
+    "a password": "needle needle",
+    "not base64": "needle!" * 6,
+    "text that is not ASCII": "needle-ü" * 5,
+    "text with a line break inside": TEXT[:20] + "\n" + TEXT[20:],
+    "hexadecimal": KEY.hex(),
+    "None": None,
+    "a number": 7,
+    "a list": ["needle"],
+}
+
+
+@pytest.mark.parametrize("key", REFUSED.values(), ids=REFUSED)
+def test_what_is_no_key_is_refused_without_repeating_it(key: Any) -> None:
+    with pytest.raises(ConfigurationError, match="key") as info:
+        parse_key(key)
+    shown = str(info.value)
+    assert "needle" not in shown
+    assert TEXT[:8] not in shown
+    assert KEY.hex()[:8] not in shown
+    assert base64.b64encode(b"needle").decode() not in shown
+    assert info.value.__context__ is None
+
+
+def test_wrong_length_is_named() -> None:
+    with pytest.raises(ConfigurationError, match="must be 32 bytes, got 16"):
+        parse_key(base64.b64encode(bytes(16)).decode())
+
+
+def test_generated_keys_are_taken_and_never_the_same() -> None:
+    keys = {generate_key() for _ in range(100)}
+    assert len({parse_key(key) for key in keys}) == 100
+
+
+# --- static keys ---------------------------------------------------------------------------------
+
+
+async def test_wrapped_key_is_unwrapped_at_its_place_only() -> None:
+    key = StaticKey(KEY)
+    wrapped = await key.wrap(MASTER, b"place")
+    assert MASTER not in wrapped
+    assert await StaticKey(TEXT).unwrap(wrapped, b"place") == MASTER
+    with pytest.raises(TamperedError):
+        await key.unwrap(wrapped, b"elsewhere")
+    with pytest.raises(TamperedError):
+        await StaticKey(MASTER).unwrap(wrapped, b"place")
+
+
+async def test_every_altered_byte_of_a_wrapped_key_is_refused() -> None:
+    key = StaticKey(KEY)
+    wrapped = await key.wrap(MASTER, b"place")
+    for position in range(len(wrapped)):
+        altered = bytearray(wrapped)
+        altered[position] ^= 1
+        with pytest.raises(TamperedError):
+            await key.unwrap(bytes(altered), b"place")
+
+
+async def test_every_shortened_wrapped_key_is_refused() -> None:
+    key = StaticKey(KEY)
+    wrapped = await key.wrap(MASTER, b"place")
+    for length in range(len(wrapped)):
+        with pytest.raises(TamperedError):
+            await key.unwrap(wrapped[:length], b"place")
+
+
+async def test_wrapping_twice_gives_two_wraps() -> None:
+    key = StaticKey(KEY)
+    assert await key.wrap(MASTER, b"") != await key.wrap(MASTER, b"")
+
+
+def test_key_id_names_the_key_and_tells_nothing_of_it() -> None:
+    assert StaticKey(KEY).key_id == StaticKey(TEXT).key_id
+    assert StaticKey(KEY).key_id != StaticKey(MASTER).key_id
+    assert StaticKey(KEY).key_id.removeprefix("key:") not in KEY.hex()
+
+
+def test_providers_of_one_key_are_equal() -> None:
+    assert StaticKey(KEY) == StaticKey(TEXT)
+    assert hash(StaticKey(KEY)) == hash(StaticKey(TEXT))
+    assert StaticKey(KEY) != StaticKey(MASTER)
+    assert StaticKey(KEY) != KEY
+
+
+# --- environment and files -----------------------------------------------------------------------
+
+
+def test_key_in_the_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_KEY", TEXT)
+    key = EnvironmentKey("A_KEY")
+    monkeypatch.delenv("A_KEY")
+    assert key == StaticKey(KEY)
+
+
+@pytest.mark.parametrize("value", [None, ""])
+def test_variable_that_is_unset_or_empty_is_named(
+    monkeypatch: pytest.MonkeyPatch, value: str | None
+) -> None:
+    monkeypatch.delenv("A_KEY", raising=False)
+    if value is not None:
+        monkeypatch.setenv("A_KEY", value)
+    with pytest.raises(ConfigurationError, match="'A_KEY' is not set or is empty"):
+        EnvironmentKey("A_KEY")
+
+
+def test_wrong_key_in_the_environment_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_KEY", "needle needle")
+    with pytest.raises(ConfigurationError) as info:
+        EnvironmentKey("A_KEY")
+    assert "needle" not in str(info.value)
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    path = tmp_path / "root.key"
+    path.write_text(TEXT + "\n")
+    path.chmod(0o600)
+    return path
+
+
+@pytest.mark.parametrize("content", [KEY, TEXT.encode(), TEXT.encode() + b"\r\n"])
+def test_key_file_is_read_whatever_its_form(key_file: Path, content: bytes) -> None:
+    key_file.write_bytes(content)
+    assert FileKey(key_file) == FileKey(str(key_file)) == StaticKey(KEY)
+
+
+@posix
+@pytest.mark.parametrize("mode", [0o600, 0o400])
+def test_key_file_that_only_its_owner_may_read_is_taken(key_file: Path, mode: int) -> None:
+    key_file.chmod(mode)
+    assert FileKey(key_file) == StaticKey(KEY)
+
+
+@posix
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o620, 0o602, 0o660, 0o666, 0o777])
+def test_key_file_that_others_may_use_is_refused(key_file: Path, mode: int) -> None:
+    key_file.chmod(mode)
+    with pytest.raises(ConfigurationError, match="chmod 600"):
+        FileKey(key_file)
+
+
+@posix
+def test_link_to_a_private_key_file_is_followed(key_file: Path) -> None:
+    link = key_file.with_name("link")
+    link.symlink_to(key_file)
+    assert FileKey(link) == StaticKey(KEY)
+    key_file.chmod(0o644)
+    with pytest.raises(ConfigurationError, match="chmod 600"):
+        FileKey(link)
+
+
+def test_missing_key_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"missing\.key.*No such file"):
+        FileKey(tmp_path / "missing.key")
+
+
+def test_directory_in_place_of_a_key_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="cannot read the key file"):
+        FileKey(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"needle", b"needle" * 10_000])
+def test_key_file_without_a_key_is_refused_without_repeating_it(
+    key_file: Path, content: bytes
+) -> None:
+    key_file.write_bytes(content)
+    with pytest.raises(ConfigurationError) as info:
+        FileKey(key_file)
+    assert "needle" not in str(info.value)
+
+
+# --- passphrases ---------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("cheap")
+async def test_passphrase_unwraps_what_it_wrapped_at_its_place_only() -> None:
+    wrapped = await PassphraseKey(WORDS).wrap(MASTER, b"place")
+    assert await PassphraseKey(WORDS).unwrap(wrapped, b"place") == MASTER
+    with pytest.raises(TamperedError):
+        await PassphraseKey(WORDS).unwrap(wrapped, b"elsewhere")
+    with pytest.raises(TamperedError):
+        await PassphraseKey(WORDS + " ").unwrap(wrapped, b"place")
+
+
+async def test_passphrase_takes_the_documented_cost() -> None:
+    wrapped = await PassphraseKey(WORDS).wrap(MASTER, b"place")
+    version, _, *cost = struct.unpack(">B16sIII", wrapped[:29])
+    assert version == 2
+    assert cost == [3, 4, 65536]
+
+
+@pytest.mark.usefixtures("cheap")
+@pytest.mark.parametrize("form", ["NFC", "NFD"])
+async def test_passphrase_may_be_typed_composed_or_decomposed(form: Any) -> None:
+    wrapped = await PassphraseKey("Schlüssel Å").wrap(MASTER, b"")
+    typed = unicodedata.normalize(form, "Schlüssel Å")
+    assert await PassphraseKey(typed).unwrap(wrapped, b"") == MASTER
+
+
+@pytest.mark.usefixtures("cheap")
+@pytest.mark.parametrize("words", ["\ufb01re", "\uff12"])
+async def test_passphrase_is_not_normalised_further_than_that(words: str) -> None:
+    wrapped = await PassphraseKey(words).wrap(MASTER, b"")
+    with pytest.raises(TamperedError):
+        await PassphraseKey(unicodedata.normalize("NFKC", words)).unwrap(wrapped, b"")
+
+
+@pytest.mark.usefixtures("cheap")
+async def test_passphrase_of_any_characters_works() -> None:
+    for words in ("\x00", " ", "世界🌱", "\ud800", "x" * 10_000):
+        wrapped = await PassphraseKey(words).wrap(MASTER, b"")
+        assert await PassphraseKey(words).unwrap(wrapped, b"") == MASTER
+
+
+def test_empty_passphrase_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="empty"):
+        PassphraseKey("")
+
+
+@pytest.mark.usefixtures("cheap")
+async def test_two_passphrase_keys_have_two_salts() -> None:
+    first, second = [await PassphraseKey(WORDS).wrap(MASTER, b"") for _ in range(2)]
+    assert first[1:17] != second[1:17]
+
+
+@pytest.mark.usefixtures("cheap")
+async def test_one_start_derives_once() -> None:
+    """Two master keys are wrapped with the first start, and unwrapped with each later one."""
+    first = PassphraseKey(WORDS)
+    with mock.patch.object(PassphraseKey, "_derive", autospec=True, side_effect=_derive) as derive:
+        wraps = [await first.wrap(MASTER, b"") for _ in range(3)]
+        assert derive.call_count == 1
+        later = PassphraseKey(WORDS)
+        for wrapped in wraps:
+            await later.unwrap(wrapped, b"")
+        await later.wrap(MASTER, b"")
+        assert derive.call_count == 2
+
+
+_derive = PassphraseKey._derive
+
+
+@pytest.mark.usefixtures("cheap")
+async def test_service_with_a_passphrase_derives_once_per_start(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'sessions.db'}"
+    for _ in range(2):
+        with mock.patch.object(
+            PassphraseKey, "_derive", autospec=True, side_effect=_derive
+        ) as derive:
+            key = PassphraseKey(WORDS)
+            async with EncryptedSessionService(url, AesGcmBackend(key)) as service:
+                await service.create_session(app_name="a", user_id="u")
+            assert derive.call_count == 1
+
+
+async def test_deriving_leaves_the_event_loop_free() -> None:
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(0.001)
+            ticks += 1
+
+    ticking = asyncio.create_task(tick())
+    await PassphraseKey(WORDS).wrap(MASTER, b"")
+    ticking.cancel()
+    assert ticks > 3
+
+
+EXPENSIVE = {
+    "memory": (3, 4, 4 * 1024 * 1024 + 1),
+    "all the memory there is": (3, 4, 2**32 - 1),
+    "iterations": (65, 4, 65536),
+    "all iterations there are": (2**32 - 1, 4, 65536),
+    "lanes": (3, 65, 65536),
+}
+IMPOSSIBLE = {"iterations": (0, 1, 8), "lanes": (1, 0, 8), "memory": (1, 4, 8), "all": (0, 0, 0)}
+
+
+def stored(cost: tuple[int, int, int]) -> bytes:
+    return struct.pack(">B16sIII", 2, bytes(16), *cost) + bytes(60)
+
+
+@pytest.mark.parametrize("cost", EXPENSIVE.values(), ids=EXPENSIVE)
+async def test_stored_cost_beyond_the_limits_is_refused_before_it_is_paid(
+    cost: tuple[int, int, int],
+) -> None:
+    began = time.perf_counter()
+    with (
+        mock.patch.object(passphrase, "Argon2id") as argon2,
+        pytest.raises(TamperedError, match="cost"),
+    ):
+        await PassphraseKey(WORDS).unwrap(stored(cost), b"")
+    argon2.assert_not_called()
+    assert time.perf_counter() - began < 5
+
+
+@pytest.mark.parametrize("cost", IMPOSSIBLE.values(), ids=IMPOSSIBLE)
+async def test_impossible_stored_cost_is_refused(cost: tuple[int, int, int]) -> None:
+    with pytest.raises(TamperedError, match="cost"):
+        await PassphraseKey(WORDS).unwrap(stored(cost), b"")
+
+
+@pytest.mark.parametrize("length", [0, 1, 17, 28, 29, 40])
+async def test_shortened_wrap_by_passphrase_is_refused(length: int) -> None:
+    with pytest.raises(TamperedError):
+        await PassphraseKey(WORDS).unwrap(stored((1, 1, 8))[:length], b"")
+
+
+async def test_build_without_argon2_says_what_to_install() -> None:
+    unsupported = UnsupportedAlgorithm("no Argon2id here")
+    with (
+        mock.patch.object(passphrase, "Argon2id", side_effect=unsupported),
+        pytest.raises(ConfigurationError, match="install a cryptography wheel"),
+    ):
+        await PassphraseKey(WORDS).wrap(MASTER, b"")
+
+
+def test_passphrases_are_told_apart_by_words_and_name() -> None:
+    assert PassphraseKey(WORDS) == PassphraseKey(WORDS)
+    assert hash(PassphraseKey(WORDS)) == hash(PassphraseKey(WORDS))
+    assert PassphraseKey(WORDS) != PassphraseKey("others")
+    assert PassphraseKey(WORDS) != PassphraseKey(WORDS, key_id="old")
+    assert PassphraseKey(WORDS) != WORDS
+
+
+# --- key specs -----------------------------------------------------------------------------------
+
+
+def test_specs_name_a_key_in_the_environment_or_in_a_file(
+    monkeypatch: pytest.MonkeyPatch, key_file: Path
+) -> None:
+    monkeypatch.setenv("A_KEY", TEXT)
+    assert key_provider("env:A_KEY") == StaticKey(KEY)
+    assert key_provider(f"file:{key_file}") == StaticKey(KEY)
+
+
+def test_spec_names_a_passphrase_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORDS", WORDS)
+    assert key_provider("passphrase-env:WORDS") == PassphraseKey(WORDS)
+
+
+def test_path_in_a_spec_may_hold_colons(key_file: Path) -> None:
+    other = key_file.rename(key_file.with_name("a:b.key"))
+    assert key_provider(f"file:{other}") == StaticKey(KEY)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "",
+        "env",
+        "env:",
+        ":A_KEY",
+        "ENV:A_KEY",
+        " env:A_KEY",
+        "needle:A_KEY",
+        TEXT,
+        "file:",
+        "a:b:c",
+    ],
+)
+def test_spec_that_is_none_is_refused_without_repeating_it(spec: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"env:.*file:.*passphrase-env:") as info:
+        key_provider(spec)
+    assert "needle" not in str(info.value)
+    assert TEXT not in str(info.value)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("env:UNSET_KEY", "'UNSET_KEY' is not set"),
+        ("passphrase-env:UNSET_KEY", "'UNSET_KEY' is not set"),
+        ("file:/nowhere/root.key", "cannot read the key file '/nowhere/root.key'"),
+    ],
+)
+def test_spec_whose_key_cannot_be_read_says_why(spec: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        key_provider(spec)
+
+
+def test_backends_take_specs_and_providers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_KEY", TEXT)
+    provider = PassphraseKey(WORDS)
+    assert root_key("env:A_KEY") == root_key(KEY) == root_key(TEXT) == StaticKey(KEY)
+    assert root_key(provider) is provider
+
+
+@pytest.mark.parametrize("key", [None, 7, object(), ["needle"], StaticKey])
+def test_what_gives_no_root_key_is_refused(key: Any) -> None:
+    with pytest.raises(ConfigurationError) as info:
+        root_key(key)
+    assert "needle" not in str(info.value)
+
+
+# --- keeping to themselves -----------------------------------------------------------------------
+
+PROVIDERS: dict[str, Callable[[], KeyProvider]] = {
+    "static": lambda: StaticKey(KEY),
+    "passphrase": lambda: PassphraseKey(WORDS),
+}
+
+
+@pytest.mark.parametrize("make", PROVIDERS.values(), ids=PROVIDERS)
+def test_provider_has_the_shape_of_the_protocol(make: Callable[[], KeyProvider]) -> None:
+    assert isinstance(make(), KeyProvider)
+
+
+@pytest.mark.parametrize("make", PROVIDERS.values(), ids=PROVIDERS)
+def test_provider_shows_no_key(make: Callable[[], KeyProvider]) -> None:
+    shown = f"{make()!r} {make()!s} {[make()]} {make().key_id}"
+    for secret in (TEXT, KEY.hex(), repr(KEY), WORDS, WORDS.split()[0]):
+        assert secret not in shown
+
+
+@pytest.mark.parametrize("make", PROVIDERS.values(), ids=PROVIDERS)
+@pytest.mark.parametrize("attempt", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_provider_cannot_be_pickled_or_copied(
+    make: Callable[[], KeyProvider], attempt: Callable[[Any], Any]
+) -> None:
+    with pytest.raises(TypeError, match="holds key material"):
+        attempt(make())

@@ -1,0 +1,128 @@
+"""Third parties' known answers: NIST's for AES-256-GCM, the Fernet specification's own."""
+
+import json
+from base64 import b64decode, urlsafe_b64decode
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from cryptography.fernet import Fernet, InvalidToken
+
+from adk_secure_sessions import TamperedError
+from adk_secure_sessions.aead import Aes256Gcm
+from adk_secure_sessions.backends.fernet import FernetCipher
+
+VECTORS = Path(__file__).parent / "vectors"
+Json = dict[str, Any]
+
+
+def load(name: str) -> Json:
+    found: Json = json.loads((VECTORS / name).read_text(encoding="utf-8"))
+    return found
+
+
+NIST = load("nist_aes_256_gcm.json")["cases"]
+FERNET = load("fernet_spec.json")
+assert NIST, "an empty vector file must not pass as success"
+assert all(FERNET[kind] for kind in ("generate", "verify", "invalid"))
+
+# Readers must not let stored tokens expire (docs/format.md): these two are as good as any.
+ABOUT_TIME = {"far-future TS (unacceptable clock skew)", "expired TTL"}
+# Stored tokens are bytes: there is no base64 to be wrong.
+ABOUT_TEXT = {"invalid base64"}
+REFUSED = [case for case in FERNET["invalid"] if case["desc"] not in ABOUT_TIME | ABOUT_TEXT]
+IN_TIME = [case for case in FERNET["invalid"] if case["desc"] in ABOUT_TIME]
+
+
+def description(case: Json) -> str:
+    return str(case.get("desc") or case.get("name") or case["token"][-8:])
+
+
+# --- NIST ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", NIST, ids=description)
+def test_nist_case_opens_or_is_refused_as_named(case: Json) -> None:
+    cipher = Aes256Gcm(bytes.fromhex(case["key"]))
+    sealed = bytes.fromhex(case["iv"] + case["ciphertext"] + case["tag"])
+    aad = bytes.fromhex(case["aad"])
+    if case["expect"] == "ok":
+        assert cipher.decrypt(sealed, aad).hex() == case["plaintext"]
+    else:
+        with pytest.raises(TamperedError):
+            cipher.decrypt(sealed, aad)
+
+
+@pytest.mark.parametrize("case", [c for c in NIST if c["expect"] == "ok"], ids=description)
+def test_sealing_a_nist_case_gives_its_exact_bytes(case: Json) -> None:
+    cipher = Aes256Gcm(bytes.fromhex(case["key"]))
+    sealed = cipher._seal(*(bytes.fromhex(case[part]) for part in ("iv", "plaintext", "aad")))
+    assert sealed.hex() == case["iv"] + case["ciphertext"] + case["tag"]
+
+
+def test_nist_cases_cover_both_outcomes_and_all_lengths() -> None:
+    assert {case["expect"] for case in NIST} == {"ok", "TamperedError"}
+    lengths = {(len(case["ciphertext"]) // 2, len(case["aad"]) // 2) for case in NIST}
+    assert {length for length, _ in lengths} == {0, 13, 16, 32, 51}
+    assert {length for _, length in lengths} == {0, 16, 20, 48, 90}
+
+
+# --- Fernet --------------------------------------------------------------------------------------
+
+
+class SpecCipher(FernetCipher):
+    """Our cipher, but for the token's key: the specification gives that itself."""
+
+    def __init__(self, secret: str) -> None:
+        super().__init__(urlsafe_b64decode(secret))
+        self._secret = secret
+
+    def _fernet(self, associated_data: bytes) -> Fernet:
+        return Fernet(self._secret)
+
+
+def seconds(case: Json) -> int:
+    return int(datetime.fromisoformat(case["now"]).timestamp())
+
+
+@pytest.mark.parametrize("case", FERNET["generate"], ids=description)
+def test_stored_body_is_the_specified_token_as_bytes(case: Json) -> None:
+    with (
+        mock.patch("os.urandom", return_value=bytes(case["iv"])),
+        mock.patch("time.time", return_value=seconds(case)),
+    ):
+        body = SpecCipher(case["secret"]).encrypt(case["src"].encode(), b"")
+        token = Fernet(case["secret"]).encrypt(case["src"].encode())
+    assert token.decode() == case["token"]
+    assert body == urlsafe_b64decode(case["token"])
+
+
+@pytest.mark.parametrize("case", [*FERNET["generate"], *FERNET["verify"]], ids=description)
+def test_specified_token_is_opened(case: Json) -> None:
+    body = urlsafe_b64decode(case["token"])
+    assert SpecCipher(case["secret"]).decrypt(body, b"").decode() == case["src"]
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=description)
+def test_specified_invalid_token_is_refused(case: Json) -> None:
+    with pytest.raises(InvalidToken):
+        Fernet(case["secret"]).decrypt(case["token"])
+    with pytest.raises(TamperedError):
+        SpecCipher(case["secret"]).decrypt(urlsafe_b64decode(case["token"]), b"")
+
+
+@pytest.mark.parametrize("case", IN_TIME, ids=description)
+def test_token_that_is_invalid_for_its_time_only_is_opened(case: Json) -> None:
+    with pytest.raises(InvalidToken):
+        Fernet(case["secret"]).decrypt_at_time(case["token"], case["ttl_sec"], seconds(case))
+    opened = SpecCipher(case["secret"]).decrypt(urlsafe_b64decode(case["token"]), b"")
+    assert opened == Fernet(case["secret"]).decrypt(case["token"])
+
+
+def test_specified_cases_are_all_accounted_for() -> None:
+    assert len(REFUSED) + len(ABOUT_TIME) + len(ABOUT_TEXT) == len(FERNET["invalid"])
+    (text,) = (case["token"] for case in FERNET["invalid"] if case["desc"] in ABOUT_TEXT)
+    with pytest.raises(ValueError, match="base64"):
+        b64decode(text, altchars=b"-_", validate=True)

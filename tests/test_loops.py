@@ -1,0 +1,154 @@
+"""Locks and cancellation, on one event loop and on several."""
+
+import asyncio
+import gc
+import threading
+from contextlib import suppress
+
+import pytest
+
+from adk_secure_sessions.loops import LoopLocks, settled
+
+
+async def worker(locks: LoopLocks, key: str, log: list[str]) -> None:
+    async with locks.hold(key):
+        log.append("in")
+        await asyncio.sleep(0)
+        log.append("out")
+
+
+def known(locks: LoopLocks) -> int:
+    return sum(len(of_loop) for of_loop in locks._loops.values())
+
+
+async def test_one_key_is_held_by_one_task_at_a_time() -> None:
+    locks, log = LoopLocks(), list[str]()
+    await asyncio.gather(*(worker(locks, "key", log) for _ in range(5)))
+    assert log == ["in", "out"] * 5
+
+
+async def test_different_keys_do_not_wait_for_each_other() -> None:
+    locks, log = LoopLocks(), list[str]()
+    await asyncio.gather(*(worker(locks, f"key {number}", log) for number in range(3)))
+    assert log == ["in"] * 3 + ["out"] * 3
+
+
+async def test_locks_nobody_wants_are_forgotten() -> None:
+    locks = LoopLocks()
+    await asyncio.gather(*(worker(locks, f"key {number % 2}", []) for number in range(6)))
+    assert known(locks) == 0
+
+
+async def test_lock_is_released_when_its_holder_fails() -> None:
+    locks = LoopLocks()
+    with pytest.raises(RuntimeError, match="inside"):
+        async with locks.hold("key"):
+            raise RuntimeError("inside")
+    await asyncio.wait_for(worker(locks, "key", []), 5)
+
+
+async def test_cancelled_waiter_leaves_the_lock_to_the_next() -> None:
+    locks, log = LoopLocks(), list[str]()
+    async with locks.hold("key"):
+        waiter = asyncio.create_task(worker(locks, "key", log))
+        following = asyncio.create_task(worker(locks, "key", log))
+        await asyncio.sleep(0)
+        waiter.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiter
+    await asyncio.wait_for(following, 5)
+    assert log == ["in", "out"]
+    assert known(locks) == 0
+
+
+def test_each_event_loop_has_locks_of_its_own() -> None:
+    locks, log = LoopLocks(), list[str]()
+    for _ in range(3):
+        asyncio.run(worker(locks, "key", log))
+    assert log == ["in", "out"] * 3
+    gc.collect()
+    assert len(locks._loops) == 0
+
+
+def test_loops_in_two_threads_do_not_wait_for_each_other() -> None:
+    locks, together = LoopLocks(), threading.Barrier(2)
+
+    async def hold() -> None:
+        async with locks.hold("key"):
+            together.wait(5)  # blocks: both threads must be inside at once
+
+    threads = [threading.Thread(target=lambda: asyncio.run(hold())) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert not together.broken
+
+
+# --- settled -------------------------------------------------------------------------------------
+
+
+def pending() -> "asyncio.Future[str]":
+    return asyncio.get_running_loop().create_future()
+
+
+async def cancelled_while_running(
+    future: "asyncio.Future[str]", late: list[str] | None = None
+) -> asyncio.Task[str]:
+    task = asyncio.create_task(settled(future, None if late is None else late.append))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.sleep(0)
+    return task
+
+
+async def test_result_is_passed_on() -> None:
+    future = pending()
+    future.set_result("done")
+    assert await settled(future, None) == "done"
+
+
+async def test_error_is_passed_on() -> None:
+    future = pending()
+    future.set_exception(RuntimeError("inside"))
+    with pytest.raises(RuntimeError, match="inside"):
+        await settled(future, None)
+
+
+async def test_cancelled_work_is_waited_for_and_its_result_not_lost() -> None:
+    future, late = pending(), list[str]()
+    task = await cancelled_while_running(future, late)
+    assert not task.done()
+    future.set_result("done")
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, 5)
+    assert late == ["done"]
+
+
+async def test_cancelled_work_is_waited_for_through_a_second_cancellation() -> None:
+    future = pending()
+    task = await cancelled_while_running(future)
+    task.cancel()
+    await asyncio.sleep(0.01)
+    assert not task.done()
+    future.set_result("done")
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, 5)
+
+
+async def test_timeout_that_waited_is_a_timeout_and_cancels_nothing_after_it() -> None:
+    future = pending()
+    asyncio.get_running_loop().call_later(0.05, future.set_result, "done")
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await settled(future, None)
+    await asyncio.sleep(0)
+
+
+async def test_error_of_work_that_was_waited_for_gives_way_to_the_cancellation() -> None:
+    future, late = pending(), list[str]()
+    task = await cancelled_while_running(future, late)
+    future.set_exception(RuntimeError("inside"))
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, 5)
+    assert late == []

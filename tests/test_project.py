@@ -1,0 +1,61 @@
+"""The project's own promises: its README, its metadata, its public names."""
+
+import importlib.metadata
+import inspect
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import adk_secure_sessions
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+
+
+def test_installed_version_is_the_one_in_pyproject() -> None:
+    assert importlib.metadata.version("adk-secure-sessions") == PROJECT["version"]
+
+
+def test_changelog_tells_of_this_version() -> None:
+    assert f"## [{PROJECT['version']}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_runtime_dependencies_are_these_four_and_no_more() -> None:
+    names = {re.split(r"[\[<>=]", line)[0] for line in PROJECT["dependencies"]}
+    assert names == {"google-adk", "cryptography", "sqlalchemy", "aiosqlite"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_make_commands_in_the_pages_exist(page: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"`make ([a-z-]+)", page.read_text()))
+    named |= set(re.findall(r"^ *make ([a-z-]+)", page.read_text(), re.MULTILINE))
+    assert named <= targets
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("name", adk_secure_sessions.__all__)
+def test_public_name_has_a_docstring(name: str) -> None:
+    assert inspect.getdoc(getattr(adk_secure_sessions, name))
+
+
+@pytest.mark.parametrize("name", adk_secure_sessions.__all__)
+def test_public_methods_have_docstrings(name: str) -> None:
+    thing = getattr(adk_secure_sessions, name)
+    methods = inspect.getmembers(thing, inspect.isfunction) if inspect.isclass(thing) else []
+    undocumented = [
+        n for n, method in methods if not n.startswith("_") and not inspect.getdoc(method)
+    ]
+    assert undocumented == []
+
+
+def test_the_package_says_that_it_is_typed() -> None:
+    assert (Path(adk_secure_sessions.__file__).parent / "py.typed").exists()

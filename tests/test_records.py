@@ -1,0 +1,199 @@
+"""Records and places: the header, what is refused, and places that share no bytes."""
+
+import struct
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adk_secure_sessions import (
+    PlaintextRefusedError,
+    SecureSessionError,
+    TamperedError,
+    UnknownKeyError,
+    records,
+)
+from adk_secure_sessions.aead import Aes256Gcm
+from adk_secure_sessions.records import HEADER_LENGTH, open_record, place, seal, unpack
+
+INT64 = st.integers(-(2**63), 2**63 - 1)
+TEXTS = st.text(st.characters(codec=None), max_size=12)  # lone surrogates among them
+PARTS = st.lists(TEXTS | st.binary(max_size=12), max_size=4).map(tuple)
+NUMBERS = st.lists(INT64, max_size=6).map(tuple)
+CIPHER = Aes256Gcm(bytes(32))
+WHERE = place(("event", "clinic", "ada"), 1, 2)
+
+
+class Misbehaving:
+    """A third party's cipher that goes wrong in a given way."""
+
+    def __init__(self, result: Any) -> None:
+        self._result = result
+
+    def encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
+        if isinstance(self._result, Exception):
+            raise self._result
+        return self._result  # type: ignore[no-any-return]
+
+    decrypt = encrypt
+
+
+# --- places --------------------------------------------------------------------------------------
+
+
+def parse(joined: bytes) -> tuple[list[bytes], tuple[int, ...]]:
+    """The parts and the numbers, from nothing but the bytes."""
+    chunks = []
+    while joined:
+        end = 4 + struct.unpack(">I", joined[:4])[0]
+        chunks.append(joined[4:end])
+        joined = joined[end:]
+    *parts, numbers = chunks
+    return parts, struct.unpack(f">{len(numbers) // 8}q", numbers)
+
+
+@given(PARTS, NUMBERS)
+def test_place_can_be_taken_apart_again(
+    parts: tuple[str | bytes, ...], numbers: tuple[int, ...]
+) -> None:
+    as_bytes = [records.encode_text(part) if isinstance(part, str) else part for part in parts]
+    assert parse(place(parts, *numbers)) == (as_bytes, numbers)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (place(("ab", "c")), place(("a", "bc"))),
+        (place(("ab",)), place(("a", "b"))),
+        (place(("",)), place(())),
+        (place((), 0), place(())),
+        (place((bytes(8),)), place((), 0)),
+        (place(("", ""), 1), place(("",), 1)),
+        (place((), 1, 2), place((), 2, 1)),
+        (place((), -1), place((), 2**63 - 1)),
+    ],
+)
+def test_places_that_look_alike_share_no_bytes(one: bytes, other: bytes) -> None:
+    assert one != other
+
+
+@pytest.mark.parametrize("number", [None, "1", b"1", 1.0, 2**63, -(2**63) - 1])
+def test_place_refuses_what_no_integer_column_holds(number: Any) -> None:
+    with pytest.raises(TamperedError):
+        place(("event",), number)
+
+
+@pytest.mark.parametrize("part", [None, 1, 1.5])
+def test_place_refuses_what_no_text_column_holds(part: Any) -> None:
+    with pytest.raises(TamperedError):
+        place(("event", part), 1)
+
+
+def test_place_of_as_many_numbers_as_any_row_has_can_be_made() -> None:
+    assert len(place(("session",), *range(6))) == 4 + 7 + 4 + 48
+
+
+# --- texts ---------------------------------------------------------------------------------------
+
+
+@given(TEXTS)
+def test_text_survives_encoding(text: str) -> None:
+    assert records.decode_text(records.encode_text(text)) == text
+
+
+@given(TEXTS, st.binary())
+def test_identifier_and_rest_are_told_apart(identifier: str, rest: bytes) -> None:
+    assert records.unprefixed(records.prefixed(identifier, rest)) == (identifier, rest)
+
+
+# --- seal and open -------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 255), st.integers(0, 2**63 - 1), st.binary(), st.binary())
+def test_record_opens_at_its_place(
+    backend_id: int, key_id: int, where: bytes, plaintext: bytes
+) -> None:
+    stored = seal(CIPHER, backend_id, key_id, where, plaintext)
+    assert unpack(stored) == (backend_id, key_id)
+    assert open_record(stored, where, CIPHER) == plaintext
+
+
+def test_record_begins_with_the_documented_header() -> None:
+    assert seal(CIPHER, 0x80, 0x0102, WHERE, b"")[:HEADER_LENGTH].hex() == (
+        "414b5301800000000000000102"
+    )
+
+
+def assert_refused(stored: bytes) -> None:
+    """By its header if that is malformed, by the cipher otherwise."""
+    try:
+        unpack(stored)
+    except (TamperedError, PlaintextRefusedError):
+        return
+    with pytest.raises(TamperedError):
+        open_record(stored, WHERE, CIPHER)
+
+
+def test_every_altered_byte_of_a_record_is_refused() -> None:
+    stored = seal(CIPHER, 1, 7, WHERE, b"plaintext")
+    for position in range(len(stored)):
+        for change in (1, 0x80, 0xFF):
+            altered = bytearray(stored)
+            altered[position] ^= change
+            assert_refused(bytes(altered))
+
+
+def test_every_shortened_record_is_refused() -> None:
+    stored = seal(CIPHER, 1, 7, WHERE, b"plaintext")
+    for length in range(len(stored)):
+        assert_refused(stored[:length])
+
+
+@pytest.mark.parametrize("stored", [None, "", b""])
+def test_missing_value_is_refused(stored: Any) -> None:
+    with pytest.raises(TamperedError, match="removed"):
+        unpack(stored)
+
+
+@pytest.mark.parametrize("stored", ['{"a": 1}', "AKS\x01 as text", b'{"a": 1}', 1, 1.5, b"AK"])
+def test_plaintext_where_a_record_belongs_is_refused(stored: Any) -> None:
+    with pytest.raises(PlaintextRefusedError):
+        unpack(stored)
+
+
+@pytest.mark.parametrize("stored", [b"AKS", b"AKS\x01", b"AKS\x01" + bytes(8)])
+def test_record_without_a_whole_header_is_refused(stored: bytes) -> None:
+    with pytest.raises(TamperedError, match="header"):
+        unpack(stored)
+
+
+@pytest.mark.parametrize("version", [0, 2, 0x31, 0xFF])
+def test_record_of_another_version_is_refused(version: int) -> None:
+    with pytest.raises(TamperedError, match="header"):
+        unpack(b"AKS" + bytes([version]) + bytes(40))
+
+
+# --- ciphers of third parties --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("result", [None, "text", ValueError("a secret")])
+def test_cipher_that_fails_to_encrypt_stores_nothing(result: Any) -> None:
+    with pytest.raises(SecureSessionError, match="backend 128 failed to encrypt") as info:
+        seal(Misbehaving(result), 0x80, 1, WHERE, b"a secret")
+    assert "secret" not in str(info.value)
+    assert info.value.__context__ is None
+
+
+@pytest.mark.parametrize("result", [None, "text", ValueError("a secret"), KeyError("a secret")])
+def test_cipher_that_fails_to_decrypt_is_a_refusal(result: Any) -> None:
+    with pytest.raises(TamperedError) as info:
+        open_record(seal(CIPHER, 0x80, 1, WHERE, b""), WHERE, Misbehaving(result))
+    assert "secret" not in str(info.value)
+    assert info.value.__context__ is None
+
+
+def test_refusal_of_ours_passes_through_unchanged() -> None:
+    refusal = UnknownKeyError("as raised")
+    with pytest.raises(UnknownKeyError, match="as raised"):
+        open_record(seal(CIPHER, 0x80, 1, WHERE, b""), WHERE, Misbehaving(refusal))

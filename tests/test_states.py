@@ -1,0 +1,149 @@
+"""State by scope, and as JSON."""
+
+import datetime
+import json
+import logging
+import math
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adk_secure_sessions import states
+
+TEXTS = st.text(st.characters(codec=None), max_size=10)  # lone surrogates among them
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=8,
+)
+STATES = st.dictionaries(TEXTS, VALUES, max_size=5)
+
+
+class Unserializable:
+    def __repr__(self) -> str:
+        return "secret 7Qx"
+
+
+# --- scopes --------------------------------------------------------------------------------------
+
+
+def test_keys_go_to_their_scope_without_prefix() -> None:
+    scopes = states.split({"app:a": 1, "user:b": 2, "c": 3, "temp:d": 4})
+    assert scopes == ({"a": 1}, {"b": 2}, {"c": 3})
+
+
+@pytest.mark.parametrize("state", [None, {}, {"temp:a": 1}])
+def test_nothing_to_store_gives_three_empty_scopes(state: dict[str, Any] | None) -> None:
+    assert states.split(state) == ({}, {}, {})
+
+
+def test_only_the_first_prefix_counts() -> None:
+    scopes = states.split({"app:user:a": 1, "user:app:b": 2, "user:": 3, "apple": 4, "App:c": 5})
+    assert scopes == ({"user:a": 1}, {"app:b": 2, "": 3}, {"apple": 4, "App:c": 5})
+
+
+def test_merge_is_the_inverse_of_split() -> None:
+    state = {"app:a": 1, "user:b": [2], "c": None}
+    assert states.merge(*states.split(state)) == state
+
+
+def test_split_shares_nothing_with_the_caller() -> None:
+    value = {"deep": [1]}
+    scopes = states.split({"a": value, "user:b": value})
+    value["deep"].append(2)
+    assert scopes == ({}, {"b": {"deep": [1]}}, {"a": {"deep": [1]}})
+
+
+def test_merge_leaves_its_arguments_alone() -> None:
+    session = {"a": 1}
+    states.merge({"b": 2}, {"c": 3}, session)
+    assert session == {"a": 1}
+
+
+# --- what JSON cannot hold -----------------------------------------------------------------------
+
+
+def test_values_with_a_json_form_take_it() -> None:
+    when = datetime.datetime(2024, 1, 2, 3, 4, 5)
+    scopes = states.split({"when": when, "pair": (1, 2), "some": {1}})
+    assert scopes.session == {"when": when.isoformat(), "pair": [1, 2], "some": [1]}
+
+
+def test_other_values_become_text_with_a_warning_that_does_not_repeat_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        scopes = states.split({"a": Unserializable(), "b": 1})
+    assert scopes.session == {"a": "secret 7Qx", "b": 1}
+    assert "not JSON-serializable" in caplog.text
+    assert "7Qx" not in caplog.text
+
+
+def test_a_scope_that_is_fine_is_coerced_on_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        scopes = states.split({"user:a": Unserializable(), "b": (1,)})
+    assert scopes.session == {"b": [1]}
+    assert len(caplog.records) == 1
+
+
+# --- as JSON -------------------------------------------------------------------------------------
+
+
+@given(STATES)
+def test_state_survives_storage(state: dict[str, Any]) -> None:
+    assert states.loads(states.dumps(state)) == state
+
+
+@given(STATES)
+def test_stored_state_is_ascii_json(state: dict[str, Any]) -> None:
+    stored = states.dumps(state)
+    assert stored.isascii()
+    assert json.loads(stored) == state
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, 2**70, -(2**63) - 1, 1e300, 5e-324, -0.0])
+def test_unusual_number_survives_storage(value: float) -> None:
+    loaded = states.loads(states.dumps({"a": value}))["a"]
+    assert loaded == value
+    assert type(loaded) is type(value)
+    assert math.copysign(1, loaded) == math.copysign(1, value)
+
+
+def test_nan_survives_storage() -> None:
+    assert math.isnan(states.loads(states.dumps({"a": math.nan}))["a"])
+
+
+@pytest.mark.parametrize("text", ["\x00", "\ud800", "a\udfffb", "🌱", "\u2028", '"\\', "ß"])
+def test_unusual_text_survives_storage(text: str) -> None:
+    assert states.loads(states.dumps({text: text})) == {text: text}
+
+
+def test_state_of_many_levels_survives_storage() -> None:
+    state: dict[str, Any] = {}
+    for _ in range(300):
+        state = {"a": state}
+    assert states.loads(states.dumps(state)) == state
+
+
+def test_empty_state_is_stored_as_an_empty_object() -> None:
+    assert states.dumps({}) == b"{}"
+    assert states.loads(b"{}") == {}
+
+
+def test_each_loading_gives_values_of_its_own() -> None:
+    stored = states.dumps({"a": [1]})
+    states.loads(stored)["a"].append(2)
+    assert states.loads(stored) == {"a": [1]}
+    states.loads(b"{}")["a"] = 1
+    assert states.loads(b"{}") == {}
+
+
+def test_order_of_keys_is_kept() -> None:
+    assert list(states.loads(states.dumps({"b": 1, "a": 2}))) == ["b", "a"]
+
+
+def test_no_space_is_spent() -> None:
+    assert not re.search(rb"\s", states.dumps({"a": [1, {"b": 2}], "c": None}))

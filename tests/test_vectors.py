@@ -1,0 +1,291 @@
+"""The known answers under vectors/: old records stay readable, bad ones are refused as named."""
+
+import json
+import struct
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from adk_secure_sessions import (
+    AesGcmBackend,
+    FernetBackend,
+    KeyProvider,
+    NoOpBackend,
+    PassphraseKey,
+    SecureSessionError,
+    StaticKey,
+    records,
+)
+from adk_secure_sessions.aead import Aes256Gcm
+from adk_secure_sessions.keys import passphrase
+from adk_secure_sessions.keys.blind_index import BlindIndex
+from adk_secure_sessions.keys.data_keys import (
+    CipherFactory,
+    DataKey,
+    DataKeyRow,
+    DataKeys,
+    StagedKeys,
+)
+from adk_secure_sessions.keys.keyring import Keyring, MasterKeyRow
+from tests import format_reader
+
+VECTORS = Path(__file__).parent / "vectors"
+Json = dict[str, Any]
+
+
+def load(name: str) -> Json:
+    found: Json = json.loads((VECTORS / name).read_text(encoding="utf-8"))
+    return found
+
+
+RECORDS, KEYS = load("records.json"), load("keys.json")
+SEALED = [case for case in RECORDS["cases"] if "nonce" in case or "iv" in case]
+WRAPPED = [case for case in KEYS["master_keys"] if "nonce" in case]
+LISTS = {
+    "records.json": RECORDS["cases"],
+    "root_keys": KEYS["root_keys"],
+    "master_keys": KEYS["master_keys"],
+    "data_keys": KEYS["data_keys"],
+    "tags": KEYS["tags"],
+}
+
+
+def name_of(case: Json) -> str:
+    return str(case["name"])
+
+
+def assert_outcome(case: Json, opened: "Opened", what: str) -> None:
+    if case["expect"] == "ok":
+        assert opened.error is None
+        assert opened.plaintext == bytes.fromhex(case[what])
+    else:
+        assert type(opened.error).__name__ == case["expect"]
+
+
+class Opened:
+    """What came of an attempt to open something."""
+
+    plaintext: bytes | None = None
+    error: Exception | None = None
+
+    def __enter__(self) -> "Opened":
+        return self
+
+    def __exit__(self, _type: object, error: object, _traceback: object) -> bool:
+        self.error = error if isinstance(error, SecureSessionError) else None
+        return self.error is not None
+
+
+def clear_backend() -> NoOpBackend:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return NoOpBackend()
+
+
+# --- the files themselves ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cases", LISTS.values(), ids=LISTS)
+def test_vector_file_is_not_empty(cases: list[Json]) -> None:
+    assert cases, "an empty list must not pass as success"
+
+
+@pytest.mark.parametrize("kind", ["records.json", "master_keys", "data_keys"])
+def test_names_are_unique_and_both_outcomes_occur(kind: str) -> None:
+    cases = LISTS[kind]
+    names = [case["name"] for case in cases]
+    assert len(set(names)) == len(names)
+    assert {case["expect"] == "ok" for case in cases} == {True, False}
+
+
+# --- records -------------------------------------------------------------------------------------
+
+
+BACKENDS: dict[int, CipherFactory] = {
+    1: AesGcmBackend(bytes(32)),
+    2: FernetBackend(bytes(32)),
+    3: clear_backend(),
+}
+
+
+def known_keys(accept: list[int]) -> StagedKeys:
+    """The keys of records.json, as a service holds them that was given some backends."""
+    keyring = Keyring(bytes(16), BlindIndex(bytes(32)), {}, None)
+    keys = DataKeys(keyring, {i: BACKENDS[i] for i in accept}, accept[0], 100)
+    for key in RECORDS["keys"]:
+        row = DataKeyRow(key["id"], bytes.fromhex(key["owner"]), 0, key["backend"], 0, b"")
+        cipher = BACKENDS[key["backend"]].cipher(bytes.fromhex(key["key"]))
+        keys.by_id.put(row.id, DataKey(row, 0, cipher))
+    return StagedKeys(keys)
+
+
+def place_of(case: Json) -> bytes:
+    texts = tuple(
+        part["text"] if "text" in part else bytes.fromhex(part["bytes"])
+        for part in case["place"]
+        if "int" not in part
+    )
+    return records.place(texts, *(part["int"] for part in case["place"] if "int" in part))
+
+
+@pytest.mark.parametrize("case", RECORDS["cases"], ids=name_of)
+def test_record_opens_or_is_refused_as_named(case: Json) -> None:
+    keys = known_keys(case["accept"])
+    with Opened() as opened:
+        opened.plaintext = keys.open(
+            bytes.fromhex(case["owner"]), place_of(case), bytes.fromhex(case["record"])
+        )
+    assert_outcome(case, opened, "plaintext")
+
+
+@pytest.mark.parametrize("case", RECORDS["cases"], ids=name_of)
+def test_place_is_joined_as_the_vector_says(case: Json) -> None:
+    assert place_of(case).hex() == case["place_hex"]
+
+
+@pytest.mark.parametrize("case", RECORDS["cases"], ids=name_of)
+def test_reader_made_from_the_page_alone_agrees_on_the_record(case: Json) -> None:
+    keys = {key["id"]: key for key in RECORDS["keys"]}
+    stored = bytes.fromhex(case["record"])
+    parts = [
+        bytes.fromhex(value) if kind == "bytes" else value
+        for part in case["place"]
+        for kind, value in part.items()
+    ]
+    try:
+        backend, key_id = format_reader.unpack(stored)
+        key = keys.get(key_id)
+        if backend not in case["accept"] or key is None:
+            raise format_reader.Refused
+        if key["owner"] != case["owner"] or key["backend"] != backend:
+            raise format_reader.Refused
+        where = format_reader.place(*parts)
+        plaintext = format_reader.open_record(stored, where, backend, bytes.fromhex(key["key"]))
+    except format_reader.Refused:
+        assert case["expect"] != "ok"
+    else:
+        assert case["expect"] == "ok"
+        assert plaintext.hex() == case["plaintext"]
+
+
+@contextmanager
+def drawing(case: Json) -> Iterator[None]:
+    """Give the ciphers the nonce, or the IV and the time, of *case*."""
+    draw = bytes.fromhex(case.get("nonce") or case["iv"])
+    with (
+        mock.patch("os.urandom", return_value=draw),
+        mock.patch("time.time", return_value=case.get("time", 0)),
+    ):
+        yield
+
+
+@pytest.mark.parametrize("case", SEALED, ids=name_of)
+def test_sealing_with_the_fixed_nonce_gives_exactly_the_record(case: Json) -> None:
+    (key,) = (key["key"] for key in RECORDS["keys"] if key["id"] == case["key_id"])
+    cipher = BACKENDS[case["backend"]].cipher(bytes.fromhex(key))
+    plaintext = bytes.fromhex(case["plaintext"])
+    with drawing(case):
+        sealed = records.seal(cipher, case["backend"], case["key_id"], place_of(case), plaintext)
+    assert sealed.hex() == case["record"]
+
+
+def test_every_backend_and_every_purpose_is_sealed_anew() -> None:
+    made = {(case["backend"], case["place"][0]["text"]) for case in SEALED}
+    purposes = {"app", "user", "session", "base", "event", "witness"}
+    assert made == {(backend, purpose) for backend in (1, 2) for purpose in purposes}
+
+
+# --- keys ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", KEYS["root_keys"], ids=name_of)
+def test_root_key_gives_the_key_id(case: Json) -> None:
+    assert StaticKey(bytes.fromhex(case["root_key"])).key_id == case["root_key_id"]
+
+
+@pytest.mark.parametrize("case", KEYS["root_keys"], ids=name_of)
+async def test_root_key_gives_the_wrapping_key(case: Json) -> None:
+    wrapped = await StaticKey(bytes.fromhex(case["root_key"])).wrap(b"key", b"place")
+    wrapping = Aes256Gcm(bytes.fromhex(case["wrapping_key"]))
+    assert wrapping.decrypt(wrapped[1:], b"\x01place") == b"key"
+
+
+def provider_of(case: Json) -> KeyProvider:
+    if "passphrase" in case:
+        return PassphraseKey(case["passphrase"], key_id=case["root_key_id"])
+    return StaticKey(bytes.fromhex(case["root_key"])) if "root_key" in case else CLEAR_ROOT
+
+
+CLEAR_ROOT: KeyProvider = clear_backend().root_key
+
+
+def master_row(case: Json) -> MasterKeyRow:
+    columns = {name: case[name] for name in MasterKeyRow._fields}
+    return MasterKeyRow(**columns | {"wrapped": bytes.fromhex(case["wrapped"])})
+
+
+@pytest.mark.parametrize("case", KEYS["master_keys"], ids=name_of)
+async def test_master_key_is_unwrapped_or_refused_as_named(case: Json) -> None:
+    row, where = master_row(case), bytes.fromhex(case["associated_data"])
+    assert row.place(bytes.fromhex(case["database_id"])) == where
+    with Opened() as opened:
+        opened.plaintext = await provider_of(case).unwrap(row.wrapped, where)
+    assert_outcome(case, opened, "master_key")
+
+
+@pytest.mark.parametrize("case", WRAPPED, ids=name_of)
+async def test_wrapping_with_the_fixed_nonce_gives_exactly_the_wrap(case: Json) -> None:
+    draws = [bytes.fromhex(case["nonce"])]
+    iterations, lanes, memory = 3, 4, 65536
+    if "header" in case:
+        salt, iterations, lanes, memory = struct.unpack(">x16sIII", bytes.fromhex(case["header"]))
+        draws.insert(0, salt)
+    with (
+        mock.patch.multiple(passphrase, _ITERATIONS=iterations, _LANES=lanes, _MEMORY_KIB=memory),
+        mock.patch("os.urandom", side_effect=draws),
+    ):
+        wrapped = await provider_of(case).wrap(
+            bytes.fromhex(case["master_key"]), bytes.fromhex(case["associated_data"])
+        )
+    assert wrapped.hex() == case["wrapped"]
+
+
+def data_row(case: Json) -> DataKeyRow:
+    columns = {name: case[name] for name in DataKeyRow._fields}
+    as_bytes = {name: bytes.fromhex(case[name]) for name in ("owner", "wrapped")}
+    return DataKeyRow(**columns | as_bytes)
+
+
+def masters() -> dict[int, Aes256Gcm]:
+    return {int(key_id): Aes256Gcm(bytes.fromhex(key)) for key_id, key in KEYS["masters"].items()}
+
+
+@pytest.mark.parametrize("case", KEYS["data_keys"], ids=name_of)
+def test_data_key_is_unwrapped_or_refused_as_named(case: Json) -> None:
+    row, database_id = data_row(case), bytes.fromhex(case["database_id"])
+    assert row.place(database_id).hex() == case["associated_data"]
+    keyring = Keyring(database_id, BlindIndex(bytes(32)), masters(), None)
+    with Opened() as opened:
+        StagedKeys(DataKeys(keyring, BACKENDS, 1, 100)).load([row])
+    if case["expect"] == "ok":
+        _, master_id = records.unpack(row.wrapped)
+        opened.plaintext = records.open_record(
+            row.wrapped, row.place(database_id), masters()[master_id]
+        )
+    assert_outcome(case, opened, "data_key")
+
+
+@pytest.mark.parametrize("case", KEYS["tags"], ids=name_of)
+def test_tag_is_the_one_in_the_vector(case: Json) -> None:
+    index = BlindIndex(bytes.fromhex(KEYS["index_master"]))
+    purpose, *names = case["place"]
+    assert getattr(index, purpose)(*names).hex() == case["tag"]
+
+
+def test_no_two_tags_are_alike() -> None:
+    assert len({case["tag"] for case in KEYS["tags"]}) == len(KEYS["tags"])
