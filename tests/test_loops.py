@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import threading
-from contextlib import suppress
 
 import pytest
 

@@ -15,13 +15,15 @@ _PREFIX = bytes([len(adk_version)]) + adk_version.encode("ascii")
 def encode(event: Event) -> bytes:
     """Everything of *event* that is set; what JSON cannot hold becomes text, never an error."""
     try:
-        data = event.model_dump_json(exclude_none=True).encode()
+        data = event.model_dump_json(exclude_none=True, warnings=False).encode()
         if b"null" not in data:  # which infinity and NaN become here, unlike below
             return _PREFIX + data
     except Exception:
         pass  # lone surrogates, or values with no JSON form such as callables
     fields = to_jsonable_python(
-        event.model_dump(exclude_none=True), bytes_mode="base64", serialize_unknown=True
+        event.model_dump(exclude_none=True, warnings=False),
+        bytes_mode="base64",
+        serialize_unknown=True,
     )
     return _PREFIX + json.dumps(fields, separators=(",", ":")).encode("ascii")
 

@@ -180,7 +180,8 @@ async def test_root_key_that_takes_the_name_of_another_is_refused(tmp_path: Path
 
     class Impostor(PassphraseKey):
         def __init__(self, key_id: str) -> None:
-            super().__init__("a passphrase of its own", key_id=key_id)
+            super().__init__("a passphrase of its own")
+            self.key_id = key_id
 
     right = AesGcmBackend(OTHER)
     wrong = AesGcmBackend(Impostor(right.root_key.key_id))

@@ -7,6 +7,7 @@ import pytest
 from google.adk.sessions import BaseSessionService
 
 from tests.conformance.services import KINDS, Kind
+from tests.conformance.support import each_kind
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -15,18 +16,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
-@pytest.fixture(params=list(KINDS))
-def kind(request: pytest.FixtureRequest) -> Kind:
-    """Each service in turn; marks from `support` leave the reference out or let it fail."""
-    kind = KINDS[request.param]
-    if kind.is_reference:
-        for mark in request.node.iter_markers("reference"):
-            outcome, why, applies = mark.args
-            if applies and outcome == "skip":
-                pytest.skip(why)
-            if applies:
-                request.applymarker(pytest.mark.xfail(reason=why, strict=False))
-    return kind
+kind = each_kind(*KINDS)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from google.adk.sessions import BaseSessionService, Session
 from google.adk.sessions.base_session_service import GetSessionConfig
 from google.genai import types
 
-from tests.conformance.services import Kind
+from tests.conformance.services import KINDS, Kind
 
 APP = "app"
 USER = "user"
@@ -46,6 +46,24 @@ def reference_fails(why: str, *, fixed_in: tuple[int, int] | None = None) -> pyt
 def only_ours(why: str) -> pytest.MarkDecorator:
     """Leave ADK's own service out, on every release."""
     return pytest.mark.reference("skip", why, True)
+
+
+def each_kind(*names: str) -> Any:
+    """A fixture that gives the named kinds in turn; the marks above see to the reference."""
+
+    @pytest.fixture(params=names)
+    def kind(request: pytest.FixtureRequest) -> Kind:
+        kind = KINDS[request.param]
+        if kind.is_reference:
+            for mark in request.node.iter_markers("reference"):
+                outcome, why, applies = mark.args
+                if applies and outcome == "skip":
+                    pytest.skip(why)
+                if applies:
+                    request.applymarker(pytest.mark.xfail(reason=why, strict=False))
+        return kind
+
+    return kind
 
 
 def not_found(kind: Kind) -> type[Exception]:

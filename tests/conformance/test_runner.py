@@ -16,7 +16,16 @@ from google.adk.sessions import BaseSessionService
 from google.genai import types
 
 from tests.conformance.agents import offline_agent
-from tests.conformance.support import APP, USER, create, ids, listed, reference_lacks, reload
+from tests.conformance.support import (
+    APP,
+    USER,
+    create,
+    each_kind,
+    ids,
+    listed,
+    reference_lacks,
+    reload,
+)
 
 # ADK warns of its own experiments and of what it plans to drop.
 pytestmark = [
@@ -24,6 +33,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
+
+
+kind = each_kind("adk", "encrypted-file", "encrypted-engine")
 
 
 def runner_for(service: BaseSessionService, agent: BaseAgent | None = None, **app: Any) -> Runner:

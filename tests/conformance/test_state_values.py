@@ -7,8 +7,20 @@ import pytest
 from google.adk.sessions import BaseSessionService
 from pydantic_core import to_jsonable_python
 
-from tests.conformance.support import create, event, find, ids, marker, reference_lacks, reload
+from tests.conformance.support import (
+    create,
+    each_kind,
+    event,
+    find,
+    ids,
+    marker,
+    reference_lacks,
+    reload,
+)
 from tests.conformance.values import IMPOSSIBLE, OPAQUE, PLAIN, RICH
+
+# To storage one sealed value is like another.
+kind = each_kind("adk", "encrypted-file")
 
 coercion = reference_lacks("state is not coerced to JSON")
 SCOPES = ("k", "app:k", "user:k")

@@ -12,7 +12,7 @@ from google.adk.apps.app import App
 from google.adk.sessions import BaseSessionService
 
 from tests.conformance.agents import offline_agent
-from tests.conformance.support import APP, USER, create, event, listed, reload
+from tests.conformance.support import APP, USER, create, each_kind, event, listed, reload
 
 with warnings.catch_warnings():  # about the age of this Python, and ADK's own experiments
     warnings.simplefilter("ignore")
@@ -27,6 +27,9 @@ pytestmark = [
 ]
 
 SESSIONS = f"/apps/{APP}/users/{USER}/sessions"
+
+
+kind = each_kind("adk", "encrypted-file")
 
 
 class OneAgent(BaseAgentLoader):

@@ -18,7 +18,7 @@ from adk_secure_sessions.keys.specs import root_key
 _KEY_LENGTH = 32
 
 
-class FernetCipher:
+class FernetCipher(Unpicklable):
     """Fernet tokens, stored as bytes: base64 text has several spellings of one token."""
 
     __slots__ = ("_key",)

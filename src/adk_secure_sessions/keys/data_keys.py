@@ -84,19 +84,27 @@ class StagedKeys:
         self._by_id: dict[int, DataKey] = {}
         self._current: dict[bytes, DataKey] = {}
         self._generations: dict[bytes, int] = {}
+        self._refused: dict[bytes, DecryptionError] = {}
 
     def knows(self, *owners: bytes) -> bool:
         """Whether the keys of all *owners* were loaded before."""
         return all(self._keys.loaded.get(owner) for owner in owners)
 
     def current(self, owner: bytes) -> DataKey | None:
-        """The key that seals what *owner* writes, if it is known."""
+        """The key that seals what *owner* writes, if it is known.  Raises like `open`."""
+        self._check(owner)
         return self._current.get(owner) or self._keys.current.get(owner)
 
     def load(self, rows: Iterable[DataKeyRow]) -> None:
-        """Open *rows*, refusing any that was altered or swapped."""
+        """Open *rows*.  An altered or swapped one is held against its owner, and no other."""
         for row in rows:
-            key = self._open(row)
+            try:
+                key = self._open(row)
+                if not isinstance(row.generation, int):
+                    raise TamperedError("its generation is not a number")
+            except DecryptionError as error:
+                self._refused[row.owner] = type(error)(f"secure_data_keys row {row.id}: {error}")
+                continue
             newest = self._generations.get(row.owner, -1)
             self._generations[row.owner] = max(newest, row.generation)
             if key is not None:
@@ -136,6 +144,7 @@ class StagedKeys:
             UnknownKeyError: no such key is known yet, or its backend is not listed.
             TamperedError, PlaintextRefusedError: see there.
         """
+        self._check(owner)
         backend_id, key_id = records.unpack(stored)
         if backend_id not in self._keys.backends:
             raise _unlisted(backend_id)
@@ -155,6 +164,10 @@ class StagedKeys:
         for owner in self._generations:
             self._keys.loaded.put(owner, True)
 
+    def _check(self, owner: bytes) -> None:
+        if owner in self._refused:
+            raise self._refused[owner]
+
     def _stage(self, key: DataKey) -> None:
         self._by_id[key.id] = key
         if (
@@ -170,14 +183,11 @@ class StagedKeys:
         if backend is None:
             return None  # what it sealed will be refused, by name
         keyring = self._keys.keyring
-        try:
-            backend_id, master_id = records.unpack(row.wrapped)
-            if backend_id != _WRAP_BACKEND_ID:
-                raise TamperedError("not wrapped with AES-256-GCM")
-            where = row.place(keyring.database_id)
-            key = records.open_record(row.wrapped, where, keyring.master(master_id))
-        except DecryptionError as error:
-            raise type(error)(f"secure_data_keys row {row.id}: {error}") from None
+        backend_id, master_id = records.unpack(row.wrapped)
+        if backend_id != _WRAP_BACKEND_ID:
+            raise TamperedError("not wrapped with AES-256-GCM")
+        where = row.place(keyring.database_id)
+        key = records.open_record(row.wrapped, where, keyring.master(master_id))
         return DataKey(row, master_id, backend.cipher(key))
 
 

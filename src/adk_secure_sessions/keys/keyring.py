@@ -96,8 +96,9 @@ async def open_keyring(
         masters[row.id] = Aes256Gcm(key)
         if row.root_key_id == writer:
             newest = max(newest or (0, 0), (row.created_at, row.id))
-    if index is None:
-        raise WrongKeyError("the keyring holds no index master: restore secure_keyring")
+    if index is None or not masters:
+        missing = "data" if index else "index"
+        raise WrongKeyError(f"the keyring holds no {missing} master: restore secure_keyring")
     return Keyring(database_id, index, masters, newest[1] if newest else None)
 
 
@@ -115,7 +116,8 @@ async def _unwrap(row: MasterKeyRow, roots: Mapping[str, KeyProvider], database_
         )
     key: bytes | None = None
     try:
-        key = await _ask(root, root.unwrap(row.wrapped, row.place(database_id)))
+        if isinstance(row.wrapped, bytes):  # SQLite keeps any type in any column
+            key = await _ask(root, root.unwrap(row.wrapped, row.place(database_id)))
     except DecryptionError:
         pass
     if key is None or len(key) != KEY_LENGTH:

@@ -28,9 +28,13 @@ class PassphraseKey(Unpicklable):
     *key_id* tells two passphrases apart while one replaces the other.
     """
 
+    __slots__ = ("_ciphers", "_passphrase", "key_id")
+
     def __init__(self, passphrase: str, *, key_id: str = "passphrase") -> None:
         if not passphrase:
             raise ConfigurationError("the passphrase is empty")
+        if not key_id or key_id == "none" or key_id.startswith("key:"):
+            raise ConfigurationError("this key_id stands for another kind of root key")
         self.key_id = key_id
         # The same characters typed on another system must give the same bytes.
         self._passphrase = unicodedata.normalize("NFC", passphrase).encode("utf-8", "surrogatepass")

@@ -50,6 +50,8 @@ class KeyProvider(Protocol):
 class Unpicklable:
     """Holds key material: refuses to be pickled or copied, and shows none of it."""
 
+    __slots__ = ()
+
     def __reduce_ex__(self, protocol: object) -> Never:
         raise TypeError(f"{type(self).__name__} holds key material and cannot be pickled or copied")
 
@@ -99,6 +101,8 @@ def _derive(key: bytes, purpose: str, length: int) -> bytes:
 
 class StaticKey(Unpicklable):
     """A root key in the process: 32 bytes, or their base64 text."""
+
+    __slots__ = ("_cipher", "key_id")
 
     def __init__(self, key: bytes | str) -> None:
         raw = parse_key(key)

@@ -10,9 +10,10 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.pool import StaticPool
 
-from adk_secure_sessions.errors import ConfigurationError, TamperedError
+from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.loops import LoopLocks, settled
 from adk_secure_sessions.storage.connection import Row, T, Transaction, UniqueViolation
+from adk_secure_sessions.storage.dialect import any_text, is_unique_violation, sqlite_sql
 
 
 class _EngineConnection:
@@ -24,21 +25,22 @@ class _EngineConnection:
         self._connection = connection
 
     def all(self, statement: sa.Executable, parameters: Mapping[str, object]) -> Sequence[Row]:
-        try:
+        if self._connection.dialect.name != "sqlite":
             return self._connection.execute(statement, parameters).all()
-        except sa.exc.OperationalError as error:
-            if "Could not decode" not in str(error.orig):
-                raise
-        except TypeError:
-            pass
-        # Outside: SQLite's decoder quotes what it could not decode.
-        raise TamperedError("a binary column holds text")
+        driver: Any = self._connection.connection.driver_connection
+        text_factory = driver.text_factory
+        driver.text_factory = any_text
+        try:
+            return self._connection.exec_driver_sql(sqlite_sql(statement), parameters).all()
+        finally:
+            driver.text_factory = text_factory  # the connection is the caller's
 
     def run(self, statement: sa.Executable, parameters: Mapping[str, object]) -> int:
         try:
             return self._connection.execute(statement, parameters).rowcount
-        except sa.exc.IntegrityError:
-            pass  # outside, or it would hang on to the next error as context
+        except sa.exc.IntegrityError as error:
+            if not is_unique_violation(error.orig):
+                raise
         raise UniqueViolation
 
 

@@ -24,6 +24,14 @@ class Identity(NamedTuple):
     user_tag: bytes
     session_tag: bytes
 
+    def tags(self) -> dict[str, object]:
+        """All of it that a statement may be given: ids in clear do not reach the database."""
+        return {
+            "app_tag": self.app_tag,
+            "user_tag": self.user_tag,
+            "session_tag": self.session_tag,
+        }
+
 
 def identify(index: BlindIndex, app_name: str, user_id: str = "", session_id: str = "") -> Identity:
     """Compute the tags."""

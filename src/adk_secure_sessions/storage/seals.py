@@ -129,7 +129,10 @@ def open_session_row(context: Context, found: Found, user: Owner, row: Row) -> S
                 "events were added or removed, or the row is from another time"
             )
     base = b"{}"
-    if base_revision != NO_BASE:
+    if base_revision == NO_BASE:
+        if row_id in found.bases:
+            raise TamperedError(f"{bases.name} row {row_id}: there should be none")
+    else:
         whose = context.who._replace(user_id=user.user_id, session_id=session_id)
         with naming(bases.name, row_id):
             _, _, found_revision, *_, stored_base, _ = found.bases.get(row_id) or _NO_ROW
@@ -141,6 +144,18 @@ def open_session_row(context: Context, found: Found, user: Owner, row: Row) -> S
         row_id, user_row, tag, session_id, revision, base_revision, created_at, updated_at,
         overlay, base, stored,
     )  # fmt: skip
+
+
+def open_listed_session(context: Context, found: Found, user: Owner, row: Row) -> StoredSession:
+    """A session in a listing.
+
+    Its last event says that it was not deleted, or where it has none, its witness.
+    """
+    session = open_session_row(context, found, user, row)
+    if session.revision == 0:
+        with naming(sessions.name, session.id):
+            _check_witness(context, found, user.tag, session.tag, session.id)
+    return session
 
 
 def check_events(session: StoredSession, history: list[Row], limit: int | None) -> None:

@@ -10,7 +10,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.backends import NoOpBackend
 from adk_secure_sessions.backends.registry import Backends
-from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
+from adk_secure_sessions.errors import ConfigurationError, SecureSessionError, WrongKeyError
 from adk_secure_sessions.keys.keyring import (
     DATA,
     INDEX,
@@ -44,7 +44,7 @@ class Survey(NamedTuple):
     def database_id(self) -> bytes | None:
         """Random, made with the database; None in one that is not ours yet."""
         text = self.meta.get(_DATABASE_ID)
-        return bytes.fromhex(text) if text else None
+        return bytes.fromhex(str(text)) if text else None
 
 
 async def open_database(executor: Executor, backends: Backends) -> Keyring:
@@ -58,9 +58,12 @@ async def open_database(executor: Executor, backends: Backends) -> Keyring:
         return await _open(executor, backends)
     except sa.exc.DBAPIError as error:
         name = getattr(error.orig, "sqlite_errorname", "")
-        if not name.startswith(_UNUSABLE):
-            raise
         reason = str(error.orig)
+        undecodable = "Could not decode" in reason
+        if not undecodable and not name.startswith(_UNUSABLE):
+            raise
+    if undecodable:  # the reason quotes what is stored
+        raise WrongKeyError("secure_meta or secure_keyring was altered: restore it from a backup")
     raise ConfigurationError(
         f"the SQLite file cannot be used: {reason}; check the path, its directory and permissions"
     )
@@ -114,7 +117,7 @@ def look(connection: sa.Connection) -> Survey:
         masters = [MasterKeyRow(*row) for row in found]
     used = False
     if not alien and data_keys.name in present:
-        used = connection.execute(sa.select(data_keys.c.id).limit(1)).first() is not None
+        used = bool(connection.scalar(sa.select(sa.exists(sa.select(data_keys)))))
     adk = {"sessions", "events"} <= present
     return Survey(missing, tuple(alien), adk, used, values, masters)
 

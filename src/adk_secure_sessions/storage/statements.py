@@ -41,6 +41,7 @@ from adk_secure_sessions.storage.tables import (
 
 APP, USER, WITNESS, KEY, SESSION, BASE, EVENT = range(7)
 _NUMBERS, _BLOBS = 7, 2
+_ZERO: ColumnElement[int] = literal_column("0")
 
 Member = Select[Any]
 Query = CompoundSelect[Any]
@@ -54,7 +55,7 @@ _limit = bindparam("limit", type_=BigInteger)
 
 def _member(kind: int, numbers: list[Any], blobs: list[Any]) -> Member:
     """Columns `kind, 7 numbers, 2 blobs`, padded."""
-    padded = numbers + [literal_column("0")] * (_NUMBERS - len(numbers))
+    padded = numbers + [_ZERO] * (_NUMBERS - len(numbers))
     padded += blobs + [cast(null(), LargeBinary)] * (_BLOBS - len(blobs))
     names = ["a", "b", "c", "d", "e", "f", "g", "h", "i"]
     return select(
@@ -143,6 +144,7 @@ def _list_query(keys: bool) -> Query:
         _app(),
         _user().where(users.c.tag == _user_tag),
         _witness().where(_among(witnesses.c.tag, _app_tag, _user_tag)),
+        _witness().where(sessions.c.tag == witnesses.c.tag, mine, sessions.c.revision == _ZERO),
         _session().where(mine),
         _base().where(bases.c.session_row == sessions.c.id, mine),
     )
@@ -157,6 +159,10 @@ def _list_all_query() -> Query:
         _user().where(of_app),
         _witness().where(witnesses.c.tag == _app_tag),
         _witness().where(users.c.tag == witnesses.c.tag, of_app),
+        _witness()
+        .where(sessions.c.tag == witnesses.c.tag, sessions.c.revision == _ZERO)
+        .select_from(theirs)
+        .where(of_app),
         _session(theirs).where(of_app),
         _base().where(bases.c.session_row == sessions.c.id).select_from(theirs).where(of_app),
         _key().where(data_keys.c.owner == _app_tag),
@@ -211,15 +217,11 @@ UPDATE_WITNESS = (
     .where(witnesses.c.tag == bindparam("at_tag"), witnesses.c.number == bindparam("at_number"))
     .values(number=bindparam("number"), seal=bindparam("seal"))
 )
-# The stored seal must be byte for byte the one this process knows: a row that was altered
-# is left as it is, and the read that follows says so.
+# The stored row must be to the byte the one this process knows: one that was altered is left
+# as it is, and the read that follows says so.
 UPDATE_SESSION = (
     update(sessions)
-    .where(
-        sessions.c.id == _AT_ID,
-        sessions.c.revision == bindparam("at_revision"),
-        sessions.c.state == bindparam("at_state"),
-    )
+    .where(*(column == bindparam(f"at_{column.name}") for column in sessions.c))
     .values(
         revision=bindparam("revision"),
         base_revision=bindparam("base_revision"),

@@ -124,7 +124,7 @@ class Store:
         if after is None and limit is not None:
             query = sql.SESSION_WITH_LAST_EVENTS if limit else sql.SESSION_WITHOUT_EVENTS
         wanted = limit if after is None else None
-        parameters = {**who._asdict(), "limit": limit or 0}
+        parameters = {**who.tags(), "limit": limit or 0}
 
         async def attempt(context: Context, first: bool) -> tuple[View, list[T]] | None:
             found = await self._read(context, query[context.with_keys], parameters)
@@ -154,9 +154,7 @@ class Store:
         who = await self._identify(app_name, user_id)
 
         async def attempt(context: Context, first: bool) -> list[View]:
-            found = await self._read(
-                context, sql.SESSIONS_OF_USER[context.with_keys], who._asdict()
-            )
+            found = await self._read(context, sql.SESSIONS_OF_USER[context.with_keys], who.tags())
             app = seals.open_app(context, found)
             try:
                 user = seals.open_user(context, found)
@@ -238,7 +236,7 @@ class Store:
         who = await self._identify(app_name, user_id)
 
         async def attempt(context: Context, first: bool) -> bytes:
-            found = await self._read(context, sql.OWNERS[context.with_keys], who._asdict())
+            found = await self._read(context, sql.OWNERS[context.with_keys], who.tags())
             user = seals.open_user(context, found)
             return user.state if user else b"{}"
 
@@ -331,7 +329,7 @@ def _sessions(
         try:
             if user is None:
                 raise TamperedError(f"secure_sessions row {row[1]}: its user cannot be read")
-            views.append(_view(seals.open_session_row(context, found, user, row), user, app))
+            views.append(_view(seals.open_listed_session(context, found, user, row), user, app))
         except DecryptionError as error:
             if not _skipped(error, skip):
                 raise

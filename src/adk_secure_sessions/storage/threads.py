@@ -5,7 +5,6 @@ each transaction, and commits once.
 """
 
 import asyncio
-import functools
 import logging
 import sqlite3
 import threading
@@ -14,23 +13,15 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
-from sqlalchemy.dialects import sqlite as sqlite_dialect
 
 from adk_secure_sessions.loops import ended
 from adk_secure_sessions.storage.connection import Row, UniqueViolation
+from adk_secure_sessions.storage.dialect import any_text, is_unique_violation, sqlite_sql
 
 logger = logging.getLogger(__name__)
 
 _BATCH = 64  # transactions in one commit, at most
 _EXIT_TIMEOUT = 5.0  # seconds
-
-_dialect = sqlite_dialect.dialect(paramstyle="named")
-
-
-@functools.cache
-def _sql(statement: sa.Executable) -> str:
-    assert isinstance(statement, sa.ClauseElement)
-    return str(statement.compile(dialect=_dialect))
 
 
 class _SqliteConnection:
@@ -42,16 +33,13 @@ class _SqliteConnection:
         self.driver = driver
 
     def all(self, statement: sa.Executable, parameters: Mapping[str, object]) -> Sequence[Row]:
-        return self.driver.execute(_sql(statement), parameters).fetchall()
+        return self.driver.execute(sqlite_sql(statement), parameters).fetchall()
 
     def run(self, statement: sa.Executable, parameters: Mapping[str, object]) -> int:
         try:
-            return self.driver.execute(_sql(statement), parameters).rowcount
+            return self.driver.execute(sqlite_sql(statement), parameters).rowcount
         except sqlite3.IntegrityError as error:
-            if error.sqlite_errorname not in (
-                "SQLITE_CONSTRAINT_UNIQUE",
-                "SQLITE_CONSTRAINT_PRIMARYKEY",
-            ):
+            if not is_unique_violation(error):
                 raise
         raise UniqueViolation
 
@@ -194,8 +182,7 @@ def _connect(engine: sa.Engine, writes: bool) -> _SqliteConnection:
     if not isinstance(engine.pool, sa.pool.StaticPool):
         pooled.detach()  # held for good: it must not count against the pool
     driver.isolation_level = None  # BEGIN is ours
-    # Text where a binary value belongs: to be refused by us, not by the decoder, which quotes it.
-    driver.text_factory = lambda data: str(data, "latin-1")
+    driver.text_factory = any_text
     if writes:
         _enter_wal(driver)
         driver.execute("PRAGMA synchronous = FULL")

@@ -161,7 +161,7 @@ def delete_session(connection: Connection, context: Context) -> None:
 
 def _read(connection: Connection, context: Context) -> Found:
     query = sql.SESSION_WITHOUT_EVENTS[context.with_keys]
-    found = Found(connection.all(query, context.who._asdict()))
+    found = Found(connection.all(query, context.who.tags()))
     context.keys.load(found.keys)
     return found
 
@@ -187,7 +187,12 @@ def _advance(
         sql.UPDATE_SESSION,
         {
             "at_id": session.id,
+            "at_user_row": session.user_row,
+            "at_tag": session.tag,
             "at_revision": seq,
+            "at_base_revision": session.base_revision,
+            "at_created_at": session.created_at,
+            "at_updated_at": session.updated_at,
             "at_state": session.sealed,
             "revision": updated.revision,
             "base_revision": updated.base_revision,
