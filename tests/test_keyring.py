@@ -196,6 +196,8 @@ def on(keyring: Keyring, writer: int, *listed: int, limit: int = 100) -> DataKey
 def loaded(keys: DataKeys, *rows: DataKeyRow) -> StagedKeys:
     staged = StagedKeys(keys)
     staged.load(rows)
+    for row in rows:
+        staged.current(row.owner)  # what was refused is held against its owner
     return staged
 
 

@@ -271,7 +271,9 @@ def test_data_key_is_unwrapped_or_refused_as_named(case: Json) -> None:
     assert row.place(database_id).hex() == case["associated_data"]
     keyring = Keyring(database_id, BlindIndex(bytes(32)), masters(), None)
     with Opened() as opened:
-        StagedKeys(DataKeys(keyring, BACKENDS, 1, 100)).load([row])
+        staged = StagedKeys(DataKeys(keyring, BACKENDS, 1, 100))
+        staged.load([row])
+        staged.current(row.owner)  # what was refused is held against its owner
     if case["expect"] == "ok":
         _, master_id = records.unpack(row.wrapped)
         opened.plaintext = records.open_record(
