@@ -81,7 +81,7 @@ def test_page_gives_the_backend_ids() -> None:
     assert f"{AesGcmBackend.backend_id} AES-256-GCM" in cell
     assert f"{FernetBackend.backend_id} Fernet" in cell
     assert f"{NoOpBackend.backend_id} no-op" in cell
-    assert f"{THIRD_PARTY_IDS[0]:x}-{THIRD_PARTY_IDS[-1]:x} third parties" in cell
+    assert f"{THIRD_PARTY_IDS[0]:#x}-{THIRD_PARTY_IDS[-1]:#x} third parties" in cell
 
 
 def test_page_gives_the_header_as_it_is_written() -> None:
