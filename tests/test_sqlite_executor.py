@@ -12,6 +12,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.storage.connection import Connection, UniqueViolation
 from adk_secure_sessions.storage.sqlite import SqliteExecutor, sqlite_executor
+from adk_secure_sessions.storage.threads import Job
 
 TABLE = sa.Table(
     "numbers", sa.MetaData(), sa.Column("n", sa.Integer, primary_key=True, autoincrement=False)
@@ -109,6 +110,19 @@ async def test_cancelled_while_it_runs_ends_first(numbers: SqliteExecutor) -> No
         await running
     assert await stored(numbers) == [1]
     await numbers.close()
+
+
+async def test_cancelled_as_the_result_arrives_neither_hangs_nor_loses_it() -> None:
+    late: list[int] = []
+    job = Job(lambda connection: 5, on_engine=False, commit=True)
+    task = asyncio.create_task(job.outcome(late.append))
+    await asyncio.sleep(0)
+    assert job.claimed()  # by the thread
+    job.settle(5, None)
+    task.cancel()  # before the task has seen it
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, 5)
+    assert late == [5]
 
 
 async def test_timeout_of_a_running_transaction_is_still_a_timeout(

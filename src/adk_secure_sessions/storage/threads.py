@@ -81,8 +81,8 @@ class Job:
 
     def settle(self, result: Any, error: BaseException | None) -> None:
         """In the event loop: hand over what came of it."""
-        if self._future.done():  # cancelled
-            self._result = [result, error]
+        self._result = [result, error]  # for a cancellation that comes now, or came before
+        if self._future.done():
             if self._ended is not None:
                 self._ended.set()
         elif error is not None:
