@@ -40,7 +40,7 @@ def root_key(key: bytes | str | KeyProvider) -> KeyProvider:
         return key_provider(key)
     if isinstance(key, bytes | bytearray | str):
         return StaticKey(key)
-    if isinstance(key, KeyProvider):
+    if isinstance(key, KeyProvider) and not isinstance(key, type):
         return key
     raise ConfigurationError(
         f"a key must be 32 bytes, base64 text, a key spec or a key provider, "
