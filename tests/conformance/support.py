@@ -1,10 +1,11 @@
 """What the cases share: marks about the reference, its errors, and short ways to say things."""
 
+import asyncio
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import google.adk.errors
 import google.adk.version
@@ -21,6 +22,8 @@ from tests.conformance.services import KINDS, Kind
 APP = "app"
 USER = "user"
 START = 1_700_000_000.0
+
+T = TypeVar("T")
 
 _release = re.match(r"(\d+)\.(\d+)", google.adk.version.__version__)
 assert _release, google.adk.version.__version__
@@ -88,6 +91,18 @@ def event(text: str | None = None, *, delta: dict[str, Any] | None = None, **fie
     if delta is not None:
         fields["actions"] = EventActions(state_delta=delta)
     return Event(**fields)
+
+
+async def together(*calls: Awaitable[T]) -> list[T]:
+    """`asyncio.gather`, but all have ended when the first error is raised.
+
+    What ADK's service was still doing would lose its connection with the test's event loop.
+    """
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]
 
 
 async def create(

@@ -20,6 +20,7 @@ from tests.conformance.support import (
     reference_fails,
     refused_as_stale,
     reload,
+    together,
 )
 
 lost_updates = reference_fails("ADK's concurrent writers of one scope overwrite each other")
@@ -61,7 +62,7 @@ async def test_parallel_appends_through_one_session_object_all_arrive_in_order(
 ) -> None:
     session = await create(service)
     appended = [event(str(n), delta={f"k{n}": n, "last": n}) for n in range(MANY)]
-    results = await asyncio.gather(*(service.append_event(session, e) for e in appended))
+    results = await together(*(service.append_event(session, e) for e in appended))
     assert results == appended
     assert Counter(ids(session.events)) == Counter(ids(appended))
     again = await reload(service, session)
@@ -75,7 +76,7 @@ async def test_parallel_appends_through_own_copies_all_arrive_once_with_retries(
 ) -> None:
     session = await create(service)
     appended = [event(str(n), delta={f"k{n}": n, f"user:k{n}": n}) for n in range(MANY)]
-    await asyncio.gather(*(append_until_accepted(service, session, e) for e in appended))
+    await together(*(append_until_accepted(service, session, e) for e in appended))
     again = await reload(service, session)
     assert Counter(ids(again.events)) == Counter(ids(appended))
     assert again.state == {f"{scope}k{n}": n for n in range(MANY) for scope in ("", "user:")}
@@ -122,7 +123,7 @@ async def test_appends_of_two_services_all_arrive_once_with_retries(
 ) -> None:
     session = await create(service)
     appended = [event(str(n), delta={f"k{n}": n}) for n in range(MANY)]
-    await asyncio.gather(
+    await together(
         *(
             append_until_accepted((service, another_service)[n % 2], session, e)
             for n, e in enumerate(appended)
@@ -139,7 +140,7 @@ async def test_sessions_changing_different_shared_keys_at_once_lose_none(
     service: BaseSessionService, scope: str
 ) -> None:
     sessions = [await create(service, f"s{n}") for n in range(16)]
-    await asyncio.gather(
+    await together(
         *(
             service.append_event(session, event(delta={f"{scope}k{n}": n}))
             for n, session in enumerate(sessions)
@@ -157,7 +158,7 @@ async def test_sessions_created_with_different_shared_keys_at_once_lose_none(
     service: BaseSessionService, scope: str
 ) -> None:
     await create(service, "the first makes the tables")
-    sessions = await asyncio.gather(
+    sessions = await together(
         *(create(service, f"s{n}", state={f"{scope}k{n}": n}) for n in range(16))
     )
     everything = {f"{scope}k{n}": n for n in range(16)}
@@ -172,7 +173,7 @@ async def test_users_of_one_app_changing_shared_keys_at_once_lose_none(
 ) -> None:
     sessions = [await create(service, user_id=f"u{n}") for n in range(8)]
     for round_ in range(3):
-        await asyncio.gather(
+        await together(
             *(
                 service.append_event(
                     session, event(delta={f"app:k{n}": round_, f"user:k{n}": round_})
@@ -192,7 +193,7 @@ async def test_two_services_changing_different_shared_keys_at_once_lose_none(
 ) -> None:
     services = [service, another_service]
     sessions = [await create(service, f"s{n}") for n in range(8)]
-    await asyncio.gather(
+    await together(
         *(
             services[n % 2].append_event(session, event(delta={f"{scope}k{n}": n}))
             for n, session in enumerate(sessions)
@@ -234,7 +235,7 @@ async def test_sessions_living_and_dying_at_once_disturb_no_other(
             assert await reload(service, session) == session
             await delete(service, session)
 
-    await asyncio.gather(*(live(n) for n in range(6)))
+    await together(*(live(n) for n in range(6)))
     assert await listed(service) == []
 
 
@@ -261,7 +262,7 @@ async def test_reader_never_sees_an_event_without_its_state_or_the_reverse(
             (one,) = await listed(service)
             assert one.state["n"] == one.state["user:n"] == one.state["app:n"]
 
-    await asyncio.gather(write(), read(), read())
+    await together(write(), read(), read())
 
 
 async def test_many_sessions_of_many_users_at_once_stay_apart(
@@ -275,7 +276,7 @@ async def test_many_sessions_of_many_users_at_once_stay_apart(
             await service.append_event(session, event(f"{n} {m}", delta={"k": [n, m]}))
         return session
 
-    for session in await asyncio.gather(*(converse(n) for n in range(10))):
+    for session in await together(*(converse(n) for n in range(10))):
         again = await reload(service, session)
         assert again == session
         assert len(again.events) == 5
@@ -346,7 +347,7 @@ async def test_first_use_by_several_services_at_once_makes_the_tables_once(
     open_service: Callable[[], Awaitable[BaseSessionService]],
 ) -> None:
     services = [await open_service() for _ in range(5)]
-    sessions = await asyncio.gather(
+    sessions = await together(
         *(
             create(one, f"s{n}", user_id=f"u{n % 2}", state={f"user:k{n}": n, "k": n})
             for n, one in enumerate(services)
@@ -361,5 +362,5 @@ async def test_first_use_by_several_services_at_once_makes_the_tables_once(
 async def test_first_use_by_many_tasks_at_once_works(service: BaseSessionService) -> None:
     calls: list[Awaitable[Any]] = [create(service, f"s{n}") for n in range(5)]
     calls += [listed(service, None) for _ in range(3)]
-    await asyncio.gather(*calls)
+    await together(*calls)
     assert len(await listed(service)) == 5

@@ -18,6 +18,7 @@ from tests.conformance.support import (
     marker,
     reference_lacks,
     reload,
+    together,
 )
 
 ODD_IDS = {
@@ -180,7 +181,7 @@ async def test_exactly_one_of_many_creators_of_one_id_wins(
 
 async def test_creators_of_different_ids_all_succeed(service: BaseSessionService) -> None:
     await create(service, "the first makes the tables")
-    sessions = await asyncio.gather(*(create(service, f"s{n}") for n in range(20)))
+    sessions = await together(*(create(service, f"s{n}") for n in range(20)))
     assert sorted(ids(sessions)) == sorted(f"s{n}" for n in range(20))
     assert len(await listed(service)) == 21
 

@@ -21,6 +21,7 @@ from tests.conformance.support import (
     only_ours,
     reference_lacks,
     reload,
+    together,
 )
 
 
@@ -71,7 +72,7 @@ async def test_preparing_tables_ahead_is_harmless_however_often(
 ) -> None:
     await service.prepare_tables()
     session = await create(service)
-    await asyncio.gather(*(service.prepare_tables() for _ in range(3)))
+    await together(*(service.prepare_tables() for _ in range(3)))
     assert await reload(service, session) == session
 
 
@@ -154,7 +155,7 @@ def test_service_serves_one_event_loop_after_the_other(
     service = service_of_no_loop
 
     async def at_once() -> None:
-        await asyncio.gather(
+        await together(
             *(append(service, session, event(str(n))) for n in range(5)),
             *(create(service, f"s{n}") for n in range(5)),
             *(listed(service) for n in range(5)),
@@ -223,10 +224,15 @@ async def test_readers_beside_a_writer_see_a_beginning_of_its_events(
     service: BaseSessionService,
 ) -> None:
     session = await create(service)
-    reading = asyncio.gather(*(reload(service, session) for _ in range(50)))
-    for n in range(5):
-        await service.append_event(session, event(str(n)))
-    for seen in await reading:
+
+    async def write() -> list[Session]:
+        for n in range(5):
+            await service.append_event(session, event(str(n)))
+        return []
+
+    reads = (reload(service, session) for _ in range(50))
+    _, read = await together(write(), together(*reads))
+    for seen in read:
         assert ids(seen.events) == ids(session.events)[: len(seen.events)]
     assert await find(service, session) == session
 

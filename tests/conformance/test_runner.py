@@ -25,6 +25,7 @@ from tests.conformance.support import (
     listed,
     reference_lacks,
     reload,
+    together,
 )
 
 # ADK warns of its own experiments and of what it plans to drop.
@@ -292,7 +293,7 @@ async def test_conversations_of_many_users_at_once_stay_apart(
             assert texts(answered) == [f"heard {m}: {n} {m}"]
 
     await create(service, "the first makes the tables")
-    await asyncio.gather(*(converse(n) for n in range(5)))
+    await together(*(converse(n) for n in range(5)))
     for session in await listed(service, None):
         if session.id == "session":
             assert len((await reload(service, session)).events) == 6
