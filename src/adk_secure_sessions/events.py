@@ -1,13 +1,16 @@
 """Events as storage holds them: `length | google-adk version | JSON of the event`."""
 
 import json
+import logging
 from typing import Any
 
 from google.adk.events import Event
 from google.adk.version import __version__ as adk_version
-from pydantic_core import to_jsonable_python
+from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from adk_secure_sessions.errors import ConfigurationError
+
+logger = logging.getLogger(__name__)
 
 _PREFIX = bytes([len(adk_version)]) + adk_version.encode("ascii")
 
@@ -20,11 +23,12 @@ def encode(event: Event) -> bytes:
             return _PREFIX + data
     except Exception:
         pass  # lone surrogates, or values with no JSON form such as callables
-    fields = to_jsonable_python(
-        event.model_dump(exclude_none=True, warnings=False),
-        bytes_mode="base64",
-        serialize_unknown=True,
-    )
+    fields = event.model_dump(exclude_none=True, warnings=False)
+    try:
+        fields = to_jsonable_python(fields, bytes_mode="base64")
+    except PydanticSerializationError:
+        logger.warning("an event holds values without JSON form: their text is stored instead")
+        fields = to_jsonable_python(fields, bytes_mode="base64", serialize_unknown=True)
     return _PREFIX + json.dumps(fields, separators=(",", ":")).encode("ascii")
 
 
