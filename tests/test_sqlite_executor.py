@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from adk_secure_sessions.storage.connection import Connection, UniqueViolation
+from adk_secure_sessions.storage.connection import Change, Connection, UniqueViolation
 from adk_secure_sessions.storage.sqlite import SqliteExecutor, sqlite_executor
 from adk_secure_sessions.storage.threads import Job
 
@@ -35,8 +35,8 @@ async def numbers(executor: SqliteExecutor) -> SqliteExecutor:
 INSERT = sa.insert(TABLE)
 
 
-def add(number: int, connection: Connection) -> int:
-    return connection.run(INSERT, {"n": number})
+def add(number: object, connection: Connection) -> bool:
+    return connection.apply([Change(INSERT, {"n": number})])
 
 
 async def stored(executor: SqliteExecutor) -> list[int]:
@@ -50,7 +50,7 @@ async def test_failing_transaction_takes_only_itself_back(numbers: SqliteExecuto
 
     work = [numbers.write(partial(add, n)) for n in range(5)]
     results = await asyncio.gather(*work, numbers.write(broken), return_exceptions=True)
-    assert [type(result) for result in results] == [int] * 5 + [RuntimeError]
+    assert [type(result) for result in results] == [bool] * 5 + [RuntimeError]
     assert await stored(numbers) == [0, 1, 2, 3, 4]
     await numbers.close()
 
@@ -77,9 +77,10 @@ async def test_unique_violation_is_told_from_other_errors(numbers: SqliteExecuto
     with pytest.raises(UniqueViolation):
         await numbers.write(partial(add, 1))
     with pytest.raises(sa.exc.IntegrityError):
-        await numbers.write(lambda c: c.run(INSERT, {"n": "text"}))
+        await numbers.write(partial(add, "text"))
+    missing = Change(sa.text("INSERT INTO none VALUES (:n)"), {"n": 123456})
     with pytest.raises(sa.exc.OperationalError) as info:
-        await numbers.write(lambda c: c.run(sa.text("INSERT INTO none VALUES (:n)"), {"n": 123456}))
+        await numbers.write(lambda c: c.apply([missing]))
     assert "123456" not in str(info.value)
     await numbers.close()
 

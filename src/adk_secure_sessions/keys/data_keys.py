@@ -90,6 +90,11 @@ class StagedKeys:
         """Whether the keys of all *owners* were loaded before."""
         return all(self._keys.loaded.get(owner) for owner in owners)
 
+    def has_any(self, owner: bytes) -> bool:
+        """Whether this transaction read a key of *owner*."""
+        self._check(owner)
+        return owner in self._generations
+
     def current(self, owner: bytes) -> DataKey | None:
         """The key that seals what *owner* writes, if it is known.  Raises like `open`."""
         self._check(owner)

@@ -12,8 +12,8 @@ from sqlalchemy.pool import StaticPool
 
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.loops import LoopLocks, settled
-from adk_secure_sessions.storage.connection import Row, T, Transaction, UniqueViolation
-from adk_secure_sessions.storage.dialect import any_text, is_unique_violation, sqlite_sql
+from adk_secure_sessions.storage.connection import Change, Row, T, Transaction, apply_in_turn
+from adk_secure_sessions.storage.dialect import any_text, meaning, sqlite_sql
 
 
 class _EngineConnection:
@@ -35,13 +35,12 @@ class _EngineConnection:
         finally:
             driver.text_factory = text_factory  # the connection is the caller's
 
-    def run(self, statement: sa.Executable, parameters: Mapping[str, object]) -> int:
-        try:
-            return self._connection.execute(statement, parameters).rowcount
-        except sa.exc.IntegrityError as error:
-            if not is_unique_violation(error.orig):
-                raise
-        raise UniqueViolation
+    def apply(self, changes: Sequence[Change]) -> bool:
+        return apply_in_turn(self._run, changes)
+
+    def _run(self, statement: sa.Executable, parameters: Mapping[str, object]) -> int:
+        result = self._connection.execute(statement, parameters)
+        return 1 if isinstance(statement, sa.Insert) else result.rowcount  # not all count inserts
 
 
 class AsyncEngineExecutor:
@@ -58,38 +57,15 @@ class AsyncEngineExecutor:
         self._guard = threading.Lock()
 
     async def read(self, transaction: Transaction[T]) -> T:
-        async def run() -> T:
-            async with self._alone(self._single), self._engine.connect() as connection:
-                return await connection.run_sync(
-                    lambda inner: transaction(_EngineConnection(inner))
-                )
-
-        return await self._shielded(run())
+        return await self._shielded(self._transact(transaction, writes=False))
 
     async def write(
         self, transaction: Transaction[T], late: Callable[[T], None] | None = None
     ) -> T:
-        return await self._define(lambda inner: transaction(_EngineConnection(inner)), True, late)
+        return await self._shielded(self._transact(transaction, writes=True), late)
 
     async def define(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
-        return await self._define(work, commit)
-
-    async def _define(
-        self,
-        work: Callable[[sa.Connection], T],
-        commit: bool,
-        late: Callable[[T], None] | None = None,
-    ) -> T:
-        async def run() -> T:
-            async with self._alone(self._sqlite), self._engine.connect() as connection:
-                if commit and self._sqlite:
-                    await connection.run_sync(_begin_immediate)
-                result = await connection.run_sync(work)
-                if commit:
-                    await connection.commit()
-                return result
-
-        return await self._shielded(run(), late)
+        return await self._shielded(self._run(work, commit=commit, alone=self._sqlite))
 
     async def close(self) -> None:
         if tasks := list(self._tasks):
@@ -97,8 +73,30 @@ class AsyncEngineExecutor:
         if self._owned:
             await self._engine.dispose()
 
+    async def _transact(self, transaction: Transaction[T], *, writes: bool) -> T:
+        try:
+            return await self._run(
+                lambda inner: transaction(_EngineConnection(inner)),
+                commit=writes,
+                alone=writes and self._sqlite,
+            )
+        except sa.exc.DBAPIError as error:
+            meant = meaning(error, lost=error.connection_invalidated)
+        except OSError as error:  # could not connect
+            meant = meaning(error)
+        raise meant
+
+    async def _run(self, work: Callable[[sa.Connection], T], *, commit: bool, alone: bool) -> T:
+        async with self._alone(alone), self._engine.connect() as connection:
+            if commit and self._sqlite:
+                await connection.run_sync(_begin_immediate)
+            result = await connection.run_sync(work)
+            if commit:
+                await connection.commit()
+            return result
+
     def _alone(self, needed: bool) -> AbstractAsyncContextManager[None]:
-        return self._locks.hold("connection") if needed else nullcontext()
+        return self._locks.hold("connection") if needed or self._single else nullcontext()
 
     async def _shielded(
         self, work: Coroutine[Any, Any, T], late: Callable[[T], None] | None = None

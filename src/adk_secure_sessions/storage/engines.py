@@ -36,7 +36,7 @@ def executor_for(
                 f"{', '.join(sorted(engine_kwargs))}: options of an engine go with db_url, "
                 "not with db_engine"
             )
-        return AsyncEngineExecutor(db_engine, owned=False)
+        return _for_engine(db_engine, owned=False)
     url = _parse(db_url)
     try:
         if url.get_backend_name() == "sqlite":
@@ -45,7 +45,7 @@ def executor_for(
                     f"the driver of {_shown(url)!r} is not one of {', '.join(_SQLITE_DRIVERS)}"
                 )
             return sqlite_executor(url, engine_kwargs)
-        engine = create_async_engine(url, **{**engine_kwargs, "hide_parameters": True})
+        engine = create_async_engine(url, **_engine_options(engine_kwargs))
     except sa.exc.InvalidRequestError:
         driver = _ASYNC_DRIVERS.get(url.get_backend_name(), "an async driver")
         problem = f"names a synchronous driver: write {url.get_backend_name()}+{driver}://"
@@ -56,8 +56,25 @@ def executor_for(
     except (TypeError, ValueError, sa.exc.ArgumentError) as error:
         problem = f"does not go with these options: {error}"
     else:
-        return AsyncEngineExecutor(engine, owned=True)
+        return _for_engine(engine, owned=True)
     raise ConfigurationError(f"the database URL {_shown(url)!r} {problem}")
+
+
+def _for_engine(engine: AsyncEngine, *, owned: bool) -> Executor:
+    if engine.dialect.driver == "asyncpg":
+        from adk_secure_sessions.storage.postgresql import AsyncpgExecutor
+
+        return AsyncpgExecutor(engine, owned=owned)
+    return AsyncEngineExecutor(engine, owned=owned)
+
+
+def _engine_options(engine_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """*engine_kwargs*, and what suits us where they are silent."""
+    options = {**engine_kwargs, "hide_parameters": True}
+    if "poolclass" not in options:
+        # An overflow connection is made, and thrown away, for a single transaction.
+        options = {"pool_size": 10, "max_overflow": 0, "pool_use_lifo": True, **options}
+    return options
 
 
 def _parse(db_url: object) -> sa.URL:

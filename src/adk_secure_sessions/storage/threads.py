@@ -15,8 +15,13 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from adk_secure_sessions.loops import ended
-from adk_secure_sessions.storage.connection import Row, UniqueViolation
-from adk_secure_sessions.storage.dialect import any_text, is_unique_violation, sqlite_sql
+from adk_secure_sessions.storage.connection import (
+    Change,
+    Row,
+    UniqueViolation,
+    apply_in_turn,
+)
+from adk_secure_sessions.storage.dialect import any_text, meaning, sqlite_sql
 
 logger = logging.getLogger(__name__)
 
@@ -35,13 +40,17 @@ class _SqliteConnection:
     def all(self, statement: sa.Executable, parameters: Mapping[str, object]) -> Sequence[Row]:
         return self.driver.execute(sqlite_sql(statement), parameters).fetchall()
 
-    def run(self, statement: sa.Executable, parameters: Mapping[str, object]) -> int:
+    def apply(self, changes: Sequence[Change]) -> bool:
+        return apply_in_turn(self._run, changes)
+
+    def _run(self, statement: sa.Executable, parameters: Mapping[str, object]) -> int:
         try:
             return self.driver.execute(sqlite_sql(statement), parameters).rowcount
         except sqlite3.IntegrityError as error:
-            if not is_unique_violation(error):
+            meant = meaning(error)
+            if not isinstance(meant, UniqueViolation):
                 raise
-        raise UniqueViolation
+        raise meant
 
 
 class Job:
