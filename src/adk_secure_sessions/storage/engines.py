@@ -11,6 +11,10 @@ from adk_secure_sessions.storage.connection import Executor
 from adk_secure_sessions.storage.sqlite import sqlite_executor
 
 _SQLITE_DRIVERS = ("sqlite", "sqlite+pysqlite", "sqlite+aiosqlite")
+_EXTRAS = {
+    "asyncpg": "'adk-secure-sessions[postgresql]'",
+    "asyncmy": "'adk-secure-sessions[mysql]'",
+}
 _ASYNC_DRIVERS = {"postgresql": "asyncpg", "mysql": "asyncmy", "mariadb": "asyncmy"}
 
 
@@ -52,7 +56,8 @@ def executor_for(
     except sa.exc.NoSuchModuleError:
         problem = "names a database or driver that SQLAlchemy does not know"
     except ImportError as error:
-        problem = f"needs a driver that is not installed: pip install {error.name or 'it'}"
+        extra = _EXTRAS.get(error.name or "", error.name or "it")
+        problem = f"needs a driver that is not installed: pip install {extra}"
     except (TypeError, ValueError, sa.exc.ArgumentError) as error:
         problem = f"does not go with these options: {error}"
     else:

@@ -139,3 +139,5 @@ def _store_external(table: Table) -> None:
 
 for _table in metadata.sorted_tables:
     _store_external(_table)
+    for _dialect in ("mysql", "mariadb"):  # the default may be an engine without transactions
+        _table.kwargs[f"{_dialect}_engine"] = "InnoDB"
