@@ -9,9 +9,11 @@ from google.adk.version import __version__ as adk_version
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.event_parser import EventParser
 
 logger = logging.getLogger(__name__)
 
+_parse = EventParser()
 _PREFIX = bytes([len(adk_version)]) + adk_version.encode("ascii")
 
 
@@ -32,8 +34,8 @@ def encode(event: Event) -> bytes:
     return _PREFIX + json.dumps(fields, separators=(",", ":")).encode("ascii")
 
 
-def decode(plaintext: bytes, row: str) -> Event:
-    """Return the event; *row* names it in errors.
+def decode(plaintext: bytes, session_row: int, seq: int) -> Event:
+    """Return the event; the errors name its row.
 
     Raises:
         ConfigurationError: the installed google-adk cannot read what another version wrote.
@@ -41,7 +43,7 @@ def decode(plaintext: bytes, row: str) -> Event:
     end = 1 + plaintext[0]
     data = plaintext[end:]
     try:
-        return Event.model_validate_json(data)
+        return _parse(data)
     except ValueError:
         pass  # outside, or its text would hang on to ours as context, event included
     try:
@@ -49,7 +51,8 @@ def decode(plaintext: bytes, row: str) -> Event:
         return Event.model_validate(loaded)
     except ValueError:
         pass
+    writer = plaintext[1:end].decode("ascii")
     raise ConfigurationError(
-        f"{row} was written by google-adk {plaintext[1:end].decode('ascii')}, and the installed "
-        f"google-adk {adk_version} cannot read it: install that version or a later one"
+        f"secure_events row {session_row, seq} was written by google-adk {writer}, and the "
+        f"installed google-adk {adk_version} cannot read it: install that version or a later one"
     )

@@ -15,6 +15,7 @@ _EXTRAS = {
     "asyncpg": "'adk-secure-sessions[postgresql]'",
     "asyncmy": "'adk-secure-sessions[mysql]'",
 }
+_POOL_SIZE = 10
 _ASYNC_DRIVERS = {"postgresql": "asyncpg", "mysql": "asyncmy", "mariadb": "asyncmy"}
 
 
@@ -49,7 +50,7 @@ def executor_for(
                     f"the driver of {_shown(url)!r} is not one of {', '.join(_SQLITE_DRIVERS)}"
                 )
             return sqlite_executor(url, engine_kwargs)
-        engine = create_async_engine(url, **_engine_options(engine_kwargs))
+        return _for_server(url, engine_kwargs)
     except sa.exc.InvalidRequestError:
         driver = _ASYNC_DRIVERS.get(url.get_backend_name(), "an async driver")
         problem = f"names a synchronous driver: write {url.get_backend_name()}+{driver}://"
@@ -60,26 +61,25 @@ def executor_for(
         problem = f"needs a driver that is not installed: pip install {extra}"
     except (TypeError, ValueError, sa.exc.ArgumentError) as error:
         problem = f"does not go with these options: {error}"
-    else:
-        return _for_engine(engine, owned=True)
     raise ConfigurationError(f"the database URL {_shown(url)!r} {problem}")
 
 
-def _for_engine(engine: AsyncEngine, *, owned: bool) -> Executor:
+def _for_engine(engine: AsyncEngine, **options: Any) -> Executor:
     if engine.dialect.driver == "asyncpg":
         from adk_secure_sessions.storage.postgresql import AsyncpgExecutor
 
-        return AsyncpgExecutor(engine, owned=owned)
-    return AsyncEngineExecutor(engine, owned=owned)
+        return AsyncpgExecutor(engine, **options)
+    return AsyncEngineExecutor(engine, owned=options["owned"])
 
 
-def _engine_options(engine_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """*engine_kwargs*, and what suits us where they are silent."""
+def _for_server(url: sa.URL, engine_kwargs: dict[str, Any]) -> Executor:
     options = {**engine_kwargs, "hide_parameters": True}
-    if "poolclass" not in options:
+    keep: dict[str, Any] = {}
+    if not options.keys() & {"poolclass", "pool_recycle", "pool_pre_ping", "max_overflow"}:
         # An overflow connection is made, and thrown away, for a single transaction.
-        options = {"pool_size": 10, "max_overflow": 0, "pool_use_lifo": True, **options}
-    return options
+        options = {"pool_size": _POOL_SIZE, "max_overflow": 0, **options}
+        keep = {"keep": options["pool_size"], "timeout": options.get("pool_timeout", 30.0)}
+    return _for_engine(create_async_engine(url, **options), owned=True, **keep)
 
 
 def _parse(db_url: object) -> sa.URL:

@@ -1,90 +1,197 @@
-"""PostgreSQL by asyncpg: each read and each write is one statement on the driver itself.
+"""PostgreSQL by asyncpg: each read and each write is one statement on the driver itself."""
 
-A write is one statement with a data-modifying CTE for each change, each of which asks that the
-one before it met its row.  Where a later one does not, the statement divides by zero: that
-error takes back all of it.
-"""
-
-import functools
-import re
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import PoolProxiedConnection
-from sqlalchemy.dialects.postgresql import asyncpg
-from sqlalchemy.util import await_only, greenlet_spawn
+from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy.util import greenlet_spawn
 
 from adk_secure_sessions.storage.async_engine import AsyncEngineExecutor
 from adk_secure_sessions.storage.connection import (
-    Change,
     Conflict,
     Disconnected,
+    Parameters,
+    Read,
     Row,
+    Steps,
     T,
     Transaction,
 )
 from adk_secure_sessions.storage.dialect import meaning
+from adk_secure_sessions.storage.postgresql_sql import DIVISION_BY_ZERO, compound, query_text
 
-_dialect = asyncpg.dialect(paramstyle="named")  # type: ignore[no-untyped-call]
-_PARAMETER = re.compile(r"(?<![:\w]):(\w+)")
-_DIVISION_BY_ZERO = "22012"
+# Of a parent process, or of an event loop that was torn down: whoever closes one of the
+# former takes it from the parent, and of the latter none can be closed.
+_abandoned: list[PoolProxiedConnection] = []
 
 
 class AsyncpgExecutor(AsyncEngineExecutor):
-    """Takes connections from SQLAlchemy's pool and uses them without SQLAlchemy."""
+    """Takes connections from SQLAlchemy's pool and uses them without SQLAlchemy.
 
-    async def _transact(self, transaction: Transaction[T], *, writes: bool) -> T:
-        async with self._alone(False):
-            return await greenlet_spawn(self._in_greenlet, transaction)
+    Up to *keep* stay with us between operations: a visit to the pool costs as much as a
+    statement.  Of a caller's engine none does.  *timeout*: seconds to wait for one.
+    """
 
-    def _in_greenlet(self, transaction: Transaction[T]) -> T:
+    def __init__(
+        self, engine: AsyncEngine, *, owned: bool, keep: int = 0, timeout: float = 0
+    ) -> None:
+        super().__init__(engine, owned=owned)
+        self._keep = keep
+        self._timeout = timeout
+        self._idle: list[PoolProxiedConnection] = []
+        self._slots = asyncio.Semaphore(keep)
+
+    async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
+        # In no task of its own: a query whose caller is cancelled ends with its connection.
+        self._enter()
         try:
-            pooled = self._connection()
-        except (sa.exc.DBAPIError, OSError) as error:
-            meant = meaning(error)
-        except Exception as error:
-            meant = _translated(error, lost=False)
-        else:
-            return _used(pooled, transaction)
+            return await self._use(lambda driver: _fetch(driver, query, parameters))
+        finally:
+            self._home.leave()
+
+    async def close(self) -> None:
+        for _ in range(self._keep):  # until nobody uses one
+            await self._slots.acquire()
+        for _ in range(self._keep):
+            self._slots.release()
+        await super().close()
+
+    async def _transact(self, transaction: Transaction[T]) -> T:
+        return await self._use(lambda driver: _follow(driver, transaction()))
+
+    async def _run(self, work: Callable[[sa.Connection], T], *, commit: bool, alone: bool) -> T:
+        await self._wait()
+        try:
+            if self._idle:  # make room in the pool
+                self._idle.pop().close()
+            return await super()._run(work, commit=commit, alone=alone)
+        finally:
+            self._signal()
+
+    def _enter(self) -> bool:
+        moved = super()._enter()
+        if moved:
+            _abandoned.extend(self._idle)
+            self._idle.clear()
+            self._slots = asyncio.Semaphore(self._keep)
+        return moved
+
+    async def _release_all(self) -> None:
+        while self._idle:
+            self._idle.pop().close()
+        await super()._release_all()
+
+    async def _use(self, work: Callable[[Any], Awaitable[T]]) -> T:
+        async with self._alone(False):
+            pooled = await self._acquire()
+            driver: Any = pooled.driver_connection
+            usable = False
+            try:
+                result = await work(driver)
+                usable = True
+                return result
+            except Exception as error:
+                meant = _translated(error, lost=driver.is_closed())
+                usable = not isinstance(meant, Disconnected)
+            finally:
+                await self._release(pooled, usable=usable)
         raise meant
 
-    def _connection(self) -> PoolProxiedConnection:
+    async def _acquire(self) -> PoolProxiedConnection:
         """A connection that the server has not closed, so far as is known without asking it."""
-        while _driver(pooled := self._engine.sync_engine.raw_connection()).is_closed():
-            pooled.invalidate()
-        return pooled
+        await self._wait()
+        try:
+            while self._idle:
+                if _is_open(pooled := self._idle.pop()):
+                    return pooled
+                pooled.invalidate()
+            while not _is_open(pooled := await greenlet_spawn(self._checkout)):
+                pooled.invalidate()
+            return pooled
+        except Exception as error:
+            meant = _translated(error, lost=False)
+            self._signal()
+        except BaseException:
+            self._signal()
+            raise
+        raise meant
+
+    def _checkout(self) -> PoolProxiedConnection:
+        return self._engine.sync_engine.raw_connection()
+
+    async def _release(self, pooled: PoolProxiedConnection, *, usable: bool) -> None:
+        try:
+            if not usable:
+                pooled.invalidate()
+            elif self._keep:
+                self._idle.append(pooled)
+            else:
+                await greenlet_spawn(pooled.close)
+        finally:
+            self._signal()
+
+    async def _wait(self) -> None:
+        if not self._keep:
+            return  # SQLAlchemy's pool does the waiting
+        if not self._slots.locked():
+            await self._slots.acquire()
+            return
+        try:
+            async with asyncio.timeout(self._timeout):
+                await self._slots.acquire()
+                return
+        except TimeoutError:
+            pass
+        raise sa.exc.TimeoutError(
+            f"none of {self._keep} connections was free within {self._timeout:g} s: raise pool_size"
+        )
+
+    def _signal(self) -> None:
+        if self._keep:
+            self._slots.release()
 
 
-def _used(pooled: PoolProxiedConnection, transaction: Transaction[T]) -> T:
-    driver = _driver(pooled)
+def _is_open(pooled: PoolProxiedConnection) -> bool:
+    driver: Any = pooled.driver_connection
+    return not driver.is_closed()
+
+
+async def _follow(driver: Any, steps: Steps[T]) -> T:
     try:
-        result = transaction(_AsyncpgConnection(driver))
-    except Exception as error:
-        meant = _translated(error, lost=driver.is_closed())
-    except BaseException:
-        pooled.invalidate()  # the loop is ending, and the answer still on its way
-        raise
-    else:
-        pooled.close()
+        step = next(steps)
+        while True:
+            answer: object
+            if isinstance(step, Read):
+                answer = await _fetch(driver, step.query, step.parameters)
+            else:
+                text, names = compound(
+                    tuple((change.statement, change.any_number) for change in step.changes)
+                )
+                values = [step.changes[number].parameters[name] for number, name in names]
+                answer = bool(await driver.fetchval(text, *values))
+            step = steps.send(answer)
+    except StopIteration as end:
+        result: T = end.value
         return result
-    if isinstance(meant, Disconnected):
-        pooled.invalidate()
-    else:
-        pooled.close()
-    raise meant
 
 
-def _driver(pooled: PoolProxiedConnection) -> Any:
-    return pooled.driver_connection
+async def _fetch(driver: Any, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
+    text, names = query_text(query)
+    rows: Sequence[Row] = await driver.fetch(text, *[parameters[name] for name in names])
+    return rows
 
 
 def _translated(error: Exception, *, lost: bool) -> Exception:
     """The driver's errors as SQLAlchemy's, as everywhere else; without statement or values."""
-    state = getattr(error, "sqlstate", None)
-    if state == _DIVISION_BY_ZERO:
+    state: str | None = getattr(error, "sqlstate", None)
+    if state == DIVISION_BY_ZERO:
         return Conflict()
-    if not isinstance(error, OSError) and not type(error).__module__.startswith("asyncpg"):
+    if isinstance(error, sa.exc.DBAPIError | OSError):
+        return meaning(error)
+    if not type(error).__module__.startswith("asyncpg"):
         return error
     kind: type[sa.exc.DBAPIError] = sa.exc.DBAPIError
     if lost or state is None:
@@ -95,87 +202,3 @@ def _translated(error: Exception, *, lost: bool) -> Exception:
         kind = sa.exc.ProgrammingError
     wrapped = kind(None, None, error, hide_parameters=True, connection_invalidated=lost)
     return meaning(wrapped, lost=lost)
-
-
-class _AsyncpgConnection:
-    """A `Connection` on the driver; every statement is a transaction of its own."""
-
-    __slots__ = ("_driver",)
-
-    def __init__(self, driver: Any) -> None:
-        self._driver = driver
-
-    def all(self, statement: sa.Executable, parameters: Mapping[str, object]) -> Sequence[Row]:
-        text, names = _query(statement)
-        rows: Sequence[Row] = await_only(
-            self._driver.fetch(text, *[parameters[name] for name in names])
-        )
-        return rows
-
-    def apply(self, changes: Sequence[Change]) -> bool:
-        text, names = _compound(tuple((change.statement, change.any_number) for change in changes))
-        values = [changes[number].parameters[name] for number, name in names]
-        met: int = await_only(self._driver.fetchval(text, *values))
-        return bool(met)
-
-
-class _Query(NamedTuple):
-    text: str
-    names: tuple[str, ...]
-
-
-class _Compound(NamedTuple):
-    text: str
-    names: tuple[tuple[int, str], ...]  # which change, which of its parameters
-
-
-@functools.cache
-def _query(statement: sa.Executable) -> _Query:
-    names: list[str] = []
-    return _Query(_numbered(_sql(statement), names, 0), tuple(names))
-
-
-@functools.cache
-def _compound(statements: tuple[tuple[sa.Executable, bool], ...]) -> _Compound:
-    members: list[str] = []
-    names: list[tuple[int, str]] = []
-    before = ""  # the last change that has to meet a row
-    for number, (statement, any_number) in enumerate(statements):
-        own: list[str] = []
-        text = _numbered(_sql(statement), own, len(names))
-        names += [(number, name) for name in own]
-        if before:
-            text = _only_if(text, f"EXISTS (SELECT FROM {before})")
-        members.append(f"c{number} AS ({text} RETURNING 1)")
-        if not any_number:
-            before = f"c{number}"
-    # Only names of our own are joined into the text: values are parameters.
-    text = (
-        f"WITH {', '.join(members)} SELECT CASE WHEN EXISTS (SELECT FROM c0) "  # noqa: S608
-        f"THEN 1 / (SELECT count(*) FROM {before}) ELSE 0 END"
-    )
-    return _Compound(text, tuple(names))
-
-
-def _sql(statement: sa.Executable) -> str:
-    assert isinstance(statement, sa.ClauseElement)
-    return str(statement.compile(dialect=_dialect))
-
-
-def _numbered(text: str, names: list[str], offset: int) -> str:
-    """*text* with `$1` for `:name`; *names* becomes theirs, in order."""
-
-    def number(match: re.Match[str]) -> str:
-        name = match[1]
-        if name not in names:
-            names.append(name)
-        return f"${offset + names.index(name) + 1}"
-
-    return _PARAMETER.sub(number, text)
-
-
-def _only_if(text: str, condition: str) -> str:
-    values = re.fullmatch(r"(INSERT INTO .*) VALUES \((.*)\)", text, re.DOTALL)
-    return (
-        f"{values[1]} SELECT {values[2]} WHERE {condition}" if values else f"{text} AND {condition}"
-    )

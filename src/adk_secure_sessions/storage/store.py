@@ -24,7 +24,6 @@ from adk_secure_sessions.storage.connection import (
     Conflict,
     Disconnected,
     Executor,
-    Row,
     T,
     UniqueViolation,
 )
@@ -130,7 +129,7 @@ class Store:
         app_name: str,
         user_id: str,
         session_id: str,
-        decode: Callable[[bytes, str], T],
+        decode: Callable[[bytes, int, int], T],
         *,
         limit: int | None = None,
         after: int | None = None,
@@ -159,10 +158,12 @@ class Store:
             for start in range(0, len(found.events), _CHUNK):
                 if start:
                     await asyncio.sleep(0)
-                for row in found.events[start : start + _CHUNK]:
-                    plaintext = seals.open_event(context, session, row)
+                rows = found.events[start : start + _CHUNK]
+                for row, plaintext in zip(
+                    rows, seals.open_events(context, session, rows), strict=True
+                ):
                     if after is None or row[2] >= after:
-                        events.append(decode(plaintext, f"secure_events row {session.id, row[1]}"))
+                        events.append(decode(plaintext, session.id, row[1]))
             return _view(session, user, app), events
 
         result = await self._attempt(who, attempt)
@@ -296,8 +297,7 @@ class Store:
     async def _read(
         self, context: Context, query: sql.Query, parameters: dict[str, object]
     ) -> Found:
-        found: list[Row] = list(await self._executor.read(lambda c: c.all(query, parameters)))
-        result = Found(found)
+        result = Found(await self._executor.read(query, parameters))
         context.keys.load(result.keys)
         return result
 

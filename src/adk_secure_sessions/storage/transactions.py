@@ -1,4 +1,4 @@
-"""The transactions, as plain functions over a connection.
+"""The transactions, as generators of what they ask of the database.
 
 Each reads, opens what it read, and then applies all of its changes at once: a row that cannot
 be opened is never overwritten, and a server need not hold a transaction open in between.
@@ -10,7 +10,7 @@ from adk_secure_sessions.errors import TamperedError
 from adk_secure_sessions.states import JsonObject, dumps, loads
 from adk_secure_sessions.storage import seals
 from adk_secure_sessions.storage import statements as sql
-from adk_secure_sessions.storage.connection import Change, Conflict, Connection
+from adk_secure_sessions.storage.connection import Apply, Change, Conflict, Read, Steps
 from adk_secure_sessions.storage.ids import new_row_key
 from adk_secure_sessions.storage.owners import Changes, add_witness, change_app, change_user
 from adk_secure_sessions.storage.rows import NO_BASE, Context, Found, Owner, StoredSession
@@ -69,21 +69,20 @@ class Expected(NamedTuple):
 
 
 def create_session(
-    connection: Connection,
     context: Context,
     app_delta: JsonObject,
     user_delta: JsonObject,
     state: JsonObject,
     now: int,
     sent: Sent,
-) -> Created:
+) -> Steps[Created]:
     """Store a new session, and the app and the user if they are new.
 
     Raises:
         DuplicateSession: the id is taken; nothing was changed.
     """
     who = context.who
-    found = _read(connection, context)
+    found = yield from _read(context)
     app = seals.open_app(context, found)
     user = seals.open_user(context, found)
     if found.sessions and found.sessions[0][1] not in sent.sessions:
@@ -116,18 +115,17 @@ def create_session(
     changes.append(Change(sql.INSERT_SESSION, row))
     add_witness(changes, context, who.user_tag, session.tag, session.id)
     sent.sessions.add(session.id)
-    _apply(connection, changes)
+    yield from _apply(changes)
     return Created(session, app, user)
 
 
 def append_event(
-    connection: Connection,
     context: Context,
     known: StoredSession | None,
     expected: Expected,
     event: NewEvent,
     sent: Sent,
-) -> StoredSession:
+) -> Steps[StoredSession]:
     """Store *event* and its changes of state at the head of the session.
 
     *known* is the session as this process last saw it, which saves a read while it still
@@ -143,15 +141,15 @@ def append_event(
         step = _advance(context, known, event)
         if step:
             sent.events[step.record] = step.session
-            if connection.apply(step.changes):
+            if (yield Apply(step.changes)):
                 return step.session
-    found = _read(connection, context)
+    found = yield from _read(context)
     user = seals.open_user(context, found)
     session = seals.open_session(context, found, user)
     if session is None or user is None:
         raise MissingSession
     if expected != (session.id, session.revision):
-        return _sent_before(connection, expected, sent)
+        return (yield from _sent_before(expected, sent))
     owners: Changes = []
     if event.app_delta:
         app = seals.open_app(context, found)
@@ -162,13 +160,13 @@ def append_event(
     step = _advance(context, session, event)
     assert step is not None, "its base was read"
     sent.events[step.record] = step.session
-    _apply(connection, step.changes + owners)
+    yield from _apply(step.changes + owners)
     return step.session
 
 
-def delete_session(connection: Connection, context: Context) -> None:
+def delete_session(context: Context) -> Steps[None]:
     """Delete the session and its events; none is no error."""
-    found = _read(connection, context)
+    found = yield from _read(context)
     session = seals.open_session(context, found, seals.open_user(context, found))
     if session is None:
         return
@@ -181,26 +179,25 @@ def delete_session(connection: Connection, context: Context) -> None:
     ]
     if session.base_revision != NO_BASE:
         changes.append(Change(sql.DELETE_BASE, at_row))
-    _apply(connection, changes)
+    yield from _apply(changes)
 
 
-def _read(connection: Connection, context: Context) -> Found:
-    query = sql.SESSION_WITHOUT_EVENTS[context.with_keys]
-    found = Found(connection.all(query, context.who.tags()))
+def _read(context: Context) -> Steps[Found]:
+    found = Found((yield Read(sql.SESSION_WITHOUT_EVENTS[context.with_keys], context.who.tags())))
     context.keys.load(found.keys)
     return found
 
 
-def _apply(connection: Connection, changes: Changes) -> None:
-    if not connection.apply(changes):
+def _apply(changes: Changes) -> Steps[None]:
+    if not (yield Apply(changes)):
         raise Conflict
 
 
-def _sent_before(connection: Connection, expected: Expected, sent: Sent) -> StoredSession:
+def _sent_before(expected: Expected, sent: Sent) -> Steps[StoredSession]:
     """What an attempt of ours stored whose answer was lost, if it did."""
     if sent.events:
         where = {"session_row": expected.session_row, "seq": expected.revision}
-        for row in connection.all(sql.EVENT_AT, where):
+        for row in (yield Read(sql.EVENT_AT, where)):
             if updated := sent.events.get(row[8]):
                 return updated
     raise StaleRevision
