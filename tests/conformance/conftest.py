@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 from google.adk.sessions import BaseSessionService
+from sqlalchemy import URL
 
-from tests.conformance.services import KINDS, Kind
+from tests.conformance.services import MAIN_KINDS, Kind, file_in
 from tests.conformance.support import each_kind
+from tests.servers import Server
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -16,18 +18,29 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
-kind = each_kind(*KINDS)
+kind = each_kind(*MAIN_KINDS)
+
+
+@pytest.fixture
+def url(request: pytest.FixtureRequest, kind: Kind, tmp_path: Path) -> Iterator[URL]:
+    """An empty database."""
+    if kind.server is None:
+        yield file_in(tmp_path)
+        return
+    server: Server = request.getfixturevalue(kind.server)
+    with server.database() as database:
+        yield database.set(drivername=kind.driver)
 
 
 @pytest.fixture
 async def open_service(
-    kind: Kind, tmp_path: Path
+    kind: Kind, url: URL
 ) -> AsyncIterator[Callable[[], Awaitable[BaseSessionService]]]:
     """Open a service on this test's database; all are closed at its end."""
     async with AsyncExitStack() as stack:
 
         async def open_one() -> BaseSessionService:
-            return await stack.enter_async_context(kind.open(tmp_path))
+            return await stack.enter_async_context(kind.open(url))
 
         yield open_one
 
@@ -52,9 +65,9 @@ async def another_service(
 
 
 @pytest.fixture
-def service_of_no_loop(kind: Kind, tmp_path: Path) -> Iterator[BaseSessionService]:
+def service_of_no_loop(kind: Kind, url: URL) -> Iterator[BaseSessionService]:
     """A service that was opened in, and will be closed in, a loop that no call uses."""
-    opened = kind.open(tmp_path)
+    opened = kind.open(url)
 
     async def enter() -> BaseSessionService:
         return await opened.__aenter__()

@@ -9,7 +9,7 @@ from typing import Any
 
 from google.adk.sessions import BaseSessionService
 from google.adk.sessions.database_session_service import DatabaseSessionService
-from sqlalchemy import event
+from sqlalchemy import URL, event
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
@@ -20,32 +20,35 @@ KEY = os.urandom(32)
 
 @dataclass(frozen=True)
 class Kind:
-    """A way to have a session service on a database that lives in a given directory."""
+    """A way to have a session service on a database that is given by its URL."""
 
-    open: Callable[[Path], AbstractAsyncContextManager[BaseSessionService]]
+    open: Callable[[URL], AbstractAsyncContextManager[BaseSessionService]]
+    driver: str = "sqlite+aiosqlite"
+    # The fixture that is the server where the database lives; none: in a file.
+    server: str | None = None
     is_reference: bool = False
-    # Whether opening the same directory again gives the same database.
+    # Whether opening the same URL again gives the same database.
     is_shared: bool = True
     # Whether several event loops may use one service at once, each in its thread.
-    is_threaded: bool = True
+    is_threaded: bool = False
 
 
-DATABASE = "sessions.db"
 _adk_tables: list[bytes] = []
 
 
-def url_in(directory: Path) -> str:
-    return f"sqlite+aiosqlite:///{directory / DATABASE}"
+def file_in(directory: Path) -> URL:
+    """The URL of a SQLite file."""
+    return URL.create("sqlite+aiosqlite", database=str(directory / "sessions.db"))
 
 
 @asynccontextmanager
-async def adk(directory: Path) -> AsyncIterator[BaseSessionService]:
+async def adk(url: URL) -> AsyncIterator[BaseSessionService]:
     # Most of the run's time is the reference's: give it its tables ready-made, and spare
     # it the waiting for the disk.  Nothing here pulls the plug on it.
-    database = directory / DATABASE
+    database = Path(url.database or "")
     if _adk_tables and not database.exists():
         database.write_bytes(_adk_tables[0])
-    service = DatabaseSessionService(url_in(directory))
+    service = DatabaseSessionService(url.render_as_string())
     event.listen(service.db_engine.sync_engine, "connect", _without_sync)
     try:
         if not _adk_tables:
@@ -57,21 +60,21 @@ async def adk(directory: Path) -> AsyncIterator[BaseSessionService]:
 
 
 @asynccontextmanager
-async def encrypted_file(directory: Path) -> AsyncIterator[BaseSessionService]:
-    async with EncryptedSessionService(url_in(directory), AesGcmBackend(KEY)) as service:
+async def encrypted(url: URL) -> AsyncIterator[BaseSessionService]:
+    text = url.render_as_string(hide_password=False)
+    async with EncryptedSessionService(text, AesGcmBackend(KEY)) as service:
         yield service
 
 
 @asynccontextmanager
-async def encrypted_memory(directory: Path) -> AsyncIterator[BaseSessionService]:
-    url = "sqlite+aiosqlite:///:memory:"
-    async with EncryptedSessionService(url, AesGcmBackend(KEY)) as service:
+async def encrypted_memory(url: URL) -> AsyncIterator[BaseSessionService]:
+    async with EncryptedSessionService(url.set(database=":memory:"), AesGcmBackend(KEY)) as service:
         yield service
 
 
 @asynccontextmanager
-async def encrypted_engine(directory: Path) -> AsyncIterator[BaseSessionService]:
-    engine = create_async_engine(url_in(directory))
+async def encrypted_engine(url: URL) -> AsyncIterator[BaseSessionService]:
+    engine = create_async_engine(url)
     try:
         async with EncryptedSessionService(db_engine=engine, backend=AesGcmBackend(KEY)) as service:
             yield service
@@ -79,13 +82,24 @@ async def encrypted_engine(directory: Path) -> AsyncIterator[BaseSessionService]
         await engine.dispose()
 
 
+# SQLAlchemy's async engines serve one event loop at a time; our threads for SQLite serve any.
 KINDS: dict[str, Kind] = {
-    "adk": Kind(adk, is_reference=True, is_threaded=False),
-    "encrypted-file": Kind(encrypted_file),
-    "encrypted-memory": Kind(encrypted_memory, is_shared=False),
-    # SQLAlchemy's async engines serve one event loop at a time.
-    "encrypted-engine": Kind(encrypted_engine, is_threaded=False),
+    "adk": Kind(adk, is_reference=True),
+    "encrypted-file": Kind(encrypted, is_threaded=True),
+    "encrypted-memory": Kind(encrypted_memory, is_shared=False, is_threaded=True),
+    "encrypted-engine": Kind(encrypted_engine),
+    "encrypted-postgresql": Kind(encrypted, "postgresql+asyncpg", "postgresql"),
+    "encrypted-postgresql-engine": Kind(encrypted_engine, "postgresql+asyncpg", "postgresql"),
+    "encrypted-psycopg": Kind(encrypted, "postgresql+psycopg", "postgresql"),
+    "encrypted-mariadb": Kind(encrypted, "mariadb+asyncmy", "mariadb"),
+    "encrypted-mariadb-engine": Kind(encrypted_engine, "mysql+asyncmy", "mariadb"),
 }
+# Every case runs on these; on the rest run those that may depend on the driver or the engine.
+MAIN_KINDS = [
+    *("adk", "encrypted-file", "encrypted-memory", "encrypted-engine"),
+    *("encrypted-postgresql", "encrypted-mariadb"),
+]
+ENGINES = [name for name, kind in KINDS.items() if kind.open is encrypted_engine]
 
 
 def _without_sync(connection: Any, _record: object) -> None:

@@ -5,12 +5,13 @@ from google.adk.events.event import Event
 from google.adk.events.event_actions import EventActions
 from google.adk.sessions import BaseSessionService, Session
 
-from tests.conformance.services import Kind
+from tests.conformance.services import KINDS, Kind
 from tests.conformance.support import (
     APP,
     START,
     USER,
     create,
+    each_kind,
     event,
     find,
     ids,
@@ -19,6 +20,8 @@ from tests.conformance.support import (
     reference_lacks,
     reload,
 )
+
+kind = each_kind(*KINDS)
 
 
 async def test_append_returns_and_keeps_the_callers_event_object(

@@ -8,10 +8,12 @@ from google.adk.errors.session_not_found_error import SessionNotFoundError
 from google.adk.events.event import Event
 from google.adk.sessions import BaseSessionService, Session
 
+from tests.conformance.services import KINDS
 from tests.conformance.support import (
     STALE,
     create,
     delete,
+    each_kind,
     event,
     find,
     ids,
@@ -22,6 +24,8 @@ from tests.conformance.support import (
     reload,
     together,
 )
+
+kind = each_kind(*KINDS)
 
 lost_updates = reference_fails("ADK's concurrent writers of one scope overwrite each other")
 locked_by_cancelling = only_ours("a cancelled append can leave ADK's database locked for seconds")

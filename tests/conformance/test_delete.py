@@ -1,12 +1,13 @@
 import pytest
 from google.adk.sessions import BaseSessionService
 
-from tests.conformance.services import Kind
+from tests.conformance.services import KINDS, Kind
 from tests.conformance.support import (
     APP,
     USER,
     create,
     delete,
+    each_kind,
     event,
     find,
     listed,
@@ -14,6 +15,8 @@ from tests.conformance.support import (
     refused_as_stale,
     reload,
 )
+
+kind = each_kind(*KINDS)
 
 
 async def test_deleted_session_is_gone(service: BaseSessionService) -> None:

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 from google.adk.events.event import Event
 from google.adk.sessions import BaseSessionService, Session
-from sqlalchemy import text
+from sqlalchemy import URL, text
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
-from tests.conformance.services import KEY, Kind, url_in
+from tests.conformance.services import ENGINES, KEY, KINDS, Kind
 from tests.conformance.support import (
     create,
+    each_kind,
     event,
     find,
     ids,
@@ -23,6 +24,8 @@ from tests.conformance.support import (
     reload,
     together,
 )
+
+kind = each_kind(*KINDS)
 
 
 async def test_service_is_one_of_adks(service: BaseSessionService) -> None:
@@ -76,18 +79,18 @@ async def test_preparing_tables_ahead_is_harmless_however_often(
     assert await reload(service, session) == session
 
 
-async def test_conversation_goes_on_in_a_new_service(kind: Kind, tmp_path: Path) -> None:
+async def test_conversation_goes_on_in_a_new_service(kind: Kind, url: URL) -> None:
     if not kind.is_shared:
         pytest.skip("a database in memory ends with its service")
-    async with kind.open(tmp_path) as service:
+    async with kind.open(url) as service:
         session = await create(service, state={"k": [1], "user:u": 1, "app:a": 1})
         await service.append_event(session, event("before", delta={"l": 2}))
-    async with kind.open(tmp_path) as service:
+    async with kind.open(url) as service:
         again = await reload(service, session)
         assert again == session
         # Even through an object that outlived the service it came from.
         await service.append_event(session, event("after", delta={"m": 3}))
-    async with kind.open(tmp_path) as service:
+    async with kind.open(url) as service:
         assert await reload(service, session) == session
         assert await listed(service) == [session.model_copy(update={"events": []})]
 
@@ -114,20 +117,20 @@ async def test_one_service_asks_for_what_another_makes_later(
 
 
 @only_ours("closing twice, and what happens then, is ours to promise")
-async def test_closing_twice_is_harmless(tmp_path: Path) -> None:
-    service = EncryptedSessionService(url_in(tmp_path), AesGcmBackend(KEY))
+async def test_closing_twice_is_harmless(service: EncryptedSessionService) -> None:
     await create(service)
     await service.close()
     await service.close()
 
 
-async def test_closing_before_use_is_harmless(kind: Kind, tmp_path: Path) -> None:
-    async with kind.open(tmp_path):
+async def test_closing_before_use_is_harmless(kind: Kind, url: URL) -> None:
+    async with kind.open(url):
         pass
 
 
-async def test_closing_leaves_the_callers_engine_open(tmp_path: Path) -> None:
-    engine = create_async_engine(url_in(tmp_path))
+@pytest.mark.parametrize("kind", ENGINES, indirect=True)
+async def test_closing_leaves_the_callers_engine_open(url: URL) -> None:
+    engine = create_async_engine(url)
     try:
         async with EncryptedSessionService(db_engine=engine, backend=AesGcmBackend(KEY)) as service:
             await create(service)
@@ -138,10 +141,12 @@ async def test_closing_leaves_the_callers_engine_open(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["sqlite+aiosqlite:///{}/x.db", "sqlite:///{}/x.db", "sqlite+aiosqlite:///:memory:"]
+    "template",
+    ["sqlite+aiosqlite:///{}/x.db", "sqlite:///{}/x.db", "sqlite+aiosqlite:///:memory:"],
 )
-async def test_url_as_adks_users_write_them_is_understood(tmp_path: Path, url: str) -> None:
-    async with EncryptedSessionService(url.format(tmp_path), AesGcmBackend(KEY)) as service:
+async def test_url_as_adks_users_write_them_is_understood(tmp_path: Path, template: str) -> None:
+    url = template.format(tmp_path)
+    async with EncryptedSessionService(url, AesGcmBackend(KEY)) as service:
         session = await create(service)
         await service.append_event(session, event("text"))
         assert await reload(service, session) == session

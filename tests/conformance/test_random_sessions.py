@@ -5,7 +5,6 @@ import json
 import math
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from google.genai import types
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.conformance.services import KINDS
+from tests.conformance.services import KINDS, file_in
 from tests.conformance.support import ADK, NEWEST_READ, START, create, find, listed
 from tests.conformance.values import RICH
 
@@ -105,9 +104,9 @@ def services(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[asyncio.Runner, BaseSessionService, BaseSessionService]]:
     """Both, opened once: examples keep apart by the names of their apps."""
-    directory: Path = tmp_path_factory.mktemp("random")
-    reference = KINDS["adk"].open(directory)
-    ours = KINDS["encrypted-memory"].open(directory)
+    url = file_in(tmp_path_factory.mktemp("random"))
+    reference = KINDS["adk"].open(url)
+    ours = KINDS["encrypted-memory"].open(url)
     with asyncio.Runner() as runner:
 
         async def enter() -> tuple[BaseSessionService, BaseSessionService]:

@@ -36,7 +36,9 @@ pytestmark = [
 ]
 
 
-kind = each_kind("adk", "encrypted-file", "encrypted-engine")
+kind = each_kind(
+    "adk", "encrypted-file", "encrypted-engine", "encrypted-postgresql", "encrypted-mariadb"
+)
 
 
 def runner_for(service: BaseSessionService, agent: BaseAgent | None = None, **app: Any) -> Runner:
