@@ -69,6 +69,7 @@ class AsyncEngineExecutor:
         try:
             return await self._run(work, commit=writes, alone=writes and self._sqlite)
         except sa.exc.DBAPIError as error:
+            error.hide_parameters = True  # which a caller's engine need not
             meant = meaning(error, lost=error.connection_invalidated)
         except OSError as error:  # could not connect
             meant = meaning(error)

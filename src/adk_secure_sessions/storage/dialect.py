@@ -84,11 +84,12 @@ def meaning(error: Exception, *, lost: bool = False) -> Exception:
     *lost* is what the driver knows of the connection.
     """
     driver: Any = error.orig if isinstance(error, sa.exc.DBAPIError) else error
-    code = getattr(driver, "sqlite_errorname", None) or getattr(driver, "sqlstate", None)
-    code = code or next((arg for arg in driver.args if isinstance(arg, int)), None)
-    gone = code in _GONE or str(code).startswith("08")  # SQLSTATE's class of connections
+    state = getattr(driver, "sqlstate", None)
+    codes = {state, getattr(driver, "sqlite_errorname", None)}
+    codes.update(arg for arg in driver.args if isinstance(arg, int))
+    gone = codes & _GONE or str(state).startswith("08")  # SQLSTATE's class of connections
     if lost or gone or isinstance(driver, OSError):
         return Disconnected(error)
-    if code in _UNIQUE:
+    if codes & _UNIQUE:
         return UniqueViolation()
-    return Conflict() if code in _CONFLICT else error
+    return Conflict() if codes & _CONFLICT else error
