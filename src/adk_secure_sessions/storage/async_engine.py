@@ -23,6 +23,9 @@ from adk_secure_sessions.storage.connection import (
 from adk_secure_sessions.storage.dialect import any_text, meaning, sqlite_sql
 
 
+_COUNTED = {"preserve_rowcount": True}  # of inserts too
+
+
 class AsyncEngineExecutor:
     """Runs each transaction in a task of its own, which a cancelled caller waits for."""
 
@@ -200,8 +203,7 @@ def _fetch(
 
 
 def _write(connection: sa.Connection, statement: sa.Executable, parameters: Parameters) -> int:
-    result = connection.execute(statement, parameters)
-    return 1 if isinstance(statement, sa.Insert) else result.rowcount  # not all count inserts
+    return connection.execute(statement, parameters, execution_options=_COUNTED).rowcount
 
 
 def _begin_immediate(connection: sa.Connection) -> None:

@@ -100,7 +100,7 @@ class Store:
         session_id: str,
         app_delta: JsonObject,
         user_delta: JsonObject,
-        state: JsonObject,
+        state: bytes,
         now: int,
     ) -> View:
         """Raises transactions.DuplicateSession."""
@@ -112,6 +112,7 @@ class Store:
                 partial(
                     transactions.create_session,
                     context=context,
+                    trusting=first,
                     app_delta=app_delta,
                     user_delta=user_delta,
                     state=state,
@@ -159,11 +160,13 @@ class Store:
                 if start:
                     await asyncio.sleep(0)
                 rows = found.events[start : start + _CHUNK]
-                for row, plaintext in zip(
-                    rows, seals.open_events(context, session, rows), strict=True
-                ):
-                    if after is None or row[2] >= after:
-                        events.append(decode(plaintext, session.id, row[1]))
+                # First all of one kind of work, then all of the other: half as fast in turn.
+                opened = seals.open_events(context, session, rows)
+                events += [
+                    decode(plaintext, session.id, row[1])
+                    for row, plaintext in zip(rows, opened, strict=True)
+                    if after is None or row[2] >= after
+                ]
             return _view(session, user, app), events
 
         result = await self._attempt(who, attempt)
@@ -210,11 +213,20 @@ class Store:
         """Delete a session and its events; none is no error."""
         who = await self._identify(app_name, user_id, session_id)
 
+        opened = await self._opened()
+        known = opened.sessions.get(who.session_tag)
+
         async def attempt(context: Context, first: bool) -> None:
-            await self._executor.write(partial(transactions.delete_session, context=context))
+            await self._executor.write(
+                partial(
+                    transactions.delete_session,
+                    context=context,
+                    known=known if first else None,
+                )
+            )
 
         await self._attempt(who, attempt, writes=True)
-        (await self._opened()).sessions.drop(who.session_tag)
+        opened.sessions.drop(who.session_tag)
 
     async def append(
         self,
