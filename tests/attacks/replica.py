@@ -27,24 +27,24 @@ class Replica:
         self._engine = sa.create_engine(url)
         self._name = driver.partition("+")[0]
         self._known: dict[str, Rows] = {}  # what both hold, as far as is known
-        self._as_made = False
+        self._as_made = False  # but for the constraints of some tables
+        self._lifted: set[str] = set()
 
     def close(self) -> None:
         self._engine.dispose()
 
     def reset(self) -> None:
-        """Have our tables, as we make them, with nobody knows what in them."""
-        self._known = {}
-        if self._as_made:
+        """Have our tables as we make them, whatever is in them."""
+        if self._as_made and not self._lifted:
             return
         with self._engine.begin() as connection:
             there = sa.inspect(connection)
-            for view in there.get_view_names():
+            for view in [] if self._as_made else there.get_view_names():
                 connection.exec_driver_sql(f"DROP VIEW {view}")
-            for table in there.get_table_names():
+            for table in self._lifted if self._as_made else there.get_table_names():
                 connection.exec_driver_sql(f"DROP TABLE {table}")
             metadata.create_all(connection)
-        self._as_made = True
+        self._as_made, self._lifted = True, set()
 
     def define(self, *statements: str) -> None:
         """Change the tables themselves."""
@@ -57,7 +57,7 @@ class Replica:
         """Keep the columns and their types, but no key and no NOT NULL.  The rows go."""
         columns = [sa.Column(column.name, column.type) for column in metadata.tables[name].columns]
         bare = sa.Table(name, sa.MetaData(), *columns)
-        self._as_made = False
+        self._lifted.add(name)
         self._known[name] = []
         with self._engine.begin() as connection:
             bare.drop(connection)
