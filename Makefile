@@ -51,7 +51,9 @@ test-matrix: $(ADK_MATRIX:%=test-matrix-%) ## run every test against the oldest,
 test-matrix-%:
 	$(MAKE) test-adk ADK=$*
 
-bench: .venv/.installed ## measure our service beside ADK's own
+# About eight minutes; BENCH_SECONDS (2.5) is for each comparison.  A part of it:
+# make bench ARGS='-k "postgresql and get"'; places are sqlite, postgresql and distant.
+bench: .venv/.installed ## measure our service beside ADK's own and beside the bare drivers
 	$(BIN)/python -m pytest tests/benchmarks -m benchmark -s $(ARGS)
 
 clean: ## remove environments, caches and reports

@@ -26,7 +26,7 @@ def parsed(plaintext: bytes) -> tuple[str, Any]:
 
 
 def roundtrip(event: Event) -> Event:
-    return events.decode(events.encode(event), ROW)
+    return events.decode(events.encode(event), 1, 0)
 
 
 def test_plaintext_is_version_and_json() -> None:
@@ -112,7 +112,7 @@ UNREADABLE = {
 @pytest.mark.parametrize("data", UNREADABLE.values(), ids=UNREADABLE)
 def test_event_of_another_release_is_refused_by_both_versions_names(data: bytes) -> None:
     with pytest.raises(ConfigurationError) as info:
-        events.decode(b"\x0599.99" + data, ROW)
+        events.decode(b"\x0599.99" + data, 1, 0)
     assert ROW in str(info.value)
     assert "99.99" in str(info.value)
     assert adk_version in str(info.value)
@@ -121,7 +121,7 @@ def test_event_of_another_release_is_refused_by_both_versions_names(data: bytes)
 @pytest.mark.parametrize("data", UNREADABLE.values(), ids=UNREADABLE)
 def test_refusal_of_an_event_does_not_repeat_it(data: bytes) -> None:
     with pytest.raises(ConfigurationError) as info:
-        events.decode(b"\x0599.99" + data, ROW)
+        events.decode(b"\x0599.99" + data, 1, 0)
     assert "7Qx" not in str(info.value)
     assert info.value.__context__ is None
     assert info.value.__cause__ is None

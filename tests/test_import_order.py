@@ -14,6 +14,7 @@ LAYERS = (
     {"errors", "loops", "lru"},
     {"aead"},
     {"records"},
+    {"event_parser"},
     {"events", "states"},  # for the service; free of keys, backends and storage
     {"keys"},
     {"backends"},

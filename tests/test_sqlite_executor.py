@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from adk_secure_sessions.storage.connection import Connection, UniqueViolation
+from adk_secure_sessions.storage import threads
+from adk_secure_sessions.storage.connection import (
+    Apply,
+    Change,
+    Read,
+    Steps,
+    UniqueViolation,
+)
 from adk_secure_sessions.storage.sqlite import SqliteExecutor, sqlite_executor
 from adk_secure_sessions.storage.threads import Job
 
@@ -35,36 +42,51 @@ async def numbers(executor: SqliteExecutor) -> SqliteExecutor:
 INSERT = sa.insert(TABLE)
 
 
-def add(number: int, connection: Connection) -> int:
-    return connection.run(INSERT, {"n": number})
+def add(number: object) -> Steps[bool]:
+    return bool((yield Apply([Change(INSERT, {"n": number})])))
+
+
+def add_slowly(number: int) -> Steps[bool]:
+    time.sleep(0.2)
+    return (yield from add(number))
+
+
+def wait() -> Steps[None]:
+    time.sleep(0.2)
+    yield from ()
 
 
 async def stored(executor: SqliteExecutor) -> list[int]:
-    return [row[0] for row in await executor.read(lambda c: c.all(ALL, {}))]
+    return [row[0] for row in await executor.read(ALL, {})]
 
 
 async def test_failing_transaction_takes_only_itself_back(numbers: SqliteExecutor) -> None:
-    def broken(connection: Connection) -> None:
-        add(7, connection)
+    def broken() -> Steps[None]:
+        yield from add(7)
         raise RuntimeError("no")
 
     work = [numbers.write(partial(add, n)) for n in range(5)]
     results = await asyncio.gather(*work, numbers.write(broken), return_exceptions=True)
-    assert [type(result) for result in results] == [int] * 5 + [RuntimeError]
+    assert [type(result) for result in results] == [bool] * 5 + [RuntimeError]
     assert await stored(numbers) == [0, 1, 2, 3, 4]
     await numbers.close()
 
 
-async def test_transactions_that_queue_up_share_a_commit(tmp_path: Path) -> None:
+async def test_transactions_that_queue_up_share_a_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     executor = sqlite_executor(sa.make_url(f"sqlite:///{tmp_path}/numbers.db"), {})
     await executor.define(TABLE.metadata.create_all, commit=True)
     statements: list[str] = []
+    connect = threads._connect
 
-    def trace_and_wait(connection: Connection) -> None:
-        connection.driver.set_trace_callback(statements.append)  # type: ignore[attr-defined]
-        time.sleep(0.2)  # meanwhile the others queue up
+    def traced(engine: sa.Engine, writes: bool) -> threads.SqliteConnection:
+        connection = connect(engine, writes)
+        connection.driver.set_trace_callback(statements.append)
+        return connection
 
-    first = asyncio.ensure_future(executor.write(trace_and_wait))
+    monkeypatch.setattr(threads, "_connect", traced)
+    first = asyncio.ensure_future(executor.write(wait))  # meanwhile the others queue up
     await asyncio.sleep(0.05)
     await asyncio.gather(first, *(executor.write(partial(add, n)) for n in range(50)))
     assert statements.count("COMMIT") == 2  # of the first by itself, and of the 50
@@ -77,15 +99,20 @@ async def test_unique_violation_is_told_from_other_errors(numbers: SqliteExecuto
     with pytest.raises(UniqueViolation):
         await numbers.write(partial(add, 1))
     with pytest.raises(sa.exc.IntegrityError):
-        await numbers.write(lambda c: c.run(INSERT, {"n": "text"}))
+        await numbers.write(partial(add, "text"))
+
+    def change(one: Change) -> Steps[None]:
+        yield Apply([one])
+
+    missing = Change(sa.text("INSERT INTO none VALUES (:n)"), {"n": 123456})
     with pytest.raises(sa.exc.OperationalError) as info:
-        await numbers.write(lambda c: c.run(sa.text("INSERT INTO none VALUES (:n)"), {"n": 123456}))
+        await numbers.write(partial(change, missing))
     assert "123456" not in str(info.value)
     await numbers.close()
 
 
 async def test_cancelled_before_it_began_never_runs(numbers: SqliteExecutor) -> None:
-    blocker = asyncio.ensure_future(numbers.write(lambda c: time.sleep(0.2)))
+    blocker = asyncio.ensure_future(numbers.write(wait))
     await asyncio.sleep(0.05)
     waiting = asyncio.ensure_future(numbers.write(partial(add, 1)))
     await asyncio.sleep(0.01)
@@ -99,11 +126,7 @@ async def test_cancelled_before_it_began_never_runs(numbers: SqliteExecutor) -> 
 
 
 async def test_cancelled_while_it_runs_ends_first(numbers: SqliteExecutor) -> None:
-    def slow(connection: Connection) -> int:
-        time.sleep(0.2)
-        return add(1, connection)
-
-    running = asyncio.ensure_future(numbers.write(slow))
+    running = asyncio.ensure_future(numbers.write(partial(add_slowly, 1)))
     await asyncio.sleep(0.05)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -128,12 +151,8 @@ async def test_cancelled_as_the_result_arrives_neither_hangs_nor_loses_it() -> N
 async def test_timeout_of_a_running_transaction_is_still_a_timeout(
     numbers: SqliteExecutor,
 ) -> None:
-    def slow(connection: Connection) -> int:
-        time.sleep(0.2)
-        return add(1, connection)
-
     async def two_steps() -> None:
-        await numbers.write(slow)
+        await numbers.write(partial(add_slowly, 1))
         await asyncio.sleep(10)
 
     with pytest.raises(TimeoutError):
@@ -168,10 +187,10 @@ async def test_full_disk_fails_the_transaction_and_no_other(tmp_path: Path) -> N
     executor = sqlite_executor(sa.make_url(f"sqlite:///{tmp_path}/numbers.db"), {})
     await executor.define(TABLE.metadata.create_all, commit=True)
 
-    def fill(connection: Connection) -> None:
-        connection.driver.execute("PRAGMA max_page_count = 3")  # type: ignore[attr-defined]
+    def fill() -> Steps[None]:
+        yield Read(sa.text("PRAGMA max_page_count = 3"), {})
         for number in range(100_000):
-            add(number, connection)
+            yield from add(number)
 
     with pytest.raises(sa.exc.OperationalError, match="full"):
         await executor.write(fill)
@@ -197,17 +216,19 @@ async def test_reader_cannot_write(tmp_path: Path) -> None:
     await executor.define(TABLE.metadata.create_all, commit=True)
     await executor.write(partial(add, 1))
     with pytest.raises(sa.exc.OperationalError, match="readonly"):
-        await executor.read(partial(add, 2))
+        await executor.read(INSERT, {"n": 2})
     await executor.close()
 
 
 async def test_file_is_written_ahead_and_fully_synchronous(tmp_path: Path) -> None:
     executor = sqlite_executor(sa.make_url(f"sqlite:///{tmp_path}/numbers.db"), {})
 
-    def pragmas(connection: Connection) -> tuple[object, object]:
-        run = connection.driver.execute  # type: ignore[attr-defined]
-        mode, level = run("PRAGMA journal_mode"), run("PRAGMA synchronous")
-        return mode.fetchone()[0], level.fetchone()[0]
+    def pragmas() -> Steps[list[object]]:
+        names = ("journal_mode", "synchronous")
+        rows = []
+        for name in names:
+            rows += yield Read(sa.text(f"PRAGMA {name}"), {})
+        return [value for (value,) in rows]
 
-    assert await executor.write(pragmas) == ("wal", 2)
+    assert await executor.write(pragmas) == ["wal", 2]
     await executor.close()

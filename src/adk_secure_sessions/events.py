@@ -1,14 +1,19 @@
 """Events as storage holds them: `length | google-adk version | JSON of the event`."""
 
 import json
+import logging
 from typing import Any
 
 from google.adk.events import Event
 from google.adk.version import __version__ as adk_version
-from pydantic_core import to_jsonable_python
+from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.event_parser import EventParser
 
+logger = logging.getLogger(__name__)
+
+_parse = EventParser()
 _PREFIX = bytes([len(adk_version)]) + adk_version.encode("ascii")
 
 
@@ -20,16 +25,17 @@ def encode(event: Event) -> bytes:
             return _PREFIX + data
     except Exception:
         pass  # lone surrogates, or values with no JSON form such as callables
-    fields = to_jsonable_python(
-        event.model_dump(exclude_none=True, warnings=False),
-        bytes_mode="base64",
-        serialize_unknown=True,
-    )
+    fields = event.model_dump(exclude_none=True, warnings=False)
+    try:
+        fields = to_jsonable_python(fields, bytes_mode="base64")
+    except PydanticSerializationError:
+        logger.warning("an event holds values without JSON form: their text is stored instead")
+        fields = to_jsonable_python(fields, bytes_mode="base64", serialize_unknown=True)
     return _PREFIX + json.dumps(fields, separators=(",", ":")).encode("ascii")
 
 
-def decode(plaintext: bytes, row: str) -> Event:
-    """Return the event; *row* names it in errors.
+def decode(plaintext: bytes, session_row: int, seq: int) -> Event:
+    """Return the event; the errors name its row.
 
     Raises:
         ConfigurationError: the installed google-adk cannot read what another version wrote.
@@ -37,7 +43,7 @@ def decode(plaintext: bytes, row: str) -> Event:
     end = 1 + plaintext[0]
     data = plaintext[end:]
     try:
-        return Event.model_validate_json(data)
+        return _parse(data)
     except ValueError:
         pass  # outside, or its text would hang on to ours as context, event included
     try:
@@ -45,7 +51,8 @@ def decode(plaintext: bytes, row: str) -> Event:
         return Event.model_validate(loaded)
     except ValueError:
         pass
+    writer = plaintext[1:end].decode("ascii")
     raise ConfigurationError(
-        f"{row} was written by google-adk {plaintext[1:end].decode('ascii')}, and the installed "
-        f"google-adk {adk_version} cannot read it: install that version or a later one"
+        f"secure_events row {session_row, seq} was written by google-adk {writer}, and the "
+        f"installed google-adk {adk_version} cannot read it: install that version or a later one"
     )

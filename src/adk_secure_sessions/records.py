@@ -51,23 +51,29 @@ def place(parts: tuple[str | bytes, ...], *numbers: int) -> bytes:
 
     No two places share bytes.  Raises TamperedError for values that no column of ours holds.
     """
+    return numbered(joined(parts), *numbers)
+
+
+def numbered(parts: bytes, *numbers: int) -> bytes:
+    """The place of which *parts* are `joined` already, for one row after the other."""
     count = len(numbers)
     try:
-        return _joined(parts) + _NUMBERS[count].pack(8 * count, *numbers)
+        return parts + _NUMBERS[count].pack(8 * count, *numbers)
     except error:  # SQLite keeps any type in any column
         pass
     raise TamperedError("an integer column holds something else")
 
 
 @lru_cache(maxsize=4096)
-def _joined(parts: tuple[str | bytes, ...]) -> bytes:
-    joined = []
+def joined(parts: tuple[str | bytes, ...]) -> bytes:
+    """The first half of a `place`."""
+    made = []
     for part in parts:
         if not isinstance(part, str | bytes):
             raise TamperedError("a text or binary column holds something else")
         data = encode_text(part) if isinstance(part, str) else part
-        joined.append(_LENGTH.pack(len(data)) + data)
-    return b"".join(joined)
+        made.append(_LENGTH.pack(len(data)) + data)
+    return b"".join(made)
 
 
 def prefixed(identifier: str, rest: bytes) -> bytes:

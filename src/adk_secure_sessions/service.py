@@ -48,6 +48,7 @@ class EncryptedSessionService(BaseSessionService):
         backend: seals everything that is written.
         additional_backends: may be read as well, for example while moving from one to another.
         db_engine: the caller's own engine, instead of *db_url*; it is not closed.
+        create_tables: make the tables that are missing; if not, they have to be there.
         skip_unreadable_sessions: list what can be opened and log the rest, instead of raising.
         session_cache_size: sessions remembered so that appending to them needs no read.
         engine_kwargs: options for the engine that *db_url* makes.
@@ -67,6 +68,7 @@ class EncryptedSessionService(BaseSessionService):
         additional_backends: Sequence[EncryptionBackend] = (),
         *,
         db_engine: AsyncEngine | None = None,
+        create_tables: bool = True,
         skip_unreadable_sessions: bool = False,
         session_cache_size: int = 4096,
         **engine_kwargs: Any,
@@ -75,7 +77,12 @@ class EncryptedSessionService(BaseSessionService):
             raise ConfigurationError("give a backend, for example AesGcmBackend(key)")
         backends = register(backend, additional_backends)
         executor = executor_for(db_url, db_engine, engine_kwargs)
-        self._store = Store(executor, backends, session_cache_size)
+        self._store = Store(
+            executor,
+            backends,
+            create_tables=create_tables,
+            session_cache_size=session_cache_size,
+        )
         self._skip = skip_unreadable_sessions
         self._locks = LoopLocks()
 

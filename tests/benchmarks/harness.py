@@ -1,17 +1,22 @@
-"""Interleaved pairs: both sides of a comparison run in turn, so that a noisy machine hits both."""
+"""Interleaved rounds: each side of a comparison runs once in each, so a noisy machine hits all."""
 
 import gc
 import statistics
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 Operation = Callable[[], Awaitable[object]]
+Clock = Callable[[], float]
+Timings = dict[str, list[float]]
+
 WARM_UPS = 3
+LEAST, MOST = 9, 200  # rounds
 
 
 class Ratio(NamedTuple):
-    """Ours against a reference: the median of the pairs' ratios, and the medians in seconds."""
+    """Ours against a reference: the median of the rounds' ratios, and the medians in seconds."""
 
     median: float
     low: float
@@ -20,32 +25,71 @@ class Ratio(NamedTuple):
     reference: float
 
 
-def summarize(pairs: list[tuple[float, float]]) -> Ratio:
-    """*pairs* of (ours, reference) in seconds; low and high are the quartiles of the ratio."""
-    ratios = [ours / reference for ours, reference in pairs]
-    low, median, high = statistics.quantiles(ratios, n=4)
-    ours, reference = (statistics.median(side) for side in zip(*pairs, strict=True))
-    return Ratio(median, low, high, ours, reference)
+def summarize(ours: Sequence[float], reference: Sequence[float]) -> Ratio:
+    """Compare round by round, in seconds; low and high are the quartiles of the ratio."""
+    ratios = [mine / theirs for mine, theirs in zip(ours, reference, strict=True)]
+    low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return Ratio(median, low, high, statistics.median(ours), statistics.median(reference))
 
 
-async def measure(ours: Operation, reference: Operation, pairs: int) -> Ratio:
-    """Time *pairs* runs of each side in turn, each side first every other time."""
-    for _ in range(WARM_UPS):
-        await ours()
-        await reference()
-    timed: list[tuple[float, float]] = []
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest value that *percent* of all do not exceed."""
+    ordered = sorted(values)
+    rank = -(-percent * len(ordered) // 100)  # rounded up
+    return ordered[max(0, int(rank) - 1)]
+
+
+def order(names: Sequence[str], turn: int) -> list[str]:
+    """The sides' order in round *turn*: each is as often first as last, and before any other."""
+    start = turn // 2 % len(names)
+    turned = [*names[start:], *names[:start]]
+    return turned[::-1] if turn % 2 else turned
+
+
+@contextmanager
+def collector_off() -> Iterator[None]:
+    """No garbage collection by itself, and what lives now is left out of any that is asked for.
+
+    A full collection of all that ADK imports takes longer than most of what is measured
+    here, and hits one side at random.
+    """
     gc.collect()
-    for turn in range(pairs):
-        if turn % 2:
-            theirs = await _seconds(reference)
-            timed.append((await _seconds(ours), theirs))
-        else:
-            mine = await _seconds(ours)
-            timed.append((mine, await _seconds(reference)))
-    return summarize(timed)
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
 
 
-async def _seconds(operation: Operation) -> float:
-    start = time.perf_counter()
-    await operation()
-    return time.perf_counter() - start
+async def interleave(
+    sides: Mapping[str, Operation],
+    seconds: float,
+    *,
+    most: int = MOST,
+    clock: Clock = time.perf_counter,
+    repeat: int = 1,
+) -> Timings:
+    """Time rounds of all *sides* for some *seconds*; a timing is the mean of *repeat* runs."""
+    for _ in range(WARM_UPS):
+        for operation in sides.values():
+            await operation()
+    timings: Timings = {name: [] for name in sides}
+    with collector_off():
+        end = time.monotonic() + seconds
+        for turn in range(most):
+            if turn >= LEAST and time.monotonic() > end:
+                break
+            for name in order(list(sides), turn):
+                timings[name].append(await _mean(sides[name], clock, repeat))
+                gc.collect(1)  # all that the run left, but not the interpreter's free lists
+    return timings
+
+
+async def _mean(operation: Operation, clock: Clock, repeat: int) -> float:
+    results = []  # kept: freeing them is no part of the operation
+    start = clock()
+    for _ in range(repeat):
+        results.append(await operation())
+    return (clock() - start) / repeat

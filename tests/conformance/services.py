@@ -31,6 +31,8 @@ class Kind:
     is_shared: bool = True
     # Whether several event loops may use one service at once, each in its thread.
     is_threaded: bool = False
+    # Whether another event loop has to be refused, even after the first has ended.
+    is_bound: bool = False
 
 
 _adk_tables: list[bytes] = []
@@ -89,10 +91,12 @@ KINDS: dict[str, Kind] = {
     "encrypted-memory": Kind(encrypted_memory, is_shared=False, is_threaded=True),
     "encrypted-engine": Kind(encrypted_engine),
     "encrypted-postgresql": Kind(encrypted, "postgresql+asyncpg", "postgresql"),
-    "encrypted-postgresql-engine": Kind(encrypted_engine, "postgresql+asyncpg", "postgresql"),
+    "encrypted-postgresql-engine": Kind(
+        encrypted_engine, "postgresql+asyncpg", "postgresql", is_bound=True
+    ),
     "encrypted-psycopg": Kind(encrypted, "postgresql+psycopg", "postgresql"),
     "encrypted-mariadb": Kind(encrypted, "mariadb+asyncmy", "mariadb"),
-    "encrypted-mariadb-engine": Kind(encrypted_engine, "mysql+asyncmy", "mariadb"),
+    "encrypted-mariadb-engine": Kind(encrypted_engine, "mysql+asyncmy", "mariadb", is_bound=True),
 }
 # Every case runs on these; on the rest run those that may depend on the driver or the engine.
 MAIN_KINDS = [

@@ -90,6 +90,11 @@ class StagedKeys:
         """Whether the keys of all *owners* were loaded before."""
         return all(self._keys.loaded.get(owner) for owner in owners)
 
+    def has_any(self, owner: bytes) -> bool:
+        """Whether this transaction read a key of *owner*."""
+        self._check(owner)
+        return owner in self._generations
+
     def current(self, owner: bytes) -> DataKey | None:
         """The key that seals what *owner* writes, if it is known.  Raises like `open`."""
         self._check(owner)
@@ -138,7 +143,11 @@ class StagedKeys:
         return records.seal(key.cipher, key.backend_id, key.id, where, plaintext)
 
     def open(self, owner: bytes, where: bytes, stored: bytes) -> bytes:
-        """Open a record of *owner*: only under that owner's keys, looked up exactly.
+        """Open a record of *owner* at its place.  Raises like `cipher` and `open_record`."""
+        return records.open_record(stored, where, self.cipher(owner, stored))
+
+    def cipher(self, owner: bytes, stored: bytes) -> Cipher:
+        """What opens records with the header of *stored*: a key of *owner*, looked up exactly.
 
         Raises:
             UnknownKeyError: no such key is known yet, or its backend is not listed.
@@ -153,7 +162,7 @@ class StagedKeys:
             raise UnknownKeyError(f"no data key {key_id} is known for it")
         if key.owner != owner or key.backend_id != backend_id:
             raise TamperedError(f"data key {key_id} belongs to another owner or backend")
-        return records.open_record(stored, where, key.cipher)
+        return key.cipher
 
     def publish(self) -> None:
         """Share what this transaction learnt with the process."""

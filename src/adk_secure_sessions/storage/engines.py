@@ -11,6 +11,11 @@ from adk_secure_sessions.storage.connection import Executor
 from adk_secure_sessions.storage.sqlite import sqlite_executor
 
 _SQLITE_DRIVERS = ("sqlite", "sqlite+pysqlite", "sqlite+aiosqlite")
+_EXTRAS = {
+    "asyncpg": "'adk-secure-sessions[postgresql]'",
+    "asyncmy": "'adk-secure-sessions[mysql]'",
+}
+_POOL_SIZE = 10
 _ASYNC_DRIVERS = {"postgresql": "asyncpg", "mysql": "asyncmy", "mariadb": "asyncmy"}
 
 
@@ -36,7 +41,7 @@ def executor_for(
                 f"{', '.join(sorted(engine_kwargs))}: options of an engine go with db_url, "
                 "not with db_engine"
             )
-        return AsyncEngineExecutor(db_engine, owned=False)
+        return _for_engine(db_engine, owned=False)
     url = _parse(db_url)
     try:
         if url.get_backend_name() == "sqlite":
@@ -45,19 +50,36 @@ def executor_for(
                     f"the driver of {_shown(url)!r} is not one of {', '.join(_SQLITE_DRIVERS)}"
                 )
             return sqlite_executor(url, engine_kwargs)
-        engine = create_async_engine(url, **{**engine_kwargs, "hide_parameters": True})
+        return _for_server(url, engine_kwargs)
     except sa.exc.InvalidRequestError:
         driver = _ASYNC_DRIVERS.get(url.get_backend_name(), "an async driver")
         problem = f"names a synchronous driver: write {url.get_backend_name()}+{driver}://"
     except sa.exc.NoSuchModuleError:
         problem = "names a database or driver that SQLAlchemy does not know"
     except ImportError as error:
-        problem = f"needs a driver that is not installed: pip install {error.name or 'it'}"
+        extra = _EXTRAS.get(error.name or "", error.name or "it")
+        problem = f"needs a driver that is not installed: pip install {extra}"
     except (TypeError, ValueError, sa.exc.ArgumentError) as error:
         problem = f"does not go with these options: {error}"
-    else:
-        return AsyncEngineExecutor(engine, owned=True)
     raise ConfigurationError(f"the database URL {_shown(url)!r} {problem}")
+
+
+def _for_engine(engine: AsyncEngine, **options: Any) -> Executor:
+    if engine.dialect.driver == "asyncpg":
+        from adk_secure_sessions.storage.postgresql import AsyncpgExecutor
+
+        return AsyncpgExecutor(engine, **options)
+    return AsyncEngineExecutor(engine, owned=options["owned"])
+
+
+def _for_server(url: sa.URL, engine_kwargs: dict[str, Any]) -> Executor:
+    options = {**engine_kwargs, "hide_parameters": True}
+    keep: dict[str, Any] = {}
+    if not options.keys() & {"poolclass", "pool_recycle", "pool_pre_ping", "max_overflow"}:
+        # An overflow connection is made, and thrown away, for a single transaction.
+        options = {"pool_size": _POOL_SIZE, "max_overflow": 0, **options}
+        keep = {"keep": options["pool_size"], "timeout": options.get("pool_timeout", 30.0)}
+    return _for_engine(create_async_engine(url, **options), owned=True, **keep)
 
 
 def _parse(db_url: object) -> sa.URL:

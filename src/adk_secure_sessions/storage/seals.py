@@ -3,9 +3,20 @@
 Each place, in the order of its parts, is in docs/format.md.
 """
 
+from collections.abc import Iterable
+
 from adk_secure_sessions.errors import DecryptionError, TamperedError
 from adk_secure_sessions.lru import Lru
-from adk_secure_sessions.records import encode_text, place, prefixed, unprefixed
+from adk_secure_sessions.records import (
+    HEADER_LENGTH,
+    encode_text,
+    joined,
+    numbered,
+    open_record,
+    place,
+    prefixed,
+    unprefixed,
+)
 from adk_secure_sessions.storage.connection import Row
 from adk_secure_sessions.storage.rows import (
     NO_BASE,
@@ -44,7 +55,11 @@ def base_place(who: Identity, session_row: int, revision: int) -> bytes:
 
 
 def event_place(who: Identity, session_row: int, seq: int, time: int) -> bytes:
-    return place(("event", who.app_name, who.user_id, who.session_id), session_row, seq, time)
+    return place(_event_parts(who), session_row, seq, time)
+
+
+def _event_parts(who: Identity) -> tuple[str, ...]:
+    return ("event", who.app_name, who.user_id, who.session_id)
 
 
 def open_app(context: Context, found: Found) -> Owner | None:
@@ -173,14 +188,25 @@ def check_events(session: StoredSession, history: list[Row], limit: int | None) 
         )
 
 
-def open_event(context: Context, session: StoredSession, row: Row) -> bytes:
-    """The plaintext of one event."""
-    _, seq, time, *_, stored, _ = row
-    where = event_place(context.who, session.id, seq, time)
-    try:  # not `naming`: this runs for each event of a history
-        return context.keys.open(context.who.user_tag, where, stored)
-    except DecryptionError as error:
-        raise type(error)(f"{events.name} row {session.id, seq}: {error}") from None
+def open_events(context: Context, session: StoredSession, history: Iterable[Row]) -> list[bytes]:
+    """The plaintexts of events.  Runs for each of a long history: what repeats is done once."""
+    who, session_row = context.who, session.id
+    parts = joined(_event_parts(who))
+    header, cipher = None, None
+    opened = []
+    for row in history:
+        seq, stored = row[1], row[8]
+        try:
+            if cipher is None or type(stored) is not bytes or stored[:HEADER_LENGTH] != header:
+                cipher = context.keys.cipher(who.user_tag, stored)
+                header = stored[:HEADER_LENGTH]
+            opened.append(open_record(stored, numbered(parts, session_row, seq, row[2]), cipher))
+        except DecryptionError as error:
+            failure = type(error)(f"{events.name} row {session_row, seq}: {error}")
+        else:
+            continue
+        raise failure
+    return opened
 
 
 def seal_app(context: Context, app: Owner) -> bytes:

@@ -20,6 +20,7 @@ from adk_secure_sessions.keys.keyring import (
     open_keyring,
 )
 from adk_secure_sessions.storage.connection import Executor
+from adk_secure_sessions.storage.dialect import exclusively
 from adk_secure_sessions.storage.tables import FORMAT_VERSION, data_keys, keyring, meta, metadata
 
 logger = logging.getLogger(__name__)
@@ -47,15 +48,17 @@ class Survey(NamedTuple):
         return bytes.fromhex(str(text)) if text else None
 
 
-async def open_database(executor: Executor, backends: Backends) -> Keyring:
+async def open_database(executor: Executor, backends: Backends, create_tables: bool) -> Keyring:
     """Check the database and open its keyring, making both where there is none yet.
+
+    Without *create_tables*, the tables have to be there: see docs/sql.
 
     Raises:
         ConfigurationError: the database cannot be used; it was left as it is.
         WrongKeyError, PlaintextRefusedError, KeyServiceError: see `open_keyring`.
     """
     try:
-        return await _open(executor, backends)
+        return await _open(executor, backends, create_tables)
     except sa.exc.DBAPIError as error:
         name = getattr(error.orig, "sqlite_errorname", "")
         reason = str(error.orig)
@@ -69,12 +72,12 @@ async def open_database(executor: Executor, backends: Backends) -> Keyring:
     )
 
 
-async def _open(executor: Executor, backends: Backends) -> Keyring:
+async def _open(executor: Executor, backends: Backends, create_tables: bool) -> Keyring:
     root = backends.writer.root_key
     clear = isinstance(backends.writer, NoOpBackend)
     for _ in range(_ATTEMPTS):  # again when another process was first
         survey = await executor.define(look, commit=False)
-        _check(survey)
+        _check(survey, create_tables)
         database_id = survey.database_id or secrets.token_bytes(16)
         now = time.time_ns() // 1000
         fresh: list[MasterKeyRow] = []
@@ -99,12 +102,12 @@ def look(connection: sa.Connection) -> Survey:
     """Read what there is, changing nothing."""
     inspector = sa.inspect(connection)
     present = set(inspector.get_table_names())
-    alien = []
-    for table in metadata.sorted_tables:
-        if table.name in present:
-            columns = {column["name"] for column in inspector.get_columns(table.name)}
-            if not columns.issuperset(table.columns.keys()):
-                alien.append(table.name)
+    ours = [table for table in metadata.sorted_tables if table.name in present]
+    found = inspector.get_multi_columns(filter_names=[table.name for table in ours])
+    columns = {name: {column["name"] for column in row} for (_, name), row in found.items()}
+    alien = [
+        table.name for table in ours if not columns[table.name].issuperset(table.columns.keys())
+    ]
     missing = frozenset(metadata.tables) - present
     values: dict[str, str] = {}
     masters: list[MasterKeyRow] = []
@@ -113,8 +116,8 @@ def look(connection: sa.Connection) -> Survey:
     if not alien and keyring.name in present:
         c = keyring.c
         query = sa.select(c.id, c.purpose, c.root_key_id, c.created_at, c.wrapped)
-        found = connection.execute(query.order_by(c.created_at, c.id))
-        masters = [MasterKeyRow(*row) for row in found]
+        rows = connection.execute(query.order_by(c.created_at, c.id))
+        masters = [MasterKeyRow(*row) for row in rows]
     used = False
     if not alien and data_keys.name in present:
         used = bool(connection.scalar(sa.select(sa.exists(sa.select(data_keys)))))
@@ -126,21 +129,30 @@ def _establish(
     expected: Survey, values: dict[str, str], fresh: list[MasterKeyRow], connection: sa.Connection
 ) -> None:
     """Make what is missing, unless the database has changed since it was surveyed."""
-    if look(connection) != expected:
-        return
-    metadata.create_all(connection)
-    rows = [{"name": name, "value": values[name]} for name in values if name not in expected.meta]
-    if rows:
-        connection.execute(sa.insert(meta), rows)
-    if fresh:
-        connection.execute(sa.insert(keyring), [row._asdict() for row in fresh])
+    with exclusively(connection):
+        if look(connection) != expected:
+            return
+        if expected.missing_tables:
+            metadata.create_all(connection)
+        new = [
+            {"name": name, "value": values[name]} for name in values if name not in expected.meta
+        ]
+        if new:
+            connection.execute(sa.insert(meta), new)
+        if fresh:
+            connection.execute(sa.insert(keyring), [row._asdict() for row in fresh])
 
 
-def _check(survey: Survey) -> None:
+def _check(survey: Survey, create_tables: bool) -> None:
     if survey.alien_tables:
         raise ConfigurationError(
             f"the table {survey.alien_tables[0]} was not made by adk-secure-sessions: "
             "use another database or schema"
+        )
+    if survey.missing_tables and not create_tables:
+        raise ConfigurationError(
+            f"the table {min(survey.missing_tables)} is missing, and create_tables is False: "
+            "run the statements of docs/sql for this kind of database"
         )
     version = survey.meta.get(_FORMAT)
     if version is None:

@@ -8,13 +8,13 @@ import asyncio
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import sqlalchemy as sa
 
 from adk_secure_sessions.errors import ConfigurationError
-from adk_secure_sessions.storage.connection import T, Transaction
+from adk_secure_sessions.storage.connection import Parameters, Row, T, Transaction
 from adk_secure_sessions.storage.threads import Job, WorkerThread, stop
 
 _READERS = 2
@@ -35,13 +35,15 @@ class SqliteExecutor:
         self._threads: list[WorkerThread] = []
         self._finalizer: weakref.finalize[Any, SqliteExecutor] | None = None
 
-    async def read(self, transaction: Transaction[T]) -> T:
-        return await self._submit(transaction, reads=True)
+    async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
+        return await self._submit(
+            lambda connection: connection.fetch(query, parameters), reads=True
+        )
 
     async def write(
         self, transaction: Transaction[T], late: Callable[[T], None] | None = None
     ) -> T:
-        return await self._submit(transaction, late)
+        return await self._submit(lambda connection: connection.transact(transaction), late)
 
     async def define(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
         return await self._submit(work, on_engine=True, commit=commit)

@@ -189,7 +189,9 @@ OWNERS = {
     for keys in (False, True)
 }
 SESSIONS_OF_APP = _list_all_query()
-KEYS_OF_OWNER = _key().where(data_keys.c.owner == bindparam("owner", type_=LargeBinary))
+EVENT_AT = _event().where(
+    events.c.session_row == bindparam("session_row"), events.c.seq == bindparam("seq")
+)
 
 INSERT_KEY = insert(data_keys)
 INSERT_APP = insert(apps)
@@ -234,7 +236,10 @@ UPDATE_BASE = (
     .where(bases.c.session_row == _AT_ID, bases.c.revision == bindparam("at_revision"))
     .values(revision=bindparam("revision"), state=bindparam("state"))
 )
-DELETE_SESSION = delete(sessions).where(sessions.c.id == _AT_ID)
+# At the revision that was read: an event that was appended since would be left behind.
+DELETE_SESSION = delete(sessions).where(
+    sessions.c.id == _AT_ID, sessions.c.revision == bindparam("at_revision")
+)
 DELETE_BASE = delete(bases).where(bases.c.session_row == _AT_ID)
 DELETE_EVENTS = delete(events).where(events.c.session_row == _AT_ID)
 DELETE_WITNESS = delete(witnesses).where(witnesses.c.tag == bindparam("at_tag"))

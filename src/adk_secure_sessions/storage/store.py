@@ -20,7 +20,13 @@ from adk_secure_sessions.lru import Lru
 from adk_secure_sessions.states import JsonObject
 from adk_secure_sessions.storage import seals, transactions
 from adk_secure_sessions.storage import statements as sql
-from adk_secure_sessions.storage.connection import Conflict, Executor, Row, T, UniqueViolation
+from adk_secure_sessions.storage.connection import (
+    Conflict,
+    Disconnected,
+    Executor,
+    T,
+    UniqueViolation,
+)
 from adk_secure_sessions.storage.rows import (
     Context,
     Found,
@@ -31,11 +37,15 @@ from adk_secure_sessions.storage.rows import (
     identify,
 )
 from adk_secure_sessions.storage.setup import open_database
-from adk_secure_sessions.storage.transactions import Expected, NewEvent
+from adk_secure_sessions.storage.transactions import Expected, NewEvent, Sent
 
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 20
+# Seconds before each new attempt after a lost connection.  A write gets more: until it is
+# known whether it was stored, there is nothing true to tell its caller.
+_READ_PAUSES = (0.05,)
+_WRITE_PAUSES = (0.05, 0.2, 0.5, 1.0, 2.0)
 _CHUNK = 64  # events decoded before other tasks get their turn
 _DATA_KEYS = 10_000
 
@@ -59,9 +69,17 @@ class _Opened(NamedTuple):
 class Store:
     """One database, opened when it is first used."""
 
-    def __init__(self, executor: Executor, backends: Backends, session_cache_size: int) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        backends: Backends,
+        *,
+        create_tables: bool,
+        session_cache_size: int,
+    ) -> None:
         self._executor = executor
         self._backends = backends
+        self._create_tables = create_tables
         self._cache_size = session_cache_size
         self._state: _Opened | None = None
         self._locks = LoopLocks()
@@ -87,6 +105,7 @@ class Store:
     ) -> View:
         """Raises transactions.DuplicateSession."""
         who = await self._identify(app_name, user_id, session_id)
+        sent = Sent()
 
         async def attempt(context: Context, first: bool) -> transactions.Created:
             return await self._executor.write(
@@ -97,10 +116,11 @@ class Store:
                     user_delta=user_delta,
                     state=state,
                     now=now,
+                    sent=sent,
                 )
             )
 
-        created = await self._attempt(who, attempt)
+        created = await self._attempt(who, attempt, writes=True)
         await self._remember(who, created.session)
         return View(created.session, user_id, created.app.state, created.user.state)
 
@@ -109,7 +129,7 @@ class Store:
         app_name: str,
         user_id: str,
         session_id: str,
-        decode: Callable[[bytes, str], T],
+        decode: Callable[[bytes, int, int], T],
         *,
         limit: int | None = None,
         after: int | None = None,
@@ -138,10 +158,12 @@ class Store:
             for start in range(0, len(found.events), _CHUNK):
                 if start:
                     await asyncio.sleep(0)
-                for row in found.events[start : start + _CHUNK]:
-                    plaintext = seals.open_event(context, session, row)
+                rows = found.events[start : start + _CHUNK]
+                for row, plaintext in zip(
+                    rows, seals.open_events(context, session, rows), strict=True
+                ):
                     if after is None or row[2] >= after:
-                        events.append(decode(plaintext, f"secure_events row {session.id, row[1]}"))
+                        events.append(decode(plaintext, session.id, row[1]))
             return _view(session, user, app), events
 
         result = await self._attempt(who, attempt)
@@ -191,7 +213,7 @@ class Store:
         async def attempt(context: Context, first: bool) -> None:
             await self._executor.write(partial(transactions.delete_session, context=context))
 
-        await self._attempt(who, attempt)
+        await self._attempt(who, attempt, writes=True)
         (await self._opened()).sessions.drop(who.session_tag)
 
     async def append(
@@ -212,6 +234,7 @@ class Store:
         known = opened.sessions.get(who.session_tag)
         if known is not None and (known.id, known.revision) != expected:
             known = None
+        sent = Sent()
 
         def done(updated: StoredSession) -> None:
             opened.sessions.put(who.session_tag, updated)
@@ -225,11 +248,12 @@ class Store:
                     known=known if first else None,
                     expected=expected,
                     event=event,
+                    sent=sent,
                 ),
                 late=done,
             )
 
-        done(await self._attempt(who, attempt))
+        done(await self._attempt(who, attempt, writes=True))
 
     async def user_state(self, app_name: str, user_id: str) -> bytes:
         """The user's state as JSON; `{}` for an unknown user."""
@@ -246,7 +270,9 @@ class Store:
         if self._state is None:
             async with self._locks.hold("open"):
                 if self._state is None:
-                    keyring = await open_database(self._executor, self._backends)
+                    keyring = await open_database(
+                        self._executor, self._backends, self._create_tables
+                    )
                     keys = DataKeys(
                         keyring, self._backends.by_id, self._backends.writer.backend_id, _DATA_KEYS
                     )
@@ -271,8 +297,7 @@ class Store:
     async def _read(
         self, context: Context, query: sql.Query, parameters: dict[str, object]
     ) -> Found:
-        found: list[Row] = list(await self._executor.read(lambda c: c.all(query, parameters)))
-        result = Found(found)
+        result = Found(await self._executor.read(query, parameters))
         context.keys.load(result.keys)
         return result
 
@@ -282,15 +307,18 @@ class Store:
         run: Callable[[Context, bool], Awaitable[T]],
         *,
         always_with_keys: bool = False,
+        writes: bool = False,
     ) -> T:
         """Run until nobody else changes the same rows meanwhile; share the keys it opened.
 
-        Keys that are known are not read again, unless a record names one that is not.
+        Keys that are known are not read again, unless a record names one that is not.  A lost
+        connection is made anew: *run* then finds out what became of the attempt before.
         """
         opened = await self._opened()
         data_keys = opened.keys
         with_keys = always_with_keys
         with_keys = with_keys or not StagedKeys(data_keys).knows(who.app_tag, who.user_tag)
+        pauses = iter(_WRITE_PAUSES if writes else _READ_PAUSES)
         for attempt in range(_ATTEMPTS):
             keys = StagedKeys(data_keys)
             try:
@@ -301,6 +329,11 @@ class Store:
                 with_keys = True
             except (UniqueViolation, Conflict):
                 await asyncio.sleep(random.uniform(0, 0.005 * attempt))  # noqa: S311 - a pause
+            except Disconnected as lost:
+                pause = next(pauses, None)
+                if pause is None:
+                    raise lost.error from None
+                await asyncio.sleep(pause)
             else:
                 keys.publish()
                 return result

@@ -6,6 +6,7 @@ repeats the version of an app's and a user's state and the key of a session.
 """
 
 from sqlalchemy import (
+    DDL,
     BigInteger,
     Column,
     Integer,
@@ -14,6 +15,7 @@ from sqlalchemy import (
     String,
     Table,
     UniqueConstraint,
+    event,
 )
 from sqlalchemy.dialects.mysql import LONGBLOB, VARBINARY
 
@@ -121,3 +123,21 @@ events = Table(
     Column("event", _SEALED, nullable=False),
     sqlite_with_rowid=False,  # clustered: a history is read from neighbouring pages
 )
+
+
+def _store_external(table: Table) -> None:
+    """Spare PostgreSQL the attempt to compress what is sealed and cannot be compressed."""
+    changes = ", ".join(
+        f"ALTER COLUMN {column.name} SET STORAGE EXTERNAL"
+        for column in table.columns
+        if column.type is _SEALED
+    )
+    if changes:
+        statement = DDL(f"ALTER TABLE {table.name} {changes}")  # type: ignore[no-untyped-call]
+        event.listen(table, "after_create", statement.execute_if(dialect="postgresql"))
+
+
+for _table in metadata.sorted_tables:
+    _store_external(_table)
+    for _dialect in ("mysql", "mariadb"):  # the default may be an engine without transactions
+        _table.kwargs[f"{_dialect}_engine"] = "InnoDB"

@@ -8,15 +8,22 @@ import asyncio
 import logging
 import sqlite3
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
 from adk_secure_sessions.loops import ended
-from adk_secure_sessions.storage.connection import Row, UniqueViolation
-from adk_secure_sessions.storage.dialect import any_text, is_unique_violation, sqlite_sql
+from adk_secure_sessions.storage.connection import (
+    Parameters,
+    Row,
+    T,
+    Transaction,
+    UniqueViolation,
+    run_in_turn,
+)
+from adk_secure_sessions.storage.dialect import any_text, meaning, sqlite_sql
 
 logger = logging.getLogger(__name__)
 
@@ -24,24 +31,28 @@ _BATCH = 64  # transactions in one commit, at most
 _EXIT_TIMEOUT = 5.0  # seconds
 
 
-class _SqliteConnection:
-    """A `Connection` on the driver itself."""
+class SqliteConnection:
+    """What runs on the driver itself."""
 
     __slots__ = ("driver",)
 
     def __init__(self, driver: sqlite3.Connection) -> None:
         self.driver = driver
 
-    def all(self, statement: sa.Executable, parameters: Mapping[str, object]) -> Sequence[Row]:
-        return self.driver.execute(sqlite_sql(statement), parameters).fetchall()
+    def fetch(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
+        return self.driver.execute(sqlite_sql(query), parameters).fetchall()
 
-    def run(self, statement: sa.Executable, parameters: Mapping[str, object]) -> int:
+    def transact(self, transaction: Transaction[T]) -> T:
+        return run_in_turn(transaction(), self.fetch, self._run)
+
+    def _run(self, statement: sa.Executable, parameters: Parameters) -> int:
         try:
             return self.driver.execute(sqlite_sql(statement), parameters).rowcount
         except sqlite3.IntegrityError as error:
-            if not is_unique_violation(error):
+            meant = meaning(error)
+            if not isinstance(meant, UniqueViolation):
                 raise
-        raise UniqueViolation
+        raise meant
 
 
 class Job:
@@ -157,7 +168,7 @@ def stop(threads: list[WorkerThread]) -> None:
 
 
 def _serve(inbox: _Inbox, engine: sa.Engine, writes: bool) -> None:
-    connection: _SqliteConnection | None = None
+    connection: SqliteConnection | None = None
     while batch := inbox.take(_BATCH if writes else 1):
         try:
             batch = [job for job in batch if job.claimed()]
@@ -175,7 +186,7 @@ def _serve(inbox: _Inbox, engine: sa.Engine, writes: bool) -> None:
         connection.driver.close()
 
 
-def _connect(engine: sa.Engine, writes: bool) -> _SqliteConnection:
+def _connect(engine: sa.Engine, writes: bool) -> SqliteConnection:
     pooled = engine.raw_connection()
     driver = pooled.driver_connection
     assert isinstance(driver, sqlite3.Connection)
@@ -188,7 +199,7 @@ def _connect(engine: sa.Engine, writes: bool) -> _SqliteConnection:
         driver.execute("PRAGMA synchronous = FULL")
     else:
         driver.execute("PRAGMA query_only = ON")
-    return _SqliteConnection(driver)
+    return SqliteConnection(driver)
 
 
 def _enter_wal(driver: sqlite3.Connection) -> None:
@@ -203,7 +214,7 @@ def _enter_wal(driver: sqlite3.Connection) -> None:
             threading.Event().wait(0.05)
 
 
-def _run_batch(connection: _SqliteConnection, batch: list[Job]) -> list[_Done]:
+def _run_batch(connection: SqliteConnection, batch: list[Job]) -> list[_Done]:
     """Run *batch* in one transaction; one that raises takes only its own changes back."""
     driver = connection.driver
     done: list[_Done] = []
@@ -230,7 +241,7 @@ def _run_batch(connection: _SqliteConnection, batch: list[Job]) -> list[_Done]:
         return [_Done(job, None, translated) for job in batch]
 
 
-def _run(connection: _SqliteConnection, job: Job) -> _Done:
+def _run(connection: SqliteConnection, job: Job) -> _Done:
     try:
         return _Done(job, job.work(connection), None)
     except BaseException as error:

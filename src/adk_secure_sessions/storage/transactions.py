@@ -1,6 +1,7 @@
-"""The transactions, as plain functions over a connection.
+"""The transactions, as generators of what they ask of the database.
 
-Each opens what it reads before it writes: a row that cannot be opened is never overwritten.
+Each reads, opens what it read, and then applies all of its changes at once: a row that cannot
+be opened is never overwritten, and a server need not hold a transaction open in between.
 """
 
 from typing import NamedTuple
@@ -9,9 +10,9 @@ from adk_secure_sessions.errors import TamperedError
 from adk_secure_sessions.states import JsonObject, dumps, loads
 from adk_secure_sessions.storage import seals
 from adk_secure_sessions.storage import statements as sql
-from adk_secure_sessions.storage.connection import Conflict, Connection
+from adk_secure_sessions.storage.connection import Apply, Change, Conflict, Read, Steps
 from adk_secure_sessions.storage.ids import new_row_key
-from adk_secure_sessions.storage.owners import add_witness, change_app, change_user
+from adk_secure_sessions.storage.owners import Changes, add_witness, change_app, change_user
 from adk_secure_sessions.storage.rows import NO_BASE, Context, Found, Owner, StoredSession
 
 # An overlay of more bytes of JSON than this is folded into the base, so that an append
@@ -49,6 +50,17 @@ class NewEvent(NamedTuple):
     session_delta: JsonObject
 
 
+class Sent:
+    """What the attempts at one operation tried to store.
+
+    An attempt that lost its connection may have succeeded: the next finds it here.
+    """
+
+    def __init__(self) -> None:
+        self.sessions: set[int] = set()  # row ids
+        self.events: dict[bytes, StoredSession] = {}  # by their record, which is never repeated
+
+
 class Expected(NamedTuple):
     """The row and the revision that the caller's session object was loaded at."""
 
@@ -57,27 +69,30 @@ class Expected(NamedTuple):
 
 
 def create_session(
-    connection: Connection,
     context: Context,
     app_delta: JsonObject,
     user_delta: JsonObject,
     state: JsonObject,
     now: int,
-) -> Created:
+    sent: Sent,
+) -> Steps[Created]:
     """Store a new session, and the app and the user if they are new.
 
     Raises:
         DuplicateSession: the id is taken; nothing was changed.
     """
     who = context.who
-    found = _read(connection, context)
+    found = yield from _read(context)
     app = seals.open_app(context, found)
     user = seals.open_user(context, found)
-    if found.sessions:
+    if found.sessions and found.sessions[0][1] not in sent.sessions:
         raise DuplicateSession
-    seals.open_session(context, found, user)  # refuses what is left of a removed row
-    app = change_app(connection, context, app, app_delta)
-    user = change_user(connection, context, user, app.id, user_delta)
+    stored = seals.open_session(context, found, user)  # also refuses the rest of a removed row
+    if stored and user and app:
+        return Created(stored, app, user)
+    changes: Changes = []
+    app = change_app(changes, context, app, app_delta)
+    user = change_user(changes, context, user, app.id, user_delta)
     overlay = dumps(state)
     session = StoredSession(
         new_row_key(), user.id, who.session_tag, who.session_id, 0, NO_BASE, now, now,
@@ -85,32 +100,32 @@ def create_session(
     )  # fmt: skip
     if len(overlay) > OVERLAY_LIMIT:
         session = session._replace(base=overlay, overlay=b"{}", base_revision=0)
-        _write_base(connection, context, session.id, 0, overlay, NO_BASE)
+        changes.append(_base_change(context, session.id, 0, overlay, NO_BASE))
     session = session._replace(sealed=seals.seal_session(context, session))
-    connection.run(
-        sql.INSERT_SESSION,
-        {
-            "id": session.id,
-            "user_row": session.user_row,
-            "tag": session.tag,
-            "revision": 0,
-            "base_revision": session.base_revision,
-            "created_at": now,
-            "updated_at": now,
-            "state": session.sealed,
-        },
-    )
-    add_witness(connection, context, who.user_tag, session.tag, session.id)
+    row = {
+        "id": session.id,
+        "user_row": session.user_row,
+        "tag": session.tag,
+        "revision": 0,
+        "base_revision": session.base_revision,
+        "created_at": now,
+        "updated_at": now,
+        "state": session.sealed,
+    }
+    changes.append(Change(sql.INSERT_SESSION, row))
+    add_witness(changes, context, who.user_tag, session.tag, session.id)
+    sent.sessions.add(session.id)
+    yield from _apply(changes)
     return Created(session, app, user)
 
 
 def append_event(
-    connection: Connection,
     context: Context,
     known: StoredSession | None,
     expected: Expected,
     event: NewEvent,
-) -> StoredSession:
+    sent: Sent,
+) -> Steps[StoredSession]:
     """Store *event* and its changes of state at the head of the session.
 
     *known* is the session as this process last saw it, which saves a read while it still
@@ -123,56 +138,79 @@ def append_event(
     # Without a key of the writing backend, one is to be made first.
     has_key = context.keys.current(context.who.user_tag) is not None
     if known and has_key and not (context.with_keys or event.app_delta or event.user_delta):
-        updated = _advance(connection, context, known, event)
-        if updated:
-            return updated
-    found = _read(connection, context)
+        step = _advance(context, known, event)
+        if step:
+            sent.events[step.record] = step.session
+            if (yield Apply(step.changes)):
+                return step.session
+    found = yield from _read(context)
     user = seals.open_user(context, found)
     session = seals.open_session(context, found, user)
     if session is None or user is None:
         raise MissingSession
     if expected != (session.id, session.revision):
-        raise StaleRevision
-    user = change_user(connection, context, user, user.app_row, event.user_delta)
+        return (yield from _sent_before(expected, sent))
+    owners: Changes = []
     if event.app_delta:
         app = seals.open_app(context, found)
         if app is None or app.id != user.app_row:
             raise TamperedError(f"secure_users row {user.id}: its app's row was removed")
-        change_app(connection, context, app, event.app_delta)
-    updated = _advance(connection, context, session, event)
-    if updated is None:
-        raise Conflict
-    return updated
+        change_app(owners, context, app, event.app_delta)
+    change_user(owners, context, user, user.app_row, event.user_delta)
+    step = _advance(context, session, event)
+    assert step is not None, "its base was read"
+    sent.events[step.record] = step.session
+    yield from _apply(step.changes + owners)
+    return step.session
 
 
-def delete_session(connection: Connection, context: Context) -> None:
+def delete_session(context: Context) -> Steps[None]:
     """Delete the session and its events; none is no error."""
-    found = _read(connection, context)
+    found = yield from _read(context)
     session = seals.open_session(context, found, seals.open_user(context, found))
     if session is None:
         return
     at_row = {"at_id": session.id}
-    connection.run(sql.DELETE_SESSION, at_row)  # first: an append that waits then finds none
-    connection.run(sql.DELETE_EVENTS, at_row)
+    # The session first: an append that waits for its row then finds none.
+    changes = [
+        Change(sql.DELETE_SESSION, at_row | {"at_revision": session.revision}),
+        Change(sql.DELETE_EVENTS, at_row, any_number=True),
+        Change(sql.DELETE_WITNESS, {"at_tag": session.tag}),
+    ]
     if session.base_revision != NO_BASE:
-        connection.run(sql.DELETE_BASE, at_row)
-    connection.run(sql.DELETE_WITNESS, {"at_tag": session.tag})
+        changes.append(Change(sql.DELETE_BASE, at_row))
+    yield from _apply(changes)
 
 
-def _read(connection: Connection, context: Context) -> Found:
-    query = sql.SESSION_WITHOUT_EVENTS[context.with_keys]
-    found = Found(connection.all(query, context.who.tags()))
+def _read(context: Context) -> Steps[Found]:
+    found = Found((yield Read(sql.SESSION_WITHOUT_EVENTS[context.with_keys], context.who.tags())))
     context.keys.load(found.keys)
     return found
 
 
-def _advance(
-    connection: Connection,
-    context: Context,
-    session: StoredSession,
-    event: NewEvent,
-) -> StoredSession | None:
-    """Write the session's next revision and the event; None if the stored row is another."""
+def _apply(changes: Changes) -> Steps[None]:
+    if not (yield Apply(changes)):
+        raise Conflict
+
+
+def _sent_before(expected: Expected, sent: Sent) -> Steps[StoredSession]:
+    """What an attempt of ours stored whose answer was lost, if it did."""
+    if sent.events:
+        where = {"session_row": expected.session_row, "seq": expected.revision}
+        for row in (yield Read(sql.EVENT_AT, where)):
+            if updated := sent.events.get(row[8]):
+                return updated
+    raise StaleRevision
+
+
+class _Step(NamedTuple):
+    changes: Changes
+    session: StoredSession
+    record: bytes  # the event's
+
+
+def _advance(context: Context, session: StoredSession, event: NewEvent) -> _Step | None:
+    """The session's next revision; None if that needs its base, which was not read."""
     seq = session.revision
     updated = session._replace(revision=seq + 1, updated_at=event.time, base=None)
     if event.session_delta:
@@ -183,59 +221,39 @@ def _advance(
             base = dumps(loads(session.base) | loads(updated.overlay))
             updated = updated._replace(overlay=b"{}", base_revision=seq + 1, base=base)
     updated = updated._replace(sealed=seals.seal_session(context, updated))
-    met = connection.run(
-        sql.UPDATE_SESSION,
-        {
-            "at_id": session.id,
-            "at_user_row": session.user_row,
-            "at_tag": session.tag,
-            "at_revision": seq,
-            "at_base_revision": session.base_revision,
-            "at_created_at": session.created_at,
-            "at_updated_at": session.updated_at,
-            "at_state": session.sealed,
-            "revision": updated.revision,
-            "base_revision": updated.base_revision,
-            "updated_at": updated.updated_at,
-            "state": updated.sealed,
-        },
-    )
-    if met != 1:
-        return None
+    row = {
+        "at_id": session.id,
+        "at_user_row": session.user_row,
+        "at_tag": session.tag,
+        "at_revision": seq,
+        "at_base_revision": session.base_revision,
+        "at_created_at": session.created_at,
+        "at_updated_at": session.updated_at,
+        "at_state": session.sealed,
+        "revision": updated.revision,
+        "base_revision": updated.base_revision,
+        "updated_at": updated.updated_at,
+        "state": updated.sealed,
+    }
+    changes = [Change(sql.UPDATE_SESSION, row)]
     if updated.base is not None:
-        _write_base(
-            connection,
-            context,
-            updated.id,
-            updated.base_revision,
-            updated.base,
-            session.base_revision,
+        changes.append(
+            _base_change(
+                context, updated.id, updated.base_revision, updated.base, session.base_revision
+            )
         )
-    connection.run(
-        sql.INSERT_EVENT,
-        {
-            "session_row": session.id,
-            "seq": seq,
-            "time": event.time,
-            "event": seals.seal_event(context, session.id, seq, event.time, event.plaintext),
-        },
-    )
-    return updated._replace(base=None)
+    record = seals.seal_event(context, session.id, seq, event.time, event.plaintext)
+    stored = {"session_row": session.id, "seq": seq, "time": event.time, "event": record}
+    changes.append(Change(sql.INSERT_EVENT, stored))
+    return _Step(changes, updated._replace(base=None), record)
 
 
-def _write_base(
-    connection: Connection,
-    context: Context,
-    session_row: int,
-    revision: int,
-    state: bytes,
-    old_revision: int,
-) -> None:
+def _base_change(
+    context: Context, session_row: int, revision: int, state: bytes, old_revision: int
+) -> Change:
     sealed = seals.seal_base(context, session_row, revision, state)
     if old_revision == NO_BASE:
         row = {"session_row": session_row, "revision": revision, "state": sealed}
-        connection.run(sql.INSERT_BASE, row)
-        return
+        return Change(sql.INSERT_BASE, row)
     where = {"at_id": session_row, "at_revision": old_revision}
-    if connection.run(sql.UPDATE_BASE, where | {"revision": revision, "state": sealed}) != 1:
-        raise Conflict
+    return Change(sql.UPDATE_BASE, where | {"revision": revision, "state": sealed})

@@ -1,0 +1,61 @@
+"""Make docs/sql/ anew: the tables, for teams whose service may not create them itself.
+
+    python examples/make_sql.py [--check]
+
+`--check` changes nothing and exits 1 where a file would change.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import sqlalchemy as sa
+
+from adk_secure_sessions.storage.tables import metadata
+
+DIRECTORY = Path(__file__).resolve().parent.parent / "docs" / "sql"
+URLS = {"postgresql": "postgresql+asyncpg://", "mysql": "mysql+asyncmy://", "sqlite": "sqlite://"}
+HEAD = """\
+-- The tables of adk-secure-sessions, for {database}.
+-- Run this once as their owner, and give the service create_tables=False and an account
+-- that may SELECT, INSERT, UPDATE and DELETE in them.
+
+"""
+NAMES = {"postgresql": "PostgreSQL", "mysql": "MySQL and MariaDB", "sqlite": "SQLite"}
+
+
+def script(database: str) -> str:
+    """The statements, in the order that they are to be run in."""
+    statements: list[str] = []
+
+    def collect(statement: sa.schema.ExecutableDDLElement, *_: object, **__: object) -> None:
+        text = str(statement.compile(dialect=engine.dialect))
+        lines = [line.rstrip().replace("\t", "  ") for line in text.strip().splitlines()]
+        statements.append("\n".join(lines).replace(")ENGINE", ") ENGINE") + ";\n")
+
+    engine = sa.create_mock_engine(URLS[database], collect)
+    metadata.create_all(engine, checkfirst=False)
+    return HEAD.format(database=NAMES[database]) + "\n".join(statements)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Make docs/sql/ anew.")
+    parser.add_argument("--check", action="store_true", help="change nothing, report differences")
+    check: bool = parser.parse_args(arguments).check
+    different = 0
+    for database in URLS:
+        path = DIRECTORY / f"{database}.sql"
+        text = script(database)
+        if path.is_file() and path.read_text(encoding="utf-8") == text:
+            continue
+        different += 1
+        if check:
+            print(f"{path.name} is out of date: run examples/make_sql.py", file=sys.stderr)
+        else:
+            DIRECTORY.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+    return 1 if check and different else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,49 @@
+"""What each ratio may be at most: ours of ADK's `DatabaseSessionService`, and ours of the floor."""
+
+from typing import NamedTuple
+
+
+class Budget(NamedTuple):
+    """None where nothing was promised."""
+
+    adk: float | None = None
+    floor: float | None = None
+
+
+BUDGETS: dict[str, dict[str, Budget]] = {
+    "sqlite": {
+        "create, state 1 KB": Budget(0.20, 1.4),
+        "create, state 100 KB": Budget(0.42, 1.2),
+        "append, state 1 KB": Budget(0.12, 1.6),
+        "append, state 100 KB": Budget(0.12, 1.6),
+        "delete, 20 events": Budget(0.15, 1.5),
+        "get, 0 events": Budget(0.03),
+        "get, 20 events": Budget(0.15),
+        "get, 100 events": Budget(0.40),
+        "get, 1000 events": Budget(0.70),
+        "get, 5000 events": Budget(),
+        "list, 10 sessions": Budget(0.10),
+        "list, 100 sessions": Budget(0.20),
+        "list, 1000 sessions": Budget(0.30),
+        "50 tasks appending": Budget(1 / 20),
+    },
+    "postgresql": {
+        "create, state 1 KB": Budget(0.20, 1.4),
+        "create, state 100 KB": Budget(0.40, 1.2),
+        "append, state 1 KB": Budget(0.13, 1.35),
+        "append, state 100 KB": Budget(0.13, 1.35),
+        "delete, 20 events": Budget(0.25, 1.5),
+        "get, 0 events": Budget(0.09),
+        "get, 20 events": Budget(0.22),
+        "get, 100 events": Budget(0.45),
+        "get, 1000 events": Budget(0.66),
+        "get, 5000 events": Budget(),
+        "list, 10 sessions": Budget(0.17),
+        "list, 100 sessions": Budget(0.23),
+        "list, 1000 sessions": Budget(0.26),
+        "50 tasks appending": Budget(1 / 6),
+    },
+}
+CIPHER = {"sqlite": 1.08, "postgresql": 1.06}  # AES-256-GCM of no-op, in CPU time
+STALL = 0.005  # seconds of an event loop that reads 5000 events
+MEMORY = 1.5  # of ADK's, to read them

@@ -1,0 +1,124 @@
+"""The databases that services are measured on, and what they take up there."""
+
+import os
+import warnings
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
+
+import sqlalchemy as sa
+from google.adk.sessions import BaseSessionService
+from google.adk.sessions.database_session_service import DatabaseSessionService
+from google.adk.sessions.sqlite_session_service import SqliteSessionService
+from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
+
+from adk_secure_sessions import AesGcmBackend, EncryptedSessionService, NoOpBackend
+from tests import servers
+from tests.benchmarks.floor_postgresql import PostgresFloor
+from tests.benchmarks.floor_sqlite import SqliteFloor
+
+# The sides of a comparison.
+OURS, ADK, FLOOR, ADK_SQLITE, NO_OP = "ours", "adk", "floor", "adk-sqlite", "no-op"
+
+_KEY = os.urandom(32)
+# As durable as a server is by default, unlike the tests' own, and with nothing in the
+# background; what autovacuum would have told the planner is for `settled`.
+_POSTGRESQL_OPTIONS = (
+    "-cfsync=on",
+    "-csynchronous_commit=on",
+    "-cfull_page_writes=on",
+    "-cautovacuum=off",
+    "-cmax_wal_size=8GB",
+    "-ccheckpoint_timeout=1h",
+)
+
+
+@asynccontextmanager
+async def opened(side: str, url: sa.URL) -> AsyncIterator[BaseSessionService]:
+    """The service that goes by the name of *side*, on a database of its own, with its tables."""
+    service = await _open(side, url)
+    try:
+        await service.list_sessions(app_name="", user_id="")
+        yield service
+    finally:
+        if hasattr(service, "close"):  # ADK's SqliteSessionService keeps nothing open
+            await service.close()
+
+
+async def _open(side: str, url: sa.URL) -> BaseSessionService:
+    if side == OURS:
+        return EncryptedSessionService(url, AesGcmBackend(_KEY))
+    if side == NO_OP:
+        return _in_clear(url)
+    if side == ADK:
+        return DatabaseSessionService(url.render_as_string(hide_password=False))
+    if side == ADK_SQLITE:
+        return SqliteSessionService(str(url.database))
+    async with _in_clear(url) as service:  # so that the floor has our tables, to the letter
+        await service.prepare_tables()
+    if url.get_backend_name() == "sqlite":
+        return SqliteFloor(Path(str(url.database)))
+    return await PostgresFloor.connect(url)
+
+
+def _in_clear(url: sa.URL) -> EncryptedSessionService:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is in clear
+        return EncryptedSessionService(url, NoOpBackend())
+
+
+class Databases:
+    """Makes empty databases of one kind, until the stack it was given unwinds."""
+
+    def __init__(self, kind: str, stack: ExitStack, directory: Path) -> None:
+        self.kind = kind
+        self._stack = stack
+        self._directory = directory
+        self._made = 0
+        self._server: servers.PostgreSQL | None = None
+        if kind == "postgresql":
+            self._server = stack.enter_context(servers.postgresql(*_POSTGRESQL_OPTIONS))
+
+    def make(self) -> sa.URL:
+        """The URL of a new one."""
+        self._made += 1
+        if self._server is not None:
+            url = self._stack.enter_context(self._server.database())
+            return url.set(drivername="postgresql+asyncpg")
+        path = self._directory / f"{self._made}.db"
+        return sa.URL.create("sqlite+aiosqlite", database=str(path))
+
+
+async def settled(url: sa.URL) -> None:
+    """Give the planner its statistics, after much was added."""
+    if url.get_backend_name() == "postgresql":
+        async with _maintaining(url) as connection:
+            await connection.exec_driver_sql("ANALYZE")
+
+
+async def stored_bytes(url: sa.URL) -> int:
+    """What the database takes up, indexes included, once all that is dead was removed."""
+    async with _maintaining(url) as connection:
+        if connection.dialect.name == "sqlite":
+            await connection.exec_driver_sql("VACUUM")
+            await connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")
+            return Path(str(url.database)).stat().st_size
+        await connection.exec_driver_sql("VACUUM FULL")
+        total = await connection.scalar(
+            sa.text(
+                "SELECT sum(pg_total_relation_size(oid))::bigint FROM pg_class"
+                " WHERE relkind = 'r' AND relnamespace = current_schema()::regnamespace"
+            )
+        )
+        assert isinstance(total, int)
+        return total
+
+
+@asynccontextmanager
+async def _maintaining(url: sa.URL) -> AsyncIterator[AsyncConnection]:
+    engine = create_async_engine(url, isolation_level="AUTOCOMMIT")
+    try:
+        async with engine.connect() as connection:
+            yield connection
+    finally:
+        await engine.dispose()

@@ -1,0 +1,122 @@
+"""Puts sessions with histories into a service, in bulk where that is ADK's."""
+
+import asyncio
+import json
+import sqlite3
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from datetime import UTC, datetime
+
+import sqlalchemy as sa
+from google.adk.events import Event
+from google.adk.sessions import BaseSessionService, Session
+from google.adk.sessions.database_session_service import DatabaseSessionService
+from google.adk.sessions.schemas.v1 import StorageEvent, StorageSession
+from google.adk.sessions.sqlite_session_service import SqliteSessionService
+
+from tests.benchmarks.databases import settled
+from tests.benchmarks.samples import APP, event, state
+
+_AT_ONCE = 50
+
+
+async def fill(
+    service: BaseSessionService, user: str, sessions: int, events: int = 0, size: int = 1000
+) -> list[str]:
+    """Add *sessions* with so many *events* and *size* bytes of state; return their ids."""
+    names = [str(uuid.uuid4()) for _ in range(sessions)]
+    history = [event(number) for number in range(events)]
+    first = await _create(service, user, names[0], size)
+    if isinstance(service, DatabaseSessionService):
+        await _fill_adk(service, first, names[1:], history)
+        return names
+    if isinstance(service, SqliteSessionService):
+        _fill_adk_sqlite(service, first, names[1:], history)
+        return names
+    gate = asyncio.Semaphore(_AT_ONCE)
+
+    async def add(name: str) -> None:
+        async with gate:
+            session = first if name == first.id else await _create(service, user, name, size)
+            for one in history:
+                await service.append_event(session, one.model_copy())
+
+    await asyncio.gather(*map(add, names))
+    return names
+
+
+async def _create(service: BaseSessionService, user: str, name: str, size: int) -> Session:
+    return await service.create_session(
+        app_name=APP, user_id=user, session_id=name, state=state(size)
+    )
+
+
+async def _fill_adk(
+    service: DatabaseSessionService, first: Session, names: Sequence[str], history: list[Event]
+) -> None:
+    now = datetime.now(UTC).replace(tzinfo=None)
+    async with service.database_session_factory() as database:
+        for name in names:
+            row = {"app_name": APP, "user_id": first.user_id, "id": name, "state": first.state}
+            database.add(StorageSession(**row, create_time=now, update_time=now))
+        await database.flush()
+        for name in [first.id, *names]:
+            session = first.model_copy(update={"id": name})
+            for one in history:
+                own = one.model_copy(update={"id": str(uuid.uuid4())})
+                database.add(StorageEvent.from_event(session, own))
+        await database.commit()
+
+
+def _fill_adk_sqlite(
+    service: SqliteSessionService, first: Session, names: Sequence[str], history: list[Event]
+) -> None:
+    user, now = first.user_id, first.last_update_time
+    sessions = [(APP, user, name, json.dumps(first.state), now, now) for name in names]
+    events = [
+        (
+            *(str(uuid.uuid4()), APP, user, name, one.invocation_id, one.timestamp),
+            one.model_dump_json(exclude_none=True),
+        )
+        for name in [first.id, *names]
+        for one in history
+    ]
+    with closing(sqlite3.connect(service._db_path)) as connection:
+        connection.executemany("INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?)", sessions)
+        connection.executemany("INSERT INTO events VALUES (?, ?, ?, ?, ?, ?, ?)", events)
+        connection.commit()
+
+
+class Stock:
+    """Sessions made beforehand, on each side; those that are only read are made once."""
+
+    def __init__(self, sides: Mapping[str, BaseSessionService], urls: Mapping[str, sa.URL]) -> None:
+        self._sides = sides
+        self._urls = urls
+        self._made: dict[tuple[str, str], list[str]] = {}
+
+    async def add(
+        self, side: str, user: str, sessions: int, events: int = 0, size: int = 1000
+    ) -> list[str]:
+        """As `fill`, and let the database know of it."""
+        names = await fill(self._sides[side], user, sessions, events, size)
+        await settled(self._urls[side])
+        return names
+
+    async def history(self, side: str, events: int) -> str:
+        """The id of a session of the user "reader" with so many *events*."""
+        [name] = await self._make(side, "reader", 1, events, 1000)
+        return name
+
+    async def user(self, side: str, sessions: int) -> str:
+        """A user with so many *sessions* of 500 bytes of state."""
+        name = f"user with {sessions}"
+        await self._make(side, name, sessions, 0, 500)
+        return name
+
+    async def _make(self, side: str, user: str, sessions: int, events: int, size: int) -> list[str]:
+        what = (side, f"{user}, {events}")
+        if what not in self._made:
+            self._made[what] = await self.add(side, user, sessions, events, size)
+        return self._made[what]

@@ -1,0 +1,245 @@
+"""The least that a plaintext session service can do on our tables: the floor of a comparison.
+
+It writes and reads the same rows as ours, with JSON in the columns, and returns the same
+objects of ADK's.  It computes nothing for secrecy or integrity, has one app and user state
+(an empty one), and appends to sessions that it created itself.
+"""
+
+import json
+import time
+import uuid
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from google.adk.events import Event
+from google.adk.sessions import BaseSessionService, Session
+from google.adk.sessions.base_session_service import GetSessionConfig, ListSessionsResponse
+from pydantic_core import from_json
+
+OVERLAY_LIMIT = 8 * 1024  # more than this of state goes to `secure_bases`, as ours does it
+Row = Sequence[Any]
+
+# Numbered parameters as SQLite writes them; PostgreSQL has $1 for ?1.
+# The tags are ?1 the app's, ?2 the user's, ?3 the session's.
+OWNERS = """
+SELECT 0, id, 0, 0, state FROM secure_apps WHERE tag = ?1
+UNION ALL SELECT 1, id, 0, 0, state FROM secure_users WHERE tag = ?2"""
+SESSION = (
+    OWNERS
+    + """
+UNION ALL SELECT 2, number, 0, 0, seal FROM secure_witnesses WHERE tag IN (?1, ?2, ?3)
+UNION ALL SELECT 3, id, revision, updated_at, state FROM secure_sessions WHERE tag = ?3
+UNION ALL SELECT 4, session_row, revision, 0, state FROM secure_bases
+  WHERE session_row = (SELECT id FROM secure_sessions WHERE tag = ?3)"""
+)
+SESSION_AND_EVENTS = (
+    SESSION
+    + """
+UNION ALL SELECT 5, seq, time, 0, event FROM secure_events
+  WHERE session_row = (SELECT id FROM secure_sessions WHERE tag = ?3)"""
+)
+SESSIONS = """
+SELECT 0, id, 0, 0, state, tag FROM secure_apps WHERE tag = ?1
+UNION ALL SELECT 1, id, 0, 0, state, tag FROM secure_users WHERE tag = ?2
+UNION ALL SELECT 2, w.number, 0, 0, w.seal, w.tag FROM secure_witnesses w
+  WHERE w.tag IN (?1, ?2)
+UNION ALL SELECT 2, w.number, 0, 0, w.seal, w.tag FROM secure_witnesses w, secure_sessions s
+  WHERE w.tag = s.tag AND s.user_row = (SELECT id FROM secure_users WHERE tag = ?2)
+    AND s.revision = 0
+UNION ALL SELECT 3, id, revision, updated_at, state, tag FROM secure_sessions
+  WHERE user_row = (SELECT id FROM secure_users WHERE tag = ?2)
+UNION ALL SELECT 4, b.session_row, b.revision, 0, b.state, s.tag
+  FROM secure_bases b, secure_sessions s
+  WHERE b.session_row = s.id AND s.user_row = (SELECT id FROM secure_users WHERE tag = ?2)"""
+
+
+class NewSession(NamedTuple):
+    """A row of `secure_sessions`, with its row of `secure_bases` if its state is large."""
+
+    app_tag: bytes
+    user_tag: bytes
+    tag: bytes
+    id: int
+    base_revision: int
+    now: int
+    state: bytes
+    base: bytes | None
+
+
+class NewEvent(NamedTuple):
+    """A row of `secure_events`, and what the session's row becomes."""
+
+    session_row: int
+    seq: int
+    time: int
+    state: bytes
+    event: bytes
+
+
+class _Held:
+    """What this process knows of a session that it created."""
+
+    __slots__ = ("overlay", "revision", "row")
+
+    def __init__(self, row: int, overlay: dict[str, Any]) -> None:
+        self.row = row
+        self.revision = 0
+        self.overlay = overlay
+
+
+class Floor(BaseSessionService):
+    """ADK's objects above, rows below; the driver's part is a subclass."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, _Held] = {}
+        self._last_row = 0
+
+    async def create_session(
+        self,
+        *,
+        app_name: str,
+        user_id: str,
+        state: dict[str, Any] | None = None,
+        session_id: str | None = None,
+    ) -> Session:
+        session_id = session_id or str(uuid.uuid4())
+        encoded = _dumps(state or {})
+        large = len(encoded) > OVERLAY_LIMIT
+        new = NewSession(
+            *_tags(app_name, user_id, session_id),
+            self.next_row(),
+            0 if large else -1,
+            time.time_ns() // 1000,
+            b"{}" if large else encoded,
+            encoded if large else None,
+        )
+        await self.insert(new)
+        own = from_json(encoded)
+        self._held[session_id] = _Held(new.id, {} if large else own.copy())
+        return _session(app_name, user_id, session_id, own, new.now)
+
+    async def get_session(
+        self,
+        *,
+        app_name: str,
+        user_id: str,
+        session_id: str,
+        config: GetSessionConfig | None = None,
+    ) -> Session | None:
+        query = SESSION_AND_EVENTS if config is None else SESSION
+        own: dict[str, Any] = {}
+        base: dict[str, Any] = {}
+        updated: int | None = None
+        history: list[Row] = []
+        for row in await self.read(query, _tags(app_name, user_id, session_id)):
+            kind = row[0]
+            if kind == 5:
+                history.append(row)
+            elif kind == 3:
+                own, updated = from_json(row[4]), row[3]
+            elif kind == 4:
+                base = from_json(row[4])
+        if updated is None:
+            return None
+        history.sort(key=_seq)  # which they are already
+        decode = Event.model_validate_json
+        events = [decode(row[4]) for row in history]
+        return _session(app_name, user_id, session_id, base | own, updated, events)
+
+    async def list_sessions(
+        self, *, app_name: str, user_id: str | None = None
+    ) -> ListSessionsResponse:
+        assert user_id is not None
+        found: list[Row] = []
+        bases: dict[int, Row] = {}
+        for row in await self.read(SESSIONS, _tags(app_name, user_id, "")[:2]):
+            if row[0] == 3:
+                found.append(row)
+            elif row[0] == 4:
+                bases[row[1]] = row
+        found.sort(key=lambda row: int(row[3]))
+        sessions = []
+        for row in found:
+            own, base = from_json(row[4]), bases.get(row[1])
+            if base is not None:
+                own = from_json(base[4]) | own
+            session_id = row[5].rpartition(b"\0")[2].decode()
+            sessions.append(_session(app_name, user_id, session_id, own, row[3]))
+        return ListSessionsResponse(sessions=sessions)
+
+    async def delete_session(self, *, app_name: str, user_id: str, session_id: str) -> None:
+        await self.remove(_tags(app_name, user_id, session_id))
+        self._held.pop(session_id, None)
+
+    async def append_event(self, session: Session, event: Event) -> Event:
+        held = self._held[session.id]
+        delta = event.actions.state_delta
+        overlay = held.overlay | delta
+        now = round(event.timestamp * 1_000_000)
+        encoded = event.model_dump_json(exclude_none=True).encode()
+        await self.advance(NewEvent(held.row, held.revision, now, _dumps(overlay), encoded))
+        held.overlay = overlay
+        held.revision += 1
+        session.last_update_time = now / 1_000_000
+        session.state.update(delta)
+        session.events.append(event)
+        return event
+
+    def next_row(self) -> int:
+        """Ascending keys, as ours are."""
+        self._last_row = max(self._last_row + 1, time.time_ns() // 1_000_000 << 21)
+        return self._last_row
+
+    @abstractmethod
+    async def insert(self, new: NewSession) -> None:
+        """Store a session whose tag is free, after its app and user if these are new."""
+
+    @abstractmethod
+    async def advance(self, new: NewEvent) -> None:
+        """Store an event, if its session is at its revision."""
+
+    @abstractmethod
+    async def remove(self, tags: tuple[bytes, bytes, bytes]) -> None:
+        """Read a session's row and delete all that belongs to it."""
+
+    @abstractmethod
+    async def read(self, query: str, tags: tuple[bytes, ...]) -> Sequence[Row]:
+        """Run one of the queries above."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Release the database."""
+
+
+def _seq(row: Row) -> int:
+    seq: int = row[1]
+    return seq
+
+
+def _tags(app_name: str, user_id: str, session_id: str) -> tuple[bytes, bytes, bytes]:
+    app = app_name.encode()
+    user = b"%b\0%b" % (app, user_id.encode())
+    return app, user, b"%b\0%b" % (user, session_id.encode())
+
+
+def _dumps(state: dict[str, Any]) -> bytes:
+    return json.dumps(state, separators=(",", ":")).encode()
+
+
+def _session(
+    app_name: str,
+    user_id: str,
+    session_id: str,
+    state: dict[str, Any],
+    updated: int,
+    events: list[Event] | None = None,
+) -> Session:
+    return Session(
+        id=session_id,
+        app_name=app_name,
+        user_id=user_id,
+        state=state,
+        events=events or [],
+        last_update_time=updated / 1_000_000,
+    )

@@ -1,0 +1,65 @@
+"""AES-256-GCM beside no encryption, in the same service: a ratio of processor time."""
+
+import time
+
+import pytest
+from google.adk.sessions import BaseSessionService
+
+from tests.benchmarks.budgets import CIPHER
+from tests.benchmarks.comparing import SECONDS, show
+from tests.benchmarks.databases import NO_OP, OURS
+from tests.benchmarks.harness import Operation, interleave, summarize
+from tests.benchmarks.places import NEAR, Place
+from tests.benchmarks.samples import APP, event, started, state
+
+pytestmark = [
+    pytest.mark.benchmark,
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.parametrize("place", NEAR, indirect=True),
+]
+
+SIDES = (OURS, NO_OP)
+
+
+async def compare(
+    place: Place, subject: str, operations: dict[str, Operation], repeat: int
+) -> None:
+    # Of this process with all its threads, and so without what disk and server do.
+    timings = await interleave(operations, SECONDS, clock=time.process_time, repeat=repeat)
+    ratio = summarize(timings[OURS], timings[NO_OP])
+    show(place.name, subject, NO_OP, ratio, CIPHER[place.name])
+
+
+@pytest.mark.parametrize("size", [1, 100])
+async def test_cipher_in_create(place: Place, size: int) -> None:
+    initial = state(size * 1000)
+
+    def operation(service: BaseSessionService) -> Operation:
+        return lambda: service.create_session(app_name=APP, user_id="cipher", state=initial)
+
+    operations = {side: operation(place.all_sides[side]) for side in SIDES}
+    await compare(place, f"cipher: create, {size} KB", operations, 10)
+
+
+@pytest.mark.parametrize("size", [1, 100])
+async def test_cipher_in_append(place: Place, size: int) -> None:
+    """Events of that size, so that all of it is sealed."""
+
+    async def operation(service: BaseSessionService) -> Operation:
+        session = await started(service, "cipher", 1000)
+        one = event(0, text_size=size * 1000)
+        return lambda: service.append_event(session, one)
+
+    operations = {side: await operation(place.all_sides[side]) for side in SIDES}
+    await compare(place, f"cipher: append, {size} KB", operations, 10)
+
+
+@pytest.mark.parametrize("count", [20, 1000])
+async def test_cipher_in_get(place: Place, count: int) -> None:
+    async def operation(side: str) -> Operation:
+        name = await place.stock.history(side, count)
+        service = place.all_sides[side]
+        return lambda: service.get_session(app_name=APP, user_id="reader", session_id=name)
+
+    operations = {side: await operation(side) for side in SIDES}
+    await compare(place, f"cipher: get, {count} events", operations, 1 if count > 100 else 10)

@@ -1,0 +1,89 @@
+"""The harness itself, on made-up timings."""
+
+import asyncio
+import gc
+
+import pytest
+
+from tests.benchmarks.harness import (
+    LEAST,
+    WARM_UPS,
+    collector_off,
+    interleave,
+    order,
+    percentile,
+    summarize,
+)
+
+
+def test_ratio_is_the_median_of_the_rounds() -> None:
+    ratio = summarize([1.0, 2.0, 3.0, 4.0, 50.0], [10.0, 10.0, 10.0, 10.0, 10.0])
+    assert ratio == (0.3, 0.2, 0.4, 3.0, 10.0)
+
+
+def test_ratio_compares_within_a_round() -> None:
+    """A machine that is ten times slower for a while changes no ratio."""
+    ratio = summarize([1.0, 1.0, 10.0, 10.0], [2.0, 2.0, 20.0, 20.0])
+    assert ratio[:3] == (0.5, 0.5, 0.5)
+
+
+def test_rounds_of_which_one_side_is_missing_are_refused() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        summarize([1.0, 1.0], [1.0])
+
+
+@pytest.mark.parametrize(
+    ("percent", "value"), [(0, 1), (50, 50), (98.5, 99), (99, 99), (99.5, 100), (100, 100)]
+)
+def test_percentile_of_a_hundred_values(percent: float, value: float) -> None:
+    assert percentile([float(number) for number in range(100, 0, -1)], percent) == value
+
+
+def test_percentile_of_one_value_is_that_value() -> None:
+    assert percentile([7.0], 99) == 7.0
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_each_side_is_as_often_at_each_place(count: int) -> None:
+    names = [str(number) for number in range(count)]
+    orders = [order(names, turn) for turn in range(2 * count)]
+    assert all(sorted(one) == names for one in orders)
+    for name in names:
+        assert sorted(one.index(name) for one in orders) == sorted([*range(count)] * 2)
+
+
+async def test_timings_are_the_clock_s_and_means_of_repeated_runs() -> None:
+    now = 0.0
+
+    async def take(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    sides = {"ours": lambda: take(1.0), "reference": lambda: take(4.0)}
+    timings = await interleave(sides, 0, clock=lambda: now, repeat=5)
+    assert timings == {"ours": [1.0] * LEAST, "reference": [4.0] * LEAST}
+
+
+async def test_rounds_end_with_what_was_prepared_for_them() -> None:
+    prepared = list(range(5 + WARM_UPS))
+
+    async def take() -> int:
+        return prepared.pop()
+
+    timings = await interleave({"ours": take}, 60, most=5)
+    assert len(timings["ours"]) == 5
+    assert prepared == []
+
+
+async def test_collector_is_off_while_sides_run_and_on_afterwards() -> None:
+    seen = set()
+
+    async def look() -> None:
+        await asyncio.sleep(0)
+        seen.add(gc.isenabled())
+
+    with collector_off():
+        await look()
+    assert seen == {False}
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0

@@ -1,0 +1,87 @@
+"""The statements of docs/sql, for teams whose service may not create tables."""
+
+import os
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from adk_secure_sessions import AesGcmBackend, ConfigurationError, EncryptedSessionService
+from examples import make_sql
+from tests.servers import Server
+
+KEY = os.urandom(32)
+ASYNC = {"postgresql": "postgresql+asyncpg", "mysql": "mysql+asyncmy", "sqlite": "sqlite"}
+
+
+def test_files_are_those_of_the_tables() -> None:
+    assert make_sql.main(["--check"]) == 0
+
+
+def statements(database: str) -> list[str]:
+    text = (make_sql.DIRECTORY / f"{database}.sql").read_text(encoding="utf-8")
+    return [part.strip() for part in text.split(";\n") if part.strip()]
+
+
+async def use(url: str | sa.URL) -> None:
+    async with EncryptedSessionService(url, AesGcmBackend(KEY), create_tables=False) as service:
+        session = await service.create_session(app_name="a", user_id="u", state={"k": 1})
+        found = await service.get_session(app_name="a", user_id="u", session_id=session.id)
+        assert found == session
+
+
+async def refused(url: str | sa.URL) -> None:
+    async with EncryptedSessionService(url, AesGcmBackend(KEY), create_tables=False) as service:
+        with pytest.raises(ConfigurationError, match="docs/sql"):
+            await service.prepare_tables()
+
+
+async def test_sqlite(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/s.db"
+    await refused(url)
+    engine = sa.create_engine(url)
+    with engine.begin() as connection:
+        assert not sa.inspect(connection).get_table_names()
+        for statement in statements("sqlite"):
+            connection.exec_driver_sql(statement)
+    engine.dispose()
+    await use(url)
+
+
+async def test_postgresql_without_the_right_to_create(postgresql: Server) -> None:
+    with postgresql.database() as url:
+        schema = url.username
+        url = url.set(drivername=ASYNC["postgresql"])
+        await refused(url)
+        with postgresql.admin.begin() as connection:
+            connection.exec_driver_sql(f"SET search_path TO {schema}")
+            for statement in statements("postgresql"):
+                connection.exec_driver_sql(statement)
+            connection.exec_driver_sql(f"ALTER SCHEMA {schema} OWNER TO CURRENT_USER")
+            connection.exec_driver_sql(f"GRANT USAGE ON SCHEMA {schema} TO {schema}")
+            connection.exec_driver_sql(
+                f"GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA {schema} TO {schema}"
+            )
+            connection.exec_driver_sql("RESET search_path")
+        await use(url)
+
+
+async def test_mariadb_without_the_right_to_create(mariadb: Server) -> None:
+    with mariadb.database() as url:
+        name = url.database
+        url = url.set(drivername=ASYNC["mysql"])
+        await refused(url)
+        with mariadb.admin.begin() as connection:
+            connection.exec_driver_sql(f"USE {name}")
+            for statement in statements("mysql"):
+                connection.exec_driver_sql(statement)
+            connection.exec_driver_sql(f"CREATE USER {name}@localhost IDENTIFIED BY 'secret'")
+            connection.exec_driver_sql(
+                f"GRANT SELECT, INSERT, UPDATE, DELETE ON {name}.* TO {name}@localhost"
+            )
+            connection.exec_driver_sql("USE information_schema")
+        try:
+            await use(url.set(username=name, password="secret"))
+        finally:
+            with mariadb.admin.begin() as connection:
+                connection.exec_driver_sql(f"DROP USER {name}@localhost")
