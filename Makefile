@@ -21,7 +21,7 @@ define make-venv
 	touch $(1)/.installed
 endef
 
-.PHONY: help demo test check lint types test-adk test-matrix bench clean
+.PHONY: help demo test soak check lint types test-adk test-matrix bench clean
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /|/' | \
@@ -32,6 +32,9 @@ demo: .venv/.installed ## run an ADK agent whose conversation is sealed on disk
 
 test: .venv/.installed ## run every test
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+soak: .venv/.installed ## run the tests that take long: every moment of a lost connection, on every driver
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m soak
 
 check: lint types ## lint, format, types, and the tests with coverage
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) --cov --cov-report=term

@@ -54,6 +54,7 @@ class Server(ABC):
         self.admin_url = admin_url
         self.directory = directory  # of a private server: all that it writes, its log included
         self.admin = sa.create_engine(admin_url, isolation_level="AUTOCOMMIT")
+        self.process: _Process | None = None  # of a private one
 
     @contextmanager
     def database(self) -> Iterator[sa.URL]:
@@ -74,6 +75,42 @@ class Server(ABC):
     def close(self) -> None:
         """Leave the server; a private one is ended by whoever started it."""
         self.admin.dispose()
+
+    def stop(self) -> None:
+        """End a private server, without a word to its clients; `start` starts it again."""
+        assert self.process is not None
+        self.process.stop()
+        self.admin.dispose()
+
+    def start(self) -> None:
+        assert self.process is not None
+        self.process.start()
+
+    def connections(self, url: sa.URL, *, in_transaction: bool = False) -> list[int]:
+        """The server's numbers for what is connected to a test's database.
+
+        *in_transaction*: only those that keep one open.
+        """
+        with self.admin.connect() as connection:
+            found = connection.exec_driver_sql(self._connected(url, in_transaction))
+            return [number for (number,) in found]
+
+    def kill(self, url: sa.URL) -> None:
+        """End the connections to a test's database, as an administrator or a proxy may."""
+        with self.admin.connect() as connection:
+            for number in self.connections(url):
+                try:
+                    connection.exec_driver_sql(self._end(number))
+                except sa.exc.OperationalError:
+                    pass  # it has just ended by itself
+        while self.connections(url):
+            time.sleep(0.01)
+
+    @abstractmethod
+    def _connected(self, url: sa.URL, in_transaction: bool) -> str: ...
+
+    @abstractmethod
+    def _end(self, number: int) -> str: ...
 
     @abstractmethod
     def _create(self, connection: sa.Connection, name: str) -> sa.URL: ...
@@ -99,10 +136,15 @@ class PostgreSQL(Server):
         connection.exec_driver_sql(f"CREATE SCHEMA AUTHORIZATION {name}")
         return self.admin_url.set(username=name, password=password)
 
+    def _connected(self, url: sa.URL, in_transaction: bool) -> str:
+        text = f"SELECT pid FROM pg_stat_activity WHERE usename = '{url.username}'"
+        return f"{text} AND starts_with(state, 'idle in transaction')" if in_transaction else text
+
+    def _end(self, number: int) -> str:
+        return f"SELECT pg_terminate_backend({number})"
+
     def _drop(self, connection: sa.Connection, name: str) -> None:
-        connection.exec_driver_sql(
-            f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE usename = '{name}'"
-        )
+        self.kill(self.admin_url.set(username=name))
         connection.exec_driver_sql(f"DROP SCHEMA {name} CASCADE")
         connection.exec_driver_sql(f"DROP ROLE {name}")
 
@@ -119,13 +161,16 @@ class MariaDB(Server):
         connection.exec_driver_sql(f"CREATE DATABASE {name} CHARACTER SET utf8mb4")
         return self.admin_url.set(database=name)
 
+    def _connected(self, url: sa.URL, in_transaction: bool) -> str:
+        text = f"SELECT id FROM information_schema.processlist WHERE db = '{url.database}'"
+        transactions = "SELECT trx_mysql_thread_id FROM information_schema.innodb_trx"
+        return f"{text} AND id IN ({transactions})" if in_transaction else text
+
+    def _end(self, number: int) -> str:
+        return f"KILL {number}"
+
     def _drop(self, connection: sa.Connection, name: str) -> None:
-        connected = f"SELECT id FROM information_schema.processlist WHERE db = '{name}'"
-        for (number,) in connection.exec_driver_sql(connected).all():
-            try:
-                connection.exec_driver_sql(f"KILL {number}")
-            except sa.exc.OperationalError:
-                pass  # it has just ended by itself
+        self.kill(self.admin_url.set(database=name))
         connection.exec_driver_sql(f"DROP DATABASE {name}")
 
 
@@ -222,26 +267,51 @@ def _running(
 ) -> Iterator[None]:
     """Run a private server that listens at *address*, as *user* if there has to be another."""
     assert server.directory is not None
-    log = server.directory / "log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            ["sh", "-c", _UNTIL_EOF, "sh", *command],
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=output,
-            user=user,
-            start_new_session=True,  # an interrupt from the keyboard is for the tests
-        )
+    server.process = _Process(server, address, command, user, server.directory / "log")
     try:
-        deadline = time.monotonic() + _PATIENCE
-        while not _accepts(server, address):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the server did not start: {log.read_text()[-2000:]}")
-            time.sleep(0.02)
+        server.process.start()
         yield
     finally:
         server.close()
-        process.communicate(timeout=_PATIENCE)
+        server.process.stop()
+
+
+class _Process:
+    """A private server's process, of which there may be several, one after the other."""
+
+    def __init__(
+        self, server: Server, address: Path, command: list[str], user: str | None, log: Path
+    ) -> None:
+        self._server = server
+        self._address = address
+        self._command = command
+        self._user = user
+        self._log = log
+        self._running: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        if self._running is not None:
+            return
+        with self._log.open("ab") as output:
+            self._running = subprocess.Popen(
+                ["sh", "-c", _UNTIL_EOF, "sh", *self._command],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                user=self._user,
+                start_new_session=True,  # an interrupt from the keyboard is for the tests
+            )
+        deadline = time.monotonic() + _PATIENCE
+        while not _accepts(self._server, self._address):
+            if self._running.poll() is not None or time.monotonic() > deadline:
+                text = self._log.read_text()[-2000:]
+                raise RuntimeError(f"the server did not start: {text}")
+            time.sleep(0.02)
+
+    def stop(self) -> None:
+        if self._running is not None:
+            self._running.communicate(timeout=_PATIENCE)
+            self._running = None
 
 
 def _accepts(server: Server, address: Path) -> bool:

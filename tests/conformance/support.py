@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import re
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -51,10 +51,15 @@ def only_ours(why: str) -> pytest.MarkDecorator:
     return pytest.mark.reference("skip", why, True)
 
 
-def each_kind(*names: str) -> Any:
-    """A fixture that gives the named kinds in turn; the marks above see to the reference."""
+def each_kind(*names: str, soak: Sequence[str] = ()) -> Any:
+    """A fixture that gives the named kinds in turn; the marks above see to the reference.
 
-    @pytest.fixture(params=names)
+    Those of *soak* are left out of the default run.
+    """
+
+    rest = [pytest.param(name, marks=pytest.mark.soak) for name in soak]
+
+    @pytest.fixture(params=[*names, *rest])
     def kind(request: pytest.FixtureRequest) -> Kind:
         kind = KINDS[request.param]
         if kind.is_reference:

@@ -1,0 +1,194 @@
+"""Connections that are lost: between operations, and in each moment of one."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from google.adk.sessions import BaseSessionService
+from sqlalchemy import URL
+
+from tests.conformance.services import Kind
+from tests.conformance.support import (
+    create,
+    delete,
+    each_kind,
+    event,
+    find,
+    ids,
+    listed,
+    reload,
+    together,
+)
+from tests.on_servers.proxy import Cut, Proxy, proxy_before
+from tests.servers import Server
+
+kind = each_kind(
+    *("encrypted-postgresql", "encrypted-mariadb"),
+    soak=["encrypted-postgresql-engine", "encrypted-psycopg", "encrypted-mariadb-engine"],
+)
+LARGE = "x" * 10_000  # too much for an overlay: it goes into the session's base row
+STATES: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "session": {"k": 1},
+    "owners": {"k": 1, "user:k": 1, "app:k": 1},
+    "base": {"k": LARGE, "user:k": LARGE},
+}
+
+
+def each_cut(*ways: Cut) -> pytest.MarkDecorator:
+    """Cut in these *ways*, and in the others, too, if there is time."""
+    rest = [pytest.param(way, marks=pytest.mark.soak) for way in Cut if way not in ways]
+    return pytest.mark.parametrize("how", [*ways, *rest], ids=lambda way: way.name)
+
+
+@pytest.fixture
+async def by_proxy(kind: Kind, url: URL) -> AsyncIterator[tuple[Proxy, BaseSessionService]]:
+    async with proxy_before(url) as (proxy, address), kind.open(address) as service:
+        yield proxy, service
+
+
+async def each_moment(
+    proxy: Proxy, how: Cut, operation: Callable[[int], Awaitable[None]], *, at_least: int = 1
+) -> None:
+    """Run *operation* again and again, the connection cut one message later each time."""
+    for number in range(100):
+        proxy.cut(how, number)
+        await operation(number)
+        if not proxy.leave():  # it had ended before
+            assert number >= at_least
+            return
+    raise AssertionError("it never ends")
+
+
+async def test_connections_that_the_server_ended_meanwhile_disturb_nobody(
+    service: BaseSessionService, server: Server, url: URL
+) -> None:
+    session = await create(service)
+    for n in range(3):
+        await together(*(reload(service, session) for _ in range(5)))
+        server.kill(url)
+        assert await reload(service, session) == session
+        server.kill(url)
+        await service.append_event(session, event(delta={"k": n, "user:k": n}))
+        server.kill(url)
+        await service.append_event(session, event("nothing is read first"))
+        server.kill(url)
+        other = await create(service, f"s{n}")
+        server.kill(url)
+        assert len(await listed(service)) == 2
+        server.kill(url)
+        await delete(service, other)
+    assert await reload(service, session) == session
+    assert len(session.events) == 6
+
+
+@each_cut(Cut.ANSWERED)
+@pytest.mark.parametrize("state", STATES)
+async def test_append_whose_connection_is_cut_is_stored_once_and_returns(
+    by_proxy: tuple[Proxy, BaseSessionService], how: Cut, state: str
+) -> None:
+    proxy, service = by_proxy
+    session = await create(service)
+    appended = []
+
+    async def append(number: int) -> None:
+        delta = {key: [number, value] for key, value in STATES[state].items()}
+        appended.append(await service.append_event(session, event(str(number), delta=delta)))
+
+    await each_moment(proxy, how, append)
+    assert session.events == appended
+    assert await reload(service, session) == session
+    await service.append_event(session, event("goes on"))
+
+
+@each_cut(*Cut)
+async def test_append_to_a_session_that_was_just_created_is_stored_once(
+    by_proxy: tuple[Proxy, BaseSessionService], how: Cut
+) -> None:
+    proxy, service = by_proxy
+    sessions = [await create(service, f"s{n}", state={"k": LARGE}) for n in range(12)]
+
+    async def append(number: int) -> None:
+        session = sessions[number]
+        await service.append_event(session, event("first", delta={"k": number}))
+        assert await reload(service, session) == session
+        assert len(session.events) == 1
+
+    await each_moment(proxy, how, append)
+
+
+async def test_append_that_is_still_waiting_at_the_server_is_not_stored_twice(
+    by_proxy: tuple[Proxy, BaseSessionService], kind: Kind, server: Server, url: URL
+) -> None:
+    """The second attempt finds nothing yet, and sends the event once more."""
+    proxy, service = by_proxy
+    session = await create(service)
+    await service.append_event(session, event("one"))
+    engine = sa.create_engine(url.set(drivername=server.admin_url.drivername))
+    with engine.begin() as connection:
+        connection.execute(sa.text("SELECT * FROM secure_sessions FOR UPDATE"))
+        proxy.cut(Cut.AT_ONCE, 0)
+        task = asyncio.ensure_future(service.append_event(session, event("two", delta={"k": 1})))
+        await asyncio.sleep(0.5)
+        assert proxy.leave()
+        assert not task.done()
+    engine.dispose()
+    await asyncio.wait_for(task, 30)
+    assert len(session.events) == 2
+    assert await reload(service, session) == session
+    await service.append_event(session, event("goes on"))
+
+
+@each_cut(Cut.ANSWERED)
+@pytest.mark.parametrize("state", ["nothing", "base"])
+async def test_session_whose_creation_was_cut_is_created_once_and_returned(
+    by_proxy: tuple[Proxy, BaseSessionService], how: Cut, state: str
+) -> None:
+    proxy, service = by_proxy
+    await create(service, "the first makes the tables", user_id="first")
+
+    async def create_one(number: int) -> None:
+        made = await create(service, user_id=f"u{number}", state=STATES[state])
+        assert made.state == STATES[state]
+        await service.append_event(made, event("goes on"))
+        assert await reload(service, made) == made
+
+    await each_moment(proxy, how, create_one, at_least=2)
+
+
+@each_cut(Cut.ANSWERED)
+async def test_deletion_that_was_cut_is_made(
+    by_proxy: tuple[Proxy, BaseSessionService], how: Cut
+) -> None:
+    proxy, service = by_proxy
+    sessions = [await create(service, f"s{n}", state={"k": LARGE}) for n in range(20)]
+
+    async def delete_one(number: int) -> None:
+        await delete(service, sessions[number])
+        assert await find(service, sessions[number]) is None
+
+    await each_moment(proxy, how, delete_one, at_least=2)
+    assert set(ids(await listed(service))) < set(ids(sessions))
+
+
+@each_cut(Cut.ANSWERED)
+async def test_read_that_was_cut_gives_its_result(
+    by_proxy: tuple[Proxy, BaseSessionService], how: Cut
+) -> None:
+    proxy, service = by_proxy
+    session = await create(service, state={"k": LARGE, "user:k": 1})
+    await service.append_event(session, event("text"))
+
+    async def get(_: int) -> None:
+        assert await reload(service, session) == session
+
+    async def list_user(_: int) -> None:
+        assert ids(await listed(service)) == [session.id]
+
+    async def list_app(_: int) -> None:
+        assert ids(await listed(service, None)) == [session.id]
+
+    for read in (get, list_user, list_app):
+        await each_moment(proxy, how, read)

@@ -1,0 +1,161 @@
+"""A server that goes away and comes back, or that was never there."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+
+import pytest
+import sqlalchemy as sa
+from google.adk.sessions import BaseSessionService, Session
+from sqlalchemy import URL
+
+from tests import servers
+from tests.conformance.services import Kind
+from tests.conformance.support import (
+    APP,
+    STALE,
+    USER,
+    create,
+    each_kind,
+    event,
+    ids,
+    listed,
+    reload,
+    together,
+)
+
+kind = each_kind("encrypted-postgresql", "encrypted-mariadb", soak=["encrypted-psycopg"])
+LOST = (OSError, sa.exc.SQLAlchemyError)
+# What was committed is to be there after a crash, unlike on the servers of other tests.
+PRIVATE: dict[str, Callable[[], AbstractContextManager[servers.Server]]] = {
+    "postgresql": partial(servers.postgresql, "-csynchronous_commit=on"),
+    "mariadb": partial(servers.mariadb, "--innodb-flush-log-at-trx-commit=2"),
+}
+
+
+@pytest.fixture(scope="module")
+def private() -> Iterator[Callable[[str], servers.Server]]:
+    """Servers of this module's own, started when first wanted."""
+    with ExitStack() as stack:
+        running: dict[str, servers.Server] = {}
+
+        def get(name: str) -> servers.Server:
+            if name not in running:
+                running[name] = stack.enter_context(PRIVATE[name]())
+            return running[name]
+
+        yield get
+
+
+@pytest.fixture
+def server(kind: Kind, private: Callable[[str], servers.Server]) -> servers.Server:
+    assert kind.server is not None
+    return private(kind.server)
+
+
+@pytest.fixture
+def url(kind: Kind, server: servers.Server) -> Iterator[URL]:
+    with server.database() as database:
+        yield database.set(drivername=kind.driver)
+
+
+@pytest.fixture
+async def service(kind: Kind, url: URL) -> AsyncIterator[BaseSessionService]:
+    async with kind.open(url) as opened:
+        yield opened
+
+
+def restart(server: servers.Server) -> None:
+    server.stop()
+    server.start()
+
+
+async def test_server_restarted_between_operations_disturbs_nobody(
+    service: BaseSessionService, server: servers.Server
+) -> None:
+    session = await create(service)
+    await together(*(reload(service, session) for _ in range(5)))
+    await asyncio.to_thread(restart, server)
+    assert await reload(service, session) == session
+    await asyncio.to_thread(restart, server)
+    await service.append_event(session, event("text", delta={"k": 1, "user:k": 1}))
+    assert await reload(service, session) == session
+
+
+async def test_server_restarted_during_operations_loses_nothing_and_stores_nothing_twice(
+    service: BaseSessionService, server: servers.Server
+) -> None:
+    returned, raised = Counter[str](), Counter[str]()
+    going_on = True
+
+    async def converse(n: int) -> None:
+        session = await read(n)
+        while going_on:
+            one = event(str(n), delta={f"k{n}": len(session.events), f"user:k{n}": 1})
+            try:
+                await service.append_event(session, one)
+                returned[one.id] += 1
+            except STALE:  # an append that raised was stored all the same
+                assert raised
+                session = await read(n)
+            except LOST:
+                raised[one.id] += 1
+            if len(session.events) % 8 == 0:
+                session = await read(n)
+
+    async def read(n: int) -> Session:
+        while True:
+            try:
+                found = await service.get_session(app_name=APP, user_id=USER, session_id=f"s{n}")
+            except LOST:
+                await asyncio.sleep(0.05)
+            else:
+                assert found is not None
+                return found
+
+    async def disturb() -> None:
+        nonlocal going_on
+        try:
+            for _ in range(2):
+                await asyncio.sleep(0.3)
+                await asyncio.to_thread(restart, server)
+            await asyncio.sleep(0.3)
+        finally:
+            going_on = False
+
+    for n in range(6):
+        await create(service, f"s{n}")
+    await together(disturb(), *(converse(n) for n in range(6)))
+    stored = Counter[str]()
+    for n in range(6):
+        session = await read(n)
+        stored.update(ids(session.events))
+        await service.append_event(session, event("goes on"))
+    assert set(stored.values()) == {1}
+    assert returned.keys() <= stored.keys() <= returned.keys() | raised.keys()
+    assert len(returned) > 12
+    assert len(raised) <= 24, "an append is to try again for seconds before it raises"
+
+
+async def test_server_that_is_not_there_is_an_error_and_no_more_once_it_is_back(
+    service: BaseSessionService, kind: Kind, url: URL, server: servers.Server
+) -> None:
+    session = await create(service)
+    server.stop()
+    try:
+        async with asyncio.timeout(60), kind.open(url) as unopened:
+            for one in (service, unopened):
+                with pytest.raises(LOST):
+                    await reload(one, session)
+                with pytest.raises(LOST):
+                    await listed(one, None)
+                with pytest.raises(LOST):
+                    await one.append_event(session.model_copy(deep=True), event("lost"))
+            server.start()
+            assert await reload(unopened, session) == session
+    finally:
+        server.start()
+    await service.append_event(session, event("goes on"))
+    assert await reload(service, session) == session
