@@ -218,10 +218,10 @@ async def test_data_key_is_known_to_others_only_once_it_is_published() -> None:
     with pytest.raises(UnknownKeyError):
         StagedKeys(keys).open(ADA, PLACE, stored)
     assert StagedKeys(keys).current(ADA) is None
-    assert not StagedKeys(keys).knows(ADA)
+    assert not keys.knows(ADA)
     staged.publish()
     assert StagedKeys(keys).open(ADA, PLACE, stored) == b"plaintext"
-    assert StagedKeys(keys).knows(ADA)
+    assert keys.knows(ADA)
 
 
 async def test_record_of_another_owner_is_refused() -> None:

@@ -72,6 +72,10 @@ class DataKeys(Unpicklable):
         self.current: Lru[bytes, DataKey] = Lru(limit)
         self.loaded: Lru[bytes, bool] = Lru(limit)
 
+    def knows(self, *owners: bytes) -> bool:
+        """Whether the keys of all *owners* were loaded before."""
+        return all(map(self.loaded.get, owners))
+
 
 class StagedKeys:
     """Data keys as one transaction sees them; `publish` shares them once it has committed.
@@ -85,10 +89,6 @@ class StagedKeys:
         self._current: dict[bytes, DataKey] = {}
         self._generations: dict[bytes, int] = {}
         self._refused: dict[bytes, DecryptionError] = {}
-
-    def knows(self, *owners: bytes) -> bool:
-        """Whether the keys of all *owners* were loaded before."""
-        return all(self._keys.loaded.get(owner) for owner in owners)
 
     def has_any(self, owner: bytes) -> bool:
         """Whether this transaction read a key of *owner*."""

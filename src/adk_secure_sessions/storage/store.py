@@ -29,6 +29,7 @@ from adk_secure_sessions.storage.connection import (
     UniqueViolation,
 )
 from adk_secure_sessions.storage.rows import (
+    NO_BASE,
     Context,
     Found,
     Identity,
@@ -311,7 +312,11 @@ class Store:
 
     async def _remember(self, who: Identity, session: StoredSession) -> None:
         opened = await self._opened()
-        opened.sessions.put(who.session_tag, session._replace(base=None))
+        if session.base_revision != NO_BASE:  # which may be large
+            session = session._replace(base=None)
+        elif opened.sessions.get(who.session_tag) is session:
+            return
+        opened.sessions.put(who.session_tag, session)
 
     async def _read(
         self, context: Context, query: sql.Query, parameters: dict[str, object]
@@ -335,8 +340,7 @@ class Store:
         """
         opened = await self._opened()
         data_keys = opened.keys
-        with_keys = always_with_keys
-        with_keys = with_keys or not StagedKeys(data_keys).knows(who.app_tag, who.user_tag)
+        with_keys = always_with_keys or not data_keys.knows(who.app_tag, who.user_tag)
         pauses = iter(_WRITE_PAUSES if writes else _READ_PAUSES)
         for attempt in range(_ATTEMPTS):
             keys = StagedKeys(data_keys)
