@@ -32,14 +32,21 @@ class LoopLocks:
                 del locks[key]
 
 
-async def settled(task: "asyncio.Future[T]", late: Callable[[T], None] | None) -> T:
+async def settled(
+    task: "asyncio.Task[T]",
+    late: Callable[[T], None] | None,
+    has_begun: Callable[[], bool] = lambda: True,
+) -> T:
     """Await *task*; a caller that is cancelled meanwhile leaves only when it has ended.
 
-    *late* then gets its result, before the cancellation goes on.
+    *late* then gets its result, before the cancellation goes on.  A task that has not *begun*
+    what must not be cut short is cancelled, too.
     """
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
+        if not has_begun():
+            task.cancel()
         await ended(lambda: asyncio.wait([task]), task.done)
         if late is not None and not task.cancelled() and task.exception() is None:
             late(task.result())

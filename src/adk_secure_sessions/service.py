@@ -329,8 +329,9 @@ def _session(app_name: str, view: View, history: list[Event] | None = None) -> S
         app_name=app_name,
         user_id=view.user_id,
         state=states.merge(states.loads(view.app_state), states.loads(view.user_state), own),
-        events=history or [],
+        events=[],
         last_update_time=stored.updated_at / 1_000_000,
     )
+    session.events = history or []  # they are Events: to validate thousands again takes long
     session._storage_update_marker = _marker(stored)
     return session

@@ -22,6 +22,7 @@ from adk_secure_sessions.storage.connection import (
 )
 from adk_secure_sessions.storage.dialect import any_text, meaning, sqlite_sql
 
+_LARGE = 900_000  # bytes; no server is set to take less
 _COUNTED = {"preserve_rowcount": True}  # of inserts too
 
 
@@ -37,6 +38,7 @@ class AsyncEngineExecutor:
         self._locks = LoopLocks()
         self._home = _Home(engine, owned=owned, bound=not self._sqlite)
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._begun: set[asyncio.Task[Any]] = set()  # those that have a connection
 
     async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
         return await self._shielded(
@@ -81,6 +83,7 @@ class AsyncEngineExecutor:
 
     async def _run(self, work: Callable[[sa.Connection], T], *, commit: bool, alone: bool) -> T:
         async with self._alone(alone), self._engine.connect() as connection:
+            self._begin()
             if commit and self._sqlite:
                 await connection.run_sync(_begin_immediate)
             result = await connection.run_sync(work)
@@ -103,7 +106,11 @@ class AsyncEngineExecutor:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
-        return await settled(task, late)
+        return await settled(task, late, lambda: task in self._begun)
+
+    def _begin(self) -> None:
+        if (task := asyncio.current_task()) in self._tasks:
+            self._begun.add(task)
 
     def _enter(self) -> bool:
         moved = self._home.enter()
@@ -117,6 +124,7 @@ class AsyncEngineExecutor:
     def _done(self, task: asyncio.Task[Any]) -> None:
         self._home.leave()
         self._tasks.discard(task)
+        self._begun.discard(task)
 
 
 class _Home:
@@ -204,7 +212,22 @@ def _fetch(
 
 
 def _write(connection: sa.Connection, statement: sa.Executable, parameters: Parameters) -> int:
+    largest = max(
+        (len(value) for value in parameters.values() if isinstance(value, bytes)), default=0
+    )
+    if largest > _LARGE and connection.dialect.name in ("mysql", "mariadb"):
+        _check_packet(connection, largest)
     return connection.execute(statement, parameters, execution_options=_COUNTED).rowcount
+
+
+def _check_packet(connection: sa.Connection, size: int) -> None:
+    """Refuse what the server would not take: it answers that by closing the connection."""
+    limit = connection.scalar(sa.text("SELECT @@max_allowed_packet"))
+    if limit is not None and size + size // 25 + _LARGE // 1000 > limit:  # escapes take room
+        raise ConfigurationError(
+            f"a value of {size} bytes does not fit into one packet of the database server: "
+            f"raise its max_allowed_packet, which is {limit} bytes"
+        )
 
 
 def _begin_immediate(connection: sa.Connection) -> None:

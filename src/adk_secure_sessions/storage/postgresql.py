@@ -89,6 +89,7 @@ class AsyncpgExecutor(AsyncEngineExecutor):
     async def _use(self, work: Callable[[Any], Awaitable[T]]) -> T:
         async with self._alone(False):
             pooled = await self._acquire()
+            self._begin()
             driver: Any = pooled.driver_connection
             usable = False
             try:
