@@ -68,6 +68,10 @@ class Server(ABC):
             with self.admin.connect() as connection:
                 self._drop(connection, name)
 
+    @abstractmethod
+    def flush(self) -> None:
+        """Have on disk what is only in memory yet."""
+
     def close(self) -> None:
         """Leave the server; a private one is ended by whoever started it."""
         self.admin.dispose()
@@ -122,6 +126,10 @@ class PostgreSQL(Server):
     That takes a millisecond; CREATE DATABASE takes twenty.
     """
 
+    def flush(self) -> None:
+        with self.admin.connect() as connection:
+            connection.exec_driver_sql("CHECKPOINT")
+
     def _create(self, connection: sa.Connection, name: str) -> sa.URL:
         password = secrets.token_hex(8)
         connection.exec_driver_sql(f"CREATE ROLE {name} LOGIN PASSWORD '{password}'")
@@ -143,6 +151,11 @@ class PostgreSQL(Server):
 
 class MariaDB(Server):
     """A test has a database, used by the server's own superuser."""
+
+    def flush(self) -> None:
+        """The tables themselves follow later; what is in them is in the redo log by then."""
+        with self.admin.connect() as connection:
+            connection.exec_driver_sql("FLUSH LOGS")
 
     def _create(self, connection: sa.Connection, name: str) -> sa.URL:
         connection.exec_driver_sql(f"CREATE DATABASE {name} CHARACTER SET utf8mb4")

@@ -1,7 +1,6 @@
-"""A bounded map that forgets what was used longest ago; safe between threads."""
+"""A bounded map that forgets what was used longest ago; safe between threads without a lock."""
 
 from collections import OrderedDict
-from threading import Lock
 from typing import Generic, TypeVar
 
 K = TypeVar("K")
@@ -14,22 +13,24 @@ class Lru(Generic[K, V]):
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._entries: OrderedDict[K, V] = OrderedDict()
-        self._lock = Lock()
 
     def get(self, key: K) -> V | None:
-        with self._lock:
-            value = self._entries.get(key)
-            if value is not None:
+        value = self._entries.get(key)
+        if value is not None:
+            try:
                 self._entries.move_to_end(key)
-            return value
+            except KeyError:
+                pass  # another thread has just dropped it
+        return value
 
     def put(self, key: K, value: V) -> None:
-        with self._lock:
-            self._entries[key] = value
+        self._entries[key] = value
+        try:
             self._entries.move_to_end(key)
-            if len(self._entries) > self._limit:
+            while len(self._entries) > self._limit:
                 self._entries.popitem(last=False)
+        except KeyError:
+            pass  # as above
 
     def drop(self, key: K) -> None:
-        with self._lock:
-            self._entries.pop(key, None)
+        self._entries.pop(key, None)

@@ -118,7 +118,13 @@ class EncryptedSessionService(BaseSessionService):
         now = _microseconds(platform_time.get_time())
         try:
             view = await self._store.create(
-                app_name, user_id, session_id, scopes.app, scopes.user, scopes.session, now
+                app_name,
+                user_id,
+                session_id,
+                states.to_json_values(scopes.app),
+                states.to_json_values(scopes.user),
+                states.dumps(scopes.session),
+                now,
             )
         except transactions.DuplicateSession:
             view = None
@@ -213,7 +219,7 @@ class EncryptedSessionService(BaseSessionService):
     async def _append(
         self, session: Session, event: Event, appended: Callable[[StoredSession], None]
     ) -> None:
-        scopes = states.split(event.actions.state_delta)
+        scopes = states.Scopes(*map(states.to_json_values, states.split(event.actions.state_delta)))
         time_us = _microseconds(event.timestamp)
         expected = _parse_marker(session._storage_update_marker)
         if session._storage_update_marker is None:

@@ -5,7 +5,7 @@ import logging
 from typing import Any, NamedTuple
 
 from google.adk.sessions import State
-from pydantic_core import from_json, to_jsonable_python
+from pydantic_core import from_json, to_json, to_jsonable_python
 
 logger = logging.getLogger(__name__)
 
@@ -21,19 +21,18 @@ class Scopes(NamedTuple):
 
 
 def split(state: JsonObject | None) -> Scopes:
-    """Split *state* by scope as JSON values of its own; `temp:` keys are left out.
-
-    What JSON cannot hold is replaced by its text, with a warning, as ADK does.
-    """
+    """Split *state* by scope; `temp:` keys are left out."""
     scopes = Scopes({}, {}, {})
     for key, value in (state or {}).items():
-        if key.startswith(State.APP_PREFIX):
+        if ":" not in key:
+            scopes.session[key] = value
+        elif key.startswith(State.APP_PREFIX):
             scopes.app[key.removeprefix(State.APP_PREFIX)] = value
         elif key.startswith(State.USER_PREFIX):
             scopes.user[key.removeprefix(State.USER_PREFIX)] = value
         elif not key.startswith(State.TEMP_PREFIX):
             scopes.session[key] = value
-    return Scopes(*(_to_json(scope) if scope else scope for scope in scopes))
+    return scopes
 
 
 def merge(app: JsonObject, user: JsonObject, session: JsonObject) -> JsonObject:
@@ -47,8 +46,22 @@ def merge(app: JsonObject, user: JsonObject, session: JsonObject) -> JsonObject:
 
 
 def dumps(state: JsonObject) -> bytes:
-    """JSON in ASCII: escapes carry NUL and lone surrogates through any database."""
-    return json.dumps(state, separators=(",", ":")).encode("ascii") if state else b"{}"
+    """*state* as JSON; what JSON cannot hold is replaced by its text, as `to_json_values` does."""
+    if not state:
+        return b"{}"
+    try:
+        return to_json(state, inf_nan_mode="constants")
+    except Exception:
+        pass
+    try:
+        return _ascii(state)  # which also does lone surrogates, and any depth
+    except Exception:
+        pass
+    return _ascii(to_json_values(state))
+
+
+def _ascii(state: JsonObject) -> bytes:
+    return json.dumps(state, separators=(",", ":")).encode("ascii")
 
 
 def loads(data: bytes) -> JsonObject:
@@ -63,7 +76,10 @@ def loads(data: bytes) -> JsonObject:
     return state
 
 
-def _to_json(scope: JsonObject) -> JsonObject:
+def to_json_values(scope: JsonObject) -> JsonObject:
+    """A copy of *scope* that JSON can hold: the rest becomes text, with a warning, as ADK does."""
+    if not scope:
+        return {}
     try:
         coerced: JsonObject = to_jsonable_python(scope)
     except Exception:

@@ -1,27 +1,73 @@
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from tests.attacks.replica import Replica
 from tests.attacks.support import Database, Older
 from tests.attacks.world import BACKENDS
+from tests.servers import MariaDB, PostgreSQL
+
+SERVERS = ["postgresql", "mariadb"]
 
 
-@pytest.fixture(params=list(BACKENDS))
-def db(request: pytest.FixtureRequest, tmp_path: Path) -> Database:
-    """The database under attack, sealed by each backend in turn."""
-    return Database(tmp_path / "sessions.db", request.param)
+# One for all attacks: making tables takes longer than most attacks do.
 
 
-@pytest.fixture(params=["url", "engine"])
-def typed_db(request: pytest.FixtureRequest, tmp_path: Path) -> Database:
-    """Read by our own threads, and by a caller's engine, which converts types."""
-    return Database(tmp_path / "sessions.db", "aesgcm", on_engine=request.param == "engine")
+@pytest.fixture(scope="session")
+def on_postgresql(postgresql: PostgreSQL) -> Iterator[Replica]:
+    with postgresql.database() as url, closing(Replica(url, "postgresql+asyncpg")) as replica:
+        yield replica
+
+
+@pytest.fixture(scope="session")
+def on_mariadb(mariadb: MariaDB) -> Iterator[Replica]:
+    with mariadb.database() as url, closing(Replica(url, "mariadb+asyncmy")) as replica:
+        yield replica
 
 
 @pytest.fixture
-def aes_db(tmp_path: Path) -> Database:
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "sessions.db"
+
+
+def database(request: pytest.FixtureRequest, path: Path, where: str, backend: str) -> Database:
+    if where in SERVERS:
+        return Database(path, backend, replica=request.getfixturevalue(f"on_{where}"))
+    return Database(path, backend, on_engine=where == "engine")
+
+
+@pytest.fixture(params=[*BACKENDS, *SERVERS])
+def db(request: pytest.FixtureRequest, path: Path) -> Database:
+    """The database under attack: a file, sealed by each backend in turn, and on each server."""
+    if request.param in SERVERS:
+        return database(request, path, request.param, "aesgcm")
+    return database(request, path, "url", request.param)
+
+
+@pytest.fixture(params=["url", "engine", *SERVERS])
+def typed_db(request: pytest.FixtureRequest, path: Path) -> Database:
+    """Read by our own threads, and by a caller's engine, which converts types."""
+    return database(request, path, request.param, "aesgcm")
+
+
+@pytest.fixture(params=["url", *SERVERS])
+def aes_db(request: pytest.FixtureRequest, path: Path) -> Database:
     """Where the cipher makes no difference."""
-    return Database(tmp_path / "sessions.db", "aesgcm")
+    return database(request, path, request.param, "aesgcm")
+
+
+@pytest.fixture(params=list(BACKENDS))
+def file_db(request: pytest.FixtureRequest, path: Path) -> Database:
+    """Where it is the file that matters."""
+    return database(request, path, "url", request.param)
+
+
+@pytest.fixture(params=SERVERS)
+def server_db(request: pytest.FixtureRequest, path: Path) -> Database:
+    """Where there is no file."""
+    return database(request, path, request.param, "aesgcm")
 
 
 @pytest.fixture

@@ -236,10 +236,10 @@ async def test_file_that_is_no_database_is_refused(tmp_path: Path, content: byte
 @pytest.mark.skipif(
     not hasattr(os, "geteuid") or os.geteuid() == 0, reason="the superuser may read all"
 )
-async def test_file_that_may_not_be_read_is_refused(db: Database) -> None:
-    db.path.chmod(0)
-    await assert_unusable(db.path)
-    db.path.chmod(0o600)
+async def test_file_that_may_not_be_read_is_refused(file_db: Database) -> None:
+    file_db.path.chmod(0)
+    await assert_unusable(file_db.path)
+    file_db.path.chmod(0o600)
 
 
 async def test_new_database_that_may_only_be_read_is_refused(tmp_path: Path) -> None:
@@ -273,9 +273,18 @@ async def assert_left_alone(path: Path, match: str) -> None:
 
 
 @pytest.mark.parametrize("version", ["2", "10", "1.1", "-1", "next"])
-async def test_database_of_a_newer_format_is_refused(aes_db: Database, version: str) -> None:
-    aes_db.run("UPDATE secure_meta SET value = :v WHERE name = 'format'", v=version)
-    await assert_left_alone(aes_db.path, f"format '{version}'.*install")
+async def test_database_of_a_newer_format_is_refused(file_db: Database, version: str) -> None:
+    file_db.run("UPDATE secure_meta SET value = :v WHERE name = 'format'", v=version)
+    await assert_left_alone(file_db.path, f"format '{version}'.*install")
+
+
+async def test_database_of_a_newer_format_on_a_server_is_refused(server_db: Database) -> None:
+    server_db.run("UPDATE secure_meta SET value = '2' WHERE name = 'format'")
+    before = server_db.dump()
+    async with server_db.service() as one:
+        with pytest.raises(ConfigurationError, match=r"format '2'.*install"):
+            await one.create_session(app_name="app", user_id="user")
+    assert server_db.dump() == before
 
 
 async def test_database_of_a_newer_format_with_other_tables_is_refused(tmp_path: Path) -> None:
@@ -308,10 +317,20 @@ async def test_meta_table_of_our_shape_that_is_not_ours_is_refused(tmp_path: Pat
     await assert_left_alone(path, "secure_meta")
 
 
-async def test_database_without_a_column_of_ours_is_refused(aes_db: Database) -> None:
-    with aes_db.connect() as connection:
-        connection.execute("ALTER TABLE secure_sessions RENAME COLUMN revision TO version")
-    await assert_left_alone(aes_db.path, "secure_sessions")
+async def test_database_without_a_column_of_ours_is_refused(file_db: Database) -> None:
+    file_db.define("ALTER TABLE secure_sessions RENAME COLUMN revision TO version")
+    await assert_left_alone(file_db.path, "secure_sessions")
+
+
+async def test_database_without_a_column_of_ours_on_a_server_is_refused(
+    server_db: Database,
+) -> None:
+    server_db.define("ALTER TABLE secure_sessions RENAME COLUMN revision TO version")
+    before = server_db.dump()
+    async with server_db.service() as one:
+        with pytest.raises(ConfigurationError, match=r"secure_sessions.*another database"):
+            await one.create_session(app_name="app", user_id="user")
+    assert server_db.dump() == before
 
 
 async def test_tables_of_others_are_left_alone(tmp_path: Path) -> None:

@@ -68,21 +68,25 @@ async def test_base_with_any_one_byte_changed_is_refused(
     await assert_every_byte_counts(db, small, get_no_events)
 
 
+def offsets(db: Database, stored: bytes) -> list[int]:
+    """Every byte; on a server, which has no part in opening it, the header and some others."""
+    step = 16 if db.replica else 1
+    return [*range(0, BODY, 4 if db.replica else 1), *range(BODY, len(stored), step)]
+
+
 async def assert_every_byte_counts(db: Database, place: Place, read: Operation) -> None:
     stored = place.stored(db)
-    update = f"UPDATE {place.table} SET {place.column} = :value WHERE {place.where}"
-    with db.connect() as connection:
-        async with db.service() as service:
-            before = await read(service, db, place.who)
-            for offset in range(len(stored)):
-                for bit in (0x01, 0x80):
-                    changed = bytearray(stored)
-                    changed[offset] ^= bit
-                    connection.execute(update, db.world.rows | {"value": bytes(changed)})
-                    with pytest.raises(refused_with(offset, changed[offset], place)):
-                        await read(service, db, place.who)
-            connection.execute(update, db.world.rows | {"value": stored})
-            assert await read(service, db, place.who) == before
+    async with db.service() as service:
+        before = await read(service, db, place.who)
+        for offset in offsets(db, stored):
+            for bit in (0x01, 0x80):
+                changed = bytearray(stored)
+                changed[offset] ^= bit
+                place.store(db, bytes(changed))
+                with pytest.raises(refused_with(offset, changed[offset], place)):
+                    await read(service, db, place.who)
+        place.store(db, stored)
+        assert await read(service, db, place.who) == before
 
 
 @pytest.mark.parametrize("place", [*DATA_KEYS, *MASTER_KEYS], ids=by_name)
@@ -91,7 +95,7 @@ async def test_wrapped_key_with_any_one_byte_changed_is_refused(
 ) -> None:
     """Keys are opened once for each start: a new service for each byte."""
     stored = place.stored(aes_db)
-    for offset in range(len(stored)):
+    for offset in offsets(aes_db, stored):
         changed = bytearray(stored)
         changed[offset] ^= 0x01
         place.store(aes_db, bytes(changed))

@@ -1,5 +1,7 @@
 """Plaintext columns: what a reader relies on is authentic, whatever its type is made to be."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pytest
@@ -138,25 +140,49 @@ def label(value: object) -> str | None:
     return None
 
 
+class Attempts:
+    """One value after the other; tells of all that are accepted."""
+
+    def __init__(self, db: Database) -> None:
+        self._db = db
+        self._accepted: list[str] = []
+        self._impossible: list[str] = []
+        self._made = 0
+
+    @contextmanager
+    def of(self, name: str) -> Iterator[None]:
+        self._made += 1
+        try:
+            yield
+        except AssertionError as failure:
+            self._accepted.append(f"{name}: {str(failure).splitlines()[0][:300]}")
+        except pytest.skip.Exception as refusal:  # by the server
+            self._impossible.append(str(refusal))
+        self._db.restore()
+
+    def conclude(self) -> None:
+        assert self._accepted == []
+        if len(self._impossible) == self._made:
+            pytest.skip(self._impossible[0])
+
+
 async def assert_all_refused(
     db: Database, column: Column, values: dict[str, str], *, untyped: bool
 ) -> None:
-    """Give the column each value in turn; tell of all that are accepted."""
-    accepted = []
-    for name, expression in values.items():
-        if untyped:
-            db.lift_constraints(column.table)
+    attempts = Attempts(db)
+    level = one_of_each(column.level)
+    # A server has no part in how a value is judged: there, every third.
+    for name, expression in [*values.items()][:: 3 if db.replica else 1]:
         value = expression.replace("{}", column.name)
-        # OR REPLACE: a number that is taken then belongs to this row alone.
-        db.run(f"UPDATE OR REPLACE {column.table} SET {column.name} = {value} WHERE {column.where}")
-        try:
-            await assert_refused(
-                db, one_of_each(column.level), *column.errors, who=column.who, but=column.but
+        with attempts.of(name):
+            if untyped:
+                db.lift_constraints(column.table)
+            # OR REPLACE: a number that is taken then belongs to this row alone.
+            db.run(
+                f"UPDATE OR REPLACE {column.table} SET {column.name} = {value} WHERE {column.where}"
             )
-        except AssertionError as failure:
-            accepted.append(f"{name}: {str(failure).splitlines()[0][:300]}")
-        db.restore()
-    assert accepted == []
+            await assert_refused(db, level, *column.errors, who=column.who, but=column.but)
+    attempts.conclude()
 
 
 @pytest.mark.parametrize("column", NUMBERS, ids=label)
@@ -206,17 +232,14 @@ async def test_sealed_value_as_text_is_refused(typed_db: Database, place: Place)
 
 @pytest.mark.parametrize("place", EVERYWHERE, ids=by_name)
 async def test_sealed_value_of_another_type_is_refused(typed_db: Database, place: Place) -> None:
-    accepted = []
+    attempts = Attempts(typed_db)
+    level = one_of_each(place.level)
     for name, value in OTHER_VALUES.items():
-        typed_db.lift_constraints(place.table)
-        place.store(typed_db, value)
-        try:
-            level = one_of_each(place.level)
+        with attempts.of(name):
+            typed_db.lift_constraints(place.table)
+            place.store(typed_db, value)
             await assert_refused(typed_db, level, *UNREADABLE[place.table], who=place.who)
-        except AssertionError as failure:
-            accepted.append(f"{name}: {str(failure).splitlines()[0][:300]}")
-        typed_db.restore()
-    assert accepted == []
+    attempts.conclude()
 
 
 @pytest.mark.parametrize("place", EVERYWHERE, ids=by_name)

@@ -169,19 +169,21 @@ async def test_any_two_rows_of_a_table_that_swap_their_sealed_values_are_noticed
     rows = db.rows(f"SELECT {key}, {column} FROM {table} {few}")
     at = " AND ".join(f"{name} = ?" for name in key.split(", "))
     update = f"UPDATE {table} SET {column} = ? WHERE {at}"
-    with db.connect() as connection:
-        for one, other in itertools.combinations(rows, 2):
+    pairs = [*itertools.combinations(rows, 2)]
+    for one, other in pairs[:: 5 if db.replica else 1]:
+        with db.connect() as connection:
             connection.execute(update, (other[-1], *one[:-1]))
             connection.execute(update, (one[-1], *other[:-1]))
-            async with db.service() as service:
-                errors = []
-                for who in EVERYBODY:
-                    try:
-                        assert await get(service, db, who) == db.held(who)
-                    except SecureSessionError as error:
-                        errors.append(type(error).__name__)
-                assert errors, f"{one[:-1]} and {other[:-1]} can be swapped"
-                assert set(errors) <= {"TamperedError", "UnknownKeyError"}
+        async with db.service() as service:
+            errors = []
+            for who in EVERYBODY:
+                try:
+                    assert await get(service, db, who) == db.held(who)
+                except SecureSessionError as error:
+                    errors.append(type(error).__name__)
+            assert errors, f"{one[:-1]} and {other[:-1]} can be swapped"
+            assert set(errors) <= {"TamperedError", "UnknownKeyError"}
+        with db.connect() as connection:
             connection.execute(update, (one[-1], *one[:-1]))
             connection.execute(update, (other[-1], *other[:-1]))
 

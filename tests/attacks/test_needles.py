@@ -2,15 +2,18 @@
 
 import asyncio
 import io
+import itertools
 import logging
+import re
 import sqlite3
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 from google.adk.events.event import Event
 from google.adk.sessions import Session
 from google.adk.sessions.base_session_service import GetSessionConfig
@@ -40,6 +43,7 @@ from tests.attacks.needles import (
     state,
 )
 from tests.attacks.support import outcome
+from tests.servers import Server, mariadb, postgresql
 
 KEY = generate_key()
 WHO: dict[str, Any] = {"app_name": APP, "user_id": USER, "session_id": SESSION}
@@ -168,6 +172,71 @@ async def test_the_search_finds_what_is_not_sealed(tmp_path: Path) -> None:
             found = set().union(*(found_in(data) for data in files_of(path).values()))
     assert set(NEEDLES) - found == {needle("temporary key"), needle("temporary value")}
     assert len(NEEDLES) == len(NAMES) + 2
+
+
+# --- servers -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["postgresql", "mariadb"])
+def talkative_server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    """A server that writes down every statement and its parameters."""
+    if request.param == "postgresql":
+        with postgresql("-clog_statement=all") as server:
+            yield server
+    else:
+        with mariadb("--general-log", "--innodb-flush-log-at-trx-commit=2") as server:
+            yield server
+
+
+@asynccontextmanager
+async def on_server(
+    url: sa.URL, backend: EncryptionBackend, *, as_engine: bool = False
+) -> AsyncIterator[EncryptedSessionService]:
+    driver = {"postgresql": "asyncpg", "mariadb": "asyncmy"}[url.get_backend_name()]
+    url = url.set(drivername=f"{url.get_backend_name()}+{driver}")
+    if not as_engine:
+        async with EncryptedSessionService(url, backend, echo="debug") as service:
+            yield service
+        return
+    engine = create_async_engine(url, echo="debug")
+    try:
+        async with EncryptedSessionService(db_engine=engine, backend=backend) as service:
+            yield service
+    finally:
+        await engine.dispose()
+
+
+def written_by(server: Server) -> dict[str, bytes]:
+    """All that is on its disk: tables, logs to redo and undo, and what it was asked to log."""
+    server.flush()
+    assert server.directory is not None
+    files = [file for file in server.directory.rglob("*") if file.is_file()]
+    return {file.name: re.sub(rb"\0{64,}", b"\0", file.read_bytes()) for file in files}
+
+
+async def test_server_and_its_logs_hold_nothing_of_what_users_say(talkative_server: Server) -> None:
+    errors = Errors()
+    with everything_logged() as log, ExitStack() as stack:
+        for backend, as_engine in itertools.product(BACKENDS.values(), (False, True)):
+            url = stack.enter_context(talkative_server.database())
+            async with on_server(url, backend(), as_engine=as_engine) as service:
+                await use(service)
+                await ordinary_errors(service, errors)
+        files = written_by(talkative_server)
+    for name, data in files.items():
+        assert found_in(data) == set(), name
+    assert any(APP.encode() in data for data in files.values()), "the search finds nothing at all"
+    errors.assert_silent()
+    assert found_in(log.getvalue()) == set()
+
+
+async def test_the_search_of_a_server_finds_what_is_not_sealed(talkative_server: Server) -> None:
+    with warnings.catch_warnings(), talkative_server.database() as url:
+        warnings.simplefilter("ignore")
+        async with on_server(url, NoOpBackend()) as service:
+            await use(service)
+        found = set().union(*(found_in(data) for data in written_by(talkative_server).values()))
+    assert set(NEEDLES) - found == {needle("temporary key"), needle("temporary value")}
 
 
 # --- errors --------------------------------------------------------------------------------------

@@ -93,7 +93,7 @@ async def test_any_one_row_removed_is_noticed(db: Database) -> None:
     for table, rows in db.dump().items():
         columns = [name for (name,) in db.rows(f"SELECT name FROM pragma_table_info('{table}')")]
         where = " AND ".join(f"{column} IS ?" for column in columns)
-        for row in rows:
+        for row in rows[:: 4 if db.replica else 1]:
             with db.connect() as connection:
                 connection.text_factory = bytes
                 values = [text_back(value) for value in row]
@@ -116,7 +116,7 @@ async def test_any_one_row_removed_is_noticed(db: Database) -> None:
             assert db.dump() == after, f"{table}: {row[:2]}: reading changed the database"
             removed += 1
             db.restore()
-    assert removed > 40
+    assert removed > (10 if db.replica else 40)
 
 
 def text_back(value: object) -> object:
@@ -276,10 +276,9 @@ TABLES = [
 
 @pytest.mark.parametrize("table", TABLES)
 async def test_table_that_was_dropped_is_missed_and_not_made_anew(db: Database, table: str) -> None:
-    with db.connect() as connection:
-        connection.execute(f"DROP TABLE {table}")
+    db.define(f"DROP TABLE {table}")
     await assert_refused(db, DATABASE, ConfigurationError)
-    assert not db.rows("SELECT 1 FROM sqlite_master WHERE name = :table", table=table)
+    assert table not in db.dump()
 
 
 @pytest.mark.parametrize("table", [table for table in TABLES if table != "secure_meta"])
@@ -295,9 +294,9 @@ async def test_table_that_was_emptied_is_missed(db: Database, table: str) -> Non
 
 @pytest.mark.parametrize("table", TABLES)
 async def test_table_replaced_by_a_view_is_refused(db: Database, table: str) -> None:
-    with db.connect() as connection:
-        connection.execute(f"ALTER TABLE {table} RENAME TO hidden")
-        connection.execute(f"CREATE VIEW {table} AS SELECT * FROM hidden")
+    db.define(
+        f"ALTER TABLE {table} RENAME TO hidden", f"CREATE VIEW {table} AS SELECT * FROM hidden"
+    )
     before = db.dump()
     async with db.service() as service:
         with pytest.raises(ConfigurationError):

@@ -169,7 +169,7 @@ async def test_what_no_op_wrote_is_refused_where_it_is_not_listed(db: Database) 
 
 
 async def test_database_that_no_op_made_is_refused_by_a_real_backend(db: Database) -> None:
-    db.path.unlink()
+    db.define(*(f"DROP TABLE {table}" for table in db.dump()))
     who = Who("clinic", "alice-7Qx", "visit-7Qx")
     async with EncryptedSessionService(db.url, no_op()) as service:
         await service.create_session(**who._asdict())
@@ -208,11 +208,10 @@ async def test_data_key_row_that_nothing_vouches_for_is_not_relied_on(
     )
     # The first needs no new key; the second makes the owner's next generation.
     for backend, more in ((aes_db.backend(), []), (FernetBackend(KEY), [aes_db.backend()])):
-        attacked = aes_db.path.read_bytes()
-        async with aes_db.service(backend, additional_backends=more) as service:
-            for operation in (get, list_user, append):
-                result = await outcome(operation(service, aes_db, VISIT))
-                accepted = not isinstance(result, Exception)
-                assert accepted or isinstance(result, SecureSessionError), repr(result)
-            assert await outcome(get(service, aes_db, BOB)) == aes_db.held(BOB)
-        aes_db.path.write_bytes(attacked)
+        with aes_db.kept():
+            async with aes_db.service(backend, additional_backends=more) as service:
+                for operation in (get, list_user, append):
+                    result = await outcome(operation(service, aes_db, VISIT))
+                    accepted = not isinstance(result, Exception)
+                    assert accepted or isinstance(result, SecureSessionError), repr(result)
+                assert await outcome(get(service, aes_db, BOB)) == aes_db.held(BOB)

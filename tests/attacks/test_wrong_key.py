@@ -63,30 +63,42 @@ def files(path: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("in_wal", [True, False], ids=["in WAL mode", "not in WAL mode"])
 @pytest.mark.parametrize("backend", BACKENDS)
 async def test_wrong_key_is_refused_by_prepare_tables_before_anything_is_written(
-    db: Database, backend: Callable[[bytes], EncryptionBackend], in_wal: bool
+    file_db: Database, backend: Callable[[bytes], EncryptionBackend], in_wal: bool
 ) -> None:
     if not in_wal:
-        leave_wal(db.path)
-    before = files(db.path)
-    async with db.service(backend(OTHER)) as service:
+        leave_wal(file_db.path)
+    before = files(file_db.path)
+    async with file_db.service(backend(OTHER)) as service:
         with pytest.raises(WrongKeyError, match="root key"):
             await service.prepare_tables()
-    assert files(db.path) == before
+    assert files(file_db.path) == before
 
 
 @pytest.mark.parametrize("in_wal", [True, False], ids=["in WAL mode", "not in WAL mode"])
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.__name__)
 async def test_wrong_key_is_refused_by_the_first_operation_before_anything_is_written(
-    db: Database, operation: Operation, in_wal: bool
+    file_db: Database, operation: Operation, in_wal: bool
 ) -> None:
     if not in_wal:
-        leave_wal(db.path)
-    before = files(db.path)
-    async with db.service(AesGcmBackend(OTHER)) as service:
-        assert type(await refusal(operation, service, db, VISIT)) is WrongKeyError
+        leave_wal(file_db.path)
+    before = files(file_db.path)
+    async with file_db.service(AesGcmBackend(OTHER)) as service:
+        assert type(await refusal(operation, service, file_db, VISIT)) is WrongKeyError
         # And by the next, too: it is not half open now.
-        assert type(await refusal(operation, service, db, VISIT)) is WrongKeyError
-    assert files(db.path) == before
+        assert type(await refusal(operation, service, file_db, VISIT)) is WrongKeyError
+    assert files(file_db.path) == before
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.__name__)
+async def test_wrong_key_is_refused_on_a_server_before_anything_is_written(
+    server_db: Database, operation: Operation
+) -> None:
+    before = server_db.dump()
+    async with server_db.service(AesGcmBackend(OTHER)) as service:
+        assert type(await refusal(operation, service, server_db, VISIT)) is WrongKeyError
+        with pytest.raises(WrongKeyError, match="root key"):
+            await service.prepare_tables()
+    assert server_db.dump() == before
 
 
 async def test_wrong_key_is_refused_on_a_callers_engine_before_anything_is_written(

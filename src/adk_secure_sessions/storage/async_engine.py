@@ -22,6 +22,8 @@ from adk_secure_sessions.storage.connection import (
 )
 from adk_secure_sessions.storage.dialect import any_text, meaning, sqlite_sql
 
+_COUNTED = {"preserve_rowcount": True}  # of inserts too
+
 
 class AsyncEngineExecutor:
     """Runs each transaction in a task of its own, which a cancelled caller waits for."""
@@ -38,7 +40,7 @@ class AsyncEngineExecutor:
 
     async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
         return await self._shielded(
-            self._translating(lambda inner: _fetch(inner, query, parameters), writes=False)
+            self._translating(lambda inner: _fetch(inner, query, parameters))
         )
 
     async def write(
@@ -47,7 +49,7 @@ class AsyncEngineExecutor:
         return await self._shielded(self._transact(transaction), late)
 
     async def define(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
-        return await self._shielded(self._run(work, commit=commit, alone=self._sqlite))
+        return await self._shielded(self._translating(work, commit=commit, alone=self._sqlite))
 
     async def close(self) -> None:
         if tasks := list(self._tasks):
@@ -63,11 +65,13 @@ class AsyncEngineExecutor:
                 lambda statement, parameters: _write(inner, statement, parameters),
             )
 
-        return await self._translating(work, writes=True)
+        return await self._translating(work, commit=True, alone=self._sqlite)
 
-    async def _translating(self, work: Callable[[sa.Connection], T], *, writes: bool) -> T:
+    async def _translating(
+        self, work: Callable[[sa.Connection], T], *, commit: bool = False, alone: bool = False
+    ) -> T:
         try:
-            return await self._run(work, commit=writes, alone=writes and self._sqlite)
+            return await self._run(work, commit=commit, alone=alone)
         except sa.exc.DBAPIError as error:
             error.hide_parameters = True  # which a caller's engine need not
             meant = meaning(error, lost=error.connection_invalidated)
@@ -200,8 +204,7 @@ def _fetch(
 
 
 def _write(connection: sa.Connection, statement: sa.Executable, parameters: Parameters) -> int:
-    result = connection.execute(statement, parameters)
-    return 1 if isinstance(statement, sa.Insert) else result.rowcount  # not all count inserts
+    return connection.execute(statement, parameters, execution_options=_COUNTED).rowcount
 
 
 def _begin_immediate(connection: sa.Connection) -> None:

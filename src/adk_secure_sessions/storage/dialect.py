@@ -1,6 +1,7 @@
 """What differs from one database to the next: SQL text, and what their errors mean."""
 
 import functools
+import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -87,7 +88,10 @@ def meaning(error: Exception, *, lost: bool = False) -> Exception:
     state = getattr(driver, "sqlstate", None)
     codes = {state, getattr(driver, "sqlite_errorname", None)}
     codes.update(arg for arg in driver.args if isinstance(arg, int))
-    gone = codes & _GONE or str(state).startswith("08")  # SQLSTATE's class of connections
+    # Where there is no code, there was no server to give one.
+    silent = codes == {None} and isinstance(error, sa.exc.OperationalError)
+    silent = silent and not isinstance(driver, sqlite3.Error)
+    gone = silent or codes & _GONE or str(state).startswith("08")  # SQLSTATE's class of connections
     if lost or gone or isinstance(driver, OSError):
         return Disconnected(error)
     if codes & _UNIQUE:

@@ -23,6 +23,8 @@ from adk_secure_sessions.storage.connection import (
 from adk_secure_sessions.storage.dialect import meaning
 from adk_secure_sessions.storage.postgresql_sql import DIVISION_BY_ZERO, compound, query_text
 
+# SQLAlchemy puts a class of its own around an error while connecting.
+_DRIVER = ("asyncpg", "sqlalchemy.dialects.postgresql.asyncpg")
 # Of a parent process, or of an event loop that was torn down: whoever closes one of the
 # former takes it from the parent, and of the latter none can be closed.
 _abandoned: list[PoolProxiedConnection] = []
@@ -191,7 +193,7 @@ def _translated(error: Exception, *, lost: bool) -> Exception:
         return Conflict()
     if isinstance(error, sa.exc.DBAPIError | OSError):
         return meaning(error)
-    if not type(error).__module__.startswith("asyncpg"):
+    if not type(error).__module__.startswith(_DRIVER):
         return error
     kind: type[sa.exc.DBAPIError] = sa.exc.DBAPIError
     if lost or state is None:

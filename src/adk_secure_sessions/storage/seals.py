@@ -166,10 +166,17 @@ def open_listed_session(context: Context, found: Found, user: Owner, row: Row) -
 
     Its last event says that it was not deleted, or where it has none, its witness.
     """
+    seen = context.memo.sessions.get(row[8])
+    if seen and seen.row == row and seen.value.user_row == user.id:
+        session = seen.value
+        if session.revision or seen.witness == found.witnesses.get(session.tag):
+            return session
     session = open_session_row(context, found, user, row)
     if session.revision == 0:
         with naming(sessions.name, session.id):
             _check_witness(context, found, user.tag, session.tag, session.id)
+    if session.base_revision == NO_BASE:
+        _remember(context.memo.sessions, found, session.tag, row, session)
     return session
 
 

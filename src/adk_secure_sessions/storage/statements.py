@@ -199,6 +199,29 @@ INSERT_USER = insert(users)
 INSERT_WITNESS = insert(witnesses)
 INSERT_SESSION = insert(sessions)
 INSERT_BASE = insert(bases)
+
+
+def _same_row(table: FromClause, prefix: str) -> ColumnElement[bool]:
+    """The stored row of *table* is to the byte the one in parameters of that *prefix*."""
+    return select(literal_column("1")).where(*_equal(table, prefix)).exists()
+
+
+def _equal(table: FromClause, prefix: str) -> list[ColumnElement[bool]]:
+    return [column == bindparam(f"{prefix}_{column.name}", type_=column.type) for column in table.c]
+
+
+# A session of a user and an app whose rows are those that this process knows.
+INSERT_SESSION_OF_KNOWN = insert(sessions).from_select(
+    [column.name for column in sessions.c],
+    select(*(bindparam(column.name, type_=column.type) for column in sessions.c))
+    .select_from(users)
+    .where(
+        *_equal(users, "user"),
+        _same_row(apps, "app"),
+        _same_row(witnesses.alias("app_witnesses"), "app_witness"),
+        _same_row(witnesses.alias("user_witnesses"), "user_witness"),
+    ),
+)
 INSERT_EVENT = insert(events)
 
 _AT_ID: BindParameter[int] = bindparam("at_id")
@@ -223,7 +246,7 @@ UPDATE_WITNESS = (
 # as it is, and the read that follows says so.
 UPDATE_SESSION = (
     update(sessions)
-    .where(*(column == bindparam(f"at_{column.name}") for column in sessions.c))
+    .where(*_equal(sessions, "at"))
     .values(
         revision=bindparam("revision"),
         base_revision=bindparam("base_revision"),
@@ -240,6 +263,7 @@ UPDATE_BASE = (
 DELETE_SESSION = delete(sessions).where(
     sessions.c.id == _AT_ID, sessions.c.revision == bindparam("at_revision")
 )
+DELETE_KNOWN_SESSION = delete(sessions).where(*_equal(sessions, "at"))
 DELETE_BASE = delete(bases).where(bases.c.session_row == _AT_ID)
 DELETE_EVENTS = delete(events).where(events.c.session_row == _AT_ID)
 DELETE_WITNESS = delete(witnesses).where(witnesses.c.tag == bindparam("at_tag"))

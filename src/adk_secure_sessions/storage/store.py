@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from adk_secure_sessions.errors import (
     UnknownKeyError,
 )
 from adk_secure_sessions.keys.data_keys import DataKeys, StagedKeys
+from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.loops import LoopLocks
 from adk_secure_sessions.lru import Lru
 from adk_secure_sessions.states import JsonObject
@@ -100,7 +101,7 @@ class Store:
         session_id: str,
         app_delta: JsonObject,
         user_delta: JsonObject,
-        state: JsonObject,
+        state: bytes,
         now: int,
     ) -> View:
         """Raises transactions.DuplicateSession."""
@@ -112,6 +113,7 @@ class Store:
                 partial(
                     transactions.create_session,
                     context=context,
+                    trusting=first,
                     app_delta=app_delta,
                     user_delta=user_delta,
                     state=state,
@@ -159,11 +161,13 @@ class Store:
                 if start:
                     await asyncio.sleep(0)
                 rows = found.events[start : start + _CHUNK]
-                for row, plaintext in zip(
-                    rows, seals.open_events(context, session, rows), strict=True
-                ):
-                    if after is None or row[2] >= after:
-                        events.append(decode(plaintext, session.id, row[1]))
+                # First all of one kind of work, then all of the other: half as fast in turn.
+                opened = seals.open_events(context, session, rows)
+                events += [
+                    decode(plaintext, session.id, row[1])
+                    for row, plaintext in zip(rows, opened, strict=True)
+                    if after is None or row[2] >= after
+                ]
             return _view(session, user, app), events
 
         result = await self._attempt(who, attempt)
@@ -210,11 +214,20 @@ class Store:
         """Delete a session and its events; none is no error."""
         who = await self._identify(app_name, user_id, session_id)
 
+        opened = await self._opened()
+        known = opened.sessions.get(who.session_tag)
+
         async def attempt(context: Context, first: bool) -> None:
-            await self._executor.write(partial(transactions.delete_session, context=context))
+            await self._executor.write(
+                partial(
+                    transactions.delete_session,
+                    context=context,
+                    known=known if first else None,
+                )
+            )
 
         await self._attempt(who, attempt, writes=True)
-        (await self._opened()).sessions.drop(who.session_tag)
+        opened.sessions.drop(who.session_tag)
 
     async def append(
         self,
@@ -270,9 +283,7 @@ class Store:
         if self._state is None:
             async with self._locks.hold("open"):
                 if self._state is None:
-                    keyring = await open_database(
-                        self._executor, self._backends, self._create_tables
-                    )
+                    keyring = await self._keyring()
                     keys = DataKeys(
                         keyring, self._backends.by_id, self._backends.writer.backend_id, _DATA_KEYS
                     )
@@ -280,6 +291,14 @@ class Store:
                         keys, Lru(self._cache_size), Lru(self._cache_size), Memo(self._cache_size)
                     )
         return self._state
+
+    async def _keyring(self) -> Keyring:
+        pauses = iter(_READ_PAUSES)
+        while True:
+            try:
+                return await open_database(self._executor, self._backends, self._create_tables)
+            except Disconnected as lost:
+                await _pause(pauses, lost)
 
     async def _identify(self, app_name: str, user_id: str = "", session_id: str = "") -> Identity:
         opened = self._state or await self._opened()
@@ -330,16 +349,20 @@ class Store:
             except (UniqueViolation, Conflict):
                 await asyncio.sleep(random.uniform(0, 0.005 * attempt))  # noqa: S311 - a pause
             except Disconnected as lost:
-                pause = next(pauses, None)
-                if pause is None:
-                    raise lost.error from None
-                await asyncio.sleep(pause)
+                await _pause(pauses, lost)
             else:
                 keys.publish()
                 return result
         raise SecureSessionError(
             f"the same rows were changed under each of {_ATTEMPTS} attempts: try again"
         )
+
+
+async def _pause(pauses: Iterator[float], lost: Disconnected) -> None:
+    pause = next(pauses, None)
+    if pause is None:
+        raise lost.error from None
+    await asyncio.sleep(pause)
 
 
 def _view(session: StoredSession, user: Owner, app: Owner | None) -> View:

@@ -70,18 +70,24 @@ class Expected(NamedTuple):
 
 def create_session(
     context: Context,
+    trusting: bool,
     app_delta: JsonObject,
     user_delta: JsonObject,
-    state: JsonObject,
+    state: bytes,
     now: int,
     sent: Sent,
 ) -> Steps[Created]:
-    """Store a new session, and the app and the user if they are new.
+    """Store a new session of *state*, JSON, and the app and the user if they are new.
+
+    *trusting* that app and user are still as this process last saw them saves a read.
 
     Raises:
         DuplicateSession: the id is taken; nothing was changed.
     """
-    who = context.who
+    if trusting and not (app_delta or user_delta or context.with_keys):
+        created = yield from _create_for_known(context, state, now, sent)
+        if created:
+            return created
     found = yield from _read(context)
     app = seals.open_app(context, found)
     user = seals.open_user(context, found)
@@ -93,30 +99,79 @@ def create_session(
     changes: Changes = []
     app = change_app(changes, context, app, app_delta)
     user = change_user(changes, context, user, app.id, user_delta)
-    overlay = dumps(state)
-    session = StoredSession(
-        new_row_key(), user.id, who.session_tag, who.session_id, 0, NO_BASE, now, now,
-        overlay, b"{}", b"",
-    )  # fmt: skip
-    if len(overlay) > OVERLAY_LIMIT:
-        session = session._replace(base=overlay, overlay=b"{}", base_revision=0)
-        changes.append(_base_change(context, session.id, 0, overlay, NO_BASE))
-    session = session._replace(sealed=seals.seal_session(context, session))
-    row = {
-        "id": session.id,
-        "user_row": session.user_row,
-        "tag": session.tag,
-        "revision": 0,
-        "base_revision": session.base_revision,
-        "created_at": now,
-        "updated_at": now,
-        "state": session.sealed,
-    }
-    changes.append(Change(sql.INSERT_SESSION, row))
-    add_witness(changes, context, who.user_tag, session.tag, session.id)
+    more, session = _new_session(context, user.id, state, now)
     sent.sessions.add(session.id)
-    yield from _apply(changes)
+    row = Change(sql.INSERT_SESSION, _columns(session))
+    yield from _apply([*changes, row, *more])
     return Created(session, app, user)
+
+
+def _create_for_known(
+    context: Context, state: bytes, now: int, sent: Sent
+) -> Steps[Created | None]:
+    """The same for an app and a user that are known, and unchanged since; else None."""
+    who = context.who
+    app, user = context.memo.owners.get(who.app_tag), context.memo.owners.get(who.user_tag)
+    if not (app and user and app.witness and user.witness):
+        return None
+    same = (user.value.user_id, user.value.app_row) == (who.user_id, app.value.id)
+    if not same or context.keys.current(who.user_tag) is None:
+        return None
+    changes, session = _new_session(context, user.value.id, state, now)
+    known = {
+        "app_id": app.row[1],
+        "app_version": app.row[2],
+        "app_app_name": app.row[8],
+        "app_tag": who.app_tag,
+        "app_state": app.row[9],
+        "user_id": user.row[1],
+        "user_app_row": user.row[2],
+        "user_version": user.row[3],
+        "user_tag": who.user_tag,
+        "user_state": user.row[9],
+        "app_witness_tag": who.app_tag,
+        "app_witness_number": app.witness[1],
+        "app_witness_seal": app.witness[9],
+        "user_witness_tag": who.user_tag,
+        "user_witness_number": user.witness[1],
+        "user_witness_seal": user.witness[9],
+    }
+    sent.sessions.add(session.id)
+    row = Change(sql.INSERT_SESSION_OF_KNOWN, _columns(session) | known)
+    if not (yield Apply([row, *changes])):
+        return None
+    return Created(session, app.value, user.value)
+
+
+def _new_session(
+    context: Context, user_row: int, state: bytes, now: int
+) -> tuple[Changes, StoredSession]:
+    """A session, and what goes with its row."""
+    who = context.who
+    changes: Changes = []
+    session = StoredSession(
+        new_row_key(), user_row, who.session_tag, who.session_id, 0, NO_BASE, now, now,
+        state, b"{}", b"",
+    )  # fmt: skip
+    if len(state) > OVERLAY_LIMIT:
+        session = session._replace(base=state, overlay=b"{}", base_revision=0)
+        changes.append(_base_change(context, session.id, 0, state, NO_BASE))
+    add_witness(changes, context, who.user_tag, session.tag, session.id)
+    return changes, session._replace(sealed=seals.seal_session(context, session))
+
+
+def _columns(session: StoredSession, prefix: str = "") -> dict[str, object]:
+    """The stored row, as parameters."""
+    return {
+        f"{prefix}id": session.id,
+        f"{prefix}user_row": session.user_row,
+        f"{prefix}tag": session.tag,
+        f"{prefix}revision": session.revision,
+        f"{prefix}base_revision": session.base_revision,
+        f"{prefix}created_at": session.created_at,
+        f"{prefix}updated_at": session.updated_at,
+        f"{prefix}state": session.sealed,
+    }
 
 
 def append_event(
@@ -164,22 +219,32 @@ def append_event(
     return step.session
 
 
-def delete_session(context: Context) -> Steps[None]:
-    """Delete the session and its events; none is no error."""
+def delete_session(context: Context, known: StoredSession | None) -> Steps[None]:
+    """Delete the session and its events; none is no error.
+
+    *known* is the session as this process last saw it, as for `append_event`.
+    """
+    if known and not context.with_keys:
+        row = Change(sql.DELETE_KNOWN_SESSION, _columns(known, "at_"))
+        if (yield Apply([row, *_deletions(known)])):
+            return
     found = yield from _read(context)
     session = seals.open_session(context, found, seals.open_user(context, found))
-    if session is None:
-        return
+    if session is not None:
+        row = Change(sql.DELETE_SESSION, {"at_id": session.id, "at_revision": session.revision})
+        yield from _apply([row, *_deletions(session)])
+
+
+def _deletions(session: StoredSession) -> Changes:
+    """What goes with the session's row, which goes first: an append that waits finds none."""
     at_row = {"at_id": session.id}
-    # The session first: an append that waits for its row then finds none.
     changes = [
-        Change(sql.DELETE_SESSION, at_row | {"at_revision": session.revision}),
         Change(sql.DELETE_EVENTS, at_row, any_number=True),
         Change(sql.DELETE_WITNESS, {"at_tag": session.tag}),
     ]
     if session.base_revision != NO_BASE:
         changes.append(Change(sql.DELETE_BASE, at_row))
-    yield from _apply(changes)
+    return changes
 
 
 def _read(context: Context) -> Steps[Found]:
@@ -221,20 +286,11 @@ def _advance(context: Context, session: StoredSession, event: NewEvent) -> _Step
             base = dumps(loads(session.base) | loads(updated.overlay))
             updated = updated._replace(overlay=b"{}", base_revision=seq + 1, base=base)
     updated = updated._replace(sealed=seals.seal_session(context, updated))
-    row = {
-        "at_id": session.id,
-        "at_user_row": session.user_row,
-        "at_tag": session.tag,
-        "at_revision": seq,
-        "at_base_revision": session.base_revision,
-        "at_created_at": session.created_at,
-        "at_updated_at": session.updated_at,
-        "at_state": session.sealed,
-        "revision": updated.revision,
-        "base_revision": updated.base_revision,
-        "updated_at": updated.updated_at,
-        "state": updated.sealed,
-    }
+    row = _columns(session, "at_")
+    row["revision"] = updated.revision
+    row["base_revision"] = updated.base_revision
+    row["updated_at"] = updated.updated_at
+    row["state"] = updated.sealed
     changes = [Change(sql.UPDATE_SESSION, row)]
     if updated.base is not None:
         changes.append(
