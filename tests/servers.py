@@ -106,6 +106,17 @@ class Server(ABC):
         while self.connections(url):
             time.sleep(0.01)
 
+    @contextmanager
+    def rows_locked(self, url: sa.URL, table: str) -> Iterator[None]:
+        """Let whoever changes a row of *table* wait."""
+        engine = sa.create_engine(url.set(drivername=self.admin_url.drivername))
+        try:
+            with engine.begin() as connection:
+                connection.exec_driver_sql(f"SELECT * FROM {table} FOR UPDATE")
+                yield
+        finally:
+            engine.dispose()
+
     @abstractmethod
     def _connected(self, url: sa.URL, in_transaction: bool) -> str: ...
 

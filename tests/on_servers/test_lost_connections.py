@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
-import sqlalchemy as sa
 from google.adk.sessions import BaseSessionService
 from sqlalchemy import URL
 
@@ -120,21 +119,18 @@ async def test_append_to_a_session_that_was_just_created_is_stored_once(
 
 
 async def test_append_that_is_still_waiting_at_the_server_is_not_stored_twice(
-    by_proxy: tuple[Proxy, BaseSessionService], kind: Kind, server: Server, url: URL
+    by_proxy: tuple[Proxy, BaseSessionService], server: Server, url: URL
 ) -> None:
     """The second attempt finds nothing yet, and sends the event once more."""
     proxy, service = by_proxy
     session = await create(service)
     await service.append_event(session, event("one"))
-    engine = sa.create_engine(url.set(drivername=server.admin_url.drivername))
-    with engine.begin() as connection:
-        connection.execute(sa.text("SELECT * FROM secure_sessions FOR UPDATE"))
+    with server.rows_locked(url, "secure_sessions"):
         proxy.cut(Cut.AT_ONCE, 0)
         task = asyncio.ensure_future(service.append_event(session, event("two", delta={"k": 1})))
         await asyncio.sleep(0.5)
         assert proxy.leave()
         assert not task.done()
-    engine.dispose()
     await asyncio.wait_for(task, 30)
     assert len(session.events) == 2
     assert await reload(service, session) == session
