@@ -169,8 +169,6 @@ def test_random_events_are_read_or_refused_as_by_the_public_call(
         {"route": "r"},
         {"node_path": "n"},
         {"nodePath": "n"},
-        {"custom_metadata": {"message": 1}},
-        {"actions": {"state_delta": {"state": 1}}},
         {"content": {"parts": [{"text": "null"}]}},
     ],
     ids=str,

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 
 import pytest
-import sqlalchemy as sa
 from google.adk.sessions import BaseSessionService
 from sqlalchemy import URL
 
+from adk_secure_sessions import ConfigurationError
 from tests import servers
 from tests.conformance.services import KINDS
 from tests.conformance.support import create, each_kind, event, reload
@@ -49,11 +49,11 @@ async def test_event_that_the_server_does_not_take_is_an_error_and_nothing_is_st
         session = await create(service)
         await service.append_event(session, event("before", delta={"k": 1}))
         before = session.model_copy(deep=True)
-        with pytest.raises((OSError, sa.exc.SQLAlchemyError)) as info:
+        with pytest.raises(ConfigurationError) as info:
             await service.append_event(
                 session, event("x" * 3 * MEGABYTE, delta={"k": 2, "user:k": 2})
             )
-        text = " ".join([str(info.value), *getattr(info.value, "__notes__", [])])
+        text = str(info.value)
         assert "max_allowed_packet" in text
         assert len(text) < 1000
         assert session == before
