@@ -33,7 +33,7 @@ class LoopLocks:
 
 
 async def settled(
-    task: "asyncio.Task[T]",
+    task: "asyncio.Future[T]",
     late: Callable[[T], None] | None,
     has_begun: Callable[[], bool] = lambda: True,
 ) -> T:
