@@ -51,6 +51,7 @@ class EncryptedSessionService(BaseSessionService):
         create_tables: make the tables that are missing; if not, they have to be there.
         skip_unreadable_sessions: list what can be opened and log the rest, instead of raising.
         session_cache_size: sessions remembered so that appending to them needs no read.
+        data_key_cache_size: opened keys remembered, of which a user and an app have one each.
         engine_kwargs: options for the engine that *db_url* makes.
 
     Raises:
@@ -71,6 +72,7 @@ class EncryptedSessionService(BaseSessionService):
         create_tables: bool = True,
         skip_unreadable_sessions: bool = False,
         session_cache_size: int = 4096,
+        data_key_cache_size: int = 10_000,
         **engine_kwargs: Any,
     ) -> None:
         if backend is None:
@@ -82,6 +84,7 @@ class EncryptedSessionService(BaseSessionService):
             backends,
             create_tables=create_tables,
             session_cache_size=session_cache_size,
+            data_key_cache_size=data_key_cache_size,
         )
         self._skip = skip_unreadable_sessions
         self._locks = LoopLocks()

@@ -49,7 +49,6 @@ _ATTEMPTS = 20
 _READ_PAUSES = (0.05,)
 _WRITE_PAUSES = (0.05, 0.2, 0.5, 1.0, 2.0)
 _CHUNK = 64  # events decoded before other tasks get their turn
-_DATA_KEYS = 10_000
 
 
 class View(NamedTuple):
@@ -78,11 +77,13 @@ class Store:
         *,
         create_tables: bool,
         session_cache_size: int,
+        data_key_cache_size: int,
     ) -> None:
         self._executor = executor
         self._backends = backends
         self._create_tables = create_tables
-        self._cache_size = session_cache_size
+        self._session_cache_size = session_cache_size
+        self._data_key_cache_size = data_key_cache_size
         self._state: _Opened | None = None
         self._locks = LoopLocks()
 
@@ -285,12 +286,10 @@ class Store:
             async with self._locks.hold("open"):
                 if self._state is None:
                     keyring = await self._keyring()
-                    keys = DataKeys(
-                        keyring, self._backends.by_id, self._backends.writer.backend_id, _DATA_KEYS
-                    )
-                    self._state = _Opened(
-                        keys, Lru(self._cache_size), Lru(self._cache_size), Memo(self._cache_size)
-                    )
+                    by_id, writer_id = self._backends.by_id, self._backends.writer.backend_id
+                    keys = DataKeys(keyring, by_id, writer_id, self._data_key_cache_size)
+                    size = self._session_cache_size
+                    self._state = _Opened(keys, Lru(size), Lru(size), Memo(size))
         return self._state
 
     async def _keyring(self) -> Keyring:
