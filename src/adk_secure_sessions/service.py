@@ -23,8 +23,9 @@ from adk_secure_sessions.loops import LoopLocks
 from adk_secure_sessions.storage import transactions
 from adk_secure_sessions.storage.engines import executor_for
 from adk_secure_sessions.storage.rows import StoredSession
-from adk_secure_sessions.storage.store import Store, View
+from adk_secure_sessions.storage.store import Store
 from adk_secure_sessions.storage.transactions import Expected, NewEvent
+from adk_secure_sessions.storage.views import View
 
 try:
     from google.adk.errors import StaleSessionError

@@ -52,7 +52,7 @@ class AsyncpgExecutor(AsyncEngineExecutor):
         try:
             return await self._use(lambda driver: _fetch(driver, query, parameters))
         finally:
-            self._home.leave()
+            self._binding.leave()
 
     async def close(self) -> None:
         for _ in range(self._keep):  # until nobody uses one

@@ -1,17 +1,13 @@
 """Sessions in an encrypted database, in terms of ids and JSON."""
 
 import asyncio
-import logging
-import random
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import NamedTuple
 
 from adk_secure_sessions.backends.registry import Backends
 from adk_secure_sessions.errors import (
     DecryptionError,
-    SecureSessionError,
-    TamperedError,
     UnknownKeyError,
 )
 from adk_secure_sessions.keys.data_keys import DataKeys, StagedKeys
@@ -22,42 +18,24 @@ from adk_secure_sessions.states import JsonObject
 from adk_secure_sessions.storage import seals, transactions
 from adk_secure_sessions.storage import statements as sql
 from adk_secure_sessions.storage.connection import (
-    Conflict,
-    Disconnected,
     Executor,
     T,
-    UniqueViolation,
 )
+from adk_secure_sessions.storage.retries import repeated
 from adk_secure_sessions.storage.rows import (
     NO_BASE,
     Context,
     Found,
     Identity,
     Memo,
-    Owner,
     StoredSession,
     identify,
 )
 from adk_secure_sessions.storage.setup import open_database
 from adk_secure_sessions.storage.transactions import Expected, NewEvent, Sent
+from adk_secure_sessions.storage.views import View, is_skipped, listed, view_of
 
-logger = logging.getLogger(__name__)
-
-_ATTEMPTS = 20
-# Seconds before each new attempt after a lost connection.  A write gets more: until it is
-# known whether it was stored, there is nothing true to tell its caller.
-_READ_PAUSES = (0.05,)
-_WRITE_PAUSES = (0.05, 0.2, 0.5, 1.0, 2.0)
 _CHUNK = 64  # events decoded before other tasks get their turn
-
-
-class View(NamedTuple):
-    """A session and the states that its callers see with it."""
-
-    session: StoredSession
-    user_id: str
-    app_state: bytes
-    user_state: bytes
 
 
 class _Opened(NamedTuple):
@@ -170,7 +148,7 @@ class Store:
                     for row, plaintext in zip(rows, opened, strict=True)
                     if after is None or row[2] >= after
                 ]
-            return _view(session, user, app), events
+            return view_of(session, user, app), events
 
         result = await self._attempt(who, attempt)
         if result is not None:
@@ -187,10 +165,10 @@ class Store:
             try:
                 user = seals.open_user(context, found)
             except DecryptionError as error:
-                if not _skipped(error, skip):
+                if not is_skipped(error, skip=skip):
                     raise
                 return []
-            return _sessions(context, found, app, [user] if user else [], skip)
+            return listed(context, found, app, [user] if user else [], skip=skip)
 
         return await self._attempt(who, attempt, always_with_keys=skip)
 
@@ -206,9 +184,9 @@ class Store:
                 try:
                     users.append(seals.open_user_row(context, found, row))
                 except DecryptionError as error:
-                    if not _skipped(error, skip):
+                    if not is_skipped(error, skip=skip):
                         raise
-            return _sessions(context, found, app, users, skip)
+            return listed(context, found, app, users, skip=skip)
 
         return await self._attempt(who, attempt, always_with_keys=True)
 
@@ -293,12 +271,9 @@ class Store:
         return self._state
 
     async def _keyring(self) -> Keyring:
-        pauses = iter(_READ_PAUSES)
-        while True:
-            try:
-                return await open_database(self._executor, self._backends, self._create_tables)
-            except Disconnected as lost:
-                await _pause(pauses, lost)
+        return await repeated(
+            lambda first: open_database(self._executor, self._backends, self._create_tables)
+        )
 
     async def _identify(self, app_name: str, user_id: str = "", session_id: str = "") -> Identity:
         opened = self._state or await self._opened()
@@ -332,70 +307,25 @@ class Store:
         always_with_keys: bool = False,
         writes: bool = False,
     ) -> T:
-        """Run until nobody else changes the same rows meanwhile; share the keys it opened.
+        """Run until it succeeds, and share the keys it opened.
 
-        Keys that are known are not read again, unless a record names one that is not.  A lost
-        connection is made anew: *run* then finds out what became of the attempt before.
+        Keys that are known are not read again, unless a record names one that is not.
         """
         opened = await self._opened()
         data_keys = opened.keys
         with_keys = always_with_keys or not data_keys.knows(who.app_tag, who.user_tag)
-        pauses = iter(_WRITE_PAUSES if writes else _READ_PAUSES)
-        for attempt in range(_ATTEMPTS):
+
+        async def once(first: bool) -> T:
+            nonlocal with_keys
             keys = StagedKeys(data_keys)
             try:
-                result = await run(Context(keys, opened.memo, who, with_keys), attempt == 0)
+                result = await run(Context(keys, opened.memo, who, with_keys), first)
             except UnknownKeyError:
                 if with_keys:
                     raise
                 with_keys = True
-            except (UniqueViolation, Conflict):
-                await asyncio.sleep(random.uniform(0, 0.005 * attempt))  # noqa: S311 - a pause
-            except Disconnected as lost:
-                await _pause(pauses, lost)
-            else:
-                keys.publish()
-                return result
-        raise SecureSessionError(
-            f"the same rows were changed under each of {_ATTEMPTS} attempts: try again"
-        )
+                return await once(False)
+            keys.publish()
+            return result
 
-
-async def _pause(pauses: Iterator[float], lost: Disconnected) -> None:
-    pause = next(pauses, None)
-    if pause is None:
-        raise lost.error from None
-    await asyncio.sleep(pause)
-
-
-def _view(session: StoredSession, user: Owner, app: Owner | None) -> View:
-    if app is None or user.app_row != app.id:
-        raise TamperedError(f"secure_users row {user.id}: its app's row was removed")
-    return View(session, user.user_id, app.state, user.state)
-
-
-def _sessions(
-    context: Context,
-    found: Found,
-    app: Owner | None,
-    users: list[Owner],
-    skip: bool,
-) -> list[View]:
-    by_row = {user.id: user for user in users}
-    views = []
-    for row in found.sessions:
-        user = by_row.get(row[2])
-        try:
-            if user is None:
-                raise TamperedError(f"secure_sessions row {row[1]}: its user cannot be read")
-            views.append(_view(seals.open_listed_session(context, found, user, row), user, app))
-        except DecryptionError as error:
-            if not _skipped(error, skip):
-                raise
-    return views
-
-
-def _skipped(error: DecryptionError, skip: bool) -> bool:
-    if skip:
-        logger.error("left out of a listing: %s", error)
-    return skip
+        return await repeated(once, writes=writes)
