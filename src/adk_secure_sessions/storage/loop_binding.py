@@ -4,6 +4,7 @@ import asyncio
 import os
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from weakref import WeakMethod
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.pool import NullPool
@@ -47,7 +48,8 @@ class LoopBinding:
 
     def close_at_end(self, close: Callable[[], Awaitable[None]]) -> None:
         """Have the loop run *close* before it ends: ADK's `Runner.run` starts one for each call."""
-        self._watch = _until_end_of_loop(close)
+        # Weakly: in a loop that goes on, a service that was forgotten must not live on.
+        self._watch = _until_end_of_loop(WeakMethod(close))
         try:
             self._watch.__anext__().send(None)
         except StopIteration:
@@ -55,10 +57,11 @@ class LoopBinding:
 
     def _move(self, pid: int) -> None:
         forked = self._loop is not None and pid != self._pid
-        if self._inside and not forked:
+        alive = self._bound and self._loop is not None and not self._loop.is_closed()
+        if not forked and (self._inside or (alive and self._owned)):
             raise ConfigurationError(
-                "this engine is in use by another event loop: SQLAlchemy's async engines "
-                "serve one at a time; make a service for each, or on SQLite pass db_url"
+                "the database connections belong to another event loop: make a service for "
+                "each loop that runs at the same time, or on SQLite pass db_url"
             )
         self._inside = 0
         if self._loop is None or not self._bound or isinstance(self._engine.pool, NullPool):
@@ -73,9 +76,12 @@ class LoopBinding:
         self._engine.sync_engine.dispose(close=False)
 
 
-async def _until_end_of_loop(close: Callable[[], Awaitable[None]]) -> AsyncGenerator[None]:
+async def _until_end_of_loop(
+    closing: "WeakMethod[Callable[[], Awaitable[None]]]",
+) -> AsyncGenerator[None]:
     # A loop that ends closes the asynchronous generators that were begun in it.
     try:
         yield
     finally:
-        await close()
+        if close := closing():
+            await close()
