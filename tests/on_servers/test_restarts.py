@@ -151,8 +151,8 @@ async def test_server_that_is_not_there_is_an_error_and_no_more_once_it_is_back(
                     await reload(one, session)
                 with pytest.raises(LOST):
                     await listed(one, None)
-                with pytest.raises(LOST):
-                    await one.append_event(session.model_copy(deep=True), event("lost"))
+            with pytest.raises(LOST):
+                await service.append_event(session, event("lost"))
             server.start()
             assert await reload(unopened, session) == session
     finally:

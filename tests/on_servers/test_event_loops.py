@@ -1,0 +1,203 @@
+"""One service in several event loops, one after the other and at once."""
+
+import asyncio
+import gc
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from google.adk.sessions import Session
+from sqlalchemy import URL
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+from sqlalchemy.pool import NullPool
+
+from adk_secure_sessions import AesGcmBackend, ConfigurationError, EncryptedSessionService
+from tests.conformance.services import KEY
+from tests.conformance.support import create, each_kind, event, reload
+from tests.servers import Server
+
+kind = each_kind("encrypted-postgresql", "encrypted-mariadb", soak=["encrypted-psycopg"])
+
+
+def by_url(url: URL) -> EncryptedSessionService:
+    return EncryptedSessionService(url, AesGcmBackend(KEY))
+
+
+def by_engine(engine: AsyncEngine) -> EncryptedSessionService:
+    return EncryptedSessionService(db_engine=engine, backend=AesGcmBackend(KEY))
+
+
+async def go_on(service: EncryptedSessionService, session: Session | None) -> Session:
+    """Read and append, by several tasks."""
+    session = session or await create(service)
+    await asyncio.gather(
+        *(service.append_event(session, event(str(n), delta={"user:k": n})) for n in range(4)),
+        *(reload(service, session) for _ in range(4)),
+    )
+    assert await reload(service, session) == session
+    return session
+
+
+def all_gone(server: Server, url: URL) -> bool:
+    """Whether the server soon has no connection to *url* any more."""
+    for _ in range(200):
+        gc.collect()
+        if not server.connections(url):
+            return True
+        threading.Event().wait(0.05)
+    return False
+
+
+@pytest.fixture
+def no_resource_is_left() -> Callable[[], None]:
+    """Fails if a socket or a loop is found unclosed."""
+
+    def check() -> None:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            gc.collect()
+        assert [str(one.message) for one in caught] == []
+
+    return check
+
+
+def test_each_loop_has_connections_of_its_own_and_closes_them_at_its_end(
+    url: URL, server: Server, no_resource_is_left: Callable[[], None]
+) -> None:
+    service, session = by_url(url), None
+    for _ in range(3):
+        session = asyncio.run(go_on(service, session))
+        assert all_gone(server, url)
+        no_resource_is_left()
+    assert session is not None
+    assert len(session.events) == 12
+
+
+def test_loop_that_ends_with_an_error_or_with_tasks_closes_its_connections_too(
+    url: URL, server: Server, no_resource_is_left: Callable[[], None]
+) -> None:
+    service = by_url(url)
+    session = asyncio.run(go_on(service, None))
+
+    async def fail() -> None:
+        await reload(service, session)
+        left = [asyncio.ensure_future(reload(service, session)) for _ in range(5)]
+        left.append(asyncio.ensure_future(service.append_event(session, event("left"))))
+        await asyncio.sleep(0)
+        raise RuntimeError("the caller's")
+
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="the caller's"):
+            asyncio.run(fail())
+        assert all_gone(server, url)
+        no_resource_is_left()
+    session = asyncio.run(reload(service, session))
+    asyncio.run(go_on(service, session))
+
+
+def test_service_is_closed_in_one_loop_and_opened_again_in_the_next(
+    url: URL, server: Server, no_resource_is_left: Callable[[], None]
+) -> None:
+    service, session = by_url(url), None
+
+    async def go_on_and_close() -> Session:
+        async with service:
+            return await go_on(service, session)
+
+    for _ in range(3):
+        session = asyncio.run(go_on_and_close())
+        assert all_gone(server, url)
+    asyncio.run(service.close())  # in a loop that never used it
+    asyncio.run(service.close())
+    no_resource_is_left()
+
+
+def test_loops_at_once_in_two_threads_work_or_are_refused(url: URL, server: Server) -> None:
+    service = by_url(url)
+    first_is_in, second_is_done = threading.Event(), threading.Event()
+    outcomes: list[Any] = []
+
+    async def hold() -> Session:
+        session = await create(service)
+        with server.rows_locked(url, "secure_sessions"):
+            task = asyncio.ensure_future(service.append_event(session, event("first")))
+            await asyncio.sleep(0.1)
+            first_is_in.set()
+            await asyncio.to_thread(second_is_done.wait, 30)
+        await task
+        return await go_on(service, session)
+
+    def second() -> None:
+        first_is_in.wait(30)
+        try:
+            outcomes.append(asyncio.run(create(service, "another")))
+        except Exception as error:
+            outcomes.append(error)
+        second_is_done.set()
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    session = asyncio.run(hold())
+    thread.join(30)
+    (outcome,) = outcomes
+    if not isinstance(outcome, Session):
+        assert isinstance(outcome, ConfigurationError)
+        assert "another event loop" in str(outcome)
+    assert len(session.events) == 5
+    assert asyncio.run(reload(service, session)) == session
+    assert all_gone(server, url)
+
+
+def test_loops_that_take_turns_leave_no_connections_behind_or_are_refused(
+    url: URL, server: Server
+) -> None:
+    """Two threads, each with a loop for itself, may well never meet inside the service."""
+    service = by_url(url)
+    with asyncio.Runner() as one, asyncio.Runner() as other:
+        session = one.run(go_on(service, None))
+        turns = 30
+        for _ in range(turns):
+            try:
+                other.run(go_on(service, session))
+            except ConfigurationError as error:
+                refusal = str(error)
+                break
+            one.run(go_on(service, session))
+        else:
+            refusal = "event loop"
+            assert len(server.connections(url)) <= turns
+        assert "event loop" in refusal
+        one.run(go_on(service, session))
+    assert all_gone(server, url)
+
+
+def test_engine_in_a_second_loop_is_refused_with_what_to_do(url: URL) -> None:
+    async def first() -> tuple[AsyncEngine, EncryptedSessionService, Session]:
+        engine = create_async_engine(url)
+        service = by_engine(engine)
+        session = await go_on(service, None)
+        await engine.dispose()  # which the service cannot know
+        return engine, service, session
+
+    engine, service, session = asyncio.run(first())
+    with pytest.raises(ConfigurationError, match=r"db_url.*|NullPool"):
+        asyncio.run(go_on(service, session))
+
+    async def again() -> None:
+        await go_on(by_engine(engine), session)
+        await engine.dispose()
+
+    asyncio.run(again())
+
+
+def test_engine_without_a_pool_serves_one_loop_after_the_other(
+    url: URL, server: Server, no_resource_is_left: Callable[[], None]
+) -> None:
+    engine = create_async_engine(url, poolclass=NullPool)
+    service, session = by_engine(engine), None
+    for _ in range(3):
+        session = asyncio.run(go_on(service, session))
+        assert all_gone(server, url)
+        no_resource_is_left()
