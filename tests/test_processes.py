@@ -293,7 +293,9 @@ def test_service_goes_on_in_a_forked_process(url: str) -> None:
 
 
 @needs_fork
-@on_servers
+@pytest.mark.parametrize(
+    "database", ["postgresql", pytest.param("mariadb", marks=pytest.mark.soak)]
+)
 def test_fork_while_connections_are_open_disturbs_neither_parent_nor_child(url: str) -> None:
     script = """
     s = service()

@@ -84,7 +84,10 @@ async def test_connections_that_the_server_ended_meanwhile_disturb_nobody(
 
 
 @each_cut(Cut.ANSWERED)
-@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize(
+    "state",
+    ["owners", "base", *(pytest.param(s, marks=pytest.mark.soak) for s in ("nothing", "session"))],
+)
 async def test_append_whose_connection_is_cut_is_stored_once_and_returns(
     by_proxy: tuple[Proxy, BaseSessionService], how: Cut, state: str
 ) -> None:
@@ -102,7 +105,7 @@ async def test_append_whose_connection_is_cut_is_stored_once_and_returns(
     await service.append_event(session, event("goes on"))
 
 
-@each_cut(*Cut)
+@each_cut(Cut.AT_ONCE)
 async def test_append_to_a_session_that_was_just_created_is_stored_once(
     by_proxy: tuple[Proxy, BaseSessionService], how: Cut
 ) -> None:
@@ -138,7 +141,7 @@ async def test_append_that_is_still_waiting_at_the_server_is_not_stored_twice(
 
 
 @each_cut(Cut.ANSWERED)
-@pytest.mark.parametrize("state", ["nothing", "base"])
+@pytest.mark.parametrize("state", ["base", pytest.param("nothing", marks=pytest.mark.soak)])
 async def test_session_whose_creation_was_cut_is_created_once_and_returned(
     by_proxy: tuple[Proxy, BaseSessionService], how: Cut, state: str
 ) -> None:

@@ -10,8 +10,10 @@ from sqlalchemy.pool import AsyncAdaptedQueuePool, NullPool
 
 from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
 from tests.conformance.services import KEY, Kind
-from tests.conformance.support import create, event, reload, together
+from tests.conformance.support import create, each_kind, event, reload, together
 from tests.servers import Server
+
+kind = each_kind("encrypted-postgresql", soak=["encrypted-mariadb"])
 
 
 def open_service(url: URL, **options: Any) -> EncryptedSessionService:

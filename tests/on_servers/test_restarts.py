@@ -26,7 +26,7 @@ from tests.conformance.support import (
     together,
 )
 
-kind = each_kind("encrypted-postgresql", "encrypted-mariadb", soak=["encrypted-psycopg"])
+kind = each_kind("encrypted-postgresql", soak=["encrypted-mariadb", "encrypted-psycopg"])
 LOST = (OSError, sa.exc.SQLAlchemyError)
 # What was committed is to be there after a crash, unlike on the servers of other tests.
 PRIVATE: dict[str, Callable[[], AbstractContextManager[servers.Server]]] = {
