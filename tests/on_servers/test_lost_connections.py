@@ -1,6 +1,7 @@
 """Connections that are lost: between operations, and in each moment of one."""
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -51,14 +52,23 @@ async def by_proxy(kind: Kind, url: URL) -> AsyncIterator[tuple[Proxy, BaseSessi
 async def each_moment(
     proxy: Proxy, how: Cut, operation: Callable[[int], Awaitable[None]], *, at_least: int = 1
 ) -> None:
-    """Run *operation* again and again, the connection cut one message later each time."""
-    for number in range(100):
-        proxy.cut(how, number)
-        await operation(number)
-        if not proxy.leave():  # it had ended before
-            assert number >= at_least
-            return
-    raise AssertionError("it never ends")
+    """Run *operation* again and again, the connection cut one message later each time.
+
+    It is given how often it was run before.  A connection knows a statement or has to prepare
+    it first: what is run without a cut in between makes the connection know.
+    """
+    runs = itertools.count()
+    for known in (False, True):
+        for number in range(100):
+            if known:
+                await operation(next(runs))
+            proxy.cut(how, number)
+            await operation(next(runs))
+            if not proxy.leave():  # it had ended before
+                assert number >= at_least
+                break
+        else:
+            raise AssertionError("it never ends")
 
 
 async def test_connections_that_the_server_ended_meanwhile_disturb_nobody(
@@ -110,7 +120,7 @@ async def test_append_to_a_session_that_was_just_created_is_stored_once(
     by_proxy: tuple[Proxy, BaseSessionService], how: Cut
 ) -> None:
     proxy, service = by_proxy
-    sessions = [await create(service, f"s{n}", state={"k": LARGE}) for n in range(12)]
+    sessions = [await create(service, f"s{n}", state={"k": LARGE}) for n in range(30)]
 
     async def append(number: int) -> None:
         session = sessions[number]
@@ -162,7 +172,7 @@ async def test_deletion_that_was_cut_is_made(
     by_proxy: tuple[Proxy, BaseSessionService], how: Cut
 ) -> None:
     proxy, service = by_proxy
-    sessions = [await create(service, f"s{n}", state={"k": LARGE}) for n in range(20)]
+    sessions = [await create(service, f"s{n}", state={"k": LARGE}) for n in range(40)]
 
     async def delete_one(number: int) -> None:
         await delete(service, sessions[number])
