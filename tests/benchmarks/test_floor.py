@@ -12,6 +12,7 @@ from google.adk.sessions.base_session_service import GetSessionConfig
 from tests import servers
 from tests.benchmarks.databases import FLOOR, opened
 from tests.benchmarks.samples import APP, event, state
+from tests.conformance.support import ADK
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -29,6 +30,9 @@ async def floor(
             yield service
 
 
+@pytest.mark.skipif(
+    ADK < (1, 39), reason="InMemorySessionService returned all events where 0 were asked for"
+)
 @pytest.mark.parametrize("size", [1_000, 100_000])
 async def test_floor_stores_and_returns_what_adk_does(floor: BaseSessionService, size: int) -> None:
     seen = []
