@@ -26,6 +26,7 @@ class LoopBinding:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pid = 0
         self._inside = 0
+        self._watch: AsyncGenerator[None] | None = None
 
     def enter(self) -> bool:
         """Begin an operation; True if it is the first of a new loop.
@@ -49,22 +50,22 @@ class LoopBinding:
     def close_at_end(self, close: Callable[[], Awaitable[None]]) -> None:
         """Have the loop run *close* before it ends: ADK's `Runner.run` starts one for each call."""
         # Weakly: in a loop that goes on, a service that was forgotten must not live on.
-        self._watch = _until_end_of_loop(WeakMethod(close))
+        self._watch = watch = _until_end_of_loop(WeakMethod(close))
         try:
-            self._watch.__anext__().send(None)
+            watch.__anext__().send(None)
         except StopIteration:
             pass  # it waits at its yield now
 
     def _move(self, pid: int) -> None:
-        forked = self._loop is not None and pid != self._pid
-        alive = self._bound and self._loop is not None and not self._loop.is_closed()
-        if not forked and (self._inside or (alive and self._owned)):
+        keeps = self._bound and not isinstance(self._engine.pool, NullPool)
+        alive = self._loop is not None and pid == self._pid and not self._loop.is_closed()
+        if alive and (self._inside or (keeps and self._owned)):
             raise ConfigurationError(
                 "the database connections belong to another event loop: make a service for "
                 "each loop that runs at the same time, or on SQLite pass db_url"
             )
         self._inside = 0
-        if self._loop is None or not self._bound or isinstance(self._engine.pool, NullPool):
+        if self._loop is None or not keeps:
             return
         if not self._owned:
             raise ConfigurationError(
