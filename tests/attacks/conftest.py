@@ -1,3 +1,4 @@
+import zlib
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -10,6 +11,19 @@ from tests.attacks.world import BACKENDS
 from tests.servers import MariaDB, PostgreSQL
 
 SERVERS = ["postgresql", "mariadb"]
+_HERE = Path(__file__).parent
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """An attack runs on one of the servers, by turns; on the other too under `make soak`."""
+    for item in items:
+        parts = item.nodeid.replace("]", "-").replace("[", "-").split("-")
+        on = [server for server in SERVERS if server in parts]
+        if on and _HERE in item.path.parents:
+            attack = item.nodeid.replace(on[0], "")
+            if SERVERS[zlib.crc32(attack.encode()) % len(SERVERS)] != on[0]:
+                item.add_marker(pytest.mark.soak)
 
 
 # One for all attacks: making tables takes longer than most attacks do.
