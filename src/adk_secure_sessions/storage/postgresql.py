@@ -1,6 +1,8 @@
 """PostgreSQL by asyncpg: each read and each write is one statement on the driver itself."""
 
 import asyncio
+import os
+import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -45,6 +47,7 @@ class AsyncpgExecutor(AsyncEngineExecutor):
         self._timeout = timeout
         self._idle: list[PoolProxiedConnection] = []
         self._slots = asyncio.Semaphore(keep)
+        weakref.finalize(self, _drop, self._idle, os.getpid())
 
     async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
         # In no task of its own: a query whose caller is cancelled ends with its connection.
@@ -155,6 +158,20 @@ class AsyncpgExecutor(AsyncEngineExecutor):
     def _signal(self) -> None:
         if self._keep:
             self._slots.release()
+
+
+def _drop(idle: list[PoolProxiedConnection], pid: int) -> None:
+    """What becomes of the connections of a service that nobody closed, at the latest at exit."""
+    for pooled in idle:
+        driver: Any = pooled.driver_connection
+        pooled.detach()  # the pool would complain of it
+        if os.getpid() != pid:
+            continue  # a parent's
+        try:
+            driver.terminate()
+        except RuntimeError:
+            pass  # its event loop is closed
+    idle.clear()
 
 
 def _is_open(pooled: PoolProxiedConnection) -> bool:
