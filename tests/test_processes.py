@@ -1,71 +1,43 @@
 """Real processes on one database: nothing is lost, nothing is locked, nothing hangs."""
 
 import asyncio
+import gc
 import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from google.adk.events import Event
+from google.adk.events import Event, EventActions
+from google.adk.sessions import Session
 
 from adk_secure_sessions import AesGcmBackend, ConfigurationError, EncryptedSessionService
+from tests.processes import children, results
 from tests.servers import Server
 
 KEY = bytes(range(32))
 APP, USER = "app", "user"
-# One process imports, and forks as many as there are names: importing ADK takes seconds.
-PRELUDE = """
-    import asyncio, gc, os, sys, traceback
-    from google.adk.events import Event, EventActions
-    from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
-    KEY, APP, USER = bytes(range(32)), "app", "user"
-    URL, NAMES = sys.argv[1], sys.argv[2:]
-    def service():
-        return EncryptedSessionService(URL, AesGcmBackend(KEY))
-    def event(**delta):
-        return Event(author=ME, invocation_id="i", actions=EventActions(state_delta=delta))
-    def forked(run, *arguments):
-        child = os.fork()
-        if child == 0:
-            try:
-                status = run(*arguments) or 0
-            except BaseException:
-                traceback.print_exc()
-                status = 99
-            sys.stdout.flush()
-            os._exit(status)
-        return child
-    def ended(child):
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    ME = NAMES[0]
-"""
-EACH = """
-    def named(name):
-        global ME
-        ME = name
-        asyncio.run(main())
-    assert [ended(child) for child in [forked(named, name) for name in NAMES]] == [0] * len(NAMES)
-"""
+
+Say = Callable[[object], None]  # how a process tells the test something
 
 
-def spawn(script: str, url: str, *names: str) -> "subprocess.Popen[str]":
-    source = "".join(map(textwrap.dedent, (PRELUDE, script)))
-    return subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", source, url, *names],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def open_service(url: str) -> EncryptedSessionService:
+    return EncryptedSessionService(url, AesGcmBackend(KEY))
 
 
-def finish(process: "subprocess.Popen[str]") -> str:
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    return out
+def event(**delta: object) -> Event:
+    return Event(author="agent", invocation_id="i", actions=EventActions(state_delta=delta))
+
+
+async def found(service: EncryptedSessionService, session_id: str) -> Session:
+    session = await service.get_session(app_name=APP, user_id=USER, session_id=session_id)
+    assert session is not None
+    return session
 
 
 DRIVERS = {"postgresql": "postgresql+asyncpg", "mariadb": "mariadb+asyncmy"}
@@ -107,40 +79,45 @@ def count(place: sa.URL, table: str) -> int:
     return int(number)
 
 
-def open_service(url: str) -> EncryptedSessionService:
-    return EncryptedSessionService(url, AesGcmBackend(KEY))
+async def append_to_shared(service: EncryptedSessionService, **delta: object) -> None:
+    while True:
+        session = await found(service, "shared")
+        try:
+            await service.append_event(session, event(**delta))
+            return
+        except ValueError as error:
+            if "modified in storage" not in str(error):
+                raise
+
+
+def append_to_shared_and_own(say: Say, url: str, name: str) -> None:
+    async def task(service: EncryptedSessionService, own: Session, *numbers: int) -> None:
+        for n in numbers:
+            delta = {f"{name}-{n}": n, f"user:{name}-{n}": n}
+            await append_to_shared(service, **delta)
+            await service.append_event(own, event(**{f"user:{name}": 1, f"app:{name}-{n}": n}))
+
+    async def main() -> None:
+        async with open_service(url) as service:
+            own = await service.create_session(app_name=APP, user_id=USER, session_id=name)
+            await asyncio.gather(
+                task(service, own, 0, 1), task(service, own, 2, 3), task(service, own, 4)
+            )
+
+    asyncio.run(main())
 
 
 @on_each_database
 async def test_processes_appending_at_once_lose_no_event_and_no_state(
     url: str, database: str
 ) -> None:
+    # MariaDB lets them wait for one another most.
+    names = [f"p{n}" for n in range(4 if database == "mariadb" else 8)]
     async with open_service(url) as service:
-        shared = await service.create_session(app_name=APP, user_id=USER, session_id="shared")
-        script = """
-        async def retrying(s, session_id, **delta):
-            while True:
-                session = await s.get_session(app_name=APP, user_id=USER, session_id=session_id)
-                try:
-                    return await s.append_event(session, event(**delta))
-                except ValueError as error:
-                    if "modified in storage" not in str(error):
-                        raise
-        async def task(s, own, numbers):
-            for n in numbers:
-                await retrying(s, "shared", **{f"{ME}-{n}": n, f"user:{ME}-{n}": n})
-                await s.append_event(own, event(**{f"user:{ME}": 1, f"app:{ME}-{n}": n}))
-        async def main():
-            async with service() as s:
-                own = await s.create_session(app_name=APP, user_id=USER, session_id=ME)
-                await asyncio.gather(task(s, own, [0, 1]), task(s, own, [2, 3]), task(s, own, [4]))
-        """
-        # MariaDB lets them wait for one another most.
-        names = [f"p{n}" for n in range(4 if database == "mariadb" else 8)]
-        script = textwrap.dedent(script) + textwrap.dedent(EACH)
-        await asyncio.to_thread(finish, spawn(script, url, *names))
-        stored = await service.get_session(app_name=APP, user_id=USER, session_id=shared.id)
-        assert stored is not None
+        await service.create_session(app_name=APP, user_id=USER, session_id="shared")
+        jobs = [(append_to_shared_and_own, url, name) for name in names]
+        await asyncio.to_thread(results, *jobs)
+        stored = await found(service, "shared")
         keys = sorted(min(event.actions.state_delta) for event in stored.events)
         assert keys == sorted(f"{name}-{n}" for name in names for n in range(5))
         assert stored.state == (
@@ -150,25 +127,29 @@ async def test_processes_appending_at_once_lose_no_event_and_no_state(
             | {f"user:{name}": 1 for name in names}
         )
         for name in names:
-            own = await service.get_session(app_name=APP, user_id=USER, session_id=name)
-            assert own is not None
-            assert len(own.events) == 5
+            assert len((await found(service, name)).events) == 5
+
+
+def create_twenty(say: Say, url: str, name: str) -> None:
+    async def main() -> None:
+        async with open_service(url) as s:
+            await asyncio.gather(
+                *(
+                    s.create_session(
+                        app_name=APP, user_id=USER, session_id=f"{name}-{n}", state={"n": n}
+                    )
+                    for n in range(20)
+                )
+            )
+
+    asyncio.run(main())
 
 
 @on_each_database
 async def test_processes_starting_at_once_agree_on_one_keyring_and_one_data_key(
     url: str, place: sa.URL
 ) -> None:
-    script = """
-    async def main():
-        async with service() as s:
-            await asyncio.gather(*(
-                s.create_session(app_name=APP, user_id=USER, session_id=f"{ME}-{n}", state={"n": n})
-                for n in range(20)
-            ))
-    """
-    script = textwrap.dedent(script) + textwrap.dedent(EACH)
-    await asyncio.to_thread(finish, spawn(script, url, *(f"p{n}" for n in range(4))))
+    await asyncio.to_thread(results, *((create_twenty, url, f"p{n}") for n in range(4)))
     async with open_service(url) as service:
         listed = await service.list_sessions(app_name=APP, user_id=USER)
         assert sorted(session.id for session in listed.sessions) == sorted(
@@ -199,28 +180,28 @@ async def test_tasks_that_are_the_first_of_a_user_agree_on_one_data_key(
     assert count(place, "secure_sessions") == 20
 
 
+def append_for_ever(say: Say, url: str) -> None:
+    async def main() -> None:
+        service = open_service(url)
+        session = await service.create_session(app_name=APP, user_id=USER, session_id="killed")
+        for n in range(10**6):
+            await service.append_event(session, event(n=n))
+            say(n)
+
+    asyncio.run(main())
+
+
 @on_mariadb_later
 async def test_killed_process_leaves_every_session_readable(url: str) -> None:
-    script = """
-    async def main():
-        s = service()
-        session = await s.create_session(app_name=APP, user_id=USER, session_id=ME)
-        for n in range(10**6):
-            await s.append_event(session, event(n=n))
-            print(n, flush=True)
-    asyncio.run(main())
-    """
-    process = spawn(script, url, "killed")
-    assert process.stdout is not None
-    acknowledged = -1
-    while acknowledged < 20:
-        acknowledged = int(process.stdout.readline())
-    process.kill()
-    rest, _ = process.communicate()
-    acknowledged = int(rest.split()[-1]) if rest.split() else acknowledged
+    with children((append_for_ever, url)) as (child,):
+        said = child.said()
+        acknowledged = -1
+        while acknowledged < 20:
+            acknowledged = next(said)
+        child.process.kill()
+        acknowledged = max(said, default=acknowledged)
     async with open_service(url) as service:
-        session = await service.get_session(app_name=APP, user_id=USER, session_id="killed")
-        assert session is not None
+        session = await found(service, "killed")
         numbers = [event.actions.state_delta["n"] for event in session.events]
         assert numbers == list(range(len(numbers)))
         assert len(numbers) > acknowledged  # what was acknowledged is there
@@ -243,15 +224,27 @@ FORGETFUL = {
 }
 
 
-def forgetful(how: str) -> str:
+def forgetful(how: str, url: str) -> tuple[int, str, str]:
+    """Run it in an interpreter of its own, whose end is what matters; how it ended."""
     script = """
+    import asyncio, sys
+    from google.adk.events import Event
+    from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
     async def main():
-        s = service()
-        session = await s.create_session(app_name=APP, user_id=USER)
-        await asyncio.gather(*(s.append_event(session, event(n=n)) for n in range(3)))
+        s = EncryptedSessionService(sys.argv[1], AesGcmBackend(bytes(32)))
+        session = await s.create_session(app_name="app", user_id="user")
+        await asyncio.gather(*(s.append_event(session, Event(author="a")) for n in range(3)))
         return s
     """
-    return textwrap.dedent(script) + textwrap.dedent(FORGETFUL[how]) + "\nprint('done')\n"
+    source = textwrap.dedent(script) + textwrap.dedent(FORGETFUL[how]) + "\nprint('done')\n"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", source, url],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    return done.returncode, done.stdout, done.stderr
 
 
 @on_mariadb_later
@@ -264,13 +257,51 @@ def forgetful(how: str) -> str:
     ],
 )
 def test_service_that_was_never_closed_lets_the_process_end(url: str, how: str) -> None:
-    process = spawn(forgetful(how), url, "forgetful")
-    out, err = process.communicate(timeout=120)
-    assert (process.returncode, out, err) == (0, "done\n", "")
+    assert forgetful(how, url) == (0, "done\n", "")
 
 
 def test_database_in_memory_that_was_never_closed_lets_the_process_end() -> None:
-    assert finish(spawn(forgetful("ended loop"), ":memory:", "forgetful")) == "done\n"
+    assert forgetful("ended loop", ":memory:") == (0, "done\n", "")
+
+
+def forked(job: Callable[[], object]) -> int:
+    """Fork here and now, whatever is open, and run *job* there; the child's number."""
+    child = os.fork()
+    if child == 0:
+        try:
+            job()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return child
+
+
+def ended(child: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+async def append_to(service: EncryptedSessionService, session_id: str, times: int = 1) -> int:
+    """Append as often as told, to a new session if need be; how many events there are then."""
+    if await service.get_session(app_name=APP, user_id=USER, session_id=session_id) is None:
+        await service.create_session(app_name=APP, user_id=USER, session_id=session_id)
+    for n in range(times):
+        await service.append_event(await found(service, session_id), event(n=n))
+    return len((await found(service, session_id)).events)
+
+
+def fork_between_appends(say: Say, url: str) -> None:
+    service = open_service(url)
+
+    def append() -> int:
+        return asyncio.run(append_to(service, "s"))
+
+    def child() -> None:
+        assert append() == 2
+
+    assert append() == 1
+    assert ended(forked(child)) == 0
+    say(append())
 
 
 @needs_fork
@@ -278,18 +309,24 @@ def test_database_in_memory_that_was_never_closed_lets_the_process_end() -> None
     "database", ["sqlite", *(pytest.param(name, marks=pytest.mark.soak) for name in DRIVERS)]
 )
 def test_service_goes_on_in_a_forked_process(url: str) -> None:
-    script = """
-    s = service()
-    async def append(text):
-        session = await s.get_session(app_name=APP, user_id=USER, session_id="s")
-        session = session or await s.create_session(app_name=APP, user_id=USER, session_id="s")
-        await s.append_event(session, event(**{text: 1}))
-        return len(session.events)
-    asyncio.run(append("parent"))
-    assert ended(forked(lambda: asyncio.run(append("child")))) == 2
-    print(asyncio.run(append("parent again")))
-    """
-    assert finish(spawn(script, url, "parent")) == "3\n"
+    assert results((fork_between_appends, url)) == [[3]]
+
+
+def fork_while_connected(say: Say, url: str) -> None:
+    service = open_service(url)
+
+    def child(name: str) -> None:
+        assert asyncio.run(append_to(service, name, 3)) == 3
+        gc.collect()
+        assert asyncio.run(append_to(service, name, 3)) == 6
+
+    with asyncio.Runner() as runner:
+        assert runner.run(append_to(service, "parent", 3)) == 3
+        children = [forked(partial(child, f"c{n}")) for n in range(3)]
+        assert runner.run(append_to(service, "parent", 3)) == 6
+        assert [ended(child) for child in children] == [0, 0, 0]
+        gc.collect()
+        say(runner.run(append_to(service, "parent", 3)))
 
 
 @needs_fork
@@ -297,43 +334,20 @@ def test_service_goes_on_in_a_forked_process(url: str) -> None:
     "database", ["postgresql", pytest.param("mariadb", marks=pytest.mark.soak)]
 )
 def test_fork_while_connections_are_open_disturbs_neither_parent_nor_child(url: str) -> None:
-    script = """
-    s = service()
-    async def append(session_id):
-        for n in range(3):
-            session = await s.get_session(app_name=APP, user_id=USER, session_id=session_id)
-            session = session or await s.create_session(
-                app_name=APP, user_id=USER, session_id=session_id)
-            await s.append_event(session, event(n=n))
-        return len(session.events)
-    def child(name):
-        assert asyncio.run(append(name)) == 3
-        gc.collect()
-        assert asyncio.run(append(name)) == 6
-    with asyncio.Runner() as runner:
-        assert runner.run(append("parent")) == 3
-        children = [forked(child, f"c{n}") for n in range(3)]
-        assert runner.run(append("parent")) == 6
-        assert [ended(child) for child in children] == [0, 0, 0]
-        gc.collect()
-        print(runner.run(append("parent")))
-    """
-    process = spawn(script, url, "parent")
-    out, err = process.communicate(timeout=120)
-    assert (process.returncode, out, err) == (0, "9\n", "")
+    assert results((fork_while_connected, url)) == [[9]]
+
+
+def fork_with_database_in_memory(say: Say) -> None:
+    service = open_service(":memory:")
+    asyncio.run(service.prepare_tables())
+
+    def child() -> None:
+        with pytest.raises(ConfigurationError, match="fork"):
+            asyncio.run(append_to(service, "s"))
+
+    say(ended(forked(child)))
 
 
 @needs_fork
 def test_memory_database_is_refused_in_a_forked_process() -> None:
-    script = """
-    s = service()
-    asyncio.run(s.prepare_tables())
-    def create():
-        try:
-            asyncio.run(s.create_session(app_name=APP, user_id=USER))
-        except ValueError as error:
-            return 7 if "fork" in str(error) else 8
-    print(ended(forked(create)))
-    """
-    assert finish(spawn(script, ":memory:", "parent")) == "7\n"
-    assert issubclass(ConfigurationError, ValueError)
+    assert results((fork_with_database_in_memory,)) == [[0]]
