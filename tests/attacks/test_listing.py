@@ -110,14 +110,14 @@ async def test_user_without_a_data_key_does_not_keep_others_from_being_listed(
 @pytest.mark.parametrize(
     "change",
     [
+        "state = x''",  # a server, too, holds this and the next two
+        "base_revision = 5",
+        "tag = x'00'",
         "state = CAST(state AS TEXT)",
         "state = 'text'",
-        "state = x''",
         "updated_at = 'text'",
         "updated_at = CAST(x'ff' AS TEXT)",
         "created_at = 0.5",
-        "base_revision = 5",
-        "tag = x'00'",
         "revision = 'text'",
     ],
 )
