@@ -33,7 +33,7 @@ demo: .venv/.installed ## run an ADK agent whose conversation is sealed on disk
 test: .venv/.installed ## run every test
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
 
-soak: .venv/.installed ## run the tests that take long: attacks on both servers, lost connections on every driver
+soak: .venv/.installed ## run the tests that take long: all attacks on both servers, more on each database
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m soak
 
 check: lint types ## lint, format, types, and the tests with coverage

@@ -17,7 +17,7 @@ from google.adk.sessions import BaseSessionService, Session
 from google.adk.sessions.base_session_service import GetSessionConfig
 from google.genai import types
 
-from tests.conformance.services import KINDS, Kind
+from tests.conformance.services import KINDS, MAIN_KINDS, Kind
 
 APP = "app"
 USER = "user"
@@ -57,9 +57,9 @@ def each_kind(*names: str, soak: Sequence[str] = ()) -> Any:
     Those of *soak* are left out of the default run.
     """
 
-    rest = [pytest.param(name, marks=pytest.mark.soak) for name in soak]
-
-    @pytest.fixture(params=[*names, *rest])
+    @pytest.fixture(
+        params=[*map(_param, names), *(_param(name, pytest.mark.soak) for name in soak)]
+    )
     def kind(request: pytest.FixtureRequest) -> Kind:
         kind = KINDS[request.param]
         if kind.is_reference:
@@ -72,6 +72,12 @@ def each_kind(*names: str, soak: Sequence[str] = ()) -> Any:
         return kind
 
     return kind
+
+
+def _param(name: str, *marks: pytest.MarkDecorator) -> Any:
+    # Coverage doubles the time, and these reach no code of ours that the main kinds do not.
+    extra = KINDS[name].is_reference or name not in MAIN_KINDS
+    return pytest.param(name, marks=[*marks, *([pytest.mark.no_cover] if extra else [])])
 
 
 def not_found(kind: Kind) -> type[Exception]:

@@ -15,8 +15,14 @@ from pydantic import BaseModel
 
 from tests.conformance import samples
 from tests.conformance.samples import BINARY, CORPUS
-from tests.conformance.support import create, event, reference_lacks, reload
+from tests.conformance.support import create, each_kind, event, reference_lacks, reload
 from tests.conformance.values import RICH, a_function
+
+# To storage one sealed event is like another.
+kind = each_kind(
+    *("adk", "encrypted-file"),
+    soak=["encrypted-engine", "encrypted-postgresql", "encrypted-mariadb"],
+)
 
 # ADK's AuthConfig calls a deprecated method of its own.
 pytestmark = pytest.mark.filterwarnings("ignore:This method is deprecated:DeprecationWarning")

@@ -37,7 +37,8 @@ pytestmark = [
 
 
 kind = each_kind(
-    "adk", "encrypted-file", "encrypted-engine", "encrypted-postgresql", "encrypted-mariadb"
+    *("adk", "encrypted-file", "encrypted-postgresql"),
+    soak=["encrypted-engine", "encrypted-mariadb"],
 )
 
 

@@ -20,7 +20,7 @@ from tests.conformance.support import (
 from tests.conformance.values import IMPOSSIBLE, OPAQUE, PLAIN, RICH
 
 # To storage one sealed value is like another.
-kind = each_kind("adk", "encrypted-file", "encrypted-postgresql", "encrypted-mariadb")
+kind = each_kind("adk", "encrypted-file", soak=["encrypted-postgresql", "encrypted-mariadb"])
 
 coercion = reference_lacks("state is not coerced to JSON")
 SCOPES = ("k", "app:k", "user:k")

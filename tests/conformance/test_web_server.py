@@ -29,7 +29,7 @@ pytestmark = [
 SESSIONS = f"/apps/{APP}/users/{USER}/sessions"
 
 
-kind = each_kind("adk", "encrypted-file", "encrypted-postgresql", "encrypted-mariadb")
+kind = each_kind("adk", "encrypted-file", "encrypted-postgresql", soak=["encrypted-mariadb"])
 
 
 class OneAgent(BaseAgentLoader):
