@@ -120,6 +120,7 @@ def services(
         runner.run(leave())
 
 
+@pytest.mark.no_cover  # it takes long, and reaches nothing that the other cases do not
 @settings(
     max_examples=30,
     deadline=None,
