@@ -46,12 +46,13 @@ def file_in(directory: Path) -> URL:
 @asynccontextmanager
 async def adk(url: URL) -> AsyncIterator[BaseSessionService]:
     # Most of the run's time is the reference's: give it its tables ready-made, and spare
-    # it the waiting for the disk.  Nothing here pulls the plug on it.
+    # it the waiting for the disk.  Nothing here pulls the plug on it.  A busy machine can keep
+    # its writers waiting for one another longer than the five seconds after which they give up.
     database = Path(url.database or "")
     if _adk_tables and not database.exists():
         database.write_bytes(_adk_tables[0])
     service = DatabaseSessionService(url.render_as_string())
-    event.listen(service.db_engine.sync_engine, "connect", _without_sync)
+    event.listen(service.db_engine.sync_engine, "connect", _with_pragmas)
     try:
         if not _adk_tables:
             await service.list_sessions(app_name="")
@@ -106,7 +107,8 @@ MAIN_KINDS = [
 ENGINES = [name for name, kind in KINDS.items() if kind.open is encrypted_engine]
 
 
-def _without_sync(connection: Any, _record: object) -> None:
+def _with_pragmas(connection: Any, _record: object) -> None:
     cursor = connection.cursor()
     cursor.execute("PRAGMA synchronous=OFF")
+    cursor.execute("PRAGMA busy_timeout=30000")
     cursor.close()
