@@ -10,7 +10,11 @@ from adk_secure_sessions.keys.specs import root_key
 class AesGcmBackend(Unpicklable):
     """Seals with AES-256-GCM under 96-bit random nonces.
 
-    *key* is the root key: 32 bytes, base64 text, a key spec, or a key provider.
+    Args:
+        key: The root key: 32 bytes, base64 text, a key spec, or a key provider.
+
+    Raises:
+        ConfigurationError: `key` is none of these, or cannot be read.
     """
 
     backend_id = 1

@@ -46,9 +46,13 @@ class FernetCipher(Unpicklable):
 
 
 class FernetBackend(Unpicklable):
-    """Seals with Fernet.
+    """Seals with Fernet: AES-128-CBC and HMAC-SHA-256.
 
-    *key* is the root key: a Fernet key (base64 text), 32 bytes, a key spec, or a key provider.
+    Args:
+        key: The root key: a Fernet key (base64 text), 32 bytes, a key spec, or a key provider.
+
+    Raises:
+        ConfigurationError: `key` is none of these, or cannot be read.
     """
 
     backend_id = 2

@@ -38,7 +38,10 @@ class _Clear:
 
 
 class NoOpBackend:
-    """Stores everything in clear.  Listing it anywhere gives up protection against writers."""
+    """Stores everything in clear, and warns (`UserWarning`) when it is made.
+
+    Listing it anywhere gives up protection against those who can write to the database.
+    """
 
     backend_id = 3
     name = "noop"
