@@ -115,7 +115,6 @@ def test_adks_errors_are_where_the_page_says() -> None:
     from google.adk.errors.already_exists_error import AlreadyExistsError
     from google.adk.errors.session_not_found_error import SessionNotFoundError
 
-    rows = {row[0].strip("`"): row[1] for row in cells("errors.md")}
+    page = (DOCS / "errors.md").read_text(encoding="utf-8")
     for error in (AlreadyExistsError, SessionNotFoundError):
-        assert rows[error.__name__] == f"`{error.__module__}`"
-    assert "`google.adk.errors`" in rows["StaleSessionError"]
+        assert f"`{error.__name__}`, from `{error.__module__}`" in page

@@ -103,7 +103,7 @@ def _derive(key: bytes, purpose: str, length: int) -> bytes:
 
 
 class StaticKey(Unpicklable):
-    """A root key in the process.
+    """A root key in the process; its `key_id` is `key:` and 16 hex digits, derived from it.
 
     Args:
         key: 32 bytes, or their base64 text, standard or URL-safe.
