@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sqlalchemy as sa
 import uvicorn
 from sybil import Document, Example, Region
 from sybil.parsers.markdown.lexers import DirectiveInHTMLCommentLexer, RawFencedCodeBlockLexer
@@ -105,7 +104,6 @@ class Page:
         self._made = set(expected)
         self._printed: str | None = None
         self._moved: dict[str, str] = {}
-        self._cleaning = False
         monkeypatch.chdir(directory)
         monkeypatch.syspath_prepend(str(directory))
         # The reader's `python` is this one; and nothing of this machine's answers for a page.
@@ -139,14 +137,11 @@ class Page:
 
     def sql(self, source: str, title: str | None) -> None:
         assert title is None
-        with self._output():
-            admin = self._server().admin
-            if not self._cleaning:
-                self._stack.enter_context(_what_was_there_before(admin))
-                self._cleaning = True
-            with admin.connect() as connection:
-                for statement in re.findall(r"[^;]+;", source):
-                    connection.exec_driver_sql(statement)
+        with self._output(), self._server().admin.connect() as connection:
+            for statement in re.findall(r"[^;]+;", source):
+                connection.exec_driver_sql(statement)
+                if made := re.match(r"\s*CREATE (ROLE|DATABASE) (\w+)", statement):
+                    self._stack.callback(self._drop, *made.groups())
 
     def text(self, source: str, title: str | None) -> None:
         assert title is None
@@ -159,6 +154,11 @@ class Page:
         )
         assert checker.check_output(source, self._printed, options), difference
         self._printed = None
+
+    def _drop(self, kind: str, name: str) -> None:
+        with self._server().admin.connect() as connection:
+            force = " WITH (FORCE)" if kind == "DATABASE" else ""
+            connection.exec_driver_sql(f"DROP {kind} {name}{force}")
 
     @contextlib.contextmanager
     def _output(self) -> Iterator[None]:
@@ -260,27 +260,3 @@ _COMMANDS: dict[str, Callable[[Page, list[str], str], None]] = {
     "python": Page._python,
     "uvicorn": Page._uvicorn,
 }
-
-
-@contextlib.contextmanager
-def _what_was_there_before(admin: sa.Engine) -> Iterator[None]:
-    """Drop the databases and roles that a page makes."""
-    kinds = {"DATABASE": "SELECT datname FROM pg_database", "ROLE": "SELECT rolname FROM pg_roles"}
-
-    def present() -> dict[str, set[str]]:
-        with admin.connect() as connection:
-            return {
-                kind: set(connection.exec_driver_sql(query).scalars())
-                for kind, query in kinds.items()
-            }
-
-    before = present()
-    try:
-        yield
-    finally:
-        after = present()
-        with admin.connect() as connection:
-            for kind in kinds:
-                for name in after[kind] - before[kind]:
-                    force = " WITH (FORCE)" if kind == "DATABASE" else ""
-                    connection.exec_driver_sql(f'DROP {kind} "{name}"{force}')
