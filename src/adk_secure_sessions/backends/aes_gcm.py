@@ -5,6 +5,7 @@ import secrets
 from adk_secure_sessions.aead import KEY_LENGTH, Aes256Gcm
 from adk_secure_sessions.keys.providers import KeyProvider, Unpicklable
 from adk_secure_sessions.keys.specs import root_key
+from adk_secure_sessions.records import Cipher
 
 
 class AesGcmBackend(Unpicklable):
@@ -27,6 +28,6 @@ class AesGcmBackend(Unpicklable):
         """Return 32 random bytes."""
         return secrets.token_bytes(KEY_LENGTH)
 
-    def cipher(self, key: bytes) -> Aes256Gcm:
+    def cipher(self, key: bytes) -> Cipher:
         """Return the cipher for one data key of 32 bytes."""
         return Aes256Gcm(key)

@@ -3,6 +3,7 @@
 import warnings
 
 from adk_secure_sessions.errors import PlaintextRefusedError
+from adk_secure_sessions.records import Cipher
 
 _CLEAR_KEY = b"\x00"
 
@@ -57,6 +58,6 @@ class NoOpBackend:
         """Return an empty key: there is nothing to key."""
         return b""
 
-    def cipher(self, key: bytes) -> _Clear:
+    def cipher(self, key: bytes) -> Cipher:
         """Return the cipher that does nothing."""
         return _Clear()
