@@ -21,7 +21,10 @@ define make-venv
 	touch $(1)/.installed
 endef
 
-.PHONY: help demo test soak check lint types test-adk test-matrix bench clean
+.PHONY: help demo test soak check lint types site docs test-adk test-matrix bench clean
+
+# Says that mkdocs-material will not follow mkdocs to its version 2.
+export NO_MKDOCS_2_WARNING := 1
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /|/' | \
@@ -36,7 +39,7 @@ test: .venv/.installed ## run every test
 soak: .venv/.installed ## run the tests that take long: all attacks on both servers, more on each database
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m soak
 
-check: lint types ## lint, format, types, and the tests with coverage
+check: lint types site ## lint, format, types, the site, and the tests with coverage
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) --cov --cov-report=term
 
 lint: .venv/.installed ## ruff: rules and format
@@ -45,6 +48,12 @@ lint: .venv/.installed ## ruff: rules and format
 
 types: .venv/.installed ## mypy --strict on all our Python
 	$(BIN)/mypy
+
+site: .venv/.installed ## build the documentation into site/; a broken link is an error
+	$(BIN)/mkdocs build --strict --quiet
+
+docs: .venv/.installed ## show the documentation at http://127.0.0.1:8000, built anew on every change
+	$(BIN)/mkdocs serve --strict
 
 test-adk: .venv-adk-$(ADK)/.installed ## run every test against one release: make test-adk ADK=1.28.0
 	.venv-adk-$(ADK)/bin/python -m pytest $(PYTEST_FLAGS)
@@ -60,7 +69,7 @@ bench: .venv/.installed ## measure our service beside ADK's own and beside the b
 	$(BIN)/python -m pytest tests/benchmarks -m benchmark -s $(ARGS)
 
 clean: ## remove environments, caches and reports
-	rm -rf .venv .venv-adk-* .coverage .coverage.* htmlcov build dist
+	rm -rf .venv .venv-adk-* .coverage .coverage.* htmlcov build dist site
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests examples typing_tests -name __pycache__ -prune -exec rm -rf {} +
 

@@ -10,15 +10,25 @@ class SecureSessionError(Exception):
 
 
 class ConfigurationError(SecureSessionError, ValueError):
-    """A key, backend, URL or database that the service cannot use as it was given."""
+    """A key, backend, URL or database that the service cannot use as it was given.
+
+    The text says what to change.
+    """
 
 
 class WrongKeyError(SecureSessionError):
-    """The root key given does not open this database; nothing was written."""
+    """The root key given does not open this database; nothing was written.
+
+    Or its keyring was altered.  The text names the root key that is wanted.
+    """
 
 
 class KeyServiceError(SecureSessionError):
-    """A key provider failed.  *retryable* says whether the same call may work later."""
+    """A key provider failed.
+
+    Attributes:
+        retryable: Whether the same call may work later.
+    """
 
     def __init__(self, message: str, *, retryable: bool = False) -> None:
         super().__init__(message)
@@ -26,11 +36,18 @@ class KeyServiceError(SecureSessionError):
 
 
 class DecryptionError(SecureSessionError):
-    """A stored value cannot be opened; it was left as it is."""
+    """A stored value cannot be opened; it was left as it is.
+
+    Catch this where it does not matter why.  To mend the database, restore all of it from a
+    backup: an older row by itself is refused, too.
+    """
 
 
 class UnknownKeyError(DecryptionError):
-    """The value names a key or a backend that this service does not hold."""
+    """The value names a key or a backend that this service does not hold.
+
+    Where it is a backend, list it in `additional_backends`.
+    """
 
 
 class TamperedError(DecryptionError):
@@ -38,4 +55,7 @@ class TamperedError(DecryptionError):
 
 
 class PlaintextRefusedError(DecryptionError):
-    """The value is stored in clear, where a sealed one is required."""
+    """The value is stored in clear, where a sealed one is required.
+
+    If `NoOpBackend` wrote it, and on purpose, list that in `additional_backends`.
+    """

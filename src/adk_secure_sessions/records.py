@@ -28,7 +28,7 @@ class Cipher(Protocol):
     """What a backend makes of one data key."""
 
     def encrypt(self, plaintext: bytes, associated_data: bytes, /) -> bytes:
-        """Seal *plaintext*; the result opens only with the same *associated_data*."""
+        """Seal `plaintext`; the result opens only with the same `associated_data`."""
         ...
 
     def decrypt(self, sealed: bytes, associated_data: bytes, /) -> bytes:

@@ -42,25 +42,28 @@ _STALE = (
 
 
 class EncryptedSessionService(BaseSessionService):
-    """Behaves as ADK's `DatabaseSessionService`; all that is stored is sealed by *backend*.
+    """Behaves as ADK's `DatabaseSessionService`; all that is stored is sealed by `backend`.
+
+    The database is opened, and its tables made, by `prepare_tables` or the first operation:
+    that is where a wrong root key is refused, with `WrongKeyError`.  Any operation raises
+    `DecryptionError` where what it needs was tampered with.  A method that google-adk has and
+    this version does not know raises `NotImplementedError`.
+
+    Many tasks may use one service; on a server they share one event loop.
 
     Args:
-        db_url: a database URL such as `sqlite+aiosqlite:///sessions.db`, or `:memory:`.
-        backend: seals everything that is written.
-        additional_backends: may be read as well, for example while moving from one to another.
-        db_engine: the caller's own engine, instead of *db_url*; it is not closed.
-        create_tables: make the tables that are missing; if not, they have to be there.
-        skip_unreadable_sessions: list what can be opened and log the rest, instead of raising.
-        session_cache_size: sessions remembered so that appending to them needs no read.
-        data_key_cache_size: opened keys remembered, of which a user and an app have one each.
-        engine_kwargs: options for the engine that *db_url* makes.
+        db_url: A database URL such as `sqlite+aiosqlite:///sessions.db`, or `:memory:`.
+        backend: Seals everything that is written.
+        additional_backends: May be read as well, for example while moving from one to another.
+        db_engine: The caller's own engine, instead of `db_url`; it is not closed.
+        create_tables: Make the tables that are missing; if not, they have to be there.
+        skip_unreadable_sessions: List what can be opened and log the rest, instead of raising.
+        session_cache_size: Sessions remembered so that appending to them needs no read.
+        data_key_cache_size: Opened keys remembered, of which a user and an app have one each.
+        engine_kwargs: Options for the engine that `db_url` makes.
 
     Raises:
-        ConfigurationError: something of the above cannot be used.
-
-    The database is opened, and its tables made, by `prepare_tables` or the first operation;
-    a wrong root key is refused there with WrongKeyError.  Any read raises DecryptionError
-    where what is stored was tampered with.
+        ConfigurationError: Something of the above cannot be used.
     """
 
     def __init__(
@@ -101,8 +104,10 @@ class EncryptedSessionService(BaseSessionService):
         """Open the database now, rather than with the first operation.
 
         Raises:
-            WrongKeyError: the root key does not open this database; nothing was written.
-            ConfigurationError: the database cannot be used; it was left as it was.
+            WrongKeyError: The root key does not open this database; nothing was written.
+            PlaintextRefusedError: Its keys are in clear, and `NoOpBackend` is not listed.
+            KeyServiceError: The key provider failed.
+            ConfigurationError: The database cannot be used; it was left as it was.
         """
         await self._store.prepare()
 
@@ -114,7 +119,24 @@ class EncryptedSessionService(BaseSessionService):
         state: dict[str, Any] | None = None,
         session_id: str | None = None,
     ) -> Session:
-        """Raises AlreadyExistsError for an id that is taken."""
+        """Store a new session.
+
+        Args:
+            app_name: Stored in clear.
+            user_id: Any text; it is stored sealed, as is the session's id.
+            state: Values by key, as JSON holds them.  What other values there are is stored as
+                its text.  Keys that start with `app:` or `user:` go to the app's or the user's
+                state, for all sessions; those that start with `temp:` are not stored.
+            session_id: A new UUID if none is given.
+
+        Returns:
+            The session without events; its state has the app's and the user's in it, under
+            keys with their prefix.
+
+        Raises:
+            AlreadyExistsError: The user has a session of this id.
+            ValueError: An id is not text.
+        """
         _check_ids(app_name, user_id, session_id or "")
         scopes = states.split(state)
         if session_id is None:
@@ -144,7 +166,21 @@ class EncryptedSessionService(BaseSessionService):
         session_id: str,
         config: GetSessionConfig | None = None,
     ) -> Session | None:
-        """The session, or None if there is none."""
+        """Read a session with its events.
+
+        Args:
+            app_name: As it was created.
+            user_id: As it was created.
+            session_id: As it was created.
+            config: `num_recent_events` for the last so many (0: none); `after_timestamp`, in
+                seconds since 1970, for those of that time or later; both for both.
+
+        Returns:
+            The session, oldest event first; None if there is none.
+
+        Raises:
+            DecryptionError: Something of it cannot be opened, or is missing.
+        """
         _check_ids(app_name, user_id, session_id)
         limit = config.num_recent_events if config else None
         after = config.after_timestamp if config else None
@@ -170,7 +206,15 @@ class EncryptedSessionService(BaseSessionService):
     async def list_sessions(
         self, *, app_name: str, user_id: str | None = None
     ) -> ListSessionsResponse:
-        """Sessions of one user or of all, without events, least recently updated first."""
+        """List the sessions of one user, or of all users of the app.
+
+        Returns:
+            Sessions with state, without events, least recently updated first.
+
+        Raises:
+            DecryptionError: One of them cannot be opened, and `skip_unreadable_sessions` was
+                not asked for; the text names its row.
+        """
         _check_ids(app_name, user_id or "", "")
         if user_id is None:
             views = await self._store.list_app(app_name, skip=self._skip)
@@ -182,21 +226,34 @@ class EncryptedSessionService(BaseSessionService):
         return ListSessionsResponse(sessions=[_session(app_name, view) for view in views])
 
     async def delete_session(self, *, app_name: str, user_id: str, session_id: str) -> None:
-        """Delete a session and its events; user and app state stay; none is no error."""
+        """Delete a session and its events; user and app state stay; none is no error.
+
+        Raises:
+            DecryptionError: Its row cannot be opened; then it was not deleted.
+        """
         _check_ids(app_name, user_id, session_id)
         await self._store.delete(app_name, user_id, session_id)
 
     async def get_user_state(self, *, app_name: str, user_id: str) -> dict[str, Any]:
-        """The user's state, keys without prefix; `{}` for an unknown user."""
+        """Return the user's state, keys without `user:`; `{}` for an unknown user."""
         _check_ids(app_name, user_id, "")
         return states.loads(await self._store.user_state(app_name, user_id))
 
     async def append_event(self, session: Session, event: Event) -> Event:
-        """Store *event*, then apply it to *session*, which stays as it was if storing fails.
+        """Store `event`, then apply it to `session`, which stays as it was if storing fails.
+
+        Args:
+            session: As a method of this service returned it.
+            event: Its `actions.state_delta` is merged into the states, key by key; keys that
+                start with `temp:` reach `session` only.  A partial event is not stored.
+
+        Returns:
+            The same event.
 
         Raises:
-            SessionNotFoundError: the session is not, or no longer, stored.
-            StaleSessionError: storage has moved past *session*; reload it.
+            SessionNotFoundError: The session is not, or no longer, stored.
+            StaleSessionError: Storage has moved past `session`; get it again.
+            DecryptionError: What is to be replaced cannot be opened; nothing was stored.
         """
         if event.partial:
             return event

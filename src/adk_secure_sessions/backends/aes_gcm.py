@@ -5,12 +5,17 @@ import secrets
 from adk_secure_sessions.aead import KEY_LENGTH, Aes256Gcm
 from adk_secure_sessions.keys.providers import KeyProvider, Unpicklable
 from adk_secure_sessions.keys.specs import root_key
+from adk_secure_sessions.records import Cipher
 
 
 class AesGcmBackend(Unpicklable):
     """Seals with AES-256-GCM under 96-bit random nonces.
 
-    *key* is the root key: 32 bytes, base64 text, a key spec, or a key provider.
+    Args:
+        key: The root key: 32 bytes, base64 text, a key spec, or a key provider.
+
+    Raises:
+        ConfigurationError: `key` is none of these, or cannot be read.
     """
 
     backend_id = 1
@@ -23,6 +28,6 @@ class AesGcmBackend(Unpicklable):
         """Return 32 random bytes."""
         return secrets.token_bytes(KEY_LENGTH)
 
-    def cipher(self, key: bytes) -> Aes256Gcm:
+    def cipher(self, key: bytes) -> Cipher:
         """Return the cipher for one data key of 32 bytes."""
         return Aes256Gcm(key)

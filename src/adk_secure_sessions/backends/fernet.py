@@ -14,6 +14,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 from adk_secure_sessions.errors import TamperedError
 from adk_secure_sessions.keys.providers import KeyProvider, Unpicklable
 from adk_secure_sessions.keys.specs import root_key
+from adk_secure_sessions.records import Cipher
 
 _KEY_LENGTH = 32
 
@@ -46,9 +47,13 @@ class FernetCipher(Unpicklable):
 
 
 class FernetBackend(Unpicklable):
-    """Seals with Fernet.
+    """Seals with Fernet: AES-128-CBC and HMAC-SHA-256.
 
-    *key* is the root key: a Fernet key (base64 text), 32 bytes, a key spec, or a key provider.
+    Args:
+        key: The root key: a Fernet key (base64 text), 32 bytes, a key spec, or a key provider.
+
+    Raises:
+        ConfigurationError: `key` is none of these, or cannot be read.
     """
 
     backend_id = 2
@@ -61,6 +66,6 @@ class FernetBackend(Unpicklable):
         """Return 32 random bytes."""
         return secrets.token_bytes(_KEY_LENGTH)
 
-    def cipher(self, key: bytes) -> FernetCipher:
+    def cipher(self, key: bytes) -> Cipher:
         """Return the cipher for one data key of 32 bytes."""
         return FernetCipher(key)

@@ -3,6 +3,7 @@
 import warnings
 
 from adk_secure_sessions.errors import PlaintextRefusedError
+from adk_secure_sessions.records import Cipher
 
 _CLEAR_KEY = b"\x00"
 
@@ -38,7 +39,10 @@ class _Clear:
 
 
 class NoOpBackend:
-    """Stores everything in clear.  Listing it anywhere gives up protection against writers."""
+    """Stores everything in clear, and warns (`UserWarning`) when it is made.
+
+    Listing it anywhere gives up protection against those who can write to the database.
+    """
 
     backend_id = 3
     name = "noop"
@@ -54,6 +58,6 @@ class NoOpBackend:
         """Return an empty key: there is nothing to key."""
         return b""
 
-    def cipher(self, key: bytes) -> _Clear:
+    def cipher(self, key: bytes) -> Cipher:
         """Return the cipher that does nothing."""
         return _Clear()

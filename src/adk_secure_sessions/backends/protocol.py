@@ -10,14 +10,14 @@ THIRD_PARTY_IDS = range(0x80, 0x100)
 
 @runtime_checkable
 class EncryptionBackend(Protocol):
-    """Anyone may write one: docs/backends.md has an example that the tests run.
+    """A cipher, and the root key that protects the keys it is used with.
 
-    `backend_id` is the byte stored in every record: 0x80 to 0xFF for third parties.
+    Anyone may write one; it need not inherit from this class.
     """
 
     @property
     def backend_id(self) -> int:
-        """The byte that names this backend in stored records; never changes."""
+        """Names this backend in every record; 0x80 to 0xFF for third parties; never changes."""
         ...
 
     @property

@@ -23,9 +23,14 @@ _MAX_ITERATIONS, _MAX_LANES, _MAX_MEMORY_KIB = 64, 64, 4 * 1024 * 1024
 
 
 class PassphraseKey(Unpicklable):
-    """A root key from a passphrase; salt and cost are stored beside each wrapped key.
+    """A root key from a passphrase, by Argon2id; salt and cost lie beside each wrapped key.
 
-    *key_id* tells two passphrases apart while one replaces the other.
+    Args:
+        passphrase: Not empty; compared in Unicode's form NFC.
+        key_id: Tells two passphrases apart.  Not `none`, nor beginning with `key:`.
+
+    Raises:
+        ConfigurationError: One of them is not as said.
     """
 
     __slots__ = ("_ciphers", "_passphrase", "key_id")
@@ -59,7 +64,11 @@ class PassphraseKey(Unpicklable):
         return header + cipher.encrypt(key, header + associated_data)
 
     async def unwrap(self, wrapped: bytes, associated_data: bytes) -> bytes:
-        """Raises TamperedError for a wrong passphrase, place or altered value."""
+        """The inverse of `wrap`.
+
+        Raises:
+            TamperedError: Another passphrase or place, or an altered value.
+        """
         header = wrapped[: _HEADER.size]
         if not header.startswith(PASSPHRASE_WRAP) or len(header) < _HEADER.size:
             raise TamperedError("not a key wrapped by a passphrase")

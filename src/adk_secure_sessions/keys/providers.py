@@ -22,7 +22,10 @@ RAW_KEY_WRAP = b"\x01"
 
 @runtime_checkable
 class KeyProvider(Protocol):
-    """Holds one root key, or speaks for it; called a few times per process start."""
+    """Holds one root key, or speaks for it; called a few times per process start.
+
+    Anyone may write one; it need not inherit from this class.
+    """
 
     @property
     def key_id(self) -> str:
@@ -30,10 +33,10 @@ class KeyProvider(Protocol):
         ...
 
     async def wrap(self, key: bytes, associated_data: bytes, /) -> bytes:
-        """Encrypt a master key; it opens only with the same *associated_data*.
+        """Encrypt a master key of 32 bytes; it opens only with the same `associated_data`.
 
         Raises:
-            KeyServiceError: the key service failed.
+            KeyServiceError: The key service failed.
         """
         ...
 
@@ -41,8 +44,8 @@ class KeyProvider(Protocol):
         """The inverse of `wrap`.
 
         Raises:
-            WrongKeyError or TamperedError: *wrapped* is not of this root key and place.
-            KeyServiceError: the key service failed.
+            WrongKeyError: `wrapped` is not of this root key and place; or `TamperedError`.
+            KeyServiceError: The key service failed.
         """
         ...
 
@@ -60,7 +63,7 @@ class Unpicklable:
 
 
 def generate_key() -> str:
-    """A new random root key, as base64 text that every backend takes."""
+    """Return a new random root key: 32 bytes as base64 text, which every backend takes."""
     return base64.urlsafe_b64encode(secrets.token_bytes(KEY_LENGTH)).decode()
 
 
@@ -100,7 +103,14 @@ def _derive(key: bytes, purpose: str, length: int) -> bytes:
 
 
 class StaticKey(Unpicklable):
-    """A root key in the process: 32 bytes, or their base64 text."""
+    """A root key in the process; its `key_id` is `key:` and 16 hex digits, derived from it.
+
+    Args:
+        key: 32 bytes, or their base64 text, standard or URL-safe.
+
+    Raises:
+        ConfigurationError: It is neither; the message does not repeat it.
+    """
 
     __slots__ = ("_cipher", "key_id")
 
@@ -120,21 +130,33 @@ class StaticKey(Unpicklable):
         return RAW_KEY_WRAP + self._cipher.encrypt(key, RAW_KEY_WRAP + associated_data)
 
     async def unwrap(self, wrapped: bytes, associated_data: bytes) -> bytes:
-        """Raises TamperedError for a wrong key, place or altered value."""
+        """The inverse of `wrap`.
+
+        Raises:
+            TamperedError: Another key or place, or an altered value.
+        """
         if not wrapped.startswith(RAW_KEY_WRAP):
             raise TamperedError("not a key wrapped by a static root key")
         return self._cipher.decrypt(wrapped[1:], RAW_KEY_WRAP + associated_data)
 
 
 class EnvironmentKey(StaticKey):
-    """A root key as base64 text in the environment variable *name*, read once."""
+    """A root key as base64 text in the environment variable `name`, read once.
+
+    Raises:
+        ConfigurationError: The variable is not set, or holds no key.
+    """
 
     def __init__(self, name: str) -> None:
         super().__init__(read_environment(name))
 
 
 class FileKey(StaticKey):
-    """A root key in a file that only its owner may read: 32 bytes, or their base64 text."""
+    """A root key in a file that only its owner may read: 32 bytes, or their base64 text.
+
+    Raises:
+        ConfigurationError: The file cannot be read, can be read by others, or holds no key.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(_read_private_file(Path(path)))

@@ -20,11 +20,11 @@ _SCHEMES: dict[str, Callable[[str], KeyProvider]] = {
 
 
 def key_provider(spec: str) -> KeyProvider:
-    """Return the provider that *spec* names: `env:NAME`, `file:PATH`, `passphrase-env:NAME`.
+    """Return the provider that `spec` names: `env:NAME`, `file:PATH`, `passphrase-env:NAME`.
 
     Raises:
-        ConfigurationError: unknown scheme (the message does not repeat the spec, which may
-            be a misplaced key), or a key that cannot be read.
+        ConfigurationError: A scheme that is not known (the message does not repeat the spec,
+            which may be a misplaced key), or a key that cannot be read.
     """
     scheme, colon, rest = spec.partition(":")
     make = _SCHEMES.get(scheme) if colon and rest else None

@@ -1,0 +1,120 @@
+"""What pages say of names, defaults and messages is what there is."""
+
+import ast
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import adk_secure_sessions
+from adk_secure_sessions import EncryptedSessionService
+from adk_secure_sessions.keys import specs
+from tests.pages import DOCS, ROOT
+
+ATTACKS = ROOT / "tests" / "attacks"
+
+
+def cells(page: str) -> list[list[str]]:
+    """The rows of a page's tables, their heads included."""
+    lines = (DOCS / page).read_text(encoding="utf-8").splitlines()
+    rows = [line.strip("|").split("|") for line in lines if line.startswith("|")]
+    assert len(rows) > 2, "no table found: an empty one must not pass as success"
+    return [[cell.strip() for cell in row] for row in rows]
+
+
+# --- the threat model ----------------------------------------------------------------------------
+
+TRIED = [
+    (file, word)
+    for row in cells("threats.md")
+    for file, word in re.findall(r"`(test_\w+\.py) -k (\w+)`", row[-1])
+]
+
+
+def names_in(file: str) -> list[str]:
+    tree = ast.parse((ATTACKS / file).read_text(encoding="utf-8"))
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    names = [node.name for node in tree.body if isinstance(node, functions)]
+    return [name for name in names if name.startswith("test_")]
+
+
+def test_every_attack_in_the_threat_model_names_its_tests() -> None:
+    rows = [
+        row for row in cells("threats.md") if not row[0].startswith(("attack", "mistake", "--"))
+    ]
+    assert len(rows) == len(TRIED)
+    assert all(len(row) == 3 for row in rows)
+
+
+@pytest.mark.parametrize(("file", "word"), TRIED, ids=lambda part: part)
+def test_tests_that_the_threat_model_names_exist(file: str, word: str) -> None:
+    assert any(word in name for name in names_in(file))
+
+
+def test_threat_model_names_every_file_of_attacks() -> None:
+    assert {file for file, _ in TRIED} == {path.name for path in ATTACKS.glob("test_*.py")}
+
+
+@pytest.mark.parametrize("page", ["threats.md", "errors.md", "limits.md"])
+def test_errors_that_the_page_names_exist(page: str) -> None:
+    named = set(re.findall(r"`(\w+Error)`", (DOCS / page).read_text(encoding="utf-8")))
+    adks = {"AlreadyExistsError", "SessionNotFoundError", "StaleSessionError"}
+    builtin = {"NotImplementedError", "ValueError"}
+    assert named - adks - builtin <= set(adk_secure_sessions.__all__)
+
+
+# --- configuration -------------------------------------------------------------------------------
+
+
+def test_configuration_gives_the_arguments_of_the_service_and_their_defaults() -> None:
+    rows = {row[0].strip("`"): row[1].strip("`") for row in cells("configuration.md")}
+    for name, parameter in inspect.signature(EncryptedSessionService).parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            assert f"**{name}" in rows
+        else:
+            shown = "none" if parameter.default is None else str(parameter.default)
+            assert rows[name] == shown
+
+
+def test_configuration_gives_every_key_spec() -> None:
+    given = {row[0].strip("`").partition(":")[0] for row in cells("configuration.md")}
+    assert specs._SCHEMES.keys() <= given
+
+
+def test_configuration_gives_every_message_that_is_logged() -> None:
+    given = [row[1].strip("`").rstrip(" …") for row in cells("configuration.md") if len(row) > 1]
+    logged = []
+    for path in Path(adk_secure_sessions.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and isinstance(node.func.value, ast.Name)
+                and (node.func.value.id, node.func.attr)
+                in (("logger", "warning"), ("logger", "error"))
+            ):
+                logged.append(ast.literal_eval(node.args[0]))
+    assert logged
+    assert [text for text in logged if not text.startswith(tuple(given))] == []
+
+
+# --- the API -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", adk_secure_sessions.__all__)
+def test_reference_has_the_public_name(name: str) -> None:
+    """Errors have a page of their own, to which the other leads."""
+    api, errors = ((DOCS / page).read_text(encoding="utf-8") for page in ("api.md", "errors.md"))
+    assert f"[`{name}`][adk_secure_sessions.{name}]" in api
+    page = errors if name.endswith("Error") else api
+    assert f"\n::: adk_secure_sessions.{name}\n" in page
+
+
+def test_adks_errors_are_where_the_page_says() -> None:
+    from google.adk.errors.already_exists_error import AlreadyExistsError
+    from google.adk.errors.session_not_found_error import SessionNotFoundError
+
+    page = (DOCS / "errors.md").read_text(encoding="utf-8")
+    for error in (AlreadyExistsError, SessionNotFoundError):
+        assert f"`{error.__name__}`, from `{error.__module__}`" in page

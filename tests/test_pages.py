@@ -1,0 +1,61 @@
+"""What the README and the site show works as shown."""
+
+import contextlib
+import re
+from pathlib import Path
+
+import pytest
+
+from examples.vectors.page import worked_example
+from tests import pages
+from tests.pages import DOCS, PAGES, Page
+from tests.servers import PostgreSQL
+
+# What google-adk says of its own experiments, and of what it plans to drop.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+# Printed by no block: the bytes of the stored format, which examples/make_vectors.py makes.
+NOTATION = re.findall(r"^```text\n(.*?)^```", worked_example() + "\n", re.MULTILINE | re.DOTALL)
+WITH_CODE = [page for page in PAGES if pages.blocks(page).regions]
+assert WITH_CODE, "no code found: an empty search must not pass as success"
+
+
+@pytest.mark.parametrize("path", WITH_CODE, ids=lambda path: path.name)
+def test_code_in_the_page_runs_and_prints_what_it_says(
+    path: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    def server() -> PostgreSQL:
+        started: PostgreSQL = request.getfixturevalue("postgresql")
+        return started
+
+    with contextlib.ExitStack() as stack:
+        page = Page(tmp_path, monkeypatch, server, stack, expected=NOTATION)
+        pages.run(path, page)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_every_block_is_in_a_language_that_is_run(path: Path) -> None:
+    document = pages.blocks(path)
+    found = [pages.language(region) for _, region in document.regions]
+    assert [language for language in found if language not in pages.RUNNERS] == []
+    fences = re.findall(r"^[ \t>]*(?:```|~~~)", document.text, re.MULTILINE)
+    hidden = document.text.count("<!--- invisible-code:")
+    assert len(fences) == 2 * (len(found) - hidden), "a block that Sybil does not see"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_no_block_hides_as_indented_text(path: Path) -> None:
+    """Markdown takes four spaces after an empty line for code, too."""
+    text = re.sub(r"^```.*?^```|<!--.*?-->", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert re.findall(r"\n\n(?: {4}|\t).*", text) == []
+
+
+def test_pages_lie_flat() -> None:
+    assert sorted(DOCS.rglob("*.md")) == sorted(DOCS.glob("*.md"))

@@ -1,0 +1,156 @@
+"""The built site: complete, and reading it loads nothing from elsewhere."""
+
+import json
+import logging
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+import adk_secure_sessions
+from tests.pages import DOCS, ROOT
+
+# A test environment for one release of google-adk has no need of it.
+pytest.importorskip("mkdocs", reason="the site needs the extra [docs]")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::PendingDeprecationWarning"),
+]
+
+# What a browser fetches by itself, and from which attribute.
+LOADED = {
+    "audio": "src", "embed": "src", "iframe": "src", "image": "href", "img": "src", "input": "src",
+    "object": "data", "script": "src", "source": "src", "track": "src", "use": "href",
+    "video": "src",
+}  # fmt: skip
+LINKS_THAT_LOAD = {"stylesheet", "icon", "preload", "prefetch", "preconnect", "dns-prefetch"}
+LINKS_THAT_LOAD |= {"modulepreload", "manifest", "apple-touch-icon"}
+IN_CSS = re.compile(r"""url\(\s*["']?([^"')]+)|@import\s+["']([^"']+)""")
+
+
+class Html(HTMLParser):
+    """What a page loads, where it leads, and where it may be led to."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.links: list[str] = []
+        self.ids: set[str] = set()
+        self._style = False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attributes}
+        self._style = tag == "style"
+        self.ids |= {given[name] for name in ("id", "name") if name in given}
+        if tag == "a" and "href" in given:
+            self.links.append(given["href"])
+        if tag == "link" and LINKS_THAT_LOAD & set(given.get("rel", "").split()):
+            self.loads.append(given.get("href", ""))
+        self.loads += [given[name] for name in (LOADED.get(tag), "poster") if name in given]
+        if "srcset" in given:
+            self.loads += [part.split()[0] for part in given["srcset"].split(",") if part.strip()]
+        self.loads += loaded_by_css(given.get("style", ""))
+
+    def handle_data(self, data: str) -> None:
+        if self._style:
+            self.loads += loaded_by_css(data)
+
+    def handle_endtag(self, tag: str) -> None:
+        self._style = False
+
+
+def loaded_by_css(text: str) -> list[str]:
+    return [one or other for one, other in IN_CSS.findall(text)]
+
+
+def is_elsewhere(url: str) -> bool:
+    return urlsplit(url).scheme not in ("", "data") or url.startswith("//")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built as `make site` does; what that would only warn of is a failure."""
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+
+    directory = tmp_path_factory.mktemp("site")
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("mkdocs")
+    logger.addHandler(handler)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NO_MKDOCS_2_WARNING", "1")
+        patch.chdir(ROOT)
+        config = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(directory))
+        config.plugins.on_startup(command="build", dirty=False)
+        try:
+            build(config)
+        finally:
+            config.plugins.on_shutdown()
+            logger.removeHandler(handler)
+    assert said == []
+    return directory
+
+
+@pytest.fixture(scope="module")
+def html(site: Path) -> dict[str, Html]:
+    found = {path.name: Html(path.read_text(encoding="utf-8")) for path in site.glob("*.html")}
+    assert "index.html" in found
+    return found
+
+
+def test_every_page_is_built(html: dict[str, Html]) -> None:
+    assert {path.stem for path in DOCS.glob("*.md")} | {"404"} == {Path(name).stem for name in html}
+
+
+def test_nothing_is_loaded_from_elsewhere(site: Path, html: dict[str, Html]) -> None:
+    loads = {name: page.loads for name, page in html.items()}
+    for path in [*site.rglob("*.css"), *site.rglob("*.svg")]:
+        loads[path.name] = loaded_by_css(path.read_text(encoding="utf-8"))
+    assert any("stylesheets" in url for url in loads["index.html"]), "the search finds nothing"
+    assert [(name, url) for name, urls in loads.items() for url in urls if is_elsewhere(url)] == []
+
+
+def test_what_is_loaded_is_there(site: Path, html: dict[str, Html]) -> None:
+    for name, page in html.items():
+        if name == "404.html":  # served for any path, so its addresses begin at the root
+            continue
+        for url in page.loads:
+            assert urlsplit(url).scheme == "data" or (site / urlsplit(url).path).exists(), url
+
+
+def test_links_lead_somewhere(site: Path, html: dict[str, Html]) -> None:
+    for name, page in html.items():
+        if name == "404.html":
+            continue
+        for link in page.links:
+            parts = urlsplit(link)
+            if parts.scheme:
+                continue
+            target = parts.path or name
+            assert (site / target).exists(), f"{name}: {link}"
+            if parts.fragment and target in html:
+                assert unquote(parts.fragment) in html[target].ids, f"{name}: {link}"
+
+
+def test_search_index_holds_every_page(site: Path, html: dict[str, Html]) -> None:
+    index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
+    assert {entry["location"].partition("#")[0] for entry in index["docs"]} == html.keys() - {
+        "404.html"
+    }
+
+
+def test_api_has_an_entry_for_every_public_name(html: dict[str, Html]) -> None:
+    ids = html["api.html"].ids | html["errors.html"].ids
+    assert {f"adk_secure_sessions.{name}" for name in adk_secure_sessions.__all__} <= ids
+
+
+def test_changelog_is_the_projects_own(site: Path) -> None:
+    text = (site / "changelog.html").read_text(encoding="utf-8")
+    for line in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines():
+        if line.startswith("#"):
+            assert line.strip("# []") in text
