@@ -13,7 +13,7 @@ import tempfile
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NoReturn
@@ -205,18 +205,47 @@ def postgresql(*options: str) -> Iterator[PostgreSQL]:
         # It makes a user to run as, if we are root, and what that user has to be able to read.
         made = get_server(data, cleanup_mode=None, start=False)
         made.ensure_pgdata_inited()
-        command = [str(made.bin_path / "postgres"), "-D", str(data), "-k", str(data), "-h", ""]
-        url = sa.URL.create(
-            "postgresql+psycopg", made.postgres_user, database="postgres", query={"host": str(data)}
-        )
-        server = PostgreSQL(url, directory)
-        with _running(
-            server,
-            data / ".s.PGSQL.5432",
-            [*command, *_POSTGRESQL_OPTIONS, *options],
-            user=made.system_user,
-        ):
+        with _running_postgresql(
+            directory, made.bin_path, made.postgres_user, made.system_user, options
+        ) as server:
             yield server
+
+
+@contextmanager
+def postgresql_with_contrib() -> Iterator[PostgreSQL]:
+    """A private server with the extensions that come with PostgreSQL, which the wheel lacks."""
+    found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
+    if not found:
+        _unavailable(
+            "no PostgreSQL with its extensions here: on Debian, apt-get install postgresql"
+        )
+    programs, user = found[-1].parent, "postgres" if _is_root() else None
+    with _directory() as directory:
+        if user:
+            shutil.chown(directory, user)
+        subprocess.run(
+            [programs / "initdb", "-D", directory / "data", "-U", "postgres", "--auth=trust"],
+            check=True,
+            capture_output=True,
+            user=user,
+        )
+        with _running_postgresql(directory, programs, "postgres", user, ()) as server:
+            yield server
+
+
+@contextmanager
+def _running_postgresql(
+    directory: Path, programs: Path, superuser: str, user: str | None, options: Sequence[str]
+) -> Iterator[PostgreSQL]:
+    data = directory / "data"
+    command = [str(programs / "postgres"), "-D", str(data), "-k", str(data), "-h", ""]
+    url = sa.URL.create(
+        "postgresql+psycopg", superuser, database="postgres", query={"host": str(data)}
+    )
+    server = PostgreSQL(url, directory)
+    command += [*_POSTGRESQL_OPTIONS, *options]
+    with _running(server, data / ".s.PGSQL.5432", command, user=user):
+        yield server
 
 
 @contextmanager

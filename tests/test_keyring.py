@@ -1,5 +1,6 @@
 """Master keys and data keys: each opened by its own key only, and never tried against another."""
 
+import asyncio
 import copy
 import pickle
 from typing import Any
@@ -73,6 +74,23 @@ async def test_keyring_opens_with_its_root_key() -> None:
     keyring = await opened(rows, ROOT)
     assert keyring.current_id == rows[1].id
     keyring.master(rows[1].id)
+
+
+async def test_key_service_is_asked_for_all_masters_at_once() -> None:
+    """Each answer is waited for once, however many there are."""
+
+    class Patient(StaticKey):
+        waiting = 0
+
+        async def unwrap(self, wrapped: bytes, associated_data: bytes) -> bytes:
+            self.waiting += 1
+            while self.waiting < 3:
+                await asyncio.sleep(0)
+            return await super().unwrap(wrapped, associated_data)
+
+    rows = await made(ROOT, ROOT)
+    async with asyncio.timeout(10):
+        await opened(rows, Patient(bytes(range(32))))
 
 
 async def test_master_that_is_not_there_is_unknown() -> None:

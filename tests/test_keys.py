@@ -339,6 +339,14 @@ async def test_service_with_a_passphrase_derives_once_per_start(tmp_path: Path) 
             assert derive.call_count == 1
 
 
+async def test_passphrases_at_once_wait_for_each_other_and_end() -> None:
+    """At their full cost: with several lanes, two derivations at once never ended."""
+    keys = [PassphraseKey(WORDS) for _ in range(2)]
+    wrapped = await asyncio.gather(*(key.wrap(MASTER, b"") for key in keys))
+    again = PassphraseKey(WORDS)
+    assert await asyncio.gather(*(again.unwrap(one, b"") for one in wrapped)) == [MASTER] * 2
+
+
 async def test_deriving_leaves_the_event_loop_free() -> None:
     ticks = 0
 

@@ -1,12 +1,43 @@
-"""One event loop and one set of databases for the whole run."""
+"""One event loop, one set of databases and one set of results for the whole run."""
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
+from tests.benchmarks.machine import machine, versions
+from tests.benchmarks.many_users import Crowds
 from tests.benchmarks.places import DISTANT, NEAR, Place, Places
+from tests.benchmarks.results import Results, changes
+
+_RESULTS = pytest.StashKey[Results]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("benchmarks")
+    group.addoption("--results", type=Path, help="write what was measured to this file, as JSON")
+    group.addoption("--compare", type=Path, help="say what has changed since this file of results")
+
+
+@pytest.fixture(scope="session")
+def results(request: pytest.FixtureRequest) -> Results:
+    return request.config.stash.setdefault(_RESULTS, Results(machine(), versions()))
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    measured = config.stash.get(_RESULTS, None)
+    if measured is None:
+        return
+    if path := config.getoption("results", None):
+        measured.save(path)
+    if path := config.getoption("compare", None):
+        terminalreporter.section(f"changes since {path}")
+        for line in changes(Results.load(path), measured):
+            terminalreporter.write_line(line)
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
@@ -18,3 +49,8 @@ async def places() -> AsyncIterator[Places]:
 @pytest_asyncio.fixture(scope="session", loop_scope="session", params=[*NEAR, DISTANT])
 async def place(request: pytest.FixtureRequest, places: Places) -> Place:
     return await places.get(request.param)
+
+
+@pytest.fixture(scope="session")
+def crowds() -> Crowds:
+    return Crowds()

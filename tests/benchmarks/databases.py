@@ -12,13 +12,14 @@ from google.adk.sessions.database_session_service import DatabaseSessionService
 from google.adk.sessions.sqlite_session_service import SqliteSessionService
 from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 
-from adk_secure_sessions import AesGcmBackend, EncryptedSessionService, NoOpBackend
+from adk_secure_sessions import AesGcmBackend, EncryptedSessionService, FernetBackend, NoOpBackend
 from tests import servers
 from tests.benchmarks.floor_postgresql import PostgresFloor
 from tests.benchmarks.floor_sqlite import SqliteFloor
 
-# The sides of a comparison.
-OURS, ADK, FLOOR, ADK_SQLITE, NO_OP = "ours", "adk", "floor", "adk-sqlite", "no-op"
+# The sides of a comparison: ours by backend, ADK's services, and the bare driver.
+OURS, FERNET, NO_OP = "aesgcm", "fernet", "no-op"
+ADK, ADK_SQLITE, FLOOR = "adk", "adk-sqlite", "floor"
 
 _KEY = os.urandom(32)
 # As durable as a server is by default, unlike the tests' own, and with nothing in the
@@ -48,6 +49,8 @@ async def opened(side: str, url: sa.URL) -> AsyncIterator[BaseSessionService]:
 async def _open(side: str, url: sa.URL) -> BaseSessionService:
     if side == OURS:
         return EncryptedSessionService(url, AesGcmBackend(_KEY))
+    if side == FERNET:
+        return EncryptedSessionService(url, FernetBackend(_KEY))
     if side == NO_OP:
         return _in_clear(url)
     if side == ADK:

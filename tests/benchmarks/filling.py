@@ -12,22 +12,28 @@ import sqlalchemy as sa
 from google.adk.events import Event
 from google.adk.sessions import BaseSessionService, Session
 from google.adk.sessions.database_session_service import DatabaseSessionService
-from google.adk.sessions.schemas.v1 import StorageEvent, StorageSession
+from google.adk.sessions.schemas.v1 import StorageEvent, StorageSession, StorageUserState
 from google.adk.sessions.sqlite_session_service import SqliteSessionService
 
 from tests.benchmarks.databases import settled
 from tests.benchmarks.samples import APP, event, state
 
 _AT_ONCE = 50
+State = dict[str, object]
 
 
 async def fill(
-    service: BaseSessionService, user: str, sessions: int, events: int = 0, size: int = 1000
+    service: BaseSessionService,
+    user: str,
+    sessions: int,
+    events: int = 0,
+    of: State | None = None,
 ) -> list[str]:
-    """Add *sessions* with so many *events* and *size* bytes of state; return their ids."""
+    """Add *sessions* with so many *events*, of this state or some 1 KB; return their ids."""
+    initial = state(1000) if of is None else of
     names = [str(uuid.uuid4()) for _ in range(sessions)]
     history = [event(number) for number in range(events)]
-    first = await _create(service, user, names[0], size)
+    first = await _create(service, user, names[0], initial)
     if isinstance(service, DatabaseSessionService):
         await _fill_adk(service, first, names[1:], history)
         return names
@@ -38,7 +44,7 @@ async def fill(
 
     async def add(name: str) -> None:
         async with gate:
-            session = first if name == first.id else await _create(service, user, name, size)
+            session = first if name == first.id else await _create(service, user, name, initial)
             for one in history:
                 await service.append_event(session, one.model_copy())
 
@@ -46,10 +52,32 @@ async def fill(
     return names
 
 
-async def _create(service: BaseSessionService, user: str, name: str, size: int) -> Session:
-    return await service.create_session(
-        app_name=APP, user_id=user, session_id=name, state=state(size)
-    )
+async def _create(service: BaseSessionService, user: str, name: str, initial: State) -> Session:
+    return await service.create_session(app_name=APP, user_id=user, session_id=name, state=initial)
+
+
+async def fill_users(service: BaseSessionService, users: int) -> None:
+    """Add so many users, "user-0" and on, with one small session "only" each."""
+    initial = state(100)
+    if isinstance(service, DatabaseSessionService):
+        await _create(service, "user-0", "only", initial)
+        now = datetime.now(UTC).replace(tzinfo=None)
+        async with service.database_session_factory() as database:
+            for number in range(1, users):
+                owner = {"app_name": APP, "user_id": f"user-{number}"}
+                database.add(StorageUserState(**owner, state={}, update_time=now))
+                row = owner | {"create_time": now, "update_time": now}
+                database.add(StorageSession(**row, id="only", state=initial))
+            await database.commit()
+        return
+    gate = asyncio.Semaphore(_AT_ONCE)
+
+    async def add(number: int) -> None:
+        async with gate:
+            await _create(service, f"user-{number}", "only", initial)
+
+    for start in range(0, users, 1000):
+        await asyncio.gather(*map(add, range(start, min(users, start + 1000))))
 
 
 async def _fill_adk(
@@ -97,26 +125,33 @@ class Stock:
         self._made: dict[tuple[str, str], list[str]] = {}
 
     async def add(
-        self, side: str, user: str, sessions: int, events: int = 0, size: int = 1000
+        self,
+        side: str,
+        user: str,
+        sessions: int,
+        events: int = 0,
+        of: State | None = None,
     ) -> list[str]:
         """As `fill`, and let the database know of it."""
-        names = await fill(self._sides[side], user, sessions, events, size)
+        names = await fill(self._sides[side], user, sessions, events, of)
         await settled(self._urls[side])
         return names
 
     async def history(self, side: str, events: int) -> str:
         """The id of a session of the user "reader" with so many *events*."""
-        [name] = await self._make(side, "reader", 1, events, 1000)
+        [name] = await self._make(side, "reader", 1, events)
         return name
 
     async def user(self, side: str, sessions: int) -> str:
         """A user with so many *sessions* of 500 bytes of state."""
         name = f"user with {sessions}"
-        await self._make(side, name, sessions, 0, 500)
+        await self._make(side, name, sessions, 0, state(500))
         return name
 
-    async def _make(self, side: str, user: str, sessions: int, events: int, size: int) -> list[str]:
+    async def _make(
+        self, side: str, user: str, sessions: int, events: int, of: State | None = None
+    ) -> list[str]:
         what = (side, f"{user}, {events}")
         if what not in self._made:
-            self._made[what] = await self.add(side, user, sessions, events, size)
+            self._made[what] = await self.add(side, user, sessions, events, of)
         return self._made[what]

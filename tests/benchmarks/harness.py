@@ -1,11 +1,9 @@
 """Interleaved rounds: each side of a comparison runs once in each, so a noisy machine hits all."""
 
 import gc
-import statistics
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 Operation = Callable[[], Awaitable[object]]
 Clock = Callable[[], float]
@@ -13,30 +11,6 @@ Timings = dict[str, list[float]]
 
 WARM_UPS = 3
 LEAST, MOST = 9, 200  # rounds
-
-
-class Ratio(NamedTuple):
-    """Ours against a reference: the median of the rounds' ratios, and the medians in seconds."""
-
-    median: float
-    low: float
-    high: float
-    ours: float
-    reference: float
-
-
-def summarize(ours: Sequence[float], reference: Sequence[float]) -> Ratio:
-    """Compare round by round, in seconds; low and high are the quartiles of the ratio."""
-    ratios = [mine / theirs for mine, theirs in zip(ours, reference, strict=True)]
-    low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    return Ratio(median, low, high, statistics.median(ours), statistics.median(reference))
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that *percent* of all do not exceed."""
-    ordered = sorted(values)
-    rank = -(-percent * len(ordered) // 100)  # rounded up
-    return ordered[max(0, int(rank) - 1)]
 
 
 def order(names: Sequence[str], turn: int) -> list[str]:
@@ -67,19 +41,21 @@ async def interleave(
     sides: Mapping[str, Operation],
     seconds: float,
     *,
+    least: int = LEAST,
     most: int = MOST,
+    warm_ups: int = WARM_UPS,
     clock: Clock = time.perf_counter,
     repeat: int = 1,
 ) -> Timings:
     """Time rounds of all *sides* for some *seconds*; a timing is the mean of *repeat* runs."""
-    for _ in range(WARM_UPS):
+    for _ in range(warm_ups):
         for operation in sides.values():
-            await operation()
+            await _mean(operation, clock, repeat)
     timings: Timings = {name: [] for name in sides}
     with collector_off():
         end = time.monotonic() + seconds
         for turn in range(most):
-            if turn >= LEAST and time.monotonic() > end:
+            if turn >= least and time.monotonic() > end:
                 break
             for name in order(list(sides), turn):
                 timings[name].append(await _mean(sides[name], clock, repeat))

@@ -11,6 +11,7 @@ from google.adk.sessions import BaseSessionService
 from tests.benchmarks.databases import (
     ADK,
     ADK_SQLITE,
+    FERNET,
     FLOOR,
     NO_OP,
     OURS,
@@ -37,8 +38,9 @@ class Place:
 
     @property
     def sides(self) -> Sides:
-        """What is compared with ours."""
-        return {side: service for side, service in self.all_sides.items() if side != NO_OP}
+        """Ours as it is meant to be used, and what it is compared with."""
+        others = (FERNET, NO_OP)
+        return {side: service for side, service in self.all_sides.items() if side not in others}
 
 
 class Places:
@@ -60,7 +62,7 @@ class Places:
             self._stack.enter_context(tempfile.TemporaryDirectory(prefix="benchmark-"))
         )
         databases = Databases(kind, self._stack.enter_context(ExitStack()), directory)
-        names = [OURS, ADK, FLOOR, NO_OP, *([ADK_SQLITE] if kind == SQLITE else [])]
+        names = [OURS, FERNET, NO_OP, ADK, FLOOR, *([ADK_SQLITE] if kind == SQLITE else [])]
         urls = {name: databases.make() for name in names}
         sides = await self._open(urls)
         return Place(kind, databases, urls, sides, Stock(sides, urls))
@@ -75,7 +77,7 @@ class Places:
         urls = {
             side: url.update_query_dict({"host": str(directory)})
             for side, url in near.urls.items()
-            if side != NO_OP
+            if side not in (FERNET, NO_OP)
         }
         return Place(name, near.databases, urls, await self._open(urls), near.stock)
 

@@ -6,10 +6,11 @@ import pytest
 from google.adk.sessions import BaseSessionService
 
 from tests.benchmarks.budgets import CIPHER
-from tests.benchmarks.comparing import SECONDS, show
+from tests.benchmarks.comparing import SECONDS
 from tests.benchmarks.databases import NO_OP, OURS
-from tests.benchmarks.harness import Operation, interleave, summarize
+from tests.benchmarks.harness import Operation, interleave
 from tests.benchmarks.places import NEAR, Place
+from tests.benchmarks.results import Figure, Results
 from tests.benchmarks.samples import APP, event, started, state
 
 pytestmark = [
@@ -22,27 +23,27 @@ SIDES = (OURS, NO_OP)
 
 
 async def compare(
-    place: Place, subject: str, operations: dict[str, Operation], repeat: int
+    results: Results, place: Place, operation: str, sides: dict[str, Operation], repeat: int
 ) -> None:
     # Of this process with all its threads, and so without what disk and server do.
-    timings = await interleave(operations, SECONDS, clock=time.process_time, repeat=repeat)
-    ratio = summarize(timings[OURS], timings[NO_OP])
-    show(place.name, subject, NO_OP, ratio, CIPHER[place.name])
+    timings = await interleave(sides, SECONDS, clock=time.process_time, repeat=repeat)
+    ratio = Figure.ratio(timings[OURS], timings[NO_OP], CIPHER[place.name])
+    results.add(f"{place.name}/processor time/{operation}/of {NO_OP}", ratio)
 
 
 @pytest.mark.parametrize("size", [1, 100])
-async def test_cipher_in_create(place: Place, size: int) -> None:
+async def test_cipher_in_create(place: Place, results: Results, size: int) -> None:
     initial = state(size * 1000)
 
     def operation(service: BaseSessionService) -> Operation:
         return lambda: service.create_session(app_name=APP, user_id="cipher", state=initial)
 
     operations = {side: operation(place.all_sides[side]) for side in SIDES}
-    await compare(place, f"cipher: create, {size} KB", operations, 10)
+    await compare(results, place, f"create, {size} KB", operations, 10)
 
 
 @pytest.mark.parametrize("size", [1, 100])
-async def test_cipher_in_append(place: Place, size: int) -> None:
+async def test_cipher_in_append(place: Place, results: Results, size: int) -> None:
     """Events of that size, so that all of it is sealed."""
 
     async def operation(service: BaseSessionService) -> Operation:
@@ -51,15 +52,15 @@ async def test_cipher_in_append(place: Place, size: int) -> None:
         return lambda: service.append_event(session, one)
 
     operations = {side: await operation(place.all_sides[side]) for side in SIDES}
-    await compare(place, f"cipher: append, {size} KB", operations, 10)
+    await compare(results, place, f"append, {size} KB", operations, 10)
 
 
 @pytest.mark.parametrize("count", [20, 1000])
-async def test_cipher_in_get(place: Place, count: int) -> None:
+async def test_cipher_in_get(place: Place, results: Results, count: int) -> None:
     async def operation(side: str) -> Operation:
         name = await place.stock.history(side, count)
         service = place.all_sides[side]
         return lambda: service.get_session(app_name=APP, user_id="reader", session_id=name)
 
     operations = {side: await operation(side) for side in SIDES}
-    await compare(place, f"cipher: get, {count} events", operations, 1 if count > 100 else 10)
+    await compare(results, place, f"get, {count} events", operations, 1 if count > 100 else 10)

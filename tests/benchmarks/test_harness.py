@@ -11,36 +11,7 @@ from tests.benchmarks.harness import (
     collector_off,
     interleave,
     order,
-    percentile,
-    summarize,
 )
-
-
-def test_ratio_is_the_median_of_the_rounds() -> None:
-    ratio = summarize([1.0, 2.0, 3.0, 4.0, 50.0], [10.0, 10.0, 10.0, 10.0, 10.0])
-    assert ratio == (0.3, 0.2, 0.4, 3.0, 10.0)
-
-
-def test_ratio_compares_within_a_round() -> None:
-    """A machine that is ten times slower for a while changes no ratio."""
-    ratio = summarize([1.0, 1.0, 10.0, 10.0], [2.0, 2.0, 20.0, 20.0])
-    assert ratio[:3] == (0.5, 0.5, 0.5)
-
-
-def test_rounds_of_which_one_side_is_missing_are_refused() -> None:
-    with pytest.raises(ValueError, match="shorter"):
-        summarize([1.0, 1.0], [1.0])
-
-
-@pytest.mark.parametrize(
-    ("percent", "value"), [(0, 1), (50, 50), (98.5, 99), (99, 99), (99.5, 100), (100, 100)]
-)
-def test_percentile_of_a_hundred_values(percent: float, value: float) -> None:
-    assert percentile([float(number) for number in range(100, 0, -1)], percent) == value
-
-
-def test_percentile_of_one_value_is_that_value() -> None:
-    assert percentile([7.0], 99) == 7.0
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])

@@ -2,17 +2,17 @@
 
 import asyncio
 import gc
-import statistics
 import time
-import tracemalloc
 
 import pytest
 
 from tests.benchmarks.budgets import MEMORY, STALL
-from tests.benchmarks.comparing import line, verdict
 from tests.benchmarks.databases import ADK, ADK_SQLITE, OURS
 from tests.benchmarks.harness import Operation, collector_off
+from tests.benchmarks.memory import peak
 from tests.benchmarks.places import NEAR, Place
+from tests.benchmarks.plan import LARGE
+from tests.benchmarks.results import Figure, Results
 from tests.benchmarks.samples import APP
 
 pytestmark = [
@@ -21,11 +21,11 @@ pytestmark = [
     pytest.mark.parametrize("place", NEAR, indirect=True),
 ]
 
-EVENTS, READS = 5000, 5
+READS = 9
 
 
 async def reading(place: Place, side: str) -> Operation:
-    name = await place.stock.history(side, EVENTS)
+    name = await place.stock.history(side, LARGE)
     service = place.sides[side]
     return lambda: service.get_session(app_name=APP, user_id="reader", session_id=name)
 
@@ -51,9 +51,10 @@ async def longest_stall(operation: Operation) -> float:
     return longest
 
 
-async def test_stall(place: Place) -> None:
-    sides = [side for side in place.sides if side != ADK_SQLITE]
-    for side in sides:
+async def test_stall(place: Place, results: Results) -> None:
+    for side in place.sides:
+        if side == ADK_SQLITE:
+            continue
         read = await reading(place, side)
         await longest_stall(read)  # warms up
         with collector_off():
@@ -62,37 +63,19 @@ async def test_stall(place: Place) -> None:
                 without.append(await longest_stall(read))
                 gc.collect(1)
         with_collector = [await longest_stall(read) for _ in range(READS)]
-        quiet = statistics.median(without)
-        text = f"{side:<13} {quiet * 1e3:7.1f} ms without garbage collection"
-        text += f", {statistics.median(with_collector) * 1e3:7.1f} ms with it"
-        text += f" (longest {max(without) * 1e3:.1f}, {max(with_collector) * 1e3:.1f})"
-        limit = verdict(quiet * 1e3, STALL * 1e3, " ms") if side == OURS else ""
-        line(place.name, f"stall, {EVENTS} events", f"{text}  {limit}")
+        name = f"{place.name}/stall, {LARGE} events"
+        goal = STALL if side == OURS else None
+        results.add(f"{name}/{side}", Figure.of(without, "s", goal=goal))
+        results.add(f"{name}/{side} with garbage collection", Figure.of(with_collector, "s"))
 
 
-async def peak(operation: Operation) -> int:
-    """Bytes of Python's that were in use at once, at most, and were not before."""
-    gc.collect()
-    tracemalloc.start()
-    try:
-        result = await operation()
-        most = tracemalloc.get_traced_memory()[1]
-        del result
-        return most
-    finally:
-        tracemalloc.stop()
-
-
-async def test_memory(place: Place) -> None:
+async def test_memory(place: Place, results: Results) -> None:
+    name = f"{place.name}/memory, {LARGE} events"
     peaks = {}
     for side in place.sides:
         if side != ADK_SQLITE:
             read = await reading(place, side)
             await read()
             peaks[side] = await peak(read)
-    for side, bytes_used in peaks.items():
-        text = f"{side:<13} {bytes_used / 1e6:7.1f} MB at most"
-        if side == OURS:
-            ratio = bytes_used / peaks[ADK]
-            text += f", {ratio:.2f} of {ADK}  {verdict(ratio, MEMORY)}"
-        line(place.name, f"memory, {EVENTS} events", text)
+            results.count(f"{name}/{side}", peaks[side], "B")
+    results.count(f"{name}/of {ADK}", peaks[OURS] / peaks[ADK], "x", MEMORY)

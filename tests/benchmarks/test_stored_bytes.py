@@ -1,41 +1,59 @@
-"""What sessions and events take up in the database, beside the same in ADK's and in the floor's."""
+"""What is stored: of one sealed value, and of sessions and events in the whole database."""
+
+import os
 
 import pytest
 
-from tests.benchmarks.comparing import line
-from tests.benchmarks.databases import ADK, FLOOR, OURS, opened, stored_bytes
+from adk_secure_sessions import AesGcmBackend, FernetBackend
+from adk_secure_sessions.records import seal
+from tests.benchmarks.databases import ADK, FERNET, FLOOR, NO_OP, OURS, opened, stored_bytes
 from tests.benchmarks.filling import fill
 from tests.benchmarks.places import NEAR, Place
-from tests.benchmarks.samples import APP, event, state
+from tests.benchmarks.plan import (
+    PAYLOADS,
+    RECORD_SIZES,
+    RECORDS,
+    STORED_EVENTS,
+    STORED_SESSIONS,
+)
+from tests.benchmarks.results import Results
+from tests.benchmarks.samples import APP, event, payload, size_of
 
-pytestmark = [
-    pytest.mark.benchmark,
-    pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.parametrize("place", NEAR, indirect=True),
-]
+pytestmark = pytest.mark.benchmark
 
-EVENTS, SESSIONS = 1000, 500
+SIDES = (OURS, FERNET, NO_OP, ADK, FLOOR)
 
 
-async def test_stored_bytes(place: Place) -> None:
-    json_of = len(event(0).model_dump_json(exclude_none=True)), len(str(state(1000)))
-    text = f"JSON          {json_of[1]:6} for a session's state, {json_of[0]} for an event"
-    line(place.name, "stored bytes", text)
-    taken = {}
-    for side in (OURS, ADK, FLOOR):
+@pytest.mark.parametrize("size", RECORDS)
+def test_record(results: Results, size: str) -> None:
+    """What a backend adds to a value; the same for every value, but for Fernet's padding."""
+    for backend in (AesGcmBackend(os.urandom(32)), FernetBackend(os.urandom(32))):
+        cipher = backend.cipher(backend.new_key())
+        record = seal(cipher, backend.backend_id, 1, b"place", bytes(RECORD_SIZES[size]))
+        results.count(f"record/{size}/{backend.name}", len(record), "B")
+
+
+@pytest.mark.asyncio(loop_scope="session")
+@pytest.mark.parametrize("place", NEAR, indirect=True)
+async def test_database(place: Place, results: Results) -> None:
+    """Indexes and all, by what the database grows."""
+    name = f"{place.name}/stored"
+    for label in PAYLOADS:
+        results.count(f"{name}/session, {label}/JSON", size_of(payload(label)), "B")
+    json = len(event(0).model_dump_json(exclude_none=True))
+    results.count(f"{name}/event/JSON", json, "B")
+    for side in SIDES:
         url = place.databases.make()
         async with opened(side, url) as service:
             await service.create_session(app_name=APP, user_id="user")
-        sizes = [await stored_bytes(url)]
-        for sessions, events in ((SESSIONS, 0), (1, EVENTS)):
+        size = await stored_bytes(url)
+        for label, count in STORED_SESSIONS.items():
             async with opened(side, url) as service:
-                await fill(service, "user", sessions, events)
-            sizes.append(await stored_bytes(url))
-        empty, with_sessions, with_events = sizes
-        taken[side] = ((with_sessions - empty) / SESSIONS, (with_events - with_sessions) / EVENTS)
-    for side, (session, one) in taken.items():
-        text = f"{side:<13} {session:6.0f} for a session, {one:6.0f} for an event"
-        if side != OURS:
-            of = [mine / theirs for mine, theirs in zip(taken[OURS], taken[side], strict=True)]
-            text += f"; ours {of[0]:.2f} and {of[1]:.2f} of that"
-        line(place.name, "stored bytes", text)
+                await fill(service, "user", count, of=payload(label))
+            before, size = size, await stored_bytes(url)
+            each = (size - before) / count
+            results.count(f"{name}/session, {label}/{side}", round(each), "B")
+        async with opened(side, url) as service:
+            await fill(service, "user", 1, STORED_EVENTS)
+        before, size = size, await stored_bytes(url)
+        results.count(f"{name}/event/{side}", round((size - before) / STORED_EVENTS), "B")

@@ -8,15 +8,17 @@ from typing import NamedTuple
 import pytest
 from google.adk.sessions import BaseSessionService, Session
 
-from tests.benchmarks.comparing import line, show_timings
+from tests.benchmarks.comparing import keep_timings
 from tests.benchmarks.databases import ADK_SQLITE, OURS
-from tests.benchmarks.harness import Timings, collector_off, order, percentile
+from tests.benchmarks.harness import Timings, collector_off, order
 from tests.benchmarks.places import Place
+from tests.benchmarks.plan import APPENDS, TASKS
+from tests.benchmarks.results import Figure, Results
 from tests.benchmarks.samples import APP, event
 
 pytestmark = [pytest.mark.benchmark, pytest.mark.asyncio(loop_scope="session")]
 
-TASKS, APPENDS, ROUNDS = 50, 10, 4
+ROUNDS = 4
 
 
 async def begun(service: BaseSessionService) -> list[Session]:
@@ -58,7 +60,7 @@ async def burst(side: str, service: BaseSessionService, sessions: list[Session])
     return Burst(time.perf_counter() - start, appends, len(errors))
 
 
-async def test_tasks_at_once(place: Place) -> None:
+async def test_tasks_at_once(place: Place, results: Results) -> None:
     # ADK's SqliteSessionService gives up under this most of the time.
     sides = {side: service for side, service in place.sides.items() if side != ADK_SQLITE}
     sessions = {side: await begun(service) for side, service in sides.items()}
@@ -75,9 +77,11 @@ async def test_tasks_at_once(place: Place) -> None:
                 latencies[side] += one.appends
                 errors[side] += one.errors
                 gc.collect(1)
-    show_timings(place.name, f"{TASKS} tasks appending", timings)
+    operation = f"{TASKS} tasks appending"
+    keep_timings(results, place, operation, timings)
     for side in sides:
-        rate = len(timings[side]) / sum(timings[side])
-        middle, late = (percentile(latencies[side], percent) * 1e3 for percent in (50, 99))
-        text = f"{side:<13} {rate:7.0f} per second, p50 {middle:7.1f} ms, p99 {late:7.1f} ms"
-        line(place.name, "", f"{text}, {errors[side]} errors")
+        name = f"{place.name}/{operation}/{side}"
+        results.add(f"{name} rate", Figure.of([1 / each for each in timings[side]], "/s"))
+        for percent in (50, 99):
+            results.add(f"{name} p{percent}", Figure.of(latencies[side], "s", percent))
+        results.count(f"{name} errors", errors[side])

@@ -1,8 +1,9 @@
 """Master keys: a few per database, wrapped by the root key, opened once per process start."""
 
+import asyncio
 import secrets
 from collections.abc import Awaitable, Iterable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from adk_secure_sessions.aead import KEY_LENGTH, Aes256Gcm
 from adk_secure_sessions.errors import (
@@ -16,6 +17,8 @@ from adk_secure_sessions.errors import (
 from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.keys.providers import KeyProvider, Unpicklable
 from adk_secure_sessions.records import place
+
+T = TypeVar("T")
 
 DATA, INDEX = "data", "index"
 CLEAR_ROOT = "none"
@@ -88,8 +91,9 @@ async def open_keyring(
     masters: dict[int, Aes256Gcm] = {}
     newest: tuple[int, int] | None = None
     index: BlindIndex | None = None
-    for row in rows:
-        key = await _unwrap(row, roots, database_id)
+    rows = list(rows)
+    unwrapping = (_unwrap(row, roots, database_id) for row in rows)
+    for row, key in zip(rows, await at_once(*unwrapping), strict=True):
         if row.purpose == INDEX:
             index = BlindIndex(key)
             continue
@@ -100,6 +104,17 @@ async def open_keyring(
         missing = "data" if index else "index"
         raise WrongKeyError(f"the keyring holds no {missing} master: restore secure_keyring")
     return Keyring(database_id, index, masters, newest[1] if newest else None)
+
+
+async def at_once(*asking: Awaitable[T]) -> list[T]:
+    """All results, once all are there: a key service may be far away.  Raises the first error."""
+    answers = await asyncio.gather(*asking, return_exceptions=True)
+    results = []
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+        results.append(answer)
+    return results
 
 
 async def _unwrap(row: MasterKeyRow, roots: Mapping[str, KeyProvider], database_id: bytes) -> bytes:

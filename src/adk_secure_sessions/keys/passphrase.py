@@ -3,6 +3,7 @@
 import asyncio
 import hmac
 import os
+import threading
 import unicodedata
 from struct import Struct
 
@@ -20,6 +21,18 @@ _HEADER = Struct(f">c{_SALT_LENGTH}sIII")
 _ITERATIONS, _LANES, _MEMORY_KIB = 3, 4, 64 * 1024
 # Read from the database before anything vouches for them: bounds on what they may cost.
 _MAX_ITERATIONS, _MAX_LANES, _MAX_MEMORY_KIB = 64, 64, 4 * 1024 * 1024
+# Two that derive at once, with several lanes each, wait for one another for ever: OpenSSL gives
+# both threads of one pool.  Seen with cryptography 50.0.
+_one_at_a_time = threading.Lock()
+
+
+def _renew_lock() -> None:
+    global _one_at_a_time
+    _one_at_a_time = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 class PassphraseKey(Unpicklable):
@@ -33,7 +46,7 @@ class PassphraseKey(Unpicklable):
         ConfigurationError: One of them is not as said.
     """
 
-    __slots__ = ("_ciphers", "_passphrase", "key_id")
+    __slots__ = ("_ciphers", "_new_header", "_passphrase", "key_id")
 
     def __init__(self, passphrase: str, *, key_id: str = "passphrase") -> None:
         if not passphrase:
@@ -43,6 +56,9 @@ class PassphraseKey(Unpicklable):
         self.key_id = key_id
         # The same characters typed on another system must give the same bytes.
         self._passphrase = unicodedata.normalize("NFC", passphrase).encode("utf-8", "surrogatepass")
+        self._new_header = _HEADER.pack(
+            PASSPHRASE_WRAP, os.urandom(_SALT_LENGTH), _ITERATIONS, _LANES, _MEMORY_KIB
+        )
         self._ciphers: dict[bytes, Aes256Gcm] = {}
 
     def __eq__(self, other: object) -> bool:
@@ -57,9 +73,7 @@ class PassphraseKey(Unpicklable):
 
     async def wrap(self, key: bytes, associated_data: bytes) -> bytes:
         """Wrap under the key of this object's first salt, so that a start derives once."""
-        header = next(iter(self._ciphers), None) or _HEADER.pack(
-            PASSPHRASE_WRAP, os.urandom(_SALT_LENGTH), _ITERATIONS, _LANES, _MEMORY_KIB
-        )
+        header = next(iter(self._ciphers), self._new_header)
         cipher = await self._cipher(header)
         return header + cipher.encrypt(key, header + associated_data)
 
@@ -79,9 +93,14 @@ class PassphraseKey(Unpicklable):
         cipher = self._ciphers.get(header)
         if cipher is None:
             # 0.1-0.2 s of hashing: in a thread, or every other task would stand still.
-            cipher = await asyncio.to_thread(self._derive, header)
-            self._ciphers[header] = cipher
+            cipher = await asyncio.to_thread(self._derive_once, header)
         return cipher
+
+    def _derive_once(self, header: bytes) -> Aes256Gcm:
+        with _one_at_a_time:
+            if header not in self._ciphers:
+                self._ciphers[header] = self._derive(header)
+            return self._ciphers[header]
 
     def _derive(self, header: bytes) -> Aes256Gcm:
         _, salt, iterations, lanes, memory = _HEADER.unpack(header)

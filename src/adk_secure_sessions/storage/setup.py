@@ -16,6 +16,7 @@ from adk_secure_sessions.keys.keyring import (
     INDEX,
     Keyring,
     MasterKeyRow,
+    at_once,
     new_master,
     open_keyring,
 )
@@ -80,17 +81,14 @@ async def _open(executor: Executor, backends: Backends, create_tables: bool) -> 
         _check(survey, create_tables)
         database_id = survey.database_id or secrets.token_bytes(16)
         now = time.time_ns() // 1000
-        fresh: list[MasterKeyRow] = []
-        opened: Keyring | None = None
-        if survey.database_id is None:
-            fresh.append(await new_master(INDEX, root, database_id, now))
-        else:
+        missing = [INDEX, DATA]
+        if survey.database_id is not None:
             opened = await open_keyring(survey.keyring, backends.roots, root.key_id, database_id)
-        if opened is None or opened.current_id is None:
-            fresh.append(await new_master(DATA, root, database_id, now))
-        elif not clear or _CLEAR in survey.meta:
-            _warn(survey, clear)
-            return opened
+            missing = [DATA] if opened.current_id is None else []
+            if not missing and (not clear or _CLEAR in survey.meta):
+                _warn(survey, clear)
+                return opened
+        fresh = await at_once(*(new_master(which, root, database_id, now) for which in missing))
         values = {_FORMAT: str(FORMAT_VERSION), _DATABASE_ID: database_id.hex()}
         if clear:
             values[_CLEAR] = "1"

@@ -1,0 +1,248 @@
+"""Pictures of the figures, as SVG for a page in any colour: text and axes take the page's own."""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from io import StringIO
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure as Canvas
+from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
+
+from tests.benchmarks.databases import ADK, ADK_SQLITE, FERNET, NO_OP, OURS
+from tests.benchmarks.overhead import LIMIT
+from tests.benchmarks.plan import EVENTS, PAYLOADS, ROUNDS, SIZES, WAYS
+from tests.benchmarks.results import Figure, Results, quantity
+
+NAMES = {
+    OURS: "AES-256-GCM",
+    FERNET: "Fernet",
+    NO_OP: "no-op, in clear",
+    ADK: "ADK, in clear",
+    ADK_SQLITE: "ADK's SQLite service",
+}
+KINDS = {"sqlite": "SQLite", "postgresql": "PostgreSQL"}
+# At least 3:1 on white and on Material's dark slate.
+_COLOURS = {
+    OURS: "#2f86d1",
+    FERNET: "#d6711f",
+    NO_OP: "#3f9a5f",
+    ADK: "#c2528b",
+    ADK_SQLITE: "#8f7fd0",
+}
+_MARKERS = {OURS: "o", FERNET: "s", NO_OP: "^", ADK: "D", ADK_SQLITE: "v"}
+_INK = "#010203"  # stands for the page's own colour until the SVG is written
+_STYLE: Any = {
+    "svg.fonttype": "none",  # text stays text, in the page's font
+    "svg.hashsalt": "adk-secure-sessions",  # the same ids at every run
+    "font.size": 11,
+    "axes.edgecolor": _INK,
+    "axes.labelcolor": _INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": _INK,
+    "grid.alpha": 0.15,
+    "legend.frameon": False,
+    "text.color": _INK,
+    "xtick.color": _INK,
+    "ytick.color": _INK,
+}
+_seconds = FuncFormatter(lambda value, _: re.sub(r"\.0+ ", " ", quantity(value, "s")))
+
+
+def charts(results: Results) -> dict[str, str]:
+    """The SVG of each chart, by its file's name without the ending."""
+    return {
+        "round-trip": _round_trip(results),
+        "ciphers": _ciphers(results),
+        "fernet": _fernet(results),
+        "operations": _operations(results),
+        "conversation-sqlite": _conversation(results, "sqlite"),
+        "conversation-postgresql": _conversation(results, "postgresql"),
+        "growth": _growth(results),
+    }
+
+
+def _round_trip(results: Results) -> str:
+    with _axes("Overhead of a round trip: encrypted of in clear, by size of the state") as axes:
+        _side_by_side(axes, results, "round trip/{side}/{label}/overhead", list(PAYLOADS))
+        axes.axhline(LIMIT, color=_INK, linestyle="--", linewidth=1)
+        limit = f"limit for AES-256-GCM, {LIMIT:.2f}x"
+        axes.annotate(limit, (-0.45, LIMIT), va="bottom", fontsize=9)
+        axes.axhline(1, color=_INK, linewidth=0.8)
+        axes.set_ylim(bottom=min(0.9, axes.get_ylim()[0]))
+        axes.set_ylabel("times as long")
+        return _svg(axes)
+
+
+def _side_by_side(axes: Axes, results: Results, name: str, labels: Sequence[str]) -> None:
+    for shift, side in ((-0.08, OURS), (0.08, FERNET)):
+        figures = [results.figures[name.format(side=side, label=label)] for label in labels]
+        places = [number + shift for number in range(len(labels))]
+        _points(axes, places, figures, side, line="")
+    axes.set_xticks(range(len(labels)), labels)
+    axes.set_xlim(-0.5, len(labels) - 0.5)
+    axes.legend(loc="upper left", bbox_to_anchor=(0, 0.9))
+
+
+def _points(
+    axes: Axes,
+    x: Sequence[float],
+    figures: Sequence[Figure],
+    side: str,
+    line: str = "-",
+    label: str | None = None,
+) -> None:
+    values = [figure.value for figure in figures]
+    below = [max(0.0, figure.value - figure.low) for figure in figures]
+    above = [max(0.0, figure.high - figure.value) for figure in figures]
+    axes.errorbar(
+        x,
+        values,
+        yerr=[below, above],
+        label=label or NAMES[side],
+        color=_COLOURS[side],
+        marker=_MARKERS[side],
+        markersize=5,
+        linestyle=line,
+        capsize=3,
+    )
+
+
+def _ciphers(results: Results) -> str:
+    with _axes("To seal or to open one value, by its size") as axes:
+        for side in (FERNET, OURS):
+            for way, line in zip(WAYS, ("-", ":"), strict=True):
+                figures = [results.figures[f"{way} only/{side}/{size}"] for size in SIZES]
+                label = f"{NAMES[side]}, {way}"
+                _points(axes, list(SIZES.values()), figures, side, line, label=label)
+        _log_sizes(axes)
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(_seconds)
+        axes.legend(loc="upper left", fontsize=9)
+        return _svg(axes)
+
+
+def _log_sizes(axes: Axes) -> None:
+    axes.set_xscale("log")
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xticks(list(SIZES.values()), [size if size != "350B" else "" for size in SIZES])
+
+
+def _fernet(results: Results) -> str:
+    with _axes("Fernet's time of AES-256-GCM's, by size of the value") as axes:
+        for way, line in zip(WAYS, ("-", ":"), strict=True):
+            figures = [results.figures[f"comparison/{way}/{size}/ratio"] for size in SIZES]
+            _points(axes, list(SIZES.values()), figures, FERNET, line, label=way)
+        _log_sizes(axes)
+        axes.set_ylim(bottom=0)
+        axes.set_ylabel("times as long")
+        axes.legend(loc="lower right")
+        return _svg(axes)
+
+
+SHOWN = (
+    "create, state 1 KB",
+    "create, state 100 KB",
+    "append, state 1 KB",
+    "delete, 20 events",
+    "get, 0 events",
+    "get, 20 events",
+    "get, 100 events",
+    "get, 1000 events",
+    "list, 10 sessions",
+    "list, 1000 sessions",
+)
+
+
+def _operations(results: Results) -> str:
+    with _axes("Ours, encrypted, of ADK's in clear: less is faster", height=4.2) as axes:
+        for shift, place, side in ((-0.13, "sqlite", OURS), (0.13, "postgresql", FERNET)):
+            figures = [results.figures[f"{place}/{operation}/of {ADK}"] for operation in SHOWN]
+            axes.barh(
+                [number + shift for number in range(len(SHOWN))],
+                [figure.value for figure in figures],
+                height=0.26,
+                color=_COLOURS[side],
+                label=KINDS[place],
+            )
+        axes.set_yticks(range(len(SHOWN)), SHOWN)
+        axes.invert_yaxis()
+        axes.axvline(1, color=_INK, linewidth=0.8)
+        axes.set_xlim(0, 1.05)
+        axes.set_xlabel("part of ADK's time")
+        axes.grid(visible=False, axis="y")
+        axes.legend(loc="lower right", bbox_to_anchor=(0.98, 0.3))
+        return _svg(axes)
+
+
+def _conversation(results: Results, place: str) -> str:
+    with _axes(f"Operations per second on {KINDS[place]}, by conversations at once") as axes:
+        for side in NAMES:
+            names = [f"{place}/conversation, {count} at once/{side} rate" for count in ROUNDS]
+            if names[0] in results.figures:
+                figures = [results.figures[name] for name in names]
+                _points(axes, list(ROUNDS), figures, side)
+        axes.set_xscale("log")
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xticks(list(ROUNDS), [str(count) for count in ROUNDS])
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=9)
+        return _svg(axes)
+
+
+def _growth(results: Results) -> str:
+    with _axes("To append an event, by how many the session has already") as axes:
+        for place, line in (("sqlite", "-"), ("postgresql", ":")):
+            for side in (OURS, ADK):
+                prefix = f"{place}/growth by events/{side}/append"
+                figures = [results.figures[f"{prefix}, {count:,} events"] for count in EVENTS]
+                label = f"{NAMES[side]}, {KINDS[place]}"
+                _points(axes, EVENTS, figures, side, line, label)
+        axes.set_xscale("log")
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xticks(EVENTS, [f"{count:,}" for count in EVENTS])
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(_seconds)
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=9)
+        return _svg(axes)
+
+
+@contextmanager
+def _axes(title: str, height: float = 3.3) -> Iterator[Axes]:
+    with mpl.rc_context(_STYLE):
+        axes = Canvas(figsize=(6.4, height)).subplots()
+        axes.set_title(title, fontsize=12, loc="left")
+        yield axes
+
+
+def _svg(axes: Axes) -> str:
+    """One element, without the prologue, the size in points and the empty lines of a file."""
+    output, canvas = StringIO(), axes.get_figure()
+    assert isinstance(canvas, Canvas)
+    canvas.savefig(
+        output,
+        format="svg",
+        transparent=True,
+        bbox_inches="tight",
+        metadata={"Date": None, "Creator": None, "Format": None, "Type": None},
+    )
+    svg = output.getvalue()
+    svg = svg[svg.index("<svg") :].replace(_INK, "currentColor")
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    title = axes.get_title(loc="left")
+    svg = re.sub(
+        r'<svg (.*?)width="[^"]*"(.*?)>',
+        rf'<svg role="img" aria-label="{title}" \1\2>',
+        re.sub(r'(<svg [^>]*?)height="[^"]*"', r"\1", svg, count=1),
+        count=1,
+        flags=re.DOTALL,
+    )
+    return re.sub(r"\n\s*\n|\n\s*", "\n", svg).strip() + "\n"

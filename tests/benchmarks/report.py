@@ -1,0 +1,206 @@
+"""Makes docs/benchmarks.md and its pictures from a file of results.
+
+python -m tests.benchmarks.report [--compare OLD] [RESULTS]
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from jinja2 import Environment, StrictUndefined
+
+from tests.benchmarks import budgets, overhead, plan
+from tests.benchmarks.charts import KINDS, NAMES, charts
+from tests.benchmarks.ciphers import comparison_line, only_line
+from tests.benchmarks.databases import ADK, ADK_SQLITE, FERNET, FLOOR, NO_OP, OURS
+from tests.benchmarks.results import Results, changes, quantity
+
+_ROOT = Path(__file__).parents[2]
+RESULTS = _ROOT / "benchmarks" / "results.json"
+PAGE, CHARTS = _ROOT / "docs" / "benchmarks.md", _ROOT / "docs" / "charts"
+_TEMPLATE = Path(__file__).with_name("page.md")
+_SIDES = (OURS, FERNET, NO_OP, ADK)
+
+
+def render(results: Results) -> str:
+    """The page."""
+    environment = Environment(
+        undefined=StrictUndefined,
+        keep_trailing_newline=True,
+        trim_blocks=True,
+        autoescape=False,
+    )
+    template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
+    return template.render(
+        figures=Report(results),
+        plan=plan,
+        limit=quantity(overhead.LIMIT, "x"),
+        calls=budgets.KEY_SERVICE_CALLS,
+    )
+
+
+def write(results: Results) -> None:
+    """The page and its pictures, where the site has them."""
+    PAGE.write_text(render(results), encoding="utf-8")
+    CHARTS.mkdir(exist_ok=True)
+    for name, svg in charts(results).items():
+        (CHARTS / f"{name}.svg").write_text(svg, encoding="utf-8")
+
+
+class Report:
+    """What the template asks of the results: texts and tables."""
+
+    def __init__(self, results: Results) -> None:
+        self.machine, self.versions = results.machine, results.versions
+        self._figures = results.figures
+
+    def text(self, name: str) -> str:
+        """The figure, rounded."""
+        figure = self._figures[name]
+        return quantity(figure.value, figure.unit)
+
+    def interval(self, name: str) -> str:
+        figure = self._figures[name]
+        low, high = (quantity(bound, figure.unit) for bound in (figure.low, figure.high))
+        return f"{self.text(name)} ({low} to {high})"
+
+    def chart(self, name: str) -> str:
+        """The picture itself, so that it takes the page's colours."""
+        return f'<div class="chart">\n--8<-- "docs/charts/{name}.svg"\n</div>'
+
+    def table(
+        self,
+        first: str,
+        columns: Sequence[tuple[str, str]],
+        rows: Sequence[object],
+        interval: bool = False,
+    ) -> str:
+        """*columns* are headings and names of figures, in which {} stands for the row."""
+        show = self.interval if interval else self.text
+        cells = [
+            [_label(row), *(show(name.replace("{}", str(row), 1)) for _, name in columns)]
+            for row in rows
+        ]
+        return _markdown([first, *(heading for heading, _ in columns)], cells)
+
+    def by_place(self, columns: Sequence[tuple[str, str]]) -> str:
+        return self.table("", columns, list(KINDS))
+
+    def operations(self, place: str, heading: str) -> str:
+        """Each operation there, beside ADK and the floor."""
+        cells = []
+        for operation in budgets.BUDGETS["postgresql"]:
+            name = f"{place}/{operation}"
+            if f"{name}/of {ADK}" in self._figures:
+                sides = [self.text(f"{name}/{side}") for side in (OURS, ADK)]
+                floor = f"{name}/of {FLOOR}"
+                of_floor = self.text(floor) if floor in self._figures else ""
+                cells.append([operation, *sides, self.interval(f"{name}/of {ADK}"), of_floor])
+        return _markdown([heading, "ours", "ADK", "ours of ADK", "ours of the floor"], cells)
+
+    def missed(self) -> list[str]:
+        """The goals that were not met, with what was measured."""
+        return [
+            f"{name}: {self.text(name)}, goal {quantity(figure.goal, figure.unit)}"
+            for name, figure in self._figures.items()
+            if figure.goal is not None and not figure.is_met
+        ]
+
+    def conversations(self, place: str) -> str:
+        cells = []
+        for count in plan.ROUNDS:
+            for side in (*_SIDES, ADK_SQLITE):
+                name = f"{place}/conversation, {count} at once/{side}"
+                if f"{name} rate" not in self._figures:
+                    continue
+                latencies = [
+                    " / ".join(self.text(f"{name} {step} p{part}") for part in (50, 95, 99))
+                    for step in plan.STEPS
+                ]
+                rate, errors = (self.text(f"{name} {what}") for what in ("rate", "errors"))
+                cells.append([str(count), NAMES[side], rate, *latencies, errors])
+        latencies = [f"{step} p50 / p95 / p99" for step in plan.STEPS]
+        return _markdown([KINDS[place], "", "operations", *latencies, "errors"], cells)
+
+    def growth(self, operation: str, by: str) -> str:
+        """An operation at each size, ours and ADK's, on each database."""
+        counts: tuple[int, ...] = plan.EVENTS if by == "events" else (plan.FEW, plan.MANY)
+        if operation.startswith("get 20"):
+            counts = counts[1:]
+        sizes = [f"{count:,} {by}" for count in counts]
+        cells = []
+        for place, kind in KINDS.items():
+            for side in (OURS, ADK):
+                name = f"{place}/growth by {by}/{side}/{operation}"
+                row = [self.text(f"{name}, {size}") for size in sizes]
+                ratio = self.text(f"{name}, largest of smallest")
+                cells.append([f"{kind}, {NAMES[side]}", *row, ratio])
+        return _markdown([operation, *sizes, "largest of smallest"], cells)
+
+    def memory(self, place: str) -> str:
+        columns = [(NAMES[side], f"{place}/memory/{{}}/{side}") for side in _SIDES]
+        return self.table(KINDS[place], columns, plan.MEASURED)
+
+    def stored(self, place: str) -> str:
+        sides = [("JSON", "JSON"), *((NAMES[side], side) for side in _SIDES)]
+        columns = [(heading, f"{place}/stored/{{}}/{side}") for heading, side in sides]
+        rows = [*(f"session, {label}" for label in plan.PAYLOADS), "event"]
+        return self.table(KINDS[place], columns, rows)
+
+    def pgcrypto(self) -> str:
+        cells = []
+        others = (plan.OPENPGP, plan.RAW)
+        for way in ("write", "read"):
+            for size in plan.FIELD_SIZES:
+                name = f"pgcrypto/{way} {size}"
+                if f"{name}/{OURS}" not in self._figures:
+                    return "This run had no PostgreSQL with `pgcrypto`."
+                times = [self.text(f"{name}/{side}") for side in (OURS, *others)]
+                ratios = [self.interval(f"{name}/of {side}") for side in others]
+                cells.append([f"{way} {size}", *times, *ratios])
+        names = [f"`{name}`" for name in others]
+        return _markdown(["", "ours", *names, *(f"ours of {name}" for name in names)], cells)
+
+    def added(self, backend: str) -> str:
+        """Bytes that a record has over its value."""
+        more = {
+            int(self._figures[f"record/{size}/{backend}"].value) - plan.RECORD_SIZES[size]
+            for size in plan.RECORDS
+        }
+        return f"{min(more)}" if len(more) == 1 else f"{min(more)} to {max(more)}"
+
+    def log_lines(self) -> str:
+        """Some of each kind, as the run has logged them."""
+        get = f"sqlite/get, 20 events/of {ADK}"
+        lines = [
+            *(overhead.log_line(self._figures, f"{name}/10KB") for name in (OURS, FERNET)),
+            *(only_line(self._figures, way, f"{OURS}/100KB") for way in plan.WAYS),
+            *(comparison_line(self._figures, f"{way}/100KB") for way in plan.WAYS),
+            f"{get}: {self._figures[get]}",
+        ]
+        return "\n".join(lines)
+
+
+def _label(row: object) -> str:
+    return KINDS.get(str(row), str(row)).replace("{}", "empty")
+
+
+def _markdown(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [heading, ["---"] * len(heading), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("results", nargs="?", type=Path, default=RESULTS)
+    parser.add_argument("--compare", type=Path, metavar="OLD", help="only say what has changed")
+    arguments = parser.parse_args()
+    results = Results.load(arguments.results)
+    if arguments.compare:
+        print("\n".join(changes(Results.load(arguments.compare), results)))
+    else:
+        write(results)
+
+
+if __name__ == "__main__":
+    main()

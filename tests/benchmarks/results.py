@@ -1,0 +1,160 @@
+"""What a run measured: figures by name, and the machine and versions they belong to."""
+
+import json
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+_log = logging.getLogger("benchmarks")
+_NORMAL_95 = 1.96  # of a normal distribution, 95 % lies within so many standard deviations
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A quantile of some samples, and the interval that holds the true one 95 times in 100.
+
+    The interval is made of order statistics and assumes no distribution: W. J. Conover,
+    Practical Nonparametric Statistics, section 3.2.  Of one sample it is that sample.
+    """
+
+    value: float
+    low: float
+    high: float
+    samples: int
+    unit: str  # "s", "x" for a ratio, "B", "/s", "%", or "" for a count
+    goal: float | None = None  # the most it should be
+
+    @classmethod
+    def of(
+        cls, values: Sequence[float], unit: str, percent: float = 50, goal: float | None = None
+    ) -> Self:
+        """The *percent*-th percentile of *values*; the median of an even number is the mean."""
+        ordered = sorted(values)
+        count, share = len(ordered), percent / 100
+        width = _NORMAL_95 * math.sqrt(count * share * (1 - share))
+        first = max(1, round(count * share - width))
+        last = min(count, round(count * share + width + 1))
+        rank = max(1, math.ceil(count * share))
+        value = ordered[rank - 1]
+        if percent == 50:
+            value = (value + ordered[count // 2]) / 2
+        return cls(value, ordered[first - 1], ordered[last - 1], count, unit, goal)
+
+    @classmethod
+    def ratio(
+        cls, ours: Sequence[float], reference: Sequence[float], goal: float | None = None
+    ) -> Self:
+        """The median of the ratios, round by round: what slows a whole round changes none."""
+        pairs = zip(ours, reference, strict=True)
+        return cls.of([mine / theirs for mine, theirs in pairs], "x", goal=goal)
+
+    @property
+    def is_met(self) -> bool | None:
+        """Whether the goal is met; None if there is none."""
+        return None if self.goal is None else self.value <= self.goal
+
+    def __str__(self) -> str:
+        text = quantity(self.value, self.unit)
+        if self.samples > 1:
+            interval = f"{quantity(self.low, self.unit)} to {quantity(self.high, self.unit)}"
+            text += f" ({interval}, {self.samples} samples)"
+        if self.goal is not None:
+            text += f", goal {quantity(self.goal, self.unit)}: {'met' if self.is_met else 'MISSED'}"
+        return text
+
+
+def quantity(value: float, unit: str) -> str:
+    """Three digits that matter, with a unit of a fitting size."""
+    if unit == "x":
+        return f"{value:.2f}x" if value >= 0.1 else f"{value:.3f}x"
+    if unit == "%":
+        return f"{value:.1f} %"
+    if unit != "s":
+        text = f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
+        return f"{text} {unit}" if unit == "B" else f"{text}{unit}"
+    for size, name in ((1, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if value >= size * 0.9995:
+            return f"{_three_digits(value / size)} {name}"
+    return f"{_three_digits(value * 1e9)} ns"
+
+
+def _three_digits(value: float) -> str:
+    return (
+        f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+    )
+
+
+class Results:
+    """The figures of one run."""
+
+    def __init__(
+        self,
+        machine: dict[str, str] | None = None,
+        versions: dict[str, str] | None = None,
+        figures: dict[str, Figure] | None = None,
+    ) -> None:
+        self.machine = machine or {}
+        self.versions = versions or {}
+        self.figures = figures or {}
+
+    def keep(self, name: str, figure: Figure) -> None:
+        """Raises ValueError if the name is taken."""
+        if name in self.figures:
+            raise ValueError(f"two figures have the name {name!r}")
+        self.figures[name] = figure
+
+    def log(self, line: str) -> None:
+        _log.info(line)
+
+    def add(self, name: str, figure: Figure) -> None:
+        """Keep it, and log it."""
+        self.keep(name, figure)
+        self.log(f"{name}: {figure}")
+
+    def count(self, name: str, value: float, unit: str = "", goal: float | None = None) -> None:
+        """Add what was counted, or measured once."""
+        self.add(name, Figure(value, value, value, 1, unit, goal))
+
+    def save(self, path: Path) -> None:
+        """Write JSON: `machine`, `versions`, and `figures` by name."""
+        figures = {name: asdict(figure) for name, figure in self.figures.items()}
+        kept = {"machine": self.machine, "versions": self.versions, "figures": figures}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        figures = {name: Figure(**fields) for name, fields in kept["figures"].items()}
+        return cls(kept["machine"], kept["versions"], figures)
+
+
+_NOTICED = 0.05  # a change has to be larger than that to be told
+
+
+def changes(old: Results, new: Results) -> list[str]:
+    """What differs beyond noise: intervals that do not touch, and over 5 % between the values.
+
+    Speeds of two machines are not compared, only ratios and counts.
+    """
+    lines = []
+    same = old.machine == new.machine
+    if not same:
+        lines.append("another machine: times and rates are not compared")
+    for name, figure in new.figures.items():
+        before = old.figures.get(name)
+        if before is None:
+            lines.append(f"{name}: new, {figure}")
+        elif (same or figure.unit not in ("s", "/s")) and _differ(before, figure):
+            change = f"{figure.value / before.value - 1:+.0%}" if before.value else "from nothing"
+            lines.append(f"{name}: {change}, was {before}, is {figure}")
+    lines += [f"{name}: gone" for name in old.figures if name not in new.figures]
+    return lines or ["no change beyond noise"]
+
+
+def _differ(one: Figure, other: Figure) -> bool:
+    apart = one.high < other.low or other.high < one.low
+    return apart and abs(one.value - other.value) > _NOTICED * min(one.value, other.value)

@@ -1,0 +1,124 @@
+"""What keys cost: a new user's first session, a start, and a key service that is far away."""
+
+import asyncio
+import itertools
+import os
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from adk_secure_sessions import AesGcmBackend, EncryptedSessionService, StaticKey
+from tests.benchmarks.budgets import KEY_SERVICE_CALLS
+from tests.benchmarks.databases import Databases
+from tests.benchmarks.harness import interleave
+from tests.benchmarks.many_users import Crowds
+from tests.benchmarks.places import NEAR, SQLITE, Place
+from tests.benchmarks.plan import FEW, KEY_OPERATIONS, KEY_SERVICE_DELAY, MANY
+from tests.benchmarks.results import Figure, Results
+from tests.benchmarks.samples import APP, event, state
+
+pytestmark = [pytest.mark.benchmark, pytest.mark.asyncio(loop_scope="session")]
+
+
+class DistantKey:
+    """A key service that is `KEY_SERVICE_DELAY` away, and counts what it is asked."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = StaticKey(key)
+        self.key_id = self._key.key_id
+        self.calls = 0
+
+    async def wrap(self, key: bytes, associated_data: bytes) -> bytes:
+        await self._answer()
+        return await self._key.wrap(key, associated_data)
+
+    async def unwrap(self, wrapped: bytes, associated_data: bytes) -> bytes:
+        await self._answer()
+        return await self._key.unwrap(wrapped, associated_data)
+
+    async def _answer(self) -> None:
+        self.calls += 1
+        await asyncio.sleep(KEY_SERVICE_DELAY)
+
+
+@pytest.mark.parametrize("place", NEAR, indirect=True)
+async def test_new_user(place: Place, results: Results) -> None:
+    """A new user costs a data key: made, wrapped and stored with the first session."""
+    url = place.databases.make()
+    initial = state(1000)
+    async with EncryptedSessionService(url, AesGcmBackend(os.urandom(32))) as service:
+        new = itertools.count()
+        sides = {
+            "new user": lambda: service.create_session(
+                app_name=APP, user_id=f"new-{next(new)}", state=initial
+            ),
+            "known user": lambda: service.create_session(
+                app_name=APP, user_id="known", state=initial
+            ),
+        }
+        timings = await interleave(sides, 2.5)
+    name = f"{place.name}/keys/create"
+    for side, values in timings.items():
+        results.add(f"{name}, {side}", Figure.of(values, "s"))
+    ratio = Figure.ratio(timings["new user"], timings["known user"])
+    results.add(f"{name}, new of known user", ratio)
+
+
+@pytest.mark.parametrize("place", NEAR, indirect=True)
+async def test_start(place: Place, results: Results, crowds: Crowds) -> None:
+    """A new service on a database of that many users, until it has read a session."""
+    crowd = await crowds.get(place)
+    numbers = itertools.count()
+
+    async def start(users: int) -> None:
+        number = next(numbers) % FEW
+        async with crowd.open(users) as service:
+            session = await service.get_session(
+                app_name=APP, user_id=f"user-{number}", session_id="only"
+            )
+            assert session is not None
+
+    sides = {f"{count:,} users": (lambda count=count: start(count)) for count in (FEW, MANY)}
+    timings = await interleave(sides, 5)
+    for side, values in timings.items():
+        results.add(f"{place.name}/keys/start, {side}", Figure.of(values, "s"))
+    few, many = timings.values()
+    results.add(f"{place.name}/keys/start, many of few users", Figure.ratio(many, few))
+
+
+async def test_distant_key_service(results: Results, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        url = Databases(SQLITE, stack, tmp_path).make()
+        key = os.urandom(32)
+        await count_calls(results, "first start", url, DistantKey(key))
+        await count_calls(results, "later start", url, DistantKey(key))
+
+
+async def count_calls(results: Results, what: str, url: sa.URL, key: DistantKey) -> None:
+    """A start and many operations of many users, of whom the service knows none yet."""
+    each = 5
+    async with EncryptedSessionService(url, AesGcmBackend(key)) as service:
+        start = time.perf_counter()
+        await service.list_sessions(app_name=APP, user_id="nobody")
+        results.count(f"keys/{what}, first request", time.perf_counter() - start, "s")
+        gate = asyncio.Semaphore(50)
+
+        async def visit(number: int) -> None:
+            async with gate:
+                who: Any = {"app_name": APP, "user_id": f"{what} {number}"}
+                session = await service.create_session(**who)
+                await service.append_event(session, event(0))
+                await service.get_session(**who, session_id=session.id)
+                await service.list_sessions(**who)
+                await service.delete_session(**who, session_id=session.id)
+
+        await asyncio.gather(*map(visit, range(KEY_OPERATIONS // each)))
+        start = time.perf_counter()
+        await service.list_sessions(app_name=APP, user_id="nobody")
+        results.count(f"keys/{what}, later request", time.perf_counter() - start, "s")
+    name = f"keys/{what}, calls for {KEY_OPERATIONS:,} operations"
+    results.count(name, key.calls, goal=KEY_SERVICE_CALLS)

@@ -1,0 +1,130 @@
+"""The statistics, on made-up samples."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.benchmarks.results import Figure, Results, changes, quantity
+
+
+def test_ratio_is_the_median_of_the_rounds() -> None:
+    ratio = Figure.ratio([1.0, 2.0, 3.0, 4.0, 50.0], [10.0] * 5, goal=0.3)
+    assert ratio == Figure(0.3, 0.1, 5.0, 5, "x", 0.3)
+    assert ratio.is_met
+
+
+def test_ratio_compares_within_a_round() -> None:
+    """A machine that is ten times slower for a while changes no ratio."""
+    ratio = Figure.ratio([1.0, 1.0, 10.0, 10.0], [2.0, 2.0, 20.0, 20.0])
+    assert (ratio.low, ratio.value, ratio.high) == (0.5, 0.5, 0.5)
+
+
+def test_rounds_of_which_one_side_is_missing_are_refused() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        Figure.ratio([1.0, 1.0], [1.0])
+
+
+@pytest.mark.parametrize(
+    ("percent", "value"), [(1, 1), (50, 50.5), (98.5, 99), (99, 99), (99.5, 100), (100, 100)]
+)
+def test_percentile_of_a_hundred_samples(percent: float, value: float) -> None:
+    assert Figure.of([float(n) for n in range(100, 0, -1)], "s", percent).value == value
+
+
+def test_percentile_of_one_sample_is_that_sample() -> None:
+    assert Figure.of([7.0], "s", 99) == Figure(7.0, 7.0, 7.0, 1, "s")
+
+
+def test_interval_of_a_median_has_the_published_ranks() -> None:
+    """Of 25 samples, the 8th and the 18th; of 100, the 40th and the 61st."""
+    for count, low, high in [(25, 8, 18), (100, 40, 61)]:
+        figure = Figure.of([float(n) for n in range(1, count + 1)], "s")
+        assert (figure.low, figure.high) == (low, high)
+
+
+def test_interval_holds_the_true_median_in_nearly_all_of_many_runs() -> None:
+    chance = random.Random(1)
+    held = 0
+    for _ in range(500):
+        figure = Figure.of([chance.lognormvariate(0, 1) for _ in range(30)], "s")
+        held += figure.low <= 1.0 <= figure.high  # the median of that distribution is 1
+    assert held >= 0.94 * 500
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (1.234, "s", "1.23 s"),
+        (0.0999, "s", "99.9 ms"),
+        (0.000999, "s", "999 µs"),
+        (0.0009999, "s", "1.00 ms"),
+        (0.00000853, "s", "8.53 µs"),
+        (0.0000000853, "s", "85.3 ns"),
+        (0.203, "x", "0.20x"),
+        (0.0312, "x", "0.031x"),
+        (1048576, "B", "1,048,576 B"),
+        (2713.7, "/s", "2,714/s"),
+        (3, "", "3"),
+        (4.25, "%", "4.2 %"),
+    ],
+)
+def test_quantity_shows_three_digits_in_a_fitting_unit(value: float, unit: str, text: str) -> None:
+    assert quantity(value, unit) == text
+
+
+def test_results_are_read_back_as_written(tmp_path: Path) -> None:
+    results = Results({"cores": "2"}, {"Python": "3.11"})
+    results.add("a", Figure.of([1.0, 2.0, 3.0], "s", goal=2.5))
+    results.count("b", 4, goal=4)
+    results.save(tmp_path / "made" / "results.json")
+    again = Results.load(tmp_path / "made" / "results.json")
+    assert (again.machine, again.versions) == ({"cores": "2"}, {"Python": "3.11"})
+    assert again.figures == results.figures
+
+
+def test_name_that_is_taken_is_refused() -> None:
+    results = Results()
+    results.count("a", 1)
+    with pytest.raises(ValueError, match="'a'"):
+        results.count("a", 1)
+
+
+def kept(machine: str = "one", **figures: Figure) -> Results:
+    return Results({"processor": machine}, {}, figures)
+
+
+def seconds(middle: float, width: float) -> Figure:
+    return Figure(middle, middle - width, middle + width, 30, "s")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        (seconds(1.0, 0.1), seconds(1.5, 0.1), "a: +50%, was 1.00 s"),
+        (seconds(1.0, 0.1), seconds(0.5, 0.1), "a: -50%, was 1.00 s"),
+        (seconds(1.0, 0.3), seconds(1.5, 0.3), "no change beyond noise"),  # intervals touch
+        (seconds(1.0, 0.01), seconds(1.04, 0.01), "no change beyond noise"),  # too small
+        (Figure(2, 2, 2, 1, ""), Figure(4, 4, 4, 1, ""), "a: +100%, was 2, is 4"),
+    ],
+)
+def test_changes_are_told_where_they_go_beyond_noise(
+    old: Figure, new: Figure, expected: str
+) -> None:
+    [line] = changes(kept(a=old), kept(a=new))
+    assert line.startswith(expected)
+
+
+def test_figures_that_come_and_go_are_told() -> None:
+    lines = changes(kept(old=seconds(1, 0)), kept(new=seconds(2, 0)))
+    assert [line.split(",")[0] for line in lines] == ["new: new", "old: gone"]
+
+
+def test_times_of_another_machine_are_not_compared_but_ratios_are() -> None:
+    ratio = Figure(1.0, 1.0, 1.0, 30, "x")
+    old = kept(time=seconds(1, 0), ratio=ratio)
+    new = kept("another", time=seconds(9, 0), ratio=Figure(2.0, 2.0, 2.0, 30, "x"))
+    lines = changes(old, new)
+    assert len(lines) == 2
+    assert "another machine" in lines[0]
+    assert lines[1].startswith("ratio: +100%")
