@@ -1,7 +1,7 @@
 """Imports point down, so that each part can be read and tested without those above it."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ LAYERS = (
     {"event_parser"},
     {"events", "states"},  # for the service; free of keys, backends and storage
     {"keys"},
-    {"backends"},
+    {"backends", "testing"},
     {"storage"},
     {"service"},
     {"__init__"},
@@ -35,11 +35,15 @@ assert len(BACKENDS) >= 3, "backends not found: an empty search must not pass as
 
 def imported(path: Path) -> Iterator[str]:
     """Yield each module that *path* imports, absolute, wherever in the file it does so."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    yield from imported_by(ast.walk(ast.parse(path.read_text())))
+
+
+def imported_by(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path.name}:{node.lineno}: imports are absolute"
+            assert node.level == 0, f"line {node.lineno}: imports are absolute"
             assert node.module
             # `from package import name` may import a module or something in one.
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
@@ -82,3 +86,16 @@ def test_ciphers_and_sql_stay_in_their_layers(module: str) -> None:
         assert "cryptography" not in libraries
     if rank(module) < RANK["storage"]:
         assert not libraries & {"sqlalchemy", "sqlite3", "aiosqlite"}
+
+
+OPTIONAL = {"aiobotocore", "boto3", "botocore", "google_crc32c", "grpc", "httpx", "pkcs11"}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_optional_libraries_are_imported_where_they_are_used(module: str) -> None:
+    """Importing the package must do without them."""
+    tree = ast.parse(MODULES[module].read_text())
+    at_once = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = set(imported_by(at_once))
+    assert not {name for name in names if name.startswith(("google.cloud", "google.api_core"))}
+    assert not {name.split(".")[0] for name in names} & {*OPTIONAL, "pytest"}
