@@ -98,6 +98,8 @@ class Page:
     ) -> None:
         self.directory = directory
         self.names: dict[str, Any] = {"__name__": "__main__", "server": server}
+        # For hidden blocks: what is entered ends with the page.
+        self.names |= {"enter": stack.enter_context, "setenv": monkeypatch.setenv}
         self._monkeypatch = monkeypatch
         self._server = server
         self._stack = stack

@@ -25,6 +25,7 @@ from adk_secure_sessions.keys.providers import (
     generate_key,
 )
 from adk_secure_sessions.keys.specs import key_provider
+from adk_secure_sessions.keys.vault import VaultKey
 from adk_secure_sessions.records import Cipher
 from adk_secure_sessions.service import EncryptedSessionService
 
@@ -47,6 +48,7 @@ __all__ = [
     "StaticKey",
     "TamperedError",
     "UnknownKeyError",
+    "VaultKey",
     "WrongKeyError",
     "generate_key",
     "key_provider",

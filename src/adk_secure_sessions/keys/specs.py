@@ -11,20 +11,25 @@ from adk_secure_sessions.keys.providers import (
     StaticKey,
     read_environment,
 )
+from adk_secure_sessions.keys.vault import VaultKey
 
 _SCHEMES: dict[str, Callable[[str], KeyProvider]] = {
     "env": EnvironmentKey,
     "file": FileKey,
     "passphrase-env": lambda name: PassphraseKey(read_environment(name)),
+    "vault": VaultKey,
 }
 
 
 def key_provider(spec: str) -> KeyProvider:
-    """Return the provider that `spec` names: `env:NAME`, `file:PATH`, `passphrase-env:NAME`.
+    """Return the provider that `spec` names, such as `env:NAME` or `file:PATH`.
+
+    All of them: `docs/configuration.md`, "Key specs".
 
     Raises:
         ConfigurationError: A scheme that is not known (the message does not repeat the spec,
-            which may be a misplaced key), or a key that cannot be read.
+            which may be a misplaced key), a key that cannot be read, or a library that is not
+            installed.
     """
     scheme, colon, rest = spec.partition(":")
     make = _SCHEMES.get(scheme) if colon and rest else None

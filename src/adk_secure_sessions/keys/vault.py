@@ -1,0 +1,264 @@
+"""Root keys in the transit engine of HashiCorp Vault or OpenBao.
+
+Format of a wrapped key: docs/format.md, "Key providers".
+"""
+
+import base64
+import binascii
+import hashlib
+import hmac
+import os
+import re
+import ssl
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from adk_secure_sessions.errors import ConfigurationError, KeyServiceError, TamperedError
+from adk_secure_sessions.keys.providers import read_environment
+from adk_secure_sessions.keys.services import ATTEMPTS, TIMEOUT, RemoteKey, check_private, needs
+from adk_secure_sessions.loops import LoopLocks
+
+if TYPE_CHECKING:
+    import httpx
+
+_NAME = re.compile(r"[\w.-]+(/[\w.-]+)+", re.ASCII)
+_CIPHERTEXT = re.compile(r"vault:v([1-9][0-9]{0,8}):([A-Za-z0-9+/]+={0,2})")
+_VERSION_LENGTH = 4
+_DIGEST_LENGTH = 32
+_LOGIN_IS_NEEDED = 403
+# Of the answers that are not 200, those that may be another in a moment.
+_RETRYABLE = {412, 429, 472, 473, 500, 502, 503, 504}
+_SEALED = 503
+# What a server says of a request that it will never grant; not shown, only looked for.
+_WORDS = {
+    "message authentication failed": "altered",
+    "invalid ciphertext": "altered",
+    "is disallowed by policy": "min_decryption_version is above the version that wrapped it",
+    "key not found": "there is no key of this name",
+}
+
+
+class VaultKey(RemoteKey):
+    """A key of the transit engine of Vault (1.13 or later) or OpenBao; `vault:MOUNT/KEY`.
+
+    Args:
+        key: `MOUNT/KEY`, such as `transit/clinic`; an AEAD key, which does not derive.
+        address: `https://…`, or `http://` on this machine; else `VAULT_ADDR` is read.
+        namespace: Else `VAULT_NAMESPACE`, else none.
+        token: Else `VAULT_TOKEN`, unless one of the two below is given.
+        token_file: A file that holds the token and is read for each call: the sink of an agent.
+        role_id: To log in with AppRole; else `VAULT_ROLE_ID`.
+        secret_id: Goes with it; else `VAULT_SECRET_ID`.
+        approle_mount: Where AppRole is enabled.
+        ca_file: Certificates to trust instead of the system's; else `VAULT_CACERT`.
+        key_id: Stored in clear with what is wrapped; else `vault:` and `key`.
+        timeout: Seconds for each attempt.
+        attempts: How often to ask, where asking again may help.
+
+    Raises:
+        ConfigurationError: Something of that is missing or cannot be used.
+    """
+
+    _kind = b"\x05"
+
+    def __init__(
+        self,
+        key: str,
+        *,
+        address: str | None = None,
+        namespace: str | None = None,
+        token: str | None = None,
+        token_file: str | os.PathLike[str] | None = None,
+        role_id: str | None = None,
+        secret_id: str | None = None,
+        approle_mount: str = "approle",
+        ca_file: str | os.PathLike[str] | None = None,
+        key_id: str | None = None,
+        timeout: float = TIMEOUT,
+        attempts: int = ATTEMPTS,
+    ) -> None:
+        with needs("vault"):
+            import httpx  # noqa: F401
+        if not _NAME.fullmatch(key) or ".." in key:
+            raise ConfigurationError("a key in Vault is written MOUNT/KEY, such as transit/clinic")
+        address = (address or read_environment("VAULT_ADDR")).rstrip("/")
+        check_private(address)
+        namespace = namespace or os.environ.get("VAULT_NAMESPACE") or ""
+        super().__init__(
+            key_id or f"vault:{key}", address, namespace, timeout=timeout, attempts=attempts
+        )
+        self._mount, _, self._name = key.rpartition("/")
+        self._url = f"{address}/v1"
+        self._headers = {"X-Vault-Request": "true"}
+        if namespace:
+            self._headers["X-Vault-Namespace"] = namespace
+        self._tls = _trust(address, ca_file or os.environ.get("VAULT_CACERT"))
+        role_id = role_id or (None if token or token_file else os.environ.get("VAULT_ROLE_ID"))
+        self._login: dict[str, str] | None = None
+        self._login_path = f"auth/{approle_mount}/login"
+        self._token_file = None if token_file is None else Path(token_file)
+        self._token = token
+        if role_id:
+            secret_id = secret_id or read_environment("VAULT_SECRET_ID")
+            self._login = {"role_id": role_id, "secret_id": secret_id}
+        elif not token and not token_file:
+            self._token = read_environment("VAULT_TOKEN")
+        self._logging_in = LoopLocks()
+
+    async def _encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
+        # Servers before 1.13 ignore associated_data: with its hash inside, that is noticed.
+        content = plaintext + hashlib.sha256(associated_data).digest()
+        answer = await self._transit(
+            "encrypt", plaintext=_text(content), associated_data=_text(associated_data)
+        )
+        ciphertext = _CIPHERTEXT.fullmatch(str(answer.get("ciphertext")))
+        if ciphertext is None:
+            raise self._nonsense()
+        # The text itself could be altered without a change of its meaning.
+        return int(ciphertext[1]).to_bytes(_VERSION_LENGTH) + self._bytes(ciphertext[2])
+
+    async def _decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
+        version = int.from_bytes(sealed[:_VERSION_LENGTH])
+        if len(sealed) <= _VERSION_LENGTH or not version:  # Vault takes 0 for 1
+            raise TamperedError("not a key wrapped by Vault")
+        answer = await self._transit(
+            "decrypt",
+            ciphertext=f"vault:v{version}:{_text(sealed[_VERSION_LENGTH:])}",
+            associated_data=_text(associated_data),
+        )
+        content = self._bytes(answer.get("plaintext"))
+        digest = hashlib.sha256(associated_data).digest()
+        if not hmac.compare_digest(content[-_DIGEST_LENGTH:], digest):
+            raise TamperedError("wrong key, or the value was altered or moved")
+        return content[:-_DIGEST_LENGTH]
+
+    async def _transit(self, operation: str, **body: str) -> Mapping[str, Any]:
+        import httpx
+
+        path = f"{self._mount}/{operation}/{self._name}"
+        async with httpx.AsyncClient(
+            headers=self._headers, verify=self._tls, timeout=self._timeout
+        ) as client:
+            token = await self._current_token(client, instead_of=None)
+            response = await self._post(client, path, body, token)
+            if response.status_code == _LOGIN_IS_NEEDED and self._login:
+                token = await self._current_token(client, instead_of=token)
+                response = await self._post(client, path, body, token)
+        if response.status_code != httpx.codes.OK:
+            raise self._explained(response, operation)
+        return self._part(response, "data")
+
+    async def _current_token(self, client: "httpx.AsyncClient", *, instead_of: str | None) -> str:
+        if self._token_file is not None:
+            return self._read_token(self._token_file)
+        if self._login is None:
+            assert self._token is not None
+            return self._token
+        async with self._logging_in.hold("login"):
+            if self._token is None or self._token == instead_of:  # nobody else was first
+                self._token = await self._log_in(client, self._login)
+            return self._token
+
+    def _read_token(self, path: Path) -> str:
+        try:
+            return path.read_text(encoding="ascii").strip()
+        except (OSError, ValueError):
+            pass
+        raise self._failure(f"cannot read the token in {str(path)!r}", "check that file")
+
+    async def _log_in(self, client: "httpx.AsyncClient", login: Mapping[str, str]) -> str:
+        response = await self._post(client, self._login_path, login, None)
+        if response.is_success:
+            token = self._part(response, "auth").get("client_token")
+            if isinstance(token, str) and token:
+                return token
+            raise self._nonsense()
+        retryable = response.status_code in _RETRYABLE
+        raise self._failure(
+            f"Vault refused the AppRole login ({response.status_code})",
+            f"check role_id, secret_id (expired, used up?), {self._login_path} and the namespace",
+            retryable=retryable,
+        )
+
+    async def _post(
+        self, client: "httpx.AsyncClient", path: str, body: Mapping[str, str], token: str | None
+    ) -> "httpx.Response":
+        import httpx
+
+        headers = {} if token is None else {"X-Vault-Token": token}
+        untrusted = False
+        try:
+            return await client.post(f"{self._url}/{path}", json=body, headers=headers)
+        except httpx.TransportError as error:
+            failure, untrusted = type(error).__name__, _is_about_trust(error)
+        if untrusted:
+            raise self._failure(
+                "the certificate of Vault is not trusted", "give ca_file, or VAULT_CACERT"
+            )
+        raise self._unreachable(f"cannot be reached ({failure})")
+
+    def _explained(self, response: "httpx.Response", operation: str) -> Exception:
+        status = response.status_code
+        found = next((means for words, means in _WORDS.items() if words in response.text), None)
+        if found == "altered" and operation == "decrypt":
+            return TamperedError("wrong key, or the value was altered or moved")
+        if status in _RETRYABLE:
+            what = "is sealed or in maintenance" if status == _SEALED else "cannot answer now"
+            return self._failure(
+                f"Vault {what} ({status})", "check its status and its quotas", retryable=True
+            )
+        if found is not None:
+            return self._failure(f"Vault refuses ({status}): {found}", "check the key in Vault")
+        if status == _LOGIN_IS_NEEDED:
+            return self._failure(
+                "Vault denies permission (403)",
+                "check that the token is valid and its policies allow update on "
+                f"{self._mount}/encrypt/{self._name} and {self._mount}/decrypt/{self._name}",
+            )
+        return self._failure(
+            f"Vault refuses ({status})",
+            f"check the address, the namespace, that {self._mount} is a transit engine, and that "
+            "the key is of type aes256-gcm96, aes128-gcm96 or chacha20-poly1305 and not derived",
+        )
+
+    def _part(self, response: "httpx.Response", name: str) -> Mapping[str, Any]:
+        try:
+            part = response.json()[name]
+        except (ValueError, KeyError, TypeError):
+            part = None
+        if not isinstance(part, dict):
+            raise self._nonsense()
+        return part
+
+    def _bytes(self, text: object) -> bytes:
+        try:
+            return base64.b64decode(str(text), validate=True)
+        except binascii.Error:
+            pass
+        raise self._nonsense()
+
+    def _nonsense(self) -> KeyServiceError:
+        return self._failure("the answer is not one of a transit engine", "check the address")
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _trust(address: str, ca_file: str | os.PathLike[str] | None) -> ssl.SSLContext | bool:
+    if not address.startswith("https:"):
+        return False
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except OSError:  # an SSLError is one, too
+        pass
+    raise ConfigurationError(f"cannot read certificates from {os.fspath(ca_file or '')!r}")
+
+
+def _is_about_trust(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

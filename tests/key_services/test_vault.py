@@ -1,0 +1,400 @@
+"""Root keys in Vault or OpenBao."""
+
+import asyncio
+import datetime
+import ipaddress
+import ssl
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from adk_secure_sessions import (
+    ConfigurationError,
+    KeyServiceError,
+    TamperedError,
+    VaultKey,
+    key_provider,
+)
+from adk_secure_sessions.keys import services
+from tests.key_services.vault import Vault, new_key, running
+
+MASTER = bytes(range(32))
+PLACE = b"place"
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(services, "_PAUSE", 0.001)
+
+
+@pytest.fixture
+def key(vault: Vault) -> VaultKey:
+    return with_token(vault)
+
+
+def with_token(vault: Vault, **options: Any) -> VaultKey:
+    return VaultKey("transit/clinic", address=vault.address, token=vault.root_token, **options)
+
+
+def with_approle(vault: Vault, **options: Any) -> VaultKey:
+    role = {"role_id": vault.role_id, "secret_id": vault.secret_id, **options}
+    return VaultKey("transit/clinic", address=vault.address, **role)
+
+
+async def failure(key: VaultKey) -> KeyServiceError:
+    """What wrapping with *key* fails with; nothing of what the server says is in it."""
+    with pytest.raises(KeyServiceError) as info:
+        await key.wrap(MASTER, PLACE)
+    error: BaseException | None = info.value
+    while error is not None:
+        assert "needle" not in str(error)
+        error = error.__cause__ or error.__context__
+    assert "'vault:transit/clinic'" in str(info.value)
+    return info.value
+
+
+# --- what is sent and stored ---------------------------------------------------------------------
+
+
+async def test_wrap_has_the_documented_format(vault: Vault, key: VaultKey) -> None:
+    vault.keys["", "transit", "clinic"].versions.append(new_key())
+    wrapped = await key.wrap(MASTER, PLACE)
+    assert wrapped[:5] == bytes([5, 0, 0, 0, 2])
+    content = (
+        vault.keys["", "transit", "clinic"]
+        .versions[1]
+        .decrypt(wrapped[5:17], wrapped[17:], b"\x05" + PLACE)
+    )
+    digest = hashes.Hash(hashes.SHA256())
+    digest.update(b"\x05" + PLACE)
+    assert content == MASTER + digest.finalize()
+
+
+async def test_rotated_key_opens_what_its_older_version_wrapped(
+    vault: Vault, key: VaultKey
+) -> None:
+    old = await key.wrap(MASTER, PLACE)
+    vault.keys["", "transit", "clinic"].versions.append(new_key())
+    new = await key.wrap(MASTER, PLACE)
+    assert await key.unwrap(old, PLACE) == await key.unwrap(new, PLACE) == MASTER
+
+
+async def test_version_that_is_no_longer_allowed_is_named(vault: Vault, key: VaultKey) -> None:
+    wrapped = await key.wrap(MASTER, PLACE)
+    vault.keys["", "transit", "clinic"].versions.append(new_key())
+    vault.keys["", "transit", "clinic"].min_decryption_version = 2
+    with pytest.raises(KeyServiceError, match="min_decryption_version") as info:
+        await key.unwrap(wrapped, PLACE)
+    assert not info.value.retryable
+
+
+async def test_version_nought_is_refused_though_vault_takes_it(vault: Vault, key: VaultKey) -> None:
+    wrapped = await key.wrap(MASTER, PLACE)
+    with pytest.raises(TamperedError):
+        await key.unwrap(wrapped[:1] + bytes(4) + wrapped[5:], PLACE)
+
+
+async def test_server_that_ignores_the_associated_data_is_noticed(
+    vault: Vault, key: VaultKey
+) -> None:
+    vault.ignores_associated_data = True
+    wrapped = await key.wrap(MASTER, PLACE)
+    assert await key.unwrap(wrapped, PLACE) == MASTER
+    with pytest.raises(TamperedError):
+        await key.unwrap(wrapped, b"elsewhere")
+
+
+# --- tokens, AppRole, namespaces -----------------------------------------------------------------
+
+
+async def test_approle_logs_in_once_for_calls_made_at_once(vault: Vault) -> None:
+    key = with_approle(vault)
+    await asyncio.gather(*(key.wrap(MASTER, PLACE) for _ in range(4)))
+    assert vault.requests.count("auth/approle/login") == 1
+    assert len(vault.requests) == 5
+
+
+async def test_expired_token_of_an_approle_is_replaced(vault: Vault) -> None:
+    key = with_approle(vault)
+    wrapped = await key.wrap(MASTER, PLACE)
+    vault.tokens.clear()
+    assert await asyncio.gather(*(key.unwrap(wrapped, PLACE) for _ in range(3))) == [MASTER] * 3
+    assert vault.requests.count("auth/approle/login") == 2
+
+
+async def test_approle_without_permission_logs_in_again_once(vault: Vault) -> None:
+    vault.token_lifetime = -1.0
+    assert "denies permission" in str(await failure(with_approle(vault)))
+    assert vault.requests.count("auth/approle/login") == 2
+
+
+async def test_wrong_secret_id_is_a_failure_that_says_what_to_check(vault: Vault) -> None:
+    error = await failure(with_approle(vault, secret_id="needle"))
+    assert "secret_id" in str(error)
+    assert not error.retryable
+
+
+async def test_login_is_tried_again_where_that_may_help(vault: Vault) -> None:
+    vault.failures = [503]
+    await with_approle(vault).wrap(MASTER, PLACE)
+
+
+async def test_token_in_a_file_is_read_for_each_call(vault: Vault, tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    key = VaultKey("transit/clinic", address=vault.address, token_file=file)
+    assert "check that file" in str(await failure(key))
+    file.write_text("hvs.old\n")
+    assert "token is valid" in str(await failure(key))
+    file.write_text(vault.root_token + "\n")
+    await key.wrap(MASTER, PLACE)
+
+
+async def test_namespace_is_sent(vault: Vault) -> None:
+    vault.add_key("clinic", namespace="team")
+    wrapped = await with_token(vault, namespace="team").wrap(MASTER, PLACE)
+    with pytest.raises(TamperedError):
+        await with_token(vault).unwrap(wrapped, PLACE)
+    assert "namespace" in str(await failure(with_token(vault, namespace="nowhere")))
+    assert with_token(vault, namespace="team") != with_token(vault)
+
+
+async def test_environment_names_server_and_credentials(
+    vault: Vault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vault.add_key("clinic", mount="deep/transit", namespace="team")
+    monkeypatch.setenv("VAULT_ADDR", vault.address + "/")
+    monkeypatch.setenv("VAULT_NAMESPACE", "team")
+    monkeypatch.setenv("VAULT_TOKEN", vault.root_token)
+    key = key_provider("vault:deep/transit/clinic")
+    assert key.key_id == "vault:deep/transit/clinic"
+    await key.wrap(MASTER, PLACE)
+    monkeypatch.delenv("VAULT_TOKEN")
+    monkeypatch.setenv("VAULT_ROLE_ID", vault.role_id)
+    monkeypatch.setenv("VAULT_SECRET_ID", vault.secret_id)
+    await key_provider("vault:deep/transit/clinic").wrap(MASTER, PLACE)
+
+
+@pytest.mark.parametrize("missing", ["VAULT_ADDR", "VAULT_TOKEN", "VAULT_SECRET_ID"])
+def test_variable_that_is_missing_is_named(
+    vault: Vault, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    given = {"VAULT_ADDR": vault.address}
+    if missing == "VAULT_SECRET_ID":
+        given["VAULT_ROLE_ID"] = "role"
+    for name in given.keys() - {missing}:
+        monkeypatch.setenv(name, given[name])
+    with pytest.raises(ConfigurationError, match=missing):
+        key_provider("vault:transit/clinic")
+
+
+@pytest.mark.parametrize(
+    "name", ["clinic", "/clinic", "transit/", "transit//clinic", "a/../b", "a/b?c", "a/b c", "é/b"]
+)
+def test_name_that_is_none_is_refused(name: str) -> None:
+    with pytest.raises(ConfigurationError, match="MOUNT/KEY"):
+        VaultKey(name, address="http://127.0.0.1", token="needle")
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["http://vault.example:8200", "vault.example", "ftp://127.0.0.1", "http://127.0.0.1.example"],
+)
+def test_address_at_which_keys_would_travel_in_clear_is_refused(address: str) -> None:
+    with pytest.raises(ConfigurationError, match="https://"):
+        VaultKey("transit/clinic", address=address, token="needle")
+
+
+def test_key_id_may_be_given(vault: Vault) -> None:
+    assert with_token(vault, key_id="the old vault").key_id == "the old vault"
+    for wrong in ("x" * 256, "line\nbreak"):
+        with pytest.raises(ConfigurationError, match="255"):
+            with_token(vault, key_id=wrong)
+
+
+# --- failures ------------------------------------------------------------------------------------
+
+STATUS = {
+    403: ("policies allow update on transit/encrypt/clinic", False),
+    404: ("transit engine", False),
+    405: ("transit engine", False),
+    307: ("check the address", False),
+    412: ("cannot answer now", True),
+    429: ("quotas", True),
+    500: ("cannot answer now", True),
+    502: ("cannot answer now", True),
+    503: ("is sealed", True),
+}
+
+
+@pytest.mark.parametrize(("status", "expected"), STATUS.items())
+async def test_failure_says_what_to_check_and_whether_to_try_again(
+    vault: Vault, key: VaultKey, status: int, expected: tuple[str, bool]
+) -> None:
+    words, retryable = expected
+    vault.failures = [status] * 3
+    error = await failure(key)
+    assert words in str(error)
+    assert str(status) in str(error)
+    assert error.retryable is retryable
+    assert len(vault.requests) == (3 if retryable else 1)
+
+
+async def test_missing_key_is_named(vault: Vault, key: VaultKey) -> None:
+    del vault.keys["", "transit", "clinic"]
+    assert "no key of this name" in str(await failure(key))
+
+
+async def test_sealed_server_is_asked_again_until_it_is_not(vault: Vault, key: VaultKey) -> None:
+    vault.failures = [503, 429]
+    assert await key.unwrap(await key.wrap(MASTER, PLACE), PLACE) == MASTER
+    vault.sealed = True
+    error = await failure(with_token(vault, attempts=1))
+    assert "is sealed" in str(error)
+    assert error.retryable
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"<html>needle</html>", b"", b"[]", b'{"data": 7}', b'{"data": {}}',
+        b'{"data": {"ciphertext": "vault:v1:!", "plaintext": "!"}}',
+        b'{"data": {"ciphertext": "vault:v1:A", "plaintext": "A"}}',
+        b'{"data": {"ciphertext": "vault:v0:AAAA"}}',
+        b'{"data": {"ciphertext": 7}, "auth": {"client_token": ""}}',
+    ],
+)  # fmt: skip
+async def test_answer_of_something_else_is_refused(
+    vault: Vault, key: VaultKey, answer: bytes
+) -> None:
+    wrapped = await key.wrap(MASTER, PLACE)
+    vault.answer = answer
+    assert "check the address" in str(await failure(key))
+    assert "check the address" in str(await failure(with_approle(vault)))
+    with pytest.raises((KeyServiceError, TamperedError)):
+        await key.unwrap(wrapped, PLACE)
+
+
+async def test_server_that_is_not_there_cannot_be_reached(key: VaultKey, vault: Vault) -> None:
+    vault.stop()
+    error = await failure(key)
+    vault.start()
+    assert "cannot be reached" in str(error)
+    assert error.retryable
+
+
+async def test_server_that_is_back_is_reached(key: VaultKey, vault: Vault) -> None:
+    wrapped = await key.wrap(MASTER, PLACE)
+    vault.stop()
+    vault.start()
+    assert await key.unwrap(wrapped, PLACE) == MASTER
+
+
+async def test_slow_server_is_given_up_in_time(vault: Vault) -> None:
+    vault.delay = 0.3
+    key = with_token(vault, timeout=0.05, attempts=2)
+    began = time.perf_counter()
+    error = await failure(key)
+    assert time.perf_counter() - began < 0.3
+    assert error.retryable
+    assert "0.05 s" in str(error) or "Timeout" in str(error)
+
+
+async def test_call_that_is_cancelled_ends_at_once_and_is_not_repeated(vault: Vault) -> None:
+    vault.delay = 0.2
+    call = asyncio.create_task(with_token(vault).wrap(MASTER, PLACE))
+    while not vault.requests:
+        await asyncio.sleep(0.01)
+    began = time.perf_counter()
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert time.perf_counter() - began < 0.15
+    assert len(vault.requests) == 1
+
+
+@pytest.mark.parametrize("options", [{"timeout": 0}, {"timeout": -1}, {"attempts": 0}])
+def test_impossible_patience_is_refused(vault: Vault, options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match="timeout"):
+        with_token(vault, **options)
+
+
+# --- TLS -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> Path:
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "vault")])
+    now = datetime.datetime.now(datetime.UTC)
+    address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+    made = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(hours=1))
+        .not_valid_after(now + datetime.timedelta(hours=1))
+        .add_extension(x509.SubjectAlternativeName([address]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    pem = serialization.Encoding.PEM
+    private = key.private_bytes(
+        pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    (tmp_path / "both.pem").write_bytes(private + made.public_bytes(pem))
+    path = tmp_path / "ca.pem"
+    path.write_bytes(made.public_bytes(pem))
+    return path
+
+
+@pytest.fixture
+def tls_vault(vault: Vault, certificate: Path) -> Iterator[Vault]:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate.with_name("both.pem"))
+    server = Vault(tls=context)
+    server.add_key("clinic")
+    with running(server):
+        yield server
+
+
+async def test_server_is_trusted_by_its_certificate_only(
+    tls_vault: Vault, certificate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await with_token(tls_vault, ca_file=certificate).wrap(MASTER, PLACE)
+    monkeypatch.setenv("VAULT_CACERT", str(certificate))
+    await with_token(tls_vault).wrap(MASTER, PLACE)
+    monkeypatch.delenv("VAULT_CACERT")
+    error = await failure(with_token(tls_vault))
+    assert "is not trusted" in str(error)
+    assert not error.retryable
+
+
+def test_certificates_that_cannot_be_read_are_named(tls_vault: Vault, tmp_path: Path) -> None:
+    (tmp_path / "empty.pem").write_text("")
+    for name in ("missing.pem", "empty.pem"):
+        with pytest.raises(ConfigurationError, match=name):
+            with_token(tls_vault, ca_file=tmp_path / name)
+
+
+# --- the server of these tests -------------------------------------------------------------------
+
+
+async def test_rewrap_refuses_what_was_wrapped_with_associated_data(
+    vault: Vault, key: VaultKey
+) -> None:
+    """As Vault does, which docs/root-key.md tells."""
+    import base64
+
+    import httpx
+
+    wrapped = await key.wrap(MASTER, PLACE)
+    async with httpx.AsyncClient(headers={"X-Vault-Token": vault.root_token}) as client:
+        response = await client.post(
+            f"{vault.address}/v1/transit/rewrap/clinic",
+            json={"ciphertext": f"vault:v1:{base64.b64encode(wrapped[5:]).decode()}"},
+        )
+    assert (response.status_code, "authentication failed" in response.text) == (400, True)
