@@ -16,6 +16,7 @@ from adk_secure_sessions.errors import (
     UnknownKeyError,
     WrongKeyError,
 )
+from adk_secure_sessions.keys.aws import AwsKmsKey
 from adk_secure_sessions.keys.passphrase import PassphraseKey
 from adk_secure_sessions.keys.providers import (
     EnvironmentKey,
@@ -31,6 +32,7 @@ from adk_secure_sessions.service import EncryptedSessionService
 
 __all__ = [
     "AesGcmBackend",
+    "AwsKmsKey",
     "Cipher",
     "ConfigurationError",
     "DecryptionError",

@@ -1,8 +1,10 @@
+import os
 from collections.abc import Iterator
 
 import pytest
 
-from adk_secure_sessions import VaultKey
+from adk_secure_sessions import AwsKmsKey, VaultKey
+from tests.key_services import aws
 from tests.key_services.support import Service
 from tests.key_services.vault import Vault, running
 
@@ -33,7 +35,44 @@ def vault_service(vault: Vault) -> Service:
     )
 
 
-@pytest.fixture(params=["vault"])
+@pytest.fixture(scope="session")
+def moto() -> Iterator[aws.Kms]:
+    with aws.running() as kms:
+        yield kms
+
+
+@pytest.fixture
+def kms(moto: aws.Kms, monkeypatch: pytest.MonkeyPatch) -> aws.Kms:
+    """AWS as this machine's environment would describe it, which is otherwise left alone."""
+    for name in list(os.environ):
+        if name.startswith("AWS_"):
+            monkeypatch.delenv(name)
+    for name, value in aws.ACCESS.items():
+        monkeypatch.setenv(name.upper(), value)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", aws.REGION)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    moto.forget()
+    return moto
+
+
+@pytest.fixture
+def aws_service(kms: aws.Kms) -> Iterator[Service]:
+    clinic, other = kms.new_key(), kms.new_key()
+    yield Service(
+        lambda: AwsKmsKey(clinic, endpoint_url=kms.address),
+        lambda: AwsKmsKey(other, endpoint_url=kms.address),
+        [aws.ACCESS["aws_secret_access_key"]],
+        lambda: len(kms.operations),
+        kms.stop,
+        every=8,
+    )
+    kms.start()
+
+
+@pytest.fixture(params=["vault", "aws"])
 def key_service(request: pytest.FixtureRequest) -> Service:
     service: Service = request.getfixturevalue(f"{request.param}_service")
     return service

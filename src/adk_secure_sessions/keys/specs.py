@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.keys.aws import AwsKmsKey
 from adk_secure_sessions.keys.passphrase import PassphraseKey
 from adk_secure_sessions.keys.providers import (
     EnvironmentKey,
@@ -18,6 +19,7 @@ _SCHEMES: dict[str, Callable[[str], KeyProvider]] = {
     "file": FileKey,
     "passphrase-env": lambda name: PassphraseKey(read_environment(name)),
     "vault": VaultKey,
+    "aws-kms": AwsKmsKey,
 }
 
 

@@ -1,0 +1,96 @@
+"""AWS KMS as moto plays it, over HTTP; what it does not play is put in front of it."""
+
+import io
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import botocore.session
+from moto.moto_server.werkzeug_app import (
+    DomainDispatcherApplication,
+    MotoRequestHandler,
+    create_backend_app,
+)
+from werkzeug.serving import make_server
+from werkzeug.wrappers import Request, Response
+
+REGION = "eu-central-1"
+ACCESS = {"aws_access_key_id": "AKIAEXAMPLE", "aws_secret_access_key": "needle-of-access"}
+
+
+class Kms:
+    """The server: counts what it is asked, and fails as it is told."""
+
+    def __init__(self) -> None:
+        self._moto: Any = DomainDispatcherApplication(create_backend_app)
+        self.operations: list[str] = []  # of providers, in order
+        self.contexts: list[dict[str, str]] = []
+        self.failures: list[tuple[str, int]] = []  # code and status, for the next calls
+        self.delay = 0.0  # seconds, before each answer
+        self.port = 0
+        self._thread: threading.Thread | None = None
+
+    def forget(self) -> None:
+        self.operations.clear()
+        self.contexts.clear()
+        self.failures.clear()
+        self.delay = 0.0
+
+    def start(self) -> None:
+        if self._thread is not None and self._thread.is_alive():
+            return
+        self._server = make_server(
+            "127.0.0.1", self.port, self, threaded=True, request_handler=MotoRequestHandler
+        )
+        self.port = self._server.server_port
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
+        self._thread.start()
+
+    def stop(self) -> None:
+        if self._thread is not None and self._thread.is_alive():
+            self._server.shutdown()
+            self._thread.join()
+            self._server.server_close()
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @cached_property
+    def admin(self) -> Any:
+        session = botocore.session.Session()
+        return session.create_client("kms", region_name=REGION, endpoint_url=self.address, **ACCESS)
+
+    def new_key(self) -> str:
+        return str(self.admin.create_key()["KeyMetadata"]["Arn"])
+
+    def __call__(self, environ: Any, start_response: Callable[..., Any]) -> Any:
+        request = Request(environ, populate_request=False)
+        operation = request.headers.get("X-Amz-Target", "").removeprefix("TrentService.")
+        if operation in ("Encrypt", "Decrypt"):
+            content = request.get_data()  # kept for moto
+            self.operations.append(operation)
+            self.contexts.append(json.loads(content)["EncryptionContext"])
+            time.sleep(self.delay)
+            if self.failures:
+                code, status = self.failures.pop(0)
+                # Servers may repeat what they were sent: ours must not repeat that.
+                text = json.dumps({"__type": code, "message": f"needle {content!r}"})
+                return Response(text, status)(environ, start_response)
+            environ["wsgi.input"] = io.BytesIO(content)
+        return self._moto(environ, start_response)
+
+
+@contextmanager
+def running() -> Iterator[Kms]:
+    kms = Kms()
+    kms.start()
+    try:
+        yield kms
+    finally:
+        kms.admin.close()
+        kms.stop()

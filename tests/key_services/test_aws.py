@@ -1,0 +1,265 @@
+"""Root keys in AWS KMS."""
+
+import asyncio
+import base64
+import hashlib
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adk_secure_sessions import (
+    AwsKmsKey,
+    ConfigurationError,
+    KeyServiceError,
+    TamperedError,
+    WrongKeyError,
+    key_provider,
+)
+from adk_secure_sessions.keys import services
+from tests.key_services.aws import ACCESS, REGION, Kms
+
+MASTER = bytes(range(32))
+PLACE = b"place"
+ARN = f"arn:aws:kms:{REGION}:123456789012:key/1234abcd-12ab-34cd-56ef-1234567890ab"
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(services, "_PAUSE", 0.001)
+
+
+@pytest.fixture
+def key(kms: Kms) -> AwsKmsKey:
+    return AwsKmsKey(kms.new_key(), endpoint_url=kms.address)
+
+
+async def failure(key: AwsKmsKey) -> KeyServiceError:
+    """What wrapping with *key* fails with; nothing of what AWS says is in it."""
+    with pytest.raises(KeyServiceError) as info:
+        await key.wrap(MASTER, PLACE)
+    error: BaseException | None = info.value
+    while error is not None:
+        assert "needle" not in str(error)
+        error = error.__cause__ or error.__context__
+    assert repr(key.key_id) in str(info.value)
+    return info.value
+
+
+# --- what is sent and stored ---------------------------------------------------------------------
+
+
+async def test_wrap_has_the_documented_format(kms: Kms, key: AwsKmsKey) -> None:
+    wrapped = await key.wrap(MASTER, PLACE)
+    assert wrapped[:1] == b"\x03"
+    digest = base64.b64encode(hashlib.sha256(b"\x03" + PLACE).digest()).decode()
+    context = {"adk-secure-sessions": digest}
+    said = kms.admin.decrypt(CiphertextBlob=wrapped[1:], EncryptionContext=context)
+    assert said["Plaintext"] == MASTER
+    assert said["KeyId"] == key.key_id.removeprefix("aws-kms:")
+
+
+async def test_log_of_aws_shows_nothing_of_the_place(kms: Kms, key: AwsKmsKey) -> None:
+    """CloudTrail keeps the context in clear."""
+    await key.unwrap(await key.wrap(MASTER, b"clinic, ada"), b"clinic, ada")
+    assert len(kms.contexts) == 2
+    for name, value in (pair for context in kms.contexts for pair in context.items()):
+        assert name == "adk-secure-sessions"
+        assert len(base64.b64decode(value)) == 32
+
+
+async def test_debugging_log_shows_no_key(
+    kms: Kms, key: AwsKmsKey, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    wrapped = await key.wrap(MASTER, PLACE)
+    assert await key.unwrap(wrapped, PLACE) == MASTER
+    kms.admin.list_keys()  # the user's own calls are logged as ever
+    assert "botocore.endpoint" in {record.name for record in caplog.records}
+    for form in (base64.b64encode(MASTER).decode(), MASTER.hex(), repr(MASTER)):
+        assert form not in caplog.text
+
+
+# --- how a key is named --------------------------------------------------------------------------
+
+
+async def test_alias_names_its_key(kms: Kms, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_KMS", kms.address)
+    arn = kms.new_key()
+    kms.admin.create_alias(AliasName="alias/moved", TargetKeyId=arn)
+    key = key_provider("aws-kms:alias/moved")
+    assert key.key_id == "aws-kms:alias/moved"
+    wrapped = await key.wrap(MASTER, PLACE)
+    assert await key_provider(f"aws-kms:{arn}").unwrap(wrapped, PLACE) == MASTER
+    kms.admin.update_alias(AliasName="alias/moved", TargetKeyId=kms.new_key())
+    # moto says AccessDeniedException, AWS IncorrectKeyException: see below.
+    with pytest.raises(KeyServiceError, match="permission was denied"):
+        await key.unwrap(wrapped, PLACE)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        ARN, ARN.replace(":key/", ":alias/"), ARN.replace("aws:", "aws-us-gov:"),
+        "alias/team/clinic", "1234abcd-12ab-34cd-56ef-1234567890ab",
+        "mrk-1234abcd12ab34cd56ef1234567890ab",
+    ],
+)  # fmt: skip
+def test_every_way_to_name_a_key_is_taken(kms: Kms, name: str) -> None:
+    assert AwsKmsKey(name, endpoint_url=kms.address).key_id == f"aws-kms:{name}"
+
+
+@pytest.mark.parametrize(
+    "name", ["", "clinic", "needle", "arn:aws:s3:::clinic", f"{ARN} ", f"{ARN}\n", "alias/", "é"]
+)
+def test_name_that_is_none_is_refused_without_repeating_it(name: str) -> None:
+    with pytest.raises(ConfigurationError, match="alias/NAME") as info:
+        AwsKmsKey(name)
+    assert "needle" not in str(info.value)
+
+
+def test_region_is_that_of_the_arn_unless_another_is_given(
+    kms: Kms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def region(name: str, **options: Any) -> str:
+        return AwsKmsKey(name, endpoint_url=kms.address, **options)._region
+
+    elsewhere = ARN.replace(REGION, "us-east-1")
+    assert region(elsewhere) == "us-east-1"
+    assert region(elsewhere, region=REGION) == REGION
+    assert region("alias/clinic") == REGION
+    monkeypatch.delenv("AWS_DEFAULT_REGION")
+    monkeypatch.setenv("AWS_REGION", "eu-west-3")
+    assert region("alias/clinic") == "eu-west-3"
+    monkeypatch.delenv("AWS_REGION")
+    with pytest.raises(ConfigurationError, match="AWS_REGION"):
+        region("alias/clinic")
+
+
+def test_profile_that_is_missing_is_a_configuration_error(kms: Kms) -> None:
+    with pytest.raises(ConfigurationError, match="ProfileNotFound"):
+        AwsKmsKey("alias/clinic", profile="nobody")
+    with pytest.raises(ConfigurationError, match="ProfileNotFound"):
+        AwsKmsKey(ARN, profile="nobody")
+
+
+def test_profile_gives_region_and_credentials(
+    kms: Kms, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "config"
+    file.write_text("[profile clinic]\nregion = ap-south-1\n")
+    monkeypatch.delenv("AWS_DEFAULT_REGION")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(file))
+    key = AwsKmsKey("alias/clinic", profile="clinic", endpoint_url=kms.address)
+    assert key._region == "ap-south-1"
+
+
+def test_address_at_which_keys_would_travel_in_clear_is_refused(
+    monkeypatch: pytest.MonkeyPatch, kms: Kms
+) -> None:
+    with pytest.raises(ConfigurationError, match="https://"):
+        AwsKmsKey(ARN, endpoint_url="http://localstack.example:4566")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://localstack.example:4566")
+    with pytest.raises(ConfigurationError, match="https://"):
+        AwsKmsKey(ARN)
+
+
+# --- failures ------------------------------------------------------------------------------------
+
+ANSWERS = {
+    ("AccessDeniedException", 400): ("kms:Encrypt and kms:Decrypt", False),
+    ("DisabledException", 400): ("enable it", False),
+    ("KMSInvalidStateException", 400): ("pending deletion", False),
+    ("InvalidKeyUsageException", 400): ("symmetric", False),
+    ("NotFoundException", 400): ("no such key", False),
+    ("UnrecognizedClientException", 400): ("credentials were refused", False),
+    ("ExpiredTokenException", 400): ("credentials were refused", False),
+    ("InvalidSignatureException", 400): ("clock", False),
+    ("ValidationException", 400): ("AWS KMS refuses (400)", False),
+    ("ThrottlingException", 400): ("quotas", True),
+    ("KeyUnavailableException", 500): ("cannot answer now", True),
+    ("KMSInternalException", 500): ("cannot answer now", True),
+    ("DependencyTimeoutException", 503): ("cannot answer now", True),
+    ("Unheard", 502): ("cannot answer now", True),
+    ("Unheard", 429): ("cannot answer now", True),
+}
+
+
+@pytest.mark.parametrize(("answer", "expected"), ANSWERS.items(), ids=lambda of: str(of[0]))
+async def test_failure_says_what_to_check_and_whether_to_try_again(
+    kms: Kms, key: AwsKmsKey, answer: tuple[str, int], expected: tuple[str, bool]
+) -> None:
+    words, retryable = expected
+    kms.failures = [answer] * 3
+    error = await failure(key)
+    assert words in str(error)
+    assert error.retryable is retryable
+    assert len(kms.operations) == (3 if retryable else 1)
+
+
+async def test_throttled_call_is_made_again(kms: Kms, key: AwsKmsKey) -> None:
+    kms.failures = [("ThrottlingException", 400), ("KMSInternalException", 500)]
+    assert await key.unwrap(await key.wrap(MASTER, PLACE), PLACE) == MASTER
+
+
+async def test_key_that_was_wrapped_by_another_is_said_to_be(kms: Kms, key: AwsKmsKey) -> None:
+    wrapped = await key.wrap(MASTER, PLACE)
+    kms.failures = [("IncorrectKeyException", 400)]
+    with pytest.raises(WrongKeyError, match="alias that was moved"):
+        await key.unwrap(wrapped, PLACE)
+    kms.failures = [("InvalidCiphertextException", 400)]
+    with pytest.raises(TamperedError):
+        await key.unwrap(wrapped, PLACE)
+
+
+async def test_missing_credentials_are_named(kms: Kms, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ACCESS:
+        monkeypatch.delenv(name.upper())
+    error = await failure(AwsKmsKey(ARN, endpoint_url=kms.address))
+    assert "NoCredentialsError" in str(error)
+    assert not error.retryable
+    assert kms.operations == []
+
+
+async def test_server_that_is_not_there_cannot_be_reached(kms: Kms, key: AwsKmsKey) -> None:
+    kms.stop()
+    error = await failure(key)
+    kms.start()
+    assert "cannot be reached (EndpointConnectionError)" in str(error)
+    assert error.retryable
+
+
+async def test_slow_server_is_given_up_in_time(kms: Kms) -> None:
+    kms.delay = 0.5
+    key = AwsKmsKey(kms.new_key(), endpoint_url=kms.address, timeout=0.1, attempts=2)
+    began = time.perf_counter()
+    error = await failure(key)
+    assert time.perf_counter() - began < 0.45
+    assert error.retryable
+
+
+async def test_call_that_is_cancelled_ends_at_once_and_is_not_repeated(
+    kms: Kms, key: AwsKmsKey
+) -> None:
+    kms.delay = 0.3
+    call = asyncio.create_task(key.wrap(MASTER, PLACE))
+    while not kms.operations:
+        await asyncio.sleep(0.01)
+    began = time.perf_counter()
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert time.perf_counter() - began < 0.2
+    assert len(kms.operations) == 1
+
+
+async def test_calls_leave_the_event_loop_free(kms: Kms, key: AwsKmsKey) -> None:
+    kms.delay = 0.2
+    call = asyncio.create_task(key.wrap(MASTER, PLACE))
+    ticks = 0
+    while not call.done():
+        await asyncio.sleep(0.005)
+        ticks += 1
+    assert ticks > 10
