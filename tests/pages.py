@@ -98,14 +98,15 @@ class Page:
     ) -> None:
         self.directory = directory
         self.names: dict[str, Any] = {"__name__": "__main__", "server": server}
-        # For hidden blocks: what is entered ends with the page.
-        self.names |= {"enter": stack.enter_context, "setenv": monkeypatch.setenv}
         self._monkeypatch = monkeypatch
         self._server = server
         self._stack = stack
         self._made = set(expected)
         self._printed: str | None = None
         self._moved: dict[str, str] = {}
+        # For hidden blocks: what is entered ends with the page, what has moved is shown otherwise.
+        self.names |= {"enter": stack.enter_context, "moved": self._moved}
+        self.names["setenv"] = monkeypatch.setenv
         monkeypatch.chdir(directory)
         monkeypatch.syspath_prepend(str(directory))
         # The reader's `python` is this one; and nothing of this machine's answers for a page.

@@ -17,6 +17,7 @@ from adk_secure_sessions.errors import (
     WrongKeyError,
 )
 from adk_secure_sessions.keys.aws import AwsKmsKey
+from adk_secure_sessions.keys.gcp import GcpKmsKey
 from adk_secure_sessions.keys.passphrase import PassphraseKey
 from adk_secure_sessions.keys.providers import (
     EnvironmentKey,
@@ -41,6 +42,7 @@ __all__ = [
     "EnvironmentKey",
     "FernetBackend",
     "FileKey",
+    "GcpKmsKey",
     "KeyProvider",
     "KeyServiceError",
     "NoOpBackend",

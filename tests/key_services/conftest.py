@@ -1,10 +1,12 @@
+import json
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from adk_secure_sessions import AwsKmsKey, VaultKey
-from tests.key_services import aws
+from adk_secure_sessions import AwsKmsKey, GcpKmsKey, VaultKey
+from tests.key_services import aws, gcp
 from tests.key_services.support import Service
 from tests.key_services.vault import Vault, running
 
@@ -72,7 +74,33 @@ def aws_service(kms: aws.Kms) -> Iterator[Service]:
     kms.start()
 
 
-@pytest.fixture(params=["vault", "aws"])
+@pytest.fixture
+def cloud_kms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[gcp.CloudKms]:
+    """A server with the keys `a`, `b` and `c`, and credentials for it."""
+    account = tmp_path / "account.json"
+    account.write_text(gcp.service_account())
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(account))
+    monkeypatch.setenv("NO_PROXY", "localhost")
+    with gcp.running() as server:
+        yield server
+
+
+@pytest.fixture
+def gcp_service(cloud_kms: gcp.CloudKms) -> Service:
+    def make(name: str) -> GcpKmsKey:
+        return GcpKmsKey(f"{gcp.RING}/{name}", endpoint=cloud_kms.endpoint)
+
+    private = json.loads(gcp.service_account())["private_key"]
+    return Service(
+        lambda: make("a"),
+        lambda: make("b"),
+        [private],
+        lambda: len(cloud_kms.operations),
+        cloud_kms.stop,
+    )
+
+
+@pytest.fixture(params=["vault", "aws", "gcp"])
 def key_service(request: pytest.FixtureRequest) -> Service:
     service: Service = request.getfixturevalue(f"{request.param}_service")
     return service

@@ -1,8 +1,7 @@
 """Root keys in Vault or OpenBao."""
 
 import asyncio
-import datetime
-import ipaddress
+import hashlib
 import ssl
 import time
 from collections.abc import Iterator
@@ -10,9 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 
 from adk_secure_sessions import (
     ConfigurationError,
@@ -22,6 +18,7 @@ from adk_secure_sessions import (
     key_provider,
 )
 from adk_secure_sessions.keys import services
+from tests.key_services.certificates import certificate
 from tests.key_services.vault import Vault, new_key, running
 
 MASTER = bytes(range(32))
@@ -71,9 +68,7 @@ async def test_wrap_has_the_documented_format(vault: Vault, key: VaultKey) -> No
         .versions[1]
         .decrypt(wrapped[5:17], wrapped[17:], b"\x05" + PLACE)
     )
-    digest = hashes.Hash(hashes.SHA256())
-    digest.update(b"\x05" + PLACE)
-    assert content == MASTER + digest.finalize()
+    assert content == MASTER + hashlib.sha256(b"\x05" + PLACE).digest()
 
 
 async def test_rotated_key_opens_what_its_older_version_wrapped(
@@ -328,33 +323,14 @@ def test_impossible_patience_is_refused(vault: Vault, options: dict[str, Any]) -
 
 
 @pytest.fixture
-def certificate(tmp_path: Path) -> Path:
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "vault")])
-    now = datetime.datetime.now(datetime.UTC)
-    address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
-    made = (
-        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(hours=1))
-        .not_valid_after(now + datetime.timedelta(hours=1))
-        .add_extension(x509.SubjectAlternativeName([address]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    pem = serialization.Encoding.PEM
-    private = key.private_bytes(
-        pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
-    (tmp_path / "both.pem").write_bytes(private + made.public_bytes(pem))
-    path = tmp_path / "ca.pem"
-    path.write_bytes(made.public_bytes(pem))
-    return path
+def ca_file(tmp_path: Path) -> Path:
+    return certificate().write(tmp_path)[0]
 
 
 @pytest.fixture
-def tls_vault(vault: Vault, certificate: Path) -> Iterator[Vault]:
+def tls_vault(vault: Vault, ca_file: Path) -> Iterator[Vault]:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate.with_name("both.pem"))
+    context.load_cert_chain(ca_file.with_name("both.pem"))
     server = Vault(tls=context)
     server.add_key("clinic")
     with running(server):
@@ -362,10 +338,10 @@ def tls_vault(vault: Vault, certificate: Path) -> Iterator[Vault]:
 
 
 async def test_server_is_trusted_by_its_certificate_only(
-    tls_vault: Vault, certificate: Path, monkeypatch: pytest.MonkeyPatch
+    tls_vault: Vault, ca_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await with_token(tls_vault, ca_file=certificate).wrap(MASTER, PLACE)
-    monkeypatch.setenv("VAULT_CACERT", str(certificate))
+    await with_token(tls_vault, ca_file=ca_file).wrap(MASTER, PLACE)
+    monkeypatch.setenv("VAULT_CACERT", str(ca_file))
     await with_token(tls_vault).wrap(MASTER, PLACE)
     monkeypatch.delenv("VAULT_CACERT")
     error = await failure(with_token(tls_vault))

@@ -14,7 +14,7 @@ from contextlib import closing
 from typing import Any, NamedTuple
 
 from adk_secure_sessions.errors import ConfigurationError, TamperedError, WrongKeyError
-from adk_secure_sessions.keys.services import ATTEMPTS, TIMEOUT, RemoteKey, check_private, needs
+from adk_secure_sessions.keys.services import ATTEMPTS, TIMEOUT, RemoteKey, check_private, need
 
 _ARN = r"arn:aws[a-z-]*:kms:(?P<region>[a-z0-9-]+):[0-9]{12}:(?:key|alias)/[\w/-]+"
 _NAME = re.compile(rf"(?:{_ARN}|alias/[\w/-]+|mrk-[0-9a-f]{{32}}|[0-9a-f-]{{36}})", re.ASCII)
@@ -109,8 +109,9 @@ class AwsKmsKey(RemoteKey):
         timeout: float = TIMEOUT,
         attempts: int = ATTEMPTS,
     ) -> None:
-        with needs("aws"):
-            from botocore.exceptions import BotoCoreError
+        need("aws", "botocore")
+        from botocore.exceptions import BotoCoreError
+
         named = _NAME.fullmatch(key)
         if named is None:
             raise ConfigurationError("a key of AWS KMS is an ARN, alias/NAME or a key id")

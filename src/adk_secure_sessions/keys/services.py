@@ -1,10 +1,10 @@
 """What all key services have in common: time-outs, retries, and errors that say what to check."""
 
 import asyncio
+import importlib
 import random
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from typing import ClassVar
 from urllib.parse import urlsplit
 
@@ -106,14 +106,18 @@ class RemoteKey(Unpicklable):
         return self._failure(f"the key service {what}", check, retryable=True)
 
 
-@contextmanager
-def needs(extra: str) -> Iterator[None]:
-    """Around the imports of an optional library, which only those who use it have."""
+def need(extra: str, *modules: str) -> None:
+    """Import optional libraries, which only those who use them have.
+
+    Raises:
+        ConfigurationError: one is missing.
+    """
     missing = None
-    try:
-        yield
-    except ImportError as error:
-        missing = error.name
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ImportError:
+            missing = missing or module
     if missing is not None:
         raise ConfigurationError(
             f"this key needs {missing}: pip install 'adk-secure-sessions[{extra}]'"

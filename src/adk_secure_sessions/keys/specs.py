@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.keys.aws import AwsKmsKey
+from adk_secure_sessions.keys.gcp import GcpKmsKey
 from adk_secure_sessions.keys.passphrase import PassphraseKey
 from adk_secure_sessions.keys.providers import (
     EnvironmentKey,
@@ -20,6 +21,7 @@ _SCHEMES: dict[str, Callable[[str], KeyProvider]] = {
     "passphrase-env": lambda name: PassphraseKey(read_environment(name)),
     "vault": VaultKey,
     "aws-kms": AwsKmsKey,
+    "gcp-kms": GcpKmsKey,
 }
 
 

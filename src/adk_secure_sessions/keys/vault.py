@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from adk_secure_sessions.errors import ConfigurationError, KeyServiceError, TamperedError
 from adk_secure_sessions.keys.providers import read_environment
-from adk_secure_sessions.keys.services import ATTEMPTS, TIMEOUT, RemoteKey, check_private, needs
+from adk_secure_sessions.keys.services import ATTEMPTS, TIMEOUT, RemoteKey, check_private, need
 from adk_secure_sessions.loops import LoopLocks
 
 if TYPE_CHECKING:
@@ -78,8 +78,7 @@ class VaultKey(RemoteKey):
         timeout: float = TIMEOUT,
         attempts: int = ATTEMPTS,
     ) -> None:
-        with needs("vault"):
-            import httpx  # noqa: F401
+        need("vault", "httpx")
         if not _NAME.fullmatch(key) or ".." in key:
             raise ConfigurationError("a key in Vault is written MOUNT/KEY, such as transit/clinic")
         address = (address or read_environment("VAULT_ADDR")).rstrip("/")

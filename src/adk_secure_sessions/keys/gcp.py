@@ -1,0 +1,166 @@
+"""Root keys in Google Cloud KMS.
+
+Format of a wrapped key: docs/format.md, "Key providers".
+"""
+
+import asyncio
+import re
+from typing import TYPE_CHECKING, Any
+
+from adk_secure_sessions.errors import ConfigurationError, KeyServiceError, TamperedError
+from adk_secure_sessions.keys.services import ATTEMPTS, TIMEOUT, RemoteKey, need
+
+if TYPE_CHECKING:
+    from google.auth.credentials import Credentials
+    from google.cloud.kms import KeyManagementServiceAsyncClient
+
+_NAME = re.compile(
+    r"projects/[\w.:-]+/locations/[\w-]+/keyRings/[\w-]+/cryptoKeys/[\w-]+", re.ASCII
+)
+_SCOPES = ("https://www.googleapis.com/auth/cloudkms",)
+_REFUSED = {
+    "PermissionDenied": (
+        "permission was denied",
+        "check that the identity has cloudkms.cryptoKeyVersions.useToEncrypt and useToDecrypt",
+    ),
+    "Unauthenticated": ("the credentials were refused", "check that they are valid"),
+    "NotFound": ("there is no such key", "check its name, project and location"),
+    "FailedPrecondition": (
+        "the key cannot be used",
+        "check that its version is enabled, and that its purpose is ENCRYPT_DECRYPT",
+    ),
+}
+_RETRYABLE = {
+    "Aborted", "BadGateway", "Cancelled", "DeadlineExceeded", "GatewayTimeout",
+    "InternalServerError", "ResourceExhausted", "ServiceUnavailable", "TooManyRequests", "Unknown",
+}  # fmt: skip
+
+
+class GcpKmsKey(RemoteKey):
+    """A symmetric key of Google Cloud KMS; `gcp-kms:projects/…/cryptoKeys/…`.
+
+    Args:
+        key: `projects/P/locations/L/keyRings/R/cryptoKeys/K`, without a version.
+        credentials: Of google-auth; else the application's default ones.
+        endpoint: Host, and port if it is not 443, instead of `cloudkms.googleapis.com`.
+        timeout: Seconds for each attempt.
+        attempts: How often to ask, where asking again may help.
+
+    Raises:
+        ConfigurationError: `key` is not of that form, or the extra is not installed.
+    """
+
+    _kind = b"\x04"
+
+    def __init__(
+        self,
+        key: str,
+        *,
+        credentials: "Credentials | None" = None,
+        endpoint: str | None = None,
+        timeout: float = TIMEOUT,
+        attempts: int = ATTEMPTS,
+    ) -> None:
+        need("gcp", "google.cloud.kms", "google_crc32c")
+        if not _NAME.fullmatch(key):
+            raise ConfigurationError(
+                "a key of Cloud KMS is written projects/P/locations/L/keyRings/R/cryptoKeys/K"
+            )
+        super().__init__(f"gcp-kms:{key}", endpoint, timeout=timeout, attempts=attempts)
+        self._name = key
+        self._credentials = credentials
+        self._endpoint = endpoint
+
+    async def _encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
+        request = {
+            "name": self._name,
+            "plaintext": plaintext,
+            "plaintext_crc32c": _checksum(plaintext),
+            "additional_authenticated_data": associated_data,
+            "additional_authenticated_data_crc32c": _checksum(associated_data),
+        }
+        said = await self._call("encrypt", request)
+        arrived = (
+            said.verified_plaintext_crc32c and said.verified_additional_authenticated_data_crc32c
+        )
+        if not arrived or said.ciphertext_crc32c != _checksum(said.ciphertext):
+            raise self._corrupted()
+        return bytes(said.ciphertext)
+
+    async def _decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
+        if not sealed:
+            raise TamperedError("not a key wrapped by Cloud KMS")
+        request = {
+            "name": self._name,
+            "ciphertext": sealed,
+            "ciphertext_crc32c": _checksum(sealed),
+            "additional_authenticated_data": associated_data,
+            "additional_authenticated_data_crc32c": _checksum(associated_data),
+        }
+        said = await self._call("decrypt", request)
+        if said.plaintext_crc32c != _checksum(said.plaintext):
+            raise self._corrupted()
+        return bytes(said.plaintext)
+
+    async def _call(self, operation: str, request: dict[str, Any]) -> Any:
+        from google.api_core.exceptions import GoogleAPICallError
+        from google.auth.exceptions import GoogleAuthError
+
+        try:
+            credentials = self._credentials
+            if credentials is None:  # found by reading files, or by asking the machine's own host
+                credentials = self._credentials = await asyncio.to_thread(_default_credentials)
+            async with self._client(credentials) as client:
+                ask = getattr(client, operation)
+                return await ask(request=request, retry=None, timeout=self._timeout)
+        except GoogleAuthError as error:
+            failure: Exception = self._failure(
+                f"there are no credentials to be had ({type(error).__name__})",
+                "check the application default credentials",
+                retryable=bool(getattr(error, "retryable", False)),
+            )
+        except GoogleAPICallError as error:
+            failure = self._explained(error, operation)
+        raise failure
+
+    def _client(self, credentials: "Credentials") -> "KeyManagementServiceAsyncClient":
+        from google.api_core.client_options import ClientOptions
+        from google.cloud.kms import KeyManagementServiceAsyncClient
+
+        return KeyManagementServiceAsyncClient(
+            credentials=credentials, client_options=ClientOptions(api_endpoint=self._endpoint)
+        )
+
+    def _explained(self, error: Exception, operation: str) -> Exception:
+        name, text = type(error).__name__, str(error).lower()
+        if name == "InvalidArgument":
+            if "crc32c" in text or "checksum" in text:
+                return self._corrupted()
+            if operation == "decrypt":
+                return TamperedError("wrong key, or the value was altered or moved")
+        if name in _REFUSED:
+            what, check = _REFUSED[name]
+            return self._failure(f"{what} ({name})", check)
+        if name == "ServiceUnavailable":
+            return self._unreachable(f"cannot be reached ({name})")
+        if name in _RETRYABLE:
+            return self._failure(
+                f"Cloud KMS cannot answer now ({name})", "check its quotas", retryable=True
+            )
+        return self._failure(f"Cloud KMS refuses ({name})", "check the kind and state of the key")
+
+    def _corrupted(self) -> KeyServiceError:
+        return self._failure("what was sent did not arrive as it was", "try again", retryable=True)
+
+
+def _checksum(data: bytes) -> int:
+    import google_crc32c
+
+    return int(google_crc32c.value(data))
+
+
+def _default_credentials() -> "Credentials":
+    import google.auth
+
+    credentials: Credentials = google.auth.default(scopes=_SCOPES)[0]
+    return credentials

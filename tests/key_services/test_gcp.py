@@ -1,0 +1,201 @@
+"""Root keys in Google Cloud KMS."""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adk_secure_sessions import (
+    ConfigurationError,
+    GcpKmsKey,
+    KeyServiceError,
+    TamperedError,
+    key_provider,
+)
+from adk_secure_sessions.keys import services
+from tests.key_services.gcp import RING, CloudKms, service_account
+
+MASTER = bytes(range(32))
+PLACE = b"place"
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(services, "_PAUSE", 0.001)
+
+
+@pytest.fixture
+def key(cloud_kms: CloudKms) -> GcpKmsKey:
+    return GcpKmsKey(f"{RING}/a", endpoint=cloud_kms.endpoint)
+
+
+async def failure(key: GcpKmsKey) -> KeyServiceError:
+    """What wrapping with *key* fails with; nothing of what Google says is in it."""
+    with pytest.raises(KeyServiceError) as info:
+        await key.wrap(MASTER, PLACE)
+    error: BaseException | None = info.value
+    while error is not None:
+        assert "needle" not in str(error)
+        error = error.__cause__ or error.__context__
+    assert repr(key.key_id) in str(info.value)
+    return info.value
+
+
+async def test_wrap_has_the_documented_format(cloud_kms: CloudKms, key: GcpKmsKey) -> None:
+    wrapped = await key.wrap(MASTER, PLACE)
+    aead = cloud_kms.keys[f"{RING}/a"]
+    assert wrapped[:1] == b"\x04"
+    assert aead.decrypt(wrapped[1:13], wrapped[13:], b"\x04" + PLACE) == MASTER
+
+
+def test_spec_names_a_key(cloud_kms: CloudKms) -> None:
+    assert key_provider(f"gcp-kms:{RING}/a").key_id == f"gcp-kms:{RING}/a"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "a", "needle", f"{RING}/", f"{RING}/a/cryptoKeyVersions/1", f"/{RING}/a", f"{RING}/a\n"],
+)
+def test_name_that_is_none_is_refused_without_repeating_it(name: str) -> None:
+    with pytest.raises(ConfigurationError, match="projects/P/") as info:
+        GcpKmsKey(name)
+    assert "needle" not in str(info.value)
+
+
+# --- what arrives is what was sent ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "field", ["verified_plaintext_crc32c", "verified_additional_authenticated_data_crc32c"]
+)
+async def test_request_that_arrived_otherwise_is_not_believed(
+    cloud_kms: CloudKms, key: GcpKmsKey, field: str
+) -> None:
+    cloud_kms.change = lambda response: setattr(response, field, False)
+    error = await failure(key)
+    assert "did not arrive" in str(error)
+    assert error.retryable
+    assert len(cloud_kms.operations) == 3
+
+
+@pytest.mark.parametrize("field", ["ciphertext", "plaintext"])
+async def test_answer_that_arrived_otherwise_is_not_believed(
+    cloud_kms: CloudKms, key: GcpKmsKey, field: str
+) -> None:
+    wrapped = await key.wrap(MASTER, PLACE)
+
+    def change(response: Any) -> None:
+        setattr(response, field, b"x" + getattr(response, field)[1:])
+
+    cloud_kms.change = change
+    with pytest.raises(KeyServiceError, match="did not arrive") as info:
+        await (key.wrap(MASTER, PLACE) if field == "ciphertext" else key.unwrap(wrapped, PLACE))
+    assert info.value.retryable
+
+
+async def test_checksums_of_all_that_is_sent_are_sent(
+    cloud_kms: CloudKms, key: GcpKmsKey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from adk_secure_sessions.keys import gcp
+
+    wrapped = await key.wrap(MASTER, PLACE)
+    checksum: Callable[[bytes], int] = gcp._checksum
+    monkeypatch.setattr(gcp, "_checksum", lambda data: checksum(data) ^ (data[1:] == PLACE))
+    assert "did not arrive" in str(await failure(key))
+    with pytest.raises(KeyServiceError, match="did not arrive"):
+        await key.unwrap(wrapped, PLACE)
+
+
+# --- failures ------------------------------------------------------------------------------------
+
+CODES = {
+    "PERMISSION_DENIED": ("useToEncrypt", False),
+    "UNAUTHENTICATED": ("credentials were refused", False),
+    "NOT_FOUND": ("no such key", False),
+    "FAILED_PRECONDITION": ("version is enabled", False),
+    "INVALID_ARGUMENT": ("Cloud KMS refuses", False),
+    "RESOURCE_EXHAUSTED": ("quotas", True),
+    "UNAVAILABLE": ("check its address", True),
+    "INTERNAL": ("cannot answer now", True),
+    "ABORTED": ("cannot answer now", True),
+    "DEADLINE_EXCEEDED": ("cannot answer now", True),
+}
+
+
+@pytest.mark.parametrize(("code", "expected"), CODES.items())
+async def test_failure_says_what_to_check_and_whether_to_try_again(
+    cloud_kms: CloudKms, key: GcpKmsKey, code: str, expected: tuple[str, bool]
+) -> None:
+    words, retryable = expected
+    cloud_kms.failures = [code] * 3
+    error = await failure(key)
+    assert words in str(error)
+    assert error.retryable is retryable
+    assert len(cloud_kms.operations) == (3 if retryable else 1)
+
+
+async def test_call_is_made_again_where_that_may_help(cloud_kms: CloudKms, key: GcpKmsKey) -> None:
+    cloud_kms.failures = ["RESOURCE_EXHAUSTED", "UNAVAILABLE"]
+    assert await key.unwrap(await key.wrap(MASTER, PLACE), PLACE) == MASTER
+
+
+async def test_key_that_is_not_there_is_named(cloud_kms: CloudKms) -> None:
+    error = await failure(GcpKmsKey(f"{RING}/missing", endpoint=cloud_kms.endpoint))
+    assert "no such key" in str(error)
+
+
+async def test_missing_credentials_are_named(
+    cloud_kms: CloudKms, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "missing.json"))
+    error = await failure(GcpKmsKey(f"{RING}/a", endpoint=cloud_kms.endpoint))
+    assert "application default credentials" in str(error)
+    assert not error.retryable
+
+
+async def test_credentials_may_be_given(
+    cloud_kms: CloudKms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from google.oauth2.service_account import Credentials
+
+    made: Any = Credentials
+    credentials = made.from_service_account_info(json.loads(service_account()))
+    monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS")
+    key = GcpKmsKey(f"{RING}/a", endpoint=cloud_kms.endpoint, credentials=credentials)
+    assert await key.unwrap(await key.wrap(MASTER, PLACE), PLACE) == MASTER
+
+
+async def test_shortened_wrap_is_refused_without_a_call(
+    cloud_kms: CloudKms, key: GcpKmsKey
+) -> None:
+    with pytest.raises(TamperedError):
+        await key.unwrap(b"\x04", PLACE)
+    assert cloud_kms.operations == []
+
+
+async def test_slow_server_is_given_up_in_time(cloud_kms: CloudKms) -> None:
+    cloud_kms.delay = 0.6
+    key = GcpKmsKey(f"{RING}/a", endpoint=cloud_kms.endpoint, timeout=0.2, attempts=2)
+    began = time.perf_counter()
+    error = await failure(key)
+    assert time.perf_counter() - began < 0.6
+    assert error.retryable
+
+
+async def test_call_that_is_cancelled_ends_at_once_and_is_not_repeated(
+    cloud_kms: CloudKms, key: GcpKmsKey
+) -> None:
+    cloud_kms.delay = 0.3
+    call = asyncio.create_task(key.wrap(MASTER, PLACE))
+    while not cloud_kms.operations:
+        await asyncio.sleep(0.01)
+    began = time.perf_counter()
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert time.perf_counter() - began < 0.2
+    assert len(cloud_kms.operations) == 1
