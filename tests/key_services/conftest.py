@@ -2,11 +2,13 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from adk_secure_sessions import AwsKmsKey, GcpKmsKey, VaultKey
+from adk_secure_sessions import AwsKmsKey, GcpKmsKey, Pkcs11Key, VaultKey
 from tests.key_services import aws, gcp
+from tests.key_services import softhsm as hsm
 from tests.key_services.support import Service
 from tests.key_services.vault import Vault, running
 
@@ -100,7 +102,37 @@ def gcp_service(cloud_kms: gcp.CloudKms) -> Service:
     )
 
 
-@pytest.fixture(params=["vault", "aws", "gcp"])
+@pytest.fixture
+def softhsm(monkeypatch: pytest.MonkeyPatch) -> hsm.SoftHsm:
+    """A token `clinic` with the keys `a` and `b`."""
+    token = hsm.the_token()
+    monkeypatch.setenv("PKCS11_MODULE", token.module)
+    monkeypatch.setenv("PKCS11_PIN", hsm.PIN)
+    monkeypatch.delenv("PKCS11_PIN_FILE", raising=False)
+    return token
+
+
+@pytest.fixture
+def pkcs11_service(softhsm: hsm.SoftHsm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
+    asked = []
+    once = Pkcs11Key._in_session
+
+    def counted(self: Pkcs11Key, use: Any) -> bytes:
+        asked.append(use)
+        return once(self, use)
+
+    monkeypatch.setattr(Pkcs11Key, "_in_session", counted)
+    yield Service(
+        lambda: Pkcs11Key("clinic/a"),
+        lambda: Pkcs11Key("clinic/b"),
+        [hsm.PIN],
+        lambda: len(asked),
+        softhsm.take_out,
+    )
+    softhsm.put_back()
+
+
+@pytest.fixture(params=["vault", "aws", "gcp", "pkcs11"])
 def key_service(request: pytest.FixtureRequest) -> Service:
     service: Service = request.getfixturevalue(f"{request.param}_service")
     return service

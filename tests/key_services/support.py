@@ -1,13 +1,9 @@
 """A key service under test, whatever its kind."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from adk_secure_sessions import KeyProvider
-
-
-def nothing() -> None:
-    pass
 
 
 @dataclass
@@ -18,6 +14,5 @@ class Service:
     other: Callable[[], KeyProvider]  # of another key
     hidden: list[str | bytes]  # what no provider of it may show
     calls: Callable[[], int]  # how often it was asked to encrypt or decrypt
-    stop: Callable[[], None] = field(default=nothing)  # it can be reached no more
+    stop: Callable[[], None]  # it can be reached no more
     every: int = 1  # for check_key_provider
-    remote: bool = True  # over a network

@@ -5,12 +5,20 @@ from collections.abc import Callable
 
 import pytest
 
-from adk_secure_sessions import AwsKmsKey, ConfigurationError, GcpKmsKey, KeyProvider, VaultKey
+from adk_secure_sessions import (
+    AwsKmsKey,
+    ConfigurationError,
+    GcpKmsKey,
+    KeyProvider,
+    Pkcs11Key,
+    VaultKey,
+)
 
 # What is missing, the extra that brings it, and who asks for it.
 MISSING: dict[str, tuple[str, str, Callable[[], KeyProvider]]] = {
     "aws": ("botocore", "aws", lambda: AwsKmsKey("alias/clinic")),
     "gcp": ("google.cloud.kms", "gcp", lambda: GcpKmsKey("projects/p")),
+    "pkcs11": ("pkcs11", "pkcs11", lambda: Pkcs11Key("clinic/a")),
     "vault": ("httpx", "vault", lambda: VaultKey("transit/clinic", token="t")),
 }
 

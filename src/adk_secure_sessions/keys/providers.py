@@ -159,7 +159,7 @@ class FileKey(StaticKey):
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        super().__init__(_read_private_file(Path(path)))
+        super().__init__(read_private_file(Path(path)))
 
 
 def read_environment(name: str) -> str:
@@ -170,7 +170,8 @@ def read_environment(name: str) -> str:
     return value
 
 
-def _read_private_file(path: Path) -> bytes:
+def read_private_file(path: Path) -> bytes:
+    """What is in a file of secrets that others may not read; else a ConfigurationError."""
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())  # of the open file: no race with a rename

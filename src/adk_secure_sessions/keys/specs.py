@@ -6,6 +6,7 @@ from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.keys.aws import AwsKmsKey
 from adk_secure_sessions.keys.gcp import GcpKmsKey
 from adk_secure_sessions.keys.passphrase import PassphraseKey
+from adk_secure_sessions.keys.pkcs11 import Pkcs11Key
 from adk_secure_sessions.keys.providers import (
     EnvironmentKey,
     FileKey,
@@ -22,6 +23,7 @@ _SCHEMES: dict[str, Callable[[str], KeyProvider]] = {
     "vault": VaultKey,
     "aws-kms": AwsKmsKey,
     "gcp-kms": GcpKmsKey,
+    "pkcs11": Pkcs11Key,
 }
 
 

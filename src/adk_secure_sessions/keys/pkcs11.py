@@ -1,0 +1,253 @@
+"""Root keys in a hardware module (HSM), through PKCS#11.
+
+Format of a wrapped key: docs/format.md, "Key providers".
+"""
+
+import asyncio
+import os
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from adk_secure_sessions.errors import ConfigurationError, KeyServiceError, TamperedError
+from adk_secure_sessions.keys.providers import read_environment, read_private_file
+from adk_secure_sessions.keys.services import ATTEMPTS, TIMEOUT, RemoteKey, need
+
+_KEY_BITS = 256
+_NONCE_LENGTH, _TAG_BITS = 12, 128
+_REFUSED = {
+    "MechanismInvalid": ("the module has no AES-GCM", "use one that has CKM_AES_GCM"),
+    "MechanismParamInvalid": (
+        "the module refuses our nonce",
+        "use one that lets its callers choose nonces for AES-GCM",
+    ),
+    "MultipleTokensReturned": ("several tokens have this label", "give each its own label"),
+    "NoSuchToken": ("there is no token of this label", "check it, and that the token is in"),
+    "PinExpired": ("the PIN has expired", "set a new one"),
+    "PinIncorrect": ("the PIN is wrong", "correct it: tokens lock after a few wrong ones"),
+    "PinLocked": ("the PIN is locked", "have the security officer unlock it"),
+}
+_NOT_ALLOWED = (
+    "the key may not be used",
+    "check that it has CKA_ENCRYPT and CKA_DECRYPT, and is for this user",
+)
+_REFUSED |= dict.fromkeys(
+    ("KeyFunctionNotPermitted", "KeyTypeInconsistent", "UserNotLoggedIn"), _NOT_ALLOWED
+)
+
+
+class _Module:
+    """A library of a vendor's, loaded once in a process, and begun anew in each fork.
+
+    It may serve one thread at a time: nobody told it of locks.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._pid: int | None = None
+        self._failed = False
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def held(self, seconds: float) -> Iterator[Any]:
+        """The library, for this thread alone.
+
+        Raises:
+            TimeoutError: another call has not come back within *seconds*.
+        """
+        import pkcs11
+
+        if not self._lock.acquire(timeout=seconds):
+            raise TimeoutError
+        try:
+            library = pkcs11.lib(self.path)
+            # After a fork, what the parent did does not count; and many a library finds a token
+            # that was away, or a server, only when it begins again.
+            if self._failed or self._pid not in (None, os.getpid()):
+                try:
+                    library.finalize()
+                except pkcs11.PKCS11Error:
+                    pass
+                library.initialize()
+            self._pid, self._failed = os.getpid(), False
+            yield library
+        finally:
+            self._lock.release()
+
+    def has_failed(self) -> None:
+        self._failed = True
+
+    def renew_lock(self) -> None:
+        self._lock = threading.Lock()
+
+
+_modules: dict[str, _Module] = {}
+
+
+def _renew_locks() -> None:
+    for module in _modules.values():
+        module.renew_lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_locks)
+
+
+class Pkcs11Key(RemoteKey):
+    """An AES-256 key that its token does not give away; `pkcs11:TOKEN/LABEL`.
+
+    Each call opens a session and closes it, so that a token may be taken out in between.
+
+    Args:
+        key: `TOKEN/LABEL`, the labels of the token and the key.
+        module: Path of the vendor's library; else `PKCS11_MODULE`.
+        pin: Of the token's user; else that in `pin_file`, else `PKCS11_PIN`, else that in the
+            file that `PKCS11_PIN_FILE` names.
+        pin_file: A file that only its owner may read.
+        key_id: Stored in clear with what is wrapped; else `pkcs11:` and `key`.
+        timeout: Seconds for each attempt.
+        attempts: How often to ask, where asking again may help.
+
+    Raises:
+        ConfigurationError: Something of that is missing or cannot be used.
+    """
+
+    _kind = b"\x06"
+
+    def __init__(
+        self,
+        key: str,
+        *,
+        module: str | os.PathLike[str] | None = None,
+        pin: str | None = None,
+        pin_file: str | os.PathLike[str] | None = None,
+        key_id: str | None = None,
+        timeout: float = TIMEOUT,
+        attempts: int = ATTEMPTS,
+    ) -> None:
+        need("pkcs11", "pkcs11")
+        self._token, _, self._label = key.partition("/")
+        if not self._token or not self._label:
+            raise ConfigurationError("a key in a token is written TOKEN/LABEL")
+        path = os.fspath(module) if module is not None else read_environment("PKCS11_MODULE")
+        super().__init__(key_id or f"pkcs11:{key}", path, timeout=timeout, attempts=attempts)
+        self._module = _modules.setdefault(path, _Module(path))
+        self._pin = pin or _find_pin(pin_file)
+        self._refused: KeyServiceError | None = None
+
+    async def _encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
+        return await asyncio.to_thread(
+            self._in_session, lambda key: _encrypt(key, plaintext, associated_data)
+        )
+
+    async def _decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
+        return await asyncio.to_thread(
+            self._in_session, lambda key: _decrypt(key, sealed, associated_data)
+        )
+
+    def _in_session(self, use: Callable[[Any], bytes]) -> bytes:
+        import pkcs11
+
+        try:
+            with self._module.held(self._timeout) as library:
+                if self._refused is not None:  # a wrong PIN is not tried again, or it locks
+                    raise self._refused
+                with _session(library.get_token(token_label=self._token), self._pin) as session:
+                    return use(self._key(session))
+        except pkcs11.PKCS11Error as error:
+            failure = self._explained(type(error).__name__)
+        raise failure
+
+    def _key(self, session: Any) -> Any:
+        from pkcs11 import Attribute, KeyType, ObjectClass
+
+        template = {
+            Attribute.CLASS: ObjectClass.SECRET_KEY,
+            Attribute.KEY_TYPE: KeyType.AES,
+            Attribute.LABEL: self._label,
+        }
+        found = [*session.get_objects(template)]
+        if len(found) != 1:
+            raise self._failure(f"{len(found)} AES keys have this label", "let one have it")
+        (key,) = found
+        if key[Attribute.EXTRACTABLE] or not key[Attribute.SENSITIVE]:
+            raise self._failure(
+                "the token gives this key away",
+                "make one that is CKA_SENSITIVE and not CKA_EXTRACTABLE",
+            )
+        if not (key[Attribute.ENCRYPT] and key[Attribute.DECRYPT]):
+            raise self._failure(*_NOT_ALLOWED)
+        if key.key_length != _KEY_BITS:
+            raise self._failure(f"the key has {key.key_length} bits", f"use one of {_KEY_BITS}")
+        return key
+
+    def _explained(self, name: str) -> KeyServiceError:
+        if name == "PKCS11Error":  # the class that all are of: only for loading
+            return self._failure(
+                f"the library {self._module.path!r} cannot be loaded", "check module, PKCS11_MODULE"
+            )
+        if name in _REFUSED:
+            what, check = _REFUSED[name]
+            failure = self._failure(f"{what} ({name})", check)
+            if name.startswith("Pin"):
+                self._refused = failure
+            return failure
+        self._module.has_failed()
+        return self._failure(
+            f"the token failed ({name})", "check that it is plugged in and works", retryable=True
+        )
+
+
+@contextmanager
+def _session(token: Any, pin: str) -> Iterator[Any]:
+    from pkcs11.exceptions import UserAlreadyLoggedIn
+
+    try:
+        session = token.open(user_pin=pin)
+    except UserAlreadyLoggedIn:  # by another part of this process: that holds for all of it
+        session = token.open()
+    with session:
+        yield session
+
+
+def _encrypt(key: Any, plaintext: bytes, associated_data: bytes) -> bytes:
+    nonce = secrets.token_bytes(_NONCE_LENGTH)
+    return nonce + bytes(key.encrypt(plaintext, **_gcm(nonce, associated_data)))
+
+
+def _decrypt(key: Any, sealed: bytes, associated_data: bytes) -> bytes:
+    from pkcs11 import PKCS11Error
+
+    if len(sealed) < _NONCE_LENGTH + _TAG_BITS // 8:
+        raise TamperedError("not a key wrapped by a token")
+    nonce, body = sealed[:_NONCE_LENGTH], sealed[_NONCE_LENGTH:]
+    try:
+        return bytes(key.decrypt(body, **_gcm(nonce, associated_data)))
+    except PKCS11Error:
+        pass
+    # Some say no more than "general error": does the key open what it has just sealed?
+    probe = _encrypt(key, bytes(_NONCE_LENGTH), b"")
+    key.decrypt(probe[_NONCE_LENGTH:], **_gcm(probe[:_NONCE_LENGTH], b""))
+    raise TamperedError("wrong key, or the value was altered or moved")
+
+
+def _gcm(nonce: bytes, associated_data: bytes) -> dict[str, Any]:
+    from pkcs11 import GCMParams, Mechanism
+
+    parameters = GCMParams(nonce, associated_data, _TAG_BITS)
+    return {"mechanism": Mechanism.AES_GCM, "mechanism_param": parameters}
+
+
+def _find_pin(file: str | os.PathLike[str] | None) -> str:
+    if file is None and not os.environ.get("PKCS11_PIN"):
+        file = os.environ.get("PKCS11_PIN_FILE")
+    if not file:
+        return read_environment("PKCS11_PIN")
+    try:
+        return read_private_file(Path(file)).decode().strip()
+    except UnicodeDecodeError:
+        pass
+    raise ConfigurationError(f"the file {os.fspath(file)!r} does not hold a PIN as text")

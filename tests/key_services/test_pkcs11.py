@@ -1,0 +1,243 @@
+"""Root keys in a token."""
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adk_secure_sessions import (
+    AesGcmBackend,
+    ConfigurationError,
+    EncryptedSessionService,
+    KeyServiceError,
+    Pkcs11Key,
+    key_provider,
+)
+from adk_secure_sessions.keys import pkcs11, services
+from tests.key_services.softhsm import PIN, SoftHsm
+from tests.processes import results
+
+MASTER = bytes(range(32))
+PLACE = b"place"
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(services, "_PAUSE", 0.001)
+
+
+@pytest.fixture
+def key(softhsm: SoftHsm) -> Pkcs11Key:
+    return named("a")
+
+
+def named(label: str, **options: Any) -> Pkcs11Key:
+    return Pkcs11Key(f"clinic/{label}", **options)
+
+
+async def failure(key: Pkcs11Key) -> KeyServiceError:
+    """What wrapping with *key* fails with; the PIN is not in it."""
+    with pytest.raises(KeyServiceError) as info:
+        await key.wrap(MASTER, PLACE)
+    error: BaseException | None = info.value
+    while error is not None:
+        assert "needle" not in str(error)
+        error = error.__cause__ or error.__context__
+    assert repr(key.key_id) in str(info.value)
+    return info.value
+
+
+async def test_wrap_has_the_documented_format(softhsm: SoftHsm, key: Pkcs11Key) -> None:
+    from pkcs11 import GCMParams, Mechanism
+
+    wrapped = await key.wrap(MASTER, PLACE)
+    assert (wrapped[:1], len(wrapped)) == (b"\x06", 1 + 12 + 32 + 16)
+    with softhsm.token.open(user_pin=PIN) as session:
+        parameters = GCMParams(wrapped[1:13], b"\x06" + PLACE, 128)
+        found = session.get_key(label="a")
+        opened = found.decrypt(
+            wrapped[13:], mechanism=Mechanism.AES_GCM, mechanism_param=parameters
+        )
+    assert opened == MASTER
+
+
+# --- configuration -------------------------------------------------------------------------------
+
+
+async def test_spec_names_a_key(softhsm: SoftHsm) -> None:
+    key = key_provider("pkcs11:clinic/a")
+    assert key.key_id == "pkcs11:clinic/a"
+    assert await key.unwrap(await key.wrap(MASTER, PLACE), PLACE) == MASTER
+    assert named("a", key_id="the old token").key_id == "the old token"
+
+
+@pytest.mark.parametrize("name", ["", "clinic", "clinic/", "/a"])
+def test_name_that_is_none_is_refused(softhsm: SoftHsm, name: str) -> None:
+    with pytest.raises(ConfigurationError, match="TOKEN/LABEL"):
+        Pkcs11Key(name)
+
+
+@pytest.mark.parametrize("variable", ["PKCS11_MODULE", "PKCS11_PIN"])
+def test_variable_that_is_missing_is_named(
+    softhsm: SoftHsm, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.delenv(variable)
+    with pytest.raises(ConfigurationError, match=variable):
+        named("a")
+
+
+async def test_pin_may_be_in_a_private_file(
+    softhsm: SoftHsm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "pin"
+    file.write_text(f"{PIN}\n")
+    file.chmod(0o600)
+    await named("a", pin_file=file).wrap(MASTER, PLACE)
+    monkeypatch.delenv("PKCS11_PIN")
+    monkeypatch.setenv("PKCS11_PIN_FILE", str(file))
+    await named("a").wrap(MASTER, PLACE)
+    file.write_bytes(b"needle\xff")
+    with pytest.raises(ConfigurationError, match="does not hold a PIN") as info:
+        named("a")
+    assert "needle" not in str(info.value)
+    file.chmod(0o644)
+    with pytest.raises(ConfigurationError, match="chmod 600"):
+        named("a")
+
+
+async def test_library_that_cannot_be_loaded_is_named(softhsm: SoftHsm) -> None:
+    error = await failure(named("a", module="/nowhere/module.so"))
+    assert "'/nowhere/module.so' cannot be loaded" in str(error)
+    assert not error.retryable
+
+
+# --- keys and PINs -------------------------------------------------------------------------------
+
+
+async def test_key_that_the_token_would_give_away_is_refused(softhsm: SoftHsm) -> None:
+    softhsm.new_key("extractable", EXTRACTABLE=True)
+    softhsm.new_key("readable", SENSITIVE=False)
+    for label in ("extractable", "readable"):
+        assert "gives this key away" in str(await failure(named(label)))
+
+
+async def test_key_of_another_length_is_refused(softhsm: SoftHsm) -> None:
+    softhsm.new_key("short", bits=128)
+    assert "128 bits" in str(await failure(named("short")))
+
+
+async def test_key_that_may_not_encrypt_is_refused(softhsm: SoftHsm) -> None:
+    softhsm.new_key("idle", ENCRYPT=False)
+    error = await failure(named("idle"))
+    assert "may not be used" in str(error)
+    assert not error.retryable
+
+
+async def test_labels_that_name_nothing_or_too_much_are_said_to(softhsm: SoftHsm) -> None:
+    softhsm.new_key("twice")
+    softhsm.new_key("twice")
+    assert "2 AES keys" in str(await failure(named("twice")))
+    assert "0 AES keys" in str(await failure(named("missing")))
+    assert "no token" in str(await failure(Pkcs11Key("missing/a")))
+
+
+async def test_wrong_pin_is_tried_once_only(
+    softhsm: SoftHsm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens lock after a few, and a start asks for two keys at once."""
+    tried = []
+    session: Callable[[Any, str], Any] = pkcs11._session
+
+    def counted(token: Any, pin: str) -> Any:
+        tried.append(pin)
+        return session(token, pin)
+
+    monkeypatch.setattr(pkcs11, "_session", counted)
+    key = named("a", pin="needle")
+    errors = await asyncio.gather(*(failure(key) for _ in range(3)))
+    assert {"the PIN is wrong" in str(error) for error in errors} == {True}
+    assert len(tried) == 1
+
+
+async def test_session_of_another_part_of_the_process_is_no_obstacle(
+    softhsm: SoftHsm, key: Pkcs11Key
+) -> None:
+    with softhsm.token.open(user_pin=PIN):
+        wrapped = await key.wrap(MASTER, PLACE)
+    assert await key.unwrap(wrapped, PLACE) == MASTER
+
+
+# --- tokens that go, calls that hang, forks ------------------------------------------------------
+
+
+async def test_token_that_is_taken_out_is_missed_at_the_next_start_only(
+    softhsm: SoftHsm, tmp_path: Path
+) -> None:
+    url = f"sqlite:///{tmp_path / 'sessions.db'}"
+    async with EncryptedSessionService(url, AesGcmBackend("pkcs11:clinic/a")) as service:
+        await service.prepare_tables()
+        softhsm.take_out()
+        try:
+            for _ in range(20):
+                await service.create_session(app_name="clinic", user_id="ada")
+            async with EncryptedSessionService(url, AesGcmBackend("pkcs11:clinic/a")) as another:
+                with pytest.raises(KeyServiceError, match="check") as info:
+                    await another.prepare_tables()
+        finally:
+            softhsm.put_back()
+    assert info.value.retryable
+    async with EncryptedSessionService(url, AesGcmBackend("pkcs11:clinic/a")) as service:
+        assert len((await service.list_sessions(app_name="clinic")).sessions) == 20
+
+
+async def test_call_behind_one_that_hangs_is_given_up_in_time(key: Pkcs11Key) -> None:
+    free, held = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        with key._module.held(1.0):
+            held.set()
+            free.wait(10)
+
+    thread = threading.Thread(target=hang)
+    thread.start()
+    held.wait()
+    began = time.perf_counter()
+    try:
+        error = await failure(named("a", timeout=0.1, attempts=2))
+    finally:
+        free.set()
+        thread.join()
+    assert time.perf_counter() - began < 2
+    assert error.retryable
+
+
+async def test_calls_leave_the_event_loop_free(key: Pkcs11Key) -> None:
+    with key._module.held(1.0):
+        call = asyncio.create_task(key.wrap(MASTER, PLACE))
+        for _ in range(10):
+            await asyncio.sleep(0.01)
+        assert not call.done()
+    await call
+
+
+def test_fork_goes_on_with_a_module_of_its_own(softhsm: SoftHsm) -> None:
+    environment = {name: os.environ[name] for name in ("SOFTHSM2_CONF", "PKCS11_MODULE")}
+    assert results((fork_and_unwrap, environment)) == [[0]]
+
+
+def fork_and_unwrap(say: Callable[[object], None], environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    key = Pkcs11Key("clinic/a", pin=PIN)
+    wrapped = asyncio.run(key.wrap(MASTER, PLACE))
+    if pid := os.fork():
+        _, status = os.waitpid(pid, 0)
+        asyncio.run(key.unwrap(wrapped, PLACE))  # the parent's goes on as well
+        say(os.waitstatus_to_exitcode(status))
+    else:
+        opened = asyncio.run(key.unwrap(wrapped, PLACE))
+        os._exit(opened != MASTER)
