@@ -28,6 +28,14 @@ def test_runtime_dependencies_are_these_four_and_no_more() -> None:
     assert names == {"google-adk", "cryptography", "sqlalchemy", "aiosqlite"}
 
 
+def test_extras_that_pages_and_messages_name_exist() -> None:
+    source = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    pages = "".join(page.read_text() for page in PAGES)
+    named = set(re.findall(r"adk-secure-sessions\[(\w+)\]", pages))
+    named |= set(re.findall(r'need\("(\w+)"', source))
+    assert {"aws", "gcp", "pkcs11", "vault"} <= named <= set(PROJECT["optional-dependencies"])
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_make_commands_in_the_pages_exist(page: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))

@@ -14,6 +14,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from adk_secure_sessions import (
     AesGcmBackend,
+    AwsKmsKey,
     Cipher,
     ConfigurationError,
     DecryptionError,
@@ -22,19 +23,23 @@ from adk_secure_sessions import (
     EnvironmentKey,
     FernetBackend,
     FileKey,
+    GcpKmsKey,
     KeyProvider,
     KeyServiceError,
     NoOpBackend,
     PassphraseKey,
+    Pkcs11Key,
     PlaintextRefusedError,
     SecureSessionError,
     StaticKey,
     TamperedError,
     UnknownKeyError,
+    VaultKey,
     WrongKeyError,
     generate_key,
     key_provider,
 )
+from adk_secure_sessions.testing import check_key_provider
 
 URL = "sqlite+aiosqlite:///sessions.db"
 
@@ -95,8 +100,8 @@ class ChaChaBackend:
         return ChaChaCipher(key)
 
 
-class VaultKey:
-    key_id = "vault:sessions"
+class OwnKey:
+    key_id = "ours:sessions"
 
     async def wrap(self, key: bytes, associated_data: bytes) -> bytes:
         raise KeyServiceError("the vault is sealed", retryable=True)
@@ -105,9 +110,17 @@ class VaultKey:
         raise KeyServiceError("the vault is sealed", retryable=True)
 
 
+async def key_services() -> None:
+    AesGcmBackend(AwsKmsKey("alias/clinic", region="eu-central-1", timeout=2.0, attempts=2))
+    AesGcmBackend(GcpKmsKey("projects/p/locations/l/keyRings/r/cryptoKeys/k"))
+    AesGcmBackend(Pkcs11Key("clinic/sessions", module="/usr/lib/module.so", pin_file="pin"))
+    AesGcmBackend(VaultKey("transit/clinic", token_file=Path("token"), namespace="team"))
+    await check_key_provider(OwnKey, other=lambda: StaticKey(bytes(32)), hidden=["secret"])
+
+
 async def constructors(key: bytes) -> None:
     EncryptedSessionService(URL, AesGcmBackend(key))
-    EncryptedSessionService(db_url=URL, backend=AesGcmBackend(VaultKey()), pool_size=5, echo=False)
+    EncryptedSessionService(db_url=URL, backend=AesGcmBackend(OwnKey()), pool_size=5, echo=False)
     EncryptedSessionService(
         URL,
         AesGcmBackend(key),

@@ -24,7 +24,9 @@ class WrongKeyError(SecureSessionError):
 
 
 class KeyServiceError(SecureSessionError):
-    """A key provider failed.
+    """A key service, or another key provider, failed.
+
+    The text names the root key and says what to check; nothing of it is the service's.
 
     Attributes:
         retryable: Whether the same call may work later.

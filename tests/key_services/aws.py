@@ -10,16 +10,17 @@ from functools import cached_property
 from typing import Any
 
 import botocore.session
-from moto.moto_server.werkzeug_app import (
-    DomainDispatcherApplication,
-    MotoRequestHandler,
-    create_backend_app,
-)
-from werkzeug.serving import make_server
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import WSGIRequestHandler, make_server
 from werkzeug.wrappers import Request, Response
 
 REGION = "eu-central-1"
 ACCESS = {"aws_access_key_id": "AKIAEXAMPLE", "aws_secret_access_key": "needle-of-access"}
+
+
+class Quiet(WSGIRequestHandler):
+    def log(self, *_: object) -> None:
+        pass
 
 
 class Kms:
@@ -44,7 +45,7 @@ class Kms:
         if self._thread is not None and self._thread.is_alive():
             return
         self._server = make_server(
-            "127.0.0.1", self.port, self, threaded=True, request_handler=MotoRequestHandler
+            "127.0.0.1", self.port, self, threaded=True, request_handler=Quiet
         )
         self.port = self._server.server_port
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))

@@ -232,18 +232,18 @@ async def test_server_that_is_not_there_cannot_be_reached(kms: Kms, key: AwsKmsK
 
 
 async def test_slow_server_is_given_up_in_time(kms: Kms) -> None:
-    kms.delay = 0.5
+    kms.delay = 1.0
     key = AwsKmsKey(kms.new_key(), endpoint_url=kms.address, timeout=0.1, attempts=2)
     began = time.perf_counter()
     error = await failure(key)
-    assert time.perf_counter() - began < 0.45
+    assert time.perf_counter() - began < 0.9
     assert error.retryable
 
 
 async def test_call_that_is_cancelled_ends_at_once_and_is_not_repeated(
     kms: Kms, key: AwsKmsKey
 ) -> None:
-    kms.delay = 0.3
+    kms.delay = 1.0
     call = asyncio.create_task(key.wrap(MASTER, PLACE))
     while not kms.operations:
         await asyncio.sleep(0.01)
@@ -251,7 +251,7 @@ async def test_call_that_is_cancelled_ends_at_once_and_is_not_repeated(
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    assert time.perf_counter() - began < 0.2
+    assert time.perf_counter() - began < 0.8
     assert len(kms.operations) == 1
 
 

@@ -1,7 +1,10 @@
 """What holds of every key service, with real services of ours on top."""
 
 import asyncio
+import base64
 import contextlib
+import logging
+import secrets
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,18 @@ async def test_provider_keeps_every_rule(key_service: Service) -> None:
     await check_key_provider(
         key_service.make, key_service.other, hidden=key_service.hidden, every=key_service.every
     )
+
+
+async def test_debugging_log_shows_no_secret(
+    key_service: Service, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    master = secrets.token_bytes(32)
+    key = key_service.make()
+    assert await key.unwrap(await key.wrap(master, b"place"), b"place") == master
+    for secret in (base64.b64encode(master).decode(), master.hex(), repr(master)):
+        assert secret not in caplog.text
+    assert [secret for secret in key_service.hidden if str(secret) in caplog.text] == []
 
 
 def test_providers_of_one_key_are_equal(key_service: Service) -> None:

@@ -178,18 +178,18 @@ async def test_shortened_wrap_is_refused_without_a_call(
 
 
 async def test_slow_server_is_given_up_in_time(cloud_kms: CloudKms) -> None:
-    cloud_kms.delay = 0.6
+    cloud_kms.delay = 1.5
     key = GcpKmsKey(f"{RING}/a", endpoint=cloud_kms.endpoint, timeout=0.2, attempts=2)
     began = time.perf_counter()
     error = await failure(key)
-    assert time.perf_counter() - began < 0.6
+    assert time.perf_counter() - began < 1.4
     assert error.retryable
 
 
 async def test_call_that_is_cancelled_ends_at_once_and_is_not_repeated(
     cloud_kms: CloudKms, key: GcpKmsKey
 ) -> None:
-    cloud_kms.delay = 0.3
+    cloud_kms.delay = 1.0
     call = asyncio.create_task(key.wrap(MASTER, PLACE))
     while not cloud_kms.operations:
         await asyncio.sleep(0.01)
@@ -197,5 +197,5 @@ async def test_call_that_is_cancelled_ends_at_once_and_is_not_repeated(
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    assert time.perf_counter() - began < 0.2
+    assert time.perf_counter() - began < 0.8
     assert len(cloud_kms.operations) == 1

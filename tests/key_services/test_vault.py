@@ -291,17 +291,17 @@ async def test_server_that_is_back_is_reached(key: VaultKey, vault: Vault) -> No
 
 
 async def test_slow_server_is_given_up_in_time(vault: Vault) -> None:
-    vault.delay = 0.3
+    vault.delay = 1.0
     key = with_token(vault, timeout=0.05, attempts=2)
     began = time.perf_counter()
     error = await failure(key)
-    assert time.perf_counter() - began < 0.3
+    assert time.perf_counter() - began < 0.9
     assert error.retryable
     assert "0.05 s" in str(error) or "Timeout" in str(error)
 
 
 async def test_call_that_is_cancelled_ends_at_once_and_is_not_repeated(vault: Vault) -> None:
-    vault.delay = 0.2
+    vault.delay = 1.0
     call = asyncio.create_task(with_token(vault).wrap(MASTER, PLACE))
     while not vault.requests:
         await asyncio.sleep(0.01)
@@ -309,7 +309,7 @@ async def test_call_that_is_cancelled_ends_at_once_and_is_not_repeated(vault: Va
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    assert time.perf_counter() - began < 0.15
+    assert time.perf_counter() - began < 0.8
     assert len(vault.requests) == 1
 
 

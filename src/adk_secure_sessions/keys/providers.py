@@ -24,7 +24,9 @@ RAW_KEY_WRAP = b"\x01"
 class KeyProvider(Protocol):
     """Holds one root key, or speaks for it; called a few times per process start.
 
-    Anyone may write one; it need not inherit from this class.
+    Anyone may write one; it need not inherit from this class.  `check_key_provider`, of
+    `adk_secure_sessions.testing`, tries it out.  Calls are made several at once, and from one
+    event loop after the other.
     """
 
     @property

@@ -1,0 +1,118 @@
+"""Patience with key services: how often they are asked, how long, and when no more."""
+
+import asyncio
+import time
+
+import pytest
+
+from adk_secure_sessions import ConfigurationError, KeyServiceError, TamperedError
+from adk_secure_sessions.keys import services
+from adk_secure_sessions.keys.services import RemoteKey, check_private
+
+
+class Failing(RemoteKey):
+    """Fails so many times, then answers."""
+
+    _kind = b"?"
+
+    def __init__(self, failures: int, *, attempts: int = 3, retryable: bool = True) -> None:
+        super().__init__("failing", timeout=0.05, attempts=attempts)
+        self.failures = failures
+        self.hangs = False
+        self.retryable = retryable
+        self.asked = 0
+
+    async def _encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
+        self.asked += 1
+        if self.hangs:
+            await asyncio.sleep(10)
+        if self.asked <= self.failures:
+            raise self._failure("it fails", "check the test", retryable=self.retryable)
+        return plaintext
+
+    async def _decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
+        return await self._encrypt(sealed, associated_data)
+
+
+async def test_service_is_asked_again_after_growing_pauses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(services, "_PAUSE", 0.1)
+    monkeypatch.setattr(services, "_LONGEST_PAUSE", 0.2)
+    key, began = Failing(3, attempts=4), time.perf_counter()
+    assert await key.wrap(b"key", b"") == b"?key"
+    # Pauses of 0.1, 0.2 and again 0.2, each less up to a half.
+    assert 0.25 <= time.perf_counter() - began < 0.25 * 2 + 0.5
+    assert key.asked == 4
+
+
+@pytest.mark.parametrize("attempts", [1, 2, 3])
+async def test_attempts_are_bounded(monkeypatch: pytest.MonkeyPatch, attempts: int) -> None:
+    monkeypatch.setattr(services, "_PAUSE", 0.001)
+    key = Failing(9, attempts=attempts)
+    with pytest.raises(KeyServiceError, match="root key 'failing': it fails; check the test"):
+        await key.wrap(b"key", b"")
+    assert key.asked == attempts
+
+
+async def test_failure_that_will_not_pass_is_not_tried_again() -> None:
+    key = Failing(9, retryable=False)
+    with pytest.raises(KeyServiceError):
+        await key.unwrap(b"?key", b"")
+    assert key.asked == 1
+
+
+async def test_service_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(services, "_PAUSE", 0.001)
+    key = Failing(0)
+    key.hangs = True
+    with pytest.raises(KeyServiceError, match=r"gave no answer within 0\.05 s") as info:
+        await key.wrap(b"key", b"")
+    assert info.value.retryable
+    assert key.asked == 3
+
+
+async def test_cancellation_in_a_pause_ends_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(services, "_PAUSE", 10)
+    key = Failing(9)
+    call = asyncio.create_task(key.wrap(b"key", b""))
+    while not key.asked:
+        await asyncio.sleep(0)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert key.asked == 1
+
+
+async def test_time_limit_of_the_caller_is_the_callers() -> None:
+    """It is no failure of the service, and not tried again."""
+    key = Failing(0)
+    key.hangs = True
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await key.wrap(b"key", b"")
+    assert key.asked == 1
+
+
+async def test_wrap_of_another_kind_is_refused_without_a_call() -> None:
+    key = Failing(0)
+    with pytest.raises(TamperedError):
+        await key.unwrap(b"!key", b"")
+    assert key.asked == 0
+
+
+@pytest.mark.parametrize(
+    "url", ["https://kms.example", "http://127.0.0.1:8200", "http://[::1]:1", "http://localhost"]
+)
+def test_address_that_keeps_keys_private_is_taken(url: str) -> None:
+    check_private(url)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["", "kms.example", "http://kms.example", "http://localhost.example", "ftp://localhost",
+     "http://127.0.0.1@kms.example", "https://"],
+)  # fmt: skip
+def test_address_that_does_not_is_refused(url: str) -> None:
+    with pytest.raises(ConfigurationError):
+        check_private(url)
