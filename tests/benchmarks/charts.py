@@ -33,6 +33,11 @@ _COLOURS = {
     ADK_SQLITE: "#8f7fd0",
 }
 _MARKERS = {OURS: "o", FERNET: "s", NO_OP: "^", ADK: "D", ADK_SQLITE: "v"}
+_NAMESPACES = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+# Where the picture is no part of a page, but an image.
+_COLOURS_OF_THE_SYSTEM = (
+    "<style>.picture{color:#222}@media (prefers-color-scheme:dark){.picture{color:#ccc}}</style>"
+)
 _INK = "#010203"  # stands for the page's own colour until the SVG is written
 _STYLE: Any = {
     "svg.fonttype": "none",  # text stays text, in the page's font
@@ -241,16 +246,14 @@ def _svg(axes: Axes) -> str:
         bbox_inches="tight",
         metadata={"Date": None, "Creator": None, "Format": None, "Type": None},
     )
-    svg = output.getvalue()
-    svg = svg[svg.index("<svg") :].replace(_INK, "currentColor")
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    title = axes.get_title(loc="left")
-    svg = re.sub(
-        r'<svg (.*?)width="[^"]*"(.*?)>',
-        rf'<svg role="img" aria-label="{title}" \1\2>',
-        re.sub(r'(<svg [^>]*?)height="[^"]*"', r"\1", svg, count=1),
-        count=1,
-        flags=re.DOTALL,
+    body = output.getvalue()
+    view = re.search(r' viewBox="[^"]*"', body)
+    assert view
+    body = body[body.index("<defs>") :]  # without the size, which is the page's to say
+    body = body.replace("*{", ".chart *{").replace(_INK, "currentColor")
+    body = re.sub(r"\n\s*", "\n", body).strip()
+    head = f'<svg class="picture chart" role="img" aria-label="{axes.get_title(loc="left")}"'
+    return (
+        f"{head}{view[0]} {_NAMESPACES}>\n<!-- matplotlib {mpl.__version__} -->\n"
+        f"{_COLOURS_OF_THE_SYSTEM}\n{body}\n"
     )
-    svg = re.sub(r"\n\s*", "\n", svg).strip()
-    return f"<!-- matplotlib {mpl.__version__} -->\n{svg}\n"

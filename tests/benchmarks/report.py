@@ -63,10 +63,6 @@ class Report:
         bounds = quantity(figure.low, figure.high, unit=figure.unit, separator="–")  # noqa: RUF001
         return f"{figure.text} ({bounds})"
 
-    def chart(self, name: str) -> str:
-        """The picture itself, so that it takes the page's colours."""
-        return f'<div class="chart">\n--8<-- "docs/charts/{name}.svg"\n</div>'
-
     def table(
         self,
         first: str,
