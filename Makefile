@@ -63,10 +63,12 @@ test-matrix: $(ADK_MATRIX:%=test-matrix-%) ## run every test against the oldest,
 test-matrix-%:
 	$(MAKE) test-adk ADK=$*
 
-# About eight minutes; BENCH_SECONDS (2.5) is for each comparison.  A part of it:
-# make bench ARGS='-k "postgresql and get"'; places are sqlite, postgresql and distant.
-bench: .venv/.installed ## measure our service beside ADK's own and beside the bare drivers
-	$(BIN)/python -m pytest tests/benchmarks -m benchmark -s $(ARGS)
+# BENCH_SECONDS (2.5) is for each comparison with ADK.  A part of it, which leaves page and results
+# as they are: make bench ARGS='-k "postgresql and get"'; places are sqlite, postgresql and distant.
+bench: .venv/.installed ## measure speed, memory and storage; write benchmarks/results.json and its page
+	$(BIN)/python -m pytest tests/benchmarks -m benchmark -v --log-cli-level=INFO \
+	  --log-cli-format='%(message)s' $(or $(ARGS),--results benchmarks/results.json)
+	$(if $(ARGS),,$(BIN)/python -m tests.benchmarks.report)
 
 clean: ## remove environments, caches and reports
 	rm -rf .venv .venv-adk-* .coverage .coverage.* htmlcov build dist site

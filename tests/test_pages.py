@@ -8,6 +8,8 @@ import pytest
 
 from examples.vectors.page import worked_example
 from tests import pages
+from tests.benchmarks.report import RESULTS, Report
+from tests.benchmarks.results import Results
 from tests.pages import DOCS, PAGES, Page
 from tests.servers import PostgreSQL
 
@@ -20,6 +22,8 @@ pytestmark = [
 
 # Printed by no block: the bytes of the stored format, which examples/make_vectors.py makes.
 NOTATION = re.findall(r"^```text\n(.*?)^```", worked_example() + "\n", re.MULTILINE | re.DOTALL)
+# And what the benchmarks log, as tests/benchmarks/report.py has it from their results.
+NOTATION.append(Report(Results.load(RESULTS)).log_lines() + "\n")
 WITH_CODE = [page for page in PAGES if pages.blocks(page).regions]
 assert WITH_CODE, "no code found: an empty search must not pass as success"
 

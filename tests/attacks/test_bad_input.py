@@ -272,6 +272,14 @@ async def assert_left_alone(path: Path, match: str) -> None:
     assert (path.read_bytes(), dump(path)) == before
 
 
+async def assert_server_left_alone(db: Database, match: str) -> None:
+    before = db.dump()
+    async with db.service() as one:
+        with pytest.raises(ConfigurationError, match=match):
+            await one.create_session(app_name="app", user_id="user")
+    assert db.dump() == before
+
+
 @pytest.mark.parametrize("version", ["2", "10", "1.1", "-1", "next"])
 async def test_database_of_a_newer_format_is_refused(file_db: Database, version: str) -> None:
     file_db.run("UPDATE secure_meta SET value = :v WHERE name = 'format'", v=version)
@@ -280,11 +288,7 @@ async def test_database_of_a_newer_format_is_refused(file_db: Database, version:
 
 async def test_database_of_a_newer_format_on_a_server_is_refused(server_db: Database) -> None:
     server_db.run("UPDATE secure_meta SET value = '2' WHERE name = 'format'")
-    before = server_db.dump()
-    async with server_db.service() as one:
-        with pytest.raises(ConfigurationError, match=r"format '2'.*install"):
-            await one.create_session(app_name="app", user_id="user")
-    assert server_db.dump() == before
+    await assert_server_left_alone(server_db, r"format '2'.*install")
 
 
 async def test_database_of_a_newer_format_with_other_tables_is_refused(tmp_path: Path) -> None:
@@ -326,11 +330,7 @@ async def test_database_without_a_column_of_ours_on_a_server_is_refused(
     server_db: Database,
 ) -> None:
     server_db.define("ALTER TABLE secure_sessions RENAME COLUMN revision TO version")
-    before = server_db.dump()
-    async with server_db.service() as one:
-        with pytest.raises(ConfigurationError, match=r"secure_sessions.*another database"):
-            await one.create_session(app_name="app", user_id="user")
-    assert server_db.dump() == before
+    await assert_server_left_alone(server_db, r"secure_sessions.*another database")
 
 
 async def test_tables_of_others_are_left_alone(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
-from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from tests.benchmarks.databases import ADK, ADK_SQLITE, FERNET, NO_OP, OURS
 from tests.benchmarks.overhead import LIMIT
@@ -33,6 +33,11 @@ _COLOURS = {
     ADK_SQLITE: "#8f7fd0",
 }
 _MARKERS = {OURS: "o", FERNET: "s", NO_OP: "^", ADK: "D", ADK_SQLITE: "v"}
+_NAMESPACES = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+# Where the picture is no part of a page, but an image.
+_COLOURS_OF_THE_SYSTEM = (
+    "<style>.picture{color:#222}@media (prefers-color-scheme:dark){.picture{color:#ccc}}</style>"
+)
 _INK = "#010203"  # stands for the page's own colour until the SVG is written
 _STYLE: Any = {
     "svg.fonttype": "none",  # text stays text, in the page's font
@@ -51,7 +56,7 @@ _STYLE: Any = {
     "xtick.color": _INK,
     "ytick.color": _INK,
 }
-_seconds = FuncFormatter(lambda value, _: re.sub(r"\.0+ ", " ", quantity(value, "s")))
+_seconds = FuncFormatter(lambda value, _: re.sub(r"\.0+ ", " ", quantity(value, unit="s")))
 
 
 def charts(results: Results) -> dict[str, str]:
@@ -68,14 +73,14 @@ def charts(results: Results) -> dict[str, str]:
 
 
 def _round_trip(results: Results) -> str:
-    with _axes("Overhead of a round trip: encrypted of in clear, by size of the state") as axes:
+    with _axes("A round trip, of what it takes in clear") as axes:
         _side_by_side(axes, results, "round trip/{side}/{label}/overhead", list(PAYLOADS))
-        axes.axhline(LIMIT, color=_INK, linestyle="--", linewidth=1)
         limit = f"limit for AES-256-GCM, {LIMIT:.2f}x"
-        axes.annotate(limit, (-0.45, LIMIT), va="bottom", fontsize=9)
+        axes.axhline(LIMIT, color=_INK, linestyle="--", linewidth=1, label=limit)
         axes.axhline(1, color=_INK, linewidth=0.8)
         axes.set_ylim(bottom=min(0.9, axes.get_ylim()[0]))
         axes.set_ylabel("times as long")
+        axes.legend(loc="upper left", fontsize=9)
         return _svg(axes)
 
 
@@ -84,9 +89,9 @@ def _side_by_side(axes: Axes, results: Results, name: str, labels: Sequence[str]
         figures = [results.figures[name.format(side=side, label=label)] for label in labels]
         places = [number + shift for number in range(len(labels))]
         _points(axes, places, figures, side, line="")
-    axes.set_xticks(range(len(labels)), labels)
+    axes.set_xlabel("JSON of the state")
+    axes.set_xticks(range(len(labels)), [label.replace("{}", "empty") for label in labels])
     axes.set_xlim(-0.5, len(labels) - 0.5)
-    axes.legend(loc="upper left", bbox_to_anchor=(0, 0.9))
 
 
 def _points(
@@ -114,7 +119,7 @@ def _points(
 
 
 def _ciphers(results: Results) -> str:
-    with _axes("To seal or to open one value, by its size") as axes:
+    with _axes("To encrypt or decrypt one value") as axes:
         for side in (FERNET, OURS):
             for way, line in zip(WAYS, ("-", ":"), strict=True):
                 figures = [results.figures[f"{way} only/{side}/{size}"] for size in SIZES]
@@ -130,11 +135,14 @@ def _ciphers(results: Results) -> str:
 def _log_sizes(axes: Axes) -> None:
     axes.set_xscale("log")
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xticks(list(SIZES.values()), [size if size != "350B" else "" for size in SIZES])
+    axes.set_xlabel("size of the value")
+    axes.set_xticks(
+        list(SIZES.values()), ["" if size in ("350B", "5KB") else size for size in SIZES]
+    )
 
 
 def _fernet(results: Results) -> str:
-    with _axes("Fernet's time of AES-256-GCM's, by size of the value") as axes:
+    with _axes("Fernet, of the time of AES-256-GCM") as axes:
         for way, line in zip(WAYS, ("-", ":"), strict=True):
             figures = [results.figures[f"comparison/{way}/{size}/ratio"] for size in SIZES]
             _points(axes, list(SIZES.values()), figures, FERNET, line, label=way)
@@ -160,7 +168,7 @@ SHOWN = (
 
 
 def _operations(results: Results) -> str:
-    with _axes("Ours, encrypted, of ADK's in clear: less is faster", height=4.2) as axes:
+    with _axes("Ours, encrypted, of ADK in clear", height=4.2) as axes:
         for shift, place, side in ((-0.13, "sqlite", OURS), (0.13, "postgresql", FERNET)):
             figures = [results.figures[f"{place}/{operation}/of {ADK}"] for operation in SHOWN]
             axes.barh(
@@ -181,7 +189,7 @@ def _operations(results: Results) -> str:
 
 
 def _conversation(results: Results, place: str) -> str:
-    with _axes(f"Operations per second on {KINDS[place]}, by conversations at once") as axes:
+    with _axes(f"{KINDS[place]}: operations per second") as axes:
         for side in NAMES:
             names = [f"{place}/conversation, {count} at once/{side} rate" for count in ROUNDS]
             if names[0] in results.figures:
@@ -189,16 +197,18 @@ def _conversation(results: Results, place: str) -> str:
                 _points(axes, list(ROUNDS), figures, side)
         axes.set_xscale("log")
         axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xlabel("conversations at once")
         axes.set_xticks(list(ROUNDS), [str(count) for count in ROUNDS])
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
-        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=9)
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=2, fontsize=9)
         return _svg(axes)
 
 
 def _growth(results: Results) -> str:
-    with _axes("To append an event, by how many the session has already") as axes:
+    with _axes("To append an event") as axes:
         for place, line in (("sqlite", "-"), ("postgresql", ":")):
             for side in (OURS, ADK):
                 prefix = f"{place}/growth by events/{side}/append"
@@ -207,18 +217,20 @@ def _growth(results: Results) -> str:
                 _points(axes, EVENTS, figures, side, line, label)
         axes.set_xscale("log")
         axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xlabel("events that the session has")
         axes.set_xticks(EVENTS, [f"{count:,}" for count in EVENTS])
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(_seconds)
         axes.yaxis.set_minor_formatter(NullFormatter())
-        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=9)
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=2, fontsize=9)
         return _svg(axes)
 
 
 @contextmanager
 def _axes(title: str, height: float = 3.3) -> Iterator[Axes]:
     with mpl.rc_context(_STYLE):
-        axes = Canvas(figsize=(6.4, height)).subplots()
+        axes = Canvas(figsize=(5.6, height)).subplots()
         axes.set_title(title, fontsize=12, loc="left")
         yield axes
 
@@ -234,15 +246,14 @@ def _svg(axes: Axes) -> str:
         bbox_inches="tight",
         metadata={"Date": None, "Creator": None, "Format": None, "Type": None},
     )
-    svg = output.getvalue()
-    svg = svg[svg.index("<svg") :].replace(_INK, "currentColor")
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    title = axes.get_title(loc="left")
-    svg = re.sub(
-        r'<svg (.*?)width="[^"]*"(.*?)>',
-        rf'<svg role="img" aria-label="{title}" \1\2>',
-        re.sub(r'(<svg [^>]*?)height="[^"]*"', r"\1", svg, count=1),
-        count=1,
-        flags=re.DOTALL,
+    body = output.getvalue()
+    view = re.search(r' viewBox="[^"]*"', body)
+    assert view
+    body = body[body.index("<defs>") :]  # without the size, which is the page's to say
+    body = body.replace("*{", ".chart *{").replace(_INK, "currentColor")
+    body = re.sub(r"\n\s*", "\n", body).strip()
+    head = f'<svg class="picture chart" role="img" aria-label="{axes.get_title(loc="left")}"'
+    return (
+        f"{head}{view[0]} {_NAMESPACES}>\n<!-- matplotlib {mpl.__version__} -->\n"
+        f"{_COLOURS_OF_THE_SYSTEM}\n{body}\n"
     )
-    return re.sub(r"\n\s*\n|\n\s*", "\n", svg).strip() + "\n"

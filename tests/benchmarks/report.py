@@ -18,7 +18,7 @@ from tests.benchmarks.results import Results, changes, quantity
 _ROOT = Path(__file__).parents[2]
 RESULTS = _ROOT / "benchmarks" / "results.json"
 PAGE, CHARTS = _ROOT / "docs" / "benchmarks.md", _ROOT / "docs" / "charts"
-_TEMPLATE = Path(__file__).with_name("page.md")
+TEMPLATE = Path(__file__).with_name("page.md")
 _SIDES = (OURS, FERNET, NO_OP, ADK)
 
 
@@ -30,11 +30,11 @@ def render(results: Results) -> str:
         trim_blocks=True,
         autoescape=False,
     )
-    template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
+    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     return template.render(
         figures=Report(results),
         plan=plan,
-        limit=quantity(overhead.LIMIT, "x"),
+        limit=quantity(overhead.LIMIT, unit="x"),
         calls=budgets.KEY_SERVICE_CALLS,
     )
 
@@ -56,17 +56,12 @@ class Report:
 
     def text(self, name: str) -> str:
         """The figure, rounded."""
-        figure = self._figures[name]
-        return quantity(figure.value, figure.unit)
+        return self._figures[name].text
 
     def interval(self, name: str) -> str:
         figure = self._figures[name]
-        low, high = (quantity(bound, figure.unit) for bound in (figure.low, figure.high))
-        return f"{self.text(name)} ({low} to {high})"
-
-    def chart(self, name: str) -> str:
-        """The picture itself, so that it takes the page's colours."""
-        return f'<div class="chart">\n--8<-- "docs/charts/{name}.svg"\n</div>'
+        bounds = quantity(figure.low, figure.high, unit=figure.unit, separator="–")  # noqa: RUF001
+        return f"{figure.text} ({bounds})"
 
     def table(
         self,
@@ -93,18 +88,20 @@ class Report:
             name = f"{place}/{operation}"
             if f"{name}/of {ADK}" in self._figures:
                 sides = [self.text(f"{name}/{side}") for side in (OURS, ADK)]
-                floor = f"{name}/of {FLOOR}"
-                of_floor = self.text(floor) if floor in self._figures else ""
-                cells.append([operation, *sides, self.interval(f"{name}/of {ADK}"), of_floor])
-        return _markdown([heading, "ours", "ADK", "ours of ADK", "ours of the floor"], cells)
+                of_adk, of_floor = f"{name}/of {ADK}", f"{name}/of {FLOOR}"
+                ratios = [self.text(of_adk), self.goal(of_adk)]
+                if of_floor in self._figures:
+                    ratios += [self.text(of_floor), self.goal(of_floor)]
+                else:
+                    ratios += ["", ""]
+                cells.append([operation, *sides, *ratios])
+        columns = ["ours", "ADK", "ours of ADK", "goal", "of the floor", "goal"]
+        return _markdown([heading, *columns], cells)
 
-    def missed(self) -> list[str]:
-        """The goals that were not met, with what was measured."""
-        return [
-            f"{name}: {self.text(name)}, goal {quantity(figure.goal, figure.unit)}"
-            for name, figure in self._figures.items()
-            if figure.goal is not None and not figure.is_met
-        ]
+    def goal(self, name: str) -> str:
+        """The most that it should be, if anything was said."""
+        figure = self._figures[name]
+        return "" if figure.goal is None else quantity(figure.goal, unit=figure.unit)
 
     def conversations(self, place: str) -> str:
         cells = []
@@ -113,14 +110,15 @@ class Report:
                 name = f"{place}/conversation, {count} at once/{side}"
                 if f"{name} rate" not in self._figures:
                     continue
-                latencies = [
-                    " / ".join(self.text(f"{name} {step} p{part}") for part in (50, 95, 99))
-                    for step in plan.STEPS
-                ]
+                latencies = [self._percentiles(f"{name} {step}") for step in plan.STEPS]
                 rate, errors = (self.text(f"{name} {what}") for what in ("rate", "errors"))
                 cells.append([str(count), NAMES[side], rate, *latencies, errors])
         latencies = [f"{step} p50 / p95 / p99" for step in plan.STEPS]
         return _markdown([KINDS[place], "", "operations", *latencies, "errors"], cells)
+
+    def _percentiles(self, name: str) -> str:
+        figures = [self._figures[f"{name} p{part}"] for part in (50, 95, 99)]
+        return quantity(*(figure.value for figure in figures), unit="s", separator=" / ")
 
     def growth(self, operation: str, by: str) -> str:
         """An operation at each size, ours and ADK's, on each database."""
@@ -186,7 +184,12 @@ def _label(row: object) -> str:
 
 
 def _markdown(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [heading, ["---"] * len(heading), *rows]
+    # A number stays on one line with its unit and its interval.
+    kept = [
+        [cell.replace(" ", "&nbsp;") if cell[:1].isdigit() else cell for cell in row]
+        for row in rows
+    ]
+    lines = [heading, ["---"] * len(heading), *kept]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 

@@ -57,34 +57,43 @@ class Figure:
         return None if self.goal is None else self.value <= self.goal
 
     def __str__(self) -> str:
-        text = quantity(self.value, self.unit)
+        text = self.text
         if self.samples > 1:
-            interval = f"{quantity(self.low, self.unit)} to {quantity(self.high, self.unit)}"
+            interval = quantity(self.low, self.high, unit=self.unit, separator=" to ")
             text += f" ({interval}, {self.samples} samples)"
         if self.goal is not None:
-            text += f", goal {quantity(self.goal, self.unit)}: {'met' if self.is_met else 'MISSED'}"
+            goal = quantity(self.goal, unit=self.unit)
+            text += f", goal {goal}: {'met' if self.is_met else 'MISSED'}"
         return text
 
+    @property
+    def text(self) -> str:
+        """The value alone."""
+        return quantity(self.value, unit=self.unit)
 
-def quantity(value: float, unit: str) -> str:
-    """Three digits that matter, with a unit of a fitting size."""
-    if unit == "x":
-        return f"{value:.2f}x" if value >= 0.1 else f"{value:.3f}x"
-    if unit == "%":
-        return f"{value:.1f} %"
-    if unit != "s":
-        text = f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
-        return f"{text} {unit}" if unit == "B" else f"{text}{unit}"
-    for size, name in ((1, "s"), (1e-3, "ms"), (1e-6, "µs")):
-        if value >= size * 0.9995:
-            return f"{_three_digits(value / size)} {name}"
-    return f"{_three_digits(value * 1e9)} ns"
+
+_SIZES = {
+    "s": ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns")),
+    "B": ((1e6, "MB"), (1.0, "B")),
+}
+
+
+def quantity(*values: float, unit: str, separator: str = "/") -> str:
+    """Values with three digits that matter, and behind them one unit of a size that fits all."""
+    sizes = _SIZES.get(unit, ((1.0, unit),))
+    size, name = next((one for one in sizes if max(values) >= 0.9995 * one[0]), sizes[-1])
+    digits = _whole if unit in ("B", "/s", "") and size == 1 else _three_digits
+    space = "" if unit in ("x", "/s", "") else " "
+    return separator.join(digits(value / size) for value in values) + space + name
 
 
 def _three_digits(value: float) -> str:
-    return (
-        f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
-    )
+    places = 0 if value >= 99.95 else 1 if value >= 9.995 else 2 if value >= 0.0995 else 3
+    return f"{value:,.{places}f}" if value else "0"
+
+
+def _whole(value: float) -> str:
+    return f"{value:,.0f}" if value >= 99.5 or value == int(value) else f"{value:.3g}"
 
 
 class Results:

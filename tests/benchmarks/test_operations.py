@@ -24,6 +24,7 @@ async def test_distance(place: Place, results: Results) -> None:
     assert isinstance(floor, Floor)
     [taken] = (await interleave({FLOOR: lambda: floor.read("SELECT 1", ())}, 0.5)).values()
     results.add(f"{place.name}/distance", Figure.of(taken, "s"))
+    [(results.versions["PostgreSQL"],)] = await floor.read("SHOW server_version", ())
 
 
 @pytest.mark.parametrize("size", [1, 100])

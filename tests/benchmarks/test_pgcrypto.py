@@ -39,6 +39,8 @@ async def connection() -> AsyncIterator[asyncpg.Connection]:
 
 @pytest.mark.parametrize("size", FIELD_SIZES)
 async def test_field(connection: asyncpg.Connection, results: Results, size: str) -> None:
+    version = await connection.fetchval("SHOW server_version")
+    results.versions["PostgreSQL with pgcrypto"] = version
     plaintext, key, vector = os.urandom(FIELD_SIZES[size]), os.urandom(32), os.urandom(16)
     backend = AesGcmBackend(key)
     cipher = backend.cipher(backend.new_key())

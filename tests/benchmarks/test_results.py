@@ -63,14 +63,21 @@ def test_interval_holds_the_true_median_in_nearly_all_of_many_runs() -> None:
         (0.0000000853, "s", "85.3 ns"),
         (0.203, "x", "0.20x"),
         (0.0312, "x", "0.031x"),
-        (1048576, "B", "1,048,576 B"),
+        (33.04, "x", "33.0x"),
+        (1041, "B", "1,041 B"),
+        (12_345_678, "B", "12.3 MB"),
         (2713.7, "/s", "2,714/s"),
         (3, "", "3"),
-        (4.25, "%", "4.2 %"),
+        (4.25, "%", "4.25 %"),
+        (0.0, "s", "0 ns"),
     ],
 )
 def test_quantity_shows_three_digits_in_a_fitting_unit(value: float, unit: str, text: str) -> None:
-    assert quantity(value, unit) == text
+    assert quantity(value, unit=unit) == text
+
+
+def test_quantities_share_the_unit_of_the_largest() -> None:
+    assert quantity(0.0001, 0.0234, 1.5, unit="s", separator=" / ") == "0.000 / 0.023 / 1.50 s"
 
 
 def test_results_are_read_back_as_written(tmp_path: Path) -> None:

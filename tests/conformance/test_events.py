@@ -21,7 +21,7 @@ from tests.conformance.values import RICH, a_function
 # To storage one sealed event is like another.
 kind = each_kind(
     *("adk", "encrypted-file"),
-    soak=["encrypted-engine", "encrypted-postgresql", "encrypted-mariadb"],
+    soak=["encrypted-memory", "encrypted-engine", "encrypted-postgresql", "encrypted-mariadb"],
 )
 
 # ADK's AuthConfig calls a deprecated method of its own.

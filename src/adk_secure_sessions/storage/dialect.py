@@ -30,14 +30,12 @@ _GONE: set[object] = {
     1053,  # server shutdown in progress
     1927,  # connection was killed
     1290,  # read only
-    1792,
+    1792,  # a write in a read-only transaction
     2003,  # cannot connect
     2006,  # gone away
     2013,  # lost
-    2055,
+    2055,  # lost
 }
-
-
 _ADVISORY_LOCK = int.from_bytes(b"AKS init")
 _LOCK_TIMEOUT = 60  # seconds
 

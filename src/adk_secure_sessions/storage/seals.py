@@ -116,19 +116,41 @@ def open_session(context: Context, found: Found, user: Owner | None) -> StoredSe
         return None
     if user is None:
         raise TamperedError(f"{sessions.name} row {row[1]}: its user's row was removed")
-    session = _seen(context.memo.sessions, found, tag, row)
-    if session is None or session.user_row != user.id:
-        session = open_session_row(context, found, user, row)
-        with naming(sessions.name, session.id):
-            _check_witness(context, found, user.tag, session.tag, session.id)
-            if session.tag != tag or session.session_id != context.who.session_id:
-                raise TamperedError("not the session that was asked for")
-        if session.base_revision == NO_BASE:  # a base is a row of its own, and may be large
-            _remember(context.memo.sessions, found, tag, row, session)
+    session = _open_session(context, found, user, row, witnessed=True)
+    if session.tag != tag or session.session_id != context.who.session_id:
+        raise TamperedError(f"{sessions.name} row {session.id}: not the session that was asked for")
     return session
 
 
-def open_session_row(context: Context, found: Found, user: Owner, row: Row) -> StoredSession:
+def open_listed_session(context: Context, found: Found, user: Owner, row: Row) -> StoredSession:
+    """A session in a listing.
+
+    Its last event says that it was not deleted, or where it has none, its witness.
+    """
+    return _open_session(context, found, user, row, witnessed=False)
+
+
+def _open_session(
+    context: Context, found: Found, user: Owner, row: Row, *, witnessed: bool
+) -> StoredSession:
+    """Open *row*, or recall what it opened to; *witnessed*: though it has events."""
+    memo = context.memo.sessions
+    seen = memo.get(row[8])
+    if seen and seen.row == row and seen.value.user_row == user.id:
+        session = seen.value
+        needed = witnessed or not session.revision
+        if not needed or seen.witness == found.witnesses.get(session.tag):
+            return session
+    session = _open_session_row(context, found, user, row)
+    if witnessed or not session.revision:
+        with naming(sessions.name, session.id):
+            _check_witness(context, found, user.tag, session.tag, session.id)
+    if session.base_revision == NO_BASE:  # a base is a row of its own, and may be large
+        _remember(memo, found, session.tag, row, session)
+    return session
+
+
+def _open_session_row(context: Context, found: Found, user: Owner, row: Row) -> StoredSession:
     """A session of *user*, with its base; its last event must be where its revision says."""
     _, row_id, *numbers, head, tag, stored = row
     user_row, revision, base_revision, created_at, updated_at = numbers
@@ -159,25 +181,6 @@ def open_session_row(context: Context, found: Found, user: Owner, row: Row) -> S
         row_id, user_row, tag, session_id, revision, base_revision, created_at, updated_at,
         overlay, base, stored,
     )  # fmt: skip
-
-
-def open_listed_session(context: Context, found: Found, user: Owner, row: Row) -> StoredSession:
-    """A session in a listing.
-
-    Its last event says that it was not deleted, or where it has none, its witness.
-    """
-    seen = context.memo.sessions.get(row[8])
-    if seen and seen.row == row and seen.value.user_row == user.id:
-        session = seen.value
-        if session.revision or seen.witness == found.witnesses.get(session.tag):
-            return session
-    session = open_session_row(context, found, user, row)
-    if session.revision == 0:
-        with naming(sessions.name, session.id):
-            _check_witness(context, found, user.tag, session.tag, session.id)
-    if session.base_revision == NO_BASE:
-        _remember(context.memo.sessions, found, session.tag, row, session)
-    return session
 
 
 def check_events(session: StoredSession, history: list[Row], limit: int | None) -> None:

@@ -6,10 +6,7 @@ from functools import partial
 from typing import NamedTuple
 
 from adk_secure_sessions.backends.registry import Backends
-from adk_secure_sessions.errors import (
-    DecryptionError,
-    UnknownKeyError,
-)
+from adk_secure_sessions.errors import DecryptionError, UnknownKeyError
 from adk_secure_sessions.keys.data_keys import DataKeys, StagedKeys
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.loops import LoopLocks
@@ -17,10 +14,7 @@ from adk_secure_sessions.lru import Lru
 from adk_secure_sessions.states import JsonObject
 from adk_secure_sessions.storage import seals, transactions
 from adk_secure_sessions.storage import statements as sql
-from adk_secure_sessions.storage.connection import (
-    Executor,
-    T,
-)
+from adk_secure_sessions.storage.connection import Executor, T
 from adk_secure_sessions.storage.retries import repeated
 from adk_secure_sessions.storage.rows import (
     NO_BASE,
@@ -193,7 +187,6 @@ class Store:
     async def delete(self, app_name: str, user_id: str, session_id: str) -> None:
         """Delete a session and its events; none is no error."""
         who = await self._identify(app_name, user_id, session_id)
-
         opened = await self._opened()
         known = opened.sessions.get(who.session_tag)
 

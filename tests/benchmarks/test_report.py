@@ -1,0 +1,64 @@
+"""The page and its pictures say what the file of results says, and nothing else."""
+
+import re
+from dataclasses import replace
+
+import matplotlib as mpl
+import pytest
+
+from tests.benchmarks.charts import charts
+from tests.benchmarks.report import CHARTS, PAGE, RESULTS, TEMPLATE, render
+from tests.benchmarks.results import Results
+
+AGAIN = "make them again: python -m tests.benchmarks.report"
+
+
+@pytest.fixture(scope="module")
+def results() -> Results:
+    return Results.load(RESULTS)
+
+
+def test_page_is_made_of_the_results(results: Results) -> None:
+    assert PAGE.read_text(encoding="utf-8") == render(results), AGAIN
+
+
+def test_pictures_are_made_of_the_results(results: Results) -> None:
+    drawn = {path.stem: path.read_text(encoding="utf-8") for path in CHARTS.glob("*.svg")}
+    again = charts(results)
+    assert drawn.keys() == again.keys()
+    if f"matplotlib {mpl.__version__} " not in next(iter(drawn.values())):
+        pytest.skip("another matplotlib has drawn them, and places things differently")
+    assert drawn == again, AGAIN
+
+
+def test_page_changes_with_every_figure_that_it_shows(results: Results) -> None:
+    """Whatever is on it, is not there by hand."""
+    shown = 0
+    page = render(results)
+    for name, figure in list(results.figures.items())[::7]:
+        more = replace(figure, value=figure.value * 3 + 1)
+        changed = render(
+            Results(results.machine, results.versions, {**results.figures, name: more})
+        )
+        shown += changed != page
+    assert shown > 20
+
+
+def test_template_holds_no_measured_number() -> None:
+    text = re.sub(r"\{[{%].*?[%}]\}", "", TEMPLATE.read_text(encoding="utf-8"), flags=re.DOTALL)
+    text = re.sub(r"`[^`]*`", "", text)
+    assert re.findall(r"\d[\d.,]*\s?(?:x|%|ms|µs|s|/s|B|MB)\b", text) == []
+
+
+def test_every_figure_has_an_interval_around_it(results: Results) -> None:
+    assert len(results.figures) > 500
+    for name, figure in results.figures.items():
+        assert figure.low <= figure.value <= figure.high, name
+
+
+def test_machine_and_versions_are_told(results: Results) -> None:
+    assert results.machine.keys() >= {"processor", "cores", "memory", "system"}
+    assert results.versions.keys() >= {"Python", "google-adk", "cryptography", "OpenSSL", "SQLite"}
+    page = PAGE.read_text(encoding="utf-8")
+    for text in (*results.machine.values(), *results.versions.values()):
+        assert text in page
