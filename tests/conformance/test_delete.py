@@ -1,7 +1,7 @@
 import pytest
 from google.adk.sessions import BaseSessionService
 
-from tests.conformance.services import KINDS, Kind
+from tests.conformance.services import MAIN_KINDS, OTHER_KINDS, Kind
 from tests.conformance.support import (
     APP,
     USER,
@@ -16,7 +16,7 @@ from tests.conformance.support import (
     reload,
 )
 
-kind = each_kind(*KINDS)
+kind = each_kind(*MAIN_KINDS, soak=OTHER_KINDS)
 
 
 async def test_deleted_session_is_gone(service: BaseSessionService) -> None:
