@@ -10,11 +10,12 @@ import click
 
 from adk_secure_sessions import maintenance
 from adk_secure_sessions.cli.opening import failures, on_database, run, with_keys
-from adk_secure_sessions.cli.output import backend_name, progress, show, table
+from adk_secure_sessions.cli.output import backend_name, counted, progress, show, table
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.keys.providers import StaticKey, generate_key
 from adk_secure_sessions.maintenance import Database, Problem
 
+_INDENT = "  "
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 _speed = click.option(
@@ -121,21 +122,24 @@ def _status_lines(found: maintenance.Status) -> Iterator[str]:
                 opens[one.opens],
             )
             for one in found.masters
-        ]
+        ],
+        _INDENT,
     )
     yield "data keys"
     yield from table(
         [
             (backend_name(one.backend_id), f"under master key {one.master_id}", one.keys)
             for one in found.data_keys
-        ]
+        ],
+        _INDENT,
     )
     yield "rows"
     yield from table(
         [
             (one.table, backend_name(one.backend_id), one.rows, f"{one.newest} under newest key")
             for one in found.records
-        ]
+        ],
+        _INDENT,
     )
 
 
@@ -161,9 +165,9 @@ def verify(db: Database, as_json: bool, rows_per_second: float | None) -> None:
         )
     lines = [
         *_problem_lines(found.problems, found.bad),
-        f"opened {found.apps} apps, {found.users} users and {found.sessions} sessions "
-        f"with {found.events} events",
-        f"{found.bad} rows are bad, and {found.unchecked} cannot be checked for that"
+        f"opened {counted(found.apps, 'app')}, {counted(found.users, 'user')} and "
+        f"{counted(found.sessions, 'session')} with {counted(found.events, 'event')}",
+        f"bad: {counted(found.bad, 'row')}; not to be checked for that: {found.unchecked}"
         if found.bad
         else "nothing is wrong with them",
     ]
@@ -288,13 +292,13 @@ def purge(
                 rows_per_second=rows_per_second,
             ),
         )
-    verb = "would be deleted" if dry_run else "were deleted"
+    verb = "would be deleted" if dry_run else "deleted"
     lines = [*_problem_lines(done.problems, len(done.problems))]
-    lines.append(f"{done.deleted} sessions {verb}")
+    lines.append(f"{verb}: {counted(done.deleted, 'session')}")
     if done.kept:
-        lines.append(f"{done.kept} were used meanwhile, and stay")
+        lines.append(f"used meanwhile, and left: {counted(done.kept, 'session')}")
     if done.bad:
-        lines.append(f"{done.bad} cannot be opened, and were left alone")
+        lines.append(f"cannot be opened, and left: {counted(done.bad, 'session')}")
     show(done, as_json, lines)
     if done.bad:
         sys.exit(1)

@@ -39,13 +39,18 @@ def show(result: Any, as_json: bool, lines: Iterable[str]) -> None:
         click.echo(line)
 
 
-def table(rows: Sequence[Sequence[object]]) -> Iterator[str]:
+def counted(number: int, noun: str) -> str:
+    """Such as `1 row` and `2 rows`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def table(rows: Sequence[Sequence[object]], indent: str = "") -> Iterator[str]:
     """Columns of equal width."""
     texts = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     for row in texts:
         padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        yield f"  {'  '.join(padded)}".rstrip()
+        yield f"{indent}{'  '.join(padded)}".rstrip()
 
 
 @contextmanager
