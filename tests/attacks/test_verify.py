@@ -39,6 +39,7 @@ def flip(table: str, column: str, where: str) -> str:
     return f"UPDATE {table} SET {column} = CAST({kept} || {other} AS BLOB) WHERE {where}"
 
 
+ROW_NAMES = ("visit", "notes", "archive", "bob_visit", "carol_visit")
 ATTACKS = {
     "byte of an event": Attack(
         flip("secure_events", "event", "session_row = :visit AND seq = 2"),
@@ -78,6 +79,10 @@ ATTACKS = {
         "INSERT INTO secure_events SELECT session_row, seq + 1, time, event FROM secure_events "
         "WHERE session_row = :visit AND seq = 3",
         {("secure_sessions", ":visit")},
+    ),
+    "revisions beyond all sums": Attack(
+        "UPDATE secure_sessions SET revision = 9223372036854775807",
+        {("secure_sessions", f":{row}") for row in ROW_NAMES},
     ),
     "base removed": Attack(
         "DELETE FROM secure_bases WHERE session_row = :archive", {("secure_bases", ":archive")}

@@ -29,6 +29,10 @@ SPOILT = [  # a statement, and whether the database can still be opened at all
     "UPDATE secure_witnesses SET number = 'text'",
     "DELETE FROM secure_users",
     "UPDATE secure_keyring SET wrapped = x'00'",
+    "UPDATE secure_keyring SET created_at = 9223372036854775807",
+    "UPDATE secure_keyring SET created_at = 'text', purpose = x'00'",
+    "UPDATE secure_keyring SET root_key_id = char(27) || '[2J' || root_key_id",
+    "UPDATE secure_data_keys SET backend_id = 'text', generation = 'text'",
     "UPDATE secure_meta SET value = x'ff' WHERE name = 'database_id'",
     "DROP TABLE secure_events",
 ]
@@ -97,6 +101,7 @@ def test_commands_print_nothing_that_is_sealed_and_no_key(
             said = run(*attempt, *form)
             assert "Traceback" not in said.stderr
             assert said.code in (0, 1, 2)
+            assert "\x1b" not in said.stdout + said.stderr
             printed += [said.stdout, said.stderr]
     text = "".join([*printed, log.getvalue()])
     assert found_in(text) == set()

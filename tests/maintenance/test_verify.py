@@ -7,6 +7,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
+from sqlalchemy.ext.asyncio import create_async_engine
 
 from adk_secure_sessions import (
     AesGcmBackend,
@@ -15,7 +17,14 @@ from adk_secure_sessions import (
     FernetBackend,
     WrongKeyError,
 )
-from adk_secure_sessions.maintenance import Database, identities, verify, walking
+from adk_secure_sessions.maintenance import (
+    Database,
+    identities,
+    rotate_root,
+    status,
+    verify,
+    walking,
+)
 from tests.maintenance.support import APP, NEW, OLD, event, fill
 
 
@@ -90,6 +99,18 @@ async def test_verify_of_two_backends(file_url: str) -> None:
     await fill(file_url, fernet, others=[aes], name="f")
     async with Database(file_url, fernet, [aes]) as db:
         assert (await verify(db)).bad == 0
+
+
+async def test_engine_of_the_caller_is_used_and_left_open(url: str) -> None:
+    await fill(url)
+    engine = create_async_engine(url)
+    async with Database(db_engine=engine, backend=AesGcmBackend(OLD)) as db:
+        assert (await verify(db)).bad == 0
+        assert len((await rotate_root(db)).unchanged) == 2
+        assert (await status(db)).records
+    async with engine.connect() as connection:
+        assert await connection.scalar(sa.text("SELECT count(*) FROM secure_sessions")) == 4
+    await engine.dispose()
 
 
 async def test_verify_keeps_to_its_limit(file_url: str) -> None:

@@ -3,19 +3,18 @@
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 
 import click
 
 from adk_secure_sessions import maintenance
 from adk_secure_sessions.cli.opening import failures, on_database, run, with_keys
 from adk_secure_sessions.cli.output import backend_name, counted, progress, show, table
+from adk_secure_sessions.cli.wording import problem_lines, status_lines
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.keys.providers import StaticKey, generate_key
-from adk_secure_sessions.maintenance import Database, Problem
+from adk_secure_sessions.maintenance import Database
 
-_INDENT = "  "
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 _speed = click.option(
@@ -101,46 +100,9 @@ def status(db: Database, as_json: bool, rows_per_second: float | None) -> None:
                 opened, progress=report, rows_per_second=rows_per_second
             ),
         )
-    show(found, as_json, _status_lines(found))
+    show(found, as_json, status_lines(found))
     if any(master.opens is False for master in found.masters):
         sys.exit(1)
-
-
-def _status_lines(found: maintenance.Status) -> Iterator[str]:
-    clear = "; some records are, or were, in clear" if found.has_clear_records else ""
-    yield f"format {found.format_version}{clear}"
-    yield "master keys"
-    opens = {None: "", True: "opens", False: "does not open"}
-    yield from table(
-        [
-            (
-                one.purpose,
-                one.id,
-                f"under {one.root_key_id}",
-                f"of {datetime.fromtimestamp(one.created_at / 1e6, UTC):%Y-%m-%d}",
-                f"{one.age / 86400:.0f} days old",
-                opens[one.opens],
-            )
-            for one in found.masters
-        ],
-        _INDENT,
-    )
-    yield "data keys"
-    yield from table(
-        [
-            (backend_name(one.backend_id), f"under master key {one.master_id}", one.keys)
-            for one in found.data_keys
-        ],
-        _INDENT,
-    )
-    yield "rows"
-    yield from table(
-        [
-            (one.table, backend_name(one.backend_id), one.rows, f"{one.newest} under newest key")
-            for one in found.records
-        ],
-        _INDENT,
-    )
 
 
 @main.command()
@@ -164,7 +126,7 @@ def verify(db: Database, as_json: bool, rows_per_second: float | None) -> None:
             ),
         )
     lines = [
-        *_problem_lines(found.problems, found.bad),
+        *problem_lines(found.problems, found.bad),
         f"opened {counted(found.apps, 'app')}, {counted(found.users, 'user')} and "
         f"{counted(found.sessions, 'session')} with {counted(found.events, 'event')}",
         f"bad: {counted(found.bad, 'row')}; not to be checked for that: {found.unchecked}"
@@ -293,7 +255,7 @@ def purge(
             ),
         )
     verb = "would be deleted" if dry_run else "deleted"
-    lines = [*_problem_lines(done.problems, len(done.problems))]
+    lines = [*problem_lines(done.problems, len(done.problems))]
     lines.append(f"{verb}: {counted(done.deleted, 'session')}")
     if done.kept:
         lines.append(f"used meanwhile, and left: {counted(done.kept, 'session')}")
@@ -302,10 +264,3 @@ def purge(
     show(done, as_json, lines)
     if done.bad:
         sys.exit(1)
-
-
-def _problem_lines(problems: Sequence[Problem], count: int) -> Iterator[str]:
-    for one in problems:
-        yield f"{one.table} row {one.row}: {one.reason}"
-    if count > len(problems):
-        yield f"and {count - len(problems)} more"

@@ -16,6 +16,7 @@ from adk_secure_sessions.backends import (
     FernetBackend,
     NoOpBackend,
 )
+from adk_secure_sessions.cli.output import harmless
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
 from adk_secure_sessions.keys.providers import KeyProvider
 from adk_secure_sessions.keys.specs import key_provider
@@ -143,7 +144,7 @@ def failures() -> Iterator[None]:
         message = f"the database: {error}"
     else:
         return
-    raise Failure(" ".join(message.split()))
+    raise Failure(harmless(" ".join(message.split())))
 
 
 _DB_HELP = f"Database URL, such as sqlite:///sessions.db; or in {DB_VARIABLE}."

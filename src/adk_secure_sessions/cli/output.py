@@ -27,6 +27,8 @@ def plain(value: Any) -> Any:
     """Results as JSON has them: named tuples as objects."""
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         return {name: plain(item) for name, item in value._asdict().items()}
+    if isinstance(value, bytes):  # where an altered database holds it instead of text
+        return value.hex()
     return [plain(item) for item in value] if isinstance(value, tuple | list) else value
 
 
@@ -36,7 +38,12 @@ def show(result: Any, as_json: bool, lines: Iterable[str]) -> None:
         click.echo(json.dumps(plain(result), indent=2))
         return
     for line in lines:
-        click.echo(line)
+        click.echo(harmless(line))
+
+
+def harmless(text: str) -> str:
+    """*text* without what a terminal would act on, which may stand in an altered database."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def counted(number: int, noun: str) -> str:

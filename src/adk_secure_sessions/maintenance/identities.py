@@ -29,7 +29,6 @@ class Located(NamedTuple):
     """A row of `secure_sessions`: whose it is, or why that cannot be told."""
 
     row: int
-    revision: int
     ids: Ids | None
     error: Exception | None = None
 
@@ -77,8 +76,8 @@ def _located(row: Row, owners: dict[int, Row], staged: StagedKeys) -> Located:
             where = session_place(user.app_name, user.user_id, tag, row_id, *numbers)
             session_id, _ = unprefixed(staged.open(user.tag, where, stored))
     except UNREADABLE as error:
-        return Located(row_id, revision, None, error)
-    return Located(row_id, revision, Ids(user.app_name, user.user_id, session_id))
+        return Located(row_id, None, error)
+    return Located(row_id, Ids(user.app_name, user.user_id, session_id))
 
 
 def _open_user(row: Row, staged: StagedKeys) -> _User:

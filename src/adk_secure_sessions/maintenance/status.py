@@ -3,8 +3,6 @@
 import time
 from typing import NamedTuple
 
-import sqlalchemy as sa
-
 from adk_secure_sessions.errors import DecryptionError, WrongKeyError
 from adk_secure_sessions.keys.keyring import MasterKeyRow, unwrap
 from adk_secure_sessions.maintenance.coverage import (
@@ -14,10 +12,8 @@ from adk_secure_sessions.maintenance.coverage import (
     count_records,
 )
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.walking import Meter, Progress, count_rows
+from adk_secure_sessions.maintenance.walking import Meter, Progress, count_events, count_rows
 from adk_secure_sessions.storage.tables import apps, bases, data_keys, sessions, users, witnesses
-
-_EVENTS = sa.select(sa.func.sum(sessions.c.revision))  # the table is large, and its count slow
 
 
 class MasterKey(NamedTuple):
@@ -76,8 +72,7 @@ async def status(
     assert survey.database_id is not None, "it is refused otherwise"
     masters = [await _master(db, row, survey.database_id) for row in survey.keyring]
     total = await count_rows(db, apps, users, sessions, bases, witnesses, data_keys)
-    ((number,),) = await db.read(_EVENTS, {})
-    meter = Meter(progress, total + int(number or 0), rows_per_second)
+    meter = Meter(progress, total + await count_events(db), rows_per_second)
     keys = await count_data_keys(db, meter)
     records = await count_records(db, meter)
     meter.finish()
@@ -93,5 +88,7 @@ async def _master(db: Database, row: MasterKeyRow, database_id: bytes) -> Master
             opens = True
         except (WrongKeyError, DecryptionError):
             opens = False
-    age = time.time() - row.created_at / 1_000_000
-    return MasterKey(row.id, row.purpose, row.root_key_id, row.created_at, age, opens)
+    # SQLite keeps any type in any column.
+    created_at = row.created_at if isinstance(row.created_at, int) else 0
+    age = time.time() - created_at / 1_000_000
+    return MasterKey(row.id, row.purpose, row.root_key_id, created_at, age, opens)

@@ -16,6 +16,7 @@ from adk_secure_sessions.maintenance.walking import (
     Meter,
     Progress,
     batches,
+    count_events,
     count_rows,
     within,
 )
@@ -102,8 +103,8 @@ class _Run:
     async def open_keys(self) -> None:
         self._keys = await self._db.keys()
         total = await count_rows(self._db, apps, users, sessions, witnesses, data_keys)
-        ((events,),) = await self._db.read(_EVENTS, {})
-        self.meter = Meter(self._progress, total + int(events or 0), self._rate)
+        total += await count_events(self._db)
+        self.meter = Meter(self._progress, total, self._rate)
 
     def result(self) -> Verification:
         found = self.problems
@@ -181,7 +182,6 @@ class _Run:
                 rows += len(found[1])
         except UNREADABLE as error:
             self._unchecked += self.problems.refused(error, sessions.name, located.row)
-            rows += located.revision if isinstance(located.revision, int) else 0
         await self.meter.advance(rows)
 
     async def _read(self, app_name: str, user_tag: bytes = b"") -> tuple[Context, Found]:
@@ -201,9 +201,6 @@ def _binary(value: object) -> bytes:
     if not isinstance(value, bytes):
         raise TamperedError("a binary column holds something else")
     return value
-
-
-_EVENTS = sa.select(sa.func.sum(sessions.c.revision))
 
 
 @functools.cache
