@@ -3,8 +3,9 @@
 A page is the README or a file of docs/.  Sybil finds the blocks; what each language means is here:
 
 - `python` runs in the page's one namespace; with `title="name.py"` it is saved there instead;
-- `sh` runs in a shell, and what it exports holds from then on; `python` and `uvicorn` run
-  in this process, since importing google-adk takes seconds; `make`, `pip` and `pytest`: below;
+- `sh` runs in a shell, and what it exports holds from then on; `python`, `uvicorn` and our own
+  command run in this process, since importing google-adk takes seconds, unless the shell is to
+  tell how they end; `make`, `pip` and `pytest`: below;
 - `sql` runs on PostgreSQL, as its superuser;
 - `text` is what the block before it printed: `...` stands for what differs from run to run.
 
@@ -35,6 +36,7 @@ import uvicorn
 from sybil import Document, Example, Region
 from sybil.parsers.markdown.lexers import DirectiveInHTMLCommentLexer, RawFencedCodeBlockLexer
 
+from adk_secure_sessions.cli import main
 from tests.servers import PostgreSQL
 
 ROOT = Path(__file__).parent.parent
@@ -235,6 +237,17 @@ class Page:
             assert time.monotonic() < deadline, f"{line!r} does not answer"
             time.sleep(0.01)
 
+    def _own(self, command: list[str], line: str) -> None:
+        if "||" in command:
+            self._shell(command, line)
+            return
+        status: object = 0
+        try:
+            main(command[1:], prog_name=command[0])
+        except SystemExit as end:
+            status = end.code
+        assert not status, f"{line!r} ends with {status}"
+
     def _shell(self, command: list[str], line: str) -> None:
         """Run *line*, and take over what it leaves in the environment."""
         environment = self.directory / ".environment"
@@ -270,6 +283,7 @@ RUNNERS: dict[str, Callable[[Page, str, str | None], None]] = {
     "text": Page.text,
 }
 _COMMANDS: dict[str, Callable[[Page, list[str], str], None]] = {
+    "adk-secure-sessions": Page._own,
     "make": Page._make,
     "pip": Page._pip,
     "pytest": Page._pytest,

@@ -19,7 +19,8 @@ LAYERS = (
     {"keys"},
     {"backends", "testing"},
     {"storage"},
-    {"service"},
+    {"service", "maintenance"},
+    {"cli"},
     {"__init__"},
 )
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}

@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from adk_secure_sessions import (
     FernetBackend,
     KeyProvider,
     KeyServiceError,
+    NoOpBackend,
     PassphraseKey,
     PlaintextRefusedError,
     StaticKey,
@@ -106,8 +108,21 @@ async def test_newest_master_of_the_writing_root_key_wraps_new_data_keys() -> No
     assert (await opened(rows, OTHER, ROOT)).current_id == rows[4].id
 
 
-async def test_writing_root_key_without_a_master_has_none() -> None:
-    assert (await opened(await made(ROOT), OTHER, ROOT)).current_id is None
+async def test_root_key_listed_first_has_new_data_keys_wrapped_by_the_masters_there_are() -> None:
+    rows = await made(ROOT, ROOT)
+    assert (await opened(rows, OTHER, ROOT)).current_id == rows[2].id
+    assert (await opened(rows, ROOT, OTHER)).current_id == rows[2].id
+
+
+async def test_master_in_clear_wraps_no_data_key_of_another_writer() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        clear = NoOpBackend().root_key
+    rows = await made(clear)
+    assert (await opened(rows, ROOT, clear)).current_id is None
+    assert (await opened(rows, clear, ROOT)).current_id == rows[1].id
+    rows.append(await new_master(DATA, OTHER, DATABASE, 0))
+    assert (await opened(rows, ROOT, clear, OTHER)).current_id == rows[2].id
 
 
 async def test_root_key_that_is_not_listed_is_named() -> None:

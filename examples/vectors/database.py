@@ -24,6 +24,8 @@ from adk_secure_sessions import (
     EncryptionBackend,
     FernetBackend,
 )
+from adk_secure_sessions.keys.keyring import DATA, Keyring, new_master
+from adk_secure_sessions.storage import setup
 from examples.vectors.fixed import MICROSECONDS, TIME, Json, counting, made
 from examples.vectors.keys import root_key_id
 
@@ -191,6 +193,13 @@ async def _write(path: Path) -> list[int]:
         for app, user, name, state, events in _BY_AES:
             created.append(await _converse(service, app, user, name, state, events))
     async with EncryptedSessionService(url, second, [first]) as service:
+        opened = service._store._open_keyring
+
+        async def open_keyring() -> Keyring:
+            await _add_master(path, second)
+            return await opened()
+
+        service._store._open_keyring = open_keyring
         for app, user, name, state, events in _BY_FERNET:
             created.append(await _converse(service, app, user, name, state, events))
         for app, user, name, events in _CONTINUED:
@@ -198,6 +207,16 @@ async def _write(path: Path) -> list[int]:
             assert found is not None
             await _append(service, found, events)
     return created
+
+
+async def _add_master(path: Path, backend: EncryptionBackend) -> None:
+    """A data master under another root key: the first writers made one, readers take it."""
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        query = "SELECT value FROM secure_meta WHERE name = 'database_id'"
+        ((database_id,),) = connection.execute(query)
+        now = vars(setup)["time"].time_ns() // 1000  # the fixed clock
+        row = await new_master(DATA, backend.root_key, bytes.fromhex(database_id), now)
+        connection.execute("INSERT INTO secure_keyring VALUES (?, ?, ?, ?, ?)", row)
 
 
 async def _converse(

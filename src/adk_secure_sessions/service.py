@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Never, Self
 
@@ -23,6 +24,7 @@ from adk_secure_sessions.loops import LoopLocks
 from adk_secure_sessions.storage import transactions
 from adk_secure_sessions.storage.engines import executor_for
 from adk_secure_sessions.storage.rows import StoredSession
+from adk_secure_sessions.storage.setup import open_database
 from adk_secure_sessions.storage.store import Store
 from adk_secure_sessions.storage.transactions import Expected, NewEvent
 from adk_secure_sessions.storage.views import View
@@ -86,7 +88,7 @@ class EncryptedSessionService(BaseSessionService):
         self._store = Store(
             executor,
             backends,
-            create_tables=create_tables,
+            partial(open_database, executor, backends, create_tables),
             session_cache_size=session_cache_size,
             data_key_cache_size=data_key_cache_size,
         )

@@ -19,6 +19,8 @@ from adk_secure_sessions import (
     PassphraseKey,
     WrongKeyError,
 )
+from adk_secure_sessions.maintenance import Database as Maintained
+from adk_secure_sessions.maintenance import rotate_root
 from tests.attacks.support import (
     Database,
     Operation,
@@ -236,3 +238,18 @@ async def test_passphrase_cost_that_was_changed_is_refused_without_paying_it(
                 except WrongKeyError:
                     continue
             pytest.fail(f"{name} was not refused")
+
+
+async def test_old_root_key_opens_nothing_after_its_rotation(db: Database) -> None:
+    new = AesGcmBackend(OTHER)
+    async with Maintained(db.url, new, [db.backend()]) as maintained:
+        await rotate_root(maintained)
+    old = db.backend()
+    async with db.service(old) as service:
+        error = await refusal(get, service, db, VISIT)
+        assert type(error) is WrongKeyError
+        assert new.root_key.key_id in str(error)
+    # Nor does it where the rows are made to name it again.
+    db.run("UPDATE secure_keyring SET root_key_id = :old", old=old.root_key.key_id)
+    async with db.service(old) as service:
+        assert type(await refusal(get, service, db, VISIT)) is WrongKeyError

@@ -57,7 +57,7 @@ class Keyring(Unpicklable):
         self.database_id = database_id
         self.index = index
         self._masters = masters
-        # The data master that wraps new data keys: the newest under the writing root key.
+        # The data master that wraps new data keys; None where one has to be made first.
         self.current_id = current_id
 
     def master(self, key_id: int) -> Aes256Gcm:
@@ -71,7 +71,14 @@ class Keyring(Unpicklable):
 async def new_master(purpose: str, root: KeyProvider, database_id: bytes, now: int) -> MasterKeyRow:
     """Make a random master key and wrap it with *root*; *now* in microseconds UTC."""
     row = MasterKeyRow(new_key_id(), purpose, root.key_id, now, b"")
-    key = secrets.token_bytes(KEY_LENGTH)
+    return await wrap(row, root, database_id, secrets.token_bytes(KEY_LENGTH))
+
+
+async def wrap(
+    row: MasterKeyRow, root: KeyProvider, database_id: bytes, key: bytes
+) -> MasterKeyRow:
+    """*row* as it is with *key* wrapped by *root*.  Raises KeyServiceError."""
+    row = row._replace(root_key_id=root.key_id)
     wrapped = await _ask(root, root.wrap(key, row.place(database_id)))
     return row._replace(wrapped=wrapped)
 
@@ -81,7 +88,10 @@ async def open_keyring(
 ) -> Keyring:
     """Unwrap *rows*, each with the provider in *roots* that it names, and no other.
 
-    *writer* is the key id of the root key under which new data keys are to be.
+    *writer* is the key id of the writing backend's root key.  New data keys are wrapped by the
+    newest data master under it; where there is none, by the newest under another root key, so
+    that a process with a new root key listed first starts no keys of its own.  One in clear
+    serves only a writer in clear.
 
     Raises:
         WrongKeyError: a row names a root key that is not in *roots*, or does not open.
@@ -89,21 +99,22 @@ async def open_keyring(
         KeyServiceError: the provider failed.
     """
     masters: dict[int, Aes256Gcm] = {}
-    newest: tuple[int, int] | None = None
+    candidates: list[tuple[bool, int, int]] = []
     index: BlindIndex | None = None
     rows = list(rows)
-    unwrapping = (_unwrap(row, roots, database_id) for row in rows)
+    unwrapping = (unwrap(row, roots, database_id) for row in rows)
     for row, key in zip(rows, await at_once(*unwrapping), strict=True):
         if row.purpose == INDEX:
             index = BlindIndex(key)
             continue
         masters[row.id] = Aes256Gcm(key)
-        if row.root_key_id == writer:
-            newest = max(newest or (0, 0), (row.created_at, row.id))
+        if row.root_key_id == writer or row.root_key_id != CLEAR_ROOT:
+            candidates.append((row.root_key_id == writer, row.created_at, row.id))
     if index is None or not masters:
         missing = "data" if index else "index"
         raise WrongKeyError(f"the keyring holds no {missing} master: restore secure_keyring")
-    return Keyring(database_id, index, masters, newest[1] if newest else None)
+    current_id = max(candidates)[2] if candidates else None
+    return Keyring(database_id, index, masters, current_id)
 
 
 async def at_once(*asking: Awaitable[T]) -> list[T]:
@@ -117,7 +128,8 @@ async def at_once(*asking: Awaitable[T]) -> list[T]:
     return results
 
 
-async def _unwrap(row: MasterKeyRow, roots: Mapping[str, KeyProvider], database_id: bytes) -> bytes:
+async def unwrap(row: MasterKeyRow, roots: Mapping[str, KeyProvider], database_id: bytes) -> bytes:
+    """The master key of one row, by the root key that it names.  Raises like `open_keyring`."""
     root = roots.get(row.root_key_id)
     if root is None and row.root_key_id == CLEAR_ROOT:
         raise PlaintextRefusedError(

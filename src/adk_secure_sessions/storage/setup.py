@@ -3,6 +3,7 @@
 import logging
 import secrets
 import time
+from collections.abc import Awaitable
 from functools import partial
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from adk_secure_sessions.keys.keyring import (
     new_master,
     open_keyring,
 )
-from adk_secure_sessions.storage.connection import Executor
+from adk_secure_sessions.storage.connection import Executor, T
 from adk_secure_sessions.storage.dialect import exclusively
 from adk_secure_sessions.storage.tables import FORMAT_VERSION, data_keys, keyring, meta, metadata
 
@@ -43,6 +44,16 @@ class Survey(NamedTuple):
     keyring: list[MasterKeyRow]
 
     @property
+    def format_version(self) -> str | None:
+        """As stored; None in a database that is not ours yet."""
+        return self.meta.get(_FORMAT)
+
+    @property
+    def has_clear_records(self) -> bool:
+        """Whether `NoOpBackend` has written there; nothing vouches for it."""
+        return _CLEAR in self.meta
+
+    @property
     def database_id(self) -> bytes | None:
         """Random, made with the database; None in one that is not ours yet."""
         text = self.meta.get(_DATABASE_ID)
@@ -58,8 +69,41 @@ async def open_database(executor: Executor, backends: Backends, create_tables: b
         ConfigurationError: the database cannot be used; it was left as it is.
         WrongKeyError, PlaintextRefusedError, KeyServiceError: see `open_keyring`.
     """
+    return await _usable(_open(executor, backends, create_tables))
+
+
+async def survey_existing(executor: Executor) -> Survey:
+    """What a database of ours holds, without changing anything.
+
+    Raises:
+        ConfigurationError: it cannot be used, or is not ours yet.
+    """
+    survey = await _usable(executor.define(look, commit=False))
+    _check(survey, create_tables=True)
+    if survey.database_id is None:
+        raise ConfigurationError(
+            "this database holds no encrypted sessions yet: make its tables and keys with "
+            "`adk-secure-sessions init`, or start a service on it"
+        )
+    return survey
+
+
+async def open_existing(executor: Executor, backends: Backends) -> Keyring:
+    """The keyring of a database of ours, without changing anything.
+
+    Raises:
+        ConfigurationError: see `survey_existing`.
+        WrongKeyError, PlaintextRefusedError, KeyServiceError: see `open_keyring`.
+    """
+    survey = await survey_existing(executor)
+    assert survey.database_id is not None, "survey_existing refuses that"
+    writer = backends.writer.root_key.key_id
+    return await open_keyring(survey.keyring, backends.roots, writer, survey.database_id)
+
+
+async def _usable(work: Awaitable[T]) -> T:
     try:
-        return await _open(executor, backends, create_tables)
+        return await work
     except sa.exc.DBAPIError as error:
         name = getattr(error.orig, "sqlite_errorname", "")
         reason = str(error.orig)

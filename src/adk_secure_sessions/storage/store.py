@@ -25,7 +25,6 @@ from adk_secure_sessions.storage.rows import (
     StoredSession,
     identify,
 )
-from adk_secure_sessions.storage.setup import open_database
 from adk_secure_sessions.storage.transactions import Expected, NewEvent, Sent
 from adk_secure_sessions.storage.views import View, is_skipped, listed, view_of
 
@@ -46,21 +45,21 @@ class Store:
         self,
         executor: Executor,
         backends: Backends,
+        open_keyring: Callable[[], Awaitable[Keyring]],
         *,
-        create_tables: bool,
         session_cache_size: int,
         data_key_cache_size: int,
     ) -> None:
         self._executor = executor
         self._backends = backends
-        self._create_tables = create_tables
+        self._open_keyring = open_keyring
         self._session_cache_size = session_cache_size
         self._data_key_cache_size = data_key_cache_size
         self._state: _Opened | None = None
         self._locks = LoopLocks()
 
     async def prepare(self) -> None:
-        """Open the database, once; see `open_database` for what may go wrong."""
+        """Open the database, once; what may go wrong is what *open_keyring* raises."""
         await self._opened()
 
     async def close(self) -> None:
@@ -184,23 +183,27 @@ class Store:
 
         return await self._attempt(who, attempt, always_with_keys=True)
 
-    async def delete(self, app_name: str, user_id: str, session_id: str) -> None:
-        """Delete a session and its events; none is no error."""
+    async def delete(
+        self, app_name: str, user_id: str, session_id: str, *, before: int | None = None
+    ) -> bool:
+        """Delete a session and its events; whether there was one, last updated *before* then."""
         who = await self._identify(app_name, user_id, session_id)
         opened = await self._opened()
-        known = opened.sessions.get(who.session_tag)
+        known = opened.sessions.get(who.session_tag) if before is None else None
 
-        async def attempt(context: Context, first: bool) -> None:
-            await self._executor.write(
+        async def attempt(context: Context, first: bool) -> bool:
+            return await self._executor.write(
                 partial(
                     transactions.delete_session,
                     context=context,
                     known=known if first else None,
+                    before=before,
                 )
             )
 
-        await self._attempt(who, attempt, writes=True)
+        deleted = await self._attempt(who, attempt, writes=True)
         opened.sessions.drop(who.session_tag)
+        return deleted
 
     async def append(
         self,
@@ -264,9 +267,7 @@ class Store:
         return self._state
 
     async def _keyring(self) -> Keyring:
-        return await repeated(
-            lambda first: open_database(self._executor, self._backends, self._create_tables)
-        )
+        return await repeated(lambda first: self._open_keyring())
 
     async def _identify(self, app_name: str, user_id: str = "", session_id: str = "") -> Identity:
         opened = self._state or await self._opened()

@@ -219,20 +219,24 @@ def append_event(
     return step.session
 
 
-def delete_session(context: Context, known: StoredSession | None) -> Steps[None]:
-    """Delete the session and its events; none is no error.
+def delete_session(
+    context: Context, known: StoredSession | None, before: int | None = None
+) -> Steps[bool]:
+    """Delete the session and its events; whether there was one, last updated *before* then.
 
     *known* is the session as this process last saw it, as for `append_event`.
     """
     if known and not context.with_keys:
         row = Change(sql.DELETE_KNOWN_SESSION, _columns(known, "at_"))
         if (yield Apply([row, *_deletions(known)])):
-            return
+            return True
     found = yield from _read(context)
     session = seals.open_session(context, found, seals.open_user(context, found))
-    if session is not None:
-        row = Change(sql.DELETE_SESSION, {"at_id": session.id, "at_revision": session.revision})
-        yield from _apply([row, *_deletions(session)])
+    if session is None or (before is not None and session.updated_at >= before):
+        return False
+    row = Change(sql.DELETE_SESSION, {"at_id": session.id, "at_revision": session.revision})
+    yield from _apply([row, *_deletions(session)])
+    return True
 
 
 def _deletions(session: StoredSession) -> Changes:

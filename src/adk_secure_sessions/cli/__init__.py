@@ -1,0 +1,5 @@
+"""The command line: parse, call what `maintenance` has, print."""
+
+from adk_secure_sessions.cli.commands import main
+
+__all__ = ["main"]

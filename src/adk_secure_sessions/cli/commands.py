@@ -1,0 +1,266 @@
+"""The commands."""
+
+import os
+import re
+import sys
+from datetime import timedelta
+
+import click
+
+from adk_secure_sessions import maintenance
+from adk_secure_sessions.cli.opening import failures, on_database, run, with_keys
+from adk_secure_sessions.cli.output import backend_name, counted, progress, show, table
+from adk_secure_sessions.cli.wording import problem_lines, status_lines
+from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.keys.providers import StaticKey, generate_key
+from adk_secure_sessions.maintenance import Database
+
+_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
+
+_speed = click.option(
+    "--rows-per-second", type=click.FloatRange(min=0, min_open=True), help="Go no faster."
+)
+_dry_run = click.option("--dry-run", is_flag=True, help="Only say what would be done.")
+
+
+def _age(context: click.Context, parameter: click.Parameter, value: str) -> timedelta:
+    match = re.fullmatch(r"(\d{1,6})([smhdw])", value)
+    if match is None:
+        raise click.BadParameter("write a number and one of s, m, h, d, w, such as 90d")
+    return timedelta(**{_UNITS[match[2]]: int(match[1])})
+
+
+@click.group()
+@click.version_option(package_name="adk-secure-sessions")
+def main() -> None:
+    """Look after databases of encrypted sessions.
+
+    Exit status: 0 all is well, 1 something bad was found, 2 wrong use, key or configuration.
+    """
+
+
+@main.command()
+@click.option("--output", metavar="FILE", help="Write it to a new file that only you may read.")
+def keygen(output: str | None) -> None:
+    """Make a new root key: 32 random bytes, as base64 text.
+
+    \b
+    Example:
+      adk-secure-sessions keygen --output root.key
+    """
+    key = generate_key()
+    if output is None:
+        click.echo(key)
+        return
+    with failures():
+        try:
+            file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            raise ConfigurationError(
+                f"{output!r} is there already, and a key is not overwritten"
+            ) from None
+        with os.fdopen(file, "w") as stream:
+            stream.write(f"{key}\n")
+    click.echo(f"wrote root key {StaticKey(key).key_id} to {output}")
+
+
+@main.command()
+@with_keys(required=True)
+@on_database
+def init(db: Database, as_json: bool) -> None:
+    """Make tables and master keys where there are none yet; again, it changes nothing.
+
+    \b
+    Example:
+      adk-secure-sessions init --db sqlite:///sessions.db --key file:root.key
+    """
+    made = run(db, maintenance.init)
+    lines = [f"made the table {name}" for name in made.tables]
+    lines += [f"made master key {number}" for number in made.masters]
+    show(made, as_json, lines or ["all of it was there already"])
+
+
+@main.command()
+@_speed
+@with_keys(required=False)
+@on_database
+def status(db: Database, as_json: bool, rows_per_second: float | None) -> None:
+    """Count rows and keys by what seals them.  No key is needed.
+
+    With --key it says which master keys that opens, and exits 1 if one is not.
+
+    \b
+    Example:
+      adk-secure-sessions status --db sqlite:///sessions.db
+    """
+    with progress("status") as report:
+        found = run(
+            db,
+            lambda opened: maintenance.status(
+                opened, progress=report, rows_per_second=rows_per_second
+            ),
+        )
+    show(found, as_json, status_lines(found))
+    if any(master.opens is False for master in found.masters):
+        sys.exit(1)
+
+
+@main.command()
+@_speed
+@with_keys(required=True)
+@on_database
+def verify(db: Database, as_json: bool, rows_per_second: float | None) -> None:
+    """Open every record, and name the rows that were altered, moved, removed or added.
+
+    Exits 1 if there are any.  They are left alone.
+
+    \b
+    Example:
+      adk-secure-sessions verify --db sqlite:///sessions.db --key file:root.key
+    """
+    with progress("verify") as report:
+        found = run(
+            db,
+            lambda opened: maintenance.verify(
+                opened, progress=report, rows_per_second=rows_per_second
+            ),
+        )
+    lines = [
+        *problem_lines(found.problems, found.bad),
+        f"opened {counted(found.apps, 'app')}, {counted(found.users, 'user')} and "
+        f"{counted(found.sessions, 'session')} with {counted(found.events, 'event')}",
+        f"bad: {counted(found.bad, 'row')}; not to be checked for that: {found.unchecked}"
+        if found.bad
+        else "nothing is wrong with them",
+    ]
+    show(found, as_json, lines)
+    if found.bad or found.unchecked:
+        sys.exit(1)
+
+
+@main.group()
+def rotate() -> None:
+    """Replace keys."""
+
+
+@rotate.command()
+@_dry_run
+@with_keys(required=True)
+@on_database
+def root(db: Database, as_json: bool, dry_run: bool) -> None:
+    """Wrap the master keys with the root key --key, which --also-key unwraps.
+
+    Services that run go on; those that start need the new root key.
+
+    \b
+    Example:
+      adk-secure-sessions rotate root --db sqlite:///sessions.db \\
+          --key file:new.key --also-key file:root.key
+    """
+    done = run(db, lambda opened: maintenance.rotate_root(opened, dry_run=dry_run))
+    verb = "would be wrapped" if dry_run else "is now wrapped"
+    lines = [f"master key {number} {verb} by {done.root_key_id}" for number in done.rotated]
+    lines += [f"master key {number} was wrapped by it already" for number in done.unchanged]
+    lines += [f"master key {number} is in clear, and was left so" for number in done.in_clear]
+    show(done, as_json, lines)
+
+
+@main.command()
+@click.option("--app", required=True, metavar="NAME", help="The app's name.")
+@click.option("--user", metavar="ID", help="The id of one of its users.")
+@click.option("--session", metavar="ID", help="The id of one of that user's sessions.")
+@with_keys(required=True)
+@on_database
+def lookup(db: Database, as_json: bool, app: str, user: str | None, session: str | None) -> None:
+    """Find the rows of an app, a user, a session: their ids and tags.
+
+    \b
+    Example:
+      adk-secure-sessions lookup --db sqlite:///sessions.db --key file:root.key \\
+          --app clinic --user ada
+    """
+    found = run(db, lambda opened: maintenance.lookup(opened, app, user, session))
+    rows = [
+        (one.table, "no row" if one.row is None else f"row {one.row}", f"tag {one.tag}")
+        for one in found
+    ]
+    show(found, as_json, table(rows))
+
+
+@main.command()
+@click.argument("table_name", metavar="TABLE", type=click.Choice(maintenance.TABLES))
+@click.option(
+    "--row", metavar="KEY", help="Its id; of events their session's, of a witness its tag."
+)
+@click.option("--limit", type=click.IntRange(min=1), default=20, show_default=True, help="So many.")
+@on_database
+def inspect(db: Database, as_json: bool, table_name: str, row: str | None, limit: int) -> None:
+    """Show what sealed values say of themselves: backend, key id, length.  No key is needed.
+
+    \b
+    Example:
+      adk-secure-sessions inspect secure_users --db sqlite:///sessions.db
+    """
+    found = run(db, lambda opened: maintenance.inspect(opened, table_name, row, limit=limit))
+    rows = [
+        (
+            f"row {one.row}",
+            one.column,
+            backend_name(one.backend_id) if one.root_key_id is None else "wrapped",
+            f"by {one.key_id if one.root_key_id is None else one.root_key_id}",
+            f"{one.length} bytes",
+        )
+        for one in found
+    ]
+    show(found, as_json, table(rows) if rows else ["no such row"])
+
+
+@main.command()
+@click.option(
+    "--older-than",
+    required=True,
+    callback=_age,
+    metavar="AGE",
+    help="Such as 90d: s, m, h, d or w.",
+)
+@_dry_run
+@_speed
+@with_keys(required=True)
+@on_database
+def purge(
+    db: Database,
+    as_json: bool,
+    older_than: timedelta,
+    dry_run: bool,
+    rows_per_second: float | None,
+) -> None:
+    """Delete sessions whose last event is longer ago, with all their events.
+
+    Exits 1 if there are some that cannot be opened: they are left alone.
+
+    \b
+    Example:
+      adk-secure-sessions purge --db sqlite:///sessions.db --key file:root.key \\
+          --older-than 90d --dry-run
+    """
+    with progress("purge") as report:
+        done = run(
+            db,
+            lambda opened: maintenance.purge(
+                opened,
+                older_than,
+                dry_run=dry_run,
+                progress=report,
+                rows_per_second=rows_per_second,
+            ),
+        )
+    verb = "would be deleted" if dry_run else "deleted"
+    lines = [*problem_lines(done.problems, len(done.problems))]
+    lines.append(f"{verb}: {counted(done.deleted, 'session')}")
+    if done.kept:
+        lines.append(f"used meanwhile, and left: {counted(done.kept, 'session')}")
+    if done.bad:
+        lines.append(f"cannot be opened, and left: {counted(done.bad, 'session')}")
+    show(done, as_json, lines)
+    if done.bad:
+        sys.exit(1)

@@ -1,0 +1,36 @@
+"""Looking after a database of encrypted sessions, while services use it."""
+
+from adk_secure_sessions.maintenance.beginning import Initialisation, init
+from adk_secure_sessions.maintenance.coverage import DataKeyCount, RecordCount
+from adk_secure_sessions.maintenance.database import Database
+from adk_secure_sessions.maintenance.finding import TABLES, Location, Sealed, inspect, lookup
+from adk_secure_sessions.maintenance.problems import Problem
+from adk_secure_sessions.maintenance.purging import Purge, purge
+from adk_secure_sessions.maintenance.root_keys import RootRotation, rotate_root
+from adk_secure_sessions.maintenance.status import MasterKey, Status, status
+from adk_secure_sessions.maintenance.verification import Verification, verify
+from adk_secure_sessions.maintenance.walking import Progress
+
+__all__ = [
+    "TABLES",
+    "DataKeyCount",
+    "Database",
+    "Initialisation",
+    "Location",
+    "MasterKey",
+    "Problem",
+    "Progress",
+    "Purge",
+    "RecordCount",
+    "RootRotation",
+    "Sealed",
+    "Status",
+    "Verification",
+    "init",
+    "inspect",
+    "lookup",
+    "purge",
+    "rotate_root",
+    "status",
+    "verify",
+]

@@ -1,0 +1,134 @@
+"""The database that maintenance works on, opened without changing anything in it."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import sqlalchemy as sa
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from adk_secure_sessions.backends import EncryptionBackend
+from adk_secure_sessions.backends.registry import Backends, register
+from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.keys.data_keys import DataKeys
+from adk_secure_sessions.keys.keyring import Keyring
+from adk_secure_sessions.storage.connection import Row
+from adk_secure_sessions.storage.engines import executor_for
+from adk_secure_sessions.storage.retries import repeated
+from adk_secure_sessions.storage.setup import Survey, open_existing, survey_existing
+from adk_secure_sessions.storage.store import Store
+
+# Rows are met once, one owner's after another's: to remember many would only take memory.
+_CACHED = 64
+
+
+class Database:
+    """A database of encrypted sessions, for the functions of this module; use `async with`.
+
+    Services may read and write it meanwhile.  Only `init` makes tables.
+
+    Args:
+        db_url: As for `EncryptedSessionService`.
+        backend: Its root key, and which records may be opened; None where no key is needed.
+        additional_backends: What else may be opened, and with which root keys.
+        db_engine: The caller's own engine, instead of `db_url`; it is not closed.
+        engine_kwargs: Options for the engine that `db_url` makes.
+
+    Raises:
+        ConfigurationError: Something of the above cannot be used.
+    """
+
+    def __init__(
+        self,
+        db_url: str | sa.URL | None = None,
+        backend: EncryptionBackend | None = None,
+        additional_backends: Sequence[EncryptionBackend] = (),
+        *,
+        db_engine: AsyncEngine | None = None,
+        **engine_kwargs: Any,
+    ) -> None:
+        if backend is None and additional_backends:
+            raise ConfigurationError("additional_backends need a backend beside them")
+        self._backends = None if backend is None else register(backend, additional_backends)
+        self.executor = executor_for(db_url, db_engine, engine_kwargs)
+        self._file = None if db_url is None else _sqlite_file(db_url)
+        self._keys: DataKeys | None = None
+        self._store: Store | None = None
+
+    @property
+    def backends(self) -> Backends:
+        """Raises ConfigurationError if none was given."""
+        if self._backends is None:
+            raise ConfigurationError("this needs the root key: give a backend")
+        return self._backends
+
+    @property
+    def has_keys(self) -> bool:
+        return self._backends is not None
+
+    async def survey(self) -> Survey:
+        """What the database holds.  Raises ConfigurationError if it is not ours yet."""
+        if self._file is not None and not self._file.exists():  # SQLite would make it
+            raise ConfigurationError(f"there is no file {str(self._file)!r}")
+        return await repeated(lambda first: survey_existing(self.executor))
+
+    async def keys(self) -> DataKeys:
+        """The keyring, opened, and data keys under it.  Raises like `open_existing`."""
+        if self._keys is None:
+            backends = self.backends
+            keyring = await repeated(lambda first: self._open())
+            writer = backends.writer.backend_id
+            self._keys = DataKeys(keyring, backends.by_id, writer, _CACHED)
+        return self._keys
+
+    async def store(self) -> Store:
+        """What services read and write sessions with, on the same keyring."""
+        if self._store is None:
+            keyring = (await self.keys()).keyring
+
+            async def opened() -> Keyring:
+                return keyring
+
+            self._store = Store(
+                self.executor,
+                self.backends,
+                opened,
+                session_cache_size=_CACHED,
+                data_key_cache_size=_CACHED,
+            )
+        return self._store
+
+    async def read(self, query: sa.Executable, parameters: Mapping[str, object]) -> Sequence[Row]:
+        """Run one query, again if its connection is lost."""
+        return await repeated(lambda first: self.executor.read(query, parameters))
+
+    async def close(self) -> None:
+        """Release the connections and forget the keys."""
+        self._keys = self._store = None
+        await self.executor.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def _open(self) -> Keyring:
+        await self.survey()
+        return await open_existing(self.executor, self.backends)
+
+
+def _sqlite_file(db_url: str | sa.URL) -> Path | None:
+    if db_url == ":memory:":
+        return None
+    url = sa.make_url(db_url)
+    name = url.database or ""
+    if url.get_backend_name() != "sqlite" or name in ("", ":memory:") or name.startswith("file:"):
+        return None
+    return Path(name)

@@ -1,0 +1,63 @@
+"""Rows that cannot be opened: counted, named, and left alone."""
+
+import re
+import struct
+from typing import NamedTuple
+
+from adk_secure_sessions.errors import DecryptionError
+
+KEPT = 1000
+# What opening a row raises; the others only for one that nothing authenticates, by NoOpBackend.
+UNREADABLE = (DecryptionError, struct.error, UnicodeDecodeError)
+# How messages begin, as storage/seals.py writes them.
+_NAMED = re.compile(r"(secure_\w+)(?: of session)? row (\(\d+, \d+\)|\S+?): (.*)", re.DOTALL)
+
+
+class Problem(NamedTuple):
+    """A row that cannot be opened, or that belongs to nothing.
+
+    Attributes:
+        table: Its table.
+        row: Its primary key; of a witness, the tag in hexadecimal.
+        reason: What is wrong with it.
+    """
+
+    table: str
+    row: str
+    reason: str
+
+
+class Problems:
+    """Counts all, and keeps the first."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.kept: list[Problem] = []
+        self._known: set[tuple[str, str]] = set()
+
+    def expect(self, table: str, row: object) -> None:
+        """Of what stands in the way of that row, the rows that lead to it have said it all."""
+        self._known.add((table, str(row)))
+
+    def add(self, table: str, row: object, reason: str, *, once: bool = False) -> None:
+        """*once*: one row may stand in the way of many others."""
+        if once:
+            if (table, str(row)) in self._known:
+                return
+            self._known.add((table, str(row)))
+        self.count += 1
+        if len(self.kept) < KEPT:
+            self.kept.append(Problem(table, str(row), reason))
+
+    def refused(self, error: Exception, table: str, row: object) -> bool:
+        """*error* came of opening that row, or names another itself.
+
+        Whether that is one of those on which many others depend.
+        """
+        reason = str(error) if isinstance(error, DecryptionError) else "what it holds is malformed"
+        while named := _NAMED.fullmatch(reason):  # the last is what is bad
+            table, row, reason = named.groups()
+            row = str(row).strip("()")
+        shared = table in ("secure_apps", "secure_users", "secure_data_keys")
+        self.add(table, row, reason, once=shared)
+        return shared

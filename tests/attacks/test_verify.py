@@ -1,0 +1,184 @@
+"""`verify` names what was attacked, where no service would have met it yet, and nothing else."""
+
+import re
+from typing import NamedTuple
+
+import pytest
+
+from adk_secure_sessions import AesGcmBackend, FernetBackend
+from adk_secure_sessions.maintenance import Database as Maintained
+from adk_secure_sessions.maintenance import Verification, verify
+from tests.attacks.support import Database, Older
+from tests.attacks.world import EVERYBODY, KEY, SECRET
+
+_TAG = "(SELECT tag FROM secure_{} WHERE id = :{})"
+
+
+async def verified(db: Database) -> Verification:
+    before = db.dump()
+    async with Maintained(db.url, db.backend()) as maintained:
+        found = await verify(maintained)
+    assert db.dump() == before
+    assert SECRET not in repr(found)
+    return found
+
+
+class Attack(NamedTuple):
+    """SQL, the rows that it spoils (`:name` for the id of one), and how many that hides."""
+
+    sql: str
+    bad: set[tuple[str, str]]
+    unchecked: int = 0
+
+
+def flip(table: str, column: str, where: str) -> str:
+    """Change the last byte."""
+    last = f"substr({column}, length({column}), 1)"
+    other = f"CASE {last} WHEN x'00' THEN x'01' ELSE x'00' END"
+    kept = f"substr({column}, 1, length({column}) - 1)"
+    return f"UPDATE {table} SET {column} = CAST({kept} || {other} AS BLOB) WHERE {where}"
+
+
+ROW_NAMES = ("visit", "notes", "archive", "bob_visit", "carol_visit")
+ATTACKS = {
+    "byte of an event": Attack(
+        flip("secure_events", "event", "session_row = :visit AND seq = 2"),
+        {("secure_events", ":visit, 2")},
+    ),
+    "byte of a base": Attack(
+        flip("secure_bases", "state", "session_row = :archive"), {("secure_bases", ":archive")}
+    ),
+    "byte of a session": Attack(
+        flip("secure_sessions", "state", "id = :notes"), {("secure_sessions", ":notes")}
+    ),
+    "byte of a user": Attack(
+        flip("secure_users", "state", "id = :alice"), {("secure_users", ":alice")}, 3
+    ),
+    "byte of an app": Attack(
+        flip("secure_apps", "state", "id = :bank"), {("secure_apps", ":bank")}, 2
+    ),
+    "app's name": Attack(
+        "UPDATE secure_apps SET app_name = CAST('x' || app_name AS BLOB) WHERE id = :bank",
+        {("secure_apps", ":bank")},
+        2,
+    ),
+    "byte of a data key": Attack(
+        flip("secure_data_keys", "wrapped", f"owner = {_TAG.format('users', 'bob')}"),
+        {("secure_data_keys", "?")},
+        1,
+    ),
+    "event within": Attack(
+        "DELETE FROM secure_events WHERE session_row = :visit AND seq = 1",
+        {("secure_events", ":visit")},
+    ),
+    "last event": Attack(
+        "DELETE FROM secure_events WHERE session_row = :visit AND seq = 3",
+        {("secure_sessions", ":visit")},
+    ),
+    "event added": Attack(
+        "INSERT INTO secure_events SELECT session_row, seq + 1, time, event FROM secure_events "
+        "WHERE session_row = :visit AND seq = 3",
+        {("secure_sessions", ":visit")},
+    ),
+    "revisions beyond all sums": Attack(
+        "UPDATE secure_sessions SET revision = 9223372036854775807",
+        {("secure_sessions", f":{row}") for row in ROW_NAMES},
+    ),
+    "base removed": Attack(
+        "DELETE FROM secure_bases WHERE session_row = :archive", {("secure_bases", ":archive")}
+    ),
+    "witness of a session removed": Attack(
+        f"DELETE FROM secure_witnesses WHERE tag = {_TAG.format('sessions', 'visit')}",
+        {("secure_sessions", ":visit")},
+    ),
+    "witness of a user removed": Attack(
+        f"DELETE FROM secure_witnesses WHERE tag = {_TAG.format('users', 'bob')}",
+        {("secure_users", ":bob")},
+        1,
+    ),
+    "session removed": Attack(
+        "DELETE FROM secure_sessions WHERE id = :visit",
+        {("secure_events", ":visit"), ("secure_witnesses", "?")},
+    ),
+    "user removed": Attack(
+        "DELETE FROM secure_users WHERE id = :bob",
+        {("secure_sessions", ":bob_visit"), ("secure_witnesses", "?"), ("secure_data_keys", "?")},
+    ),
+    "events that belong to nothing": Attack(
+        "INSERT INTO secure_events SELECT 7, seq, time, event FROM secure_events "
+        "WHERE session_row = :visit",
+        {("secure_events", "7")},
+    ),
+    "base that belongs to nothing": Attack(
+        "INSERT INTO secure_bases SELECT 7, revision, state FROM secure_bases",
+        {("secure_bases", "7")},
+    ),
+    "witness that belongs to nothing": Attack(
+        "INSERT INTO secure_witnesses SELECT x'00112233445566778899aabbccddeeff', number, seal "
+        "FROM secure_witnesses LIMIT 1",
+        {("secure_witnesses", "00112233445566778899aabbccddeeff")},
+    ),
+    "data key that belongs to nothing": Attack(
+        "INSERT INTO secure_data_keys SELECT 7, x'00112233445566778899aabbccddeeff', generation, "
+        "backend_id, created_at, wrapped FROM secure_data_keys LIMIT 1",
+        {("secure_data_keys", "7")},
+    ),
+    "record in clear": Attack(
+        "UPDATE secure_events SET event = x'7b7d' WHERE session_row = :visit AND seq = 0",
+        {("secure_events", ":visit, 0")},
+    ),
+}
+
+
+async def test_verify_finds_nothing_in_a_database_that_nobody_attacked(db: Database) -> None:
+    found = await verified(db)
+    events = 4 * len(EVERYBODY)
+    assert found == Verification(2, 3, len(EVERYBODY), events, unchecked=0, bad=0, problems=())
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+async def test_verify_names_what_was_attacked_and_nothing_else(db: Database, name: str) -> None:
+    attack = ATTACKS[name]
+    db.run(attack.sql)
+    found = await verified(db)
+    rows = db.world.rows
+    expected = {
+        (table, re.sub(r":(\w+)", lambda match: str(rows[match[1]]), row))
+        for table, row in attack.bad
+    }
+    known = {row for _, row in expected}
+    named = {
+        (problem.table, problem.row if problem.row in known else "?") for problem in found.problems
+    }
+    assert named == expected, found.problems
+    assert (found.bad, found.unchecked) == (len(expected), attack.unchecked)
+
+
+async def test_verify_names_two_users_whose_states_were_swapped(db: Database) -> None:
+    states = dict(db.rows("SELECT id, state FROM secure_users"))
+    alice, bob = db.world.rows["alice"], db.world.rows["bob"]
+    for row, state in ((alice, states[bob]), (bob, states[alice])):
+        db.run("UPDATE secure_users SET state = :state WHERE id = :row", state=state, row=row)
+    found = await verified(db)
+    named = {(problem.table, problem.row) for problem in found.problems}
+    assert named == {("secure_users", str(alice)), ("secure_users", str(bob))}
+    assert (found.bad, found.unchecked) == (2, 4)
+
+
+async def test_verify_names_a_row_from_an_older_time(db: Database, older: Older) -> None:
+    older.put_back("secure_sessions", "id = :notes")
+    found = await verified(db)
+    assert [(one.table, one.row) for one in found.problems] == [
+        ("secure_sessions", str(db.world.rows["notes"]))
+    ]
+
+
+async def test_verify_names_every_owner_of_another_backend(db: Database) -> None:
+    other = AesGcmBackend(KEY) if db.is_fernet else FernetBackend(KEY)
+    async with Maintained(db.url, other) as maintained:
+        found = await verify(maintained)
+        assert {one.table for one in found.problems} == {"secure_apps"}
+        assert "additional_backends" in found.problems[0].reason
+        assert (found.bad, found.unchecked, found.sessions) == (2, 3 + len(EVERYBODY), 0)
+    async with Maintained(db.url, other, [db.backend()]) as maintained:
+        assert (await verify(maintained)).bad == 0

@@ -1,0 +1,247 @@
+"""Each command, on each kind of database: what it prints, and how it ends."""
+
+import asyncio
+import base64
+import io
+import json
+import stat
+import time
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from adk_secure_sessions import AesGcmBackend
+from adk_secure_sessions.cli import output
+from adk_secure_sessions.cli.opening import DB_VARIABLE
+from tests.cli.support import commands, run
+from tests.maintenance.conftest import file_url, place, url  # noqa: F401 - fixtures
+from tests.maintenance.support import NEW, OLD, fill, query, run_sql
+
+KEYS = {"OLD_KEY": OLD, "NEW_KEY": NEW}
+
+
+@pytest.fixture(autouse=True)
+def _keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, key in KEYS.items():
+        monkeypatch.setenv(name, base64.b64encode(key).decode())
+    monkeypatch.delenv(DB_VARIABLE, raising=False)
+
+
+@pytest.fixture
+def filled(url: str) -> str:  # noqa: F811
+    asyncio.run(fill(url))
+    return url
+
+
+@pytest.fixture
+def file(file_url: str) -> str:  # noqa: F811
+    asyncio.run(fill(file_url))
+    return file_url
+
+
+def on(db: str, key: str | None = "env:OLD_KEY") -> list[str]:
+    return ["--db", db, *(["--key", key] if key else [])]
+
+
+# --- all of them ---------------------------------------------------------------------------------
+
+
+def test_database_is_looked_after_from_its_making(url: str, place: sa.URL) -> None:  # noqa: F811
+    made = run("init", *on(url), "--json")
+    assert made.code == 0
+    assert len(made.json["tables"]) == 9
+    again = run("init", *on(url))
+    assert (again.code, again.stdout) == (0, "all of it was there already\n")
+    asyncio.run(fill(url))
+    told = run("status", *on(url, None))
+    assert told.code == 0
+    assert "secure_events" in told.stdout
+    assert "12 under newest key" in told.stdout
+    assert "opens" not in told.stdout
+    assert "opens" in run("status", *on(url)).stdout
+    wrong = run("status", *on(url, "env:NEW_KEY"))
+    assert (wrong.code, "does not open" in wrong.stdout) == (1, True)
+    checked = run("verify", *on(url))
+    assert checked == (
+        0,
+        "opened 1 app, 2 users and 4 sessions with 12 events\nnothing is wrong with them\n",
+        "",
+    )
+    rotated = run("rotate", "root", *on(url, "env:NEW_KEY"), "--also-key", "env:OLD_KEY", "--json")
+    assert (rotated.code, len(rotated.json["rotated"])) == (0, 2)
+    refused = run("verify", *on(url))
+    assert (refused.code, refused.stdout) == (2, "")
+    assert refused.stderr.count("\n") == 1
+    assert AesGcmBackend(NEW).root_key.key_id in refused.stderr
+    found = run(
+        "lookup", *on(url, "env:NEW_KEY"), "--app", "clinic", "--user", "bob", "--session", "s1"
+    )
+    assert (found.code, found.stdout.count("  row ")) == (0, 3)
+    shown = run("inspect", "secure_events", "--db", url, "--limit", "2", "--json")
+    assert [one["backend_id"] for one in shown.json] == [1, 1]
+    would = run("purge", *on(url, "env:NEW_KEY"), "--older-than", "90d", "--dry-run")
+    assert would == (0, "would be deleted: 4 sessions\n", "")
+    run("purge", *on(url, "env:NEW_KEY"), "--older-than", "90d")
+    assert query(place, "SELECT count(*) FROM secure_sessions") == [(0,)]
+
+
+def test_verify_exits_with_1_and_names_the_row(filled: str, place: sa.URL) -> None:  # noqa: F811
+    ((row,),) = query(place, "SELECT min(session_row) FROM secure_events")
+    assert run_sql(place, "DELETE FROM secure_events WHERE session_row = :row AND seq = 1", row=row)
+    said = run("verify", *on(filled))
+    assert said.code == 1
+    assert said.stdout.startswith(f"secure_events row {row}: events 0 to 2 are expected")
+    assert "bad: 1 row;" in said.stdout
+    as_json = run("verify", *on(filled), "--json")
+    assert (as_json.code, as_json.json["bad"]) == (1, 1)
+    assert as_json.json["problems"][0]["row"] == str(row)
+    purged = run("purge", *on(filled), "--older-than", "1s")
+    assert purged.code == 0  # a session is deleted though its history has a gap
+
+
+def test_purge_exits_with_1_where_a_row_cannot_be_opened(file: str, tmp_path: Path) -> None:
+    place = sa.URL.create("sqlite", database=f"{tmp_path}/sessions.db")  # noqa: F811
+    first = "(SELECT min(id) FROM secure_sessions)"
+    run_sql(place, f"UPDATE secure_sessions SET created_at = 7 WHERE id = {first}")
+    said = run("purge", *on(file), "--older-than", "2w")
+    assert said.code == 1
+    assert "deleted: 3 sessions\ncannot be opened, and left: 1 session" in said.stdout
+
+
+def test_backends_are_named(file_url: str) -> None:  # noqa: F811
+    assert run("init", *on(file_url), "--backend", "fernet").code == 0
+    asyncio.run(fill(file_url))  # by AES-256-GCM
+    assert run("verify", *on(file_url)).code == 0
+    other = run("verify", *on(file_url), "--backend", "fernet")
+    assert (other.code, "additional_backends" in other.stdout) == (1, True)
+    both = run("verify", *on(file_url), "--backend", "fernet", "--also-backend", "aesgcm")
+    assert both.code == 0
+
+
+def test_database_in_clear_needs_no_key(file_url: str) -> None:  # noqa: F811
+    assert run("init", "--db", file_url, "--backend", "no-op").code == 0
+    assert run("verify", "--db", file_url, "--backend", "no-op").code == 0
+    refused = run("verify", *on(file_url))
+    assert (refused.code, "in clear by NoOpBackend" in refused.stderr) == (2, True)
+    assert run("verify", *on(file_url), "--backend", "no-op").code == 0
+
+
+def test_database_may_be_named_by_the_environment(file: str) -> None:
+    assert run("verify", "--key", "env:OLD_KEY", **{DB_VARIABLE: file}).code == 0
+
+
+# --- keygen --------------------------------------------------------------------------------------
+
+
+def test_keygen_prints_a_key() -> None:
+    said = run("keygen")
+    assert len(base64.urlsafe_b64decode(said.stdout)) == 32
+    assert said.stdout != run("keygen").stdout
+
+
+def test_keygen_writes_a_file_that_nobody_else_may_read(tmp_path: Path) -> None:
+    path = tmp_path / "root.key"
+    said = run("keygen", "--output", str(path))
+    assert said.code == 0
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    key = path.read_text()
+    assert key.strip() not in said.stdout
+    again = run("keygen", "--output", str(path))
+    assert (again.code, path.read_text()) == (2, key)
+    assert "is not overwritten" in again.stderr
+    assert AesGcmBackend(f"file:{path}").root_key.key_id in said.stdout
+    nowhere = run("keygen", "--output", str(tmp_path / "no" / "root.key"))
+    assert (nowhere.code, nowhere.stderr.count("\n")) == (2, 1)
+
+
+# --- wrong use -----------------------------------------------------------------------------------
+
+WRONG: dict[str, tuple[list[str], str]] = {
+    "no database": (["status"], "Missing option '--db'"),
+    "no key": (["verify", "--db", "sqlite:///x.db"], "give --key"),
+    "a key itself": (
+        ["verify", "--db", "sqlite:///x.db", "--key", base64.b64encode(OLD).decode()],
+        "never given itself",
+    ),
+    "another scheme": (
+        ["verify", "--db", "sqlite:///x.db", "--key", "7Qx:secret"],
+        "not a key spec this version knows",
+    ),
+    "no such variable": (["verify", "--db", "sqlite:///x.db", "--key", "env:NONE"], "'NONE'"),
+    "no such file": (["verify", "--db", "sqlite:///x.db", "--key", "env:OLD_KEY"], "'x.db'"),
+    "no URL": (["status", "--db", "7Qx"], "not a database URL"),
+    "no server": (
+        ["status", "--db", "postgresql+asyncpg://u:7Qx@127.0.0.1:1/d"],
+        "",
+    ),
+    "no age": (["purge", *on("sqlite:///x.db"), "--older-than", "90"], "90d"),
+    "no table": (["inspect", "secure_meta", "--db", "sqlite:///x.db"], "secure_meta"),
+    "no row": (["inspect", "secure_users", "--db", "sqlite:///x.db", "--row", "x"], "'x.db'"),
+    "no backend": (["verify", *on("sqlite:///x.db"), "--backend", "rot13"], "rot13"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_use_exits_with_2_and_says_what_to_do(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments, text = WRONG[name]
+    said = run(*arguments)
+    assert (said.code, said.stdout) == (2, "")
+    assert text in said.stderr
+    assert "Traceback" not in said.stderr
+    assert "7Qx" not in said.stderr
+    assert base64.b64encode(OLD).decode() not in said.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- progress ------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_on_a_terminal_is_a_bar_with_rate_and_time_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setattr(output, "_REFRESH", 0.0)
+    with output.progress("verify") as report:
+        for done in range(0, 101, 25):
+            report(done, 100)
+            time.sleep(0.35)  # after a second it knows how long the rest will take
+    shown = terminal.getvalue()
+    assert "verify" in shown
+    assert "100/100" in shown
+    assert "rows/s" in shown
+    assert "00:00:0" in shown
+
+
+def test_progress_elsewhere_is_a_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(output, "_LINE_EVERY", 0.0)
+    with output.progress("verify") as report:
+        report(1, 2000)
+    assert capsys.readouterr().err == "verify: 1 of 2,000 rows\n"
+
+
+def test_every_command_with_a_database_prints_json(filled: str) -> None:
+    options: dict[str, list[str]] = {
+        "purge": ["--older-than", "90d"],
+        "lookup": ["--app", "clinic"],
+        "inspect": ["secure_users"],
+    }
+    for name, command in commands().items():
+        if name == "keygen":
+            continue
+        needs_key = "--key" in {text for option in command.params for text in option.opts}
+        arguments = [*options.get(name, []), *on(filled, "env:OLD_KEY" if needs_key else None)]
+        said = run(*name.split(), *arguments, "--json")
+        assert (said.code, said.stderr) == (0, "")
+        assert isinstance(json.loads(said.stdout), dict | list)

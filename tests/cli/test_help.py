@@ -1,0 +1,94 @@
+"""docs/cli.md and the help of each command say all there is, and their examples work."""
+
+import re
+import shlex
+from pathlib import Path
+
+import click
+import pytest
+
+from adk_secure_sessions import maintenance
+from adk_secure_sessions.cli import main
+from adk_secure_sessions.cli.opening import DB_VARIABLE
+from tests.cli.support import commands, run
+from tests.pages import DOCS
+
+PAGE = (DOCS / "cli.md").read_text(encoding="utf-8")
+SHARED = ["Options of all commands with a database"]
+
+
+def section(title: str) -> str:
+    found = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
+    assert found, f"docs/cli.md has no section {title!r}"
+    return found[1]
+
+
+def options(command: click.Command) -> list[str]:
+    return [option.opts[0] for option in command.params if isinstance(option, click.Option)]
+
+
+def example(name: str) -> list[str]:
+    said = run(*name.split(), "--help")
+    assert said.code == 0
+    found = re.search(r"Example:\n((?: {4,}\S.*\n)+)", said.stdout)
+    assert found, f"the help of {name} has no example"
+    return shlex.split(found[1].replace("\\\n", " "))
+
+
+@pytest.mark.parametrize("name", commands())
+def test_page_has_a_section_with_an_example_for_the_command(name: str) -> None:
+    assert f"adk-secure-sessions {name} " in section(name).replace("\n", " \n")
+    assert f"| [`{name}`](#{name.replace(' ', '-')}) |" in PAGE
+
+
+@pytest.mark.parametrize("name", commands())
+def test_page_has_every_option_of_the_command(name: str) -> None:
+    text = section(name) + "".join(map(section, SHARED))
+    assert [option for option in options(commands()[name]) if f"`{option}" not in text] == []
+
+
+@pytest.mark.parametrize("name", commands())
+def test_help_says_what_each_option_is(name: str) -> None:
+    unsaid = [
+        option.opts
+        for option in commands()[name].params
+        if isinstance(option, click.Option) and not option.help
+    ]
+    assert unsaid == []
+
+
+def test_page_has_no_command_that_there_is_not() -> None:
+    titles = re.findall(r"^## (.*)", PAGE, re.MULTILINE)
+    assert [title for title in titles if title not in SHARED] == list(
+        dict.fromkeys(re.findall(r"^\| \[`(.*?)`\]", PAGE, re.MULTILINE))
+    )
+    assert set(titles) == {*SHARED, *commands()}
+    assert DB_VARIABLE in PAGE
+
+
+def test_examples_in_the_help_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run("keygen", "--output", "new.key")
+    order = ["keygen", "init", "status", "verify", "lookup", "inspect", "purge", "rotate root"]
+    assert sorted(order) == sorted(commands())
+    for name in order:
+        program, *arguments = example(name)
+        assert program == "adk-secure-sessions"
+        said = run(*arguments)
+        assert (said.code, said.stderr) == (0, ""), name
+
+
+def test_program_is_installed_under_its_name() -> None:
+    from importlib.metadata import entry_points
+
+    (script,) = entry_points(group="console_scripts", name="adk-secure-sessions")
+    assert script.load() is main
+
+
+@pytest.mark.parametrize("name", maintenance.__all__)
+def test_reference_has_the_public_name_of_maintenance(name: str) -> None:
+    if name in ("Progress", "TABLES"):  # a kind of function, and names of tables
+        return
+    page = (DOCS / "api.md").read_text(encoding="utf-8")
+    assert f"\n::: adk_secure_sessions.maintenance.{name}\n" in page
+    assert getattr(maintenance, name).__doc__

@@ -1,0 +1,126 @@
+"""Nothing that users say, and no key, is in what the commands print, however it is logged."""
+
+import asyncio
+import io
+import logging
+import sqlite3
+import warnings
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adk_secure_sessions import AesGcmBackend, EncryptedSessionService, FileKey, generate_key
+from tests.attacks.needles import APP, SESSION, USER, found_in, large_state, new_event, state
+from tests.cli.support import run
+
+KEY, OTHER = generate_key(), generate_key()
+WHO: dict[str, Any] = {"app_name": APP, "user_id": USER, "session_id": SESSION}
+SPOILT = [  # a statement, and whether the database can still be opened at all
+    "UPDATE secure_events SET event = CAST('{\"text\": 1}' AS BLOB)",
+    "UPDATE secure_events SET event = substr(event, 1, length(event) - 1)",
+    "UPDATE secure_sessions SET state = x'414b53010300000000000000007b7d', revision = 'x'",
+    "UPDATE secure_users SET state = 'text', version = 'text'",
+    "UPDATE secure_apps SET app_name = x'ff', state = NULL WHERE 0",
+    "UPDATE secure_apps SET app_name = x'ff'",
+    "UPDATE secure_data_keys SET wrapped = 'text'",
+    "UPDATE secure_witnesses SET number = 'text'",
+    "DELETE FROM secure_users",
+    "UPDATE secure_keyring SET wrapped = x'00'",
+    "UPDATE secure_keyring SET created_at = 9223372036854775807",
+    "UPDATE secure_keyring SET created_at = 'text', purpose = x'00'",
+    "UPDATE secure_keyring SET root_key_id = char(27) || '[2J' || root_key_id",
+    "UPDATE secure_data_keys SET backend_id = 'text', generation = 'text'",
+    "UPDATE secure_meta SET value = x'ff' WHERE name = 'database_id'",
+    "DROP TABLE secure_events",
+]
+
+
+@pytest.fixture
+def log() -> Iterator[io.StringIO]:
+    """All that any logger says."""
+    text = io.StringIO()
+    handler = logging.StreamHandler(text)
+    handler.setFormatter(logging.Formatter("%(name)s %(message)s %(args)r"))
+    names = ["", "adk_secure_sessions", "sqlalchemy.engine", "sqlalchemy.pool", "asyncio"]
+    levels = {name: logging.getLogger(name).level for name in names}
+    logging.getLogger().addHandler(handler)
+    for name in names:
+        logging.getLogger(name).setLevel(logging.DEBUG)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield text
+    logging.getLogger().removeHandler(handler)
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
+
+
+async def fill(path: Path) -> None:
+    url = f"sqlite+aiosqlite:///{path}"
+    async with EncryptedSessionService(url, AesGcmBackend(KEY)) as service:
+        session = await service.create_session(**WHO, state=state() | large_state())
+        await service.append_event(session, new_event(state()))
+        await service.append_event(session, new_event(state() | large_state()))
+
+
+@pytest.mark.parametrize("spoilt", ["", *SPOILT])
+def test_commands_print_nothing_that_is_sealed_and_no_key(
+    spoilt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: io.StringIO
+) -> None:
+    path = tmp_path / "sessions.db"
+    asyncio.run(fill(path))
+    if spoilt:
+        with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+            connection.execute(spoilt)
+    for name, key in (("root", KEY), ("other", OTHER)):
+        (tmp_path / f"{name}.key").write_text(key)
+        (tmp_path / f"{name}.key").chmod(0o600)
+    monkeypatch.chdir(tmp_path)
+    db = ["--db", f"sqlite:///{path}"]
+    right, wrong = [*db, "--key", "file:root.key"], [*db, "--key", "file:other.key"]
+    attempts = [
+        ["status", *db],
+        ["status", *right],
+        ["verify", *right],
+        ["verify", *wrong],
+        ["verify", *right, "--backend", "fernet", "--also-backend", "no-op"],
+        ["lookup", *right, "--app", APP, "--user", USER, "--session", SESSION],
+        *(["inspect", f"secure_{name}", *db] for name in ("events", "users", "data_keys")),
+        ["purge", *right, "--older-than", "1d", "--dry-run"],
+        ["rotate", "root", *wrong],
+        ["rotate", "root", *right, "--dry-run"],
+        ["init", *wrong],
+        ["verify", *db, "--key", KEY],
+        ["purge", *right, "--older-than", "1d"],
+    ]
+    printed = []
+    for attempt in attempts:
+        for form in ([], ["--json"]):
+            said = run(*attempt, *form)
+            assert "Traceback" not in said.stderr
+            assert said.code in (0, 1, 2)
+            assert "\x1b" not in said.stdout + said.stderr
+            printed += [said.stdout, said.stderr]
+    text = "".join([*printed, log.getvalue()])
+    assert found_in(text) == set()
+    for key in (KEY, OTHER):
+        assert key.strip("=") not in text
+    assert FileKey("root.key").key_id in text
+
+
+def test_verify_says_of_each_spoilt_row_what_it_is(tmp_path: Path) -> None:
+    """Every way to spoil one is met by another message, and none ends the run."""
+    (tmp_path / "root.key").write_text(KEY)
+    (tmp_path / "root.key").chmod(0o600)
+    for number, statement in enumerate(SPOILT[:4] + SPOILT[5:9]):
+        path = tmp_path / f"{number}.db"
+        asyncio.run(fill(path))
+        with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+            connection.execute(statement)
+        said = run("verify", "--db", f"sqlite:///{path}", "--key", f"file:{tmp_path}/root.key")
+        assert said.code == 1, statement
+        table = "secure_apps" if "witnesses" in statement else statement.split()[1]
+        table = "secure_sessions" if statement.startswith("DELETE") else table
+        assert table in said.stdout, statement

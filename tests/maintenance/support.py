@@ -1,0 +1,75 @@
+"""Databases to look after, and what is in them."""
+
+import warnings
+from collections.abc import Sequence
+from contextlib import closing
+from typing import Any
+
+import sqlalchemy as sa
+from google.adk.events.event import Event
+from google.adk.events.event_actions import EventActions
+
+from adk_secure_sessions import (
+    AesGcmBackend,
+    EncryptedSessionService,
+    EncryptionBackend,
+    NoOpBackend,
+)
+
+OLD, NEW, OTHER = bytes(range(32)), bytes(range(32, 64)), bytes(range(64, 96))
+APP = "clinic"
+START = 1_700_000_000.0
+
+
+def clear_backend() -> NoOpBackend:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return NoOpBackend()
+
+
+def event(number: int, **delta: object) -> Event:
+    return Event(
+        author="agent",
+        invocation_id="i",
+        timestamp=START + number,
+        actions=EventActions(state_delta=delta),
+    )
+
+
+async def fill(
+    url: str,
+    backend: EncryptionBackend | None = None,
+    *,
+    others: Sequence[EncryptionBackend] = (),
+    users: Sequence[str] = ("ada", "bob"),
+    sessions: int = 2,
+    events: int = 3,
+    name: str = "s",
+) -> None:
+    """*sessions* for each of *users*, each with *events*, a second apart."""
+    async with EncryptedSessionService(url, backend or AesGcmBackend(OLD), others) as service:
+        for user in users:
+            for number in range(sessions):
+                session = await service.create_session(
+                    app_name=APP, user_id=user, session_id=f"{name}{number}", state={"n": number}
+                )
+                for n in range(events):
+                    await service.append_event(session, event(n, n=n))
+
+
+def run_sql(place: sa.URL, statement: str, **values: Any) -> int:
+    """Change the database behind everybody's back; how many rows that met."""
+    engine = sa.create_engine(place)
+    with closing(engine.connect()) as connection:
+        met = connection.execute(sa.text(statement), values).rowcount
+        connection.commit()
+    engine.dispose()
+    return met
+
+
+def query(place: sa.URL, statement: str) -> list[tuple[Any, ...]]:
+    engine = sa.create_engine(place)
+    with closing(engine.connect()) as connection:
+        rows = [tuple(row) for row in connection.execute(sa.text(statement))]
+    engine.dispose()
+    return rows

@@ -1,0 +1,88 @@
+"""`purge` deletes what is old, and nothing that was used meanwhile."""
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from adk_secure_sessions import AesGcmBackend, ConfigurationError, EncryptedSessionService
+from adk_secure_sessions.maintenance import Database, Problem, purge, purging, verify
+from tests.maintenance.support import APP, OLD, event, fill, query, run_sql
+
+BACKEND = AesGcmBackend(OLD)
+LONG_AGO = timedelta(days=90)  # tests/maintenance/support.py dates its events in 2023
+
+
+async def fill_old_and_new(url: str) -> None:
+    await fill(url, sessions=3)
+    async with EncryptedSessionService(url, BACKEND) as service:
+        await service.create_session(app_name=APP, user_id="ada", session_id="today")
+
+
+async def left(url: str) -> list[str]:
+    async with EncryptedSessionService(url, BACKEND) as service:
+        listing = await service.list_sessions(app_name=APP)
+        return sorted(f"{session.user_id} {session.id}" for session in listing.sessions)
+
+
+async def test_old_sessions_go_with_all_that_is_theirs(url: str, place: sa.URL) -> None:
+    await fill_old_and_new(url)
+    seen: list[tuple[int, int]] = []
+    async with Database(url, BACKEND) as db:
+        assert await purge(db, LONG_AGO, dry_run=True) == (6, 0, 0, ())
+        assert len(await left(url)) == 7
+        done = await purge(db, LONG_AGO, progress=lambda *at: seen.append(at))
+        assert done == (6, 0, 0, ())
+        assert await purge(db, LONG_AGO) == (0, 0, 0, ())
+        assert (await verify(db)).bad == 0
+    assert seen[-1] == (6, 6)
+    assert await left(url) == ["ada today"]
+    assert query(place, "SELECT count(*) FROM secure_events") == [(0,)]
+    assert query(place, "SELECT count(*) FROM secure_users") == [(2,)]
+
+
+async def test_session_that_is_used_meanwhile_stays(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fill_old_and_new(url)
+    delete, used = purging._delete, False
+
+    async def use_first(store: Any, ids: Any, *rest: Any) -> bool:
+        nonlocal used
+        if (ids.user_id, ids.session_id) == ("bob", "s1"):
+            used = True
+            async with EncryptedSessionService(url, BACKEND) as service:
+                session = await service.get_session(**ids._asdict())
+                assert session is not None
+                await service.append_event(session, event(100_000_000))
+        return await delete(store, ids, *rest)
+
+    monkeypatch.setattr(purging, "_delete", use_first)
+    async with Database(url, BACKEND) as db:
+        assert await purge(db, timedelta(days=1)) == (5, 1, 0, ())
+        assert (await verify(db)).bad == 0
+    assert used
+    assert await left(url) == ["ada today", "bob s1"]
+
+
+async def test_old_session_that_cannot_be_opened_is_named_and_left_alone(
+    url: str, place: sa.URL
+) -> None:
+    await fill_old_and_new(url)
+    ((row,),) = query(place, "SELECT min(id) FROM secure_sessions")
+    run_sql(place, "UPDATE secure_sessions SET updated_at = 7 WHERE id = :row", row=row)
+    async with Database(url, BACKEND) as db:
+        for dry_run in (True, False):
+            done = await purge(db, LONG_AGO, dry_run=dry_run)
+            assert (done.deleted, done.kept, done.bad) == (5, 0, 1)
+            (problem,) = done.problems
+            assert isinstance(problem, Problem)
+            assert (problem.table, problem.row) == ("secure_sessions", str(row))
+    assert query(place, "SELECT count(*) FROM secure_sessions") == [(2,)]
+
+
+async def test_age_that_is_negative_is_refused(file_url: str) -> None:
+    async with Database(file_url, BACKEND) as db:
+        with pytest.raises(ConfigurationError, match="negative"):
+            await purge(db, timedelta(days=-1))

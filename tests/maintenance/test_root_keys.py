@@ -1,0 +1,281 @@
+"""Another root key, while services run: nothing is lost, and the old one opens nothing after."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from adk_secure_sessions import (
+    AesGcmBackend,
+    ConfigurationError,
+    EncryptedSessionService,
+    KeyServiceError,
+    SecureSessionError,
+    StaticKey,
+    WrongKeyError,
+)
+from adk_secure_sessions.maintenance import Database, root_keys, rotate_root, verify
+from adk_secure_sessions.storage import async_engine, postgresql, threads
+from tests.maintenance.support import (
+    APP,
+    NEW,
+    OLD,
+    OTHER,
+    clear_backend,
+    event,
+    fill,
+    query,
+    run_sql,
+)
+from tests.processes import children
+
+KEYRING = "SELECT id, purpose, root_key_id, created_at, wrapped FROM secure_keyring ORDER BY id"
+Say = Callable[[object], None]
+
+
+def old() -> AesGcmBackend:
+    return AesGcmBackend(OLD)
+
+
+def new() -> AesGcmBackend:
+    return AesGcmBackend(NEW)
+
+
+async def assert_readable(url: str, backend: AesGcmBackend, *others: AesGcmBackend) -> None:
+    async with Database(url, backend, others) as db:
+        found = await verify(db)
+        assert (found.bad, found.users) == (0, 2)
+
+
+async def test_rotated_database_opens_with_the_new_root_key_and_not_with_the_old(
+    url: str, place: sa.URL
+) -> None:
+    await fill(url)
+    before = query(place, KEYRING)
+    async with Database(url, new(), [old()]) as db:
+        done = await rotate_root(db)
+        assert (len(done.rotated), done.unchanged, done.in_clear) == (2, (), ())
+        again = await rotate_root(db)
+        assert (again.rotated, sorted(again.unchanged)) == ((), sorted(done.rotated))
+    after = query(place, KEYRING)
+    assert [row[:2] + row[3:4] for row in after] == [row[:2] + row[3:4] for row in before]
+    assert {row[2] for row in after} == {new().root_key.key_id}
+    await assert_readable(url, new())
+    async with EncryptedSessionService(url, old()) as service:
+        with pytest.raises(WrongKeyError, match=new().root_key.key_id):
+            await service.prepare_tables()
+    async with Database(url, new()) as db:  # the old one is not needed to see that
+        assert len((await rotate_root(db)).unchanged) == 2
+
+
+async def test_dry_run_tries_the_keys_and_writes_nothing(url: str, place: sa.URL) -> None:
+    await fill(url)
+    before = query(place, KEYRING)
+    async with Database(url, new(), [old()]) as db:
+        assert len((await rotate_root(db, dry_run=True)).rotated) == 2
+    assert query(place, KEYRING) == before
+
+
+async def test_services_read_and_write_during_rotations(url: str) -> None:
+    """Configured as in a rolling change: some with the old key first, some with the new."""
+    await fill(url)
+    stopped = asyncio.Event()
+
+    async def work(name: str, first: AesGcmBackend, second: AesGcmBackend) -> int:
+        n = 0
+        async with EncryptedSessionService(url, first, [second]) as service:
+            while not stopped.is_set() or n < 3:
+                # New users, who get new data keys, and those there are.
+                for user in (f"{name}{n}", "ada"):
+                    who = {"app_name": APP, "user_id": user, "session_id": f"{name}-{n}"}
+                    session = await service.create_session(**who, state={"user:n": n})
+                    await service.append_event(session, event(n, n=n))
+                    found = await service.get_session(
+                        app_name=APP, user_id=user, session_id=f"{name}-{n}"
+                    )
+                    assert found is not None
+                    assert found.events == session.events
+                assert await service.get_session(app_name=APP, user_id="bob", session_id="s1")
+                n += 1
+        return n
+
+    async with asyncio.TaskGroup() as group:
+        workers = [group.create_task(work("x", old(), new()))]
+        workers.append(group.create_task(work("y", new(), old())))
+        try:
+            for backend, other in ((new(), old()), (old(), new()), (new(), old())):
+                async with Database(url, backend, [other]) as db:
+                    assert len((await rotate_root(db)).rotated) == 2
+                # Those that start meanwhile find either.
+                workers.append(group.create_task(work(f"z{len(workers)}", new(), old())))
+                await asyncio.sleep(0.1)
+        finally:
+            stopped.set()
+    async with Database(url, new()) as db:
+        checked = await verify(db)
+    made = sum(worker.result() for worker in workers)
+    assert (checked.bad, checked.users, checked.sessions) == (0, 2 + made, 4 + 2 * made)
+
+
+async def test_root_key_listed_first_rotates_nothing_by_itself(url: str, place: sa.URL) -> None:
+    await fill(url)
+    before = query(place, KEYRING)
+    await fill(url, new(), others=[old()], users=["eve"])
+    await fill(url, old(), others=[new()], users=["eve"], name="t")
+    assert query(place, KEYRING) == before
+    assert query(place, "SELECT count(*) FROM secure_data_keys") == [(4,)]
+
+
+async def test_of_two_rotations_at_once_one_wins(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    await fill(url)
+    store, both_read = root_keys._store, asyncio.Barrier(2)
+
+    async def wait_for_the_other(*arguments: Any) -> None:
+        await both_read.wait()
+        await store(*arguments)
+
+    monkeypatch.setattr(root_keys, "_store", wait_for_the_other)
+    backends = (new(), AesGcmBackend(OTHER))
+    one, two = (Database(url, backend, [old()]) for backend in backends)
+    async with one, two:
+        outcomes = await asyncio.gather(rotate_root(one), rotate_root(two), return_exceptions=True)
+    (error,) = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+    assert isinstance(error, SecureSessionError)
+    assert "was changed meanwhile" in str(error)
+    await assert_readable(url, backends[outcomes.index(error) ^ 1])
+
+
+async def test_keys_in_clear_are_left_as_they_are(file_url: str) -> None:
+    clear = clear_backend()
+    await fill(file_url, clear)
+    await fill(file_url, old(), others=[clear], users=["eve"])
+    async with Database(file_url, new(), [old(), clear]) as db:
+        done = await rotate_root(db)
+        assert (len(done.rotated), len(done.in_clear)) == (1, 2)
+        assert (await verify(db)).bad == 0
+    async with Database(file_url, clear, [new()]) as db:
+        with pytest.raises(ConfigurationError, match="no root key to rotate to"):
+            await rotate_root(db)
+
+
+async def test_wrong_old_root_key_is_refused(file_url: str) -> None:
+    await fill(file_url)
+    async with Database(file_url, new(), [AesGcmBackend(OTHER)]) as db:
+        with pytest.raises(WrongKeyError, match=old().root_key.key_id):
+            await rotate_root(db)
+    await assert_readable(file_url, old())
+
+
+async def test_new_root_key_that_does_not_unwrap_what_it_wraps_is_refused(file_url: str) -> None:
+    class OneWay(StaticKey):
+        async def unwrap(self, wrapped: bytes, associated_data: bytes) -> bytes:
+            return bytes(32)
+
+    class Failing(StaticKey):
+        async def wrap(self, key: bytes, associated_data: bytes) -> bytes:
+            raise OSError("secret 7Qx")
+
+    await fill(file_url)
+    async with Database(file_url, AesGcmBackend(OneWay(NEW)), [old()]) as db:
+        with pytest.raises(SecureSessionError, match="does not unwrap what it wraps"):
+            await rotate_root(db)
+    async with Database(file_url, AesGcmBackend(Failing(NEW)), [old()]) as db:
+        with pytest.raises(KeyServiceError) as info:
+            await rotate_root(db)
+    assert "7Qx" not in str(info.value)
+    await assert_readable(file_url, old())
+
+
+async def test_row_that_was_altered_stops_it(url: str, place: sa.URL) -> None:
+    await fill(url)
+    run_sql(place, "UPDATE secure_keyring SET created_at = 7 WHERE purpose = 'data'")
+    before = query(place, KEYRING)
+    async with Database(url, new(), [old()]) as db:
+        with pytest.raises(WrongKeyError, match="was altered"):
+            await rotate_root(db)
+    assert query(place, KEYRING) == before
+
+
+# --- killed --------------------------------------------------------------------------------------
+
+# What sends one statement, on each kind of database.
+_SENDERS = {
+    "sqlite": (threads.SqliteConnection, "_run"),
+    "mariadb": (async_engine, "_write"),
+    "postgresql": (postgresql, "_follow"),
+}
+
+
+def rotate_and_die(say: Say, url: str, number: int, after: bool) -> None:
+    """Killed before, or after, the statement of that number; never, if there are fewer."""
+    where, name = _SENDERS[sa.make_url(url).get_backend_name()]
+    real: Any = getattr(where, name)
+    sent = 0
+
+    def die(now: bool) -> None:
+        if sent == number and now:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def send(*arguments: Any) -> Any:
+        nonlocal sent
+        sent += 1
+        die(not after)
+        result = real(*arguments)
+        die(after)
+        return result
+
+    async def follow(*arguments: Any) -> Any:
+        nonlocal sent
+        sent += 1
+        die(not after)
+        result = await real(*arguments)
+        die(after)
+        return result
+
+    setattr(where, name, follow if name == "_follow" else send)
+
+    async def main() -> None:
+        async with Database(url, new(), [old()]) as db:
+            await rotate_root(db)
+
+    asyncio.run(main())
+    say(sent)
+
+
+async def test_rotation_that_is_killed_at_any_statement_leaves_all_or_nothing(
+    url: str, place: sa.URL
+) -> None:
+    await fill(url)
+    before = query(place, KEYRING)
+    kinds: set[str] = set()
+    for number in range(1, 10):
+        for after in (False, True):
+            said = await asyncio.to_thread(_said_by, url, number, after)
+            roots = {row[2] for row in query(place, KEYRING)}
+            assert len(roots) == 1, "rows under both root keys"
+            await assert_readable(url, new(), old())
+            kinds |= roots
+            if said:
+                assert said == [number - 1]  # it ended, having sent fewer
+                assert number > 1, "nothing was tried"
+                assert new().root_key.key_id in kinds
+                return
+            for row in before:  # as it was
+                run_sql(
+                    place,
+                    "UPDATE secure_keyring SET root_key_id = :root, wrapped = :wrapped "
+                    "WHERE id = :id",
+                    root=row[2],
+                    wrapped=row[4],
+                    id=row[0],
+                )
+    pytest.fail("it never ended")
+
+
+def _said_by(url: str, number: int, after: bool) -> list[object]:
+    with children((rotate_and_die, url, number, after)) as (child,):
+        return list(child.said())

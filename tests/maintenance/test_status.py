@@ -1,0 +1,88 @@
+"""`status` counts rows by what sealed them, without a key."""
+
+import pytest
+import sqlalchemy as sa
+
+from adk_secure_sessions import AesGcmBackend, ConfigurationError, FernetBackend
+from adk_secure_sessions.maintenance import Database, RecordCount, rotate_root, status
+from tests.maintenance.support import NEW, OLD, OTHER, clear_backend, fill, query, run_sql
+
+AES, FERNET = AesGcmBackend(OLD), FernetBackend(NEW)
+
+
+async def test_status_counts_rows_by_table_and_backend_without_a_key(
+    url: str, place: sa.URL
+) -> None:
+    await fill(url, AES)
+    await fill(url, FERNET, others=[AES], users=["ada"], name="f")
+    async with Database(url) as db:
+        found = await status(db)
+    assert (found.format_version, found.has_clear_records) == ("1", False)
+    assert sorted(found.records, key=str) == sorted(
+        [
+            # Of ada's rows and the app's, only what Fernet wrote is under their newest keys.
+            RecordCount("secure_apps", 1, 1, 1),
+            RecordCount("secure_users", 1, 2, 1),
+            RecordCount("secure_sessions", 1, 4, 2),
+            RecordCount("secure_sessions", 2, 2, 2),
+            RecordCount("secure_events", 1, 12, 6),
+            RecordCount("secure_events", 2, 6, 6),
+            RecordCount("secure_witnesses", 1, 7, 4),
+            RecordCount("secure_witnesses", 2, 2, 2),
+        ],
+        key=str,
+    )
+    ((master,),) = query(place, "SELECT id FROM secure_keyring WHERE purpose = 'data'")
+    assert {(one.backend_id, one.master_id, one.keys) for one in found.data_keys} == {
+        (1, master, 3),
+        (2, master, 1),
+    }
+    assert [one.purpose for one in found.masters if one.id == master] == ["data"]
+    assert {one.root_key_id for one in found.masters} == {AES.root_key.key_id}
+    assert all(one.opens is None and 0 <= one.age < 600 for one in found.masters)
+
+
+async def test_status_tells_which_masters_the_keys_open(file_url: str) -> None:
+    await fill(file_url, AES)
+    for backend, opens in ((AES, True), (AesGcmBackend(OTHER), False)):
+        async with Database(file_url, backend) as db:
+            assert {one.opens for one in (await status(db)).masters} == {opens}
+
+
+async def test_status_tells_of_records_in_clear(file_url: str) -> None:
+    clear = clear_backend()
+    await fill(file_url, clear)
+    await fill(file_url, AES, others=[clear], users=["eve"])
+    async with Database(file_url, AES) as db:
+        found = await status(db)
+    assert found.has_clear_records
+    assert {one.root_key_id: one.opens for one in found.masters} == {
+        "none": False,
+        AES.root_key.key_id: True,
+    }
+    assert {one.backend_id for one in found.records} == {1, 3}
+
+
+async def test_status_counts_what_is_no_record(url: str, place: sa.URL) -> None:
+    await fill(url, AES)
+    assert run_sql(place, "UPDATE secure_users SET state = :junk", junk=b"{}") == 2
+    async with Database(url) as db:
+        found = await status(db)
+    assert RecordCount("secure_users", None, 2, 0) in found.records
+
+
+async def test_status_reports_progress_to_the_end(url: str) -> None:
+    await fill(url, AES)
+    seen: list[tuple[int, int]] = []
+    async with Database(url) as db:
+        found = await status(db, progress=lambda *at: seen.append(at))
+    rows = sum(one.rows for one in found.records) + sum(one.keys for one in found.data_keys)
+    assert seen[-1] == (rows, rows)
+
+
+async def test_status_of_nothing_says_how_to_begin(file_url: str) -> None:
+    async with Database(file_url) as db:
+        with pytest.raises(ConfigurationError, match="there is no file"):
+            await status(db)
+        with pytest.raises(ConfigurationError, match="give a backend"):
+            await rotate_root(db)

@@ -1,0 +1,156 @@
+"""What `verify` counts; what it finds is in tests/attacks/test_verify.py."""
+
+import asyncio
+import time
+import tracemalloc
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from adk_secure_sessions import (
+    AesGcmBackend,
+    ConfigurationError,
+    EncryptedSessionService,
+    FernetBackend,
+    WrongKeyError,
+)
+from adk_secure_sessions.maintenance import (
+    Database,
+    identities,
+    rotate_root,
+    status,
+    verify,
+    walking,
+)
+from tests.maintenance.support import APP, NEW, OLD, event, fill
+
+
+@pytest.fixture
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(walking.batches, "__defaults__", (3,))
+    monkeypatch.setattr(walking.ranges, "__defaults__", (3,))
+    monkeypatch.setattr(identities.identified, "__defaults__", (None, 3))
+
+
+async def test_verify_counts_what_it_opened(url: str, small_batches: None) -> None:
+    await fill(url, users=[f"u{n}" for n in range(7)])
+    seen: list[tuple[int, int]] = []
+    async with Database(url, AesGcmBackend(OLD)) as db:
+        found = await verify(db, progress=lambda done, total: seen.append((done, total)))
+    assert (found.apps, found.users, found.sessions, found.events) == (1, 7, 14, 42)
+    assert (found.bad, found.unchecked, found.problems) == (0, 0, ())
+    assert all(one <= other for (one, _), (other, _) in pairwise(seen))
+    rows = 1 + 7 + 14 + 42 + (1 + 7 + 14) + (1 + 7)  # witnesses, data keys
+    assert seen[-1] == (rows, rows)
+    assert {total for _, total in seen} == {rows}
+
+
+async def test_verify_raises_no_alarm_while_services_write(url: str) -> None:
+    await fill(url, sessions=3)
+    backend = AesGcmBackend(OLD)
+    stopped = asyncio.Event()
+
+    async def write(user: str) -> None:
+        async with EncryptedSessionService(url, backend) as service:
+            for n in range(10_000):
+                if stopped.is_set():
+                    return
+                who = {"app_name": APP, "user_id": f"{user}{n % 3}", "session_id": f"w{n}"}
+                session = await service.create_session(**who, state={"user:n": n, "app:n": n})
+                await service.append_event(session, event(n, big="x" * 9000, **{"user:m": n}))
+                shared = await service.get_session(app_name=APP, user_id="ada", session_id="s0")
+                assert shared is not None
+                try:
+                    await service.append_event(shared, event(n))
+                except ValueError as error:
+                    if "modified" not in str(error):
+                        raise
+                if n % 2:
+                    await service.delete_session(**who)
+
+    async with Database(url, backend) as db, asyncio.TaskGroup() as group:
+        for user in ("x", "y"):
+            group.create_task(write(user))
+        try:
+            for _ in range(4):
+                found = await verify(db)
+                assert found.problems == ()
+                assert found.sessions >= 6
+        finally:
+            stopped.set()
+
+
+async def test_verify_needs_the_right_root_key(file_url: str) -> None:
+    await fill(file_url)
+    async with Database(file_url, AesGcmBackend(NEW)) as db:
+        with pytest.raises(WrongKeyError):
+            await verify(db)
+    async with Database(file_url) as db:
+        with pytest.raises(ConfigurationError, match="give a backend"):
+            await verify(db)
+
+
+async def test_verify_of_two_backends(file_url: str) -> None:
+    aes, fernet = AesGcmBackend(OLD), FernetBackend(NEW)
+    await fill(file_url, aes)
+    await fill(file_url, fernet, others=[aes], name="f")
+    async with Database(file_url, fernet, [aes]) as db:
+        assert (await verify(db)).bad == 0
+
+
+async def test_engine_of_the_caller_is_used_and_left_open(url: str) -> None:
+    await fill(url)
+    engine = create_async_engine(url)
+    async with Database(db_engine=engine, backend=AesGcmBackend(OLD)) as db:
+        assert (await verify(db)).bad == 0
+        assert len((await rotate_root(db)).unchanged) == 2
+        assert (await status(db)).records
+    async with engine.connect() as connection:
+        assert await connection.scalar(sa.text("SELECT count(*) FROM secure_sessions")) == 4
+    await engine.dispose()
+
+
+async def test_verify_keeps_to_its_limit(file_url: str) -> None:
+    await fill(file_url)
+    began = time.monotonic()
+    async with Database(file_url, AesGcmBackend(OLD)) as db:
+        await verify(db, rows_per_second=100)
+    assert time.monotonic() - began > 0.25  # of some thirty rows
+
+
+async def test_verify_takes_no_more_memory_for_more_sessions(file_url: str) -> None:
+    async def peak() -> int:
+        async with Database(file_url, AesGcmBackend(OLD)) as db:
+            await verify(db)
+            tracemalloc.start()
+            found = await verify(db)
+            used = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+        assert found.bad == 0
+        return used
+
+    await fill(file_url, sessions=60, events=2)
+    few = await peak()
+    await fill(file_url, sessions=200, events=2, name="more")
+    assert await peak() < few * 1.3
+
+
+async def test_database_that_is_not_there_is_not_made(tmp_path: Path, file_url: str) -> None:
+    async with Database(file_url, AesGcmBackend(OLD)) as db:
+        with pytest.raises(ConfigurationError, match="there is no file"):
+            await verify(db)
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_database_that_is_not_ours_yet_is_left_alone(url: str) -> None:
+    path = url.partition("///")[2]
+    if path:
+        Path(path).touch()
+    async with Database(url, AesGcmBackend(OLD)) as db:
+        with pytest.raises(ConfigurationError, match="`adk-secure-sessions init`"):
+            await verify(db)
+        with pytest.raises(ConfigurationError, match="`adk-secure-sessions init`"):
+            await db.survey()
