@@ -104,6 +104,11 @@ ATTACKS = {
         "DELETE FROM secure_users WHERE id = :bob",
         {("secure_sessions", ":bob_visit"), ("secure_witnesses", "?"), ("secure_data_keys", "?")},
     ),
+    "tag of a user, as text": Attack(
+        "UPDATE secure_users SET tag = CAST(tag AS TEXT) WHERE id = :bob",
+        {("secure_users", ":bob"), ("secure_witnesses", "?"), ("secure_data_keys", "?")},
+        1,
+    ),
     "events that belong to nothing": Attack(
         "INSERT INTO secure_events SELECT 7, seq, time, event FROM secure_events "
         "WHERE session_row = :visit",

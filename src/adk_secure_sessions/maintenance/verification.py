@@ -155,6 +155,7 @@ class _Run:
                 if stored_name is None:
                     raise TamperedError("its app's row was removed")
                 app_name = decode_text(stored_name)
+                _binary(tag)
             context, found = await self._read(app_name, tag)
             if not found.users:
                 return  # deleted meanwhile
