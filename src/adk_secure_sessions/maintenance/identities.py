@@ -1,7 +1,8 @@
 """The ids behind rows of `secure_sessions`, in batches."""
 
 import functools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
@@ -54,18 +55,20 @@ async def identified(
     keys = await db.keys()
     async for keyset in ranges(db, sessions.c.id, size):
         parameters = keyset.parameters if before is None else keyset.parameters | {"before": before}
-        rows = await db.read(_sessions(keyset.bounds, before is not None), parameters)
-        owners = await _owners(db, keyset) if rows else {}
+        found: dict[int, list[Row]] = {kind: [] for kind in range(4)}
+        for kind, *row in await db.read(_rows(keyset.bounds, before is not None), parameters):
+            found[kind].append(row)
         staged = StagedKeys(keys)
-        if rows:
-            # After what they open, so that none is missing that was made meanwhile.
-            staged.load(
-                DataKeyRow(*row) for row in await db.read(_keys(keyset.bounds), keyset.parameters)
-            )
-        yield Batch(keyset, [_located(row, owners, staged) for row in rows])
+        staged.load(
+            DataKeyRow(row[0], row[6], row[1], row[2], row[3], row[7]) for row in found[_KEY]
+        )
+        app_names = {row[0]: row[6] for row in found[_APP]}
+        owners = {row[0]: (*row, app_names.get(row[1])) for row in found[_USER]}
+        in_order = sorted(found[_SESSION], key=itemgetter(0))
+        yield Batch(keyset, [_located(row, owners, staged) for row in in_order])
 
 
-def _located(row: Row, owners: dict[int, Row], staged: StagedKeys) -> Located:
+def _located(row: Row, owners: Mapping[int, Row], staged: StagedKeys) -> Located:
     row_id, user_row, revision, base_revision, created_at, updated_at, tag, stored = row
     try:
         if user_row not in owners:
@@ -81,7 +84,7 @@ def _located(row: Row, owners: dict[int, Row], staged: StagedKeys) -> Located:
 
 
 def _open_user(row: Row, staged: StagedKeys) -> _User:
-    row_id, app_row, version, tag, stored, app_name_stored = row
+    row_id, app_row, version, *_, tag, stored, app_name_stored = row
     with naming(users.name, row_id):
         if app_name_stored is None:
             raise TamperedError("its app's row was removed")
@@ -91,38 +94,36 @@ def _open_user(row: Row, staged: StagedKeys) -> _User:
     return _User(tag, app_name, user_id)
 
 
-async def _owners(db: Database, keyset: Range) -> dict[int, Row]:
-    rows = await db.read(_users(keyset.bounds), keyset.parameters)
-    return {row[0]: row for row in rows}
+_SESSION, _USER, _APP, _KEY = range(4)
+_NUMBERS, _BLOBS = 6, 2
+
+
+def _member(kind: int, numbers: list[Any], blobs: list[Any]) -> sa.Select[Any]:
+    """Columns `kind, 6 numbers, 2 blobs`, padded."""
+    zero: sa.ColumnElement[int] = sa.literal_column("0")
+    padded = numbers + [zero] * (_NUMBERS - len(numbers))
+    padded += blobs + [sa.cast(sa.null(), sa.LargeBinary)] * (_BLOBS - len(blobs))
+    columns = (column.label(f"c{number}") for number, column in enumerate(padded))
+    label: sa.ColumnElement[int] = sa.literal_column(str(kind))
+    return sa.select(label.label("kind"), *columns)
 
 
 @functools.cache
-def _sessions(bounds: Bounds, by_time: bool) -> sa.Select[Any]:
-    c = sessions.c
-    columns = (c.user_row, c.revision, c.base_revision, c.created_at, c.updated_at, c.tag, c.state)
-    query = sa.select(c.id, *columns).where(*within(c.id, bounds)).order_by(c.id)
+def _rows(bounds: Bounds, by_time: bool) -> sa.CompoundSelect[Any]:
+    """Sessions, their users, apps and keys, by one statement: others write meanwhile."""
+    s, u, k = sessions.c, users.c, data_keys.c
+    numbers = [s.id, s.user_row, s.revision, s.base_revision, s.created_at, s.updated_at]
+    own = _member(_SESSION, numbers, [s.tag, s.state]).where(*within(s.id, bounds))
     if by_time:
-        query = query.where(c.updated_at < sa.bindparam("before", type_=sa.BigInteger))
-    return query
-
-
-def _user_rows(bounds: Bounds) -> sa.Select[Any]:
-    return sa.select(sessions.c.user_row).where(*within(sessions.c.id, bounds))
-
-
-@functools.cache
-def _users(bounds: Bounds) -> sa.Select[Any]:
-    c = users.c
-    return (
-        sa.select(c.id, c.app_row, c.version, c.tag, c.state, apps.c.app_name)
-        .select_from(users.outerjoin(apps, apps.c.id == c.app_row))
-        .where(c.id.in_(_user_rows(bounds)))
+        own = own.where(s.updated_at < sa.bindparam("before", type_=sa.BigInteger))
+    theirs = u.id.in_(sa.select(s.user_row).where(*within(s.id, bounds)))
+    return sa.union_all(
+        own,
+        _member(_USER, [u.id, u.app_row, u.version], [u.tag, u.state]).where(theirs),
+        _member(_APP, [apps.c.id], [apps.c.app_name]).where(
+            apps.c.id.in_(sa.select(u.app_row).where(theirs))
+        ),
+        _member(_KEY, [k.id, k.generation, k.backend_id, k.created_at], [k.owner, k.wrapped]).where(
+            k.owner.in_(sa.select(u.tag).where(theirs))
+        ),
     )
-
-
-@functools.cache
-def _keys(bounds: Bounds) -> sa.Select[Any]:
-    c = data_keys.c
-    tags = sa.select(users.c.tag).where(users.c.id.in_(_user_rows(bounds)))
-    columns = (c.id, c.owner, c.generation, c.backend_id, c.created_at, c.wrapped)
-    return sa.select(*columns).where(c.owner.in_(tags))
