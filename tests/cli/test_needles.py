@@ -44,17 +44,26 @@ def log() -> Iterator[io.StringIO]:
     text = io.StringIO()
     handler = logging.StreamHandler(text)
     handler.setFormatter(logging.Formatter("%(name)s %(message)s %(args)r"))
-    names = ["", "adk_secure_sessions", "sqlalchemy.engine", "sqlalchemy.pool", "asyncio"]
-    levels = {name: logging.getLogger(name).level for name in names}
-    logging.getLogger().addHandler(handler)
-    for name in names:
-        logging.getLogger(name).setLevel(logging.DEBUG)
+    names = [
+        "",
+        "adk_secure_sessions",
+        "sqlalchemy",
+        "sqlalchemy.engine",
+        "sqlalchemy.pool",
+        "asyncio",
+    ]
+    loggers = [logging.getLogger(name) for name in names]
+    before = [(logger, logger.level, logger.handlers) for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.DEBUG)
+        logger.handlers = []  # what another test has left there may write to a closed stream
+    logging.getLogger().handlers = [handler]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield text
-    logging.getLogger().removeHandler(handler)
-    for name, level in levels.items():
-        logging.getLogger(name).setLevel(level)
+    for logger, level, handlers in before:
+        logger.setLevel(level)
+        logger.handlers = handlers
 
 
 async def fill(path: Path) -> None:
