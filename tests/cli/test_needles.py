@@ -39,31 +39,24 @@ SPOILT = [  # a statement, and whether the database can still be opened at all
 
 
 @pytest.fixture
-def log() -> Iterator[io.StringIO]:
+def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
     """All that any logger says."""
     text = io.StringIO()
     handler = logging.StreamHandler(text)
     handler.setFormatter(logging.Formatter("%(name)s %(message)s %(args)r"))
-    names = [
-        "",
-        "adk_secure_sessions",
-        "sqlalchemy",
-        "sqlalchemy.engine",
-        "sqlalchemy.pool",
-        "asyncio",
-    ]
-    loggers = [logging.getLogger(name) for name in names]
-    before = [(logger, logger.level, logger.handlers) for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.DEBUG)
-        logger.handlers = []  # what another test has left there may write to a closed stream
-    logging.getLogger().handlers = [handler]
+    names = ["", "adk_secure_sessions", "sqlalchemy.engine", "sqlalchemy.pool", "asyncio"]
+    levels = {name: logging.getLogger(name).level for name in names}
+    logging.getLogger().addHandler(handler)
+    for name in names:
+        logging.getLogger(name).setLevel(logging.DEBUG)
+    # A handler that another test has left may write to a closed stream, and would say so.
+    monkeypatch.setattr(logging, "raiseExceptions", False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield text
-    for logger, level, handlers in before:
-        logger.setLevel(level)
-        logger.handlers = handlers
+    logging.getLogger().removeHandler(handler)
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
 
 
 async def fill(path: Path) -> None:
