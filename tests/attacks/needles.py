@@ -1,8 +1,12 @@
 """Distinctive texts to plant, and a search that finds them however they are written."""
 
 import base64
+import io
 import json
+import logging
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,18 @@ from google.genai import types
 from tests.attacks.support import texts_of
 from tests.attacks.world import START
 
+LOGGERS = [
+    "",
+    "adk_secure_sessions",
+    "sqlalchemy",
+    "sqlalchemy.engine",
+    "sqlalchemy.engine.Engine",
+    "sqlalchemy.pool",
+    "aiosqlite",
+    "asyncio",
+    "google_adk",
+    "google.adk",
+]
 APP = "an-app-in-clear"  # app names are not secret: finding it shows that the search works
 
 
@@ -124,3 +140,23 @@ def files_of(path: Path) -> dict[str, bytes]:
 def all_of(error: BaseException) -> str:
     """An error as a log would have it, chain and all, and what else it carries."""
     return "".join([*traceback.format_exception(error), *texts_of(error)])
+
+
+@contextmanager
+def all_logged() -> Iterator[io.StringIO]:
+    """All that any logger says, down to DEBUG; what is done to loggers meanwhile is undone."""
+    text = io.StringIO()
+    handler = logging.StreamHandler(text)
+    handler.setFormatter(logging.Formatter("%(name)s %(levelname)s %(message)s %(args)r"))
+    loggers = [logging.getLogger(name) for name in LOGGERS]
+    # SQLAlchemy's echo leaves a handler behind, which writes to a stream that pytest closes.
+    before = [(logger, logger.level, list(logger.handlers)) for logger in loggers]
+    logging.getLogger().addHandler(handler)
+    for logger in loggers:
+        logger.setLevel(logging.DEBUG)
+    try:
+        yield text
+    finally:
+        for logger, level, handlers in before:
+            logger.setLevel(level)
+            logger.handlers[:] = handlers

@@ -3,7 +3,6 @@
 import asyncio
 import io
 import itertools
-import logging
 import re
 import sqlite3
 import warnings
@@ -34,6 +33,7 @@ from tests.attacks.needles import (
     SESSION,
     USER,
     Awkward,
+    all_logged,
     all_of,
     files_of,
     found_in,
@@ -51,44 +51,23 @@ BACKENDS: dict[str, Callable[[], EncryptionBackend]] = {
     "aesgcm": lambda: AesGcmBackend(KEY),
     "fernet": lambda: FernetBackend(KEY),
 }
-LOGGERS = [
-    "",
-    "adk_secure_sessions",
-    "sqlalchemy",
-    "sqlalchemy.engine",
-    "sqlalchemy.engine.Engine",
-    "sqlalchemy.pool",
-    "aiosqlite",
-    "asyncio",
-    "google_adk",
-    "google.adk",
-]
 Opener = Callable[..., Any]
 
 
 @contextmanager
 def everything_logged(*, every_callback: bool = False) -> Iterator[io.StringIO]:
-    """All that any logger says, down to DEBUG, and every warning."""
-    text = io.StringIO()
-    handler = logging.StreamHandler(text)
-    handler.setFormatter(logging.Formatter("%(name)s %(levelname)s %(message)s %(args)r"))
-    levels = {name: logging.getLogger(name).level for name in LOGGERS}
-    logging.getLogger().addHandler(handler)
-    for name in LOGGERS:
-        logging.getLogger(name).setLevel(logging.DEBUG)
+    """All that any logger says, down to DEBUG, the event loop's too, and every warning."""
     loop = asyncio.get_running_loop()
-    loop.set_debug(every_callback)
-    loop.slow_callback_duration = 0  # asyncio then logs every callback and task
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            yield text
-        text.writelines(f"{warning.message}\n" for warning in caught)
-    finally:
-        loop.set_debug(False)
-        logging.getLogger().removeHandler(handler)
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
+    with all_logged() as text:
+        loop.set_debug(every_callback)
+        loop.slow_callback_duration = 0  # asyncio then logs every callback and task
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                yield text
+            text.writelines(f"{warning.message}\n" for warning in caught)
+        finally:
+            loop.set_debug(False)
 
 
 @asynccontextmanager

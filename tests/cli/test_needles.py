@@ -2,7 +2,6 @@
 
 import asyncio
 import io
-import logging
 import sqlite3
 import warnings
 from collections.abc import Iterator
@@ -13,7 +12,16 @@ from typing import Any
 import pytest
 
 from adk_secure_sessions import AesGcmBackend, EncryptedSessionService, FileKey, generate_key
-from tests.attacks.needles import APP, SESSION, USER, found_in, large_state, new_event, state
+from tests.attacks.needles import (
+    APP,
+    SESSION,
+    USER,
+    all_logged,
+    found_in,
+    large_state,
+    new_event,
+    state,
+)
 from tests.cli.support import run
 
 KEY, OTHER = generate_key(), generate_key()
@@ -39,24 +47,11 @@ SPOILT = [  # a statement, and whether the database can still be opened at all
 
 
 @pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
+def log() -> Iterator[io.StringIO]:
     """All that any logger says."""
-    text = io.StringIO()
-    handler = logging.StreamHandler(text)
-    handler.setFormatter(logging.Formatter("%(name)s %(message)s %(args)r"))
-    names = ["", "adk_secure_sessions", "sqlalchemy.engine", "sqlalchemy.pool", "asyncio"]
-    levels = {name: logging.getLogger(name).level for name in names}
-    logging.getLogger().addHandler(handler)
-    for name in names:
-        logging.getLogger(name).setLevel(logging.DEBUG)
-    # A handler that another test has left may write to a closed stream, and would say so.
-    monkeypatch.setattr(logging, "raiseExceptions", False)
-    with warnings.catch_warnings():
+    with all_logged() as text, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield text
-    logging.getLogger().removeHandler(handler)
-    for name, level in levels.items():
-        logging.getLogger(name).setLevel(level)
 
 
 async def fill(path: Path) -> None:
