@@ -7,10 +7,17 @@ from typing import Any
 import pytest
 
 from adk_secure_sessions import AwsKmsKey, GcpKmsKey, Pkcs11Key, VaultKey
+from adk_secure_sessions.keys import services
 from tests.key_services import aws, gcp
 from tests.key_services import softhsm as hsm
 from tests.key_services.support import Service
 from tests.key_services.vault import Vault, running
+
+
+@pytest.fixture
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that is repeated is repeated at once."""
+    monkeypatch.setattr(services, "_PAUSE", 0.001)
 
 
 @pytest.fixture

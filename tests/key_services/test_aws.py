@@ -18,34 +18,18 @@ from adk_secure_sessions import (
     WrongKeyError,
     key_provider,
 )
-from adk_secure_sessions.keys import services
 from tests.key_services.aws import ACCESS, REGION, Kms
+from tests.key_services.support import MASTER, PLACE, cancel_while_asked, failure
 
-MASTER = bytes(range(32))
-PLACE = b"place"
 ARN = f"arn:aws:kms:{REGION}:123456789012:key/1234abcd-12ab-34cd-56ef-1234567890ab"
 
 
-@pytest.fixture(autouse=True)
-def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(services, "_PAUSE", 0.001)
+pytestmark = pytest.mark.usefixtures("no_pauses")
 
 
 @pytest.fixture
 def key(kms: Kms) -> AwsKmsKey:
     return AwsKmsKey(kms.new_key(), endpoint_url=kms.address)
-
-
-async def failure(key: AwsKmsKey) -> KeyServiceError:
-    """What wrapping with *key* fails with; nothing of what AWS says is in it."""
-    with pytest.raises(KeyServiceError) as info:
-        await key.wrap(MASTER, PLACE)
-    error: BaseException | None = info.value
-    while error is not None:
-        assert "needle" not in str(error)
-        error = error.__cause__ or error.__context__
-    assert repr(key.key_id) in str(info.value)
-    return info.value
 
 
 # --- what is sent and stored ---------------------------------------------------------------------
@@ -244,15 +228,7 @@ async def test_call_that_is_cancelled_ends_at_once_and_is_not_repeated(
     kms: Kms, key: AwsKmsKey
 ) -> None:
     kms.delay = 1.0
-    call = asyncio.create_task(key.wrap(MASTER, PLACE))
-    while not kms.operations:
-        await asyncio.sleep(0.01)
-    began = time.perf_counter()
-    call.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await call
-    assert time.perf_counter() - began < 0.8
-    assert len(kms.operations) == 1
+    await cancel_while_asked(key, kms.operations)
 
 
 async def test_calls_leave_the_event_loop_free(kms: Kms, key: AwsKmsKey) -> None:

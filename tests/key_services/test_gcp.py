@@ -1,6 +1,5 @@
 """Root keys in Google Cloud KMS."""
 
-import asyncio
 import json
 import time
 from collections.abc import Callable
@@ -16,33 +15,15 @@ from adk_secure_sessions import (
     TamperedError,
     key_provider,
 )
-from adk_secure_sessions.keys import services
 from tests.key_services.gcp import RING, CloudKms, service_account
+from tests.key_services.support import MASTER, PLACE, cancel_while_asked, failure
 
-MASTER = bytes(range(32))
-PLACE = b"place"
-
-
-@pytest.fixture(autouse=True)
-def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(services, "_PAUSE", 0.001)
+pytestmark = pytest.mark.usefixtures("no_pauses")
 
 
 @pytest.fixture
 def key(cloud_kms: CloudKms) -> GcpKmsKey:
     return GcpKmsKey(f"{RING}/a", endpoint=cloud_kms.endpoint)
-
-
-async def failure(key: GcpKmsKey) -> KeyServiceError:
-    """What wrapping with *key* fails with; nothing of what Google says is in it."""
-    with pytest.raises(KeyServiceError) as info:
-        await key.wrap(MASTER, PLACE)
-    error: BaseException | None = info.value
-    while error is not None:
-        assert "needle" not in str(error)
-        error = error.__cause__ or error.__context__
-    assert repr(key.key_id) in str(info.value)
-    return info.value
 
 
 async def test_wrap_has_the_documented_format(cloud_kms: CloudKms, key: GcpKmsKey) -> None:
@@ -190,12 +171,4 @@ async def test_call_that_is_cancelled_ends_at_once_and_is_not_repeated(
     cloud_kms: CloudKms, key: GcpKmsKey
 ) -> None:
     cloud_kms.delay = 1.0
-    call = asyncio.create_task(key.wrap(MASTER, PLACE))
-    while not cloud_kms.operations:
-        await asyncio.sleep(0.01)
-    began = time.perf_counter()
-    call.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await call
-    assert time.perf_counter() - began < 0.8
-    assert len(cloud_kms.operations) == 1
+    await cancel_while_asked(key, cloud_kms.operations)

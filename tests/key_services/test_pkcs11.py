@@ -18,17 +18,12 @@ from adk_secure_sessions import (
     Pkcs11Key,
     key_provider,
 )
-from adk_secure_sessions.keys import pkcs11, services
+from adk_secure_sessions.keys import pkcs11
 from tests.key_services.softhsm import PIN, SoftHsm
+from tests.key_services.support import MASTER, PLACE, failure
 from tests.processes import results
 
-MASTER = bytes(range(32))
-PLACE = b"place"
-
-
-@pytest.fixture(autouse=True)
-def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(services, "_PAUSE", 0.001)
+pytestmark = pytest.mark.usefixtures("no_pauses")
 
 
 @pytest.fixture
@@ -38,18 +33,6 @@ def key(softhsm: SoftHsm) -> Pkcs11Key:
 
 def named(label: str, **options: Any) -> Pkcs11Key:
     return Pkcs11Key(f"clinic/{label}", **options)
-
-
-async def failure(key: Pkcs11Key) -> KeyServiceError:
-    """What wrapping with *key* fails with; the PIN is not in it."""
-    with pytest.raises(KeyServiceError) as info:
-        await key.wrap(MASTER, PLACE)
-    error: BaseException | None = info.value
-    while error is not None:
-        assert "needle" not in str(error)
-        error = error.__cause__ or error.__context__
-    assert repr(key.key_id) in str(info.value)
-    return info.value
 
 
 async def test_wrap_has_the_documented_format(softhsm: SoftHsm, key: Pkcs11Key) -> None:

@@ -17,17 +17,11 @@ from adk_secure_sessions import (
     VaultKey,
     key_provider,
 )
-from adk_secure_sessions.keys import services
 from tests.key_services.certificates import certificate
+from tests.key_services.support import MASTER, PLACE, cancel_while_asked, failure
 from tests.key_services.vault import Vault, new_key, running
 
-MASTER = bytes(range(32))
-PLACE = b"place"
-
-
-@pytest.fixture(autouse=True)
-def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(services, "_PAUSE", 0.001)
+pytestmark = pytest.mark.usefixtures("no_pauses")
 
 
 @pytest.fixture
@@ -42,18 +36,6 @@ def with_token(vault: Vault, **options: Any) -> VaultKey:
 def with_approle(vault: Vault, **options: Any) -> VaultKey:
     role = {"role_id": vault.role_id, "secret_id": vault.secret_id, **options}
     return VaultKey("transit/clinic", address=vault.address, **role)
-
-
-async def failure(key: VaultKey) -> KeyServiceError:
-    """What wrapping with *key* fails with; nothing of what the server says is in it."""
-    with pytest.raises(KeyServiceError) as info:
-        await key.wrap(MASTER, PLACE)
-    error: BaseException | None = info.value
-    while error is not None:
-        assert "needle" not in str(error)
-        error = error.__cause__ or error.__context__
-    assert "'vault:transit/clinic'" in str(info.value)
-    return info.value
 
 
 # --- what is sent and stored ---------------------------------------------------------------------
@@ -302,15 +284,7 @@ async def test_slow_server_is_given_up_in_time(vault: Vault) -> None:
 
 async def test_call_that_is_cancelled_ends_at_once_and_is_not_repeated(vault: Vault) -> None:
     vault.delay = 1.0
-    call = asyncio.create_task(with_token(vault).wrap(MASTER, PLACE))
-    while not vault.requests:
-        await asyncio.sleep(0.01)
-    began = time.perf_counter()
-    call.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await call
-    assert time.perf_counter() - began < 0.8
-    assert len(vault.requests) == 1
+    await cancel_while_asked(with_token(vault), vault.requests)
 
 
 @pytest.mark.parametrize("options", [{"timeout": 0}, {"timeout": -1}, {"attempts": 0}])
