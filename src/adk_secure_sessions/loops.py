@@ -1,4 +1,4 @@
-"""Locks that serve several event loops, and cancellation that leaves nothing half done."""
+"""Locks that serve several event loops, and waiting that leaves nothing half done."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
@@ -60,3 +60,14 @@ async def ended(wait: Callable[[], Awaitable[object]], done: Callable[[], bool])
             await wait()
         except asyncio.CancelledError:
             continue
+
+
+async def at_once(*asking: Awaitable[T]) -> list[T]:
+    """All results, once all are there.  Raises the first error."""
+    answers = await asyncio.gather(*asking, return_exceptions=True)
+    results = []
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+        results.append(answer)
+    return results

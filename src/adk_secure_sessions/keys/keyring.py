@@ -1,9 +1,8 @@
 """Master keys: a few per database, wrapped by the root key, opened once per process start."""
 
-import asyncio
 import secrets
 from collections.abc import Awaitable, Iterable, Mapping
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from adk_secure_sessions.aead import KEY_LENGTH, Aes256Gcm
 from adk_secure_sessions.errors import (
@@ -16,9 +15,8 @@ from adk_secure_sessions.errors import (
 )
 from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.keys.providers import KeyProvider, Unpicklable
+from adk_secure_sessions.loops import at_once
 from adk_secure_sessions.records import place
-
-T = TypeVar("T")
 
 DATA, INDEX = "data", "index"
 CLEAR_ROOT = "none"
@@ -115,17 +113,6 @@ async def open_keyring(
         raise WrongKeyError(f"the keyring holds no {missing} master: restore secure_keyring")
     current_id = max(candidates)[2] if candidates else None
     return Keyring(database_id, index, masters, current_id)
-
-
-async def at_once(*asking: Awaitable[T]) -> list[T]:
-    """All results, once all are there: a key service may be far away.  Raises the first error."""
-    answers = await asyncio.gather(*asking, return_exceptions=True)
-    results = []
-    for answer in answers:
-        if isinstance(answer, BaseException):
-            raise answer
-        results.append(answer)
-    return results
 
 
 async def unwrap(row: MasterKeyRow, roots: Mapping[str, KeyProvider], database_id: bytes) -> bytes:

@@ -7,8 +7,9 @@ from typing import NamedTuple
 import sqlalchemy as sa
 
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
-from adk_secure_sessions.keys.keyring import CLEAR_ROOT, MasterKeyRow, at_once, unwrap, wrap
+from adk_secure_sessions.keys.keyring import CLEAR_ROOT, MasterKeyRow, unwrap, wrap
 from adk_secure_sessions.keys.providers import KeyProvider
+from adk_secure_sessions.loops import at_once
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.storage.connection import Apply, Change, Conflict, Disconnected, Steps
 from adk_secure_sessions.storage.tables import keyring

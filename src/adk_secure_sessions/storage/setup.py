@@ -17,10 +17,10 @@ from adk_secure_sessions.keys.keyring import (
     INDEX,
     Keyring,
     MasterKeyRow,
-    at_once,
     new_master,
     open_keyring,
 )
+from adk_secure_sessions.loops import at_once
 from adk_secure_sessions.storage.connection import Executor, T
 from adk_secure_sessions.storage.dialect import exclusively
 from adk_secure_sessions.storage.tables import FORMAT_VERSION, data_keys, keyring, meta, metadata
