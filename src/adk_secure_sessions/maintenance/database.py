@@ -69,15 +69,15 @@ class Database:
 
     async def survey(self) -> Survey:
         """What the database holds.  Raises ConfigurationError if it is not ours yet."""
-        if self._file is not None and not self._file.exists():  # SQLite would make it
-            raise ConfigurationError(f"there is no file {str(self._file)!r}")
+        self._check_file()
         return await repeated(lambda first: survey_existing(self.executor))
 
     async def keys(self) -> DataKeys:
         """The keyring, opened, and data keys under it.  Raises like `open_existing`."""
         if self._keys is None:
             backends = self.backends
-            keyring = await repeated(lambda first: self._open())
+            self._check_file()
+            keyring = await repeated(lambda first: open_existing(self.executor, backends))
             writer = backends.writer.backend_id
             self._keys = DataKeys(keyring, backends.by_id, writer, _CACHED)
         return self._keys
@@ -119,9 +119,9 @@ class Database:
     ) -> None:
         await self.close()
 
-    async def _open(self) -> Keyring:
-        await self.survey()
-        return await open_existing(self.executor, self.backends)
+    def _check_file(self) -> None:
+        if self._file is not None and not self._file.exists():  # SQLite would make it
+            raise ConfigurationError(f"there is no file {str(self._file)!r}")
 
 
 def _sqlite_file(db_url: str | sa.URL) -> Path | None:
