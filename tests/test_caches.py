@@ -43,5 +43,5 @@ async def test_small_caches_stay_small_and_change_nothing(tmp_path: Path) -> Non
         opened = service._store._state
         assert opened is not None
         sizes = [len(cache._entries) for cache in caches(opened)]
-        assert len(sizes) == 7, "a cache was added, or is no longer found"
+        assert len(sizes) == 6, "a cache was added, or is no longer found"
         assert all(0 < size <= 5 for size in sizes), sizes

@@ -23,7 +23,13 @@ from adk_secure_sessions import (
     WrongKeyError,
 )
 from adk_secure_sessions.keys.blind_index import BlindIndex
-from adk_secure_sessions.keys.data_keys import CipherFactory, DataKeyRow, DataKeys, StagedKeys
+from adk_secure_sessions.keys.data_keys import (
+    CipherFactory,
+    DataKeyRow,
+    DataKeys,
+    StagedKeys,
+    StaleKeyring,
+)
 from adk_secure_sessions.keys.keyring import (
     DATA,
     INDEX,
@@ -32,9 +38,13 @@ from adk_secure_sessions.keys.keyring import (
     new_master,
     open_keyring,
 )
+from adk_secure_sessions.records import unpack
 
 DATABASE = bytes(range(16))
 ROOT, OTHER = StaticKey(bytes(range(32))), StaticKey(bytes(32))
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # that it stores in clear
+    CLEAR = NoOpBackend().root_key
 ADA, BOB = b"tag of ada......", b"tag of bob......"
 PLACE = b"place"
 
@@ -301,12 +311,90 @@ async def test_record_of_a_backend_that_is_not_listed_is_refused_by_its_id() -> 
     assert loaded(on(first.keyring, 2, 1), row).open(ADA, PLACE, stored) == b""
 
 
-async def test_data_key_under_another_master_does_not_seal() -> None:
-    rows = await made(ROOT, OTHER)
-    row = StagedKeys(on(await opened(rows, ROOT, OTHER), 1)).new(ADA)
-    moved = loaded(on(await opened(rows, OTHER, ROOT), 1), row)
+async def test_data_key_under_an_older_master_seals_on_while_a_newer_one_wraps_new_keys() -> None:
+    rows = await made(ROOT, ROOT)
+    old = StagedKeys(on(await opened(rows[:2], ROOT), 1)).new(ADA)
+    staged = loaded(on(await opened(rows, ROOT), 1), old)
+    current = staged.current(ADA)
+    assert current is not None
+    assert current.id == old.id
+    assert unpack(staged.new(BOB).wrapped)[1] == rows[2].id
+
+
+async def test_data_key_under_a_master_in_clear_does_not_seal() -> None:
+    rows = await made(ROOT, CLEAR)
+    row = StagedKeys(on(await opened(rows, CLEAR, ROOT), 1)).new(ADA)
+    assert unpack(row.wrapped)[1] == rows[2].id
+    moved = loaded(on(await opened(rows, ROOT, CLEAR), 1), row)
     assert moved.current(ADA) is None
     assert moved.new(ADA).generation == 1
+
+
+async def test_master_that_is_not_known_asks_for_the_keyring_once() -> None:
+    rows = await made(ROOT, ROOT)
+    row = StagedKeys(on(await opened(rows, ROOT), 1)).new(ADA)
+    keys = on(await opened(rows[:2], ROOT), 1)
+    with pytest.raises(StaleKeyring):
+        StagedKeys(keys, settled=False).load([row])
+    with pytest.raises(UnknownKeyError, match=f"no data master {rows[2].id}"):
+        loaded(keys, row)
+    keys.keyring = await open_keyring(rows, {ROOT.key_id: ROOT}, "", DATABASE, keys.keyring)
+    assert loaded(keys, row).current(ADA) is not None
+
+
+async def test_keyring_that_is_read_again_unwraps_only_what_is_new() -> None:
+    rows = await made(ROOT, ROOT)
+    known = await opened(rows[:2], ROOT)
+    asked: list[bytes] = []
+
+    class Counting(KeyService):
+        async def unwrap(self, key: bytes, associated_data: bytes) -> bytes:
+            asked.append(key)
+            return await ROOT.unwrap(key, associated_data)
+
+    roots = {ROOT.key_id: Counting(None)}
+    again = await open_keyring(rows, roots, ROOT.key_id, DATABASE, known)
+    assert asked == [rows[2].wrapped]
+    assert again.current_id == rows[2].id
+    assert again.index is known.index
+    later = await open_keyring([rows[0], rows[2]], roots, ROOT.key_id, DATABASE, again)
+    assert not later.holds(rows[1].id)
+    assert len(asked) == 1
+
+
+async def test_key_follows_its_own_records_and_older_ones_but_none_newer_or_unknown() -> None:
+    keys = await store()
+    writer = StagedKeys(keys)
+    rows, sealed = [], []
+    for _ in range(3):
+        rows.append(writer.new(ADA))
+        sealed.append(writer.seal(ADA, PLACE, b""))
+    staged = loaded(keys, *rows[:2])
+    assert staged.can_follow(ADA)
+    assert staged.can_follow(ADA, sealed[0], sealed[1])
+    assert not staged.can_follow(ADA, sealed[2])
+    assert not staged.can_follow(BOB)
+
+
+async def test_key_of_the_writing_backend_does_not_follow_a_newer_one_of_another() -> None:
+    first = await store(1)
+    row = StagedKeys(first).new(ADA)
+    other = loaded(on(first.keyring, 2, 1), row)
+    newer = other.new(ADA)
+    sealed = other.seal(ADA, PLACE, b"")
+    staged = loaded(on(first.keyring, 1, 2), row, newer)
+    assert staged.can_follow(ADA)
+    assert not staged.can_follow(ADA, sealed)
+
+
+async def test_keys_of_an_owner_that_is_gone_are_forgotten() -> None:
+    keys = await store()
+    staged = StagedKeys(keys)
+    staged.new(ADA), staged.new(BOB)
+    staged.publish()
+    StagedKeys(keys).forget(ADA)
+    assert not keys.knows(ADA)
+    assert keys.knows(BOB)
 
 
 async def test_data_key_of_another_database_is_refused_naming_its_row() -> None:

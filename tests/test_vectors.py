@@ -29,6 +29,7 @@ from adk_secure_sessions.keys.data_keys import (
     DataKey,
     DataKeyRow,
     DataKeys,
+    OwnerKeys,
     StagedKeys,
 )
 from adk_secure_sessions.keys.keyring import Keyring, MasterKeyRow
@@ -120,7 +121,11 @@ def known_keys(accept: list[int]) -> StagedKeys:
     for key in RECORDS["keys"]:
         row = DataKeyRow(key["id"], bytes.fromhex(key["owner"]), 0, key["backend"], 0, b"")
         cipher = BACKENDS[key["backend"]].cipher(bytes.fromhex(key["key"]))
-        keys.by_id.put(row.id, DataKey(row, 0, cipher))
+        data_key = DataKey(row, 0, cipher)
+        before = keys.by_owner.get(row.owner)
+        by_id = {**(before.by_id if before else {}), row.id: data_key}
+        keys.by_owner.put(row.owner, OwnerKeys(by_id, data_key, 0))
+        keys.owners.put(row.id, row.owner)
     return StagedKeys(keys)
 
 

@@ -195,9 +195,9 @@ async def _write(path: Path) -> list[int]:
     async with EncryptedSessionService(url, second, [first]) as service:
         opened = service._store._open_keyring
 
-        async def open_keyring() -> Keyring:
+        async def open_keyring(known: Keyring | None) -> Keyring:
             await _add_master(path, second)
-            return await opened()
+            return await opened(known)
 
         service._store._open_keyring = open_keyring
         for app, user, name, state, events in _BY_FERNET:

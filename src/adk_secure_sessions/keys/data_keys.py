@@ -59,49 +59,84 @@ class DataKey(Unpicklable):
         self.cipher = cipher
 
 
+class StaleKeyring(Exception):
+    """A data key is wrapped by a master that this process has not read; worth repeating."""
+
+
+class OwnerKeys(Unpicklable):
+    """All data keys of one owner, as they were read together."""
+
+    __slots__ = ("by_id", "current", "generation")
+
+    def __init__(
+        self, by_id: Mapping[int, DataKey], current: DataKey | None, generation: int
+    ) -> None:
+        self.by_id = by_id
+        self.current = current  # what seals, of the writing backend; None: to be made
+        self.generation = generation  # the highest, of whichever backend; -1: there is none
+
+
 class DataKeys(Unpicklable):
     """This process's opened data keys, bounded; all come from committed rows."""
 
     def __init__(
         self, keyring: Keyring, backends: Mapping[int, CipherFactory], writer_id: int, limit: int
     ) -> None:
-        self.keyring = keyring
+        self.keyring = keyring  # replaced by one that was read later
         self.backends = backends
         self.writer = backends[writer_id]
-        self.by_id: Lru[int, DataKey] = Lru(limit)
-        self.current: Lru[bytes, DataKey] = Lru(limit)
-        self.loaded: Lru[bytes, bool] = Lru(limit)
+        self.by_owner: Lru[bytes, OwnerKeys] = Lru(limit)
+        self.owners: Lru[int, bytes] = Lru(limit)  # by key id
 
     def knows(self, *owners: bytes) -> bool:
         """Whether the keys of all *owners* were loaded before."""
-        return all(map(self.loaded.get, owners))
+        return all(map(self.by_owner.get, owners))
 
 
 class StagedKeys:
     """Data keys as one transaction sees them; `publish` shares them once it has committed.
 
     A key that was seen before its commit and then rolled back must never seal anything.
+    *settled*: a master that is not in the keyring now is not there at all.
     """
 
-    def __init__(self, keys: DataKeys) -> None:
+    def __init__(self, keys: DataKeys, *, settled: bool = True) -> None:
         self._keys = keys
-        self._by_id: dict[int, DataKey] = {}
-        self._current: dict[bytes, DataKey] = {}
-        self._generations: dict[bytes, int] = {}
+        self._settled = settled
+        self._by_owner: dict[bytes, OwnerKeys] = {}
+        self._owners: dict[int, bytes] = {}
         self._refused: dict[bytes, DecryptionError] = {}
+        self.made_any = False
 
     def has_any(self, owner: bytes) -> bool:
         """Whether this transaction read a key of *owner*."""
         self._check(owner)
-        return owner in self._generations
+        return owner in self._by_owner
 
     def current(self, owner: bytes) -> DataKey | None:
         """The key that seals what *owner* writes, if it is known.  Raises like `open`."""
-        self._check(owner)
-        return self._current.get(owner) or self._keys.current.get(owner)
+        known = self._of(owner)
+        return known.current if known else None
+
+    def can_follow(self, owner: bytes, *stored: bytes) -> bool:
+        """Whether the current key is known, and no older than those that sealed *stored*.
+
+        If not, the owner's keys have to be read: others made one meanwhile, or dropped ours.
+        """
+        known = self._of(owner)
+        if known is None or known.current is None:
+            return False
+        newest = known.current.generation
+        before = (known.by_id.get(records.unpack(one)[1]) for one in stored)
+        return all(key is not None and key.generation <= newest for key in before)
 
     def load(self, rows: Iterable[DataKeyRow]) -> None:
-        """Open *rows*.  An altered or swapped one is held against its owner, and no other."""
+        """Open *rows*: all keys of each owner that is among them.
+
+        An altered or swapped one is held against its owner, and no other.  Raises StaleKeyring.
+        """
+        opened: dict[bytes, list[DataKey | None]] = {}
+        generations: dict[bytes, int] = {}
         for row in rows:
             try:
                 key = self._open(row)
@@ -110,20 +145,19 @@ class StagedKeys:
             except DecryptionError as error:
                 self._refused[row.owner] = type(error)(f"secure_data_keys row {row.id}: {error}")
                 continue
-            newest = self._generations.get(row.owner, -1)
-            self._generations[row.owner] = max(newest, row.generation)
-            if key is not None:
-                self._stage(key)
+            opened.setdefault(row.owner, []).append(key)
+            generations[row.owner] = max(generations.get(row.owner, -1), row.generation)
+        for owner, keys in opened.items():
+            self._stage(owner, [key for key in keys if key is not None], generations[owner])
 
     def new(self, owner: bytes) -> DataKeyRow:
         """Make the next generation of *owner*'s key; the caller stores the row."""
         keyring, writer = self._keys.keyring, self._keys.writer
         master_id = keyring.current_id
         assert master_id is not None, "preparing the database makes a master for the writer"
-        generation = self._generations.get(owner, -1) + 1
-        row = DataKeyRow(
-            new_key_id(), owner, generation, writer.backend_id, time.time_ns() // 1000, b""
-        )
+        known = self._by_owner.get(owner) or OwnerKeys({}, None, -1)
+        now = time.time_ns() // 1000
+        row = DataKeyRow(new_key_id(), owner, known.generation + 1, writer.backend_id, now, b"")
         key = writer.new_key()
         wrapped = records.seal(
             keyring.master(master_id),
@@ -132,9 +166,16 @@ class StagedKeys:
             row.place(keyring.database_id),
             key,
         )
-        self._generations[owner] = generation
-        self._stage(DataKey(row, master_id, writer.cipher(key)))
-        return row._replace(wrapped=wrapped)
+        row = row._replace(wrapped=wrapped)
+        fresh = DataKey(row, master_id, writer.cipher(key))
+        self._stage(owner, [*known.by_id.values(), fresh], row.generation)
+        self.made_any = True
+        return row
+
+    def keyring_now(self) -> dict[str, object]:
+        """What storing a new key asks of the keyring: that it is as this process knows it."""
+        keyring = self._keys.keyring
+        return {"master_id": keyring.current_id, "masters": keyring.size}
 
     def seal(self, owner: bytes, where: bytes, plaintext: bytes) -> bytes:
         """Make a record under *owner*'s current key, which must be known."""
@@ -153,39 +194,46 @@ class StagedKeys:
             UnknownKeyError: no such key is known yet, or its backend is not listed.
             TamperedError, PlaintextRefusedError: see there.
         """
-        self._check(owner)
+        known = self._of(owner)
         backend_id, key_id = records.unpack(stored)
         if backend_id not in self._keys.backends:
             raise _unlisted(backend_id)
-        key = self._by_id.get(key_id) or self._keys.by_id.get(key_id)
-        if key is None:
+        key = known.by_id.get(key_id) if known else None
+        if key is not None and key.backend_id == backend_id:
+            return key.cipher
+        if key is None and (self._owners.get(key_id) or self._keys.owners.get(key_id)) is None:
             raise UnknownKeyError(f"no data key {key_id} is known for it")
-        if key.owner != owner or key.backend_id != backend_id:
-            raise TamperedError(f"data key {key_id} belongs to another owner or backend")
-        return key.cipher
+        raise TamperedError(f"data key {key_id} belongs to another owner or backend")
 
     def publish(self) -> None:
         """Share what this transaction learnt with the process."""
-        for key_id, key in self._by_id.items():
-            self._keys.by_id.put(key_id, key)
-        for owner, key in self._current.items():
-            self._keys.current.put(owner, key)
-        for owner in self._generations:
-            self._keys.loaded.put(owner, True)
+        for owner, known in self._by_owner.items():
+            self._keys.by_owner.put(owner, known)
+        for key_id, owner in self._owners.items():
+            self._keys.owners.put(key_id, owner)
+
+    def forget(self, owner: bytes) -> None:
+        """Drop the keys of an owner that is gone from the process."""
+        self._keys.by_owner.drop(owner)
+
+    def _of(self, owner: bytes) -> OwnerKeys | None:
+        self._check(owner)
+        return self._by_owner.get(owner) or self._keys.by_owner.get(owner)
 
     def _check(self, owner: bytes) -> None:
         if owner in self._refused:
             raise self._refused[owner]
 
-    def _stage(self, key: DataKey) -> None:
-        self._by_id[key.id] = key
-        if (
-            key.backend_id == self._keys.writer.backend_id
-            and key.master_id == self._keys.keyring.current_id
-        ):
-            known = self._current.get(key.owner)
-            if known is None or known.generation < key.generation:
-                self._current[key.owner] = key
+    def _stage(self, owner: bytes, keys: list[DataKey], generation: int) -> None:
+        writer, keyring = self._keys.writer, self._keys.keyring
+        fit = [
+            key
+            for key in keys
+            if key.backend_id == writer.backend_id and keyring.is_fit(key.master_id)
+        ]
+        current = max(fit, key=lambda key: key.generation, default=None)
+        self._by_owner[owner] = OwnerKeys({key.id: key for key in keys}, current, generation)
+        self._owners.update((key.id, owner) for key in keys)
 
     def _open(self, row: DataKeyRow) -> DataKey | None:
         backend = self._keys.backends.get(row.backend_id)
@@ -195,6 +243,8 @@ class StagedKeys:
         backend_id, master_id = records.unpack(row.wrapped)
         if backend_id != _WRAP_BACKEND_ID:
             raise TamperedError("not wrapped with AES-256-GCM")
+        if not self._settled and not keyring.holds(master_id):
+            raise StaleKeyring
         where = row.place(keyring.database_id)
         key = records.open_record(row.wrapped, where, keyring.master(master_id))
         return DataKey(row, master_id, backend.cipher(key))

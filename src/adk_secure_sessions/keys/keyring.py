@@ -43,7 +43,11 @@ class MasterKeyRow(NamedTuple):
 
 
 class Keyring(Unpicklable):
-    """The opened master keys of one database."""
+    """The opened master keys of one database.
+
+    *fit* are the data masters whose data keys may seal; *current_id* is the one that wraps new
+    data keys, None where it has to be made first.
+    """
 
     def __init__(
         self,
@@ -51,19 +55,33 @@ class Keyring(Unpicklable):
         index: BlindIndex,
         masters: Mapping[int, Aes256Gcm],
         current_id: int | None,
+        fit: frozenset[int] = frozenset(),
     ) -> None:
         self.database_id = database_id
         self.index = index
-        self._masters = masters
-        # The data master that wraps new data keys; None where one has to be made first.
+        self.masters = masters
         self.current_id = current_id
+        self._fit = fit
 
     def master(self, key_id: int) -> Aes256Gcm:
         """The data master with exactly this id."""
         try:
-            return self._masters[key_id]
+            return self.masters[key_id]
         except KeyError:
             raise UnknownKeyError(f"the keyring holds no data master {key_id}") from None
+
+    def holds(self, key_id: int) -> bool:
+        """Whether there is a data master of this id."""
+        return key_id in self.masters
+
+    @property
+    def size(self) -> int:
+        """Rows of `secure_keyring`: the index master is one."""
+        return len(self.masters) + 1
+
+    def is_fit(self, key_id: int) -> bool:
+        """Whether data keys that this master wraps may seal."""
+        return key_id in self._fit
 
 
 async def new_master(purpose: str, root: KeyProvider, database_id: bytes, now: int) -> MasterKeyRow:
@@ -82,14 +100,18 @@ async def wrap(
 
 
 async def open_keyring(
-    rows: Iterable[MasterKeyRow], roots: Mapping[str, KeyProvider], writer: str, database_id: bytes
+    rows: Iterable[MasterKeyRow],
+    roots: Mapping[str, KeyProvider],
+    writer: str,
+    database_id: bytes,
+    known: Keyring | None = None,
 ) -> Keyring:
     """Unwrap *rows*, each with the provider in *roots* that it names, and no other.
 
     *writer* is the key id of the writing backend's root key.  New data keys are wrapped by the
     newest data master under it; where there is none, by the newest under another root key, so
     that a process with a new root key listed first starts no keys of its own.  One in clear
-    serves only a writer in clear.
+    serves only a writer in clear.  What *known* holds is not unwrapped again.
 
     Raises:
         WrongKeyError: a row names a root key that is not in *roots*, or does not open.
@@ -100,19 +122,25 @@ async def open_keyring(
     candidates: list[tuple[bool, int, int]] = []
     index: BlindIndex | None = None
     rows = list(rows)
-    unwrapping = (unwrap(row, roots, database_id) for row in rows)
-    for row, key in zip(rows, await at_once(*unwrapping), strict=True):
+    if known is not None:
+        index = known.index
+        masters = {row.id: known.masters[row.id] for row in rows if known.holds(row.id)}
+    new = [row for row in rows if row.id not in masters and not (known and row.purpose == INDEX)]
+    unwrapping = (unwrap(row, roots, database_id) for row in new)
+    for row, key in zip(new, await at_once(*unwrapping), strict=True):
         if row.purpose == INDEX:
             index = BlindIndex(key)
-            continue
-        masters[row.id] = Aes256Gcm(key)
-        if row.root_key_id == writer or row.root_key_id != CLEAR_ROOT:
+        else:
+            masters[row.id] = Aes256Gcm(key)
+    for row in rows:
+        if row.id in masters and (row.root_key_id == writer or row.root_key_id != CLEAR_ROOT):
             candidates.append((row.root_key_id == writer, row.created_at, row.id))
     if index is None or not masters:
         missing = "data" if index else "index"
         raise WrongKeyError(f"the keyring holds no {missing} master: restore secure_keyring")
     current_id = max(candidates)[2] if candidates else None
-    return Keyring(database_id, index, masters, current_id)
+    fit = frozenset(row_id for *_, row_id in candidates)
+    return Keyring(database_id, index, masters, current_id, fit)
 
 
 async def unwrap(row: MasterKeyRow, roots: Mapping[str, KeyProvider], database_id: bytes) -> bytes:

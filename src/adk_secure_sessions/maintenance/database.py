@@ -85,10 +85,10 @@ class Database:
     async def store(self) -> Store:
         """What services read and write sessions with, on the same keyring."""
         if self._store is None:
-            keyring = (await self.keys()).keyring
+            keys = await self.keys()
 
-            async def opened() -> Keyring:
-                return keyring
+            async def opened(known: Keyring | None) -> Keyring:
+                return keys.keyring if known is None else await self._renewed(known)
 
             self._store = Store(
                 self.executor,
@@ -98,6 +98,9 @@ class Database:
                 data_key_cache_size=_CACHED,
             )
         return self._store
+
+    async def _renewed(self, known: Keyring) -> Keyring:
+        return await open_existing(self.executor, self.backends, known)
 
     async def read(self, query: sa.Executable, parameters: Mapping[str, object]) -> Sequence[Row]:
         """Run one query, again if its connection is lost."""

@@ -7,12 +7,14 @@ from adk_secure_sessions.storage import seals
 from adk_secure_sessions.storage import statements as sql
 from adk_secure_sessions.storage.connection import Change
 from adk_secure_sessions.storage.ids import new_row_key
-from adk_secure_sessions.storage.rows import Context, Owner
+from adk_secure_sessions.storage.rows import Context, Found, Owner
 
 Changes = list[Change]
 
 
-def change_app(changes: Changes, context: Context, app: Owner | None, delta: JsonObject) -> Owner:
+def change_app(
+    changes: Changes, context: Context, found: Found, app: Owner | None, delta: JsonObject
+) -> Owner:
     """Merge *delta* into the app's state; None is an app that has no row yet."""
     if app is None:
         who = context.who
@@ -28,17 +30,26 @@ def change_app(changes: Changes, context: Context, app: Owner | None, delta: Jso
         changes.append(Change(sql.INSERT_APP, row))
         add_witness(changes, context, app.tag, app.tag, 0)
     elif delta:
-        _ensure_key(changes, context, app.tag)
+        stored = found.apps[0][9]
+        ensure_key(changes, context, app.tag, stored)
         app = _changed(app, delta)
         sealed = seals.seal_app(context, app)
-        _update_owner(changes, context, sql.UPDATE_APP, app, sealed)
+        _update_owner(changes, context, sql.UPDATE_APP, app, stored, sealed)
     return app
 
 
 def change_user(
-    changes: Changes, context: Context, user: Owner | None, app_row: int, delta: JsonObject
+    changes: Changes,
+    context: Context,
+    found: Found,
+    user: Owner | None,
+    app_row: int,
+    delta: JsonObject,
 ) -> Owner:
-    """Merge *delta* into the user's state; None is a user that has no row yet."""
+    """Merge *delta* into the user's state; None is a user that has no row yet.
+
+    Afterwards there is a key to seal the user's sessions with.
+    """
     if user is None:
         who = context.who
         user = Owner(new_row_key(), who.user_tag, app_row, who.user_id, 0, dumps(delta))
@@ -55,11 +66,12 @@ def change_user(
         return user
     if user.app_row != app_row:
         raise TamperedError(f"secure_users row {user.id}: it belongs to another app's row")
-    _ensure_key(changes, context, user.tag)
+    stored = found.users[0][9]
+    ensure_key(changes, context, user.tag, stored, *(row[9] for row in found.sessions))
     if delta:
         user = _changed(user, delta)
         sealed = seals.seal_user(context, user)
-        _update_owner(changes, context, sql.UPDATE_USER, user, sealed)
+        _update_owner(changes, context, sql.UPDATE_USER, user, stored, sealed)
     return user
 
 
@@ -68,10 +80,16 @@ def _changed(owner: Owner, delta: JsonObject) -> Owner:
 
 
 def _update_owner(
-    changes: Changes, context: Context, statement: sql.Change, owner: Owner, sealed: bytes
+    changes: Changes,
+    context: Context,
+    statement: sql.Change,
+    owner: Owner,
+    stored: bytes,
+    sealed: bytes,
 ) -> None:
     old, new = owner.version - 1, owner.version
-    row = {"at_id": owner.id, "at_version": old, "version": new, "state": sealed}
+    row = {"at_id": owner.id, "at_version": old, "at_state": stored}
+    row |= {"version": new, "state": sealed}
     seal = seals.seal_witness(context, owner.tag, owner.tag, new)
     witness = {"at_tag": owner.tag, "at_number": old, "number": new, "seal": seal}
     changes += [Change(statement, row), Change(sql.UPDATE_WITNESS, witness)]
@@ -89,14 +107,26 @@ def _add_key(changes: Changes, context: Context, owner: bytes) -> None:
         raise TamperedError(
             f"secure_data_keys holds keys of the tag {owner.hex()}, whose own row was removed"
         )
-    changes.append(Change(sql.INSERT_KEY, context.keys.new(owner)._asdict()))
+    _new_key(changes, context, owner)
 
 
-def _ensure_key(changes: Changes, context: Context, owner: bytes) -> None:
-    """Make the next generation where the owner has no key of the writing backend."""
+def ensure_key(changes: Changes, context: Context, owner: bytes, *stored: bytes) -> None:
+    """Have a key to seal with where *stored* are, which the changes ask to be there still.
+
+    So nothing is sealed with a key that was dropped: that happens only once nothing is left
+    under it.  A key older than theirs is used if it is still stored, and the next generation
+    made where there is none of the writing backend.
+    """
+    if context.keys.can_follow(owner, *stored):
+        return
+    _need_keys(context)
     if context.keys.current(owner) is None:
-        _need_keys(context)
-        changes.append(Change(sql.INSERT_KEY, context.keys.new(owner)._asdict()))
+        _new_key(changes, context, owner)
+
+
+def _new_key(changes: Changes, context: Context, owner: bytes) -> None:
+    row = context.keys.new(owner)
+    changes.append(Change(sql.INSERT_KEY, row._asdict() | context.keys.keyring_now()))
 
 
 def _need_keys(context: Context) -> None:

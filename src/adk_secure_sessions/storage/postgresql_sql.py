@@ -17,6 +17,7 @@ DIVISION_BY_ZERO = "22012"  # SQLSTATE
 _dialect = asyncpg.dialect(paramstyle="named")  # type: ignore[no-untyped-call]
 _PARAMETER = re.compile(r"(?<![:\w]):(\w+)")
 _INSERT = re.compile(r"(INSERT INTO .*) VALUES \((.*)\)", re.DOTALL)
+_LOCK = " FOR "  # what a SELECT may end with
 
 
 class Query(NamedTuple):
@@ -82,4 +83,5 @@ def _numbered(statement: sa.Executable, names: list[str], offset: int) -> str:
 def _only_if(text: str, condition: str) -> str:
     if values := _INSERT.fullmatch(text):
         return f"{values[1]} SELECT {values[2]} WHERE {condition}"
-    return f"{text} AND {condition}"
+    body, lock, kind = text.partition(_LOCK)
+    return f"{body} AND {condition}{lock}{kind}"

@@ -101,6 +101,11 @@ class Context(NamedTuple):
     who: Identity
     with_keys: bool  # whether it reads the owners' data keys too
 
+    def forget_user(self) -> None:
+        """Keep nothing in memory of a user who is not, or no longer, stored."""
+        self.keys.forget(self.who.user_tag)
+        self.memo.owners.drop(self.who.user_tag)
+
 
 class Found:
     """The rows of one read, by kind."""

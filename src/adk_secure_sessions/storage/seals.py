@@ -87,6 +87,7 @@ def open_user(context: Context, found: Found) -> Owner | None:
     row = next(iter(found.users), None)
     if row is None:
         _refuse_orphan(found, context.who.user_tag, users.name)
+        context.forget_user()
         return None
     user = open_user_row(context, found, row)
     if user.tag != context.who.user_tag or user.user_id != context.who.user_id:

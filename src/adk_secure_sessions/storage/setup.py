@@ -60,15 +60,20 @@ class Survey(NamedTuple):
         return bytes.fromhex(str(text)) if text else None
 
 
-async def open_database(executor: Executor, backends: Backends, create_tables: bool) -> Keyring:
+async def open_database(
+    executor: Executor, backends: Backends, create_tables: bool, known: Keyring | None = None
+) -> Keyring:
     """Check the database and open its keyring, making both where there is none yet.
 
-    Without *create_tables*, the tables have to be there: see docs/sql.
+    Without *create_tables*, the tables have to be there: see docs/sql.  *known* is the keyring
+    as it was opened before: then nothing is made.
 
     Raises:
         ConfigurationError: the database cannot be used; it was left as it is.
         WrongKeyError, PlaintextRefusedError, KeyServiceError: see `open_keyring`.
     """
+    if known is not None:
+        return await open_existing(executor, backends, known)
     return await _usable(_open(executor, backends, create_tables))
 
 
@@ -88,17 +93,23 @@ async def survey_existing(executor: Executor) -> Survey:
     return survey
 
 
-async def open_existing(executor: Executor, backends: Backends) -> Keyring:
+async def open_existing(
+    executor: Executor, backends: Backends, known: Keyring | None = None
+) -> Keyring:
     """The keyring of a database of ours, without changing anything.
 
+    Of *known*, as it was opened before, no key is unwrapped again.
+
     Raises:
-        ConfigurationError: see `survey_existing`.
+        ConfigurationError: see `survey_existing`; or it is not the database of *known*.
         WrongKeyError, PlaintextRefusedError, KeyServiceError: see `open_keyring`.
     """
     survey = await survey_existing(executor)
     assert survey.database_id is not None, "survey_existing refuses that"
-    writer = backends.writer.root_key.key_id
-    return await open_keyring(survey.keyring, backends.roots, writer, survey.database_id)
+    if known is not None and known.database_id != survey.database_id:
+        raise ConfigurationError("another database was put in its place: start the service anew")
+    writer, database_id = backends.writer.root_key.key_id, survey.database_id
+    return await open_keyring(survey.keyring, backends.roots, writer, database_id, known)
 
 
 async def _usable(work: Awaitable[T]) -> T:
@@ -142,6 +153,14 @@ async def _open(executor: Executor, backends: Backends, create_tables: bool) -> 
 
 def look(connection: sa.Connection) -> Survey:
     """Read what there is, changing nothing."""
+    survey = _look(connection)
+    if survey.missing_tables and survey.meta:
+        # Perhaps another process made them after we had asked for their names.
+        survey = _look(connection)
+    return survey
+
+
+def _look(connection: sa.Connection) -> Survey:
     present = set(sa.inspect(connection).get_table_names())
     alien = _alien([table for table in metadata.sorted_tables if table.name in present], connection)
     missing = frozenset(metadata.tables) - present

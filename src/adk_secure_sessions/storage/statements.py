@@ -34,6 +34,7 @@ from adk_secure_sessions.storage.tables import (
     bases,
     data_keys,
     events,
+    keyring,
     sessions,
     users,
     witnesses,
@@ -193,7 +194,17 @@ EVENT_AT = _event().where(
     events.c.session_row == bindparam("session_row"), events.c.seq == bindparam("seq")
 )
 
-INSERT_KEY = insert(data_keys)
+# While the keyring has the master that wraps it, and the number of rows that this process knows.
+INSERT_KEY = insert(data_keys).from_select(
+    [column.name for column in data_keys.c],
+    select(*(bindparam(column.name, type_=column.type) for column in data_keys.c))
+    .select_from(keyring)
+    .where(
+        keyring.c.id == bindparam("master_id"),
+        select(func.count()).select_from(keyring.alias()).scalar_subquery()
+        == bindparam("masters", type_=BigInteger),
+    ),
+)
 INSERT_APP = insert(apps)
 INSERT_USER = insert(users)
 INSERT_WITNESS = insert(witnesses)
@@ -210,31 +221,40 @@ def _equal(table: FromClause, prefix: str) -> list[ColumnElement[bool]]:
     return [column == bindparam(f"{prefix}_{column.name}", type_=column.type) for column in table.c]
 
 
-# A session of a user and an app whose rows are those that this process knows.
-INSERT_SESSION_OF_KNOWN = insert(sessions).from_select(
-    [column.name for column in sessions.c],
-    select(*(bindparam(column.name, type_=column.type) for column in sessions.c))
-    .select_from(users)
-    .where(
-        *_equal(users, "user"),
-        _same_row(apps, "app"),
-        _same_row(witnesses.alias("app_witnesses"), "app_witness"),
-        _same_row(witnesses.alias("user_witnesses"), "user_witness"),
-    ),
+def _session_of_user(*conditions: ColumnElement[bool]) -> Insert:
+    """A session of the user whose row is still the one that was read.
+
+    The lock holds off who erases the user, until the session is there to be erased with the rest.
+    """
+    columns = (bindparam(column.name, type_=column.type) for column in sessions.c)
+    row = select(*columns).select_from(users).where(*_equal(users, "user"), *conditions)
+    return insert(sessions).from_select(
+        [column.name for column in sessions.c],
+        row.with_for_update(read=True, key_share=True, of=users),
+    )
+
+
+INSERT_SESSION_OF_USER = _session_of_user()
+# And of an app, whose rows and witnesses are those that this process knows.
+INSERT_SESSION_OF_KNOWN = _session_of_user(
+    _same_row(apps, "app"),
+    _same_row(witnesses.alias("app_witnesses"), "app_witness"),
+    _same_row(witnesses.alias("user_witnesses"), "user_witness"),
 )
 INSERT_EVENT = insert(events)
 
 _AT_ID: BindParameter[int] = bindparam("at_id")
 _AT_VERSION: BindParameter[int] = bindparam("at_version")
+_AT_STATE: BindParameter[bytes] = bindparam("at_state", type_=LargeBinary)
 
 UPDATE_APP = (
     update(apps)
-    .where(apps.c.id == _AT_ID, apps.c.version == _AT_VERSION)
+    .where(apps.c.id == _AT_ID, apps.c.version == _AT_VERSION, apps.c.state == _AT_STATE)
     .values(version=bindparam("version"), state=bindparam("state"))
 )
 UPDATE_USER = (
     update(users)
-    .where(users.c.id == _AT_ID, users.c.version == _AT_VERSION)
+    .where(users.c.id == _AT_ID, users.c.version == _AT_VERSION, users.c.state == _AT_STATE)
     .values(version=bindparam("version"), state=bindparam("state"))
 )
 UPDATE_WITNESS = (

@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 from adk_secure_sessions.backends.registry import Backends
 from adk_secure_sessions.errors import DecryptionError, UnknownKeyError
-from adk_secure_sessions.keys.data_keys import DataKeys, StagedKeys
+from adk_secure_sessions.keys.data_keys import DataKeys, StagedKeys, StaleKeyring
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.loops import LoopLocks
 from adk_secure_sessions.lru import Lru
 from adk_secure_sessions.states import JsonObject
 from adk_secure_sessions.storage import seals, transactions
 from adk_secure_sessions.storage import statements as sql
-from adk_secure_sessions.storage.connection import Executor, T
+from adk_secure_sessions.storage.connection import Conflict, Executor, T
 from adk_secure_sessions.storage.retries import repeated
 from adk_secure_sessions.storage.rows import (
     NO_BASE,
@@ -45,7 +45,7 @@ class Store:
         self,
         executor: Executor,
         backends: Backends,
-        open_keyring: Callable[[], Awaitable[Keyring]],
+        open_keyring: Callable[[Keyring | None], Awaitable[Keyring]],
         *,
         session_cache_size: int,
         data_key_cache_size: int,
@@ -266,8 +266,14 @@ class Store:
                     self._state = _Opened(keys, Lru(size), Lru(size), Memo(size))
         return self._state
 
-    async def _keyring(self) -> Keyring:
-        return await repeated(lambda first: self._open_keyring())
+    async def _keyring(self, known: Keyring | None = None) -> Keyring:
+        return await repeated(lambda first: self._open_keyring(known))
+
+    async def _renew_keyring(self, keys: DataKeys, seen: Keyring) -> None:
+        """Read the keyring again, once for all tasks that have *seen* the same."""
+        async with self._locks.hold("keyring"):
+            if keys.keyring is seen:
+                keys.keyring = await self._keyring(seen)
 
     async def _identify(self, app_name: str, user_id: str = "", session_id: str = "") -> Identity:
         opened = self._state or await self._opened()
@@ -303,23 +309,35 @@ class Store:
     ) -> T:
         """Run until it succeeds, and share the keys it opened.
 
-        Keys that are known are not read again, unless a record names one that is not.
+        Keys that are known are not read again, unless a record names one that is not; nor is
+        the keyring, unless a data key does, or a new one was not taken.
         """
         opened = await self._opened()
         data_keys = opened.keys
         with_keys = always_with_keys or not data_keys.knows(who.app_tag, who.user_tag)
 
+        settled = False
+
         async def once(first: bool) -> T:
-            nonlocal with_keys
-            keys = StagedKeys(data_keys)
+            nonlocal with_keys, settled
+            keyring = data_keys.keyring
+            keys = StagedKeys(data_keys, settled=settled)
             try:
                 result = await run(Context(keys, opened.memo, who, with_keys), first)
             except UnknownKeyError:
                 if with_keys:
                     raise
                 with_keys = True
-                return await once(False)
-            keys.publish()
-            return result
+            except StaleKeyring:
+                await self._renew_keyring(data_keys, keyring)
+                settled = True
+            except Conflict:
+                if keys.made_any:
+                    await self._renew_keyring(data_keys, keyring)
+                raise
+            else:
+                keys.publish()
+                return result
+            return await once(False)
 
         return await repeated(once, writes=writes)

@@ -10,7 +10,7 @@ from adk_secure_sessions.errors import TamperedError
 from adk_secure_sessions.states import JsonObject, dumps, loads
 from adk_secure_sessions.storage import seals
 from adk_secure_sessions.storage import statements as sql
-from adk_secure_sessions.storage.connection import Apply, Change, Conflict, Read, Steps
+from adk_secure_sessions.storage.connection import Apply, Change, Conflict, Read, Row, Steps
 from adk_secure_sessions.storage.ids import new_row_key
 from adk_secure_sessions.storage.owners import Changes, add_witness, change_app, change_user
 from adk_secure_sessions.storage.rows import NO_BASE, Context, Found, Owner, StoredSession
@@ -97,11 +97,14 @@ def create_session(
     if stored and user and app:
         return Created(stored, app, user)
     changes: Changes = []
-    app = change_app(changes, context, app, app_delta)
-    user = change_user(changes, context, user, app.id, user_delta)
+    is_new = user is None
+    app = change_app(changes, context, found, app, app_delta)
+    user = change_user(changes, context, found, user, app.id, user_delta)
     more, session = _new_session(context, user.id, state, now)
     sent.sessions.add(session.id)
     row = Change(sql.INSERT_SESSION, _columns(session))
+    if not (is_new or user_delta):  # else the user's row is written by the changes
+        row = Change(sql.INSERT_SESSION_OF_USER, _columns(session) | _user_columns(found.users[0]))
     yield from _apply([*changes, row, *more])
     return Created(session, app, user)
 
@@ -115,7 +118,7 @@ def _create_for_known(
     if not (app and user and app.witness and user.witness):
         return None
     same = (user.value.user_id, user.value.app_row) == (who.user_id, app.value.id)
-    if not same or context.keys.current(who.user_tag) is None:
+    if not same or not context.keys.can_follow(who.user_tag, user.row[9]):
         return None
     changes, session = _new_session(context, user.value.id, state, now)
     known = {
@@ -124,11 +127,6 @@ def _create_for_known(
         "app_app_name": app.row[8],
         "app_tag": who.app_tag,
         "app_state": app.row[9],
-        "user_id": user.row[1],
-        "user_app_row": user.row[2],
-        "user_version": user.row[3],
-        "user_tag": who.user_tag,
-        "user_state": user.row[9],
         "app_witness_tag": who.app_tag,
         "app_witness_number": app.witness[1],
         "app_witness_seal": app.witness[9],
@@ -137,6 +135,7 @@ def _create_for_known(
         "user_witness_seal": user.witness[9],
     }
     sent.sessions.add(session.id)
+    known |= _user_columns(user.row)
     row = Change(sql.INSERT_SESSION_OF_KNOWN, _columns(session) | known)
     if not (yield Apply([row, *changes])):
         return None
@@ -174,6 +173,17 @@ def _columns(session: StoredSession, prefix: str = "") -> dict[str, object]:
     }
 
 
+def _user_columns(row: Row) -> dict[str, object]:
+    """The stored row of a user, as parameters."""
+    return {
+        "user_id": row[1],
+        "user_app_row": row[2],
+        "user_version": row[3],
+        "user_tag": row[8],
+        "user_state": row[9],
+    }
+
+
 def append_event(
     context: Context,
     known: StoredSession | None,
@@ -190,9 +200,12 @@ def append_event(
         MissingSession: there is no such session.
         StaleRevision: it is not the expected row at the expected revision.
     """
-    # Without a key of the writing backend, one is to be made first.
-    has_key = context.keys.current(context.who.user_tag) is not None
-    if known and has_key and not (context.with_keys or event.app_delta or event.user_delta):
+    changes_owners = event.app_delta or event.user_delta
+    if (
+        known
+        and not (context.with_keys or changes_owners)
+        and context.keys.can_follow(context.who.user_tag, known.sealed)
+    ):
         step = _advance(context, known, event)
         if step:
             sent.events[step.record] = step.session
@@ -210,8 +223,8 @@ def append_event(
         app = seals.open_app(context, found)
         if app is None or app.id != user.app_row:
             raise TamperedError(f"secure_users row {user.id}: its app's row was removed")
-        change_app(owners, context, app, event.app_delta)
-    change_user(owners, context, user, user.app_row, event.user_delta)
+        change_app(owners, context, found, app, event.app_delta)
+    change_user(owners, context, found, user, user.app_row, event.user_delta)
     step = _advance(context, session, event)
     assert step is not None, "its base was read"
     sent.events[step.record] = step.session
