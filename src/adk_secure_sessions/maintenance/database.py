@@ -52,6 +52,8 @@ class Database:
             raise ConfigurationError("additional_backends need a backend beside them")
         self._backends = None if backend is None else register(backend, additional_backends)
         self.executor = executor_for(db_url, db_engine, engine_kwargs)
+        # Of secure_meta, secure_keyring and secure_data_keys; another one where these are apart.
+        self.key_executor = self.executor
         self._file = None if db_url is None else _sqlite_file(db_url)
         self._keys: DataKeys | None = None
         self._store: Store | None = None
@@ -105,6 +107,12 @@ class Database:
     async def read(self, query: sa.Executable, parameters: Mapping[str, object]) -> Sequence[Row]:
         """Run one query, again if its connection is lost."""
         return await repeated(lambda first: self.executor.read(query, parameters))
+
+    async def read_keys(
+        self, query: sa.Executable, parameters: Mapping[str, object]
+    ) -> Sequence[Row]:
+        """The same, of `secure_keyring` and `secure_data_keys`."""
+        return await repeated(lambda first: self.key_executor.read(query, parameters))
 
     async def close(self) -> None:
         """Release the connections and forget the keys."""

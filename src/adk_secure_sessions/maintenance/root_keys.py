@@ -85,7 +85,7 @@ async def _store(db: Database, old: list[MasterKeyRow], new: list[MasterKeyRow])
     pauses = iter(_PAUSES)
     while True:
         try:
-            if await db.executor.write(partial(_replace, old, new)):
+            if await db.key_executor.write(partial(_replace, old, new)):
                 return
             raise SecureSessionError(_CHANGED)
         except Conflict:
