@@ -90,7 +90,7 @@ def unprefixed(plaintext: bytes) -> tuple[str, bytes]:
 
 def seal(cipher: Cipher, backend_id: int, key_id: int, where: bytes, plaintext: bytes) -> bytes:
     """Make the record that holds *plaintext* at the place *where*."""
-    header = _HEADER.pack(_PREFIX, backend_id, key_id)
+    header = pack(backend_id, key_id)
     failure = "it returned something that is not bytes"
     try:
         sealed = cipher.encrypt(plaintext, header + where)
@@ -99,6 +99,11 @@ def seal(cipher: Cipher, backend_id: int, key_id: int, where: bytes, plaintext: 
     except Exception as error:  # a third party's; its text may repeat the plaintext
         failure = type(error).__name__
     raise SecureSessionError(f"backend {backend_id} failed to encrypt: {failure}")
+
+
+def pack(backend_id: int, key_id: int) -> bytes:
+    """The header of records that this key seals."""
+    return _HEADER.pack(_PREFIX, backend_id, key_id)
 
 
 def unpack(stored: bytes) -> tuple[int, int]:

@@ -27,6 +27,10 @@ class BlindIndex(Unpicklable):
         """The tag of a session of a user."""
         return self._tag("session", app_name, user_id, session_id)
 
+    def checkpoint(self, name: str, text: str) -> bytes:
+        """Authenticates a checkpoint of maintenance."""
+        return self._tag("checkpoint", name, text)
+
     def _tag(self, *parts: str) -> bytes:
         mac = self._mac.copy()
         mac.update(place(parts))

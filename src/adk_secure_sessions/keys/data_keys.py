@@ -16,7 +16,7 @@ from adk_secure_sessions.keys.providers import Unpicklable
 from adk_secure_sessions.lru import Lru
 from adk_secure_sessions.records import Cipher
 
-_WRAP_BACKEND_ID = 1  # data keys are always wrapped with AES-256-GCM
+WRAP_BACKEND_ID = 1  # data keys are always wrapped with AES-256-GCM
 _CLEAR_BACKEND_ID = 3
 
 
@@ -48,13 +48,22 @@ class DataKeyRow(NamedTuple):
 class DataKey(Unpicklable):
     """An opened data key, as the cipher it is used with."""
 
-    __slots__ = ("backend_id", "cipher", "generation", "id", "master_id", "owner")
+    __slots__ = (
+        "backend_id",
+        "cipher",
+        "created_at",
+        "generation",
+        "id",
+        "master_id",
+        "owner",
+    )
 
     def __init__(self, row: DataKeyRow, master_id: int, cipher: Cipher) -> None:
         self.id = row.id
         self.owner = row.owner
         self.generation = row.generation
         self.backend_id = row.backend_id
+        self.created_at = row.created_at
         self.master_id = master_id
         self.cipher = cipher
 
@@ -159,14 +168,7 @@ class StagedKeys:
         now = time.time_ns() // 1000
         row = DataKeyRow(new_key_id(), owner, known.generation + 1, writer.backend_id, now, b"")
         key = writer.new_key()
-        wrapped = records.seal(
-            keyring.master(master_id),
-            _WRAP_BACKEND_ID,
-            master_id,
-            row.place(keyring.database_id),
-            key,
-        )
-        row = row._replace(wrapped=wrapped)
+        row = wrapped(row, keyring, master_id, key)
         fresh = DataKey(row, master_id, writer.cipher(key))
         self._stage(owner, [*known.by_id.values(), fresh], row.generation)
         self.made_any = True
@@ -240,14 +242,26 @@ class StagedKeys:
         if backend is None:
             return None  # what it sealed will be refused, by name
         keyring = self._keys.keyring
-        backend_id, master_id = records.unpack(row.wrapped)
-        if backend_id != _WRAP_BACKEND_ID:
-            raise TamperedError("not wrapped with AES-256-GCM")
+        master_id = records.unpack(row.wrapped)[1]
         if not self._settled and not keyring.holds(master_id):
             raise StaleKeyring
-        where = row.place(keyring.database_id)
-        key = records.open_record(row.wrapped, where, keyring.master(master_id))
-        return DataKey(row, master_id, backend.cipher(key))
+        return DataKey(row, master_id, backend.cipher(unwrapped(row, keyring)))
+
+
+def wrapped(row: DataKeyRow, keyring: Keyring, master_id: int, key: bytes) -> DataKeyRow:
+    """*row* as it is with *key* wrapped by that data master."""
+    master, where = keyring.master(master_id), row.place(keyring.database_id)
+    record = records.seal(master, WRAP_BACKEND_ID, master_id, where, key)
+    return row._replace(wrapped=record)
+
+
+def unwrapped(row: DataKeyRow, keyring: Keyring) -> bytes:
+    """The data key of *row*.  Raises DecryptionError."""
+    backend_id, master_id = records.unpack(row.wrapped)
+    if backend_id != WRAP_BACKEND_ID:
+        raise TamperedError("not wrapped with AES-256-GCM")
+    where = row.place(keyring.database_id)
+    return records.open_record(row.wrapped, where, keyring.master(master_id))
 
 
 def _unlisted(backend_id: int) -> DecryptionError:

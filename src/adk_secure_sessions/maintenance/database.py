@@ -1,6 +1,6 @@
 """The database that maintenance works on, opened without changing anything in it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -11,16 +11,20 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from adk_secure_sessions.backends import EncryptionBackend
 from adk_secure_sessions.backends.registry import Backends, register
 from adk_secure_sessions.errors import ConfigurationError
-from adk_secure_sessions.keys.data_keys import DataKeys
+from adk_secure_sessions.keys.data_keys import DataKeyRow, DataKeys, StagedKeys, StaleKeyring
 from adk_secure_sessions.keys.keyring import Keyring
-from adk_secure_sessions.storage.connection import Row
+from adk_secure_sessions.storage.connection import Row, T
 from adk_secure_sessions.storage.engines import executor_for
 from adk_secure_sessions.storage.retries import repeated
 from adk_secure_sessions.storage.setup import Survey, open_existing, survey_existing
 from adk_secure_sessions.storage.store import Store
+from adk_secure_sessions.storage.tables import data_keys
 
 # Rows are met once, one owner's after another's: to remember many would only take memory.
 _CACHED = 64
+_KEYS_OF = sa.select(*(data_keys.c[name] for name in DataKeyRow._fields)).where(
+    data_keys.c.owner == sa.bindparam("owner", type_=sa.LargeBinary)
+)
 
 
 class Database:
@@ -101,8 +105,27 @@ class Database:
             )
         return self._store
 
+    async def renew_keyring(self) -> Keyring:
+        """Read the keyring again: masters were made or dropped."""
+        keys = await self.keys()
+        keys.keyring = await self._renewed(keys.keyring)
+        return keys.keyring
+
+    async def keys_of(self, owner: bytes) -> StagedKeys:
+        """The data keys of one owner as they are now.  What is bad is raised by their use."""
+        keys = await self.keys()
+        rows = [DataKeyRow(*row) for row in await self.read_keys(_KEYS_OF, {"owner": owner})]
+        staged = StagedKeys(keys, settled=False)
+        try:
+            staged.load(rows)
+        except StaleKeyring:
+            await self.renew_keyring()
+            staged = StagedKeys(keys)
+            staged.load(rows)
+        return staged
+
     async def _renewed(self, known: Keyring) -> Keyring:
-        return await open_existing(self.executor, self.backends, known)
+        return await repeated(lambda first: open_existing(self.executor, self.backends, known))
 
     async def read(self, query: sa.Executable, parameters: Mapping[str, object]) -> Sequence[Row]:
         """Run one query, again if its connection is lost."""
@@ -113,6 +136,16 @@ class Database:
     ) -> Sequence[Row]:
         """The same, of `secure_keyring` and `secure_data_keys`."""
         return await repeated(lambda first: self.key_executor.read(query, parameters))
+
+    async def change(self, work: Callable[[sa.Connection], T]) -> T:
+        """Run *work*, which may be run again, in one transaction that changes the data."""
+        return await repeated(lambda first: self.executor.define(work, commit=True), writes=True)
+
+    async def change_keys(self, work: Callable[[sa.Connection], T]) -> T:
+        """The same, of `secure_keyring` and `secure_data_keys`."""
+        return await repeated(
+            lambda first: self.key_executor.define(work, commit=True), writes=True
+        )
 
     async def close(self) -> None:
         """Release the connections and forget the keys."""

@@ -8,6 +8,7 @@ import sqlalchemy as sa
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.maintenance.coverage import header, start_of
 from adk_secure_sessions.maintenance.database import Database
+from adk_secure_sessions.maintenance.walking import first
 from adk_secure_sessions.storage.rows import identify
 from adk_secure_sessions.storage.tables import (
     apps,
@@ -152,6 +153,4 @@ def _headers(name: str, one: bool) -> sa.Select[Any]:
     query = sa.select(length, start_of(column), root, *key).order_by(*key)
     if one:
         query = query.where(key[0] == sa.bindparam("row", type_=key[0].type))
-    # Without an offset SQLAlchemy has SQLite take a parameter of its own for it.
-    none: sa.ColumnElement[int] = sa.literal_column("0")
-    return query.limit(sa.bindparam("limit", type_=sa.BigInteger)).offset(none)
+    return first(query, sa.bindparam("limit", type_=sa.BigInteger))

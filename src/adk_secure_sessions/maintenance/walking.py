@@ -51,13 +51,14 @@ def _boundary(key: sa.Column[Any], bounded: bool) -> sa.Select[Any]:
     return query.where(*within(key, (bounded, False)))
 
 
-async def ranges(db: Database, key: sa.Column[Any], size: int = BATCH) -> AsyncIterator[Range]:
-    """Ranges of *key* that leave no value out, *size* rows in each but the last.
+async def ranges(
+    db: Database, key: sa.Column[Any], size: int = BATCH, after: int | bytes | None = None
+) -> AsyncIterator[Range]:
+    """Ranges of *key* that leave no value above *after* out, *size* rows in each but the last.
 
     The last key of a batch comes first, then whoever wants it reads up to there: MySQL takes
     no LIMIT in a subquery.
     """
-    after: int | bytes | None = None
     while True:
         at = Range(after, None)
         query = _boundary(key, after is not None)
@@ -79,6 +80,13 @@ async def batches(
     """What *statement* finds in each range of *key*."""
     async for keys in ranges(db, key, size):
         yield list(await db.read(statement(keys.bounds), keys.parameters))
+
+
+def first(query: sa.Select[Any], limit: sa.ColumnElement[int]) -> sa.Select[Any]:
+    """The first *limit* rows of *query*."""
+    # Without an offset SQLAlchemy has SQLite take a parameter of its own for it.
+    none: sa.ColumnElement[int] = sa.literal_column("0")
+    return query.limit(limit).offset(none)
 
 
 class Meter:

@@ -151,6 +151,13 @@ async def _open(executor: Executor, backends: Backends, create_tables: bool) -> 
     raise SecureSessionError("the database kept changing while it was opened: try again")
 
 
+def mark_clear(connection: sa.Connection) -> None:
+    """Say in the database that some of it is in clear, before any is."""
+    values = {meta.c.name: _CLEAR, meta.c.value: "1"}
+    if not connection.scalar(sa.select(meta.c.value).where(meta.c.name == _CLEAR)):
+        connection.execute(sa.insert(meta).values(values))
+
+
 def look(connection: sa.Connection) -> Survey:
     """Read what there is, changing nothing."""
     survey = _look(connection)

@@ -1,0 +1,216 @@
+"""The records of one app or user, in batches, each with the place that it is bound to."""
+
+import functools
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import sqlalchemy as sa
+
+from adk_secure_sessions.errors import TamperedError
+from adk_secure_sessions.keys.data_keys import StagedKeys
+from adk_secure_sessions.maintenance.coverage import start_of
+from adk_secure_sessions.maintenance.database import Database
+from adk_secure_sessions.maintenance.problems import UNREADABLE, Problems
+from adk_secure_sessions.maintenance.resealing import (
+    APPS,
+    BASES,
+    EVENTS,
+    SESSIONS,
+    USERS,
+    WITNESSES,
+    Record,
+    chunks,
+    read,
+)
+from adk_secure_sessions.maintenance.walking import first
+from adk_secure_sessions.records import decode_text, unprefixed
+from adk_secure_sessions.storage import seals
+from adk_secure_sessions.storage.connection import Row
+from adk_secure_sessions.storage.rows import NO_BASE, Identity
+from adk_secure_sessions.storage.tables import apps, bases, events, sessions, users
+
+_SESSIONS = 100  # at once
+_EVENTS = 1000  # of which only key and length are read
+
+_APP_COLUMNS = (apps.c.tag, apps.c.version, apps.c.state, apps.c.app_name)
+_USER_COLUMNS = (users.c.app_row, users.c.tag, users.c.version, users.c.state)
+_WITNESS_COLUMNS = (WITNESSES.table.c.number, WITNESSES.column)
+_BASE_COLUMNS = (bases.c.revision, bases.c.state)
+_EVENT_COLUMNS = (events.c.time, events.c.event)
+
+
+class Owner(NamedTuple):
+    """Whose records they are; *user_id* is None for an app."""
+
+    tag: bytes
+    row: int
+    app_name: str
+    user_id: str | None
+
+
+class Batch(NamedTuple):
+    """Some of a user's sessions: their ids, and the records of all but their events."""
+
+    sessions: dict[int, str]
+    records: list[Record]
+    rows: int  # with their events
+    after: int
+    last: int
+
+
+async def open_app(
+    db: Database, keys: StagedKeys, row_id: int
+) -> tuple[Owner, list[Record]] | None:
+    """An app and its own records; None if it is gone.  Raises DecryptionError."""
+    rows = await read(db, APPS, [(row_id,)], _APP_COLUMNS)
+    if not rows:
+        return None
+    _, tag, version, stored, name = rows[0]
+    with seals.naming(apps.name, row_id):
+        app_name = decode_text(binary(name))
+        where = seals.app_place(app_name, tag, row_id, version)
+        keys.open(tag, where, stored)
+    owner = Owner(tag, row_id, app_name, None)
+    record = Record(APPS, (row_id,), version, where, stored)
+    return owner, [record, *await _witnesses(db, app_name, [tag])]
+
+
+async def open_user(
+    db: Database, keys: StagedKeys, row_id: int, app_name: str
+) -> tuple[Owner, list[Record]] | None:
+    """A user and the user's own records; None if the user is gone.  Raises DecryptionError."""
+    rows = await read(db, USERS, [(row_id,)], _USER_COLUMNS)
+    if not rows:
+        return None
+    _, app_row, tag, version, stored = rows[0]
+    with seals.naming(users.name, row_id):
+        where = seals.user_place(app_name, tag, row_id, app_row, version)
+        user_id, _ = unprefixed(keys.open(tag, where, stored))
+    owner = Owner(tag, row_id, app_name, user_id)
+    record = Record(USERS, (row_id,), version, where, stored)
+    return owner, [record, *await _witnesses(db, app_name, [tag])]
+
+
+async def session_batches(
+    db: Database, keys: StagedKeys, owner: Owner, problems: Problems
+) -> AsyncIterator[Batch]:
+    """A user's sessions in the order of their row ids; those that cannot be opened are named."""
+    after = -1
+    while True:
+        rows = await db.read(_of_user(), {"user_row": owner.row, "after": after})
+        if not rows:
+            return
+        opened, found, tags = {}, [], []
+        for row in rows:
+            try:
+                session_id, record = _session(keys, owner, row)
+            except UNREADABLE as error:
+                problems.refused(error, sessions.name, row[0])
+                continue
+            opened[row[0]] = session_id
+            found.append(record)
+            tags.append(row[6])
+        found += await _witnesses(db, owner.app_name, tags)
+        found += await _bases(db, owner, opened, rows)
+        revisions = sum(row[2] for row in rows if isinstance(row[2], int))
+        last = rows[-1][0]
+        yield Batch(opened, found, 2 * len(rows) + revisions, after, last)
+        after = last
+
+
+async def event_chunks(
+    db: Database, owner: Owner, batch: Batch, start: bytes
+) -> AsyncIterator[list[Record]]:
+    """The events of these sessions whose header is not *start*."""
+    parameters = {"user_row": owner.row, "after": batch.after, "last": batch.last, "start": start}
+    at = (-1, -1)
+    while True:
+        rows = await db.read(_other_events(), {**parameters, "at_row": at[0], "at_seq": at[1]})
+        sizes = [((row[0], row[1]), row[2]) for row in rows if row[0] in batch.sessions]
+        for keys in chunks(sizes):
+            yield [
+                _event(owner, batch, row) for row in await read(db, EVENTS, keys, _EVENT_COLUMNS)
+            ]
+        if len(rows) < _EVENTS:
+            return
+        at = (rows[-1][0], rows[-1][1])
+
+
+def binary(value: object) -> bytes:
+    """*value*, from a column that SQLite may hold anything in.  Raises TamperedError."""
+    if not isinstance(value, bytes):
+        raise TamperedError("a binary column holds something else")
+    return value
+
+
+def _session(keys: StagedKeys, owner: Owner, row: Row) -> tuple[str, Record]:
+    row_id, *numbers, tag, stored = row
+    assert owner.user_id is not None
+    with seals.naming(sessions.name, row_id):
+        where = seals.session_place(owner.app_name, owner.user_id, tag, row_id, *numbers)
+        session_id, _ = unprefixed(keys.open(owner.tag, where, stored))
+    return session_id, Record(SESSIONS, (row_id,), numbers[1], where, stored)
+
+
+async def _witnesses(db: Database, app_name: str, tags: Iterable[bytes]) -> list[Record]:
+    rows = await read(db, WITNESSES, [(tag,) for tag in tags], _WITNESS_COLUMNS)
+    return [
+        Record(WITNESSES, (tag,), number, seals.witness_place(app_name, tag, number), seal)
+        for tag, number, seal in rows
+    ]
+
+
+async def _bases(
+    db: Database, owner: Owner, opened: dict[int, str], rows: Sequence[Row]
+) -> list[Record]:
+    wanted = [(row[0],) for row in rows if row[3] != NO_BASE and row[0] in opened]
+    return [
+        Record(
+            BASES,
+            (row_id,),
+            revision,
+            seals.base_place(_identity(owner, opened[row_id]), row_id, revision),
+            stored,
+        )
+        for row_id, revision, stored in await read(db, BASES, wanted, _BASE_COLUMNS)
+    ]
+
+
+def _event(owner: Owner, batch: Batch, row: Row) -> Record:
+    session_row, seq, time, stored = row
+    who = _identity(owner, batch.sessions[session_row])
+    where = seals.event_place(who, session_row, seq, time)
+    return Record(EVENTS, (session_row, seq), 0, where, stored)
+
+
+def _identity(owner: Owner, session_id: str) -> Identity:
+    assert owner.user_id is not None
+    return Identity(owner.app_name, owner.user_id, session_id, b"", owner.tag, b"")
+
+
+@functools.cache
+def _of_user() -> sa.Select[Any]:
+    c = sessions.c
+    columns = (c.id, c.user_row, c.revision, c.base_revision, c.created_at, c.updated_at)
+    query = sa.select(*columns, c.tag, c.state)
+    query = query.where(c.user_row == sa.bindparam("user_row"), c.id > sa.bindparam("after"))
+    return first(query.order_by(c.id), sa.literal_column(str(_SESSIONS)))
+
+
+@functools.cache
+def _other_events() -> sa.Select[Any]:
+    c = events.c
+    row: sa.BindParameter[int] = sa.bindparam("at_row")
+    later = sa.and_(c.session_row == row, c.seq > sa.bindparam("at_seq"))
+    query = (
+        sa.select(c.session_row, c.seq, sa.func.length(c.event))
+        .select_from(events.join(sessions, sessions.c.id == c.session_row))
+        .where(
+            sessions.c.user_row == sa.bindparam("user_row"),
+            sessions.c.id > sa.bindparam("after"),
+            sessions.c.id <= sa.bindparam("last"),
+            start_of(c.event) != sa.bindparam("start", type_=sa.LargeBinary),
+            sa.or_(c.session_row > row, later),
+        )
+    )
+    return first(query.order_by(c.session_row, c.seq), sa.literal_column(str(_EVENTS)))

@@ -1,0 +1,222 @@
+"""Dropping keys that nothing refers to any more."""
+
+import functools
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import sqlalchemy as sa
+
+from adk_secure_sessions.keys.data_keys import WRAP_BACKEND_ID, DataKeyRow
+from adk_secure_sessions.keys.keyring import DATA, MasterKeyRow
+from adk_secure_sessions.maintenance.coverage import start_of
+from adk_secure_sessions.maintenance.database import Database
+from adk_secure_sessions.maintenance.walking import Meter, Progress, first
+from adk_secure_sessions.records import pack
+from adk_secure_sessions.storage.tables import (
+    apps,
+    bases,
+    data_keys,
+    events,
+    keyring,
+    sessions,
+    users,
+    witnesses,
+)
+
+_KEPT = 1000
+_OWNERS = 500  # at once
+
+
+class KeptKey(NamedTuple):
+    """An older key that is still needed.
+
+    Attributes:
+        table: `secure_data_keys` or `secure_keyring`.
+        id: Its id.
+        references: Table by table, how many rows need it.
+    """
+
+    table: str
+    id: int
+    references: tuple[tuple[str, int], ...]
+
+
+class Retirement(NamedTuple):
+    """What `retire` did, or would do.
+
+    Attributes:
+        data_keys: How many were dropped.
+        masters: Ids of the data masters that were dropped.
+        kept: How many older keys are still needed.
+        examples: The first 1000 of them.
+    """
+
+    data_keys: int
+    masters: tuple[int, ...]
+    kept: int
+    examples: tuple[KeptKey, ...]
+
+
+async def retire(
+    db: Database,
+    *,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+    rows_per_second: float | None = None,
+) -> Retirement:
+    """Drop the data keys and data masters that have a successor and that nothing refers to.
+
+    What refers to a key is looked for in the transaction that drops it, and services seal with
+    none that they have not seen in a row.  A row that names no key of its owner keeps all of
+    the owner's keys.  No root key is needed.
+
+    Args:
+        db: The database.
+        dry_run: Look, and drop none.
+        progress: Called with the number of owners with several keys done, and of all.
+        rows_per_second: So many owners in a second, at most.
+
+    Raises:
+        ConfigurationError: It cannot be used, or is not ours yet.
+    """
+    await db.survey()
+    ((total,),) = await db.read_keys(_number_of_owners(), {})
+    meter = Meter(progress, int(total), rows_per_second)
+    kept: list[KeptKey] = []
+    dropped = number = 0
+    after = b""
+    while owners := [row[0] for row in await db.read_keys(_owners(), {"after": after})]:
+        for owner in owners:
+            needed, gone = await _retire_data_keys(db, owner, dry_run)
+            dropped += gone
+            number += len(needed)
+            kept += needed[: _KEPT - len(kept)]
+            await meter.advance()
+        after = owners[-1]
+    meter.finish()
+    masters, needed = await db.change_keys(partial(_retire_masters, dry_run))
+    kept += needed[: _KEPT - len(kept)]
+    return Retirement(dropped, masters, number + len(needed), tuple(kept))
+
+
+async def _retire_data_keys(db: Database, owner: bytes, dry_run: bool) -> tuple[list[KeptKey], int]:
+    """Those of one owner that are needed, and how many were dropped."""
+    rows = [DataKeyRow(*row) for row in await db.read_keys(_keys_of(), {"owner": owner})]
+    *older, _ = sorted(rows, key=attrgetter("generation"))
+    found = await db.change(partial(_references, owner))
+    if found is None:  # its row was removed: whose keys these are cannot be told
+        return [KeptKey(data_keys.name, row.id, ()) for row in older], 0
+    named = {pack(row.backend_id, row.id): row.id for row in rows}
+    unknown = tuple(
+        (table, number) for (table, start), number in found.items() if start not in named
+    )
+    kept, unused = [], []
+    for row in older:
+        mine = [
+            (table, number)
+            for (table, start), number in found.items()
+            if named.get(start) == row.id
+        ]
+        if mine or unknown:
+            kept.append(KeptKey(data_keys.name, row.id, (*mine, *unknown)))
+        else:
+            unused.append({"at_id": row.id, "at_wrapped": row.wrapped})
+    if unused and not dry_run:
+        await db.change_keys(lambda connection: connection.execute(_DROP_KEY, unused))
+    return kept, len(unused)
+
+
+def _references(owner: bytes, connection: sa.Connection) -> Counter[tuple[str, bytes]] | None:
+    """Rows of *owner* by table and header; None where the owner has no row."""
+    for table in (apps, users):
+        # Held until the end: whoever is about to add a session is waited for.
+        query = sa.select(table.c.id).where(table.c.tag == owner).with_for_update()
+        row_id = connection.scalar(query)
+        if row_id is not None:
+            break
+    else:
+        return None
+    counts: Counter[tuple[str, bytes]] = Counter()
+    for name, counting in _counting(table, row_id, owner):
+        for start, number in connection.execute(counting):
+            counts[name, start] += number
+    return counts
+
+
+def _counting(table: sa.Table, row_id: int, owner: bytes) -> Iterator[tuple[str, sa.Select[Any]]]:
+    def by_start(column: sa.Column[Any], *where: sa.ColumnElement[bool]) -> sa.Select[Any]:
+        start = start_of(column)
+        return sa.select(start, sa.func.count()).where(*where).group_by(start)
+
+    yield table.name, by_start(table.c.state, table.c.id == row_id)
+    yield witnesses.name, by_start(witnesses.c.seal, witnesses.c.tag == owner)
+    if table is users:
+        mine = sessions.c.user_row == row_id
+        ids, tags = sa.select(sessions.c.id).where(mine), sa.select(sessions.c.tag).where(mine)
+        yield sessions.name, by_start(sessions.c.state, mine)
+        yield witnesses.name, by_start(witnesses.c.seal, witnesses.c.tag.in_(tags))
+        yield bases.name, by_start(bases.c.state, bases.c.session_row.in_(ids))
+        yield events.name, by_start(events.c.event, events.c.session_row.in_(ids))
+
+
+def _retire_masters(
+    dry_run: bool, connection: sa.Connection
+) -> tuple[tuple[int, ...], list[KeptKey]]:
+    """Ids of the data masters that were dropped, and those that are needed."""
+    if connection.dialect.name == "postgresql" and not dry_run:
+        # Who is about to store a data key under one is waited for.
+        connection.execute(sa.text(f"LOCK TABLE {data_keys.name} IN SHARE MODE"))
+    columns = (keyring.c[name] for name in MasterKeyRow._fields)
+    query = sa.select(*columns).where(keyring.c.purpose == DATA)
+    found = connection.execute(query if dry_run else query.with_for_update())
+    rows = [MasterKeyRow(*row) for row in found]
+    *older, _ = sorted(rows, key=attrgetter("created_at", "id"))
+    start = start_of(data_keys.c.wrapped)
+    counting = sa.select(start, sa.func.count()).group_by(start)
+    counts = {begin: int(number) for begin, number in connection.execute(counting)}
+    known = {pack(WRAP_BACKEND_ID, row.id) for row in rows}
+    unknown = sum(number for begin, number in counts.items() if begin not in known)
+    kept, dropped = [], []
+    for row in older:
+        number = counts.get(pack(WRAP_BACKEND_ID, row.id), 0) + unknown
+        if number:
+            kept.append(KeptKey(keyring.name, row.id, ((data_keys.name, number),)))
+        else:
+            dropped.append(row.id)
+    if dropped and not dry_run:
+        connection.execute(sa.delete(keyring).where(keyring.c.id.in_(dropped)))
+    return tuple(dropped), kept
+
+
+_DROP_KEY = sa.delete(data_keys).where(
+    data_keys.c.id == sa.bindparam("at_id"),
+    data_keys.c.wrapped == sa.bindparam("at_wrapped", type_=data_keys.c.wrapped.type),
+)
+
+
+@functools.cache
+def _keys_of() -> sa.Select[Any]:
+    columns = (data_keys.c[name] for name in DataKeyRow._fields)
+    return sa.select(*columns).where(
+        data_keys.c.owner == sa.bindparam("owner", type_=data_keys.c.owner.type)
+    )
+
+
+def _with_several() -> sa.Select[Any]:
+    owner = data_keys.c.owner
+    return sa.select(owner).group_by(owner).having(sa.func.count() > sa.literal_column("1"))
+
+
+@functools.cache
+def _owners() -> sa.Select[Any]:
+    owner = data_keys.c.owner
+    later = owner > sa.bindparam("after", type_=owner.type)
+    return first(_with_several().where(later).order_by(owner), sa.literal_column(str(_OWNERS)))
+
+
+@functools.cache
+def _number_of_owners() -> sa.Select[Any]:
+    return sa.select(sa.func.count()).select_from(_with_several().subquery())

@@ -1,0 +1,422 @@
+"""Master keys, data keys and backends replaced while services go on."""
+
+import asyncio
+import itertools
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from adk_secure_sessions import (
+    AesGcmBackend,
+    EncryptedSessionService,
+    EncryptionBackend,
+    FernetBackend,
+    TamperedError,
+)
+from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.maintenance import (
+    Database,
+    retire,
+    rotate_data,
+    rotate_master,
+    status,
+    verify,
+)
+from adk_secure_sessions.storage.tables import metadata
+from tests.maintenance.support import APP, OLD, clear_backend, event, fill, query, run_sql
+
+AES, FERNET, CLEAR = AesGcmBackend(OLD), FernetBackend(OLD), clear_backend()
+BIG = "x" * 20_000  # a state that has a base
+
+
+async def stored(url: str, *backends: EncryptionBackend) -> dict[str, Any]:
+    """All that a service without a past reads, as JSON."""
+    async with EncryptedSessionService(url, backends[0], backends[1:]) as service:
+        listed = await service.list_sessions(app_name=APP)
+        return {
+            f"{one.user_id}/{one.id}": (
+                await service.get_session(app_name=APP, user_id=one.user_id, session_id=one.id)
+            ).model_dump_json()  # type: ignore[union-attr]
+            for one in listed.sessions
+        }
+
+
+def rows(place: sa.URL) -> dict[str, list[Any]]:
+    return {
+        name: sorted(query(place, f"SELECT * FROM {name}"), key=repr)
+        for name in metadata.tables
+        if name != "secure_meta"
+    }
+
+
+def keys_of(place: sa.URL) -> set[int]:
+    return {row[0] for row in query(place, "SELECT id FROM secure_data_keys")}
+
+
+async def is_whole(url: str, *backends: EncryptionBackend) -> None:
+    async with Database(url, backends[0], backends[1:]) as db:
+        found = await verify(db)
+    assert found.bad == found.unchecked == 0, found.problems
+    assert found.sessions
+
+
+async def filled(url: str, backend: EncryptionBackend = AES, **more: Any) -> None:
+    await fill(url, backend, **more)
+    async with EncryptedSessionService(url, backend) as service:
+        session = await service.create_session(
+            app_name=APP, user_id="ada", session_id="big", state={"big": BIG, "app:a": 1}
+        )
+        await service.append_event(session, event(0, **{"user:u": 1, "app:a": 2, "k": BIG}))
+
+
+# --- the data master -----------------------------------------------------------------------------
+
+
+async def test_new_master_wraps_all_data_keys_and_the_old_one_is_retired(
+    url: str, place: sa.URL
+) -> None:
+    await filled(url)
+    before = await stored(url, AES)
+    records = rows(place)
+    async with Database(url, AES) as db:
+        done = await rotate_master(db)
+        assert (done.rotated, done.left, done.bad) == (3, 0, 0)
+        found = await status(db)
+        assert {one.master_id for one in found.data_keys} == {done.master_id}
+        retired = await retire(db)
+        assert (retired.data_keys, len(retired.masters), retired.kept) == (0, 1, 0)
+    assert done.master_id not in retired.masters
+    after = rows(place)
+    for name in ("secure_apps", "secure_users", "secure_sessions", "secure_events"):
+        assert after[name] == records[name]
+    assert await stored(url, AES) == before
+    await is_whole(url, AES)
+
+
+async def test_service_that_runs_notices_a_new_master_though_the_old_one_is_gone(
+    url: str, place: sa.URL
+) -> None:
+    await filled(url)
+    async with EncryptedSessionService(url, AES) as running, Database(url, AES) as db:
+        session = await running.create_session(app_name=APP, user_id="ada")
+        await rotate_master(db)
+        assert (await retire(db)).masters
+        await running.append_event(session, event(0))  # with the key that it knows
+        await running.create_session(app_name=APP, user_id="bob")  # with one that it does not
+        await running.create_session(app_name=APP, user_id="eve")  # with one that it makes
+    await is_whole(url, AES)
+    masters = {row[0] for row in query(place, "SELECT id FROM secure_keyring")}
+    async with Database(url, AES) as db:
+        assert {one.master_id for one in (await status(db)).data_keys} <= masters
+
+
+async def test_key_service_is_asked_once_for_a_new_master(file_url: str) -> None:
+    asked = 0
+
+    class Counting(AesGcmBackend):
+        pass
+
+    backend = Counting(OLD)
+    unwrap = backend.root_key.unwrap
+
+    class Root:
+        key_id = backend.root_key.key_id
+        wrap = backend.root_key.wrap
+
+        async def unwrap(self, wrapped: bytes, associated_data: bytes) -> bytes:
+            nonlocal asked
+            asked += 1
+            return await unwrap(wrapped, associated_data)
+
+    await filled(file_url, users=("ada", "bob", "eve"))
+    async with EncryptedSessionService(file_url, AesGcmBackend(Root())) as running:
+        await running.prepare_tables()
+        assert asked == 2
+        async with Database(file_url, AES) as db:
+            await rotate_master(db)
+        for user in ("ada", "bob", "eve"):
+            await running.list_sessions(app_name=APP, user_id=user)
+    assert asked == 3
+
+
+async def test_rotation_of_the_master_needs_a_root_key(file_url: str) -> None:
+    await filled(file_url, CLEAR)
+    async with Database(file_url, CLEAR) as db:
+        with pytest.raises(ConfigurationError, match="no root key"):
+            await rotate_master(db)
+
+
+async def test_master_in_clear_is_replaced_by_one_under_a_root_key(url: str, place: sa.URL) -> None:
+    await filled(url, CLEAR)
+    async with Database(url, AES, [CLEAR]) as db:
+        await rotate_master(db)
+        assert (await rotate_data(db)).left == 0
+        retired = await retire(db)
+    assert len(retired.masters) == 1
+    (root,) = query(place, "SELECT root_key_id FROM secure_keyring WHERE purpose = 'data'")
+    assert root[0] == AES.root_key.key_id
+    await is_whole(url, AES, CLEAR)  # the index master is still in clear
+
+
+# --- data keys and backends ----------------------------------------------------------------------
+
+MOVES: list[tuple[EncryptionBackend, EncryptionBackend]] = [
+    (AES, AES),
+    (FERNET, AES),
+    (AES, FERNET),
+    (CLEAR, AES),
+    (AES, CLEAR),
+]
+
+
+@pytest.mark.parametrize(("old", "new"), MOVES, ids=lambda backend: backend.name)
+async def test_every_record_is_sealed_anew_and_the_old_keys_are_retired(
+    old: EncryptionBackend, new: EncryptionBackend, url: str, place: sa.URL
+) -> None:
+    await filled(url, old)
+    before, keys = await stored(url, old), keys_of(place)
+    others = [old] if old.root_key != new.root_key or type(old) is not type(new) else []
+    if old is CLEAR or new is CLEAR:  # its master is to be there first
+        async with EncryptedSessionService(url, new, others) as service:
+            await service.prepare_tables()
+    async with Database(url, new, others) as db:
+        done = await rotate_data(db)
+        assert (done.keys, done.left, done.bad) == (3, 0, 0)
+        found = await status(db)
+        assert all(one.rows == one.newest for one in found.records)
+        assert {one.backend_id for one in found.records} == {new.backend_id}
+        assert done.resealed == sum(one.rows for one in found.records)
+        retired = await retire(db)
+        assert (retired.data_keys, retired.kept) == (3, 0)
+    assert not keys & keys_of(place)
+    assert await stored(url, new, *others) == before
+    await is_whole(url, new, *others)
+
+
+async def test_old_backend_need_not_be_listed_after_the_move(url: str) -> None:
+    await filled(url, FERNET)
+    async with Database(url, AES, [FERNET]) as db:
+        await rotate_data(db)
+        await retire(db)
+    await is_whole(url, AES)
+
+
+async def test_second_rotation_begins_anew_and_an_ended_one_leaves_no_checkpoint(
+    url: str, place: sa.URL
+) -> None:
+    await filled(url)
+    async with Database(url, AES) as db:
+        first = await rotate_data(db)
+        second = await rotate_data(db)
+        assert second.since > first.since
+        assert (second.keys, second.resealed) == (first.keys, first.resealed)
+        assert (await retire(db)).data_keys == 6
+    assert not query(place, "SELECT name FROM secure_meta WHERE name LIKE 'rotation%'")
+
+
+@pytest.mark.parametrize("rotate", [rotate_master, rotate_data, retire], ids=lambda f: f.__name__)
+async def test_dry_run_changes_nothing(rotate: Any, url: str, place: sa.URL) -> None:
+    await filled(url, FERNET)
+    async with Database(url, AES, [FERNET]) as db:
+        if rotate is retire:
+            await rotate_data(db)
+        before = rows(place), query(place, "SELECT * FROM secure_meta")
+        planned = await rotate(db, dry_run=True)
+        assert (rows(place), query(place, "SELECT * FROM secure_meta")) == before
+        done = await rotate(db)
+    if rotate is rotate_data:
+        assert planned.resealed == done.resealed == planned.left
+    if rotate is rotate_master:
+        assert planned.rotated == done.rotated == planned.left
+    if rotate is retire:
+        assert planned == done
+
+
+async def test_progress_counts_up_to_all_and_rate_is_kept(file_url: str) -> None:
+    await filled(file_url)
+    for rotate in (rotate_master, rotate_data, retire):
+        seen: list[tuple[int, int]] = []
+        async with Database(file_url, AES) as db:
+            await rotate(db, progress=lambda *at: seen.append(at), rows_per_second=1e6)  # noqa: B023
+        assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+        assert seen[-1][0] == seen[-1][1]
+
+
+# --- services go on ------------------------------------------------------------------------------
+
+
+async def test_service_with_an_old_key_in_memory_loses_nothing_once_that_is_retired(
+    url: str, place: sa.URL
+) -> None:
+    await filled(url)
+    async with EncryptedSessionService(url, AES) as running:
+        session = await running.create_session(app_name=APP, user_id="ada", state={"user:n": 0})
+        kept = await running.create_session(app_name=APP, user_id="ada")
+        await running.append_event(session, event(0))
+        async with Database(url, AES) as db:
+            await rotate_data(db)
+            assert (await retire(db)).kept == 0
+        await running.append_event(session, event(1))
+        await running.append_event(kept, event(1, **{"user:n": 1, "app:n": 1}))
+        await running.create_session(app_name=APP, user_id="ada", session_id="later")
+        await running.create_session(
+            app_name=APP, user_id="bob", session_id="later", state={"user:n": 1}
+        )
+    await is_whole(url, AES)
+    async with Database(url, AES) as db:
+        assert all(one.rows == one.newest for one in (await status(db)).records)
+    assert len(await stored(url, AES)) == 9
+
+
+async def test_services_with_different_backends_share_a_database_while_keys_are_retired(
+    url: str,
+) -> None:
+    await filled(url, FERNET)
+    async with (
+        EncryptedSessionService(url, FERNET, [AES]) as first,
+        EncryptedSessionService(url, AES, [FERNET]) as second,
+        Database(url, AES, [FERNET]) as db,
+    ):
+        await first.create_session(app_name=APP, user_id="ada", session_id="both")
+        for n in range(6):
+            for service in (first, second):
+                session = await service.get_session(app_name=APP, user_id="ada", session_id="both")
+                assert session is not None
+                await service.append_event(session, event(n, **{"user:n": n}))
+            if n == 2:
+                await rotate_data(db)
+                await retire(db)
+    await is_whole(url, AES, FERNET)
+
+
+async def test_services_go_on_while_everything_is_rotated(url: str, place: sa.URL) -> None:
+    await filled(url)
+    running, count = True, 0
+
+    async def converse(name: str) -> None:
+        nonlocal count
+        async with EncryptedSessionService(url, AES) as service:
+            for n in itertools.count():
+                user = f"user {n % 3}"
+                session = await service.create_session(
+                    app_name=APP, user_id=user, state={"user:n": n, "app:n": n}
+                )
+                for k in range(4):
+                    await service.append_event(session, event(k, k=k, **{"user:k": k}))
+                    count += 1
+                found = await service.get_session(app_name=APP, user_id=user, session_id=session.id)
+                assert found is not None
+                assert len(found.events) == 4
+                assert len((await service.list_sessions(app_name=APP)).sessions) > 0
+                if n % 2:
+                    await service.delete_session(app_name=APP, user_id=user, session_id=session.id)
+                if not running:
+                    return
+
+    async def rotate() -> None:
+        nonlocal running
+        try:
+            async with Database(url, AES) as db:
+                for _ in range(2):
+                    await rotate_master(db)
+                    done = await rotate_data(db)
+                    assert done.bad == 0, done.problems
+                    await retire(db)
+        finally:
+            running = False
+
+    await asyncio.gather(rotate(), converse("a"), converse("b"))
+    assert count
+    await is_whole(url, AES)
+    async with Database(url, AES) as db:
+        await rotate_data(db)
+        await rotate_master(db)
+        assert (await retire(db)).kept == 0
+    assert len(query(place, "SELECT id FROM secure_keyring")) == 2
+
+
+# --- what cannot be opened -----------------------------------------------------------------------
+
+
+async def test_row_that_cannot_be_opened_is_named_and_left_alone(url: str, place: sa.URL) -> None:
+    await filled(url)
+    (row, *_) = query(place, "SELECT session_row, seq, event FROM secure_events WHERE seq = 1")
+    spoilt = bytes(row[2][:-1]) + bytes([row[2][-1] ^ 1])
+    run_sql(
+        place,
+        "UPDATE secure_events SET event = :e WHERE session_row = :r AND seq = 1",
+        e=spoilt,
+        r=row[0],
+    )
+    async with Database(url, AES) as db:
+        done = await rotate_data(db)
+        assert (done.bad, done.left) == (1, 1)
+        assert [(one.table, one.row) for one in done.problems] == [
+            ("secure_events", f"{row[0]}, 1")
+        ]
+        retired = await retire(db)
+        assert (retired.data_keys, retired.kept) == (2, 1)
+        assert retired.examples[0].references == (("secure_events", 1),)
+        again = await rotate_data(db)
+        assert (again.since, again.keys, again.resealed) == (done.since, 0, 0)
+    found = query(
+        place, f"SELECT event FROM secure_events WHERE session_row = {row[0]} AND seq = 1"
+    )
+    assert bytes(found[0][0]) == spoilt
+
+
+async def test_data_key_that_cannot_be_unwrapped_is_named_and_left_alone(
+    url: str, place: sa.URL
+) -> None:
+    await filled(url)
+    (key, *_) = query(place, "SELECT id, wrapped FROM secure_data_keys ORDER BY id")
+    spoilt = bytes(key[1][:-1]) + bytes([key[1][-1] ^ 1])
+    run_sql(place, "UPDATE secure_data_keys SET wrapped = :w WHERE id = :i", w=spoilt, i=key[0])
+    async with Database(url, AES) as db:
+        done = await rotate_master(db)
+        assert (done.rotated, done.left, done.bad) == (2, 1, 1)
+        assert [(one.table, one.row) for one in done.problems] == [
+            ("secure_data_keys", str(key[0]))
+        ]
+        retired = await retire(db)
+        assert (retired.masters, retired.kept) == ((), 1)
+    found = query(place, f"SELECT wrapped FROM secure_data_keys WHERE id = {key[0]}")
+    assert bytes(found[0][0]) == spoilt
+
+
+async def test_row_that_names_no_key_keeps_all_keys_of_its_owner(url: str, place: sa.URL) -> None:
+    await filled(url)
+    async with Database(url, AES) as db:
+        await rotate_data(db)
+        run_sql(place, "UPDATE secure_users SET state = :s", s=b"not a record")
+        retired = await retire(db)
+    assert (retired.data_keys, retired.kept) == (1, 2)
+
+
+async def test_checkpoint_that_was_altered_is_refused(file_url: str, place: sa.URL) -> None:
+    if place.get_backend_name() != "sqlite":
+        pytest.skip("one kind of database is enough: the text is the same in all")
+    await filled(file_url)
+    await interrupted(file_url)
+    run_sql(place, "UPDATE secure_meta SET value = '1' || value WHERE name = 'rotation.data'")
+    async with Database(file_url, AES) as db:
+        with pytest.raises(TamperedError, match=r"secure_meta row rotation\.data"):
+            await rotate_data(db)
+        assert (await rotate_data(db, restart=True)).left == 0
+
+
+async def interrupted(url: str) -> int:
+    """Begin a rotation that ends with an error; when it began."""
+
+    class Stop(Exception):
+        pass
+
+    def stop(done: int, total: int) -> None:
+        if done > 8:
+            raise Stop
+
+    async with Database(url, AES) as db:
+        with pytest.raises(Stop):
+            await rotate_data(db, progress=stop)
+    return 0
