@@ -31,7 +31,7 @@ from tests.maintenance.support import APP, NEW, OLD, event, fill
 @pytest.fixture
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(walking.batches, "__defaults__", (3,))
-    monkeypatch.setattr(walking.ranges, "__defaults__", (3,))
+    monkeypatch.setattr(walking.ranges, "__defaults__", (3, None))
     monkeypatch.setattr(identities.identified, "__defaults__", (None, 3))
 
 
