@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from botocore.stub import Stubber
 
 from adk_secure_sessions import (
     AwsKmsKey,
@@ -181,6 +182,34 @@ async def test_failure_says_what_to_check_and_whether_to_try_again(
     assert words in str(error)
     assert error.retryable is retryable
     assert len(kms.operations) == (3 if retryable else 1)
+
+
+# moto plays none of these three; botocore's own stub also holds the call to AWS's model of it.
+STUBBED = {"DisabledException": 1, "KMSInvalidStateException": 1, "ThrottlingException": 3}
+
+
+@pytest.mark.parametrize(("code", "calls"), STUBBED.items())
+async def test_failure_that_botocore_stubs_is_the_same(
+    kms: Kms, key: AwsKmsKey, monkeypatch: pytest.MonkeyPatch, code: str, calls: int
+) -> None:
+    client = key._client()
+    context = base64.b64encode(hashlib.sha256(b"\x03" + PLACE).digest()).decode()
+    asked = {
+        "KeyId": key.key_id.removeprefix("aws-kms:"),
+        "EncryptionContext": {"adk-secure-sessions": context},
+        "Plaintext": MASTER,
+    }
+    words, retryable = ANSWERS[code, 400]
+    with Stubber(client) as stubber:
+        for _ in range(calls):
+            stubber.add_client_error("encrypt", code, "needle", 400, expected_params=asked)
+        monkeypatch.setattr(key, "_client", lambda: client)
+        monkeypatch.setattr(client, "close", lambda: None)
+        error = await failure(key)
+        stubber.assert_no_pending_responses()
+    assert words in str(error)
+    assert error.retryable is retryable
+    assert not kms.operations
 
 
 async def test_throttled_call_is_made_again(kms: Kms, key: AwsKmsKey) -> None:
