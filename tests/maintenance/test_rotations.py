@@ -2,6 +2,8 @@
 
 import asyncio
 import itertools
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,11 +22,13 @@ from adk_secure_sessions.maintenance import (
     retire,
     rotate_data,
     rotate_master,
+    rotate_root,
     status,
     verify,
 )
 from adk_secure_sessions.storage.tables import metadata
 from tests.maintenance.support import APP, OLD, clear_backend, event, fill, query, run_sql
+from tests.processes import children
 
 AES, FERNET, CLEAR = AesGcmBackend(OLD), FernetBackend(OLD), clear_backend()
 BIG = "x" * 20_000  # a state that has a base
@@ -290,32 +294,40 @@ async def test_services_with_different_backends_share_a_database_while_keys_are_
     await is_whole(url, AES, FERNET)
 
 
-async def test_services_go_on_while_everything_is_rotated(url: str, place: sa.URL) -> None:
-    await filled(url)
-    running, count = True, 0
+def converse(say: Callable[[object], None], url: str, stop: str, name: str) -> None:
+    """Use sessions until the file *stop* is there; say how many events were appended."""
 
-    async def converse(name: str) -> None:
-        nonlocal count
+    async def talk(service: EncryptedSessionService, task: int) -> int:
+        for n in itertools.count():
+            user = f"user {n % 3}"
+            session = await service.create_session(
+                app_name=APP, user_id=user, state={"user:n": n, "app:n": n}
+            )
+            for k in range(4):
+                await service.append_event(session, event(k, k=k, **{f"user:{name}{task}": k}))
+            found = await service.get_session(app_name=APP, user_id=user, session_id=session.id)
+            assert found is not None
+            assert [one.actions.state_delta["k"] for one in found.events] == [0, 1, 2, 3]
+            assert (await service.list_sessions(app_name=APP, user_id=user)).sessions
+            if n % 4:
+                await service.delete_session(app_name=APP, user_id=user, session_id=session.id)
+            if Path(stop).exists():
+                return 4 * (n + 1)
+        raise AssertionError
+
+    async def main() -> int:
         async with EncryptedSessionService(url, AES) as service:
-            for n in itertools.count():
-                user = f"user {n % 3}"
-                session = await service.create_session(
-                    app_name=APP, user_id=user, state={"user:n": n, "app:n": n}
-                )
-                for k in range(4):
-                    await service.append_event(session, event(k, k=k, **{"user:k": k}))
-                    count += 1
-                found = await service.get_session(app_name=APP, user_id=user, session_id=session.id)
-                assert found is not None
-                assert len(found.events) == 4
-                assert len((await service.list_sessions(app_name=APP)).sessions) > 0
-                if n % 2:
-                    await service.delete_session(app_name=APP, user_id=user, session_id=session.id)
-                if not running:
-                    return
+            return sum(await asyncio.gather(talk(service, 0), talk(service, 1)))
 
-    async def rotate() -> None:
-        nonlocal running
+    say(asyncio.run(main()))
+
+
+async def test_processes_go_on_while_everything_is_rotated(
+    url: str, place: sa.URL, tmp_path: Path
+) -> None:
+    await filled(url)
+    stop = tmp_path / "stop"
+    with children(*((converse, url, str(stop), name) for name in "ab")) as running:
         try:
             async with Database(url, AES) as db:
                 for _ in range(2):
@@ -323,17 +335,19 @@ async def test_services_go_on_while_everything_is_rotated(url: str, place: sa.UR
                     done = await rotate_data(db)
                     assert done.bad == 0, done.problems
                     await retire(db)
+                await rotate_root(db)
         finally:
-            running = False
-
-    await asyncio.gather(rotate(), converse("a"), converse("b"))
-    assert count
+            stop.touch()
+        for child in running:
+            (appended,) = child.said()  # and it complained of nothing
+            assert appended > 0
     await is_whole(url, AES)
     async with Database(url, AES) as db:
         await rotate_data(db)
         await rotate_master(db)
         assert (await retire(db)).kept == 0
     assert len(query(place, "SELECT id FROM secure_keyring")) == 2
+    await is_whole(url, AES)
 
 
 # --- what cannot be opened -----------------------------------------------------------------------
