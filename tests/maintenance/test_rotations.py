@@ -26,9 +26,12 @@ from adk_secure_sessions.maintenance import (
     status,
     verify,
 )
+from adk_secure_sessions.storage import postgresql as asyncpg_executor
+from adk_secure_sessions.storage.postgresql import AsyncpgExecutor
 from adk_secure_sessions.storage.tables import metadata
 from tests.maintenance.support import APP, OLD, clear_backend, event, fill, query, run_sql
 from tests.processes import children
+from tests.servers import Server
 
 AES, FERNET, CLEAR = AesGcmBackend(OLD), FernetBackend(OLD), clear_backend()
 BIG = "x" * 20_000  # a state that has a base
@@ -292,6 +295,71 @@ async def test_services_with_different_backends_share_a_database_while_keys_are_
                 await rotate_data(db)
                 await retire(db)
     await is_whole(url, AES, FERNET)
+
+
+async def test_service_of_another_backend_does_not_seal_with_its_key_once_that_is_retired(
+    url: str,
+) -> None:
+    await filled(url, FERNET)
+    async with (
+        EncryptedSessionService(url, FERNET, [AES]) as running,
+        Database(url, AES, [FERNET]) as db,
+    ):
+        await rotate_data(db)
+        session = await running.get_session(app_name=APP, user_id="ada", session_id="s0")
+        assert session is not None  # now it knows the old key, and the new one
+        assert (await retire(db)).kept == 0
+        await running.append_event(session, event(9))
+        await running.create_session(app_name=APP, user_id="ada", state={"user:n": 1})
+    await is_whole(url, AES, FERNET)
+
+
+async def append(service: EncryptedSessionService, **delta: object) -> None:
+    session = await service.get_session(app_name=APP, user_id="ada", session_id="s0")
+    assert session is not None
+    await service.append_event(session, event(9, **delta))
+
+
+async def create(service: EncryptedSessionService, **state: object) -> None:
+    await service.create_session(app_name=APP, user_id="ada", state=state)
+
+
+@pytest.mark.parametrize(
+    ("write", "scope"),
+    [(create, ""), (create, "user:"), (create, "app:"), (append, "user:"), (append, "app:")],
+)
+async def test_write_between_whose_read_and_changes_keys_are_retired_is_made_with_the_new_one(
+    write: Any, scope: str, postgresql: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetch, armed = asyncpg_executor._fetch, False
+
+    async def fetch_then_rotate(*arguments: Any) -> Any:
+        nonlocal armed
+        rows = await fetch(*arguments)
+        if armed:
+            armed = False
+            async with Database(url, AES) as db:
+                await rotate_data(db)
+                assert (await retire(db)).kept == 0
+        return rows
+
+    class Store(AsyncpgExecutor):
+        async def _transact(self, transaction: Any) -> Any:
+            nonlocal armed
+            armed = first.pop()
+            return await super()._transact(transaction)
+
+    with postgresql.database() as place:
+        url = place.set(drivername="postgresql+asyncpg").render_as_string(hide_password=False)
+        await filled(url)
+        monkeypatch.setattr(asyncpg_executor, "_fetch", fetch_then_rotate)
+        async with EncryptedSessionService(url, AES, session_cache_size=1) as service:
+            await service.prepare_tables()
+            first = [False, False, False, True]
+            service._store._executor.__class__ = Store
+            await write(service, **{f"{scope}n": 1})
+            assert len(first) < 3, "it was to be tried again"
+        await is_whole(url, AES)
 
 
 def converse(say: Callable[[object], None], url: str, stop: str, name: str) -> None:
