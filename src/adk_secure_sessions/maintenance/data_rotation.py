@@ -14,6 +14,7 @@ from adk_secure_sessions.maintenance.coverage import count_records
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.owners import (
     Owner,
+    base_chunks,
     binary,
     event_chunks,
     open_app,
@@ -181,6 +182,8 @@ class _Run:
         async for batch in session_batches(self._db, keys, owner, self._problems):
             # Sessions before their events: from then on none is appended with an older key.
             await self._reseal(keys, owner, batch.records)
+            async for records in base_chunks(self._db, owner, batch, start):
+                await self._reseal(keys, owner, records)
             rows = batch.rows
             async for records in event_chunks(self._db, owner, batch, start):
                 await self._reseal(keys, owner, records)

@@ -1,7 +1,7 @@
 """The records of one app or user, in batches, each with the place that it is bound to."""
 
 import functools
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
@@ -19,24 +19,23 @@ from adk_secure_sessions.maintenance.resealing import (
     USERS,
     WITNESSES,
     Record,
+    Sealed,
     chunks,
     read,
 )
-from adk_secure_sessions.maintenance.walking import first
+from adk_secure_sessions.maintenance.walking import Range, first, within
 from adk_secure_sessions.records import decode_text, unprefixed
 from adk_secure_sessions.storage import seals
 from adk_secure_sessions.storage.connection import Row
-from adk_secure_sessions.storage.rows import NO_BASE, Identity
-from adk_secure_sessions.storage.tables import apps, bases, events, sessions, users
+from adk_secure_sessions.storage.rows import Identity
+from adk_secure_sessions.storage.tables import apps, sessions, users
 
 _SESSIONS = 100  # at once
-_EVENTS = 1000  # of which only key and length are read
+_HEADS = 1000  # keys and lengths at once
 
 _APP_COLUMNS = (apps.c.tag, apps.c.version, apps.c.state, apps.c.app_name)
 _USER_COLUMNS = (users.c.app_row, users.c.tag, users.c.version, users.c.state)
 _WITNESS_COLUMNS = (WITNESSES.table.c.number, WITNESSES.column)
-_BASE_COLUMNS = (bases.c.revision, bases.c.state)
-_EVENT_COLUMNS = (events.c.time, events.c.event)
 
 
 class Owner(NamedTuple):
@@ -49,13 +48,12 @@ class Owner(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Some of a user's sessions: their ids, and the records of all but their events."""
+    """Some of a user's sessions: their ids, their own records and witnesses."""
 
     sessions: dict[int, str]
     records: list[Record]
     rows: int  # with their events
-    after: int
-    last: int
+    keys: Range
 
 
 async def open_app(
@@ -111,29 +109,45 @@ async def session_batches(
             found.append(record)
             tags.append(row[6])
         found += await _witnesses(db, owner.app_name, tags)
-        found += await _bases(db, owner, opened, rows)
         revisions = sum(row[2] for row in rows if isinstance(row[2], int))
-        last = rows[-1][0]
-        yield Batch(opened, found, 2 * len(rows) + revisions, after, last)
-        after = last
+        keys_read = Range(after, rows[-1][0])
+        yield Batch(opened, found, 2 * len(rows) + revisions, keys_read)
+        after = rows[-1][0]
+
+
+async def base_chunks(
+    db: Database, owner: Owner, batch: Batch, start: bytes
+) -> AsyncIterator[list[Record]]:
+    """The bases of these sessions whose header is not *start*."""
+    async for keys in _chunks(db, BASES, owner, batch, start):
+        rows = await read(db, BASES, keys, (BASES.table.c.revision, BASES.column))
+        yield [_base(owner, batch, *row) for row in rows]
 
 
 async def event_chunks(
     db: Database, owner: Owner, batch: Batch, start: bytes
 ) -> AsyncIterator[list[Record]]:
-    """The events of these sessions whose header is not *start*."""
-    parameters = {"user_row": owner.row, "after": batch.after, "last": batch.last, "start": start}
-    at = (-1, -1)
+    """Their events whose header is not *start*."""
+    async for keys in _chunks(db, EVENTS, owner, batch, start):
+        rows = await read(db, EVENTS, keys, (EVENTS.table.c.time, EVENTS.column))
+        yield [_event(owner, batch, *row) for row in rows]
+
+
+async def _chunks(
+    db: Database, kind: Sealed, owner: Owner, batch: Batch, start: bytes
+) -> AsyncIterator[list[tuple[Any, ...]]]:
+    """Keys of such rows, so many that memory holds their records."""
+    parameters = {**batch.keys.parameters, "user_row": owner.row, "start": start}
+    at = [-1] * len(kind.key)
     while True:
-        rows = await db.read(_other_events(), {**parameters, "at_row": at[0], "at_seq": at[1]})
-        sizes = [((row[0], row[1]), row[2]) for row in rows if row[0] in batch.sessions]
+        places = {f"at_{place}": value for place, value in enumerate(at)}
+        rows = await db.read(_others(kind), parameters | places)
+        sizes = [(tuple(key), size) for *key, size in rows if key[0] in batch.sessions]
         for keys in chunks(sizes):
-            yield [
-                _event(owner, batch, row) for row in await read(db, EVENTS, keys, _EVENT_COLUMNS)
-            ]
-        if len(rows) < _EVENTS:
+            yield keys
+        if len(rows) < _HEADS:
             return
-        at = (rows[-1][0], rows[-1][1])
+        *at, _ = rows[-1]
 
 
 def binary(value: object) -> bytes:
@@ -160,24 +174,15 @@ async def _witnesses(db: Database, app_name: str, tags: Iterable[bytes]) -> list
     ]
 
 
-async def _bases(
-    db: Database, owner: Owner, opened: dict[int, str], rows: Sequence[Row]
-) -> list[Record]:
-    wanted = [(row[0],) for row in rows if row[3] != NO_BASE and row[0] in opened]
-    return [
-        Record(
-            BASES,
-            (row_id,),
-            revision,
-            seals.base_place(_identity(owner, opened[row_id]), row_id, revision),
-            stored,
-        )
-        for row_id, revision, stored in await read(db, BASES, wanted, _BASE_COLUMNS)
-    ]
+def _base(owner: Owner, batch: Batch, session_row: int, revision: int, stored: bytes) -> Record:
+    who = _identity(owner, batch.sessions[session_row])
+    where = seals.base_place(who, session_row, revision)
+    return Record(BASES, (session_row,), revision, where, stored)
 
 
-def _event(owner: Owner, batch: Batch, row: Row) -> Record:
-    session_row, seq, time, stored = row
+def _event(
+    owner: Owner, batch: Batch, session_row: int, seq: int, time: int, stored: bytes
+) -> Record:
     who = _identity(owner, batch.sessions[session_row])
     where = seals.event_place(who, session_row, seq, time)
     return Record(EVENTS, (session_row, seq), 0, where, stored)
@@ -198,19 +203,22 @@ def _of_user() -> sa.Select[Any]:
 
 
 @functools.cache
-def _other_events() -> sa.Select[Any]:
-    c = events.c
-    row: sa.BindParameter[int] = sa.bindparam("at_row")
-    later = sa.and_(c.session_row == row, c.seq > sa.bindparam("at_seq"))
+def _others(kind: Sealed) -> sa.Select[Any]:
+    """Keys and lengths of records of a user's sessions whose header is not `start`."""
+    *_, last = kind.key
+    at = [sa.bindparam(f"at_{place}", type_=sa.BigInteger) for place in range(len(kind.key))]
+    later = last > at[-1]
+    if len(kind.key) > 1:
+        session_row = kind.key[0]
+        later = sa.or_(session_row > at[0], sa.and_(session_row == at[0], later))
     query = (
-        sa.select(c.session_row, c.seq, sa.func.length(c.event))
-        .select_from(events.join(sessions, sessions.c.id == c.session_row))
+        sa.select(*kind.key, sa.func.length(kind.column))
+        .select_from(kind.table.join(sessions, sessions.c.id == kind.key[0]))
         .where(
             sessions.c.user_row == sa.bindparam("user_row"),
-            sessions.c.id > sa.bindparam("after"),
-            sessions.c.id <= sa.bindparam("last"),
-            start_of(c.event) != sa.bindparam("start", type_=sa.LargeBinary),
-            sa.or_(c.session_row > row, later),
+            *within(sessions.c.id, (True, True)),
+            start_of(kind.column) != sa.bindparam("start", type_=sa.LargeBinary),
+            later,
         )
     )
-    return first(query.order_by(c.session_row, c.seq), sa.literal_column(str(_EVENTS)))
+    return first(query.order_by(*kind.key), sa.literal_column(str(_HEADS)))
