@@ -1,6 +1,8 @@
 """Imports point down, so that each part can be read and tested without those above it."""
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -11,7 +13,7 @@ SOURCE = Path(__file__).parent.parent / "src" / PACKAGE
 
 # Lowest first.  A module imports from its own layer or from those below it.
 LAYERS = (
-    {"errors", "loops", "lru"},
+    {"errors", "json_objects", "loops", "lru"},
     {"aead"},
     {"records"},
     {"event_parser"},
@@ -87,6 +89,12 @@ def test_ciphers_and_sql_stay_in_their_layers(module: str) -> None:
         assert "cryptography" not in libraries
     if rank(module) < RANK["storage"]:
         assert not libraries & {"sqlalchemy", "sqlite3", "aiosqlite"}
+
+
+def test_command_line_does_not_wait_for_google_adk() -> None:
+    program = "import sys, adk_secure_sessions.cli; print('google.adk' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("False\n", "")
 
 
 OPTIONAL = {"aiobotocore", "boto3", "botocore", "google_crc32c", "grpc", "httpx", "pkcs11"}

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adk_secure_sessions import states
+from adk_secure_sessions.json_objects import dumps, loads, to_json_values
 
 TEXTS = st.text(st.characters(codec=None), max_size=10)  # lone surrogates among them
 VALUES = st.recursive(
@@ -53,7 +54,7 @@ def test_merge_is_the_inverse_of_split() -> None:
 
 def test_json_values_share_nothing_with_the_caller() -> None:
     value = {"deep": [1]}
-    copy = states.to_json_values({"a": value})
+    copy = to_json_values({"a": value})
     value["deep"].append(2)
     assert copy == {"a": {"deep": [1]}}
 
@@ -71,12 +72,13 @@ def test_values_with_a_json_form_take_it() -> None:
     when = datetime.datetime(2024, 1, 2, 3, 4, 5)
     state = {"when": when, "pair": (1, 2), "some": {1}}
     expected = {"when": when.isoformat(), "pair": [1, 2], "some": [1]}
-    assert states.to_json_values(state) == expected
-    assert states.loads(states.dumps(state)) == expected
+    assert to_json_values(state) == expected
+    assert loads(dumps(state)) == expected
 
 
 @pytest.mark.parametrize(
-    "coerce", [states.to_json_values, lambda state: states.loads(states.dumps(state))]
+    "coerce",
+    [to_json_values, lambda state: loads(dumps(state))],
 )
 def test_other_values_become_text_with_a_warning_that_does_not_repeat_them(
     caplog: pytest.LogCaptureFixture, coerce: Callable[[dict[str, Any]], dict[str, Any]]
@@ -94,54 +96,54 @@ def test_other_values_become_text_with_a_warning_that_does_not_repeat_them(
 
 @given(STATES)
 def test_state_survives_storage(state: dict[str, Any]) -> None:
-    assert states.loads(states.dumps(state)) == state
+    assert loads(dumps(state)) == state
 
 
 @given(STATES)
 def test_stored_state_is_json(state: dict[str, Any]) -> None:
-    assert json.loads(states.dumps(state)) == state
+    assert json.loads(dumps(state)) == state
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, 2**70, -(2**63) - 1, 1e300, 5e-324, -0.0])
 def test_unusual_number_survives_storage(value: float) -> None:
-    loaded = states.loads(states.dumps({"a": value}))["a"]
+    loaded = loads(dumps({"a": value}))["a"]
     assert loaded == value
     assert type(loaded) is type(value)
     assert math.copysign(1, loaded) == math.copysign(1, value)
 
 
 def test_nan_survives_storage() -> None:
-    assert math.isnan(states.loads(states.dumps({"a": math.nan}))["a"])
+    assert math.isnan(loads(dumps({"a": math.nan}))["a"])
 
 
 @pytest.mark.parametrize("text", ["\x00", "\ud800", "a\udfffb", "🌱", "\u2028", '"\\', "ß"])
 def test_unusual_text_survives_storage(text: str) -> None:
-    assert states.loads(states.dumps({text: text})) == {text: text}
+    assert loads(dumps({text: text})) == {text: text}
 
 
 def test_state_of_many_levels_survives_storage() -> None:
     state: dict[str, Any] = {}
     for _ in range(300):
         state = {"a": state}
-    assert states.loads(states.dumps(state)) == state
+    assert loads(dumps(state)) == state
 
 
 def test_empty_state_is_stored_as_an_empty_object() -> None:
-    assert states.dumps({}) == b"{}"
-    assert states.loads(b"{}") == {}
+    assert dumps({}) == b"{}"
+    assert loads(b"{}") == {}
 
 
 def test_each_loading_gives_values_of_its_own() -> None:
-    stored = states.dumps({"a": [1]})
-    states.loads(stored)["a"].append(2)
-    assert states.loads(stored) == {"a": [1]}
-    states.loads(b"{}")["a"] = 1
-    assert states.loads(b"{}") == {}
+    stored = dumps({"a": [1]})
+    loads(stored)["a"].append(2)
+    assert loads(stored) == {"a": [1]}
+    loads(b"{}")["a"] = 1
+    assert loads(b"{}") == {}
 
 
 def test_order_of_keys_is_kept() -> None:
-    assert list(states.loads(states.dumps({"b": 1, "a": 2}))) == ["b", "a"]
+    assert list(loads(dumps({"b": 1, "a": 2}))) == ["b", "a"]
 
 
 def test_no_space_is_spent() -> None:
-    assert not re.search(rb"\s", states.dumps({"a": [1, {"b": 2}], "c": None}))
+    assert not re.search(rb"\s", dumps({"a": [1, {"b": 2}], "c": None}))

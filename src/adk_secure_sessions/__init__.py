@@ -1,5 +1,7 @@
 """Google ADK sessions, stored encrypted: a drop-in for `DatabaseSessionService`."""
 
+from typing import TYPE_CHECKING, Any
+
 from adk_secure_sessions.backends import (
     AesGcmBackend,
     EncryptionBackend,
@@ -30,7 +32,9 @@ from adk_secure_sessions.keys.providers import (
 from adk_secure_sessions.keys.specs import key_provider
 from adk_secure_sessions.keys.vault import VaultKey
 from adk_secure_sessions.records import Cipher
-from adk_secure_sessions.service import EncryptedSessionService
+
+if TYPE_CHECKING:
+    from adk_secure_sessions.service import EncryptedSessionService
 
 __all__ = [
     "AesGcmBackend",
@@ -59,3 +63,16 @@ __all__ = [
     "generate_key",
     "key_provider",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # With it comes google-adk, which takes seconds that the command line need not wait for.
+    if name == "EncryptedSessionService":
+        from adk_secure_sessions.service import EncryptedSessionService
+
+        return EncryptedSessionService
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -20,6 +20,7 @@ from adk_secure_sessions import events, states
 from adk_secure_sessions.backends import EncryptionBackend
 from adk_secure_sessions.backends.registry import register
 from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.json_objects import dumps, loads, to_json_values
 from adk_secure_sessions.loops import LoopLocks
 from adk_secure_sessions.storage import transactions
 from adk_secure_sessions.storage.engines import executor_for
@@ -149,9 +150,9 @@ class EncryptedSessionService(BaseSessionService):
                 app_name,
                 user_id,
                 session_id,
-                states.to_json_values(scopes.app),
-                states.to_json_values(scopes.user),
-                states.dumps(scopes.session),
+                to_json_values(scopes.app),
+                to_json_values(scopes.user),
+                dumps(scopes.session),
                 now,
             )
         except transactions.DuplicateSession:
@@ -239,7 +240,7 @@ class EncryptedSessionService(BaseSessionService):
     async def get_user_state(self, *, app_name: str, user_id: str) -> dict[str, Any]:
         """Return the user's state, keys without `user:`; `{}` for an unknown user."""
         _check_ids(app_name, user_id, "")
-        return states.loads(await self._store.user_state(app_name, user_id))
+        return loads(await self._store.user_state(app_name, user_id))
 
     async def append_event(self, session: Session, event: Event) -> Event:
         """Store `event`, then apply it to `session`, which stays as it was if storing fails.
@@ -282,7 +283,7 @@ class EncryptedSessionService(BaseSessionService):
     async def _append(
         self, session: Session, event: Event, appended: Callable[[StoredSession], None]
     ) -> None:
-        scopes = states.Scopes(*map(states.to_json_values, states.split(event.actions.state_delta)))
+        scopes = states.Scopes(*map(to_json_values, states.split(event.actions.state_delta)))
         time_us = _microseconds(event.timestamp)
         expected = _parse_marker(session._storage_update_marker)
         if session._storage_update_marker is None:
@@ -386,12 +387,12 @@ def _parse_marker(marker: str | None) -> Expected:
 
 def _session(app_name: str, view: View, history: list[Event] | None = None) -> Session:
     stored = view.session
-    own = states.loads(stored.base or b"{}") | states.loads(stored.overlay)
+    own = loads(stored.base or b"{}") | loads(stored.overlay)
     session = Session(
         id=stored.session_id,
         app_name=app_name,
         user_id=view.user_id,
-        state=states.merge(states.loads(view.app_state), states.loads(view.user_state), own),
+        state=states.merge(loads(view.app_state), loads(view.user_state), own),
         events=[],
         last_update_time=stored.updated_at / 1_000_000,
     )

@@ -1,8 +1,8 @@
 """Rows of apps and users: their first row, key and witness, and changes of their state."""
 
 from adk_secure_sessions.errors import TamperedError, UnknownKeyError
+from adk_secure_sessions.json_objects import JsonObject, dumps, loads
 from adk_secure_sessions.records import encode_text
-from adk_secure_sessions.states import JsonObject, dumps, loads
 from adk_secure_sessions.storage import seals
 from adk_secure_sessions.storage import statements as sql
 from adk_secure_sessions.storage.connection import Change

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from adk_secure_sessions.backends.registry import Backends
 from adk_secure_sessions.errors import DecryptionError, UnknownKeyError
+from adk_secure_sessions.json_objects import JsonObject
 from adk_secure_sessions.keys.data_keys import DataKeys, StagedKeys, StaleKeyring
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.loops import LoopLocks
 from adk_secure_sessions.lru import Lru
-from adk_secure_sessions.states import JsonObject
 from adk_secure_sessions.storage import seals, transactions
 from adk_secure_sessions.storage import statements as sql
 from adk_secure_sessions.storage.connection import Conflict, Executor, T

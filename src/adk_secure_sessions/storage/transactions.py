@@ -7,7 +7,7 @@ be opened is never overwritten, and a server need not hold a transaction open in
 from typing import NamedTuple
 
 from adk_secure_sessions.errors import TamperedError
-from adk_secure_sessions.states import JsonObject, dumps, loads
+from adk_secure_sessions.json_objects import JsonObject, dumps, loads
 from adk_secure_sessions.storage import seals
 from adk_secure_sessions.storage import statements as sql
 from adk_secure_sessions.storage.connection import Apply, Change, Conflict, Read, Row, Steps
