@@ -6,17 +6,24 @@
 """
 
 import argparse
+import itertools
 import sys
 from pathlib import Path
 
 import sqlalchemy as sa
 
+from adk_secure_sessions.storage.survey import Part
 from adk_secure_sessions.storage.tables import metadata
 
 DIRECTORY = Path(__file__).resolve().parent.parent / "docs" / "sql"
 URLS = {"postgresql": "postgresql+asyncpg://", "mysql": "mysql+asyncmy://", "sqlite": "sqlite://"}
+PARTS = {
+    "": (Part.ALL, "The tables of adk-secure-sessions"),
+    "-keys": (Part.KEYS, "The tables of a key database of adk-secure-sessions"),
+    "-data": (Part.DATA, "The tables beside a key database of adk-secure-sessions"),
+}
 HEAD = """\
--- The tables of adk-secure-sessions, for {database}.
+-- {what}, for {database}.
 -- Run this once as their owner, and give the service create_tables=False and an account
 -- that may SELECT, INSERT, UPDATE and DELETE in them.
 
@@ -24,7 +31,7 @@ HEAD = """\
 NAMES = {"postgresql": "PostgreSQL", "mysql": "MySQL and MariaDB", "sqlite": "SQLite"}
 
 
-def script(database: str) -> str:
+def script(database: str, part: str) -> str:
     """The statements, in the order that they are to be run in."""
     statements: list[str] = []
 
@@ -34,8 +41,9 @@ def script(database: str) -> str:
         statements.append("\n".join(lines).replace(")ENGINE", ") ENGINE") + ";\n")
 
     engine = sa.create_mock_engine(URLS[database], collect)
-    metadata.create_all(engine, checkfirst=False)
-    return HEAD.format(database=NAMES[database]) + "\n".join(statements)
+    holds, what = PARTS[part]
+    metadata.create_all(engine, tables=holds.tables, checkfirst=False)
+    return HEAD.format(what=what, database=NAMES[database]) + "\n".join(statements)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -43,9 +51,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="change nothing, report differences")
     check: bool = parser.parse_args(arguments).check
     different = 0
-    for database in URLS:
-        path = DIRECTORY / f"{database}.sql"
-        text = script(database)
+    for database, part in itertools.product(URLS, PARTS):
+        path = DIRECTORY / f"{database}{part}.sql"
+        text = script(database, part)
         if path.is_file() and path.read_text(encoding="utf-8") == text:
             continue
         different += 1

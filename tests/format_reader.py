@@ -75,12 +75,19 @@ def open_record(record: bytes, where: bytes, backend: int, key: bytes) -> bytes:
 
 
 class Database:
-    """The database behind *connection*, opened with 32-byte root keys."""
+    """The database behind *connection*, opened with 32-byte root keys; *keys*: its key database."""
 
-    def __init__(self, connection: sqlite3.Connection, *root_keys: bytes) -> None:
-        self._connection = connection
-        meta = {row["name"]: row["value"] for row in self._rows("secure_meta")}
-        if meta["format"] != "1":
+    def __init__(
+        self,
+        connection: sqlite3.Connection,
+        *root_keys: bytes,
+        keys: sqlite3.Connection | None = None,
+    ) -> None:
+        self._connections = {True: keys or connection, False: connection}
+        meta = self._meta(connection)
+        if meta.get("holds") != ("data" if keys else None):
+            raise Refused
+        if keys and self._meta(keys) != meta | {"holds": "keys"}:
             raise Refused
         self._id = bytes.fromhex(meta["database_id"])
         roots = {
@@ -111,9 +118,15 @@ class Database:
                     sessions.append(self._open_session(name, user_id, user, session))
         return {"apps": apps, "users": users, "sessions": sessions}
 
+    def _meta(self, connection: sqlite3.Connection) -> dict[str, str]:
+        meta = dict(connection.execute("SELECT name, value FROM secure_meta"))
+        if meta.get("format") != "1":
+            raise Refused
+        return meta
+
     def _rows(self, table: str, column: str = "1", value: object = 1) -> list[Row]:
         order = "seq" if table == "secure_events" else "1"
-        rows = self._connection.execute(
+        rows = self._connections[table in ("secure_keyring", "secure_data_keys")].execute(
             f"SELECT * FROM {table} WHERE {column} = ? ORDER BY {order}", (value,)
         )
         names = [column[0] for column in rows.description]

@@ -14,7 +14,7 @@ def caches(holder: object) -> list[Lru[object, object]]:
     values = holder if isinstance(holder, tuple) else tuple(vars(holder).values())
     found = [value for value in values if isinstance(value, Lru)]
     for value in values:
-        if type(value).__name__ in ("DataKeys", "Memo"):
+        if type(value).__name__ in ("Attempts", "DataKeys", "Memo"):
             found += caches(value)
     return found
 

@@ -12,6 +12,7 @@ from google.adk.sessions import Session
 
 from adk_secure_sessions import AesGcmBackend, EncryptedSessionService, FernetBackend
 from tests import format_reader
+from tests.pages import DOCS
 
 VECTORS = Path(__file__).parent / "vectors"
 Json = dict[str, Any]
@@ -118,6 +119,37 @@ def test_reader_made_from_the_page_alone_finds_the_same(database: Path) -> None:
     for kind, contents in found.items():
         by_name = sorted(contents, key=json.dumps)
         assert by_name == sorted(DATABASE[kind], key=lambda one: json.dumps(one))
+
+
+@pytest.fixture
+def split(database: Path) -> tuple[Path, Path]:
+    """The same rows in two databases: no record knows of that."""
+    keys = database.with_name("keys.db")
+    with closing(sqlite3.connect(keys)) as connection:
+        connection.executescript((DOCS / "sql" / "sqlite-keys.sql").read_text(encoding="utf-8"))
+    with closing(sqlite3.connect(database, isolation_level=None)) as connection:
+        connection.execute("ATTACH ? AS keys", (str(keys),))
+        for table in ("meta", "keyring", "data_keys"):
+            connection.execute(f"INSERT INTO keys.secure_{table} SELECT * FROM secure_{table}")
+        connection.execute("INSERT INTO keys.secure_meta VALUES ('holds', 'keys')")
+        connection.execute("INSERT INTO main.secure_meta VALUES ('holds', 'data')")
+        for table in ("keyring", "data_keys"):
+            connection.execute(f"DROP TABLE main.secure_{table}")
+    return database, keys
+
+
+async def test_split_database_is_read_as_before(split: tuple[Path, Path]) -> None:
+    aes, fernet = AesGcmBackend(ROOTS["aesgcm"]), FernetBackend(ROOTS["fernet"])
+    data, keys = (f"sqlite:///{path}" for path in split)
+    async with EncryptedSessionService(data, aes, [fernet], key_db_url=keys) as service:
+        for expected in DATABASE["sessions"]:
+            assert_is(await service.get_session(**who(expected)), expected)
+    with closing(sqlite3.connect(split[0])) as one, closing(sqlite3.connect(split[1])) as other:
+        found = format_reader.Database(one, *ROOTS.values(), keys=other).contents()
+        for alone in (one, other):
+            with pytest.raises(format_reader.Refused):
+                format_reader.Database(alone, *ROOTS.values())
+    assert len(found["sessions"]) == len(DATABASE["sessions"])
 
 
 def test_the_database_holds_what_the_vectors_are_for(database: Path) -> None:

@@ -82,8 +82,13 @@ def test_each_change_asks_that_the_last_before_it_that_has_to_meet_a_row_did() -
 
 def test_value_is_never_part_of_the_text() -> None:
     """All that differs from one operation to the next is a parameter."""
-    queries = [sql.SESSIONS_OF_APP, sql.EVENT_AT]
-    for forms in (sql.SESSION_WITH_ALL_EVENTS, sql.SESSION_WITH_LAST_EVENTS, sql.SESSIONS_OF_USER):
+    queries: list[sa.Executable] = [sql.EVENT_AT]
+    for forms in (
+        sql.SESSION_WITH_ALL_EVENTS,
+        sql.SESSION_WITH_LAST_EVENTS,
+        sql.SESSIONS_OF_USER,
+        sql.SESSIONS_OF_APP,
+    ):
         queries += [forms[False], forms[True]]
     for query in queries:
         text, names = query_text(query)

@@ -23,15 +23,19 @@ def statements(database: str) -> list[str]:
     return [part.strip() for part in text.split(";\n") if part.strip()]
 
 
-async def use(url: str | sa.URL) -> None:
-    async with EncryptedSessionService(url, AesGcmBackend(KEY), create_tables=False) as service:
+async def use(url: str | sa.URL, key_db_url: str | sa.URL | None = None) -> None:
+    async with EncryptedSessionService(
+        url, AesGcmBackend(KEY), key_db_url=key_db_url, create_tables=False
+    ) as service:
         session = await service.create_session(app_name="a", user_id="u", state={"k": 1})
         found = await service.get_session(app_name="a", user_id="u", session_id=session.id)
         assert found == session
 
 
-async def refused(url: str | sa.URL) -> None:
-    async with EncryptedSessionService(url, AesGcmBackend(KEY), create_tables=False) as service:
+async def refused(url: str | sa.URL, key_db_url: str | sa.URL | None = None) -> None:
+    async with EncryptedSessionService(
+        url, AesGcmBackend(KEY), key_db_url=key_db_url, create_tables=False
+    ) as service:
         with pytest.raises(ConfigurationError, match="docs/sql"):
             await service.prepare_tables()
 
@@ -46,6 +50,48 @@ async def test_sqlite(tmp_path: Path) -> None:
             connection.exec_driver_sql(statement)
     engine.dispose()
     await use(url)
+
+
+def made(url: sa.URL, file: str) -> None:
+    engine = sa.create_engine(url)
+    with engine.begin() as connection:
+        for statement in statements(file):
+            connection.exec_driver_sql(statement)
+    engine.dispose()
+
+
+async def used_by_both(data: sa.URL, kind: str, keys: sa.URL, kind_of_keys: str) -> None:
+    urls = data.set(drivername=ASYNC[kind]), keys.set(drivername=ASYNC[kind_of_keys])
+    await refused(*urls)
+    made(keys, f"{kind_of_keys}-keys")
+    await refused(*urls)
+    made(data, f"{kind}-data")
+    await use(*urls)
+
+
+async def test_key_database(tmp_path: Path) -> None:
+    data, keys = (sa.make_url(f"sqlite:///{tmp_path}/{name}.db") for name in "dk")
+    await used_by_both(data, "sqlite", keys, "sqlite")
+
+
+async def test_key_database_on_another_server(postgresql: Server, mariadb: Server) -> None:
+    with postgresql.database() as data, mariadb.database() as keys:
+        await used_by_both(data, "postgresql", keys, "mysql")
+    with mariadb.database() as data, postgresql.database() as keys:
+        await used_by_both(data, "mysql", keys, "postgresql")
+
+
+async def test_key_database_beside_all_tables(tmp_path: Path) -> None:
+    """Those of the keys stay empty there."""
+    data, keys = (sa.make_url(f"sqlite:///{tmp_path}/{name}.db") for name in "dk")
+    made(data, "sqlite")
+    made(keys, "sqlite")
+    await use(data, keys)
+    engine = sa.create_engine(data)
+    with engine.connect() as connection:
+        for table in ("secure_keyring", "secure_data_keys"):
+            assert connection.scalar(sa.text(f"SELECT count(*) FROM {table}")) == 0
+    engine.dispose()
 
 
 async def test_postgresql_without_the_right_to_create(postgresql: Server) -> None:

@@ -23,7 +23,7 @@ from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.json_objects import dumps, loads, to_json_values
 from adk_secure_sessions.loops import LoopLocks
 from adk_secure_sessions.storage import transactions
-from adk_secure_sessions.storage.engines import executor_for
+from adk_secure_sessions.storage.engines import executors_for
 from adk_secure_sessions.storage.rows import StoredSession
 from adk_secure_sessions.storage.setup import open_database
 from adk_secure_sessions.storage.store import Store
@@ -59,6 +59,9 @@ class EncryptedSessionService(BaseSessionService):
         backend: Seals everything that is written.
         additional_backends: May be read as well, for example while moving from one to another.
         db_engine: The caller's own engine, instead of `db_url`; it is not closed.
+        key_db_url: A database of their own for the keys, so that copies of the other are
+            unreadable without it.
+        key_db_engine: The caller's own engine for it, instead of `key_db_url`.
         create_tables: Make the tables that are missing; if not, they have to be there.
         skip_unreadable_sessions: List what can be opened and log the rest, instead of raising.
         session_cache_size: Sessions remembered so that appending to them needs no read.
@@ -76,6 +79,8 @@ class EncryptedSessionService(BaseSessionService):
         additional_backends: Sequence[EncryptionBackend] = (),
         *,
         db_engine: AsyncEngine | None = None,
+        key_db_url: str | sa.URL | None = None,
+        key_db_engine: AsyncEngine | None = None,
         create_tables: bool = True,
         skip_unreadable_sessions: bool = False,
         session_cache_size: int = 4096,
@@ -85,11 +90,11 @@ class EncryptedSessionService(BaseSessionService):
         if backend is None:
             raise ConfigurationError("give a backend, for example AesGcmBackend(key)")
         backends = register(backend, additional_backends)
-        executor = executor_for(db_url, db_engine, engine_kwargs)
+        executors = executors_for(db_url, db_engine, key_db_url, key_db_engine, engine_kwargs)
         self._store = Store(
-            executor,
+            executors,
             backends,
-            partial(open_database, executor, backends, create_tables),
+            partial(open_database, executors, backends, create_tables),
             session_cache_size=session_cache_size,
             data_key_cache_size=data_key_cache_size,
         )

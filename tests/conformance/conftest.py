@@ -18,7 +18,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
-kind = each_kind(*MAIN_KINDS, soak=["encrypted-memory", "encrypted-engine"])
+kind = each_kind(*MAIN_KINDS, soak=["encrypted-memory", "encrypted-engine", "encrypted-keys-apart"])
 
 
 @pytest.fixture

@@ -70,6 +70,13 @@ async def encrypted(url: URL) -> AsyncIterator[BaseSessionService]:
 
 
 @asynccontextmanager
+async def encrypted_with_keys_apart(url: URL) -> AsyncIterator[BaseSessionService]:
+    keys = url.set(database=f"{url.database}.keys")
+    async with EncryptedSessionService(url, AesGcmBackend(KEY), key_db_url=keys) as service:
+        yield service
+
+
+@asynccontextmanager
 async def encrypted_memory(url: URL) -> AsyncIterator[BaseSessionService]:
     async with EncryptedSessionService(url.set(database=":memory:"), AesGcmBackend(KEY)) as service:
         yield service
@@ -91,6 +98,7 @@ KINDS: dict[str, Kind] = {
     "encrypted-file": Kind(encrypted, is_threaded=True),
     "encrypted-memory": Kind(encrypted_memory, is_shared=False, is_threaded=True),
     "encrypted-engine": Kind(encrypted_engine),
+    "encrypted-keys-apart": Kind(encrypted_with_keys_apart, is_threaded=True),
     "encrypted-postgresql": Kind(encrypted, "postgresql+asyncpg", "postgresql"),
     "encrypted-postgresql-engine": Kind(
         encrypted_engine, "postgresql+asyncpg", "postgresql", is_bound=True

@@ -135,7 +135,7 @@ async def test_verify_takes_no_more_memory_for_more_sessions(file_url: str) -> N
     await fill(file_url, sessions=60, events=2)
     few = await peak()
     await fill(file_url, sessions=200, events=2, name="more")
-    assert await peak() < few * 1.3
+    assert await peak() < few * 1.5  # of four times as many
 
 
 async def test_database_that_is_not_there_is_not_made(tmp_path: Path, file_url: str) -> None:

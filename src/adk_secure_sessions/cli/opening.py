@@ -26,6 +26,7 @@ T = TypeVar("T")
 Command = Callable[..., Any]
 
 DB_VARIABLE = "ADK_SECURE_SESSIONS_DB"
+KEY_DB_VARIABLE = "ADK_SECURE_SESSIONS_KEY_DB"
 _CIPHERS: dict[str, Callable[[KeyProvider], EncryptionBackend]] = {
     "aesgcm": AesGcmBackend,
     "fernet": FernetBackend,
@@ -46,12 +47,13 @@ def on_database(command: Command) -> Command:
     """Options of every command that has a database: it gets `db`, and `as_json`."""
 
     @click.option("--db", envvar=DB_VARIABLE, required=True, metavar="URL", help=_DB_HELP)
+    @click.option("--key-db", envvar=KEY_DB_VARIABLE, metavar="URL", help=_KEY_DB_HELP)
     @click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
     @functools.wraps(command)
-    def run(db: str, **options: Any) -> Any:
+    def run(db: str, key_db: str | None, **options: Any) -> Any:
         options.setdefault("backends", ())
         with failures():
-            database = Database(db, *options.pop("backends"))
+            database = Database(db, *options.pop("backends"), key_db_url=key_db)
         return command(db=database, **options)
 
     return run
@@ -148,6 +150,9 @@ def failures() -> Iterator[None]:
 
 
 _DB_HELP = f"Database URL, such as sqlite:///sessions.db; or in {DB_VARIABLE}."
+_KEY_DB_HELP = (
+    f"URL of the key database, if the keys have one of their own; or in {KEY_DB_VARIABLE}."
+)
 _BACKEND_HELP = "Which cipher the services write with; no-op is none, and needs no key."
 _KEY_HELP = "Key spec of the root key: env:NAME, file:PATH and others; never the key itself."
 _ALSO_KEY_HELP = "Another root key that may open master keys; repeatable."

@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.storage.retries import repeated
-from adk_secure_sessions.storage.setup import look, open_database
+from adk_secure_sessions.storage.setup import open_database
+from adk_secure_sessions.storage.survey import Survey, look
 from adk_secure_sessions.storage.tables import metadata
 
 
@@ -30,14 +31,26 @@ async def init(db: Database) -> Initialisation:
         KeyServiceError: The key provider failed.
     """
     backends = db.backends
-    opening = partial(open_database, db.executor, backends, True)
-    look_only = partial(db.executor.define, look, commit=False)
-    before = await repeated(lambda first: look_only())
+    opening = partial(open_database, db.executors, backends, True)
+    data_before, keys_before = await _look(db)
     await repeated(lambda first: opening())
-    after = await repeated(lambda first: look_only())
-    made = before.missing_tables - after.missing_tables
-    known = {row.id for row in before.keyring}
+    data, keys = await _look(db)
+    made = [data_before.missing_tables - data.missing_tables]
+    if db.executors.are_apart:
+        made.insert(0, keys_before.missing_tables - keys.missing_tables)
+    known = {row.id for row in keys_before.keyring}
     return Initialisation(
-        tuple(table.name for table in metadata.sorted_tables if table.name in made),
-        tuple(row.id for row in after.keyring if row.id not in known),
+        tuple(
+            table.name for names in made for table in metadata.sorted_tables if table.name in names
+        ),
+        tuple(row.id for row in keys.keyring if row.id not in known),
     )
+
+
+async def _look(db: Database) -> tuple[Survey, Survey]:
+    """At the data, and at the keys."""
+    data, keys = [
+        await repeated(lambda first: executor.define(look, commit=False))  # noqa: B023
+        for executor in db.executors
+    ]
+    return data, keys

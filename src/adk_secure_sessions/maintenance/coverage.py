@@ -4,6 +4,7 @@ import functools
 import struct
 from collections import Counter
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
@@ -11,6 +12,7 @@ import sqlalchemy as sa
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.walking import Bounds, Meter, batches, within
 from adk_secure_sessions.records import HEADER_LENGTH, MAGIC, VERSION
+from adk_secure_sessions.storage.owner_keys import keys_of
 from adk_secure_sessions.storage.tables import (
     apps,
     bases,
@@ -51,7 +53,7 @@ class DataKeyCount(NamedTuple):
 
 
 class _Counted(NamedTuple):
-    """A table, the key it is walked by, and the query that counts it: newest key, header, rows."""
+    """A table, the key it is walked by, and the query that counts it: owner, header, rows."""
 
     table: sa.Table
     key: sa.Column[Any]
@@ -70,10 +72,11 @@ async def count_records(db: Database, meter: Meter) -> tuple[RecordCount, ...]:
     newest: Counter[tuple[str, int | None]] = Counter()
     for table, key, query in _COUNTED:
         async for rows in batches(db, key, query, _BATCH):
-            for newest_key, start, number in rows:
+            keys = await _newest_keys(db, {row[0] for row in rows})
+            for owner, start, number in rows:
                 backend_id, key_id = header(start) or (None, None)
                 counts[table.name, backend_id] += number
-                if key_id is not None and key_id == newest_key:
+                if key_id is not None and key_id == keys.get(owner):
                     newest[table.name, backend_id] += number
             await meter.advance(sum(row[2] for row in rows))
     return tuple(
@@ -92,6 +95,14 @@ async def count_data_keys(db: Database, meter: Meter) -> tuple[DataKeyCount, ...
     return tuple(DataKeyCount(*key, number) for key, number in counts.items())
 
 
+async def _newest_keys(db: Database, owners: set[object]) -> dict[object, int]:
+    """The id of the newest data key of each."""
+    rows = await keys_of(db.read_keys, owners)
+    # SQLite keeps any type in any column.
+    numbered = [row for row in rows if isinstance(row.generation, int)]
+    return {row.owner: row.id for row in sorted(numbered, key=attrgetter("generation"))}
+
+
 def start_of(column: sa.Column[Any]) -> sa.ColumnElement[Any]:
     """The header's bytes.  Literals: PostgreSQL does not take two parameters for one expression."""
     one: sa.ColumnElement[int] = sa.literal_column("1")
@@ -106,18 +117,13 @@ def _data_keys(bounds: Bounds) -> sa.Select[Any]:
     return query.where(*within(c.id, bounds)).group_by(c.backend_id, start_of(c.wrapped))
 
 
-def _by_newest(
+def _by_owner(
     column: sa.Column[Any], source: sa.FromClause, owner: sa.ColumnElement[Any]
 ) -> sa.Select[Any]:
-    """Rows of *source* by their owner's newest data key and by their header."""
-    newest, later = data_keys.alias("newest"), data_keys.alias("later")
-    superseded: sa.Select[Any] = sa.select(sa.literal_column("1")).where(
-        later.c.owner == newest.c.owner, later.c.generation > newest.c.generation
-    )
-    joined = source.outerjoin(newest, sa.and_(newest.c.owner == owner, ~superseded.exists()))
+    """Rows of *source* by their owner and their header."""
     start = start_of(column)
-    query = sa.select(newest.c.id, start, sa.func.count()).select_from(joined)
-    return query.group_by(newest.c.id, start)
+    query = sa.select(owner, start, sa.func.count()).select_from(source)
+    return query.group_by(owner, start)
 
 
 def _with_user(table: sa.Table, session_row: sa.Column[Any]) -> sa.FromClause:
@@ -127,32 +133,32 @@ def _with_user(table: sa.Table, session_row: sa.Column[Any]) -> sa.FromClause:
 
 @functools.cache
 def _apps(bounds: Bounds) -> sa.Select[Any]:
-    return _by_newest(apps.c.state, apps, apps.c.tag).where(*within(apps.c.id, bounds))
+    return _by_owner(apps.c.state, apps, apps.c.tag).where(*within(apps.c.id, bounds))
 
 
 @functools.cache
 def _users(bounds: Bounds) -> sa.Select[Any]:
-    return _by_newest(users.c.state, users, users.c.tag).where(*within(users.c.id, bounds))
+    return _by_owner(users.c.state, users, users.c.tag).where(*within(users.c.id, bounds))
 
 
 @functools.cache
 def _sessions(bounds: Bounds) -> sa.Select[Any]:
     source = sessions.outerjoin(users, users.c.id == sessions.c.user_row)
-    query = _by_newest(sessions.c.state, source, users.c.tag)
+    query = _by_owner(sessions.c.state, source, users.c.tag)
     return query.where(*within(sessions.c.id, bounds))
 
 
 @functools.cache
 def _bases(bounds: Bounds) -> sa.Select[Any]:
     row = bases.c.session_row
-    query = _by_newest(bases.c.state, _with_user(bases, row), users.c.tag)
+    query = _by_owner(bases.c.state, _with_user(bases, row), users.c.tag)
     return query.where(*within(row, bounds))
 
 
 @functools.cache
 def _events(bounds: Bounds) -> sa.Select[Any]:
     row = events.c.session_row
-    query = _by_newest(events.c.event, _with_user(events, row), users.c.tag)
+    query = _by_owner(events.c.event, _with_user(events, row), users.c.tag)
     return query.where(*within(row, bounds))
 
 
@@ -162,7 +168,7 @@ def _witnesses(bounds: Bounds) -> sa.Select[Any]:
     tag = witnesses.c.tag
     source = witnesses.outerjoin(sessions, sessions.c.tag == tag)
     source = source.outerjoin(users, users.c.id == sessions.c.user_row)
-    query = _by_newest(witnesses.c.seal, source, sa.func.coalesce(users.c.tag, tag))
+    query = _by_owner(witnesses.c.seal, source, sa.func.coalesce(users.c.tag, tag))
     return query.where(*within(tag, bounds))
 
 

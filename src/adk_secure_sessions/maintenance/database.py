@@ -1,6 +1,6 @@
 """The database that maintenance works on, opened without changing anything in it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -11,20 +11,19 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from adk_secure_sessions.backends import EncryptionBackend
 from adk_secure_sessions.backends.registry import Backends, register
 from adk_secure_sessions.errors import ConfigurationError
-from adk_secure_sessions.keys.data_keys import DataKeyRow, DataKeys, StagedKeys, StaleKeyring
+from adk_secure_sessions.keys.data_keys import DataKeys, StagedKeys, StaleKeyring
 from adk_secure_sessions.keys.keyring import Keyring
-from adk_secure_sessions.storage.connection import Row, T
-from adk_secure_sessions.storage.engines import executor_for
+from adk_secure_sessions.storage.connection import Executor, Parameters, Row, T
+from adk_secure_sessions.storage.engines import executors_for
+from adk_secure_sessions.storage.owner_keys import Read, keys_of
 from adk_secure_sessions.storage.retries import repeated
-from adk_secure_sessions.storage.setup import Survey, open_existing, survey_existing
+from adk_secure_sessions.storage.setup import open_existing, survey_existing
 from adk_secure_sessions.storage.store import Store
-from adk_secure_sessions.storage.tables import data_keys
+from adk_secure_sessions.storage.survey import Survey
+from adk_secure_sessions.storage.tables import data_keys, keyring
 
 # Rows are met once, one owner's after another's: to remember many would only take memory.
 _CACHED = 64
-_KEYS_OF = sa.select(*(data_keys.c[name] for name in DataKeyRow._fields)).where(
-    data_keys.c.owner == sa.bindparam("owner", type_=sa.LargeBinary)
-)
 
 
 class Database:
@@ -37,6 +36,8 @@ class Database:
         backend: Its root key, and which records may be opened; None where no key is needed.
         additional_backends: What else may be opened, and with which root keys.
         db_engine: The caller's own engine, instead of `db_url`; it is not closed.
+        key_db_url: Where the keys are, if not beside the data.
+        key_db_engine: The caller's own engine for it.
         engine_kwargs: Options for the engine that `db_url` makes.
 
     Raises:
@@ -50,17 +51,27 @@ class Database:
         additional_backends: Sequence[EncryptionBackend] = (),
         *,
         db_engine: AsyncEngine | None = None,
+        key_db_url: str | sa.URL | None = None,
+        key_db_engine: AsyncEngine | None = None,
         **engine_kwargs: Any,
     ) -> None:
         if backend is None and additional_backends:
             raise ConfigurationError("additional_backends need a backend beside them")
         self._backends = None if backend is None else register(backend, additional_backends)
-        self.executor = executor_for(db_url, db_engine, engine_kwargs)
-        # Of secure_meta, secure_keyring and secure_data_keys; another one where these are apart.
-        self.key_executor = self.executor
-        self._file = None if db_url is None else _sqlite_file(db_url)
+        self.executors = executors_for(db_url, db_engine, key_db_url, key_db_engine, engine_kwargs)
+        self._files = [_sqlite_file(url) for url in (db_url, key_db_url) if url is not None]
         self._keys: DataKeys | None = None
         self._store: Store | None = None
+
+    @property
+    def executor(self) -> Executor:
+        """Runs what is about the data."""
+        return self.executors.data
+
+    @property
+    def key_executor(self) -> Executor:
+        """Runs what is about `secure_keyring` and `secure_data_keys`."""
+        return self.executors.keys
 
     @property
     def backends(self) -> Backends:
@@ -76,14 +87,14 @@ class Database:
     async def survey(self) -> Survey:
         """What the database holds.  Raises ConfigurationError if it is not ours yet."""
         self._check_file()
-        return await repeated(lambda first: survey_existing(self.executor))
+        return await repeated(lambda first: survey_existing(self.executors))
 
     async def keys(self) -> DataKeys:
         """The keyring, opened, and data keys under it.  Raises like `open_existing`."""
         if self._keys is None:
             backends = self.backends
             self._check_file()
-            keyring = await repeated(lambda first: open_existing(self.executor, backends))
+            keyring = await repeated(lambda first: open_existing(self.executors, backends))
             writer = backends.writer.backend_id
             self._keys = DataKeys(keyring, backends.by_id, writer, _CACHED)
         return self._keys
@@ -97,7 +108,7 @@ class Database:
                 return keys.keyring if known is None else await self._renewed(known)
 
             self._store = Store(
-                self.executor,
+                self.executors,
                 self.backends,
                 opened,
                 session_cache_size=_CACHED,
@@ -111,10 +122,10 @@ class Database:
         keys.keyring = await self._renewed(keys.keyring)
         return keys.keyring
 
-    async def keys_of(self, owner: bytes) -> StagedKeys:
-        """The data keys of one owner as they are now.  What is bad is raised by their use."""
+    async def keys_of(self, *owners: object) -> StagedKeys:
+        """The data keys of *owners* as they are now.  What is bad is raised by their use."""
         keys = await self.keys()
-        rows = [DataKeyRow(*row) for row in await self.read_keys(_KEYS_OF, {"owner": owner})]
+        rows = await keys_of(self.read_keys, owners)
         staged = StagedKeys(keys, settled=False)
         try:
             staged.load(rows)
@@ -125,17 +136,19 @@ class Database:
         return staged
 
     async def _renewed(self, known: Keyring) -> Keyring:
-        return await repeated(lambda first: open_existing(self.executor, self.backends, known))
+        return await repeated(lambda first: open_existing(self.executors, self.backends, known))
 
-    async def read(self, query: sa.Executable, parameters: Mapping[str, object]) -> Sequence[Row]:
-        """Run one query, again if its connection is lost."""
+    async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
+        """Run one query of the data, again if its connection is lost."""
         return await repeated(lambda first: self.executor.read(query, parameters))
 
-    async def read_keys(
-        self, query: sa.Executable, parameters: Mapping[str, object]
-    ) -> Sequence[Row]:
+    async def read_keys(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
         """The same, of `secure_keyring` and `secure_data_keys`."""
         return await repeated(lambda first: self.key_executor.read(query, parameters))
+
+    def reader_of(self, table: sa.FromClause) -> Read:
+        """Whichever of the two reads that table."""
+        return self.read_keys if table in (keyring, data_keys) else self.read
 
     async def change(self, work: Callable[[sa.Connection], T]) -> T:
         """Run *work*, which may be run again, in one transaction that changes the data."""
@@ -150,7 +163,7 @@ class Database:
     async def close(self) -> None:
         """Release the connections and forget the keys."""
         self._keys = self._store = None
-        await self.executor.close()
+        await self.executors.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -164,8 +177,9 @@ class Database:
         await self.close()
 
     def _check_file(self) -> None:
-        if self._file is not None and not self._file.exists():  # SQLite would make it
-            raise ConfigurationError(f"there is no file {str(self._file)!r}")
+        for file in self._files:
+            if file is not None and not file.exists():  # SQLite would make it
+                raise ConfigurationError(f"there is no file {str(file)!r}")
 
 
 def _sqlite_file(db_url: str | sa.URL) -> Path | None:

@@ -118,13 +118,13 @@ async def inspect(
     parameters: dict[str, object] = {"limit": limit}
     if row is not None:
         parameters["row"] = _key(table, row)
-    rows = await db.read(_headers(table, row is not None), parameters)
-    column = _SEALED[table][1].name
+    sealed, column = _SEALED[table]
+    rows = await db.reader_of(sealed)(_headers(table, row is not None), parameters)
     made = []
     for length, start, root_key_id, *key in rows:
         backend_id, key_id = (None, None) if table == keyring.name else header(start) or (None,) * 2
         name = ", ".join(part.hex() if isinstance(part, bytes) else str(part) for part in key)
-        made.append(Sealed(name, column, backend_id, key_id, root_key_id, length))
+        made.append(Sealed(name, column.name, backend_id, key_id, root_key_id, length))
     return tuple(made)
 
 

@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.errors import TamperedError
-from adk_secure_sessions.keys.data_keys import DataKeyRow, StagedKeys
+from adk_secure_sessions.errors import TamperedError, UnknownKeyError
+from adk_secure_sessions.keys.data_keys import StagedKeys
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import UNREADABLE
 from adk_secure_sessions.maintenance.walking import Bounds, Range, ranges, within
 from adk_secure_sessions.records import decode_text, unprefixed
 from adk_secure_sessions.storage.connection import Row
 from adk_secure_sessions.storage.seals import naming, session_place, user_place
-from adk_secure_sessions.storage.tables import apps, data_keys, sessions, users
+from adk_secure_sessions.storage.tables import apps, sessions, users
 
 
 class Ids(NamedTuple):
@@ -52,20 +52,24 @@ async def identified(
 
     What is returned was authenticated, but for events, bases and witnesses.
     """
-    keys = await db.keys()
     async for keyset in ranges(db, sessions.c.id, size):
-        parameters = keyset.parameters if before is None else keyset.parameters | {"before": before}
-        found: dict[int, list[Row]] = {kind: [] for kind in range(4)}
-        for kind, *row in await db.read(_rows(keyset.bounds, before is not None), parameters):
-            found[kind].append(row)
-        staged = StagedKeys(keys)
-        staged.load(
-            DataKeyRow(row[0], row[6], row[1], row[2], row[3], row[7]) for row in found[_KEY]
-        )
-        app_names = {row[0]: row[6] for row in found[_APP]}
-        owners = {row[0]: (*row, app_names.get(row[1])) for row in found[_USER]}
-        in_order = sorted(found[_SESSION], key=itemgetter(0))
-        yield Batch(keyset, [_located(row, owners, staged) for row in in_order])
+        located = await _batch(db, keyset, before)
+        if any(isinstance(one.error, UnknownKeyError) for one in located):
+            # Keys are read after the rows: they may have been replaced in between.
+            located = await _batch(db, keyset, before)
+        yield Batch(keyset, located)
+
+
+async def _batch(db: Database, keyset: Range, before: int | None) -> list[Located]:
+    parameters = keyset.parameters if before is None else keyset.parameters | {"before": before}
+    found: dict[int, list[Row]] = {kind: [] for kind in range(3)}
+    for kind, *row in await db.read(_rows(keyset.bounds, before is not None), parameters):
+        found[kind].append(row)
+    staged = await db.keys_of(*(row[6] for row in found[_USER]))
+    app_names = {row[0]: row[6] for row in found[_APP]}
+    owners = {row[0]: (*row, app_names.get(row[1])) for row in found[_USER]}
+    in_order = sorted(found[_SESSION], key=itemgetter(0))
+    return [_located(row, owners, staged) for row in in_order]
 
 
 def _located(row: Row, owners: Mapping[int, Row], staged: StagedKeys) -> Located:
@@ -94,7 +98,7 @@ def _open_user(row: Row, staged: StagedKeys) -> _User:
     return _User(tag, app_name, user_id)
 
 
-_SESSION, _USER, _APP, _KEY = range(4)
+_SESSION, _USER, _APP = range(3)
 _NUMBERS, _BLOBS = 6, 2
 
 
@@ -110,8 +114,8 @@ def _member(kind: int, numbers: list[Any], blobs: list[Any]) -> sa.Select[Any]:
 
 @functools.cache
 def _rows(bounds: Bounds, by_time: bool) -> sa.CompoundSelect[Any]:
-    """Sessions, their users, apps and keys, by one statement: others write meanwhile."""
-    s, u, k = sessions.c, users.c, data_keys.c
+    """Sessions, their users and apps, by one statement: others write meanwhile."""
+    s, u = sessions.c, users.c
     numbers = [s.id, s.user_row, s.revision, s.base_revision, s.created_at, s.updated_at]
     own = _member(_SESSION, numbers, [s.tag, s.state]).where(*within(s.id, bounds))
     if by_time:
@@ -122,8 +126,5 @@ def _rows(bounds: Bounds, by_time: bool) -> sa.CompoundSelect[Any]:
         _member(_USER, [u.id, u.app_row, u.version], [u.tag, u.state]).where(theirs),
         _member(_APP, [apps.c.id], [apps.c.app_name]).where(
             apps.c.id.in_(sa.select(u.app_row).where(theirs))
-        ),
-        _member(_KEY, [k.id, k.generation, k.backend_id, k.created_at], [k.owner, k.wrapped]).where(
-            k.owner.in_(sa.select(u.tag).where(theirs))
         ),
     )

@@ -1,6 +1,7 @@
 """Rows that belong to nothing: nothing that a service reads leads to them."""
 
 import functools
+import time
 from typing import Any
 
 import sqlalchemy as sa
@@ -8,7 +9,7 @@ import sqlalchemy as sa
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import Problems
 from adk_secure_sessions.maintenance.walking import Bounds, Meter, Range, batches, within
-from adk_secure_sessions.storage.connection import Row
+from adk_secure_sessions.storage.owner_keys import among, chunks, keys_of, parameters
 from adk_secure_sessions.storage.tables import (
     apps,
     bases,
@@ -19,7 +20,12 @@ from adk_secure_sessions.storage.tables import (
     witnesses,
 )
 
-_BATCH = 1000
+_BATCH = 200
+_PATIENCE = 600_000_000  # microseconds in which a key's owner is written, and clocks differ
+_LOST = {
+    False: "its owner's row was removed",
+    True: "its owner's row was removed, or a process ended before it could write that",
+}
 
 
 async def find_in_sessions(db: Database, keyset: Range, problems: Problems) -> None:
@@ -33,22 +39,39 @@ async def find_in_sessions(db: Database, keyset: Range, problems: Problems) -> N
 async def find_witnesses(db: Database, problems: Problems, meter: Meter) -> None:
     """Witnesses of no app, user or session: what they speak of was removed."""
     async for rows in batches(db, witnesses.c.tag, _witnesses, _BATCH):
-        for row in _without_owner(rows):
-            name = row[0].hex() if isinstance(row[0], bytes) else "?"
-            problems.add(witnesses.name, name, "the row that it speaks of was removed")
+        for tag, owned in rows:
+            if not owned:
+                name = tag.hex() if isinstance(tag, bytes) else "?"
+                problems.add(witnesses.name, name, "the row that it speaks of was removed")
         await meter.advance(len(rows))
 
 
 async def find_data_keys(db: Database, problems: Problems, meter: Meter) -> None:
     """Data keys of no app or user."""
     async for rows in batches(db, data_keys.c.id, _data_keys, _BATCH):
-        for row in _without_owner(rows):
-            problems.add(data_keys.name, row[0], "its owner's row was removed")
+        known = await _owners(db, [owner for _, owner, _ in rows])
+        lost = [row for row in rows if row[1] not in known and not _is_new(db, row[2])]
+        # Who erases an owner takes the keys first.
+        there = {key.id for key in await keys_of(db.read_keys, [owner for _, owner, _ in lost])}
+        for key_id, owner, _ in lost:
+            if key_id in there or not isinstance(owner, bytes):
+                problems.add(data_keys.name, key_id, _LOST[db.executors.are_apart])
         await meter.advance(len(rows))
 
 
-def _without_owner(rows: list[Row]) -> list[Row]:
-    return [row for row in rows if not row[1]]
+def _is_new(db: Database, created_at: object) -> bool:
+    """Whether a key may still wait for its owner's row, which is another database's."""
+    if not db.executors.are_apart or not isinstance(created_at, int):
+        return False
+    return abs(time.time_ns() // 1000 - created_at) < _PATIENCE
+
+
+async def _owners(db: Database, tags: list[object]) -> set[object]:
+    """Those of *tags* that are an app's or a user's."""
+    found: set[object] = set()
+    for chunk in chunks({tag for tag in tags if isinstance(tag, bytes)}):
+        found |= {tag for (tag,) in await db.read(_tags(len(chunk)), parameters(chunk))}
+    return found
 
 
 def _exists(*conditions: sa.ColumnElement[bool]) -> sa.ColumnElement[bool]:
@@ -73,20 +96,22 @@ def _bases(bounds: Bounds) -> sa.Select[Any]:
     return query.order_by(row)
 
 
-def _owned(key: sa.Column[Any], tag: sa.Column[Any], tables: list[sa.Table]) -> sa.Select[Any]:
-    owned = sa.or_(*(_exists(table.c.tag == tag) for table in tables))
-    return sa.select(
-        key, sa.case((owned, sa.literal_column("1")), else_=sa.literal_column("0"))
-    ).order_by(key)
-
-
 @functools.cache
 def _witnesses(bounds: Bounds) -> sa.Select[Any]:
+    """Tags, and whether each is somebody's."""
     tag = witnesses.c.tag
-    return _owned(tag, tag, [apps, users, sessions]).where(*within(tag, bounds))
+    owned = sa.or_(*(_exists(table.c.tag == tag) for table in (apps, users, sessions)))
+    owned = sa.case((owned, sa.literal_column("1")), else_=sa.literal_column("0"))
+    return sa.select(tag, owned).where(*within(tag, bounds)).order_by(tag)
 
 
 @functools.cache
 def _data_keys(bounds: Bounds) -> sa.Select[Any]:
     c = data_keys.c
-    return _owned(c.id, c.owner, [apps, users]).where(*within(c.id, bounds))
+    return sa.select(c.id, c.owner, c.created_at).where(*within(c.id, bounds)).order_by(c.id)
+
+
+@functools.cache
+def _tags(number: int) -> sa.CompoundSelect[Any]:
+    tags = (table.c.tag for table in (apps, users))
+    return sa.union_all(*(sa.select(tag).where(among(tag, number)) for tag in tags))

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.keys.data_keys import WRAP_BACKEND_ID, DataKeyRow
+from adk_secure_sessions.keys.data_keys import WRAP_BACKEND_ID
 from adk_secure_sessions.keys.keyring import DATA, MasterKeyRow
 from adk_secure_sessions.maintenance.coverage import start_of
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.walking import Meter, Progress, first
 from adk_secure_sessions.records import pack
+from adk_secure_sessions.storage.owner_keys import keys_of
 from adk_secure_sessions.storage.tables import (
     apps,
     bases,
@@ -104,7 +105,7 @@ async def retire(
 
 async def _retire_data_keys(db: Database, owner: bytes, dry_run: bool) -> tuple[list[KeptKey], int]:
     """Those of one owner that are needed, and how many were dropped."""
-    rows = [DataKeyRow(*row) for row in await db.read_keys(_keys_of(), {"owner": owner})]
+    rows = await keys_of(db.read_keys, [owner])
     *older, _ = sorted(rows, key=attrgetter("generation"))
     found = await db.change(partial(_references, owner))
     if found is None:  # its row was removed: whose keys these are cannot be told
@@ -195,14 +196,6 @@ _DROP_KEY = sa.delete(data_keys).where(
     data_keys.c.id == sa.bindparam("at_id"),
     data_keys.c.wrapped == sa.bindparam("at_wrapped", type_=data_keys.c.wrapped.type),
 )
-
-
-@functools.cache
-def _keys_of() -> sa.Select[Any]:
-    columns = (data_keys.c[name] for name in DataKeyRow._fields)
-    return sa.select(*columns).where(
-        data_keys.c.owner == sa.bindparam("owner", type_=data_keys.c.owner.type)
-    )
 
 
 def _with_several() -> sa.Select[Any]:

@@ -1,12 +1,13 @@
 """Opening everything, to say what cannot be."""
 
 import functools
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.errors import TamperedError
-from adk_secure_sessions.keys.data_keys import StagedKeys
+from adk_secure_sessions.errors import TamperedError, UnknownKeyError
 from adk_secure_sessions.maintenance import orphans
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.identities import Located, identified
@@ -23,7 +24,7 @@ from adk_secure_sessions.maintenance.walking import (
 from adk_secure_sessions.records import decode_text
 from adk_secure_sessions.storage import seals
 from adk_secure_sessions.storage import statements as sql
-from adk_secure_sessions.storage.connection import Row
+from adk_secure_sessions.storage.connection import Row, T
 from adk_secure_sessions.storage.rows import Context, Found, Memo, identify
 from adk_secure_sessions.storage.store import Store
 from adk_secure_sessions.storage.tables import (
@@ -116,7 +117,7 @@ class _Run:
         async for rows in batches(self._db, apps.c.id, _apps):
             for row_id, app_name in rows:
                 try:
-                    await self._check_app(row_id, app_name)
+                    await _settled(partial(self._check_app, row_id, app_name))
                 except UNREADABLE as error:
                     self._bad_apps.add(row_id)
                     self.problems.refused(error, apps.name, row_id)
@@ -131,7 +132,7 @@ class _Run:
                     self.problems.expect(users.name, row[0])
                     self._unchecked += 1
                 else:
-                    await self._check_user(row)
+                    await self._count_user(row)
                 await self.meter.advance()
 
     async def check_sessions(self) -> None:
@@ -148,26 +149,29 @@ class _Run:
         if app is None or app.id != row_id:
             raise TamperedError(f"{apps.name} row {row_id}: its tag was changed")
 
-    async def _check_user(self, row: Row) -> None:
-        row_id, _, tag, stored_name = row
+    async def _count_user(self, row: Row) -> None:
         try:
-            with seals.naming(users.name, row_id):
-                if stored_name is None:
-                    raise TamperedError("its app's row was removed")
-                app_name = decode_text(stored_name)
-                _binary(tag)
-            context, found = await self._read(app_name, tag)
-            if not found.users:
-                return  # deleted meanwhile
-            user = seals.open_user_row(context, found, found.users[0])
-            who = identify(self._keys.keyring.index, app_name, user.user_id)
-            if who.user_tag != tag:
-                raise TamperedError(f"{users.name} row {row_id}: its tag is another user's")
+            self._opened["users"] += await _settled(partial(self._check_user, row))
         except UNREADABLE as error:
-            self.problems.refused(error, users.name, row_id)
-            self.problems.expect(users.name, row_id)
-        else:
-            self._opened["users"] += 1
+            self.problems.refused(error, users.name, row[0])
+            self.problems.expect(users.name, row[0])
+
+    async def _check_user(self, row: Row) -> bool:
+        """Whether it is still there."""
+        row_id, _, tag, stored_name = row
+        with seals.naming(users.name, row_id):
+            if stored_name is None:
+                raise TamperedError("its app's row was removed")
+            app_name = decode_text(stored_name)
+            _binary(tag)
+        context, found = await self._read(app_name, tag)
+        if not found.users:
+            return False  # deleted meanwhile
+        user = seals.open_user_row(context, found, found.users[0])
+        who = identify(self._keys.keyring.index, app_name, user.user_id)
+        if who.user_tag != tag:
+            raise TamperedError(f"{users.name} row {row_id}: its tag is another user's")
+        return True
 
     async def _check_session(self, located: Located) -> None:
         rows = 1
@@ -188,10 +192,18 @@ class _Run:
     async def _read(self, app_name: str, user_tag: bytes = b"") -> tuple[Context, Found]:
         """An app's row, or a user's too, with witnesses and keys."""
         who = identify(self._keys.keyring.index, app_name)._replace(user_tag=user_tag)
-        found = Found(await self._db.read(sql.OWNERS[True], who.tags()))
-        keys = StagedKeys(self._keys)
-        keys.load(found.keys)
+        found = Found(await self._db.read(sql.OWNERS[False], who.tags()))
+        keys = await self._db.keys_of(who.app_tag, user_tag)
         return Context(keys, Memo(0), who, True), found
+
+
+async def _settled(check: Callable[[], Awaitable[T]]) -> T:
+    """Keys are read after the rows: they may have been replaced in between."""
+    try:
+        return await check()
+    except UnknownKeyError:
+        pass
+    return await check()
 
 
 def _no_decoding(plaintext: bytes, session_row: int, seq: int) -> None:

@@ -59,10 +59,11 @@ async def ranges(
     The last key of a batch comes first, then whoever wants it reads up to there: MySQL takes
     no LIMIT in a subquery.
     """
+    read = db.reader_of(key.table)
     while True:
         at = Range(after, None)
         query = _boundary(key, after is not None)
-        rows = await db.read(query, {**at.parameters, "step": size - 1})
+        rows = await read(query, {**at.parameters, "step": size - 1})
         # SQLite keeps any type in any column: whatever is no key of ours is read with the rest.
         last = next((row[0] for row in rows if isinstance(row[0], int | bytes)), None)
         yield Range(after, last)
@@ -78,8 +79,9 @@ async def batches(
     size: int = BATCH,
 ) -> AsyncIterator[list[Row]]:
     """What *statement* finds in each range of *key*."""
+    read = db.reader_of(key.table)
     async for keys in ranges(db, key, size):
-        yield list(await db.read(statement(keys.bounds), keys.parameters))
+        yield list(await read(statement(keys.bounds), keys.parameters))
 
 
 def first(query: sa.Select[Any], limit: sa.ColumnElement[int]) -> sa.Select[Any]:
@@ -129,7 +131,7 @@ _EVENTS = sa.select(sa.func.sum(sessions.c.revision * sa.literal_column("1.0")))
 async def count_rows(db: Database, *tables: sa.Table) -> int:
     total = 0
     for table in tables:
-        ((count,),) = await db.read(_count(table), {})
+        ((count,),) = await db.reader_of(table)(_count(table), {})
         total += int(count)
     return total
 

@@ -87,6 +87,26 @@ class Executor(Protocol):
         ...
 
 
+class Executors(NamedTuple):
+    """That of the data and that of the key tables: the same, or each of its own database."""
+
+    data: Executor
+    keys: Executor
+
+    @property
+    def are_apart(self) -> bool:
+        """Whether the key tables are in a database of their own."""
+        return self.keys is not self.data
+
+    async def close(self) -> None:
+        """Release the connections to both."""
+        try:
+            await self.data.close()
+        finally:
+            if self.are_apart:
+                await self.keys.close()
+
+
 def run_in_turn(
     steps: Steps[T],
     fetch: Callable[[sa.Executable, Parameters], Sequence[Row]],

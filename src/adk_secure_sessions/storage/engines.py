@@ -1,5 +1,6 @@
 """From a URL or an engine to the executor that suits it."""
 
+import os
 from typing import Any
 
 import sqlalchemy as sa
@@ -7,8 +8,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.storage.async_engine import AsyncEngineExecutor
-from adk_secure_sessions.storage.connection import Executor
-from adk_secure_sessions.storage.sqlite import sqlite_executor
+from adk_secure_sessions.storage.connection import Executor, Executors
+from adk_secure_sessions.storage.sqlite import is_in_memory, sqlite_executor
 
 _SQLITE_DRIVERS = ("sqlite", "sqlite+pysqlite", "sqlite+aiosqlite")
 _EXTRAS = {
@@ -19,30 +20,69 @@ _POOL_SIZE = 10
 _ASYNC_DRIVERS = {"postgresql": "asyncpg", "mysql": "asyncmy", "mariadb": "asyncmy"}
 
 
-def executor_for(
-    db_url: str | sa.URL | None, db_engine: object | None, engine_kwargs: dict[str, Any]
-) -> Executor:
-    """Return the executor for one of *db_url* and *db_engine*.
+def executors_for(
+    db_url: str | sa.URL | None,
+    db_engine: object | None,
+    key_db_url: str | sa.URL | None,
+    key_db_engine: object | None,
+    engine_kwargs: dict[str, Any],
+) -> Executors:
+    """The executors for one of *db_url* and *db_engine*, and at most one of those for keys.
+
+    *engine_kwargs* go with *db_url*.
 
     Raises:
-        ConfigurationError: neither or both, a URL or an option that SQLAlchemy does not
-            take, a synchronous or unknown driver, a driver that is not installed.
+        ConfigurationError: none or two of them, a URL or an option that SQLAlchemy does not
+            take, a synchronous or unknown driver, a driver that is not installed; one
+            database as both.
     """
     if (db_url is None) == (db_engine is None):
         raise ConfigurationError("give exactly one of db_url and db_engine")
-    if db_engine is not None:
-        if not isinstance(db_engine, AsyncEngine):
-            raise ConfigurationError(
-                f"db_engine must be a SQLAlchemy AsyncEngine, not {type(db_engine).__name__}: "
-                "make it with create_async_engine"
-            )
+    if key_db_url is not None and key_db_engine is not None:
+        raise ConfigurationError("give one of key_db_url and key_db_engine, or none")
+    place = _place("db", db_url, db_engine)
+    if key_db_url is None and key_db_engine is None:
+        data = _executor(place, engine_kwargs)
+        return Executors(data, data)
+    key_place = _place("key_db", key_db_url, key_db_engine)
+    if place is key_place or _identity(place) == _identity(key_place):
+        raise ConfigurationError(
+            "the key database is to be another one than that of the data: "
+            "leave it out to have all in one"
+        )
+    return Executors(_executor(place, engine_kwargs), _executor(key_place, {}))
+
+
+def _place(name: str, url: object | None, engine: object | None) -> sa.URL | AsyncEngine:
+    """The one that is given of the arguments *name*_url and *name*_engine."""
+    if engine is None:
+        return _parse(f"{name}_url", url)
+    if isinstance(engine, AsyncEngine):
+        return engine
+    raise ConfigurationError(
+        f"{name}_engine must be a SQLAlchemy AsyncEngine, not {type(engine).__name__}: "
+        "make it with create_async_engine"
+    )
+
+
+def _identity(place: sa.URL | AsyncEngine) -> object:
+    """Equal for two that are certainly one database; opening them tells the rest."""
+    url = place.url if isinstance(place, AsyncEngine) else place
+    kind = url.get_backend_name()
+    if kind != "sqlite":
+        return url._replace(drivername=kind, password=None)
+    return object() if is_in_memory(url) else os.path.realpath(url.database or "")
+
+
+def _executor(place: sa.URL | AsyncEngine, engine_kwargs: dict[str, Any]) -> Executor:
+    if isinstance(place, AsyncEngine):
         if engine_kwargs:
             raise ConfigurationError(
                 f"{', '.join(sorted(engine_kwargs))}: options of an engine go with db_url, "
                 "not with db_engine"
             )
-        return _for_engine(db_engine, owned=False)
-    url = _parse(db_url)
+        return _for_engine(place, owned=False)
+    url = place
     try:
         if url.get_backend_name() == "sqlite":
             if url.drivername not in _SQLITE_DRIVERS:
@@ -82,16 +122,16 @@ def _for_server(url: sa.URL, engine_kwargs: dict[str, Any]) -> Executor:
     return _for_engine(create_async_engine(url, **options), owned=True, **keep)
 
 
-def _parse(db_url: object) -> sa.URL:
-    if db_url == ":memory:":
+def _parse(name: str, url: object) -> sa.URL:
+    if url == ":memory:":
         return sa.make_url("sqlite://")
-    if isinstance(db_url, str | sa.URL):
+    if isinstance(url, str | sa.URL):
         try:
-            return sa.make_url(db_url)
+            return sa.make_url(url)
         except (sa.exc.ArgumentError, ValueError):
             pass  # outside: its text repeats the URL, password included
     raise ConfigurationError(
-        "db_url is not a database URL: write, for example, sqlite+aiosqlite:///sessions.db"
+        f"{name} is not a database URL: write, for example, sqlite+aiosqlite:///sessions.db"
     )
 
 

@@ -7,7 +7,7 @@ from adk_secure_sessions.storage import seals
 from adk_secure_sessions.storage import statements as sql
 from adk_secure_sessions.storage.connection import Change
 from adk_secure_sessions.storage.ids import new_row_key
-from adk_secure_sessions.storage.rows import Context, Found, Owner
+from adk_secure_sessions.storage.rows import Context, Found, NeedsKey, Owner
 
 Changes = list[Change]
 
@@ -101,13 +101,18 @@ def add_witness(changes: Changes, context: Context, owner: bytes, tag: bytes, nu
 
 
 def _add_key(changes: Changes, context: Context, owner: bytes) -> None:
-    """Make the first key of a new owner; one that is there already lost its owner's row."""
+    """Make the first key of a new owner; one that is there already lost its owner's row.
+
+    Where keys are apart, it may wait for this row: a process may have ended between the two.
+    """
     _need_keys(context)
-    if context.keys.has_any(owner):
+    is_there = context.keys.has_any(owner)
+    if is_there and not context.keys_apart:
         raise TamperedError(
             f"secure_data_keys holds keys of the tag {owner.hex()}, whose own row was removed"
         )
-    _new_key(changes, context, owner)
+    if not is_there or context.keys.current(owner) is None:
+        _new_key(changes, context, owner)
 
 
 def ensure_key(changes: Changes, context: Context, owner: bytes, *stored: bytes) -> None:
@@ -125,6 +130,8 @@ def ensure_key(changes: Changes, context: Context, owner: bytes, *stored: bytes)
 
 
 def _new_key(changes: Changes, context: Context, owner: bytes) -> None:
+    if context.keys_apart:
+        raise NeedsKey(owner)
     row = context.keys.new(owner)
     changes.append(Change(sql.INSERT_KEY, row._asdict() | context.keys.keyring_now()))
 

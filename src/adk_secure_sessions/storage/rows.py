@@ -45,6 +45,14 @@ def identify(index: BlindIndex, app_name: str, user_id: str = "", session_id: st
     )
 
 
+class NeedsKey(Exception):
+    """*owner* has to get a data key in the other database before anything is sealed with it."""
+
+    def __init__(self, owner: bytes) -> None:
+        super().__init__("a data key has to be made first")
+        self.owner = owner
+
+
 class Owner(NamedTuple):
     """An opened row of `secure_apps` or `secure_users`; *state* is JSON."""
 
@@ -100,6 +108,11 @@ class Context(NamedTuple):
     memo: Memo
     who: Identity
     with_keys: bool  # whether it reads the owners' data keys too
+    keys_apart: bool = False  # then they were read before
+
+    def form_of(self, forms: sql.Forms) -> sql.Query:
+        """That of a query which this transaction needs."""
+        return forms[self.with_keys and not self.keys_apart]
 
     def forget_user(self) -> None:
         """Keep nothing in memory of a user who is not, or no longer, stored."""

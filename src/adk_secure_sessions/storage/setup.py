@@ -1,11 +1,10 @@
-"""Opening a database: what is there, may it be used, and the first rows where nothing is."""
+"""Opening a database: may it be used, and the first rows where nothing is."""
 
 import logging
 import secrets
 import time
 from collections.abc import Awaitable
 from functools import partial
-from typing import NamedTuple
 
 import sqlalchemy as sa
 
@@ -21,80 +20,86 @@ from adk_secure_sessions.keys.keyring import (
     open_keyring,
 )
 from adk_secure_sessions.loops import at_once
-from adk_secure_sessions.storage.connection import Executor, T
+from adk_secure_sessions.storage.connection import Executor, Executors, T
 from adk_secure_sessions.storage.dialect import exclusively
-from adk_secure_sessions.storage.tables import FORMAT_VERSION, data_keys, keyring, meta, metadata
+from adk_secure_sessions.storage.survey import (
+    CLEAR,
+    DATABASE_ID,
+    FORMAT,
+    HOLDS,
+    Part,
+    Survey,
+    check,
+    check_together,
+    look,
+)
+from adk_secure_sessions.storage.tables import FORMAT_VERSION, keyring, meta, metadata
 
 logger = logging.getLogger(__name__)
 
-_FORMAT, _DATABASE_ID, _CLEAR = "format", "database_id", "plaintext"
-_ATTEMPTS = 5
+_ATTEMPTS = 8
 # SQLite's own words for a file that cannot be used as it is.
 _UNUSABLE = ("SQLITE_CANTOPEN", "SQLITE_NOTADB", "SQLITE_READONLY", "SQLITE_PERM", "SQLITE_AUTH")
 
 
-class Survey(NamedTuple):
-    """What a database holds."""
-
-    missing_tables: frozenset[str]
-    alien_tables: tuple[str, ...]
-    adk_tables: bool
-    has_data_keys: bool
-    meta: dict[str, str]
-    keyring: list[MasterKeyRow]
-
-    @property
-    def format_version(self) -> str | None:
-        """As stored; None in a database that is not ours yet."""
-        return self.meta.get(_FORMAT)
-
-    @property
-    def has_clear_records(self) -> bool:
-        """Whether `NoOpBackend` has written there; nothing vouches for it."""
-        return _CLEAR in self.meta
-
-    @property
-    def database_id(self) -> bytes | None:
-        """Random, made with the database; None in one that is not ours yet."""
-        text = self.meta.get(_DATABASE_ID)
-        return bytes.fromhex(str(text)) if text else None
-
-
 async def open_database(
-    executor: Executor, backends: Backends, create_tables: bool, known: Keyring | None = None
+    executors: Executors, backends: Backends, create_tables: bool, known: Keyring | None = None
 ) -> Keyring:
     """Check the database and open its keyring, making both where there is none yet.
 
-    Without *create_tables*, the tables have to be there: see docs/sql.  *known* is the keyring
-    as it was opened before: then nothing is made.
+    Where the keys are apart, first all of the key database, then the other: a start after one
+    that was killed in between goes on from there.  Without *create_tables*, the tables have
+    to be there: see docs/sql.  *known* is the keyring as it was opened before: then nothing is
+    made.
 
     Raises:
-        ConfigurationError: the database cannot be used; it was left as it is.
+        ConfigurationError: a database cannot be used; it was left as it is.
         WrongKeyError, PlaintextRefusedError, KeyServiceError: see `open_keyring`.
     """
     if known is not None:
-        return await open_existing(executor, backends, known)
-    return await _usable(_open(executor, backends, create_tables))
+        return await open_existing(executors, backends, known)
+    root = backends.writer.root_key
+    clear = isinstance(backends.writer, NoOpBackend)
+    marks = {CLEAR: "1"} if clear else {}
+    for _ in range(_ATTEMPTS):  # again after each step, and when another process was first
+        data, keys = await _survey(executors, create_tables)
+        database_id = keys.database_id or secrets.token_bytes(16)
+        now = time.time_ns() // 1000
+        missing = [INDEX, DATA]
+        opened: Keyring | None = None
+        if keys.database_id is not None:
+            opened = await open_keyring(keys.keyring, backends.roots, root.key_id, database_id)
+            missing = [DATA] if opened.current_id is None else []
+        marks |= {FORMAT: str(FORMAT_VERSION), DATABASE_ID: database_id.hex()}
+        part = Part.KEYS if executors.are_apart else Part.ALL
+        if opened is None or missing or not marks.keys() <= keys.meta.keys():
+            fresh = await at_once(*(new_master(which, root, database_id, now) for which in missing))
+            await _make(executors.keys, part, keys, marks, fresh)
+        elif executors.are_apart and not marks.keys() <= data.meta.keys():
+            await _make(executors.data, Part.DATA, data, marks, [])
+        else:
+            _warn(data, clear)
+            return opened
+    raise SecureSessionError("the database kept changing while it was opened: try again")
 
 
-async def survey_existing(executor: Executor) -> Survey:
-    """What a database of ours holds, without changing anything.
+async def survey_existing(executors: Executors) -> Survey:
+    """What a database of ours holds, without changing anything; the keyring is the key tables'.
 
     Raises:
         ConfigurationError: it cannot be used, or is not ours yet.
     """
-    survey = await _usable(executor.define(look, commit=False))
-    _check(survey, create_tables=True)
-    if survey.database_id is None:
+    data, keys = await _survey(executors, create_tables=True)
+    if data.database_id is None:
         raise ConfigurationError(
             "this database holds no encrypted sessions yet: make its tables and keys with "
             "`adk-secure-sessions init`, or start a service on it"
         )
-    return survey
+    return data._replace(keyring=keys.keyring)
 
 
 async def open_existing(
-    executor: Executor, backends: Backends, known: Keyring | None = None
+    executors: Executors, backends: Backends, known: Keyring | None = None
 ) -> Keyring:
     """The keyring of a database of ours, without changing anything.
 
@@ -104,7 +109,7 @@ async def open_existing(
         ConfigurationError: see `survey_existing`; or it is not the database of *known*.
         WrongKeyError, PlaintextRefusedError, KeyServiceError: see `open_keyring`.
     """
-    survey = await survey_existing(executor)
+    survey = await survey_existing(executors)
     assert survey.database_id is not None, "survey_existing refuses that"
     if known is not None and known.database_id != survey.database_id:
         raise ConfigurationError("another database was put in its place: start the service anew")
@@ -112,7 +117,27 @@ async def open_existing(
     return await open_keyring(survey.keyring, backends.roots, writer, database_id, known)
 
 
-async def _usable(work: Awaitable[T]) -> T:
+async def _survey(executors: Executors, create_tables: bool) -> tuple[Survey, Survey]:
+    """Of the data and of the keys, each in order, and a pair; one twice where they are not apart.
+
+    Raises ConfigurationError.
+    """
+    if not executors.are_apart:
+        survey = await _usable(executors.data.define(look, commit=False))
+        check(survey, Part.ALL, create_tables)
+        return survey, survey
+    # In this order: what makes them makes the keys first.
+    data = await _usable(executors.data.define(look, commit=False))
+    keys = await _usable(executors.keys.define(look, commit=False), "key database's ")
+    if keys.is_used and data.format_version is None:  # or was it made just now?
+        data = await _usable(executors.data.define(look, commit=False))
+    check(keys, Part.KEYS, create_tables)
+    check(data, Part.DATA, create_tables)
+    check_together(data, keys)
+    return data, keys
+
+
+async def _usable(work: Awaitable[T], whose: str = "") -> T:
     try:
         return await work
     except sa.exc.DBAPIError as error:
@@ -124,143 +149,50 @@ async def _usable(work: Awaitable[T]) -> T:
     if undecodable:  # the reason quotes what is stored
         raise WrongKeyError("secure_meta or secure_keyring was altered: restore it from a backup")
     raise ConfigurationError(
-        f"the SQLite file cannot be used: {reason}; check the path, its directory and permissions"
+        f"the {whose}SQLite file cannot be used: {reason}; check the path, its directory and "
+        "permissions"
     )
-
-
-async def _open(executor: Executor, backends: Backends, create_tables: bool) -> Keyring:
-    root = backends.writer.root_key
-    clear = isinstance(backends.writer, NoOpBackend)
-    for _ in range(_ATTEMPTS):  # again when another process was first
-        survey = await executor.define(look, commit=False)
-        _check(survey, create_tables)
-        database_id = survey.database_id or secrets.token_bytes(16)
-        now = time.time_ns() // 1000
-        missing = [INDEX, DATA]
-        if survey.database_id is not None:
-            opened = await open_keyring(survey.keyring, backends.roots, root.key_id, database_id)
-            missing = [DATA] if opened.current_id is None else []
-            if not missing and (not clear or _CLEAR in survey.meta):
-                _warn(survey, clear)
-                return opened
-        fresh = await at_once(*(new_master(which, root, database_id, now) for which in missing))
-        values = {_FORMAT: str(FORMAT_VERSION), _DATABASE_ID: database_id.hex()}
-        if clear:
-            values[_CLEAR] = "1"
-        await executor.define(partial(_establish, survey, values, fresh), commit=True)
-    raise SecureSessionError("the database kept changing while it was opened: try again")
 
 
 def mark_clear(connection: sa.Connection) -> None:
     """Say in the database that some of it is in clear, before any is."""
-    values = {meta.c.name: _CLEAR, meta.c.value: "1"}
-    if not connection.scalar(sa.select(meta.c.value).where(meta.c.name == _CLEAR)):
+    values = {meta.c.name: CLEAR, meta.c.value: "1"}
+    if not connection.scalar(sa.select(meta.c.value).where(meta.c.name == CLEAR)):
         connection.execute(sa.insert(meta).values(values))
 
 
-def look(connection: sa.Connection) -> Survey:
-    """Read what there is, changing nothing."""
-    survey = _look(connection)
-    if survey.missing_tables and survey.meta:
-        # Perhaps another process made them after we had asked for their names.
-        survey = _look(connection)
-    return survey
-
-
-def _look(connection: sa.Connection) -> Survey:
-    present = set(sa.inspect(connection).get_table_names())
-    alien = _alien([table for table in metadata.sorted_tables if table.name in present], connection)
-    missing = frozenset(metadata.tables) - present
-    values: dict[str, str] = {}
-    masters: list[MasterKeyRow] = []
-    if not alien and meta.name in present:
-        values = {row.name: row.value for row in connection.execute(sa.select(meta))}
-    if not alien and keyring.name in present:
-        c = keyring.c
-        query = sa.select(c.id, c.purpose, c.root_key_id, c.created_at, c.wrapped)
-        rows = connection.execute(query.order_by(c.created_at, c.id))
-        masters = [MasterKeyRow(*row) for row in rows]
-    used = False
-    if not alien and data_keys.name in present:
-        used = bool(connection.scalar(sa.select(sa.exists(sa.select(data_keys)))))
-    adk = {"sessions", "events"} <= present
-    return Survey(missing, tuple(alien), adk, used, values, masters)
-
-
-def _alien(tables: list[sa.Table], connection: sa.Connection) -> list[str]:
-    """The names of those of *tables* that lack a column of ours."""
-    if not tables:
-        return []
-    # Reflecting each takes a hundred times as long as naming all columns in one query.
-    columns = [", ".join(table.c.keys()) for table in tables]
-    members = [
-        f"SELECT 1 FROM (SELECT {listed} FROM {table.name}) AS t WHERE 1 = 0"  # noqa: S608
-        for listed, table in zip(columns, tables, strict=True)
-    ]
-    try:
-        connection.execute(sa.text(" UNION ALL ".join(members)))
-        return []
-    except sa.exc.DBAPIError:
-        connection.rollback()
-    inspector = sa.inspect(connection)
-    names = [
-        (table, {column["name"] for column in inspector.get_columns(table.name)})
-        for table in tables
-    ]
-    return [table.name for table, present in names if not present.issuperset(table.c.keys())]
+async def _make(
+    executor: Executor,
+    part: Part,
+    expected: Survey,
+    marks: dict[str, str],
+    fresh: list[MasterKeyRow],
+) -> None:
+    """Make what is missing, unless the database has changed since it was surveyed."""
+    if part.value is not None:
+        marks = {**marks, HOLDS: part.value}
+    work = partial(_establish, part, expected, marks, fresh)
+    whose = "key database's " if part is Part.KEYS else ""
+    await _usable(executor.define(work, commit=True), whose)
 
 
 def _establish(
-    expected: Survey, values: dict[str, str], fresh: list[MasterKeyRow], connection: sa.Connection
+    part: Part,
+    expected: Survey,
+    marks: dict[str, str],
+    fresh: list[MasterKeyRow],
+    connection: sa.Connection,
 ) -> None:
-    """Make what is missing, unless the database has changed since it was surveyed."""
     with exclusively(connection):
         if look(connection) != expected:
             return
-        if expected.missing_tables:
-            metadata.create_all(connection)
-        new = [
-            {"name": name, "value": values[name]} for name in values if name not in expected.meta
-        ]
+        if part.missing(expected):
+            metadata.create_all(connection, tables=part.tables)
+        new = [{"name": name, "value": marks[name]} for name in marks if name not in expected.meta]
         if new:
             connection.execute(sa.insert(meta), new)
         if fresh:
             connection.execute(sa.insert(keyring), [row._asdict() for row in fresh])
-
-
-def _check(survey: Survey, create_tables: bool) -> None:
-    if survey.alien_tables:
-        raise ConfigurationError(
-            f"the table {survey.alien_tables[0]} was not made by adk-secure-sessions: "
-            "use another database or schema"
-        )
-    if survey.missing_tables and not create_tables:
-        raise ConfigurationError(
-            f"the table {min(survey.missing_tables)} is missing, and create_tables is False: "
-            "run the statements of docs/sql for this kind of database"
-        )
-    version = survey.meta.get(_FORMAT)
-    if version is None:
-        if survey.meta or survey.keyring or survey.has_data_keys:
-            raise ConfigurationError(
-                "secure_meta says no format version, though there is data: restore that table"
-            )
-        return
-    if version != str(FORMAT_VERSION):
-        raise ConfigurationError(
-            f"the database has format {version!r} and this version of adk-secure-sessions reads "
-            f"format {FORMAT_VERSION}: install the version that goes with it"
-        )
-    if survey.missing_tables:
-        raise ConfigurationError(
-            f"the table {min(survey.missing_tables)} was removed: restore it from a backup"
-        )
-    try:
-        if survey.database_id is not None:
-            return
-    except ValueError:
-        pass
-    raise ConfigurationError("secure_meta says no valid database id: restore that table")
 
 
 def _warn(survey: Survey, clear: bool) -> None:
@@ -268,5 +200,5 @@ def _warn(survey: Survey, clear: bool) -> None:
         logger.warning(
             "this database also holds ADK's own tables (sessions, events), which are in clear"
         )
-    if _CLEAR in survey.meta and not clear:
+    if survey.has_clear_records and not clear:
         logger.warning("this database holds, or once held, records in clear, by NoOpBackend")

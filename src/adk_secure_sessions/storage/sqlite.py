@@ -97,11 +97,16 @@ class SqliteExecutor:
         self._forget_threads()
 
 
-def sqlite_executor(url: sa.URL, engine_kwargs: dict[str, Any]) -> SqliteExecutor:
-    """The executor for a SQLite URL; *engine_kwargs* are those of `sqlalchemy.create_engine`."""
+def is_in_memory(url: sa.URL) -> bool:
+    """Whether that SQLite database is no file."""
     database = url.database or ""
     memory = database in ("", ":memory:") or database.startswith("file::memory:")
-    memory = memory or url.query.get("mode") == "memory"
+    return memory or url.query.get("mode") == "memory"
+
+
+def sqlite_executor(url: sa.URL, engine_kwargs: dict[str, Any]) -> SqliteExecutor:
+    """The executor for a SQLite URL; *engine_kwargs* are those of `sqlalchemy.create_engine`."""
+    memory = is_in_memory(url)
     options = dict(engine_kwargs)
     if memory:
         options.setdefault("poolclass", sa.pool.StaticPool)

@@ -4,6 +4,7 @@ A read is one statement, so that what it returns belongs together on every datab
 every isolation level: a UNION ALL of members with one shape, told apart by their kind.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from sqlalchemy import (
@@ -46,6 +47,7 @@ _ZERO: ColumnElement[int] = literal_column("0")
 
 Member = Select[Any]
 Query = CompoundSelect[Any]
+Forms = Mapping[bool, Query]  # without and with the owners' rows of `secure_data_keys`
 Change = Update | Delete | Insert
 
 _app_tag = bindparam("app_tag", type_=LargeBinary)
@@ -151,10 +153,14 @@ def _list_query(keys: bool) -> Query:
     )
 
 
-def _list_all_query() -> Query:
-    """All users of an app, always with their keys."""
+def _list_all_query(keys: bool) -> Query:
+    """All users of an app."""
     of_app = users.c.app_row == _app_id()
     theirs = sessions.join(users, users.c.id == sessions.c.user_row)
+    wanted = [
+        _key().where(data_keys.c.owner == _app_tag),
+        _key().where(data_keys.c.owner == users.c.tag, of_app),
+    ]
     return union_all(
         _app(),
         _user().where(of_app),
@@ -166,8 +172,7 @@ def _list_all_query() -> Query:
         .where(of_app),
         _session(theirs).where(of_app),
         _base().where(bases.c.session_row == sessions.c.id).select_from(theirs).where(of_app),
-        _key().where(data_keys.c.owner == _app_tag),
-        _key().where(data_keys.c.owner == users.c.tag, of_app),
+        *(wanted if keys else []),
     )
 
 
@@ -175,7 +180,6 @@ def _by_keys(*history: Member) -> dict[bool, Query]:
     return {keys: _session_query(keys, list(history)) for keys in (False, True)}
 
 
-# Each in two forms, without and with the owners' rows of `secure_data_keys`.
 SESSION_WITH_ALL_EVENTS = _by_keys(_event().where(events.c.session_row == _session_id()))
 SESSION_WITH_LAST_EVENTS = _by_keys(_last_events())
 SESSION_WITHOUT_EVENTS = _by_keys()
@@ -189,7 +193,7 @@ OWNERS = {
     )
     for keys in (False, True)
 }
-SESSIONS_OF_APP = _list_all_query()
+SESSIONS_OF_APP = {keys: _list_all_query(keys) for keys in (False, True)}
 EVENT_AT = _event().where(
     events.c.session_row == bindparam("session_row"), events.c.seq == bindparam("seq")
 )

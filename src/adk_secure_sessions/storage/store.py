@@ -6,15 +6,17 @@ from functools import partial
 from typing import NamedTuple
 
 from adk_secure_sessions.backends.registry import Backends
-from adk_secure_sessions.errors import DecryptionError, UnknownKeyError
+from adk_secure_sessions.errors import DecryptionError
 from adk_secure_sessions.json_objects import JsonObject
-from adk_secure_sessions.keys.data_keys import DataKeys, StagedKeys, StaleKeyring
+from adk_secure_sessions.keys.data_keys import DataKeys
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.loops import LoopLocks
 from adk_secure_sessions.lru import Lru
 from adk_secure_sessions.storage import seals, transactions
 from adk_secure_sessions.storage import statements as sql
-from adk_secure_sessions.storage.connection import Conflict, Executor, T
+from adk_secure_sessions.storage.attempts import Attempts
+from adk_secure_sessions.storage.connection import Executors, T
+from adk_secure_sessions.storage.owner_keys import keys_of
 from adk_secure_sessions.storage.retries import repeated
 from adk_secure_sessions.storage.rows import (
     NO_BASE,
@@ -32,10 +34,9 @@ _CHUNK = 64  # events decoded before other tasks get their turn
 
 
 class _Opened(NamedTuple):
-    keys: DataKeys
+    attempts: Attempts
     identities: Lru[tuple[str, str, str], Identity]
     sessions: Lru[bytes, StoredSession]
-    memo: Memo
 
 
 class Store:
@@ -43,14 +44,14 @@ class Store:
 
     def __init__(
         self,
-        executor: Executor,
+        executors: Executors,
         backends: Backends,
         open_keyring: Callable[[Keyring | None], Awaitable[Keyring]],
         *,
         session_cache_size: int,
         data_key_cache_size: int,
     ) -> None:
-        self._executor = executor
+        self._executors = executors
         self._backends = backends
         self._open_keyring = open_keyring
         self._session_cache_size = session_cache_size
@@ -65,7 +66,7 @@ class Store:
     async def close(self) -> None:
         """Release the connections and forget the keys; the next call opens again."""
         self._state = None
-        await self._executor.close()
+        await self._executors.close()
 
     async def create(
         self,
@@ -82,7 +83,7 @@ class Store:
         sent = Sent()
 
         async def attempt(context: Context, first: bool) -> transactions.Created:
-            return await self._executor.write(
+            return await self._executors.data.write(
                 partial(
                     transactions.create_session,
                     context=context,
@@ -122,7 +123,7 @@ class Store:
         parameters = {**who.tags(), "limit": limit or 0}
 
         async def attempt(context: Context, first: bool) -> tuple[View, list[T]] | None:
-            found = await self._read(context, query[context.with_keys], parameters)
+            found = await self._read(context, query, parameters)
             app = seals.open_app(context, found)
             user = seals.open_user(context, found)
             session = seals.open_session(context, found, user)
@@ -153,7 +154,7 @@ class Store:
         who = await self._identify(app_name, user_id)
 
         async def attempt(context: Context, first: bool) -> list[View]:
-            found = await self._read(context, sql.SESSIONS_OF_USER[context.with_keys], who.tags())
+            found = await self._read(context, sql.SESSIONS_OF_USER, who.tags())
             app = seals.open_app(context, found)
             try:
                 user = seals.open_user(context, found)
@@ -171,6 +172,9 @@ class Store:
 
         async def attempt(context: Context, first: bool) -> list[View]:
             found = await self._read(context, sql.SESSIONS_OF_APP, {"app_tag": who.app_tag})
+            if context.keys_apart:
+                owners = [row[8] for row in found.users]
+                context.keys.load(await keys_of(self._executors.keys.read, owners))
             app = seals.open_app(context, found)
             users = []
             for row in found.users:
@@ -192,7 +196,7 @@ class Store:
         known = opened.sessions.get(who.session_tag) if before is None else None
 
         async def attempt(context: Context, first: bool) -> bool:
-            return await self._executor.write(
+            return await self._executors.data.write(
                 partial(
                     transactions.delete_session,
                     context=context,
@@ -230,7 +234,7 @@ class Store:
             appended(updated)
 
         async def attempt(context: Context, first: bool) -> StoredSession:
-            return await self._executor.write(
+            return await self._executors.data.write(
                 partial(
                     transactions.append_event,
                     context=context,
@@ -249,7 +253,7 @@ class Store:
         who = await self._identify(app_name, user_id)
 
         async def attempt(context: Context, first: bool) -> bytes:
-            found = await self._read(context, sql.OWNERS[context.with_keys], who.tags())
+            found = await self._read(context, sql.OWNERS, who.tags())
             user = seals.open_user(context, found)
             return user.state if user else b"{}"
 
@@ -263,24 +267,19 @@ class Store:
                     by_id, writer_id = self._backends.by_id, self._backends.writer.backend_id
                     keys = DataKeys(keyring, by_id, writer_id, self._data_key_cache_size)
                     size = self._session_cache_size
-                    self._state = _Opened(keys, Lru(size), Lru(size), Memo(size))
+                    attempts = Attempts(self._executors, keys, Memo(size), self._keyring)
+                    self._state = _Opened(attempts, Lru(size), Lru(size))
         return self._state
 
     async def _keyring(self, known: Keyring | None = None) -> Keyring:
         return await repeated(lambda first: self._open_keyring(known))
-
-    async def _renew_keyring(self, keys: DataKeys, seen: Keyring) -> None:
-        """Read the keyring again, once for all tasks that have *seen* the same."""
-        async with self._locks.hold("keyring"):
-            if keys.keyring is seen:
-                keys.keyring = await self._keyring(seen)
 
     async def _identify(self, app_name: str, user_id: str = "", session_id: str = "") -> Identity:
         opened = self._state or await self._opened()
         name = (app_name, user_id, session_id)
         who = opened.identities.get(name)
         if who is None:
-            who = identify(opened.keys.keyring.index, *name)
+            who = identify(opened.attempts.keys.keyring.index, *name)
             opened.identities.put(name, who)
         return who
 
@@ -293,11 +292,11 @@ class Store:
         opened.sessions.put(who.session_tag, session)
 
     async def _read(
-        self, context: Context, query: sql.Query, parameters: dict[str, object]
+        self, context: Context, forms: sql.Forms, parameters: dict[str, object]
     ) -> Found:
-        result = Found(await self._executor.read(query, parameters))
-        context.keys.load(result.keys)
-        return result
+        found = Found(await self._executors.data.read(context.form_of(forms), parameters))
+        context.keys.load(found.keys)
+        return found
 
     async def _attempt(
         self,
@@ -307,37 +306,5 @@ class Store:
         always_with_keys: bool = False,
         writes: bool = False,
     ) -> T:
-        """Run until it succeeds, and share the keys it opened.
-
-        Keys that are known are not read again, unless a record names one that is not; nor is
-        the keyring, unless a data key does, or a new one was not taken.
-        """
-        opened = await self._opened()
-        data_keys = opened.keys
-        with_keys = always_with_keys or not data_keys.knows(who.app_tag, who.user_tag)
-
-        settled = False
-
-        async def once(first: bool) -> T:
-            nonlocal with_keys, settled
-            keyring = data_keys.keyring
-            keys = StagedKeys(data_keys, settled=settled)
-            try:
-                result = await run(Context(keys, opened.memo, who, with_keys), first)
-            except UnknownKeyError:
-                if with_keys:
-                    raise
-                with_keys = True
-            except StaleKeyring:
-                await self._renew_keyring(data_keys, keyring)
-                settled = True
-            except Conflict:
-                if keys.made_any:
-                    await self._renew_keyring(data_keys, keyring)
-                raise
-            else:
-                keys.publish()
-                return result
-            return await once(False)
-
-        return await repeated(once, writes=writes)
+        opened = self._state or await self._opened()
+        return await opened.attempts.run(who, run, always_with_keys=always_with_keys, writes=writes)

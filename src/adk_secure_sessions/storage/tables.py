@@ -137,6 +137,11 @@ def _store_external(table: Table) -> None:
         event.listen(table, "after_create", statement.execute_if(dialect="postgresql"))
 
 
+# In a database of their own, the key tables have a secure_meta of their own.
+TABLES = tuple(metadata.tables.values())
+KEY_TABLES = (meta, keyring, data_keys)
+DATA_TABLES = tuple(table for table in TABLES if table not in (keyring, data_keys))
+
 for _table in metadata.sorted_tables:
     _store_external(_table)
     for _dialect in ("mysql", "mariadb"):  # the default may be an engine without transactions

@@ -265,7 +265,8 @@ def _deletions(session: StoredSession) -> Changes:
 
 
 def _read(context: Context) -> Steps[Found]:
-    found = Found((yield Read(sql.SESSION_WITHOUT_EVENTS[context.with_keys], context.who.tags())))
+    query = context.form_of(sql.SESSION_WITHOUT_EVENTS)
+    found = Found((yield Read(query, context.who.tags())))
     context.keys.load(found.keys)
     return found
 

@@ -1,0 +1,68 @@
+-- The tables beside a key database of adk-secure-sessions, for MySQL and MariaDB.
+-- Run this once as their owner, and give the service create_tables=False and an account
+-- that may SELECT, INSERT, UPDATE and DELETE in them.
+
+CREATE TABLE secure_meta (
+  name VARCHAR(64) NOT NULL,
+  value VARCHAR(255) NOT NULL,
+  PRIMARY KEY (name)
+) ENGINE=InnoDB;
+
+CREATE TABLE secure_apps (
+  id BIGINT NOT NULL,
+  tag VARBINARY(16) NOT NULL,
+  app_name BLOB NOT NULL,
+  version BIGINT NOT NULL,
+  state LONGBLOB NOT NULL,
+  PRIMARY KEY (id),
+  UNIQUE (tag)
+) ENGINE=InnoDB;
+
+CREATE TABLE secure_users (
+  id BIGINT NOT NULL,
+  app_row BIGINT NOT NULL,
+  tag VARBINARY(16) NOT NULL,
+  version BIGINT NOT NULL,
+  state LONGBLOB NOT NULL,
+  PRIMARY KEY (id),
+  UNIQUE (tag)
+) ENGINE=InnoDB;
+
+CREATE INDEX ix_secure_users_app_row ON secure_users (app_row);
+
+CREATE TABLE secure_witnesses (
+  tag VARBINARY(16) NOT NULL,
+  number BIGINT NOT NULL,
+  seal LONGBLOB NOT NULL,
+  PRIMARY KEY (tag)
+) ENGINE=InnoDB;
+
+CREATE TABLE secure_sessions (
+  id BIGINT NOT NULL,
+  user_row BIGINT NOT NULL,
+  tag VARBINARY(16) NOT NULL,
+  revision BIGINT NOT NULL,
+  base_revision BIGINT NOT NULL,
+  created_at BIGINT NOT NULL,
+  updated_at BIGINT NOT NULL,
+  state LONGBLOB NOT NULL,
+  PRIMARY KEY (id),
+  UNIQUE (tag)
+) ENGINE=InnoDB;
+
+CREATE INDEX ix_secure_sessions_user_row ON secure_sessions (user_row);
+
+CREATE TABLE secure_bases (
+  session_row BIGINT NOT NULL,
+  revision BIGINT NOT NULL,
+  state LONGBLOB NOT NULL,
+  PRIMARY KEY (session_row)
+) ENGINE=InnoDB;
+
+CREATE TABLE secure_events (
+  session_row BIGINT NOT NULL,
+  seq BIGINT NOT NULL,
+  time BIGINT NOT NULL,
+  event LONGBLOB NOT NULL,
+  PRIMARY KEY (session_row, seq)
+) ENGINE=InnoDB;

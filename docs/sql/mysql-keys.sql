@@ -1,0 +1,29 @@
+-- The tables of a key database of adk-secure-sessions, for MySQL and MariaDB.
+-- Run this once as their owner, and give the service create_tables=False and an account
+-- that may SELECT, INSERT, UPDATE and DELETE in them.
+
+CREATE TABLE secure_meta (
+  name VARCHAR(64) NOT NULL,
+  value VARCHAR(255) NOT NULL,
+  PRIMARY KEY (name)
+) ENGINE=InnoDB;
+
+CREATE TABLE secure_keyring (
+  id BIGINT NOT NULL,
+  purpose VARCHAR(16) NOT NULL,
+  root_key_id VARCHAR(255) NOT NULL,
+  created_at BIGINT NOT NULL,
+  wrapped LONGBLOB NOT NULL,
+  PRIMARY KEY (id)
+) ENGINE=InnoDB;
+
+CREATE TABLE secure_data_keys (
+  id BIGINT NOT NULL,
+  owner VARBINARY(16) NOT NULL,
+  generation BIGINT NOT NULL,
+  backend_id BIGINT NOT NULL,
+  created_at BIGINT NOT NULL,
+  wrapped LONGBLOB NOT NULL,
+  PRIMARY KEY (id),
+  CONSTRAINT secure_data_keys_owner UNIQUE (owner, generation)
+) ENGINE=InnoDB;

@@ -1,0 +1,80 @@
+-- The tables beside a key database of adk-secure-sessions, for PostgreSQL.
+-- Run this once as their owner, and give the service create_tables=False and an account
+-- that may SELECT, INSERT, UPDATE and DELETE in them.
+
+CREATE TABLE secure_meta (
+  name VARCHAR(64) NOT NULL,
+  value VARCHAR(255) NOT NULL,
+  PRIMARY KEY (name)
+);
+
+CREATE TABLE secure_apps (
+  id BIGINT NOT NULL,
+  tag BYTEA NOT NULL,
+  app_name BYTEA NOT NULL,
+  version BIGINT NOT NULL,
+  state BYTEA NOT NULL,
+  PRIMARY KEY (id),
+  UNIQUE (tag)
+);
+
+ALTER TABLE secure_apps ALTER COLUMN state SET STORAGE EXTERNAL;
+
+CREATE TABLE secure_users (
+  id BIGINT NOT NULL,
+  app_row BIGINT NOT NULL,
+  tag BYTEA NOT NULL,
+  version BIGINT NOT NULL,
+  state BYTEA NOT NULL,
+  PRIMARY KEY (id),
+  UNIQUE (tag)
+);
+
+CREATE INDEX ix_secure_users_app_row ON secure_users (app_row);
+
+ALTER TABLE secure_users ALTER COLUMN state SET STORAGE EXTERNAL;
+
+CREATE TABLE secure_witnesses (
+  tag BYTEA NOT NULL,
+  number BIGINT NOT NULL,
+  seal BYTEA NOT NULL,
+  PRIMARY KEY (tag)
+);
+
+ALTER TABLE secure_witnesses ALTER COLUMN seal SET STORAGE EXTERNAL;
+
+CREATE TABLE secure_sessions (
+  id BIGINT NOT NULL,
+  user_row BIGINT NOT NULL,
+  tag BYTEA NOT NULL,
+  revision BIGINT NOT NULL,
+  base_revision BIGINT NOT NULL,
+  created_at BIGINT NOT NULL,
+  updated_at BIGINT NOT NULL,
+  state BYTEA NOT NULL,
+  PRIMARY KEY (id),
+  UNIQUE (tag)
+);
+
+CREATE INDEX ix_secure_sessions_user_row ON secure_sessions (user_row);
+
+ALTER TABLE secure_sessions ALTER COLUMN state SET STORAGE EXTERNAL;
+
+CREATE TABLE secure_bases (
+  session_row BIGINT NOT NULL,
+  revision BIGINT NOT NULL,
+  state BYTEA NOT NULL,
+  PRIMARY KEY (session_row)
+);
+
+ALTER TABLE secure_bases ALTER COLUMN state SET STORAGE EXTERNAL;
+
+CREATE TABLE secure_events (
+  session_row BIGINT NOT NULL,
+  seq BIGINT NOT NULL,
+  time BIGINT NOT NULL,
+  event BYTEA NOT NULL,
+  PRIMARY KEY (session_row, seq)
+);
+
+ALTER TABLE secure_events ALTER COLUMN event SET STORAGE EXTERNAL;

@@ -1,0 +1,245 @@
+"""A database whose keys are in another: copies of it, and what an attacker exchanges."""
+
+import shutil
+import sqlite3
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from adk_secure_sessions import (
+    AesGcmBackend,
+    ConfigurationError,
+    DecryptionError,
+    EncryptedSessionService,
+    SecureSessionError,
+    TamperedError,
+    UnknownKeyError,
+    WrongKeyError,
+)
+from adk_secure_sessions.maintenance import verify
+from tests.attacks.needles import (
+    APP,
+    NEEDLES,
+    SESSION,
+    USER,
+    found_in,
+    large_state,
+    new_event,
+    state,
+)
+from tests.key_database.support import (
+    KEY,
+    Pair,
+    count,
+    everything,
+    for_service,
+    marks,
+    pair_in,
+    query,
+    run_sql,
+    settle,
+    tables,
+)
+
+WHO: dict[str, Any] = {"app_name": APP, "user_id": USER, "session_id": SESSION}
+BOB = WHO | {"user_id": "bob"}
+
+
+@pytest.fixture
+async def files(tmp_path: Path) -> Pair:
+    """Two users, and what they say."""
+    return await filled(pair_in(tmp_path))
+
+
+async def filled(pair: Pair) -> Pair:
+    async with pair.service() as service:
+        for who in (WHO, BOB):
+            session = await service.create_session(**who, state=state() | large_state())
+            await service.append_event(session, new_event(state()))
+    return pair
+
+
+def copied(place: sa.URL, name: str) -> sa.URL:
+    """What an attacker, or a backup, has of it."""
+    settle(place)
+    copy = Path(place.database or "").with_name(name)
+    shutil.copy(place.database or "", copy)
+    return place.set(database=str(copy))
+
+
+def erase(pair: Pair) -> None:
+    """Delete the user's data key, which is how erasing begins."""
+    ((tag,),) = query(pair.data, "SELECT tag FROM secure_users ORDER BY id LIMIT 1")
+    assert run_sql(pair.keys, "DELETE FROM secure_data_keys WHERE owner = :tag", tag=tag) == 1
+
+
+async def refused(pair: Pair, error: type[Exception], match: str = ".") -> None:
+    """At the start, whatever is asked; and nothing is made."""
+    before = everything(*pair)
+    async with pair.service() as service:
+        for call in (service.prepare_tables, partial(service.create_session, **WHO)):
+            with pytest.raises(error, match=match) as info:
+                await call()
+            assert type(info.value) is error
+    assert everything(*pair) == before
+
+
+# --- copies --------------------------------------------------------------------------------------
+
+
+async def test_copy_of_the_data_holds_no_key_and_is_not_opened(files: Pair) -> None:
+    copy = copied(files.data, "copy.db")
+    assert tables(copy).isdisjoint({"secure_keyring", "secure_data_keys"})
+    content = Path(copy.database or "").read_bytes()
+    for (wrapped,) in query(files.keys, "SELECT wrapped FROM secure_keyring"):
+        assert wrapped not in content
+    for (wrapped,) in query(files.keys, "SELECT wrapped FROM secure_data_keys"):
+        assert wrapped not in content
+    async with EncryptedSessionService(for_service(copy), AesGcmBackend(KEY)) as service:
+        with pytest.raises(ConfigurationError, match="key_db_url"):
+            await service.get_session(**WHO)
+
+
+async def test_copy_from_before_a_user_was_erased_opens_nothing_of_that_user(files: Pair) -> None:
+    old = Pair(copied(files.data, "old.db"), files.keys)
+    async with old.service() as service:
+        assert await service.get_session(**WHO) is not None
+    erase(files)
+    async with old.service() as service:
+        for call in (
+            service.get_session(**WHO),
+            service.get_user_state(app_name=APP, user_id=USER),
+            service.list_sessions(app_name=APP, user_id=USER),
+            service.create_session(**WHO | {"session_id": "another"}),
+            service.delete_session(**WHO),
+        ):
+            with pytest.raises(UnknownKeyError):
+                await call
+        assert await service.get_session(**BOB) is not None
+    assert count(files.keys, "secure_data_keys") == 2
+
+
+async def test_files_of_neither_hold_what_users_say(files: Pair, tmp_path: Path) -> None:
+    contents = b"".join(file.read_bytes() for file in tmp_path.iterdir())
+    assert found_in(contents) == set()
+    assert APP.encode() in contents
+    assert len(NEEDLES) > 10
+
+
+# --- what is exchanged ---------------------------------------------------------------------------
+
+
+async def test_keys_of_another_database_are_refused(files: Pair, tmp_path: Path) -> None:
+    other = await filled(pair_in(tmp_path, "other-"))
+    await refused(Pair(files.data, other.keys), ConfigurationError, "another database")
+    mine, theirs = (marks(pair.keys)["database_id"] for pair in (files, other))
+    renamed = "UPDATE secure_meta SET value = :id WHERE name = 'database_id'"
+    run_sql(other.keys, renamed, id=mine)
+    await refused(Pair(files.data, other.keys), WrongKeyError)
+    run_sql(other.keys, renamed, id=theirs)
+    # Both are the attacker's then, and nobody's session is found; `verify` tells.
+    run_sql(files.data, renamed, id=theirs)
+    mixed = Pair(files.data, other.keys)
+    async with mixed.service() as service:
+        assert await service.get_session(**WHO) is None
+    async with mixed.maintained() as db:
+        found = await verify(db)
+        assert found.bad
+        assert (found.apps, found.users, found.sessions) == (0, 0, 0)
+
+
+async def test_data_keys_of_another_database_are_refused(files: Pair, tmp_path: Path) -> None:
+    other = await filled(pair_in(tmp_path, "other-"))
+    rows = query(other.keys, "SELECT wrapped FROM secure_data_keys ORDER BY id")
+    own = query(files.keys, "SELECT id FROM secure_data_keys ORDER BY id")
+    for (wrapped,), (row,) in zip(rows, own, strict=True):
+        run_sql(
+            files.keys, "UPDATE secure_data_keys SET wrapped = :w WHERE id = :id", w=wrapped, id=row
+        )
+    async with files.service() as service:
+        with pytest.raises(DecryptionError):
+            await service.get_session(**WHO)
+
+
+async def test_data_keys_of_two_users_swapped_are_refused(files: Pair) -> None:
+    users = [tag for (tag,) in query(files.data, "SELECT tag FROM secure_users")]
+    other = b"\0" * 16
+    change = "UPDATE secure_data_keys SET owner = :new WHERE owner = :old"
+    for old, new in ((users[0], other), (users[1], users[0]), (other, users[1])):
+        run_sql(files.keys, change, old=old, new=new)
+    async with files.service() as service:
+        for who in (WHO, BOB):
+            with pytest.raises(TamperedError):
+                await service.get_session(**who)
+
+
+async def test_older_key_database_put_back_is_refused_where_keys_are_missing(files: Pair) -> None:
+    old = copied(files.keys, "old.db")
+    async with files.service() as service:
+        await service.create_session(**WHO | {"user_id": "carol"})
+    mixed = Pair(files.data, old)
+    async with mixed.service() as service:
+        with pytest.raises(UnknownKeyError):
+            await service.get_session(**WHO | {"user_id": "carol"})
+        with pytest.raises(UnknownKeyError):
+            await service.create_session(**WHO | {"user_id": "carol", "session_id": "x"})
+        assert await service.get_session(**BOB) is not None
+    assert count(old, "secure_data_keys") == 3
+
+
+# --- new keys are not made -----------------------------------------------------------------------
+
+FORGOTTEN = {
+    "data's mark": ("data", "DELETE FROM secure_meta WHERE name = 'holds'"),
+    "data's marks": ("data", "DELETE FROM secure_meta"),
+    "keys' mark": ("keys", "DELETE FROM secure_meta WHERE name = 'holds'"),
+    "keys' marks": ("keys", "DELETE FROM secure_meta"),
+    "ids": ("keys", "UPDATE secure_meta SET value = '00' WHERE name = 'database_id'"),
+    "all of the keys": (
+        "keys",
+        "DELETE FROM secure_meta; DELETE FROM secure_keyring; DELETE FROM secure_data_keys",
+    ),
+    "tables of the keys": (
+        "keys",
+        "DROP TABLE secure_meta; DROP TABLE secure_keyring; DROP TABLE secure_data_keys",
+    ),
+    "both databases' marks": ("both", "DELETE FROM secure_meta"),
+}
+
+
+@pytest.mark.parametrize("name", FORGOTTEN)
+async def test_marks_that_were_removed_lead_to_no_new_keys(files: Pair, name: str) -> None:
+    where, script = FORGOTTEN[name]
+    for place in files if where == "both" else (getattr(files, where),):
+        with closing(sqlite3.connect(place.database or "", isolation_level=None)) as connection:
+            connection.executescript(script)
+    before = everything(files.data)
+    await refused(files, ConfigurationError)
+    async with EncryptedSessionService(for_service(files.data), AesGcmBackend(KEY)) as alone:
+        with pytest.raises(ConfigurationError):
+            await alone.create_session(**WHO)
+    assert everything(files.data) == before
+
+
+async def test_emptied_keyring_leads_to_no_new_keys(files: Pair) -> None:
+    run_sql(files.keys, "DELETE FROM secure_keyring")
+    await refused(files, WrongKeyError)
+
+
+async def test_keyring_put_beside_the_data_is_refused(files: Pair, tmp_path: Path) -> None:
+    """The attacker's own, under a root key in clear, with a mark that says nothing."""
+    path = Path(files.data.database or "")
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("ATTACH ? AS theirs", (files.keys.database,))
+        for name in ("secure_keyring", "secure_data_keys"):
+            connection.execute(f"CREATE TABLE {name} AS SELECT * FROM theirs.{name}")
+        connection.execute("UPDATE secure_keyring SET root_key_id = 'none'")
+        connection.execute("DELETE FROM secure_meta WHERE name = 'holds'")
+    await refused(files, ConfigurationError, "keys of its own")
+    async with EncryptedSessionService(for_service(files.data), AesGcmBackend(KEY)) as alone:
+        with pytest.raises(SecureSessionError):
+            await alone.get_session(**WHO)

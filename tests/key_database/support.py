@@ -1,0 +1,131 @@
+"""A database and its key database, side by side."""
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import sqlalchemy as sa
+from google.adk.events.event import Event
+from google.adk.events.event_actions import EventActions
+from google.adk.sessions import Session
+
+from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
+from adk_secure_sessions.maintenance import Database
+from tests.attacks.support import dump
+from tests.maintenance.support import query, run_sql
+
+KEY, OTHER = bytes(range(32)), bytes(range(32, 64))
+APP = "clinic"
+_ASYNC = {
+    "sqlite": "sqlite+aiosqlite",
+    "postgresql": "postgresql+asyncpg",
+    "mariadb": "mariadb+asyncmy",
+}
+
+
+class Pair(NamedTuple):
+    """Where the data is, and where its keys; as a test reaches them behind the services' back."""
+
+    data: sa.URL
+    keys: sa.URL
+
+    @property
+    def urls(self) -> dict[str, Any]:
+        """Arguments of a service."""
+        return {"db_url": for_service(self.data), "key_db_url": for_service(self.keys)}
+
+    def service(self, key: bytes = KEY, **options: Any) -> EncryptedSessionService:
+        return EncryptedSessionService(**self.urls, backend=AesGcmBackend(key), **options)
+
+    def maintained(self, key: bytes | None = KEY) -> Database:
+        return Database(**self.urls, backend=None if key is None else AesGcmBackend(key))
+
+    def owners(self) -> int:
+        """How many apps and users have a row."""
+        return sum(count(self.data, table) for table in ("secure_apps", "secure_users"))
+
+
+def pair_in(directory: Path, name: str = "") -> Pair:
+    """Two SQLite files."""
+    data, keys = (f"{directory}/{name}{part}.db" for part in ("data", "keys"))
+    return Pair(sa.URL.create("sqlite", database=data), sa.URL.create("sqlite", database=keys))
+
+
+def for_service(place: sa.URL) -> str:
+    driver = _ASYNC[place.get_backend_name()]
+    return place.set(drivername=driver).render_as_string(hide_password=False)
+
+
+def count(place: sa.URL, table: str) -> int:
+    ((number,),) = query(place, f"SELECT count(*) FROM {table}")
+    return int(number)
+
+
+def marks(place: sa.URL) -> dict[str, str]:
+    return {row[0]: row[1] for row in query(place, "SELECT name, value FROM secure_meta")}
+
+
+def tables(place: sa.URL) -> set[str]:
+    engine = sa.create_engine(place)
+    names = set(sa.inspect(engine).get_table_names())
+    engine.dispose()
+    return names
+
+
+def everything(*places: sa.URL) -> object:
+    """All rows of SQLite files; None of one that is not there."""
+    files = [Path(place.database or "") for place in places]
+    return [dump(file) if file.exists() else None for file in files]
+
+
+def settle(place: sa.URL) -> None:
+    """Have all of a SQLite database in its one file."""
+    with closing(sqlite3.connect(place.database or "")) as connection:
+        assert connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0] == 0
+
+
+def event(number: int = 0, **delta: object) -> Event:
+    return Event(
+        author="agent",
+        invocation_id="i",
+        timestamp=1_700_000_000.0 + number,
+        actions=EventActions(state_delta=delta),
+    )
+
+
+async def create(
+    service: EncryptedSessionService,
+    user: str = "ada",
+    name: str = "s",
+    state: dict[str, Any] | None = None,
+) -> Session:
+    return await service.create_session(
+        app_name=APP, user_id=user, session_id=name, state={"n": 0} | (state or {})
+    )
+
+
+async def find(
+    service: EncryptedSessionService, user: str = "ada", name: str = "s"
+) -> Session | None:
+    return await service.get_session(app_name=APP, user_id=user, session_id=name)
+
+
+__all__ = [
+    "APP",
+    "KEY",
+    "OTHER",
+    "Pair",
+    "count",
+    "create",
+    "event",
+    "everything",
+    "find",
+    "for_service",
+    "marks",
+    "pair_in",
+    "query",
+    "run_sql",
+    "settle",
+    "tables",
+]

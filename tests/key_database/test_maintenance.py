@@ -1,0 +1,186 @@
+"""Looking after two databases as one."""
+
+import asyncio
+import base64
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
+from adk_secure_sessions.cli.opening import DB_VARIABLE, KEY_DB_VARIABLE
+from adk_secure_sessions.maintenance import (
+    Database,
+    identities,
+    inspect,
+    lookup,
+    orphans,
+    purge,
+    retire,
+    rotate_data,
+    rotate_master,
+    rotate_root,
+    status,
+    verify,
+    walking,
+)
+from adk_secure_sessions.storage import owner_keys
+from tests.cli.support import run
+from tests.key_database.support import (
+    APP,
+    KEY,
+    OTHER,
+    Pair,
+    count,
+    create,
+    event,
+    find,
+    for_service,
+    marks,
+    query,
+    run_sql,
+    settle,
+)
+
+USERS = [f"u{n}" for n in range(7)]
+
+
+@pytest.fixture
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(walking.batches, "__defaults__", (3,))
+    monkeypatch.setattr(walking.ranges, "__defaults__", (3, None))
+    monkeypatch.setattr(identities.identified, "__defaults__", (None, 3))
+    monkeypatch.setattr(orphans, "_BATCH", 3)
+    monkeypatch.setattr(owner_keys, "_MANY", 3)
+
+
+async def fill(pair: Pair, users: list[str] = USERS) -> None:
+    async with pair.service() as service:
+        for user in users:
+            session = await create(service, user)
+            await service.append_event(session, event(n=1))
+
+
+async def test_all_of_it_is_counted_and_checked(pair: Pair, small_batches: None) -> None:
+    await fill(pair)
+    async with pair.maintained(None) as db:
+        found = await status(db)
+        shown = [await inspect(db, f"secure_{name}") for name in ("keyring", "data_keys", "users")]
+    assert {(one.table, one.rows, one.newest) for one in found.records} == {
+        ("secure_apps", 1, 1),
+        ("secure_users", 7, 7),
+        ("secure_sessions", 7, 7),
+        ("secure_events", 7, 7),
+        ("secure_witnesses", 15, 15),
+    }
+    assert sum(one.keys for one in found.data_keys) == 8
+    assert len(found.masters) == 2
+    assert [len(rows) for rows in shown] == [2, 8, 7]
+    async with pair.maintained() as db:
+        checked = await verify(db)
+        assert (checked.users, checked.sessions, checked.events) == (7, 7, 7)
+        assert (checked.bad, checked.unchecked, checked.problems) == (0, 0, ())
+        where = await lookup(db, APP, "u3", "s")
+        assert all(one.row is not None for one in where)
+        assert {one.opens for one in (await status(db)).masters} == {True}
+        assert (await purge(db, timedelta(days=1))).deleted == 7
+    assert count(pair.data, "secure_sessions") == 0
+
+
+async def test_every_key_is_replaced(pair: Pair) -> None:
+    await fill(pair, ["ada"])
+    both: dict[str, Any] = {"backend": AesGcmBackend(OTHER), "additional_backends": ()}
+    async with Database(
+        **pair.urls, backend=AesGcmBackend(OTHER), additional_backends=[AesGcmBackend(KEY)]
+    ) as db:
+        assert len((await rotate_root(db)).rotated) == 2
+    async with Database(**pair.urls, **both) as db:
+        assert (await rotate_master(db)).rotated == 2
+        rotated = await rotate_data(db)
+        assert (rotated.keys, rotated.left, rotated.bad) == (2, 0, 0)
+        dropped = await retire(db)
+        assert (dropped.data_keys, len(dropped.masters)) == (2, 1)
+        assert (await verify(db)).bad == 0
+    assert query(pair.keys, "SELECT generation FROM secure_data_keys") == [(1,), (1,)]
+    assert {name for name in marks(pair.data) if "rotation" in name} == set()
+    async with EncryptedSessionService(**pair.urls, **both) as service:
+        assert await find(service) is not None
+
+
+async def test_verify_names_a_data_key_of_no_owner_once_it_is_not_new(files: Pair) -> None:
+    """All rows of a user may have been removed, which nothing else tells."""
+    keys = "SELECT id FROM secure_data_keys"
+    async with files.service() as service:
+        await create(service)
+        before, known = files.data.database or "", set(query(files.keys, keys))
+        settle(files.data)
+        copy = Path(before).read_bytes()
+        await create(service, "bob")
+    settle(files.data)
+    Path(before).write_bytes(copy)  # with no row of bob's
+    (bob,) = set(query(files.keys, keys)) - known
+    later = "UPDATE secure_data_keys SET created_at = created_at + :d WHERE id = :id"
+    async with files.maintained() as db:
+        assert (await verify(db)).problems == ()  # bob may be just about to be written
+        for hours in (-1, 2):  # whatever the clocks say
+            run_sql(files.keys, later, d=hours * 3_600_000_000, id=bob[0])
+            (problem,) = (await verify(db)).problems
+            assert (problem.table, problem.row) == ("secure_data_keys", str(bob[0]))
+            assert "before it could write" in problem.reason
+
+
+async def test_verify_raises_no_alarm_while_services_write(pair: Pair) -> None:
+    await fill(pair, ["ada"])
+    stopped = asyncio.Event()
+
+    async def write(name: str) -> None:
+        async with pair.service() as service:
+            for n in range(10_000):
+                if stopped.is_set():
+                    return
+                session = await create(service, f"{name}{n}", state={"app:n": n})
+                await service.append_event(session, event(n=n, big="x" * 9000))
+                if n % 2:
+                    await service.delete_session(app_name=APP, user_id=f"{name}{n}", session_id="s")
+
+    async with pair.maintained() as db, asyncio.TaskGroup() as group:
+        for name in ("x", "y"):
+            group.create_task(write(name))
+        try:
+            for _ in range(3):
+                assert (await verify(db)).problems == ()
+        finally:
+            stopped.set()
+
+
+# --- the command line ----------------------------------------------------------------------------
+
+
+def test_commands_take_the_key_database(
+    files: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("KEY", base64.b64encode(KEY).decode())
+    monkeypatch.delenv(DB_VARIABLE, raising=False)
+    monkeypatch.delenv(KEY_DB_VARIABLE, raising=False)
+    data, keys = for_service(files.data), for_service(files.keys)
+    key = ["--key", "env:KEY"]
+    on = ["--db", data, "--key-db", keys]
+    made = run("init", *on, *key, "--json")
+    assert (made.code, len(made.json["tables"])) == (0, 10)
+    assert run("init", *on, *key).stdout == "all of it was there already\n"
+    asyncio.run(fill(files))
+    environment = {DB_VARIABLE: data, KEY_DB_VARIABLE: keys}
+    assert run("verify", *key, **environment).code == 0
+    assert "secure_events" in run("status", **environment).stdout
+    assert run("inspect", "secure_data_keys", *on).stdout.count("\n") == 8
+    assert run("rotate", "root", *on, *key).stdout.count("already") == 2
+    assert run("purge", *on, *key, "--older-than", "1d").stdout == "deleted: 7 sessions\n"
+    alone = run("verify", "--db", data, *key)
+    assert (alone.code, alone.stdout) == (2, "")
+    assert "give that as key_db_url" in alone.stderr
+    nowhere = run("status", "--db", data, "--key-db", f"sqlite:///{tmp_path}/no.db")
+    assert (nowhere.code, "there is no file" in nowhere.stderr) == (2, True)
+    same = run("status", "--db", data, "--key-db", data)
+    assert (same.code, "another one" in same.stderr) == (2, True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data.db", "keys.db"]

@@ -1,0 +1,310 @@
+"""Two databases are made together, and only the two that were made together are used together."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from adk_secure_sessions import (
+    AesGcmBackend,
+    ConfigurationError,
+    EncryptedSessionService,
+    WrongKeyError,
+)
+from adk_secure_sessions.maintenance import Database, init, status
+from adk_secure_sessions.storage import setup
+from adk_secure_sessions.storage.survey import Part
+from tests.key_database.support import (
+    KEY,
+    OTHER,
+    Pair,
+    count,
+    create,
+    everything,
+    for_service,
+    marks,
+    pair_in,
+    query,
+    run_sql,
+    tables,
+)
+from tests.maintenance.support import clear_backend
+from tests.processes import children, results
+
+OF_KEYS = {"secure_meta", "secure_keyring", "secure_data_keys"}
+OF_DATA = {
+    "secure_meta",
+    "secure_apps",
+    "secure_users",
+    "secure_witnesses",
+    "secure_sessions",
+    "secure_bases",
+    "secure_events",
+}
+
+Say = Callable[[object], None]
+
+
+async def start(db_url: Any = None, key_db_url: Any = None, **options: Any) -> None:
+    async with EncryptedSessionService(
+        db_url, AesGcmBackend(KEY), key_db_url=key_db_url, **options
+    ) as service:
+        await service.prepare_tables()
+
+
+# --- making them ---------------------------------------------------------------------------------
+
+
+async def test_each_database_gets_its_tables_and_says_what_it_holds(pair: Pair) -> None:
+    await start(**pair.urls)
+    assert (tables(pair.data), tables(pair.keys)) == (OF_DATA, OF_KEYS)
+    data, keys = marks(pair.data), marks(pair.keys)
+    assert data == {"format": "1", "database_id": keys["database_id"], "holds": "data"}
+    assert keys == {"format": "1", "database_id": keys["database_id"], "holds": "keys"}
+    assert count(pair.keys, "secure_keyring") == 2
+    before = query(pair.keys, "SELECT * FROM secure_keyring")
+    await start(**pair.urls)  # it finds nothing to do
+    assert (marks(pair.data), marks(pair.keys)) == (data, keys)
+    assert query(pair.keys, "SELECT * FROM secure_keyring") == before
+
+
+async def test_init_says_what_it_made_in_both(pair: Pair) -> None:
+    async with pair.maintained() as db:
+        made = await init(db)
+        assert sorted(made.tables) == sorted([*OF_KEYS, *OF_DATA])
+        assert len(made.masters) == 2
+        assert await init(db) == ((), ())
+
+
+async def test_engines_of_the_caller_are_used_and_left_open(pair: Pair) -> None:
+    data, keys = (create_async_engine(url) for url in pair.urls.values())
+    async with EncryptedSessionService(
+        db_engine=data, key_db_engine=keys, backend=AesGcmBackend(KEY)
+    ) as service:
+        await service.prepare_tables()
+    for engine in (data, keys):
+        async with engine.connect() as connection:
+            assert await connection.scalar(sa.text("SELECT count(*) FROM secure_meta")) == 3
+        await engine.dispose()
+
+
+async def test_databases_in_memory_are_two() -> None:
+    await start(":memory:", ":memory:")
+
+
+async def test_database_in_clear_says_so_in_both(files: Pair) -> None:
+    async with EncryptedSessionService(**files.urls, backend=clear_backend()) as service:
+        await service.prepare_tables()
+    assert marks(files.data)["plaintext"] == marks(files.keys)["plaintext"] == "1"
+
+
+def start_and_say(say: Say, urls: dict[str, str]) -> None:
+    asyncio.run(start(**urls))
+    say("started")
+
+
+async def test_processes_starting_at_once_agree(pair: Pair) -> None:
+    said = await asyncio.to_thread(results, *[(start_and_say, pair.urls)] * 4)
+    assert said == [["started"]] * 4
+    assert count(pair.keys, "secure_keyring") == 2
+    assert marks(pair.data)["database_id"] == marks(pair.keys)["database_id"]
+
+
+async def test_services_starting_at_once_agree(files: Pair) -> None:
+    services = [files.service() for _ in range(8)]
+    await asyncio.gather(*(service.prepare_tables() for service in services))
+    for service in services:
+        await service.close()
+    assert count(files.keys, "secure_keyring") == 2
+
+
+def die_before_the_data(say: Say, urls: dict[str, str]) -> None:
+    make: Any = setup._make
+
+    async def die(executor: Any, part: Part, *rest: Any) -> None:
+        if part is Part.DATA:
+            say("the keys are there")
+            os.kill(os.getpid(), signal.SIGKILL)
+        await make(executor, part, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(setup, "_make", die)
+        asyncio.run(start(**urls))
+
+
+async def test_start_goes_on_where_a_killed_one_ended(pair: Pair) -> None:
+    with children((die_before_the_data, pair.urls)) as (child,):
+        assert await asyncio.to_thread(next, child.said()) == "the keys are there"
+        await asyncio.to_thread(child.process.join)
+        assert child.process.exitcode == -signal.SIGKILL
+    masters = query(pair.keys, "SELECT * FROM secure_keyring")
+    assert tables(pair.data) == set()
+    await start(**pair.urls)
+    assert query(pair.keys, "SELECT * FROM secure_keyring") == masters
+    assert marks(pair.data)["database_id"] == marks(pair.keys)["database_id"]
+
+
+async def test_wrong_root_key_is_refused_at_the_start(pair: Pair) -> None:
+    await start(**pair.urls)
+    async with pair.service(OTHER) as service:
+        with pytest.raises(WrongKeyError):
+            await service.prepare_tables()
+
+
+# --- what is no pair -----------------------------------------------------------------------------
+
+
+class Places:
+    """SQLite databases of every kind, all of them opened with the same root key."""
+
+    def __init__(self, directory: Path) -> None:
+        self.pair = pair_in(directory)
+        self.other = pair_in(directory, "other-")
+        self.whole = sa.URL.create("sqlite", database=f"{directory}/whole.db")
+        self.new = pair_in(directory, "new-")
+        self.all = (*self.pair, *self.other, self.whole, *self.new)
+
+    async def fill(self) -> None:
+        for pair in (self.pair, self.other):
+            async with pair.service() as service:
+                await create(service)
+        async with EncryptedSessionService(for_service(self.whole), AesGcmBackend(KEY)) as service:
+            await create(service)
+
+
+@pytest.fixture
+async def places(tmp_path: Path) -> Places:
+    places = Places(tmp_path)
+    await places.fill()
+    return places
+
+
+Wrong = Callable[[Places], tuple[sa.URL, sa.URL | None]]
+NO_PAIR: dict[str, tuple[Wrong, str]] = {
+    "data without its keys": (lambda p: (p.pair.data, None), "give that as key_db_url"),
+    "keys without their data": (lambda p: (p.pair.keys, None), "this is a key database"),
+    "keys in place of data": (lambda p: (p.other.keys, p.pair.keys), "db_url leads to a key"),
+    "the two swapped": (lambda p: (p.pair.keys, p.pair.data), "leads to"),
+    "keys beside data": (lambda p: (p.whole, p.pair.keys), "leave key_db_url out"),
+    "new keys beside data": (lambda p: (p.whole, p.new.keys), "leave key_db_url out"),
+    "another's keys": (lambda p: (p.pair.data, p.other.keys), "that of another database"),
+    "all of a database as keys": (lambda p: (p.pair.data, p.whole), "keys of their own"),
+    "all of a database as new keys": (lambda p: (p.new.data, p.whole), "keys of their own"),
+    "data as keys": (lambda p: (p.pair.data, p.other.data), "whose keys are in another"),
+    "new keys": (lambda p: (p.pair.data, p.new.keys), "restore it from a backup"),
+    "new data": (lambda p: (p.new.data, p.pair.keys), "check db_url"),
+}
+
+
+@pytest.mark.parametrize("name", NO_PAIR)
+async def test_databases_that_are_no_pair_are_refused_and_left_alone(
+    places: Places, name: str
+) -> None:
+    wrong, text = NO_PAIR[name]
+    data, keys = wrong(places)
+    before = everything(*places.all)
+    urls = for_service(data), None if keys is None else for_service(keys)
+    with pytest.raises(ConfigurationError, match=text):
+        await start(*urls)
+    async with Database(urls[0], AesGcmBackend(KEY), key_db_url=urls[1]) as db:
+        with pytest.raises(ConfigurationError, match=text):
+            await init(db)
+        with pytest.raises(ConfigurationError, match=rf"{text}|no file"):
+            await status(db)
+    made = [url for url in places.new if Path(url.database or "").exists()]
+    assert all(tables(url) == set() for url in made)  # SQLite makes a file when it looks
+    for url in made:
+        Path(url.database or "").unlink()
+    assert everything(*places.all) == before
+
+
+@pytest.mark.parametrize(
+    ("where", "statement", "text"),
+    [
+        ("data", "DELETE FROM secure_meta WHERE name = 'holds'", "restore secure_meta"),
+        ("data", "DELETE FROM secure_meta", "no format version"),
+        ("data", "DELETE FROM secure_meta WHERE name = 'database_id'", "no valid database id"),
+        ("data", "UPDATE secure_meta SET value = 'keys' WHERE name = 'holds'", "a key database"),
+        ("data", "UPDATE secure_meta SET value = '?' WHERE name = 'holds'", "`holds`"),
+        ("data", "DROP TABLE secure_events", "secure_events was removed"),
+        ("keys", "DELETE FROM secure_meta WHERE name = 'holds'", "keys of their own"),
+        ("keys", "DELETE FROM secure_meta", "no format version"),
+        ("keys", "UPDATE secure_meta SET value = 'data' WHERE name = 'holds'", "in another"),
+        ("keys", "DROP TABLE secure_data_keys", "secure_data_keys was removed"),
+    ],
+)
+async def test_database_that_was_altered_is_refused_and_nothing_is_made_in_its_place(
+    files: Pair, where: str, statement: str, text: str
+) -> None:
+    async with files.service() as service:
+        await create(service)
+    run_sql(getattr(files, where), statement)
+    before = everything(*files)
+    with pytest.raises(ConfigurationError, match=text):
+        await start(**files.urls)
+    assert everything(*files) == before
+
+
+async def test_missing_tables_are_not_made_if_that_is_not_wanted(files: Pair) -> None:
+    with pytest.raises(ConfigurationError, match="docs/sql"):
+        await start(**files.urls, create_tables=False)
+    assert (tables(files.data), tables(files.keys)) == (set(), set())
+
+
+# --- arguments -----------------------------------------------------------------------------------
+
+
+async def test_one_database_as_both_is_refused(tmp_path: Path) -> None:
+    file = f"{tmp_path}/s.db"
+    url = f"sqlite+aiosqlite:///{file}"
+    os.symlink(file, f"{tmp_path}/link.db")
+    same = [url, sa.make_url(url), f"sqlite:///{file}", f"sqlite:///{tmp_path}/./s.db"]
+    for other in [*same, f"sqlite:///{tmp_path}/link.db"]:
+        with pytest.raises(ConfigurationError, match="another one"):
+            await start(url, other)
+    server = "postgresql+asyncpg://u:{}@h/d"
+    with pytest.raises(ConfigurationError, match="another one"):
+        await start(server.format("a"), server.format("b"))
+    engine = create_async_engine(url)
+    with pytest.raises(ConfigurationError, match="another one"):
+        await start(url, key_db_engine=engine)
+    with pytest.raises(ConfigurationError, match="another one"):
+        await start(db_engine=engine, key_db_engine=engine)
+    await engine.dispose()
+    assert [path.name for path in tmp_path.iterdir()] == ["link.db"]
+
+
+async def test_one_database_by_two_names_is_refused_once_it_is_opened(tmp_path: Path) -> None:
+    Path(tmp_path / "s.db").touch()
+    os.link(tmp_path / "s.db", tmp_path / "hard.db")
+    urls = f"sqlite:///{tmp_path}/s.db", f"sqlite:///{tmp_path}/hard.db"
+    with pytest.raises(ConfigurationError, match="leads to a key database"):
+        await start(*urls)
+
+
+async def test_arguments_that_cannot_be_used_are_refused_by_their_name(files: Pair) -> None:
+    data = files.urls["db_url"]
+    wrong: Any = 5
+    engine = create_async_engine("sqlite+aiosqlite://")
+    with pytest.raises(ConfigurationError, match="one of key_db_url and key_db_engine"):
+        await start(data, data, key_db_engine=engine)
+    with pytest.raises(ConfigurationError, match="key_db_url is not a database URL"):
+        await start(data, "garbage")
+    with pytest.raises(ConfigurationError, match="key_db_engine must be"):
+        await start(data, key_db_engine=wrong)
+    with pytest.raises(ConfigurationError, match="exactly one of db_url"):
+        await start(None, data)
+    await engine.dispose()
+
+
+async def test_directory_of_the_key_database_that_is_missing_is_named_so(files: Pair) -> None:
+    nowhere = f"sqlite:///{files.keys.database}/no/keys.db"
+    with pytest.raises(ConfigurationError, match="key database's SQLite file cannot be used"):
+        await start(files.urls["db_url"], nowhere)
+    assert tables(files.data) == set()

@@ -1,0 +1,232 @@
+"""A service whose keys are in another database: what it does, and what is where."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adk_secure_sessions import (
+    AesGcmBackend,
+    ConfigurationError,
+    EncryptedSessionService,
+    FernetBackend,
+    StaticKey,
+    UnknownKeyError,
+)
+from adk_secure_sessions.storage import owner_keys
+from adk_secure_sessions.storage.attempts import Attempts
+from tests.key_database.support import (
+    APP,
+    KEY,
+    OTHER,
+    Pair,
+    count,
+    create,
+    event,
+    find,
+    query,
+    run_sql,
+    tables,
+)
+from tests.processes import children, results
+
+Say = Callable[[object], None]
+
+
+async def use(pair: Pair) -> None:
+    """All that a service does, by one that knows no key yet for each."""
+    async with pair.service() as service:
+        session = await create(service, state={"user:u": 1, "app:a": 1})
+        for n in range(3):
+            await service.append_event(session, event(n, n=n, **{"user:u": n, "app:a": n}))
+    state = {"n": 2, "user:u": 2, "app:a": 2}
+    async with pair.service() as service:
+        found = await find(service)
+        assert found is not None
+        assert (found.state, len(found.events)) == (state, 3)
+        await service.append_event(found, event(3, n=3))
+    for user_id in ("ada", None):
+        async with pair.service() as service:
+            (listed,) = (await service.list_sessions(app_name=APP, user_id=user_id)).sessions
+            assert listed.state == state | {"n": 3}
+    async with pair.service() as service:
+        assert await service.get_user_state(app_name=APP, user_id="ada") == {"u": 2}
+        await create(service, name="second")
+    async with pair.service() as service:
+        await service.delete_session(app_name=APP, user_id="ada", session_id="s")
+        assert await find(service) is None
+
+
+async def test_service_does_all_it_does_elsewhere(pair: Pair) -> None:
+    await use(pair)
+    assert count(pair.keys, "secure_data_keys") == pair.owners() == 2
+
+
+async def test_data_alone_is_not_opened(files: Pair, tmp_path: Path) -> None:
+    await use(files)
+    assert "secure_data_keys" not in tables(files.data)
+    alone = EncryptedSessionService(files.urls["db_url"], AesGcmBackend(KEY))
+    async with alone as service:
+        with pytest.raises(ConfigurationError, match="key_db_url"):
+            await find(service)
+
+
+async def test_all_users_of_an_app_are_listed_whose_keys_are_read_in_batches(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner_keys, "_MANY", 3)
+    users = [f"u{n}" for n in range(8)]
+    async with pair.service() as service:
+        for user in users:
+            await create(service, user)
+    async with pair.service() as service:
+        listed = (await service.list_sessions(app_name=APP)).sessions
+        assert sorted(session.user_id for session in listed) == users
+    run_sql(
+        pair.keys,
+        "DELETE FROM secure_data_keys WHERE id = "
+        "(SELECT * FROM (SELECT max(id) FROM secure_data_keys WHERE owner <> :app) AS t)",
+        app=query(pair.data, "SELECT tag FROM secure_apps")[0][0],
+    )
+    async with pair.service() as service:
+        with pytest.raises(UnknownKeyError):
+            await service.list_sessions(app_name=APP)
+    async with pair.service(skip_unreadable_sessions=True) as service:
+        assert len((await service.list_sessions(app_name=APP)).sessions) == 7
+
+
+class CountingKey(StaticKey):
+    """Says how often it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__(KEY)
+        self.calls: list[str] = []
+
+    async def wrap(self, key: bytes, associated_data: bytes) -> bytes:
+        self.calls.append("wrap")
+        return await super().wrap(key, associated_data)
+
+    async def unwrap(self, wrapped: bytes, associated_data: bytes) -> bytes:
+        self.calls.append("unwrap")
+        return await super().unwrap(wrapped, associated_data)
+
+
+async def test_root_key_is_asked_at_the_start_and_not_again(files: Pair) -> None:
+    for asked in (["wrap"] * 2 + ["unwrap"] * 2, ["unwrap"] * 2):
+        root = CountingKey()
+        async with EncryptedSessionService(**files.urls, backend=AesGcmBackend(root)) as service:
+            await service.prepare_tables()
+            assert root.calls[: len(asked)] == asked
+            at_start = len(root.calls)
+            session = await create(service, name=f"s{len(asked)}")
+            await service.append_event(session, event())
+            assert len((await service.list_sessions(app_name=APP)).sessions) > 0
+            assert len(root.calls) == at_start
+
+
+# --- keys ----------------------------------------------------------------------------------------
+
+
+async def test_key_is_stored_before_what_it_seals(files: Pair) -> None:
+    """A key database that is copied after the data has all keys of that copy."""
+    async with files.service() as service:
+        await service.prepare_tables()
+        run_sql(files.data, "CREATE TRIGGER t BEFORE INSERT ON secure_users BEGIN "
+                "SELECT RAISE(ABORT, 'no'); END")  # fmt: skip
+        with pytest.raises(Exception, match="no"):
+            await create(service)
+        assert (count(files.keys, "secure_data_keys"), files.owners()) == (2, 0)
+        run_sql(files.data, "DROP TRIGGER t")
+        await create(service)
+    assert (count(files.keys, "secure_data_keys"), files.owners()) == (2, 2)
+
+
+async def test_another_backend_makes_the_next_generation_where_the_keys_are(pair: Pair) -> None:
+    aes, fernet = AesGcmBackend(KEY), FernetBackend(OTHER)
+    async with pair.service() as service:
+        await create(service)
+    async with EncryptedSessionService(
+        **pair.urls, backend=aes, additional_backends=[fernet]
+    ) as first:
+        assert await find(first) is not None  # it knows the keys that there are
+        async with EncryptedSessionService(
+            **pair.urls, backend=fernet, additional_backends=[aes]
+        ) as second:
+            session = await find(second)
+            assert session is not None
+            await second.append_event(session, event(n=1, **{"app:a": 1}))
+        generations = "SELECT generation, backend_id FROM secure_data_keys ORDER BY generation"
+        assert query(pair.keys, generations) == [(0, 1), (0, 1), (1, 2), (1, 2)]
+        found = await find(first)
+        assert found is not None
+        assert found.state == {"n": 1, "app:a": 1}
+        await first.append_event(found, event(n=2))
+
+
+async def test_users_whose_keys_were_removed_are_refused_and_get_no_new_ones(pair: Pair) -> None:
+    async with pair.service() as service:
+        await create(service)
+        await create(service, "bob")
+    async with pair.service() as service:
+        ada = "(SELECT tag FROM secure_users ORDER BY id LIMIT 1)"
+        ((tag,),) = query(pair.data, ada[1:-1])
+        assert run_sql(pair.keys, "DELETE FROM secure_data_keys WHERE owner = :tag", tag=tag) == 1
+        for call in (find(service), create(service, name="another")):
+            with pytest.raises(UnknownKeyError):
+                await call
+        assert await find(service, "bob") is not None
+    assert count(pair.keys, "secure_data_keys") == 2
+
+
+def create_one(say: Say, urls: dict[str, Any], name: str) -> None:
+    async def main() -> None:
+        async with EncryptedSessionService(**urls, backend=AesGcmBackend(KEY)) as service:
+            await asyncio.gather(*(create(service, name=f"{name}-{n}") for n in range(5)))
+
+    asyncio.run(main())
+
+
+async def test_processes_that_are_the_first_of_a_user_agree_on_one_key(pair: Pair) -> None:
+    jobs = [(create_one, pair.urls, f"p{n}") for n in range(4)]
+    await asyncio.to_thread(results, *jobs)
+    async with pair.service() as service:
+        assert len((await service.list_sessions(app_name=APP)).sessions) == 20
+    assert count(pair.keys, "secure_data_keys") == pair.owners() == 2
+
+
+def die_with_the_key(say: Say, urls: dict[str, Any]) -> None:
+    make: Any = Attempts._make_key
+
+    async def die(*arguments: Any) -> None:
+        await make(*arguments)
+        say("there is a key")
+        if len(said) == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        said.append(1)
+
+    said: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Attempts, "_make_key", die)
+        asyncio.run(create_the_first(urls))
+
+
+async def create_the_first(urls: dict[str, Any]) -> None:
+    async with EncryptedSessionService(**urls, backend=AesGcmBackend(KEY)) as service:
+        await create(service)
+
+
+async def test_process_killed_between_key_and_row_leaves_a_key_that_is_used(pair: Pair) -> None:
+    with children((die_with_the_key, pair.urls)) as (child,):
+        said = await asyncio.to_thread(list, child.said())
+        assert said == ["there is a key"] * 2  # the app's, and the user's
+        child.process.join()
+        assert child.process.exitcode == -signal.SIGKILL
+    keys = sorted(query(pair.keys, "SELECT id FROM secure_data_keys"))
+    assert (len(keys), pair.owners()) == (2, 0)
+    await use(pair)
+    assert sorted(query(pair.keys, "SELECT id FROM secure_data_keys")) == keys
+    assert pair.owners() == 2
