@@ -3,6 +3,7 @@
 from adk_secure_sessions.maintenance.beginning import Initialisation, init
 from adk_secure_sessions.maintenance.coverage import DataKeyCount, RecordCount
 from adk_secure_sessions.maintenance.database import Database
+from adk_secure_sessions.maintenance.erasing import Erasure, erase_user
 from adk_secure_sessions.maintenance.finding import TABLES, Location, Sealed, inspect, lookup
 from adk_secure_sessions.maintenance.problems import Problem
 from adk_secure_sessions.maintenance.purging import Purge, purge
@@ -15,6 +16,7 @@ __all__ = [
     "TABLES",
     "DataKeyCount",
     "Database",
+    "Erasure",
     "Initialisation",
     "Location",
     "MasterKey",
@@ -26,6 +28,7 @@ __all__ = [
     "Sealed",
     "Status",
     "Verification",
+    "erase_user",
     "init",
     "inspect",
     "lookup",
