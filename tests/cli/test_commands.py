@@ -235,6 +235,7 @@ def test_every_command_with_a_database_prints_json(filled: str) -> None:
     options: dict[str, list[str]] = {
         "purge": ["--older-than", "90d"],
         "lookup": ["--app", "clinic"],
+        "erase-user": ["--app", "clinic", "--user", "ada"],
         "inspect": ["secure_users"],
     }
     for name, command in commands().items():

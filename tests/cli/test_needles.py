@@ -86,11 +86,14 @@ def test_commands_print_nothing_that_is_sealed_and_no_key(
         ["lookup", *right, "--app", APP, "--user", USER, "--session", SESSION],
         *(["inspect", f"secure_{name}", *db] for name in ("events", "users", "data_keys")),
         ["purge", *right, "--older-than", "1d", "--dry-run"],
+        ["erase-user", *wrong, "--app", APP, "--user", USER],
+        ["erase-user", *right, "--app", APP, "--user", USER, "--dry-run"],
         ["rotate", "root", *wrong],
         ["rotate", "root", *right, "--dry-run"],
         ["init", *wrong],
         ["verify", *db, "--key", KEY],
         ["purge", *right, "--older-than", "1d"],
+        ["erase-user", *right, "--app", APP, "--user", USER, "--rewrite"],
     ]
     printed = []
     for attempt in attempts:

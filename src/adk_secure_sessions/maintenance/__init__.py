@@ -4,6 +4,7 @@ from adk_secure_sessions.maintenance.beginning import Initialisation, init
 from adk_secure_sessions.maintenance.coverage import DataKeyCount, RecordCount
 from adk_secure_sessions.maintenance.data_rotation import DataRotation, rotate_data
 from adk_secure_sessions.maintenance.database import Database
+from adk_secure_sessions.maintenance.erasing import Erasure, erase_user
 from adk_secure_sessions.maintenance.finding import TABLES, Location, Sealed, inspect, lookup
 from adk_secure_sessions.maintenance.master_keys import MasterRotation, rotate_master
 from adk_secure_sessions.maintenance.problems import Problem
@@ -19,6 +20,7 @@ __all__ = [
     "DataKeyCount",
     "DataRotation",
     "Database",
+    "Erasure",
     "Initialisation",
     "KeptKey",
     "Location",
@@ -33,6 +35,7 @@ __all__ = [
     "Sealed",
     "Status",
     "Verification",
+    "erase_user",
     "init",
     "inspect",
     "lookup",

@@ -18,6 +18,7 @@ _UNIQUE: set[object] = {"23505", "SQLITE_CONSTRAINT_UNIQUE", "SQLITE_CONSTRAINT_
 _CONFLICT: set[object] = {
     "40001",  # serialization failure
     "40P01",  # deadlock
+    "55P03",  # lock not available, to who does not wait for it
     1205,  # lock wait timeout
     1213,  # deadlock
     1020,  # the row has changed since the snapshot

@@ -1,0 +1,83 @@
+"""`erase-user`: what it prints, and how it ends."""
+
+import asyncio
+import base64
+
+import pytest
+import sqlalchemy as sa
+
+from tests.cli.support import run
+from tests.maintenance.conftest import file_url, place, url  # noqa: F401 - fixtures
+from tests.maintenance.support import OLD, fill, query, run_sql
+
+ADA = ["--key", "env:OLD_KEY", "--app", "clinic", "--user", "ada"]
+
+
+@pytest.fixture(autouse=True)
+def _key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OLD_KEY", base64.b64encode(OLD).decode())
+
+
+def test_erased_user_is_counted_and_not_named(url: str, place: sa.URL) -> None:  # noqa: F811
+    asyncio.run(fill(url))
+    kind = place.get_backend_name()
+    would = run("erase-user", "--db", url, *ADA, "--dry-run")
+    assert would == (
+        0,
+        "would be deleted: 1 data key, 1 user, 2 sessions and 6 events\n",
+        "",
+    )
+    assert query(place, "SELECT count(*) FROM secure_users") == [(2,)]
+    done = run("erase-user", "--db", url, *ADA)
+    first, second = done.stdout.splitlines()
+    assert (done.code, done.stderr) == (0, "")
+    assert first == "deleted: 1 data key, 1 user, 2 sessions and 6 events"
+    may = "freed space may hold the wrapped data key: the table of the data keys was not rewritten"
+    assert second == ("freed space holds none of the data key" if kind == "sqlite" else may)
+    assert query(place, "SELECT count(*) FROM secure_users") == [(1,)]
+    again = run("erase-user", "--db", url, *ADA)
+    assert (again.code, again.stdout.splitlines()[0]) == (0, "there is no such user")
+    assert run("verify", "--db", url, "--key", "env:OLD_KEY").code == 0
+    rewritten = run("erase-user", "--db", url, *ADA, "--rewrite", "--json")
+    if kind == "mariadb":  # the tests' server keeps all tables in one file
+        assert (rewritten.code, rewritten.json["cleared"]) == (1, False)
+        assert "innodb_file_per_table" in rewritten.json["obstacle"]
+    else:
+        assert rewritten.code == 0
+        assert rewritten.json == {
+            "data_keys": 0,
+            "users": 0,
+            "sessions": 0,
+            "bases": 0,
+            "events": 0,
+            "witnesses": 0,
+            "cleared": True,
+            "obstacle": "",
+        }
+
+
+@pytest.mark.parametrize(
+    ("table", "missing"),
+    [("secure_users", "the user's own row"), ("secure_data_keys", "the data key")],
+)
+def test_what_was_missing_is_said_and_exits_with_1(
+    file_url: str,  # noqa: F811
+    table: str,
+    missing: str,
+) -> None:
+    asyncio.run(fill(file_url, users=["ada"]))
+    place = sa.make_url(file_url).set(drivername="sqlite")  # noqa: F811
+    column = "tag" if table == "secure_users" else "owner"
+    run_sql(place, f"DELETE FROM {table} WHERE {column} IN (SELECT tag FROM secure_users)")
+    for option in (["--dry-run"], []):
+        said = run("erase-user", "--db", file_url, *ADA, *option)
+        assert said.code == 1
+        assert f"\n{missing} was not there: verify names what is left" in said.stdout
+    assert query(place, "SELECT count(*) FROM secure_sessions") == [(0,)]
+    assert run("verify", "--db", file_url, "--key", "env:OLD_KEY").code == 0
+
+
+def test_user_and_app_have_to_be_given(file_url: str) -> None:  # noqa: F811
+    asyncio.run(fill(file_url))
+    for arguments in (ADA[:2], ADA[:4], [*ADA[:2], *ADA[4:]]):
+        assert run("erase-user", "--db", file_url, *arguments).code == 2

@@ -1,0 +1,522 @@
+"""Erasing a user: nothing of theirs is left, and all that others have."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from google.adk.errors.session_not_found_error import SessionNotFoundError
+from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy.util import await_only
+
+from adk_secure_sessions import (
+    AesGcmBackend,
+    EncryptedSessionService,
+    SecureSessionError,
+    WrongKeyError,
+)
+from adk_secure_sessions.maintenance import (
+    Database,
+    Erasure,
+    erase_user,
+    erasing,
+    lookup,
+    status,
+    verify,
+)
+from adk_secure_sessions.storage import async_engine, postgresql
+from adk_secure_sessions.storage import statements as sql
+from adk_secure_sessions.storage.tables import metadata
+from tests.maintenance.conftest import DRIVERS
+from tests.maintenance.support import APP, NEW, OLD, event, fill, query, run_sql
+from tests.on_servers.proxy import Cut, proxy_before
+from tests.processes import children
+from tests.servers import PostgreSQL, Server
+
+Say = Callable[[object], None]
+BACKEND = AesGcmBackend(OLD)
+LARGE = "x" * 9000  # too much for an overlay: it goes into a row of `secure_bases`
+NOTHING = (0, 0, 0, 0, 0, 0)
+
+
+def counts(found: Erasure) -> tuple[int, ...]:
+    """Without what became of the files."""
+    return found[:6]
+
+
+def rows(place: sa.URL) -> dict[str, set[tuple[Any, ...]]]:
+    """All there is."""
+    engine = sa.create_engine(place)
+    with closing(engine.connect()) as connection:
+        found = {
+            name: {tuple(row) for row in connection.exec_driver_sql(f"SELECT * FROM {name}")}
+            for name in metadata.tables
+        }
+    engine.dispose()
+    return found
+
+
+async def fill_with_large_state(url: str) -> None:
+    await fill(url, sessions=3)
+    async with EncryptedSessionService(url, BACKEND) as service:
+        for user in ("ada", "bob"):
+            await service.create_session(
+                app_name=APP, user_id=user, session_id="large", state={"k": LARGE, "user:k": 1}
+            )
+            # The same ids, elsewhere.
+            await service.create_session(app_name="bank", user_id=user, session_id="s0")
+
+
+async def assert_clean(url: str) -> None:
+    async with Database(url, BACKEND) as db:
+        found = await verify(db)
+        assert (found.bad, found.unchecked, found.problems) == (0, 0, ())
+
+
+async def test_nothing_of_the_user_is_left_and_all_of_others(url: str, place: sa.URL) -> None:
+    await fill(url, users=["bob"], sessions=3)
+    bobs = rows(place)
+    await fill(url, users=["ada"], sessions=3)
+    both = rows(place)
+    async with Database(url, BACKEND) as db:
+        found = await erase_user(db, APP, "ada")
+        assert counts(found) == (1, 1, 3, 0, 9, 4)
+        assert found.rows == 18
+        assert rows(place) == bobs != both
+        assert (await lookup(db, APP, "ada", "s0"))[1:] != ()
+        assert [one.row for one in (await lookup(db, APP, "ada", "s0"))[1:]] == [None, None]
+        assert (await erase_user(db, APP, "ada")).rows == 0
+        assert rows(place) == bobs
+    await assert_clean(url)
+
+
+async def test_large_states_go_and_another_app_keeps_its_own(url: str) -> None:
+    await fill_with_large_state(url)
+    async with Database(url, BACKEND) as db:
+        assert counts(await erase_user(db, APP, "ada")) == (1, 1, 4, 1, 9, 5)
+        found = await verify(db)
+        assert (found.bad, found.apps, found.users, found.sessions) == (0, 2, 3, 6)
+    async with EncryptedSessionService(url, BACKEND) as service:
+        assert await service.get_session(app_name=APP, user_id="ada", session_id="s0") is None
+        for app, user, session in (("bank", "ada", "s0"), (APP, "bob", "large")):
+            assert await service.get_session(app_name=app, user_id=user, session_id=session)
+
+
+@pytest.mark.parametrize("driver", ["memory", "aiosqlite", "psycopg"])
+async def test_it_works_on_an_engine_of_the_callers(
+    driver: str, file_url: str, request: pytest.FixtureRequest
+) -> None:
+    if driver != "psycopg":
+        url = "sqlite+aiosqlite://" if driver == "memory" else file_url
+        await _erase_on_engine(url)
+        return
+    server: PostgreSQL = request.getfixturevalue("postgresql")
+    with server.database() as place:
+        by_psycopg = place.set(drivername="postgresql+psycopg")
+        await _erase_on_engine(by_psycopg.render_as_string(hide_password=False))
+
+
+async def _erase_on_engine(url: str) -> None:
+    engine = create_async_engine(url)
+    try:
+        async with EncryptedSessionService(db_engine=engine, backend=BACKEND) as service:
+            session = await service.create_session(app_name=APP, user_id="ada", session_id="s")
+            await service.append_event(session, event(0, k=LARGE))
+            async with Database(db_engine=engine, backend=BACKEND) as db:
+                for rewrite in (False, True):
+                    found = await erase_user(db, APP, "ada", rewrite=rewrite)
+                    assert counts(found) == (NOTHING if rewrite else (1, 1, 1, 1, 1, 2))
+                    assert found.cleared == (rewrite or engine.dialect.name == "sqlite")
+            with pytest.raises(SessionNotFoundError):
+                await service.append_event(session, event(1))
+    finally:
+        await engine.dispose()
+
+
+async def test_dry_run_counts_the_same_and_deletes_nothing(url: str, place: sa.URL) -> None:
+    await fill_with_large_state(url)
+    before = rows(place)
+    async with Database(url, BACKEND) as db:
+        would = await erase_user(db, APP, "ada", dry_run=True, rewrite=True)
+        assert rows(place) == before
+        assert (would.cleared, would.obstacle) == (False, "nothing was deleted")
+        assert counts(would) == counts(await erase_user(db, APP, "ada"))
+        assert counts(await erase_user(db, APP, "ada", dry_run=True)) == NOTHING
+
+
+async def test_user_that_there_is_not_is_no_error(url: str, place: sa.URL) -> None:
+    await fill(url)
+    before = rows(place)
+    async with Database(url, BACKEND) as db:
+        for app, user in ((APP, "eve"), ("bank", "ada"), (APP, ""), ("", "")):
+            assert counts(await erase_user(db, app, user)) == NOTHING
+    assert rows(place) == before
+
+
+async def test_more_sessions_than_one_statement_names(
+    url: str, place: sa.URL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(erasing, "_CHUNK", 2)
+    await fill(url, sessions=5)
+    async with Database(url, BACKEND) as db:
+        assert counts(await erase_user(db, APP, "ada")) == (1, 1, 5, 0, 15, 6)
+    assert query(place, "SELECT count(*) FROM secure_sessions") == [(5,)]
+    await assert_clean(url)
+
+
+async def test_wrong_root_key_erases_nothing(file_url: str) -> None:
+    await fill(file_url)
+    async with Database(file_url, AesGcmBackend(NEW)) as db:
+        with pytest.raises(WrongKeyError):
+            await erase_user(db, APP, "ada")
+    async with Database(file_url, BACKEND) as db:
+        assert (await erase_user(db, APP, "ada")).users == 1
+
+
+# --- rows that were altered ----------------------------------------------------------------------
+
+HERS = "(SELECT id FROM secure_users WHERE tag = :tag)"
+WHOLE = (1, 1, 1, 0, 2, 2)
+ALTERED = {  # whose rows an attacker spoilt, how, and what is then found of them
+    "none": ("UPDATE secure_users SET version = version WHERE tag = :tag", WHOLE),
+    "user removed": ("DELETE FROM secure_users WHERE tag = :tag", (1, 0, 1, 0, 2, 2)),
+    "user retagged": ("UPDATE secure_users SET tag = :junk WHERE tag = :tag", WHOLE),
+    "user spoilt": ("UPDATE secure_users SET state = :junk WHERE tag = :tag", WHOLE),
+    "key removed": ("DELETE FROM secure_data_keys WHERE owner = :tag", (0, 1, 1, 0, 2, 2)),
+    "key spoilt": ("UPDATE secure_data_keys SET wrapped = :junk WHERE owner = :tag", WHOLE),
+    "witness removed": ("DELETE FROM secure_witnesses WHERE tag = :tag", (1, 1, 1, 0, 2, 1)),
+    "session spoilt": (f"UPDATE secure_sessions SET state = :junk WHERE user_row = {HERS}", WHOLE),
+}
+
+
+async def test_rows_that_cannot_be_opened_are_erased(url: str, place: sa.URL) -> None:
+    await fill(url, users=["bob"])
+    bobs = rows(place)
+    await fill(url, users=[*ALTERED], sessions=1, events=2)
+    async with Database(url, BACKEND) as db:
+        for name, (statement, expected) in ALTERED.items():
+            _, theirs = await lookup(db, APP, name)
+            values = {"tag": bytes.fromhex(theirs.tag), "junk": b"junk"}
+            bound = {key: value for key, value in values.items() if f":{key}" in statement}
+            assert run_sql(place, statement, **bound) or name == "none"
+            assert counts(await erase_user(db, APP, name, dry_run=True)) == expected, name
+            assert counts(await erase_user(db, APP, name)) == expected, name
+    assert rows(place) == bobs
+
+
+async def test_text_where_a_tag_belongs_is_no_obstacle(file_url: str) -> None:
+    """SQLite keeps any type in any column."""
+    await fill(file_url, users=["ada"])
+    place = sa.make_url(file_url).set(drivername="sqlite")
+    run_sql(place, "UPDATE secure_sessions SET tag = CAST(tag AS TEXT)")
+    async with Database(file_url, BACKEND) as db:
+        assert counts(await erase_user(db, APP, "ada")) == (1, 1, 2, 0, 6, 3)
+
+
+# --- coming back ---------------------------------------------------------------------------------
+
+
+async def test_who_comes_back_is_a_new_user_to_every_service(url: str, place: sa.URL) -> None:
+    """Also to those that had opened the old key and the old session."""
+    who: dict[str, Any] = {"app_name": APP, "user_id": "ada"}
+    first, second = (EncryptedSessionService(url, BACKEND) for _ in range(2))
+    async with first, second:
+        old = await first.create_session(**who, session_id="s", state={"k": 1, "user:k": 1})
+        await first.append_event(old, event(0, k=2))
+        again = await second.get_session(**who, session_id="s")
+        assert again == old
+        (before,) = query(place, "SELECT max(id), count(*) FROM secure_data_keys")
+        async with Database(url, BACKEND) as db:
+            await erase_user(db, APP, "ada")
+        assert query(place, "SELECT count(*) FROM secure_data_keys") == [(1,)]  # the app's
+        for service in (first, second):
+            assert await service.get_session(**who, session_id="s") is None
+            assert await service.get_user_state(**who) == {}
+            assert (await service.list_sessions(**who)).sessions == []
+            with pytest.raises(SessionNotFoundError):
+                await service.append_event(old.model_copy(deep=True), event(1))
+        new = await first.create_session(**who, session_id="s", state={"n": 1})
+        assert new.state == {"n": 1}
+        for number, service in enumerate((second, first, second)):
+            await service.create_session(**who, session_id=f"t{number}", state={"user:n": number})
+            found = await service.get_session(**who, session_id="s")
+            assert found is not None
+            await service.append_event(found, event(2 + number, n=number))
+            assert (found.state["n"], "k" in found.state) == (number, False)
+    assert query(place, "SELECT count(*) FROM secure_data_keys") == [(2,)]
+    assert before[1] == 2
+    await assert_clean(url)
+    async with Database(url, BACKEND) as db:
+        records = (await status(db)).records
+    assert [one for one in records if one.rows != one.newest] == []
+
+
+# --- at the same time ----------------------------------------------------------------------------
+
+
+on_servers = pytest.mark.parametrize("place", DRIVERS, indirect=True)  # SQLite has one writer
+
+
+@on_servers
+@pytest.mark.parametrize("known", ["user", "user and session"])
+async def test_user_who_is_erased_between_a_read_and_its_write_is_a_new_one(
+    url: str, place: sa.URL, known: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fill(url, users=["ada"], sessions=1)
+    erased: list[Erasure] = []
+
+    async def erase() -> None:
+        async with Database(url, BACKEND) as db:
+            erased.append(await erase_user(db, APP, "ada"))
+
+    module = postgresql if url.startswith("postgresql") else async_engine
+    fetch: Any = module._fetch  # the same module has the transactions read by it
+
+    def is_first_read_of_a_write(query: object) -> bool:
+        return query in sql.SESSION_WITHOUT_EVENTS.values() and not erased
+
+    async def fetch_then_erase(connection: Any, query: Any, parameters: Any) -> Any:
+        found = await fetch(connection, query, parameters)
+        if is_first_read_of_a_write(query):
+            await erase()
+        return found
+
+    def fetch_then_wait(connection: Any, query: Any, parameters: Any) -> Any:
+        found = fetch(connection, query, parameters)
+        if is_first_read_of_a_write(query):
+            await_only(erase())
+        return found
+
+    hook: Any = fetch_then_erase if module is postgresql else fetch_then_wait
+    who: dict[str, Any] = {"app_name": APP, "user_id": "ada"}
+    async with EncryptedSessionService(url, BACKEND) as service:
+        held = await service.get_session(**who, session_id="s0")
+        assert held is not None
+        async with EncryptedSessionService(url, BACKEND) as fresh:
+            await fresh.prepare_tables()
+            monkeypatch.setattr(module, "_fetch", hook)
+            if known == "user":
+                made = await fresh.create_session(**who, session_id="new", state={"k": 1})
+                assert made.state == {"k": 1}
+            else:
+                with pytest.raises(SessionNotFoundError):
+                    await fresh.append_event(held, event(9, k=1))
+        assert [one.sessions for one in erased] == [1]
+        monkeypatch.undo()
+        await service.create_session(**who, session_id="s0", state={"n": 1})
+        found = await service.list_sessions(**who)
+        assert len(found.sessions) == (2 if known == "user" else 1)
+    assert query(place, "SELECT count(*) FROM secure_data_keys") == [(2,)]
+    await assert_clean(url)
+
+
+@on_servers
+async def test_session_that_is_made_while_an_erasure_commits_waits_for_it(
+    url: str, place: sa.URL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, has_run, go_on = erasing._Attempt.run, asyncio.Event(), asyncio.Event()
+
+    def run_and_wait(attempt: Any, steps: Any) -> None:
+        run(attempt, steps)
+        has_run.set()
+        await_only(go_on.wait())
+
+    async with EncryptedSessionService(url, BACKEND) as service, Database(url, BACKEND) as db:
+        # Known to the service: it makes another without reading anything.
+        await service.create_session(app_name=APP, user_id="ada", session_id="old")
+        with monkeypatch.context() as patch:
+            patch.setattr(erasing._Attempt, "run", run_and_wait)
+            erasure = asyncio.ensure_future(erase_user(db, APP, "ada"))
+            await has_run.wait()
+            creation = asyncio.ensure_future(
+                service.create_session(app_name=APP, user_id="ada", session_id="new")
+            )
+            await asyncio.sleep(0.2)
+            go_on.set()
+            await asyncio.gather(erasure, creation)
+        found = await service.list_sessions(app_name=APP, user_id="ada")
+        assert [session.id for session in found.sessions] == ["new"]
+    assert query(place, "SELECT count(*) FROM secure_data_keys") == [(2,)]
+    await assert_clean(url)
+
+
+async def test_event_that_is_on_its_way_when_an_erasure_begins_is_erased(
+    url: str, place: sa.URL
+) -> None:
+    await fill(url, users=["ada"], sessions=1)
+    engine = sa.create_engine(place)
+    async with Database(url, BACKEND) as db:
+        await db.keys()
+        with engine.begin() as connection:  # what an append does, step by step
+            connection.exec_driver_sql("UPDATE secure_sessions SET revision = 4")
+            erasure = asyncio.ensure_future(erase_user(db, APP, "ada"))
+            await asyncio.sleep(0.2)
+            connection.exec_driver_sql(
+                "INSERT INTO secure_events SELECT session_row, 3, time, event "
+                "FROM secure_events WHERE seq = 2"
+            )
+        assert counts(await erasure) == (1, 1, 1, 0, 4, 2)
+    engine.dispose()
+    await assert_clean(url)
+
+
+STATES: list[dict[str, Any]] = [{"k": 1}, {"user:k": 1}, {"k": LARGE}, {"user:k": 1, "app:k": 1}]
+
+
+def create_and_append(say: Say, url: str, name: str, number: int) -> None:
+    async def use(service: EncryptedSessionService, n: int) -> None:
+        who = {"app_name": APP, "user_id": "ada", "session_id": f"{name}-{n}"}
+        session = await service.create_session(**who, state=STATES[n % len(STATES)])
+        for m in range(3):
+            delta = {"user:m": m} if (n + m) % 3 == 0 else {"m": m}
+            await service.append_event(session, event(m, **delta))
+        if n % 5 == 0:
+            await service.delete_session(**who)
+
+    async def task(service: EncryptedSessionService, n: int) -> None:
+        try:
+            await use(service, n)
+        except SessionNotFoundError:
+            pass  # erased
+        except SecureSessionError as error:
+            if "try again" not in str(error):  # others were always faster
+                raise
+
+    async def main() -> None:
+        async with EncryptedSessionService(url, BACKEND) as service:
+            for start in range(0, number, 2):
+                await asyncio.gather(task(service, start), task(service, start + 1))
+
+    asyncio.run(main())
+
+
+async def test_services_that_write_meanwhile_leave_nothing_behind(url: str, place: sa.URL) -> None:
+    await fill(url, users=["bob"])
+    bobs = rows(place)
+    jobs = [(create_and_append, url, f"p{n}", 20) for n in range(3)]
+    erased = 0
+    with children(*jobs) as running:
+        done = asyncio.gather(*(asyncio.to_thread(list, child.said()) for child in running))
+        async with Database(url, BACKEND) as db:
+            while not done.done():
+                erased += (await erase_user(db, APP, "ada")).sessions
+                await asyncio.sleep(0.02)
+            await done
+            async with Database(url, BACKEND) as other:
+                found = await verify(other)
+                assert found.problems == ()
+            last = await erase_user(db, APP, "ada")
+    assert erased, "nothing was erased while they wrote"
+    left = rows(place)
+    app_rows = {"secure_apps", "secure_witnesses"}  # the app's state has changed
+    assert {name: len(left[name]) for name in left} == {name: len(bobs[name]) for name in bobs}
+    assert [name for name in left if name not in app_rows and left[name] != bobs[name]] == []
+    await assert_clean(url)
+    async with EncryptedSessionService(url, BACKEND) as service:
+        new = await service.create_session(app_name=APP, user_id="ada", session_id="p0-0")
+        assert {key for key in new.state if not key.startswith("app:")} == set()
+    assert last.users <= 1
+
+
+# --- killed, cut off -----------------------------------------------------------------------------
+
+
+def erase_and_die(say: Say, url: str, number: int) -> None:
+    """Killed before the deletion of that number; at 0 once all is committed."""
+    module: Any = erasing
+    delete, clear, left = erasing._Attempt._delete, module.clear, [number]
+
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def delete_or_die(*arguments: Any) -> None:
+        left[0] -= 1
+        if not left[0]:
+            die()
+        delete(*arguments)
+
+    async def die_or_clear(*arguments: Any, **options: Any) -> Any:
+        if not number:
+            die()
+        return await clear(*arguments, **options)
+
+    module._Attempt._delete, module.clear = delete_or_die, die_or_clear
+
+    async def main() -> None:
+        async with Database(url, BACKEND) as db:
+            await erase_user(db, APP, "ada")
+        say("ended")
+
+    asyncio.run(main())
+
+
+async def test_erasure_that_is_killed_has_done_all_or_nothing(url: str, place: sa.URL) -> None:
+    await fill(url, users=["bob"], sessions=1)
+    bobs = rows(place)
+    await fill(url, users=["ada"], sessions=1)
+    before = rows(place)
+    for number in (1, 2, 4, 7, 10):  # the second round begins with the eighth
+        with children((erase_and_die, url, number)) as (child,):
+            assert await asyncio.to_thread(list, child.said()) == []
+        assert rows(place) == before
+    with children((erase_and_die, url, 0)) as (child,):
+        assert await asyncio.to_thread(list, child.said()) == []
+    assert rows(place) == bobs
+
+
+@pytest.mark.parametrize("kind", DRIVERS)
+async def test_erasure_whose_answer_is_lost_tells_what_it_deleted(
+    kind: str, request: pytest.FixtureRequest
+) -> None:
+    server: Server = request.getfixturevalue(kind)
+    with server.database() as place:
+        url = place.set(drivername=DRIVERS[kind])
+        names = [f"u{number}" for number in range(60)]
+        await fill(url.render_as_string(hide_password=False), users=names, sessions=1, events=1)
+        async with proxy_before(url) as (proxy, by_proxy), Database(by_proxy, BACKEND) as db:
+            await erase_user(db, APP, names.pop())  # and knows its statements
+            for number, name in enumerate(names):
+                proxy.cut(Cut.ANSWERED, number)
+                assert counts(await erase_user(db, APP, name)) == (1, 1, 1, 0, 1, 2)
+                if not proxy.leave():  # it had ended before
+                    assert number > 10
+                    return
+    pytest.fail("it never ends")
+
+
+# --- key tables in another database --------------------------------------------------------------
+
+
+async def test_keys_that_are_apart_go_first_and_for_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, keys = (
+        sa.URL.create("sqlite", database=f"{tmp_path}/{name}.db") for name in ("data", "keys")
+    )
+    apart: dict[str, Any] = {"db_url": data, "key_db_url": keys, "backend": BACKEND}
+    async with EncryptedSessionService(**apart) as service:
+        for user in ("ada", "bob"):
+            for _ in range(2):
+                session = await service.create_session(app_name=APP, user_id=user)
+                for n in range(3):
+                    await service.append_event(session, event(n))
+
+    def fail(attempt: object) -> None:
+        raise RuntimeError("no more")
+
+    async with Database(**apart) as db:
+        with monkeypatch.context() as patch:
+            patch.setattr(erasing._Attempt, "delete_rows", fail)
+            with pytest.raises(RuntimeError):
+                await erase_user(db, APP, "ada")
+        assert query(keys, "SELECT count(*) FROM secure_data_keys") == [(2,)]
+        assert query(data, "SELECT count(*) FROM secure_users") == [(2,)]
+        assert counts(await erase_user(db, APP, "ada", dry_run=True)) == (0, 1, 2, 0, 6, 3)
+        assert counts(await erase_user(db, APP, "ada")) == (0, 1, 2, 0, 6, 3)
+        assert counts(await erase_user(db, APP, "bob")) == (1, 1, 2, 0, 6, 3)
+        assert query(keys, "SELECT count(*) FROM secure_data_keys") == [(1,)]
