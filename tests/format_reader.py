@@ -124,6 +124,17 @@ class Database:
             raise Refused
         return meta
 
+    def checkpoints(self) -> dict[str, tuple[int, ...]]:
+        """Since when, at which table and after which row each rotation is."""
+        found = {}
+        for row in self._rows("secure_meta"):
+            if row["name"].startswith("rotation."):
+                text, _, mac = row["value"].rpartition(" ")
+                if mac != tag(self._index, "checkpoint", row["name"], text).hex():
+                    raise Refused
+                found[row["name"]] = tuple(map(int, text.split(" ")))
+        return found
+
     def _rows(self, table: str, column: str = "1", value: object = 1) -> list[Row]:
         order = "seq" if table == "secure_events" else "1"
         rows = self._connections[table in ("secure_keyring", "secure_data_keys")].execute(

@@ -28,6 +28,11 @@ def run(*arguments: str, **environment: str) -> Said:
     return Said(result.exit_code, result.stdout, result.stderr)
 
 
+def on(db: str, key: str | None = "env:OLD_KEY") -> list[str]:
+    """Options that name a database, and the root key."""
+    return ["--db", db, *(["--key", key] if key else [])]
+
+
 def commands() -> dict[str, click.Command]:
     """All that do something, by what is typed."""
     found: dict[str, click.Command] = {}

@@ -14,40 +14,13 @@ import sqlalchemy as sa
 from adk_secure_sessions import AesGcmBackend
 from adk_secure_sessions.cli import output
 from adk_secure_sessions.cli.opening import DB_VARIABLE
-from tests.cli.support import commands, run
-from tests.maintenance.conftest import file_url, place, url  # noqa: F401 - fixtures
+from tests.cli.support import commands, on, run
 from tests.maintenance.support import NEW, OLD, fill, query, run_sql
-
-KEYS = {"OLD_KEY": OLD, "NEW_KEY": NEW}
-
-
-@pytest.fixture(autouse=True)
-def _keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, key in KEYS.items():
-        monkeypatch.setenv(name, base64.b64encode(key).decode())
-    monkeypatch.delenv(DB_VARIABLE, raising=False)
-
-
-@pytest.fixture
-def filled(url: str) -> str:  # noqa: F811
-    asyncio.run(fill(url))
-    return url
-
-
-@pytest.fixture
-def file(file_url: str) -> str:  # noqa: F811
-    asyncio.run(fill(file_url))
-    return file_url
-
-
-def on(db: str, key: str | None = "env:OLD_KEY") -> list[str]:
-    return ["--db", db, *(["--key", key] if key else [])]
-
 
 # --- all of them ---------------------------------------------------------------------------------
 
 
-def test_database_is_looked_after_from_its_making(url: str, place: sa.URL) -> None:  # noqa: F811
+def test_database_is_looked_after_from_its_making(url: str, place: sa.URL) -> None:
     made = run("init", *on(url), "--json")
     assert made.code == 0
     assert len(made.json["tables"]) == 9
@@ -86,7 +59,7 @@ def test_database_is_looked_after_from_its_making(url: str, place: sa.URL) -> No
     assert query(place, "SELECT count(*) FROM secure_sessions") == [(0,)]
 
 
-def test_verify_exits_with_1_and_names_the_row(filled: str, place: sa.URL) -> None:  # noqa: F811
+def test_verify_exits_with_1_and_names_the_row(filled: str, place: sa.URL) -> None:
     ((row,),) = query(place, "SELECT min(session_row) FROM secure_events")
     assert run_sql(place, "DELETE FROM secure_events WHERE session_row = :row AND seq = 1", row=row)
     said = run("verify", *on(filled))
@@ -101,7 +74,7 @@ def test_verify_exits_with_1_and_names_the_row(filled: str, place: sa.URL) -> No
 
 
 def test_purge_exits_with_1_where_a_row_cannot_be_opened(file: str, tmp_path: Path) -> None:
-    place = sa.URL.create("sqlite", database=f"{tmp_path}/sessions.db")  # noqa: F811
+    place = sa.URL.create("sqlite", database=f"{tmp_path}/sessions.db")
     first = "(SELECT min(id) FROM secure_sessions)"
     run_sql(place, f"UPDATE secure_sessions SET created_at = 7 WHERE id = {first}")
     said = run("purge", *on(file), "--older-than", "2w")
@@ -109,7 +82,7 @@ def test_purge_exits_with_1_where_a_row_cannot_be_opened(file: str, tmp_path: Pa
     assert "deleted: 3 sessions\ncannot be opened, and left: 1 session" in said.stdout
 
 
-def test_backends_are_named(file_url: str) -> None:  # noqa: F811
+def test_backends_are_named(file_url: str) -> None:
     assert run("init", *on(file_url), "--backend", "fernet").code == 0
     asyncio.run(fill(file_url))  # by AES-256-GCM
     assert run("verify", *on(file_url)).code == 0
@@ -119,7 +92,7 @@ def test_backends_are_named(file_url: str) -> None:  # noqa: F811
     assert both.code == 0
 
 
-def test_database_in_clear_needs_no_key(file_url: str) -> None:  # noqa: F811
+def test_database_in_clear_needs_no_key(file_url: str) -> None:
     assert run("init", "--db", file_url, "--backend", "no-op").code == 0
     assert run("verify", "--db", file_url, "--backend", "no-op").code == 0
     refused = run("verify", *on(file_url))

@@ -70,7 +70,7 @@ def test_examples_in_the_help_work(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     run("keygen", "--output", "new.key")
     order = ["keygen", "init", "status", "verify", "lookup", "inspect", "purge"]
-    order += ["erase-user", "rotate root"]
+    order += ["rotate master", "rotate data", "retire", "erase-user", "rotate root"]
     assert sorted(order) == sorted(commands())
     for name in order:
         program, *arguments = example(name)

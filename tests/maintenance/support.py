@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
 
+import pytest
 import sqlalchemy as sa
 from google.adk.events.event import Event
 from google.adk.events.event_actions import EventActions
@@ -15,6 +16,7 @@ from adk_secure_sessions import (
     EncryptionBackend,
     NoOpBackend,
 )
+from adk_secure_sessions.maintenance import Database
 
 OLD, NEW, OTHER = bytes(range(32)), bytes(range(32, 64)), bytes(range(64, 96))
 APP = "clinic"
@@ -55,6 +57,20 @@ async def fill(
                 )
                 for n in range(events):
                     await service.append_event(session, event(n, n=n))
+
+
+async def interrupt(url: str, rotate: Any) -> None:
+    """Begin a rotation that ends with an error."""
+
+    class Stop(Exception):
+        pass
+
+    def stop(done: int, total: int) -> None:
+        raise Stop
+
+    async with Database(url, AesGcmBackend(OLD)) as db:
+        with pytest.raises(Stop):
+            await rotate(db, progress=stop)
 
 
 def run_sql(place: sa.URL, statement: str, **values: Any) -> int:

@@ -1,6 +1,6 @@
 """The command line: parse, call what `maintenance` has, print."""
 
-from adk_secure_sessions.cli import erasing  # noqa: F401 - adds its command to `main`
-from adk_secure_sessions.cli.commands import main
+from adk_secure_sessions.cli import commands, erasing, rotating  # noqa: F401 - they add their commands
+from adk_secure_sessions.cli.program import main
 
 __all__ = ["main"]

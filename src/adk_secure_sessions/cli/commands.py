@@ -1,4 +1,4 @@
-"""The commands."""
+"""The commands that make, look at and clear up a database."""
 
 import os
 import re
@@ -10,6 +10,7 @@ import click
 from adk_secure_sessions import maintenance
 from adk_secure_sessions.cli.opening import failures, on_database, run, with_keys
 from adk_secure_sessions.cli.output import backend_name, counted, progress, show, table
+from adk_secure_sessions.cli.program import main, with_dry_run, with_speed
 from adk_secure_sessions.cli.wording import problem_lines, status_lines
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.keys.providers import StaticKey, generate_key
@@ -17,26 +18,12 @@ from adk_secure_sessions.maintenance import Database
 
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
-_speed = click.option(
-    "--rows-per-second", type=click.FloatRange(min=0, min_open=True), help="Go no faster."
-)
-_dry_run = click.option("--dry-run", is_flag=True, help="Only say what would be done.")
-
 
 def _age(context: click.Context, parameter: click.Parameter, value: str) -> timedelta:
     match = re.fullmatch(r"(\d{1,6})([smhdw])", value)
     if match is None:
         raise click.BadParameter("write a number and one of s, m, h, d, w, such as 90d")
     return timedelta(**{_UNITS[match[2]]: int(match[1])})
-
-
-@click.group()
-@click.version_option(package_name="adk-secure-sessions")
-def main() -> None:
-    """Look after databases of encrypted sessions.
-
-    Exit status: 0 all is well, 1 something bad was found, 2 wrong use, key or configuration.
-    """
 
 
 @main.command()
@@ -81,13 +68,14 @@ def init(db: Database, as_json: bool) -> None:
 
 
 @main.command()
-@_speed
+@with_speed
 @with_keys(required=False)
 @on_database
 def status(db: Database, as_json: bool, rows_per_second: float | None) -> None:
     """Count rows and keys by what seals them.  No key is needed.
 
-    With --key it says which master keys that opens, and exits 1 if one is not.
+    With --key it says which master keys that opens, and exits 1 if one is not; or if what the
+    database says of an unfinished rotation was altered.
 
     \b
     Example:
@@ -101,12 +89,12 @@ def status(db: Database, as_json: bool, rows_per_second: float | None) -> None:
             ),
         )
     show(found, as_json, status_lines(found))
-    if any(master.opens is False for master in found.masters):
+    if False in [one.opens for one in found.masters] + [one.genuine for one in found.unfinished]:
         sys.exit(1)
 
 
 @main.command()
-@_speed
+@with_speed
 @with_keys(required=True)
 @on_database
 def verify(db: Database, as_json: bool, rows_per_second: float | None) -> None:
@@ -136,33 +124,6 @@ def verify(db: Database, as_json: bool, rows_per_second: float | None) -> None:
     show(found, as_json, lines)
     if found.bad or found.unchecked:
         sys.exit(1)
-
-
-@main.group()
-def rotate() -> None:
-    """Replace keys."""
-
-
-@rotate.command()
-@_dry_run
-@with_keys(required=True)
-@on_database
-def root(db: Database, as_json: bool, dry_run: bool) -> None:
-    """Wrap the master keys with the root key --key, which --also-key unwraps.
-
-    Services that run go on; those that start need the new root key.
-
-    \b
-    Example:
-      adk-secure-sessions rotate root --db sqlite:///sessions.db \\
-          --key file:new.key --also-key file:root.key
-    """
-    done = run(db, lambda opened: maintenance.rotate_root(opened, dry_run=dry_run))
-    verb = "would be wrapped" if dry_run else "is now wrapped"
-    lines = [f"master key {number} {verb} by {done.root_key_id}" for number in done.rotated]
-    lines += [f"master key {number} was wrapped by it already" for number in done.unchanged]
-    lines += [f"master key {number} is in clear, and was left so" for number in done.in_clear]
-    show(done, as_json, lines)
 
 
 @main.command()
@@ -223,8 +184,8 @@ def inspect(db: Database, as_json: bool, table_name: str, row: str | None, limit
     metavar="AGE",
     help="Such as 90d: s, m, h, d or w.",
 )
-@_dry_run
-@_speed
+@with_dry_run
+@with_speed
 @with_keys(required=True)
 @on_database
 def purge(

@@ -6,16 +6,16 @@ from collections.abc import Iterator
 import click
 
 from adk_secure_sessions import maintenance
-from adk_secure_sessions.cli.commands import main
 from adk_secure_sessions.cli.opening import on_database, run, with_keys
 from adk_secure_sessions.cli.output import counted, show
+from adk_secure_sessions.cli.program import main, with_dry_run
 from adk_secure_sessions.maintenance import Database, Erasure
 
 
 @main.command("erase-user")
 @click.option("--app", required=True, metavar="NAME", help="The app's name.")
 @click.option("--user", required=True, metavar="ID", help="The id of one of its users.")
-@click.option("--dry-run", is_flag=True, help="Only count what would be deleted.")
+@with_dry_run
 @click.option("--rewrite", is_flag=True, help="Write the key table anew, without freed space.")
 @with_keys(required=True)
 @on_database

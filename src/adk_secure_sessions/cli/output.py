@@ -61,7 +61,7 @@ def table(rows: Sequence[Sequence[object]], indent: str = "") -> Iterator[str]:
 
 
 @contextmanager
-def progress(label: str) -> Iterator[Progress]:
+def progress(label: str, unit: str = "rows") -> Iterator[Progress]:
     """A bar with rate and time left on a terminal; elsewhere a line now and then."""
     began = last = time.monotonic()
     if not sys.stderr.isatty():
@@ -70,7 +70,7 @@ def progress(label: str) -> Iterator[Progress]:
             nonlocal last
             if (now := time.monotonic()) - last >= _LINE_EVERY:
                 last = now
-                click.echo(f"{label}: {done:,} of {total:,} rows", err=True)
+                click.echo(f"{label}: {done:,} of {total:,} {unit}", err=True)
 
         yield line
         return
@@ -81,7 +81,7 @@ def progress(label: str) -> Iterator[Progress]:
         label=label,
         show_pos=True,
         show_eta=True,
-        item_show_func=lambda _: f"{rate:,.0f} rows/s",
+        item_show_func=lambda _: f"{rate:,.0f} {unit}/s",
         file=sys.stderr,
     ) as bar:
 

@@ -1,6 +1,7 @@
 """Looking after a database of encrypted sessions, while services use it."""
 
 from adk_secure_sessions.maintenance.beginning import Initialisation, init
+from adk_secure_sessions.maintenance.checkpoints import Unfinished
 from adk_secure_sessions.maintenance.coverage import DataKeyCount, RecordCount
 from adk_secure_sessions.maintenance.data_rotation import DataRotation, rotate_data
 from adk_secure_sessions.maintenance.database import Database
@@ -34,6 +35,7 @@ __all__ = [
     "RootRotation",
     "Sealed",
     "Status",
+    "Unfinished",
     "Verification",
     "erase_user",
     "init",

@@ -1,6 +1,7 @@
 """Other data keys, perhaps of another backend: every record is sealed anew."""
 
 import functools
+from collections import Counter
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -51,17 +52,21 @@ class DataRotation(NamedTuple):
     Attributes:
         since: When the rotation began, in microseconds since 1970, UTC; data keys made before
             are replaced.
+        resumed: Whether a run before this one began it; the database says so.
         keys: Data keys that it made.
         resealed: Records that it sealed anew.
         left: Records that are not under their owner's newest data key, of the writing backend.
+        left_in: Table by table, how many of these.
         bad: How many of the rows cannot be opened; they were left alone.
         problems: The first 1000 of them.
     """
 
     since: int
+    resumed: bool
     keys: int
     resealed: int
     left: int
+    left_in: tuple[tuple[str, int], ...]
     bad: int
     problems: tuple[Problem, ...]
 
@@ -127,7 +132,7 @@ class _Run:
         total = 2 * await count_rows(self._db, apps, users, sessions)
         total = 2 * (total + await count_events(self._db))  # the second time to see what is left
         self._meter = Meter(self._progress, total, self._rate)
-        left = 0
+        left: Counter[str] = Counter()
         for _ in range(_PASSES):
             await self._walk(at)
             self._resealed += self._resealer.count
@@ -143,7 +148,14 @@ class _Run:
         self._meter.finish()
         found = self._problems
         return DataRotation(
-            at.since, self._keys, self._resealed, left, found.count, tuple(found.kept)
+            at.since,
+            self._checkpoints.resumed,
+            self._keys,
+            self._resealed,
+            left.total(),
+            tuple(left.items()),
+            found.count,
+            tuple(found.kept),
         )
 
     async def _walk(self, at: Checkpoint) -> None:
@@ -221,11 +233,13 @@ class _Run:
             return keys
         return await repeated(attempt, writes=True)
 
-    async def _left(self) -> int:
+    async def _left(self) -> Counter[str]:
+        """Rows of each table that are yet to be sealed anew, or cannot be."""
         writer = self._db.backends.writer.backend_id
-        counts = await count_records(self._db, self._meter)
-        done = sum(one.newest for one in counts if one.backend_id == writer)
-        return sum(one.rows for one in counts) - done
+        left: Counter[str] = Counter()
+        for one in await count_records(self._db, self._meter):
+            left[one.table] += one.rows - (one.newest if one.backend_id == writer else 0)
+        return +left
 
 
 def _insert(values: dict[str, object]) -> Steps[None]:

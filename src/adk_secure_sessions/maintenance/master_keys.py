@@ -38,6 +38,7 @@ class MasterRotation(NamedTuple):
     Attributes:
         master_id: The data master that is to wrap all data keys; None: it is yet to be made.
         since: When the rotation began, in microseconds since 1970, UTC.
+        resumed: Whether a run before this one began it; the database says so.
         rotated: Data keys that another wrapped.
         left: Data keys that another master still wraps.
         bad: Of these, such as cannot be unwrapped; they were left alone.
@@ -46,6 +47,7 @@ class MasterRotation(NamedTuple):
 
     master_id: int | None
     since: int
+    resumed: bool
     rotated: int
     left: int
     bad: int
@@ -111,7 +113,13 @@ class _Run:
         self._meter.finish()
         found = self._problems
         return MasterRotation(
-            master_id, at.since, self._rotated, left, found.count, tuple(found.kept)
+            master_id,
+            at.since,
+            self._checkpoints.resumed,
+            self._rotated,
+            left,
+            found.count,
+            tuple(found.kept),
         )
 
     async def _master(self, since: int) -> int | None:

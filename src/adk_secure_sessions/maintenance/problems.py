@@ -10,7 +10,7 @@ KEPT = 1000
 # What opening a row raises; the others only for one that nothing authenticates, by NoOpBackend.
 UNREADABLE = (DecryptionError, struct.error, UnicodeDecodeError)
 # How messages begin, as storage/seals.py writes them.
-_NAMED = re.compile(r"(secure_\w+)(?: of session)? row (\(\d+, \d+\)|\S+?): (.*)", re.DOTALL)
+_NAMED = re.compile(r"(secure_\w+)(?: of session)? row (\(?\d+, \d+\)?|\S+?): (.*)", re.DOTALL)
 
 
 class Problem(NamedTuple):

@@ -4,7 +4,9 @@ import time
 from typing import NamedTuple
 
 from adk_secure_sessions.errors import DecryptionError, WrongKeyError
+from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.keys.keyring import MasterKeyRow, unwrap
+from adk_secure_sessions.maintenance.checkpoints import Unfinished, unfinished
 from adk_secure_sessions.maintenance.coverage import (
     DataKeyCount,
     RecordCount,
@@ -45,6 +47,7 @@ class Status(NamedTuple):
         masters: The keyring.
         data_keys: By backend, and by the master that wraps them.
         records: By table and backend.
+        unfinished: Rotations that have not ended.
     """
 
     format_version: str
@@ -52,6 +55,7 @@ class Status(NamedTuple):
     masters: tuple[MasterKey, ...]
     data_keys: tuple[DataKeyCount, ...]
     records: tuple[RecordCount, ...]
+    unfinished: tuple[Unfinished, ...]
 
 
 async def status(
@@ -60,7 +64,8 @@ async def status(
     """Count rows and keys.  No key is needed, and nothing is opened but, with keys, the keyring.
 
     Args:
-        db: The database; with a backend, `opens` is told of each master.
+        db: The database; with a backend, it is told of each master whether that opens it, and
+            of an unfinished rotation whether it is genuine.
         progress: Called with the number of rows done, and of all.
         rows_per_second: Go no faster.
 
@@ -76,8 +81,15 @@ async def status(
     keys = await count_data_keys(db, meter)
     records = await count_records(db, meter)
     meter.finish()
-    version = str(survey.format_version)
-    return Status(version, survey.has_clear_records, tuple(masters), keys, records)
+    index = await _index(db) if any(unfinished(survey.meta, None)) else None
+    return Status(
+        str(survey.format_version),
+        survey.has_clear_records,
+        tuple(masters),
+        keys,
+        records,
+        tuple(unfinished(survey.meta, index)),
+    )
 
 
 async def _master(db: Database, row: MasterKeyRow, database_id: bytes) -> MasterKey:
@@ -92,3 +104,13 @@ async def _master(db: Database, row: MasterKeyRow, database_id: bytes) -> Master
     created_at = row.created_at if isinstance(row.created_at, int) else 0
     age = time.time() - created_at / 1_000_000
     return MasterKey(row.id, row.purpose, row.root_key_id, created_at, age, opens)
+
+
+async def _index(db: Database) -> BlindIndex | None:
+    """What authenticates checkpoints, if the root keys open it."""
+    if not db.has_keys:
+        return None
+    try:
+        return (await db.keys()).keyring.index
+    except (WrongKeyError, DecryptionError):
+        return None

@@ -1,0 +1,73 @@
+"""Rotations that have not ended: what is stored of them, and who is told."""
+
+import sqlite3
+from contextlib import closing
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from adk_secure_sessions import AesGcmBackend
+from adk_secure_sessions.maintenance import (
+    Database,
+    Unfinished,
+    rotate_data,
+    rotate_master,
+    status,
+)
+from tests.format_reader import Database as Reader
+from tests.maintenance.support import NEW, OLD, fill, interrupt, run_sql
+
+AES = AesGcmBackend(OLD)
+ROTATIONS: dict[str, Any] = {"master": rotate_master, "data": rotate_data}
+
+
+@pytest.mark.parametrize("name", ROTATIONS)
+async def test_checkpoint_is_stored_as_the_format_says(
+    name: str, file_url: str, tmp_path: Any
+) -> None:
+    await fill(file_url, AES)
+    await interrupt(file_url, ROTATIONS[name])
+    async with Database(file_url, AES) as db:
+        (unfinished,) = (await status(db)).unfinished
+    with closing(sqlite3.connect(tmp_path / "sessions.db")) as connection:
+        assert Reader(connection, OLD).checkpoints() == {
+            f"rotation.{name}": (unfinished.since, 0, -1)
+        }
+
+
+async def test_status_names_rotations_that_have_not_ended(url: str, place: sa.URL) -> None:
+    await fill(url, AES)
+    async with Database(url, AES) as db:
+        assert (await status(db)).unfinished == ()
+        for rotate in ROTATIONS.values():
+            await interrupt(url, rotate)
+        data, master = (await status(db)).unfinished
+        assert [(one.rotation, one.genuine) for one in (data, master)] == [
+            ("data", True),
+            ("master", True),
+        ]
+        run_sql(place, "UPDATE secure_meta SET value = 'x' WHERE name = 'rotation.data'")
+        assert (await status(db)).unfinished == (Unfinished("data", None, False), master)
+    for backend in (None, AesGcmBackend(NEW)):  # nothing that opens the index master
+        async with Database(url, backend) as db:
+            unchecked = (Unfinished("data", None, None), master._replace(genuine=None))
+            assert (await status(db)).unfinished == unchecked
+
+
+@pytest.mark.parametrize("name", ROTATIONS)
+async def test_result_tells_whether_a_rotation_was_resumed_and_since_when(
+    name: str, url: str
+) -> None:
+    await fill(url, AES)
+    async with Database(url, AES) as db:
+        await interrupt(url, ROTATIONS[name])
+        (unfinished,) = (await status(db)).unfinished
+        planned = await ROTATIONS[name](db, dry_run=True)
+        assert (planned.resumed, planned.since) == (True, unfinished.since)
+        done = await ROTATIONS[name](db)
+        assert (done.resumed, done.since, done.left) == (True, unfinished.since, 0)
+        assert (await status(db)).unfinished == ()
+        again = await ROTATIONS[name](db)
+        assert again.resumed is False
+        assert again.since > done.since
