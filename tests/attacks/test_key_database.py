@@ -20,7 +20,7 @@ from adk_secure_sessions import (
     UnknownKeyError,
     WrongKeyError,
 )
-from adk_secure_sessions.maintenance import verify
+from adk_secure_sessions.maintenance import erase_user, verify
 from tests.attacks.needles import (
     APP,
     NEEDLES,
@@ -71,12 +71,6 @@ def copied(place: sa.URL, name: str) -> sa.URL:
     return place.set(database=str(copy))
 
 
-def erase(pair: Pair) -> None:
-    """Delete the user's data key, which is how erasing begins."""
-    ((tag,),) = query(pair.data, "SELECT tag FROM secure_users ORDER BY id LIMIT 1")
-    assert run_sql(pair.keys, "DELETE FROM secure_data_keys WHERE owner = :tag", tag=tag) == 1
-
-
 async def refused(pair: Pair, error: type[Exception], match: str = ".") -> None:
     """At the start, whatever is asked; and nothing is made."""
     before = everything(*pair)
@@ -108,7 +102,8 @@ async def test_copy_from_before_a_user_was_erased_opens_nothing_of_that_user(fil
     old = Pair(copied(files.data, "old.db"), files.keys)
     async with old.service() as service:
         assert await service.get_session(**WHO) is not None
-    erase(files)
+    async with files.maintained() as db:
+        assert (await erase_user(db, APP, USER)).rows
     async with old.service() as service:
         for call in (
             service.get_session(**WHO),

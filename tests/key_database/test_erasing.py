@@ -1,0 +1,43 @@
+"""Erasing a user whose keys are in another database."""
+
+import pytest
+
+from adk_secure_sessions import UnknownKeyError
+from adk_secure_sessions.maintenance import erase_user, verify
+from tests.key_database.support import APP, Pair, count, create, event, find, query, run_sql
+
+
+async def test_erased_user_is_gone_from_both(pair: Pair) -> None:
+    async with pair.service() as service:
+        for user in ("ada", "bob"):
+            session = await create(service, user)
+            await service.append_event(session, event(big="x" * 9000))
+        async with pair.maintained() as db:
+            would = await erase_user(db, APP, "ada", dry_run=True)
+            done = await erase_user(db, APP, "ada")
+            assert done[:6] == would[:6] == (1, 1, 1, 1, 1, 2)
+            assert (await erase_user(db, APP, "ada")).rows == 0
+            assert (await verify(db)).problems == ()
+        assert count(pair.keys, "secure_data_keys") == pair.owners() == 2
+        assert await find(service) is None
+        await create(service)  # begins anew
+        assert (await find(service, "bob")) is not None
+    assert count(pair.keys, "secure_data_keys") == pair.owners() == 3
+
+
+async def test_erasure_that_was_killed_after_the_keys_is_ended_by_the_next(pair: Pair) -> None:
+    async with pair.service() as service:
+        await create(service)
+    run_sql(
+        pair.keys,
+        "DELETE FROM secure_data_keys WHERE owner = :tag",
+        tag=query(pair.data, "SELECT tag FROM secure_users")[0][0],
+    )
+    async with pair.service() as service:
+        with pytest.raises(UnknownKeyError):
+            await find(service)
+        async with pair.maintained() as db:
+            assert (await erase_user(db, APP, "ada"))[:6] == (0, 1, 1, 0, 0, 2)
+        assert await find(service) is None
+        await create(service)
+    assert count(pair.keys, "secure_data_keys") == pair.owners() == 2
