@@ -16,6 +16,7 @@ from sqlalchemy.util import await_only
 
 from adk_secure_sessions import (
     AesGcmBackend,
+    ConfigurationError,
     EncryptedSessionService,
     SecureSessionError,
     WrongKeyError,
@@ -155,6 +156,10 @@ async def test_user_that_there_is_not_is_no_error(url: str, place: sa.URL) -> No
     async with Database(url, BACKEND) as db:
         for app, user in ((APP, "eve"), ("bank", "ada"), (APP, ""), ("", "")):
             assert counts(await erase_user(db, app, user)) == NOTHING
+        wrong: Any
+        for wrong in (None, 7, b"ada"):
+            with pytest.raises(ConfigurationError, match="are text"):
+                await erase_user(db, APP, wrong)
     assert rows(place) == before
 
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
+from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.maintenance.clearing import clear, overwrite_deleted
 from adk_secure_sessions.maintenance.coverage import sealed_by
 from adk_secure_sessions.maintenance.database import Database
@@ -73,8 +74,10 @@ async def erase_user(
 
     Raises:
         WrongKeyError: The root keys do not open the database.
-        ConfigurationError: It cannot be used, or is not ours yet.
+        ConfigurationError: It cannot be used, or is not ours yet; or an id is not text.
     """
+    if not (isinstance(app_name, str) and isinstance(user_id, str)):
+        raise ConfigurationError("app_name and user_id are text")
     tag = identify((await db.keys()).keyring.index, app_name, user_id).user_tag
     find, keys, rows = _Attempt.find_keys, _Attempt.delete_keys, _Attempt.delete_rows
     if db.key_executor is db.executor:
