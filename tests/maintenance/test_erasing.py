@@ -16,6 +16,7 @@ from sqlalchemy.util import await_only
 
 from adk_secure_sessions import (
     AesGcmBackend,
+    ConfigurationError,
     EncryptedSessionService,
     SecureSessionError,
     WrongKeyError,
@@ -23,9 +24,11 @@ from adk_secure_sessions import (
 from adk_secure_sessions.maintenance import (
     Database,
     Erasure,
+    data_rotation,
     erase_user,
     erasing,
     lookup,
+    rotate_data,
     status,
     verify,
 )
@@ -155,6 +158,10 @@ async def test_user_that_there_is_not_is_no_error(url: str, place: sa.URL) -> No
     async with Database(url, BACKEND) as db:
         for app, user in ((APP, "eve"), ("bank", "ada"), (APP, ""), ("", "")):
             assert counts(await erase_user(db, app, user)) == NOTHING
+        wrong: Any
+        for wrong in (None, 7, b"ada"):
+            with pytest.raises(ConfigurationError, match="are text"):
+                await erase_user(db, APP, wrong)
     assert rows(place) == before
 
 
@@ -421,6 +428,29 @@ async def test_services_that_write_meanwhile_leave_nothing_behind(url: str, plac
         new = await service.create_session(app_name=APP, user_id="ada", session_id="p0-0")
         assert {key for key in new.state if not key.startswith("app:")} == set()
     assert last.users <= 1
+
+
+async def test_rotation_makes_no_key_for_a_user_who_is_erased_meanwhile(
+    url: str, place: sa.URL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fill(url)
+    make_key, erased = data_rotation._Run._with_key, False
+
+    async def erase_first(run: Any, keys: Any, owner: bytes) -> Any:
+        nonlocal erased
+        async with Database(url, BACKEND) as db:
+            if not erased and owner == bytes.fromhex((await lookup(db, APP, "ada"))[1].tag):
+                erased = (await erase_user(db, APP, "ada")).users == 1
+        return await make_key(run, keys, owner)
+
+    monkeypatch.setattr(data_rotation._Run, "_with_key", erase_first)
+    async with Database(url, BACKEND) as db:
+        assert (await rotate_data(db)).bad == 0
+        assert erased
+    assert query(place, "SELECT count(*) FROM secure_data_keys") == [(4,)]  # app and bob, twice
+    await assert_clean(url)
+    async with EncryptedSessionService(url, BACKEND) as service:
+        await service.create_session(app_name=APP, user_id="ada")
 
 
 # --- killed, cut off -----------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import functools
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -108,14 +108,6 @@ def start_of(column: sa.Column[Any]) -> sa.ColumnElement[Any]:
     one: sa.ColumnElement[int] = sa.literal_column("1")
     length: sa.ColumnElement[int] = sa.literal_column(str(HEADER_LENGTH))
     return sa.func.substr(column, one, length, type_=sa.LargeBinary)
-
-
-def sealed_by(column: sa.Column[Any], keys: Iterable[int]) -> sa.ColumnElement[bool]:
-    """Whether the header names one of these *keys*.  No index helps: every row is looked at."""
-    place: sa.ColumnElement[int] = sa.literal_column(str(len(_PREFIX) + 2))
-    length: sa.ColumnElement[int] = sa.literal_column(str(_KEY_ID.size))
-    key = sa.func.substr(column, place, length, type_=sa.LargeBinary)
-    return key.in_([_KEY_ID.pack(number) for number in keys])
 
 
 @functools.cache

@@ -40,7 +40,7 @@ from adk_secure_sessions.storage.connection import Apply, Change, Conflict, Step
 from adk_secure_sessions.storage.retries import repeated
 from adk_secure_sessions.storage.seals import naming
 from adk_secure_sessions.storage.setup import mark_clear
-from adk_secure_sessions.storage.tables import apps, sessions, users
+from adk_secure_sessions.storage.tables import apps, data_keys, sessions, users
 
 _PASSES = 3
 _APPS, _USERS = range(2)
@@ -226,7 +226,10 @@ class _Run:
             except (Conflict, UniqueViolation):
                 await self._db.renew_keyring()
                 raise
-            self._keys += 1
+            if await self._db.change(partial(_is_stored, owner)):
+                self._keys += 1
+            else:  # erased meanwhile: a key alone would stand in the way of who comes back
+                await self._db.change_keys(partial(_drop, row.id))
             return staged
 
         if self._dry_run:
@@ -245,6 +248,16 @@ class _Run:
 def _insert(values: dict[str, object]) -> Steps[None]:
     if not (yield Apply([Change(sql.INSERT_KEY, values)])):
         raise Conflict
+
+
+def _is_stored(owner: bytes, connection: sa.Connection) -> bool:
+    """Whether the owner has a row; who is about to delete it is waited for."""
+    queries = (sa.select(table.c.id).where(table.c.tag == owner) for table in (apps, users))
+    return any(connection.scalar(query.with_for_update()) is not None for query in queries)
+
+
+def _drop(key_id: int, connection: sa.Connection) -> None:
+    connection.execute(sa.delete(data_keys).where(data_keys.c.id == key_id))
 
 
 def _app_name(row_id: int, stored: object) -> str:

@@ -1,16 +1,16 @@
 """Erasing a user: the data keys, then every row that is theirs."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
+from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.maintenance.clearing import clear, overwrite_deleted
-from adk_secure_sessions.maintenance.coverage import sealed_by
+from adk_secure_sessions.maintenance.coverage import start_of
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.storage.connection import Executor
-from adk_secure_sessions.storage.retries import repeated
+from adk_secure_sessions.records import pack
 from adk_secure_sessions.storage.rows import identify
 from adk_secure_sessions.storage.tables import (
     bases,
@@ -73,15 +73,17 @@ async def erase_user(
 
     Raises:
         WrongKeyError: The root keys do not open the database.
-        ConfigurationError: It cannot be used, or is not ours yet.
+        ConfigurationError: It cannot be used, or is not ours yet; or an id is not text.
     """
+    if not (isinstance(app_name, str) and isinstance(user_id, str)):
+        raise ConfigurationError("app_name and user_id are text")
     tag = identify((await db.keys()).keyring.index, app_name, user_id).user_tag
     find, keys, rows = _Attempt.find_keys, _Attempt.delete_keys, _Attempt.delete_rows
     if db.key_executor is db.executor:
-        met = (await _committed(db.executor, tag, dry_run, [find, rows, keys])).met
+        met = (await _committed(db.change, tag, dry_run, [find, rows, keys])).met
     else:  # the keys first: once that is committed, the rest cannot be read any more
-        first = await _committed(db.key_executor, tag, dry_run, [find, keys])
-        then = await _committed(db.executor, tag, dry_run, [rows], first.keys)
+        first = await _committed(db.change_keys, tag, dry_run, [find, keys])
+        then = await _committed(db.change, tag, dry_run, [rows], first.headers)
         met = first.met + then.met
     obstacle = "nothing was deleted"
     if not dry_run:
@@ -99,33 +101,33 @@ async def erase_user(
 
 
 async def _committed(
-    executor: Executor,
+    change: Callable[[Callable[[sa.Connection], None]], Awaitable[None]],
     tag: bytes,
     dry_run: bool,
     steps: Sequence[Callable[["_Attempt"], None]],
-    keys: Collection[int] = (),
+    headers: Collection[bytes] = (),
 ) -> "_Attempt":
     """The attempt whose transaction did it."""
     attempts: list[_Attempt] = []
 
     def work(connection: sa.Connection) -> None:
-        attempt = _Attempt(connection, tag, dry_run, keys)
+        attempt = _Attempt(connection, tag, dry_run, headers)
         attempt.run(steps)
         attempts.append(attempt)
 
-    await repeated(lambda first: executor.define(work, commit=not dry_run), writes=True)
+    await change(work)
     # One whose answer was lost may have done it all, and left nothing for the next.
     return next((one for one in reversed(attempts) if one.met.total()), attempts[-1])
 
 
 class _Attempt:
-    """One transaction; *keys* are ids of data keys of the user that were deleted already."""
+    """One transaction; *headers* are of records under the user's keys, if they are known yet."""
 
     def __init__(
-        self, connection: sa.Connection, tag: bytes, dry_run: bool, keys: Collection[int]
+        self, connection: sa.Connection, tag: bytes, dry_run: bool, headers: Collection[bytes]
     ) -> None:
         self.met: Counter[str] = Counter()  # rows by their table
-        self.keys = set(keys)
+        self.headers = set(headers)
         self._users: set[int] = set()  # row ids
         self._connection = connection
         self._tag = tag
@@ -150,7 +152,11 @@ class _Attempt:
                 return
 
     def find_keys(self) -> None:
-        self.keys |= self._ids(sa.select(data_keys.c.id).where(data_keys.c.owner == self._tag))
+        c = data_keys.c
+        query = sa.select(c.backend_id, c.id).where(c.owner == self._tag)
+        for backend_id, key_id in self._connection.execute(query):
+            if backend_id in range(256):  # else it was altered
+                self.headers.add(pack(backend_id, key_id))
 
     def delete_keys(self) -> None:
         """All generations.  This and `find_keys` ask for no other table."""
@@ -178,8 +184,8 @@ class _Attempt:
         """By the tag; or where that was altered, by the key that sealed the row."""
         query = sa.select(users.c.id)
         found = self._ids(query.where(users.c.tag == self._tag)) or self._users
-        if not found and self.keys:
-            found = self._ids(query.where(sealed_by(users.c.state, self.keys)))
+        if not found and self.headers:
+            found = self._ids(query.where(start_of(users.c.state).in_(self.headers)))
         return found
 
     def _locked_sessions(self) -> list[tuple[int, bytes]]:
@@ -188,8 +194,8 @@ class _Attempt:
         hers: sa.ColumnElement[bool]
         if self._users:
             hers = c.user_row.in_(self._users)
-        elif self.keys:
-            hers = sealed_by(c.state, self.keys)
+        elif self.headers:
+            hers = start_of(c.state).in_(self.headers)
         else:
             return []
         # SQLite keeps any type in any column.

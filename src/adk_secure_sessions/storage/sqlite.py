@@ -6,6 +6,7 @@ connection, and one thread does both.
 
 import asyncio
 import os
+import sqlite3
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -117,4 +118,10 @@ def sqlite_executor(url: sa.URL, engine_kwargs: dict[str, Any]) -> SqliteExecuto
     }
     options["hide_parameters"] = True
     engine = sa.create_engine(url.set(drivername="sqlite+pysqlite"), **options)
+    sa.event.listen(engine, "connect", _overwrite_deleted)
     return SqliteExecutor(engine, memory=memory)
+
+
+def _overwrite_deleted(driver: sqlite3.Connection, _record: object) -> None:
+    """Or pages that are split keep copies of rows, which deleting these does not reach."""
+    driver.execute("PRAGMA secure_delete = ON").close()

@@ -197,8 +197,6 @@ def _connect(engine: sa.Engine, writes: bool) -> SqliteConnection:
     if writes:
         _enter_wal(driver)
         driver.execute("PRAGMA synchronous = FULL")
-        # Or pages that are split keep copies of rows, which deleting these does not reach.
-        driver.execute("PRAGMA secure_delete = ON")
     else:
         driver.execute("PRAGMA query_only = ON")
     return SqliteConnection(driver)
