@@ -346,9 +346,6 @@ async def test_forged_checkpoint_does_not_hide_records_of_another_backend(
         assert (again.resealed, again.left) == (done.left, 0)
 
 
-@pytest.mark.xfail(
-    raises=AssertionError, reason="under the newest key is taken for under one of this rotation"
-)
 async def test_forged_checkpoint_does_not_hide_records_under_older_keys(
     file_db: Database,
 ) -> None:
