@@ -159,13 +159,16 @@ class StagedKeys:
         for owner, keys in opened.items():
             self._stage(owner, [key for key in keys if key is not None], generations[owner])
 
-    def new(self, owner: bytes) -> DataKeyRow:
-        """Make the next generation of *owner*'s key; the caller stores the row."""
+    def new(self, owner: bytes, not_before: int = 0) -> DataKeyRow:
+        """Make the next generation of *owner*'s key; the caller stores the row.
+
+        *not_before*: microseconds since 1970, for where clocks differ.
+        """
         keyring, writer = self._keys.keyring, self._keys.writer
         master_id = keyring.current_id
         assert master_id is not None, "preparing the database makes a master for the writer"
         known = self._by_owner.get(owner) or OwnerKeys({}, None, -1)
-        now = time.time_ns() // 1000
+        now = max(not_before, time.time_ns() // 1000)
         row = DataKeyRow(new_key_id(), owner, known.generation + 1, writer.backend_id, now, b"")
         key = writer.new_key()
         row = wrapped(row, keyring, master_id, key)

@@ -67,12 +67,13 @@ def header(stored: object) -> tuple[int, int] | None:
     return stored[4], _KEY_ID.unpack_from(stored, 5)[0]
 
 
-async def count_records(db: Database, meter: Meter) -> tuple[RecordCount, ...]:
+async def count_records(db: Database, meter: Meter, since: int = 0) -> tuple[RecordCount, ...]:
+    """Of data keys made before *since* none counts as an owner's newest."""
     counts: Counter[tuple[str, int | None]] = Counter()
     newest: Counter[tuple[str, int | None]] = Counter()
     for table, key, query in _COUNTED:
         async for rows in batches(db, key, query, _BATCH):
-            keys = await _newest_keys(db, {row[0] for row in rows})
+            keys = await _newest_keys(db, {row[0] for row in rows}, since)
             for owner, start, number in rows:
                 backend_id, key_id = header(start) or (None, None)
                 counts[table.name, backend_id] += number
@@ -95,12 +96,16 @@ async def count_data_keys(db: Database, meter: Meter) -> tuple[DataKeyCount, ...
     return tuple(DataKeyCount(*key, number) for key, number in counts.items())
 
 
-async def _newest_keys(db: Database, owners: set[object]) -> dict[object, int]:
-    """The id of the newest data key of each."""
+async def _newest_keys(db: Database, owners: set[object], since: int) -> dict[object, int | None]:
+    """The id of the newest data key of each; None if it was made before *since*."""
     rows = await keys_of(db.read_keys, owners)
     # SQLite keeps any type in any column.
     numbered = [row for row in rows if isinstance(row.generation, int)]
-    return {row.owner: row.id for row in sorted(numbered, key=attrgetter("generation"))}
+    newest = {row.owner: row for row in sorted(numbered, key=attrgetter("generation"))}
+    return {
+        owner: row.id if isinstance(row.created_at, int) and row.created_at >= since else None
+        for owner, row in newest.items()
+    }
 
 
 def start_of(column: sa.Column[Any]) -> sa.ColumnElement[Any]:

@@ -55,7 +55,8 @@ class DataRotation(NamedTuple):
         resumed: Whether a run before this one began it; the database says so.
         keys: Data keys that it made.
         resealed: Records that it sealed anew.
-        left: Records that are not under their owner's newest data key, of the writing backend.
+        left: Records that are not under their owner's newest data key, of the writing backend
+            and made since then; in a dry run, those that are yet to be sealed anew.
         left_in: Table by table, how many of these.
         bad: How many of the rows cannot be opened; they were left alone.
         problems: The first 1000 of them.
@@ -219,7 +220,7 @@ class _Run:
             staged = keys if first else await self._db.keys_of(owner)
             if self._target(staged, owner):
                 return staged
-            row = staged.new(owner)
+            row = staged.new(owner, self._since)
             values = row._asdict() | staged.keyring_now()
             try:
                 await self._db.key_executor.write(partial(_insert, values))
@@ -240,7 +241,7 @@ class _Run:
         """Rows of each table that are yet to be sealed anew, or cannot be."""
         writer = self._db.backends.writer.backend_id
         left: Counter[str] = Counter()
-        for one in await count_records(self._db, self._meter):
+        for one in await count_records(self._db, self._meter, self._since):
             left[one.table] += one.rows - (one.newest if one.backend_id == writer else 0)
         return +left
 
