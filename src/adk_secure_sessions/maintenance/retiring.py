@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.keys.data_keys import WRAP_BACKEND_ID
+from adk_secure_sessions.keys.data_keys import WRAP_BACKEND_ID, DataKeyRow
 from adk_secure_sessions.keys.keyring import DATA, MasterKeyRow
 from adk_secure_sessions.maintenance.coverage import start_of
 from adk_secure_sessions.maintenance.database import Database
@@ -106,10 +106,11 @@ async def retire(
 async def _retire_data_keys(db: Database, owner: bytes, dry_run: bool) -> tuple[list[KeptKey], int]:
     """Those of one owner that are needed, and how many were dropped."""
     rows = await keys_of(db.read_keys, [owner])
-    *older, _ = sorted(rows, key=attrgetter("generation"))
     found = await db.change(partial(_references, owner))
-    if found is None:  # its row was removed: whose keys these are cannot be told
-        return [KeptKey(data_keys.name, row.id, ()) for row in older], 0
+    # Its row was removed, or theirs altered: what needs these keys cannot be told.
+    if found is None or not all(map(_is_sound, rows)):
+        return [KeptKey(data_keys.name, row.id, ()) for row in rows], 0
+    *older, _ = sorted(rows, key=attrgetter("generation"))
     named = {pack(row.backend_id, row.id): row.id for row in rows}
     unknown = tuple(
         (table, number) for (table, start), number in found.items() if start not in named
@@ -128,6 +129,11 @@ async def _retire_data_keys(db: Database, owner: bytes, dry_run: bool) -> tuple[
     if unused and not dry_run:
         await db.change_keys(lambda connection: connection.execute(_DROP_KEY, unused))
     return kept, len(unused)
+
+
+def _is_sound(row: DataKeyRow) -> bool:
+    """Whether the numbers are such as we write: SQLite keeps any type in any column."""
+    return isinstance(row.generation, int) and row.backend_id in range(256)
 
 
 def _references(owner: bytes, connection: sa.Connection) -> Counter[tuple[str, bytes]] | None:
@@ -174,6 +180,8 @@ def _retire_masters(
     query = sa.select(*columns).where(keyring.c.purpose == DATA)
     found = connection.execute(query if dry_run else query.with_for_update())
     rows = [MasterKeyRow(*row) for row in found]
+    if not all(isinstance(row.created_at, int) for row in rows):
+        return (), [KeptKey(keyring.name, row.id, ()) for row in rows]
     *older, _ = sorted(rows, key=attrgetter("created_at", "id"))
     start = start_of(data_keys.c.wrapped)
     counting = sa.select(start, sa.func.count()).group_by(start)
