@@ -150,7 +150,7 @@ def _next(done: MasterRotation | DataRotation) -> Iterator[str]:
 
 def _references(key: KeptKey) -> str:
     rows = (f"{counted(number, 'row')} of {name}" for name, number in key.references)
-    return ", ".join(rows) or "its owner's row is gone, see `verify`"
+    return ", ".join(rows) or "its owner's row is gone, or keys were altered: see `verify`"
 
 
 def _percent(count: RecordCount) -> str:

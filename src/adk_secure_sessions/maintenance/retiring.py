@@ -37,7 +37,7 @@ class KeptKey(NamedTuple):
     Attributes:
         table: `secure_data_keys` or `secure_keyring`.
         id: Its id.
-        references: Table by table, how many rows need it.
+        references: Table by table, how many rows need it; none where that cannot be told.
     """
 
     table: str
