@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from adk_secure_sessions.backends import NoOpBackend
-from adk_secure_sessions.errors import TamperedError
+from adk_secure_sessions.errors import ConfigurationError, TamperedError
 from adk_secure_sessions.keys.data_keys import DataKey, StagedKeys
 from adk_secure_sessions.maintenance.checkpoints import Checkpoint, Checkpoints
 from adk_secure_sessions.maintenance.coverage import count_records
@@ -99,7 +99,7 @@ async def rotate_data(
 
     Raises:
         WrongKeyError: The root keys do not open it.
-        ConfigurationError: The database cannot be used.
+        ConfigurationError: The database cannot be used, or its only data master is in clear.
         TamperedError: What is stored of the rotation before was altered.
     """
     return await _Run(db, dry_run, progress, rows_per_second).rotate(restart)
@@ -125,7 +125,12 @@ class _Run:
         self._resealer = Resealer(self._db, self._problems, dry_run=self._dry_run)
 
     async def rotate(self, restart: bool) -> DataRotation:
-        await self._db.keys()
+        keys = await self._db.keys()
+        if keys.keyring.current_id is None:
+            raise ConfigurationError(
+                "the keyring has no data master but in clear, which protects nothing: run "
+                "`rotate master` first"
+            )
         if isinstance(self._db.backends.writer, NoOpBackend) and not self._dry_run:
             await self._db.change(mark_clear)
         at = await self._checkpoints.begin(restart=restart)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
+from adk_secure_sessions.errors import WrongKeyError
 from adk_secure_sessions.keys.data_keys import WRAP_BACKEND_ID, DataKeyRow
 from adk_secure_sessions.keys.keyring import DATA, MasterKeyRow
 from adk_secure_sessions.maintenance.coverage import start_of
@@ -82,6 +83,7 @@ async def retire(
 
     Raises:
         ConfigurationError: It cannot be used, or is not ours yet.
+        WrongKeyError: Its keyring was altered.
     """
     await db.survey()
     ((total,),) = await db.read_keys(_number_of_owners(), {})
@@ -106,11 +108,12 @@ async def retire(
 async def _retire_data_keys(db: Database, owner: bytes, dry_run: bool) -> tuple[list[KeptKey], int]:
     """Those of one owner that are needed, and how many were dropped."""
     rows = await keys_of(db.read_keys, [owner])
-    found = await db.change(partial(_references, owner))
-    # Its row was removed, or theirs altered: what needs these keys cannot be told.
-    if found is None or not all(map(_is_sound, rows)):
+    if not all(map(_is_sound, rows)):
         return [KeptKey(data_keys.name, row.id, ()) for row in rows], 0
     *older, _ = sorted(rows, key=attrgetter("generation"))
+    found = await db.change(partial(_references, owner))
+    if found is None:  # its row was removed: whose keys these are cannot be told
+        return [KeptKey(data_keys.name, row.id, ()) for row in older], 0
     named = {pack(row.backend_id, row.id): row.id for row in rows}
     unknown = tuple(
         (table, number) for (table, start), number in found.items() if start not in named
@@ -180,6 +183,8 @@ def _retire_masters(
     query = sa.select(*columns).where(keyring.c.purpose == DATA)
     found = connection.execute(query if dry_run else query.with_for_update())
     rows = [MasterKeyRow(*row) for row in found]
+    if not rows:
+        raise WrongKeyError("the keyring holds no data master: restore secure_keyring")
     if not all(isinstance(row.created_at, int) for row in rows):
         return (), [KeptKey(keyring.name, row.id, ()) for row in rows]
     *older, _ = sorted(rows, key=attrgetter("created_at", "id"))
