@@ -108,21 +108,23 @@ async def prepare(url: str, job: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "job", [job if job == "data" else pytest.param(job, marks=pytest.mark.soak) for job in JOBS]
+    ("job", "step"),
+    [("data", 5), *(pytest.param(job, 1, marks=pytest.mark.soak) for job in JOBS)],
 )
 async def test_run_that_is_killed_at_any_statement_is_ended_by_the_next(
-    job: str, tmp_path: Path
+    job: str, step: int, tmp_path: Path
 ) -> None:
     original, copy = tmp_path / "original.db", tmp_path / "copy.db"
     await prepare(f"sqlite:///{original}", job)
-    url, kills = f"sqlite:///{copy}", 0
+    url, kills, at = f"sqlite:///{copy}", 0, 1
     while True:
         for leftover in tmp_path.glob("copy.db*"):
             leftover.unlink()
         shutil.copy(original, copy)
-        if not killed(url, job, kills + 1):
+        if not killed(url, job, at):
             break
         kills += 1
+        at += step
         await end(url, job)
     assert kills > 10
 

@@ -121,6 +121,7 @@ async def test_verify_keeps_to_its_limit(file_url: str) -> None:
     assert time.monotonic() - began > 0.25  # of some thirty rows
 
 
+@pytest.mark.soak
 async def test_verify_takes_no_more_memory_for_more_sessions(file_url: str) -> None:
     async def peak() -> int:
         async with Database(file_url, AesGcmBackend(OLD)) as db:
