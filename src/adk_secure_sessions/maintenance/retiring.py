@@ -110,7 +110,7 @@ async def _retire_data_keys(db: Database, owner: bytes, dry_run: bool) -> tuple[
     rows = await keys_of(db.read_keys, [owner])
     if not all(map(_is_sound, rows)):
         return [KeptKey(data_keys.name, row.id, ()) for row in rows], 0
-    *older, _ = sorted(rows, key=attrgetter("generation"))
+    older = sorted(rows, key=attrgetter("generation"))[:-1]  # none, if they went meanwhile
     found = await db.change(partial(_references, owner))
     if found is None:  # its row was removed: whose keys these are cannot be told
         return [KeptKey(data_keys.name, row.id, ()) for row in older], 0
@@ -187,7 +187,7 @@ def _retire_masters(
         raise WrongKeyError("the keyring holds no data master: restore secure_keyring")
     if not all(isinstance(row.created_at, int) for row in rows):
         return (), [KeptKey(keyring.name, row.id, ()) for row in rows]
-    *older, _ = sorted(rows, key=attrgetter("created_at", "id"))
+    older = sorted(rows, key=attrgetter("created_at", "id"))[:-1]
     start = start_of(data_keys.c.wrapped)
     counting = sa.select(start, sa.func.count()).group_by(start)
     counts = {begin: int(number) for begin, number in connection.execute(counting)}
