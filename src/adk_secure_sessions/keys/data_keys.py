@@ -113,6 +113,7 @@ class StagedKeys:
         self._keys = keys
         self._settled = settled
         self._by_owner: dict[bytes, OwnerKeys] = {}
+        self._shared: dict[bytes, OwnerKeys] = {}  # as the process had them when first asked
         self._owners: dict[int, bytes] = {}
         self._refused: dict[bytes, DecryptionError] = {}
         self.made_any = False
@@ -126,6 +127,11 @@ class StagedKeys:
         """The key that seals what *owner* writes, if it is known.  Raises like `open`."""
         known = self._of(owner)
         return known.current if known else None
+
+    def is_newest(self, owner: bytes) -> bool:
+        """Whether no key of *owner*, of whichever backend, is newer than the current one."""
+        known = self._of(owner)
+        return bool(known and known.current and known.current.generation == known.generation)
 
     def can_follow(self, owner: bytes, *stored: bytes) -> bool:
         """Whether the current key is known, and no older than those that sealed *stored*.
@@ -206,9 +212,10 @@ class StagedKeys:
         key = known.by_id.get(key_id) if known else None
         if key is not None and key.backend_id == backend_id:
             return key.cipher
-        if key is None and (self._owners.get(key_id) or self._keys.owners.get(key_id)) is None:
-            raise UnknownKeyError(f"no data key {key_id} is known for it")
-        raise TamperedError(f"data key {key_id} belongs to another owner or backend")
+        whose = self._owners.get(key_id) or self._keys.owners.get(key_id) or owner
+        if key is not None or whose != owner:
+            raise TamperedError(f"data key {key_id} belongs to another owner or backend")
+        raise UnknownKeyError(f"no data key {key_id} is known for it")
 
     def publish(self) -> None:
         """Share what this transaction learnt with the process."""
@@ -220,10 +227,14 @@ class StagedKeys:
     def forget(self, owner: bytes) -> None:
         """Drop the keys of an owner that is gone from the process."""
         self._keys.by_owner.drop(owner)
+        self._shared.pop(owner, None)
 
     def _of(self, owner: bytes) -> OwnerKeys | None:
         self._check(owner)
-        return self._by_owner.get(owner) or self._keys.by_owner.get(owner)
+        known = self._by_owner.get(owner) or self._shared.get(owner)
+        if known is None and (known := self._keys.by_owner.get(owner)) is not None:
+            self._shared[owner] = known  # the process may forget, or renew them meanwhile
+        return known
 
     def _check(self, owner: bytes) -> None:
         if owner in self._refused:

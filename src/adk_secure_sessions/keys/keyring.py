@@ -126,8 +126,11 @@ async def open_keyring(
         index = known.index
         masters = {row.id: known.masters[row.id] for row in rows if known.holds(row.id)}
     new = [row for row in rows if row.id not in masters and not (known and row.purpose == INDEX)]
-    unwrapping = (unwrap(row, roots, database_id) for row in new)
-    for row, key in zip(new, await at_once(*unwrapping), strict=True):
+    if known is None:
+        unwrapped = await at_once(*(unwrap(row, roots, database_id) for row in new))
+    else:  # one by one, so that the first that is refused is the last that is asked for
+        unwrapped = [await unwrap(row, roots, database_id) for row in new]
+    for row, key in zip(new, unwrapped, strict=True):
         if row.purpose == INDEX:
             index = BlindIndex(key)
         else:

@@ -8,13 +8,23 @@ from typing import NamedTuple
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.errors import TamperedError
+from adk_secure_sessions.errors import SecureSessionError, TamperedError
 from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.storage.tables import meta
+from adk_secure_sessions.storage.tables import data_keys, keyring, meta
 
 _PREFIX = "rotation."
+ANOTHER = "another was begun meanwhile; run one at a time"
 _WRITTEN = re.compile(r"(\d{1,19}) \d -?\d{1,19} [0-9a-f]{32}")
+
+
+_SKEW = 24 * 60 * 60 * 1_000_000  # microseconds that a clock may be ahead
+_LATEST = [
+    sa.select(sa.func.max(table.c.created_at)).where(
+        table.c.created_at <= sa.bindparam("limit", type_=sa.BigInteger)
+    )
+    for table in (keyring, data_keys)
+]
 
 
 class Checkpoint(NamedTuple):
@@ -63,24 +73,37 @@ class Checkpoints:
         Raises:
             TamperedError: what is stored is not what was written.
         """
-        fresh = Checkpoint(time.time_ns() // 1000)
+        now = time.time_ns() // 1000
+        latest = [
+            row[0] or 0
+            for query in _LATEST
+            for row in await self._db.read_keys(query, {"limit": now + _SKEW})
+        ]
+        # Of machines whose clock is ahead, too.
+        fresh = Checkpoint(max(now, *(latest_one + 1 for latest_one in latest)))
         stored = None if restart else await self._stored()
         self.resumed = stored is not None
         if stored is None:
-            await self.save(fresh)
+            await self._write(fresh, None)
         return stored or fresh
 
     async def save(self, checkpoint: Checkpoint) -> None:
-        """Remember it."""
-        if not self._dry_run:
+        """Remember it.  Raises SecureSessionError if another rotation was begun meanwhile."""
+        await self._write(checkpoint, checkpoint.since)
+
+    async def end(self, checkpoint: Checkpoint) -> None:
+        """There is nothing left to do.  Raises like `save`."""
+        await self._write(None, checkpoint.since)
+
+    async def _write(self, checkpoint: Checkpoint | None, expected: int | None) -> None:
+        if self._dry_run:
+            return
+        value = None
+        if checkpoint is not None:
             text = " ".join(map(str, checkpoint))
             value = f"{text} {(await self._seal(text)).hex()}"
-            await self._db.change(partial(_replace, self._name, value))
-
-    async def end(self) -> None:
-        """There is nothing left to do."""
-        if not self._dry_run:
-            await self._db.change(partial(_replace, self._name, None))
+        if not await self._db.change(partial(_replace, self._name, value, expected)):
+            raise SecureSessionError(f"rotation {self._name.removeprefix(_PREFIX)}: {ANOTHER}")
 
     async def _stored(self) -> Checkpoint | None:
         value = (await self._db.survey()).meta.get(self._name)
@@ -100,6 +123,11 @@ class Checkpoints:
         return (await self._db.keys()).keyring.index
 
 
+def is_since(since: int, created_at: int) -> bool:
+    """Whether a key of that time is of a rotation that began at *since*, or came after."""
+    return since <= created_at <= time.time_ns() // 1000 + _SKEW
+
+
 def unfinished(stored: Mapping[str, str], index: BlindIndex | None) -> Iterator[Unfinished]:
     """What `secure_meta` says of rotations; *index*, if there is one, tells whether it is true."""
     for name, value in sorted(stored.items()):
@@ -115,7 +143,14 @@ def _is_genuine(index: BlindIndex, name: str, value: str) -> bool:
     return seal == index.checkpoint(name, text).hex()
 
 
-def _replace(name: str, value: str | None, connection: sa.Connection) -> None:
+def _replace(name: str, value: str | None, expected: int | None, connection: sa.Connection) -> bool:
+    """Whether it was the one that began at *expected*; None is any."""
+    query = sa.select(meta.c.value).where(meta.c.name == name).with_for_update()
+    stored = connection.scalar(query)
+    # One that ended leaves none: whoever else was at it has done all there was to do.
+    if expected is not None and stored is not None and not str(stored).startswith(f"{expected} "):
+        return False
     connection.execute(sa.delete(meta).where(meta.c.name == name))
     if value is not None:
         connection.execute(sa.insert(meta).values(name=name, value=value))
+    return True

@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from adk_secure_sessions.backends import NoOpBackend
 from adk_secure_sessions.errors import ConfigurationError, TamperedError
 from adk_secure_sessions.keys.data_keys import DataKey, StagedKeys
-from adk_secure_sessions.maintenance.checkpoints import Checkpoint, Checkpoints
+from adk_secure_sessions.maintenance.checkpoints import Checkpoint, Checkpoints, is_since
 from adk_secure_sessions.maintenance.coverage import count_records
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.owners import (
@@ -101,6 +101,7 @@ async def rotate_data(
         WrongKeyError: The root keys do not open it.
         ConfigurationError: The database cannot be used, or its only data master is in clear.
         TamperedError: What is stored of the rotation before was altered.
+        SecureSessionError: Another rotation was begun meanwhile; what this one did stays.
     """
     return await _Run(db, dry_run, progress, rows_per_second).rotate(restart)
 
@@ -131,8 +132,6 @@ class _Run:
                 "the keyring has no data master but in clear, which protects nothing: run "
                 "`rotate master` first"
             )
-        if isinstance(self._db.backends.writer, NoOpBackend) and not self._dry_run:
-            await self._db.change(mark_clear)
         at = await self._checkpoints.begin(restart=restart)
         self._since = at.since
         total = 2 * await count_rows(self._db, apps, users, sessions)
@@ -147,10 +146,10 @@ class _Run:
                 break
             at = Checkpoint(at.since)  # others wrote with older keys meanwhile
             self._begin_pass()
-        if left:
+        if left or self._problems.count:
             await self._checkpoints.save(Checkpoint(at.since))
         else:
-            await self._checkpoints.end()
+            await self._checkpoints.end(at)
         self._meter.finish()
         found = self._problems
         return DataRotation(
@@ -216,7 +215,9 @@ class _Run:
     def _target(self, keys: StagedKeys, owner: bytes) -> DataKey | None:
         """The key that the records of *owner* are to be under, if there is one yet."""
         current = keys.current(owner)
-        return current if current and current.created_at >= self._since else None
+        if current is None or not keys.is_newest(owner):
+            return None
+        return current if is_since(self._since, current.created_at) else None
 
     async def _with_key(self, keys: StagedKeys, owner: bytes) -> StagedKeys:
         """The keys of *owner*, among them one that is no older than the rotation."""
@@ -227,20 +228,29 @@ class _Run:
                 return staged
             row = staged.new(owner, self._since)
             values = row._asdict() | staged.keyring_now()
+            if isinstance(self._db.backends.writer, NoOpBackend):
+                await self._db.change(mark_clear)
             try:
-                await self._db.key_executor.write(partial(_insert, values))
+                self._keys += await self._insert(owner, values)
             except (Conflict, UniqueViolation):
                 await self._db.renew_keyring()
                 raise
-            if await self._db.change(partial(_is_stored, owner)):
-                self._keys += 1
-            else:  # erased meanwhile: a key alone would stand in the way of who comes back
-                await self._db.change_keys(partial(_drop, row.id))
             return staged
 
         if self._dry_run:
             return keys
         return await repeated(attempt, writes=True)
+
+    async def _insert(self, owner: bytes, values: dict[str, object]) -> bool:
+        """Store a key, unless its owner was erased: it would stand in the way of who comes back."""
+        if self._db.key_executor is self._db.executor:
+            work = partial(_insert_beside, owner, values)
+            return await self._db.executor.define(work, commit=True)
+        await self._db.key_executor.write(partial(_insert_apart, values))
+        if await self._db.change(partial(_is_stored, owner)):
+            return True
+        await self._db.change_keys(partial(_drop, values["id"]))
+        return False
 
     async def _left(self) -> Counter[str]:
         """Rows of each table that are yet to be sealed anew, or cannot be."""
@@ -251,9 +261,18 @@ class _Run:
         return +left
 
 
-def _insert(values: dict[str, object]) -> Steps[None]:
+def _insert_apart(values: dict[str, object]) -> Steps[None]:
     if not (yield Apply([Change(sql.INSERT_KEY, values)])):
         raise Conflict
+
+
+def _insert_beside(owner: bytes, values: dict[str, object], connection: sa.Connection) -> bool:
+    if not _is_stored(owner, connection):
+        return False
+    counted = {"preserve_rowcount": True}
+    if connection.execute(sql.INSERT_KEY, values, execution_options=counted).rowcount != 1:
+        raise Conflict
+    return True
 
 
 def _is_stored(owner: bytes, connection: sa.Connection) -> bool:
@@ -262,7 +281,7 @@ def _is_stored(owner: bytes, connection: sa.Connection) -> bool:
     return any(connection.scalar(query.with_for_update()) is not None for query in queries)
 
 
-def _drop(key_id: int, connection: sa.Connection) -> None:
+def _drop(key_id: object, connection: sa.Connection) -> None:
     connection.execute(sa.delete(data_keys).where(data_keys.c.id == key_id))
 
 

@@ -150,14 +150,14 @@ class Database:
         """Whichever of the two reads that table."""
         return self.read_keys if table in (keyring, data_keys) else self.read
 
-    async def change(self, work: Callable[[sa.Connection], T]) -> T:
-        """Run *work*, which may be run again, in one transaction that changes the data."""
-        return await repeated(lambda first: self.executor.define(work, commit=True), writes=True)
+    async def change(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
+        """Run *work*, which may be run again, in one transaction on the data."""
+        return await repeated(lambda first: self.executor.define(work, commit=commit), writes=True)
 
-    async def change_keys(self, work: Callable[[sa.Connection], T]) -> T:
-        """The same, of `secure_keyring` and `secure_data_keys`."""
+    async def change_keys(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
+        """The same, on `secure_keyring` and `secure_data_keys`."""
         return await repeated(
-            lambda first: self.key_executor.define(work, commit=True), writes=True
+            lambda first: self.key_executor.define(work, commit=commit), writes=True
         )
 
     async def close(self) -> None:
@@ -180,6 +180,12 @@ class Database:
         for file in self._files:
             if file is not None and not file.exists():  # SQLite would make it
                 raise ConfigurationError(f"there is no file {str(file)!r}")
+
+
+def see_what_is_committed(connection: sa.Connection) -> None:
+    """Have each statement of the transaction, now at its start, see what others committed."""
+    if connection.dialect.name in ("postgresql", "mysql", "mariadb"):
+        connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL READ COMMITTED").close()
 
 
 def _sqlite_file(db_url: str | sa.URL) -> Path | None:

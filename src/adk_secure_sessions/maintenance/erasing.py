@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.maintenance.clearing import clear, overwrite_deleted
 from adk_secure_sessions.maintenance.coverage import start_of
-from adk_secure_sessions.maintenance.database import Database
+from adk_secure_sessions.maintenance.database import Database, see_what_is_committed
 from adk_secure_sessions.records import pack
 from adk_secure_sessions.storage.rows import identify
 from adk_secure_sessions.storage.tables import (
@@ -22,7 +22,6 @@ from adk_secure_sessions.storage.tables import (
 )
 
 _CHUNK = 500  # rows that one statement names
-_READ_COMMITTED = "SET TRANSACTION ISOLATION LEVEL READ COMMITTED"  # this one only
 
 
 class Erasure(NamedTuple):
@@ -139,8 +138,7 @@ class _Attempt:
         Each statement sees what others committed before it: whoever was on the way when this
         began may have added rows since.
         """
-        if self._connection.dialect.name in ("postgresql", "mysql", "mariadb"):
-            self._connection.exec_driver_sql(_READ_COMMITTED)
+        see_what_is_committed(self._connection)
         if not self._dry_run:
             overwrite_deleted(self._connection)
         before = -1

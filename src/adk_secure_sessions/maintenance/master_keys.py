@@ -21,7 +21,7 @@ from adk_secure_sessions.keys.keyring import (
     new_master,
     unwrap,
 )
-from adk_secure_sessions.maintenance.checkpoints import Checkpoint, Checkpoints
+from adk_secure_sessions.maintenance.checkpoints import ANOTHER, Checkpoint, Checkpoints, is_since
 from adk_secure_sessions.maintenance.coverage import count_data_keys, header
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
@@ -77,12 +77,14 @@ async def rotate_master(
 
     Raises:
         WrongKeyError: A root key is missing or wrong.
+        SecureSessionError: Another rotation was begun meanwhile; what this one did stays.
         KeyServiceError: The key provider failed.
         ConfigurationError: The database cannot be used, or `backend` has no root key.
         TamperedError: What is stored of the rotation before was altered.
     """
     if db.backends.writer.root_key.key_id == CLEAR_ROOT:
         raise ConfigurationError("NoOpBackend has no root key to wrap a master with")
+    await db.keys()
     run = _Run(db, dry_run, Meter(progress, await _total(db), rows_per_second))
     return await run.rotate(restart)
 
@@ -106,10 +108,10 @@ class _Run:
             if left <= self._problems.count or self._dry_run:
                 break
             at = Checkpoint(at.since)  # another process wrapped some meanwhile
-        if left:
+        if left or self._problems.count:
             await self._checkpoints.save(Checkpoint(at.since))
         else:
-            await self._checkpoints.end()
+            await self._checkpoints.end(at)
         self._meter.finish()
         found = self._problems
         return MasterRotation(
@@ -129,7 +131,7 @@ class _Run:
             rows = (await self._db.survey()).keyring
             mine = [row for row in rows if row.purpose == DATA and row.root_key_id == root.key_id]
             newest = max(mine, key=lambda row: (row.created_at, row.id), default=None)
-            if newest is not None and newest.created_at >= since:
+            if newest is not None and is_since(since, newest.created_at):
                 await self._db.renew_keyring()
                 return newest.id
             if self._dry_run:
@@ -169,7 +171,7 @@ class _Run:
         assert master_id is not None, "only a dry run has none"
         new = {key: wrapped(row, masters, master_id, opened[key]) for key, row in changed.items()}
         pairs = [(row, new[key]) for key, row in changed.items()]
-        await self._db.change_keys(partial(_rewrap, pairs))
+        await self._db.change_keys(partial(_rewrap, pairs, master_id))
         span = {"after": min(changed) - 1, "last": max(changed)}
         stored = await self._db.read_keys(_rows((True, True)), span)
         for row in (DataKeyRow(*values) for values in stored):
@@ -181,6 +183,8 @@ class _Run:
     async def _left(self, master_id: int | None) -> int:
         if self._dry_run:
             return self._rotated + self._problems.count
+        if master_id not in {row.id for row in (await self._db.survey()).keyring}:
+            raise SecureSessionError(f"master key {master_id} was dropped meanwhile: {ANOTHER}")
         counts = await count_data_keys(self._db, Meter(None, 0, None))
         return sum(one.keys for one in counts if one.master_id != master_id)
 
@@ -195,9 +199,12 @@ def _add(row: MasterKeyRow, known: int, connection: sa.Connection) -> None:
         connection.execute(sa.insert(keyring).values(row._asdict()))
 
 
-def _rewrap(pairs: list[tuple[DataKeyRow, DataKeyRow]], connection: sa.Connection) -> None:
+def _rewrap(
+    pairs: list[tuple[DataKeyRow, DataKeyRow]], master_id: int, connection: sa.Connection
+) -> None:
     parameters = [
-        {"at_id": old.id, "at_wrapped": old.wrapped, "new": new.wrapped} for old, new in pairs
+        {"at_id": old.id, "at_wrapped": old.wrapped, "new": new.wrapped, "master_id": master_id}
+        for old, new in pairs
     ]
     connection.execute(_REWRAP, parameters)
 
@@ -207,6 +214,8 @@ _REWRAP = (
     .where(
         data_keys.c.id == sa.bindparam("at_id"),
         data_keys.c.wrapped == sa.bindparam("at_wrapped", type_=data_keys.c.wrapped.type),
+        # Another run's `retire` may have dropped the master before it wrapped anything.
+        sa.select(sa.literal_column("1")).where(keyring.c.id == sa.bindparam("master_id")).exists(),
     )
     .values(wrapped=sa.bindparam("new", type_=data_keys.c.wrapped.type))
 )

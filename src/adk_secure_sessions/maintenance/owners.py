@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import AsyncIterator, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
@@ -69,7 +70,7 @@ async def open_app(
         where = seals.app_place(app_name, tag, row_id, version)
         keys.open(tag, where, stored)
     owner = Owner(tag, row_id, app_name, None)
-    record = Record(APPS, (row_id,), version, where, stored)
+    record = Record(APPS, (row_id,), version, lambda: where, stored)
     return owner, [record, *await _witnesses(db, app_name, [tag])]
 
 
@@ -85,7 +86,7 @@ async def open_user(
         where = seals.user_place(app_name, tag, row_id, app_row, version)
         user_id, _ = unprefixed(keys.open(tag, where, stored))
     owner = Owner(tag, row_id, app_name, user_id)
-    record = Record(USERS, (row_id,), version, where, stored)
+    record = Record(USERS, (row_id,), version, lambda: where, stored)
     return owner, [record, *await _witnesses(db, app_name, [tag])]
 
 
@@ -163,20 +164,20 @@ def _session(keys: StagedKeys, owner: Owner, row: Row) -> tuple[str, Record]:
     with seals.naming(sessions.name, row_id):
         where = seals.session_place(owner.app_name, owner.user_id, tag, row_id, *numbers)
         session_id, _ = unprefixed(keys.open(owner.tag, where, stored))
-    return session_id, Record(SESSIONS, (row_id,), numbers[1], where, stored)
+    return session_id, Record(SESSIONS, (row_id,), numbers[1], lambda: where, stored)
 
 
 async def _witnesses(db: Database, app_name: str, tags: Iterable[bytes]) -> list[Record]:
     rows = await read(db, WITNESSES, [(tag,) for tag in tags], _WITNESS_COLUMNS)
     return [
-        Record(WITNESSES, (tag,), number, seals.witness_place(app_name, tag, number), seal)
+        Record(WITNESSES, (tag,), number, partial(seals.witness_place, app_name, tag, number), seal)
         for tag, number, seal in rows
     ]
 
 
 def _base(owner: Owner, batch: Batch, session_row: int, revision: int, stored: bytes) -> Record:
     who = _identity(owner, batch.sessions[session_row])
-    where = seals.base_place(who, session_row, revision)
+    where = partial(seals.base_place, who, session_row, revision)
     return Record(BASES, (session_row,), revision, where, stored)
 
 
@@ -184,7 +185,7 @@ def _event(
     owner: Owner, batch: Batch, session_row: int, seq: int, time: int, stored: bytes
 ) -> Record:
     who = _identity(owner, batch.sessions[session_row])
-    where = seals.event_place(who, session_row, seq, time)
+    where = partial(seals.event_place, who, session_row, seq, time)
     return Record(EVENTS, (session_row, seq), 0, where, stored)
 
 

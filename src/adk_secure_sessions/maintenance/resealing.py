@@ -1,7 +1,7 @@
 """Sealing records anew with their owner's current data key, by compare-and-swap."""
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -39,12 +39,12 @@ WITNESSES = Sealed(witnesses, witnesses.c.seal, (witnesses.c.tag,), witnesses.c.
 
 
 class Record(NamedTuple):
-    """A stored record, and the place that it is bound to."""
+    """A stored record, and what tells the place that it is bound to, or raises DecryptionError."""
 
     kind: Sealed
     key: tuple[Any, ...]
     version: int
-    where: bytes
+    where: Callable[[], bytes]
     stored: bytes
 
     @property
@@ -74,24 +74,25 @@ class Resealer:
         Raises:
             SecureSessionError: what was written does not read back.
         """
-        old: list[tuple[Record, bytes]] = []
+        old: list[tuple[Record, bytes, bytes]] = []  # with its place and plaintext
         for record in found:
             try:
                 with naming(record.kind.table.name, record.name):
                     if key_id(record.stored) != target:
-                        old.append((record, keys.open(owner, record.where, record.stored)))
+                        where = record.where()
+                        old.append((record, where, keys.open(owner, where, record.stored)))
             except UNREADABLE as error:
                 self._problems.refused(error, record.kind.table.name, record.name)
         if self._dry_run or not old:
             self.count += len(old)
             return
-        new = [keys.seal(owner, record.where, plaintext) for record, plaintext in old]
-        records = [record for record, _ in old]
+        new = [keys.seal(owner, where, plaintext) for _, where, plaintext in old]
+        records = [record for record, *_ in old]
         await self._db.change(partial(_replace, list(zip(records, new, strict=True))))
         stored = await self._read_back(records)
-        for (record, plaintext), sealed in zip(old, new, strict=True):
+        for (record, where, plaintext), sealed in zip(old, new, strict=True):
             if stored.get((record.kind.table.name, record.key)) == sealed:
-                if keys.open(owner, record.where, sealed) != plaintext:
+                if keys.open(owner, where, sealed) != plaintext:
                     raise SecureSessionError(
                         f"{record.kind.table.name} row {record.name} does not read back as it was"
                     )

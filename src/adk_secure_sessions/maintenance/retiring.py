@@ -13,7 +13,7 @@ from adk_secure_sessions.errors import WrongKeyError
 from adk_secure_sessions.keys.data_keys import WRAP_BACKEND_ID, DataKeyRow
 from adk_secure_sessions.keys.keyring import DATA, MasterKeyRow
 from adk_secure_sessions.maintenance.coverage import start_of
-from adk_secure_sessions.maintenance.database import Database
+from adk_secure_sessions.maintenance.database import Database, see_what_is_committed
 from adk_secure_sessions.maintenance.walking import Meter, Progress, first
 from adk_secure_sessions.records import pack
 from adk_secure_sessions.storage.owner_keys import keys_of
@@ -38,7 +38,8 @@ class KeptKey(NamedTuple):
     Attributes:
         table: `secure_data_keys` or `secure_keyring`.
         id: Its id.
-        references: Table by table, how many rows need it; none where that cannot be told.
+        references: Table by table, how many rows need it; none where that cannot be told, or
+            where rows need a key before it.
     """
 
     table: str
@@ -71,9 +72,9 @@ async def retire(
 ) -> Retirement:
     """Drop the data keys and data masters that have a successor and that nothing refers to.
 
-    What refers to a key is looked for in the transaction that drops it, and services seal with
-    none that they have not seen in a row.  A row that names no key of its owner keeps all of
-    the owner's keys.  No root key is needed.
+    What refers to a key is looked for in the transaction that drops it, where the keys are beside
+    the data.  A key that came after one with rows under it is kept, too.  A row that names no
+    key of its owner keeps all of the owner's keys.  No root key is needed.
 
     Args:
         db: The database.
@@ -100,38 +101,69 @@ async def retire(
             await meter.advance()
         after = owners[-1]
     meter.finish()
-    masters, needed = await db.change_keys(partial(_retire_masters, dry_run))
+    masters, needed = await db.change_keys(partial(_retire_masters, dry_run), commit=not dry_run)
     kept += needed[: _KEPT - len(kept)]
     return Retirement(dropped, masters, number + len(needed), tuple(kept))
 
 
 async def _retire_data_keys(db: Database, owner: bytes, dry_run: bool) -> tuple[list[KeptKey], int]:
     """Those of one owner that are needed, and how many were dropped."""
+    if db.key_executor is db.executor:
+        return await db.change(partial(_retire_beside, owner, dry_run), commit=not dry_run)
+    # What refers to them first: services with keys apart seal with none older than a row is under.
     rows = await keys_of(db.read_keys, [owner])
+    found = await db.change(partial(_references, owner, dry_run), commit=not dry_run)
+    kept, unused = _sorted_out(rows, found)
+    if unused and not dry_run:
+        await db.change_keys(partial(_drop, unused))
+    return kept, len(unused)
+
+
+def _retire_beside(
+    owner: bytes, dry_run: bool, connection: sa.Connection
+) -> tuple[list[KeptKey], int]:
+    """The same in one transaction, which whoever holds one of the keys comes before or after."""
+    query = sa.select(*(data_keys.c[name] for name in DataKeyRow._fields))
+    query = query.where(data_keys.c.owner == owner)
+    see_what_is_committed(connection)
+    row = _row(owner, dry_run, connection)
+    # Who holds one of them is waited for.
+    found = connection.execute(query if dry_run else query.with_for_update())
+    rows = [DataKeyRow(*values) for values in found]
+    kept, unused = _sorted_out(rows, row and _count(owner, *row, connection))
+    if unused and not dry_run:
+        _drop(unused, connection)
+    return kept, len(unused)
+
+
+def _sorted_out(
+    rows: list[DataKeyRow], found: Counter[tuple[str, bytes]] | None
+) -> tuple[list[KeptKey], list[DataKeyRow]]:
+    """Which of an owner's keys are needed still, and which are not.
+
+    One that came after a key with rows under it is needed, too: a process that knows it may
+    be about to seal with it where such a row is.
+    """
     if not all(map(_is_sound, rows)):
-        return [KeptKey(data_keys.name, row.id, ()) for row in rows], 0
+        return [KeptKey(data_keys.name, row.id, ()) for row in rows], []
     older = sorted(rows, key=attrgetter("generation"))[:-1]  # none, if they went meanwhile
-    found = await db.change(partial(_references, owner))
-    if found is None:  # its row was removed: whose keys these are cannot be told
-        return [KeptKey(data_keys.name, row.id, ()) for row in older], 0
+    if found is None:  # the owner's row was removed: whose keys these are cannot be told
+        return [KeptKey(data_keys.name, row.id, ()) for row in older], []
     named = {pack(row.backend_id, row.id): row.id for row in rows}
-    unknown = tuple(
-        (table, number) for (table, start), number in found.items() if start not in named
-    )
-    kept, unused = [], []
+    unknown = [(table, number) for (table, start), number in found.items() if start not in named]
+    kept: list[KeptKey] = []
+    unused: list[DataKeyRow] = []
     for row in older:
-        mine = [
-            (table, number)
-            for (table, start), number in found.items()
-            if named.get(start) == row.id
-        ]
-        if mine or unknown:
+        mine = [(table, n) for (table, start), n in found.items() if named.get(start) == row.id]
+        if mine or unknown or kept:
             kept.append(KeptKey(data_keys.name, row.id, (*mine, *unknown)))
         else:
-            unused.append({"at_id": row.id, "at_wrapped": row.wrapped})
-    if unused and not dry_run:
-        await db.change_keys(lambda connection: connection.execute(_DROP_KEY, unused))
-    return kept, len(unused)
+            unused.append(row)
+    return kept, unused
+
+
+def _drop(rows: list[DataKeyRow], connection: sa.Connection) -> None:
+    connection.execute(_DROP_KEY, [{"at_id": row.id, "at_wrapped": row.wrapped} for row in rows])
 
 
 def _is_sound(row: DataKeyRow) -> bool:
@@ -139,16 +171,28 @@ def _is_sound(row: DataKeyRow) -> bool:
     return isinstance(row.generation, int) and row.backend_id in range(256)
 
 
-def _references(owner: bytes, connection: sa.Connection) -> Counter[tuple[str, bytes]] | None:
+def _references(
+    owner: bytes, dry_run: bool, connection: sa.Connection
+) -> Counter[tuple[str, bytes]] | None:
     """Rows of *owner* by table and header; None where the owner has no row."""
+    see_what_is_committed(connection)
+    row = _row(owner, dry_run, connection)
+    return row and _count(owner, *row, connection)
+
+
+def _row(owner: bytes, dry_run: bool, connection: sa.Connection) -> tuple[sa.Table, int] | None:
+    """The owner's own, held until the end: who is about to add a session is waited for."""
     for table in (apps, users):
-        # Held until the end: whoever is about to add a session is waited for.
-        query = sa.select(table.c.id).where(table.c.tag == owner).with_for_update()
-        row_id = connection.scalar(query)
+        query = sa.select(table.c.id).where(table.c.tag == owner)
+        row_id = connection.scalar(query if dry_run else query.with_for_update())
         if row_id is not None:
-            break
-    else:
-        return None
+            return table, row_id
+    return None
+
+
+def _count(
+    owner: bytes, table: sa.Table, row_id: int, connection: sa.Connection
+) -> Counter[tuple[str, bytes]]:
     counts: Counter[tuple[str, bytes]] = Counter()
     for name, counting in _counting(table, row_id, owner):
         for start, number in connection.execute(counting):
@@ -176,6 +220,7 @@ def _retire_masters(
     dry_run: bool, connection: sa.Connection
 ) -> tuple[tuple[int, ...], list[KeptKey]]:
     """Ids of the data masters that were dropped, and those that are needed."""
+    see_what_is_committed(connection)
     if connection.dialect.name == "postgresql" and not dry_run:
         # Who is about to store a data key under one is waited for.
         connection.execute(sa.text(f"LOCK TABLE {data_keys.name} IN SHARE MODE"))

@@ -1,9 +1,10 @@
 """Running an operation with the keys that it needs: read, made or renewed as it turns out."""
 
+import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-from adk_secure_sessions.errors import UnknownKeyError
+from adk_secure_sessions.errors import SecureSessionError, UnknownKeyError
 from adk_secure_sessions.keys.data_keys import DataKeys, StagedKeys, StaleKeyring
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.loops import LoopLocks
@@ -19,6 +20,10 @@ from adk_secure_sessions.storage.connection import (
 from adk_secure_sessions.storage.owner_keys import keys_of
 from adk_secure_sessions.storage.retries import repeated
 from adk_secure_sessions.storage.rows import Context, Identity, Memo, NeedsKey
+
+# Seconds until a keyring that was refused is tried again: who writes to the database must not
+# have us ask a key service for every operation.
+_PAUSE = 10.0
 
 
 class Attempts:
@@ -36,6 +41,8 @@ class Attempts:
         self._memo = memo
         self._reopen = reopen
         self._locks = LoopLocks()
+        self._refused: SecureSessionError | None = None  # the keyring; not tried before `_again`
+        self._again = 0.0
 
     async def run(
         self,
@@ -98,10 +105,21 @@ class Attempts:
             raise Conflict
 
     async def _renew(self, seen: Keyring) -> None:
-        """Read the keyring again, once for all tasks that have *seen* the same."""
+        """Read the keyring again, once for all tasks that have *seen* the same.
+
+        Raises like `open_keyring`; then for a while without asking the key service.
+        """
         async with self._locks.hold("keyring"):
-            if self.keys.keyring is seen:
+            if self.keys.keyring is not seen:
+                return
+            if self._refused is not None and time.monotonic() < self._again:
+                raise self._refused.with_traceback(None)
+            self._refused = None
+            try:
                 self.keys.keyring = await self._reopen(seen)
+            except SecureSessionError as error:
+                self._refused, self._again = error, time.monotonic() + _PAUSE
+                raise
 
 
 def _apply(change: Change) -> Steps[bool]:

@@ -118,15 +118,22 @@ def _add_key(changes: Changes, context: Context, owner: bytes) -> None:
 def ensure_key(changes: Changes, context: Context, owner: bytes, *stored: bytes) -> None:
     """Have a key to seal with where *stored* are, which the changes ask to be there still.
 
-    So nothing is sealed with a key that was dropped: that happens only once nothing is left
-    under it.  A key older than theirs is used if it is still stored, and the next generation
-    made where there is none of the writing backend.
+    So nothing is sealed with a key that was dropped: a key is dropped only while no row is under
+    it or one before it.  A key of ours that is older than theirs, which are of another backend,
+    is held; where that cannot be, or there is none, the next generation is made.
     """
-    if context.keys.can_follow(owner, *stored):
+    keys = context.keys
+    if keys.can_follow(owner, *stored):
         return
     _need_keys(context)
-    if context.keys.current(owner) is None:
+    if keys.can_follow(owner, *stored):
+        return
+    current = keys.current(owner)
+    if current is None or context.keys_apart:
         _new_key(changes, context, owner)
+    else:
+        held = {"at_id": current.id, "generation": current.generation}
+        changes.append(Change(sql.HOLD_KEY, held))
 
 
 def _new_key(changes: Changes, context: Context, owner: bytes) -> None:

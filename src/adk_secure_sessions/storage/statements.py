@@ -209,6 +209,12 @@ INSERT_KEY = insert(data_keys).from_select(
         == bindparam("masters", type_=BigInteger),
     ),
 )
+# Changes nothing: who is about to drop the key waits, or was first.
+HOLD_KEY = (
+    update(data_keys)
+    .where(data_keys.c.id == bindparam("at_id"))
+    .values(generation=bindparam("generation"))
+)
 INSERT_APP = insert(apps)
 INSERT_USER = insert(users)
 INSERT_WITNESS = insert(witnesses)
