@@ -1,12 +1,17 @@
 """However many sessions and users a service has seen, it remembers a bounded number."""
 
+import asyncio
 import os
+import sqlite3
+from contextlib import ExitStack, closing
 from pathlib import Path
 
+import pytest
 from google.adk.events import Event, EventActions
 
-from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
+from adk_secure_sessions import AesGcmBackend, EncryptedSessionService, StaticKey, WrongKeyError
 from adk_secure_sessions.lru import Lru
+from tests.servers import Server
 
 
 def caches(holder: object) -> list[Lru[object, object]]:
@@ -45,3 +50,63 @@ async def test_small_caches_stay_small_and_change_nothing(tmp_path: Path) -> Non
         sizes = [len(cache._entries) for cache in caches(opened)]
         assert len(sizes) == 6, "a cache was added, or is no longer found"
         assert all(0 < size <= 5 for size in sizes), sizes
+
+
+@pytest.mark.parametrize("database", ["sqlite", "postgresql"])
+async def test_more_users_at_once_than_keys_are_remembered_disturb_no_other(
+    database: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    with ExitStack() as stack:
+        url = f"sqlite:///{tmp_path}/s.db"
+        if database == "postgresql":
+            server: Server = request.getfixturevalue(database)
+            place = stack.enter_context(server.database())
+            url = place.set(drivername="postgresql+asyncpg").render_as_string(hide_password=False)
+        key = AesGcmBackend(os.urandom(32))
+        async with EncryptedSessionService(url, key, data_key_cache_size=10) as service:
+
+            async def converse(user: str) -> None:
+                session = await service.create_session(app_name="a", user_id=user)
+                for n in range(10):
+                    await service.append_event(session, Event(author="a"))
+                    found = await service.get_session(
+                        app_name="a", user_id=user, session_id=session.id
+                    )
+                    assert found is not None
+                    assert len(found.events) == n + 1
+
+            await asyncio.gather(*(converse(f"u{n}") for n in range(30)))
+
+
+async def test_key_service_is_not_asked_for_every_operation_where_a_keyring_is_refused(
+    tmp_path: Path,
+) -> None:
+    asked = 0
+    root = StaticKey(os.urandom(32))
+
+    class Counting:
+        key_id = root.key_id
+        wrap = root.wrap
+
+        async def unwrap(self, wrapped: bytes, associated_data: bytes) -> bytes:
+            nonlocal asked
+            asked += 1
+            return await root.unwrap(wrapped, associated_data)
+
+    async with EncryptedSessionService(
+        f"sqlite:///{tmp_path}/s.db", AesGcmBackend(Counting())
+    ) as service:
+        await service.create_session(app_name="a", user_id="known", session_id="s")
+        asked = 0
+        with closing(sqlite3.connect(tmp_path / "s.db", isolation_level=None)) as connection:
+            for number in range(20):
+                connection.execute(
+                    "INSERT INTO secure_keyring SELECT ?, purpose, root_key_id, created_at, "
+                    "wrapped FROM secure_keyring WHERE purpose = 'data' LIMIT 1",
+                    (number,),
+                )
+        for number in range(10):
+            with pytest.raises(WrongKeyError):
+                await service.create_session(app_name="a", user_id=f"new {number}")
+        assert asked == 1
+        assert await service.get_session(app_name="a", user_id="known", session_id="s")
