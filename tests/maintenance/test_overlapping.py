@@ -174,16 +174,18 @@ async def test_key_of_another_backend_that_is_retired_as_a_service_writes_is_not
 
 async def test_key_that_a_service_of_another_backend_holds_is_kept(url: str, place: sa.URL) -> None:
     await fill(url, FERNET, users=["ada"], sessions=1)
-    async with EncryptedSessionService(url, FERNET, [AES]) as service:
-        async with Database(url, AES, [FERNET]) as db:
-            await rotate_data(db)
-            session = await service.get_session(app_name=APP, user_id="ada", session_id="s0")
-            assert session is not None
-            keys = query(place, "SELECT count(*) FROM secure_data_keys")
-            await service.append_event(session, event(9))
-            assert query(place, "SELECT count(*) FROM secure_data_keys") == keys
-            retired = await retire(db)
-            assert [dict(one.references) for one in retired.examples][0]["secure_events"] == 1
+    async with (
+        EncryptedSessionService(url, FERNET, [AES]) as service,
+        Database(url, AES, [FERNET]) as db,
+    ):
+        await rotate_data(db)
+        session = await service.get_session(app_name=APP, user_id="ada", session_id="s0")
+        assert session is not None
+        keys = query(place, "SELECT count(*) FROM secure_data_keys")
+        await service.append_event(session, event(9))
+        assert query(place, "SELECT count(*) FROM secure_data_keys") == keys
+        (kept,) = (await retire(db)).examples
+        assert dict(kept.references)["secure_events"] == 1
     await is_whole(url, FERNET, AES)
 
 
