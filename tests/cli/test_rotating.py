@@ -237,7 +237,7 @@ def test_keys_of_an_owner_whose_row_is_gone_are_kept(file: str, file_place: sa.U
     run_sql(file_place, "DELETE FROM secure_users")
     said = run("retire", "--db", file)
     assert said.code == 1
-    reason = " is kept: its owner's row is gone, or keys were altered: see `verify`\n"
+    reason = " is kept: one before it is needed, or what needs it cannot be told: see `verify`\n"
     assert said.stdout.count(reason) == 2
 
 
@@ -344,6 +344,15 @@ def test_master_under_no_root_key_is_refused(file_url: str) -> None:
     asyncio.run(fill(file_url, clear_backend()))
     refused = run("rotate", "master", "--db", file_url, "--backend", "no-op")
     assert (refused.code, "no root key" in refused.stderr) == (2, True)
+
+
+def test_backend_that_was_not_listed_is_asked_for(file_url: str) -> None:
+    asyncio.run(fill(file_url))
+    said = run("rotate", "data", *on(file_url), "--backend", "fernet")
+    assert said.code == 1
+    assert said.stdout.splitlines()[-1] == (
+        "next: this again, with --also-backend for the backend that sealed these rows"
+    )
 
 
 def test_progress_of_retire_counts_owners(

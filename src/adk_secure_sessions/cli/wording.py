@@ -16,6 +16,8 @@ from adk_secure_sessions.maintenance import (
     Unfinished,
 )
 
+_UNLISTED = "additional_backends"  # as reasons name what is not listed
+_NO_REFERENCES = "one before it is needed, or what needs it cannot be told: see `verify`"
 _INDENT = "  "
 
 
@@ -140,7 +142,9 @@ def _beginning(done: MasterRotation | DataRotation, dry_run: bool) -> Iterator[s
 
 
 def _next(done: MasterRotation | DataRotation) -> Iterator[str]:
-    if done.bad:
+    if done.problems and all(_UNLISTED in one.reason for one in done.problems):
+        yield "next: this again, with --also-backend for the backend that sealed these rows"
+    elif done.bad:
         yield "next: see what `verify` says, restore these rows from a backup, then this again"
     elif done.left:
         yield "next: this again, once all services write with the same backend and root key"
@@ -150,7 +154,9 @@ def _next(done: MasterRotation | DataRotation) -> Iterator[str]:
 
 def _references(key: KeptKey) -> str:
     rows = (f"{counted(number, 'row')} of {name}" for name, number in key.references)
-    return ", ".join(rows) or "its owner's row is gone, or keys were altered: see `verify`"
+    return (
+        ", ".join(rows) or "one before it is needed, or what needs it cannot be told: see `verify`"
+    )
 
 
 def _percent(count: RecordCount) -> str:

@@ -11,6 +11,7 @@ from adk_secure_sessions.errors import TamperedError, UnknownKeyError
 from adk_secure_sessions.maintenance import orphans
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.identities import Located, identified
+from adk_secure_sessions.maintenance.owners import binary
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
 from adk_secure_sessions.maintenance.walking import (
     Bounds,
@@ -143,7 +144,7 @@ class _Run:
 
     async def _check_app(self, row_id: int, stored_name: bytes) -> None:
         with seals.naming(apps.name, row_id):
-            app_name = decode_text(_binary(stored_name))
+            app_name = decode_text(binary(stored_name))
         context, found = await self._read(app_name)
         app = seals.open_app(context, found)
         if app is None or app.id != row_id:
@@ -163,7 +164,7 @@ class _Run:
             if stored_name is None:
                 raise TamperedError("its app's row was removed")
             app_name = decode_text(stored_name)
-            _binary(tag)
+            binary(tag)
         context, found = await self._read(app_name, tag)
         if not found.users:
             return False  # deleted meanwhile
@@ -208,12 +209,6 @@ async def _settled(check: Callable[[], Awaitable[T]]) -> T:
 
 def _no_decoding(plaintext: bytes, session_row: int, seq: int) -> None:
     return None
-
-
-def _binary(value: object) -> bytes:
-    if not isinstance(value, bytes):
-        raise TamperedError("a binary column holds something else")
-    return value
 
 
 @functools.cache
