@@ -501,6 +501,29 @@ async def test_keys_whose_rows_were_altered_are_all_kept(
     assert len(retired.masters) + retired.data_keys == (1 if kept == 6 else 3)
 
 
+@pytest.mark.parametrize(
+    ("statement", "table"),
+    [
+        ("UPDATE secure_events SET time = 'x' WHERE seq = 1", "secure_events"),
+        ("UPDATE secure_bases SET revision = 'x'", "secure_bases"),
+        (
+            "UPDATE secure_witnesses SET number = 'x' WHERE tag IN "
+            "(SELECT tag FROM secure_sessions LIMIT 1)",
+            "secure_witnesses",
+        ),
+    ],
+)
+async def test_number_that_is_none_keeps_no_other_row_from_its_rotation(
+    statement: str, table: str, tmp_path: Path, file_url: str
+) -> None:
+    await filled(file_url)
+    bad = run_sql(sa.URL.create("sqlite", database=f"{tmp_path}/sessions.db"), statement)
+    async with Database(file_url, AES) as db:
+        done = await rotate_data(db)
+    assert {one.table for one in done.problems} == {table}
+    assert done.bad == done.left == bad
+
+
 async def test_checkpoint_that_was_altered_is_refused(tmp_path: Path, file_url: str) -> None:
     place = sa.URL.create("sqlite", database=f"{tmp_path}/sessions.db")
     await filled(file_url)
