@@ -12,11 +12,11 @@ import pytest
 import sqlalchemy as sa
 
 from adk_secure_sessions import AesGcmBackend, FernetBackend
-from adk_secure_sessions.cli import output, rotating
+from adk_secure_sessions.cli import opening, output
 from adk_secure_sessions.cli.wording import retirement_lines
 from adk_secure_sessions.maintenance import KeptKey, Retirement, rotate_data, rotate_master
 from adk_secure_sessions.storage.tables import metadata
-from tests.cli.support import commands, on, run
+from tests.cli.support import Said, commands, on, run
 from tests.maintenance.support import OLD, clear_backend, fill, interrupt, query, run_sql
 
 WITH_FERNET = ["--also-backend", "fernet"]
@@ -157,9 +157,7 @@ def test_status_shows_what_services_with_another_backend_wrote_since(file: str) 
     assert "fernet" not in run("status", "--db", file).stdout.partition("rows")[2]
 
 
-def test_records_that_services_go_on_writing_with_another_backend_are_left(
-    file: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def rotate_while_another_backend_writes(file: str, monkeypatch: pytest.MonkeyPatch) -> Said:
     reports = itertools.count()
 
     def write_meanwhile(done: int, total: int) -> None:
@@ -170,15 +168,30 @@ def test_records_that_services_go_on_writing_with_another_backend_are_left(
             with ThreadPoolExecutor(1) as thread:
                 thread.submit(asyncio.run, writing).result()
 
-    monkeypatch.setattr(rotating, "progress", lambda *_: nullcontext(write_meanwhile))
-    said = run("rotate", "data", *on(file), *WITH_FERNET)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(opening, "progress", lambda *_: nullcontext(write_meanwhile))
+        return run("rotate", "data", *on(file), *WITH_FERNET)
+
+
+def test_records_that_services_go_on_writing_with_another_backend_are_left(
+    file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = rotate_while_another_backend_writes(file, monkeypatch)
     assert said.code == 1
     assert re.search(r"^left under older keys: \d+ records\n  secure_", said.stdout, re.MULTILINE)
     assert "cannot be opened" not in said.stdout
     assert said.stdout.endswith(
         "next: this again, once all services write with the same backend and root key\n"
     )
+
+
+def test_bad_rows_are_told_of_though_each_pass_leaves_something_to_do(
+    file: str, file_place: sa.URL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = spoil_events(file_place)
+    said = rotate_while_another_backend_writes(file, monkeypatch)
+    assert said.code == 1
+    assert f"cannot be opened, and left: {bad} rows\n" in said.stdout
 
 
 def test_data_keys_that_cannot_be_unwrapped_are_named_and_counted(

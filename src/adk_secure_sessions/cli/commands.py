@@ -4,12 +4,13 @@ import os
 import re
 import sys
 from datetime import timedelta
+from functools import partial
 
 import click
 
 from adk_secure_sessions import maintenance
-from adk_secure_sessions.cli.opening import failures, on_database, run, with_keys
-from adk_secure_sessions.cli.output import backend_name, counted, progress, show, table
+from adk_secure_sessions.cli.opening import failures, on_database, run, watched, with_keys
+from adk_secure_sessions.cli.output import backend_name, counted, show, table
 from adk_secure_sessions.cli.program import main, with_dry_run, with_speed
 from adk_secure_sessions.cli.wording import problem_lines, status_lines
 from adk_secure_sessions.errors import ConfigurationError
@@ -81,13 +82,7 @@ def status(db: Database, as_json: bool, rows_per_second: float | None) -> None:
     Example:
       adk-secure-sessions status --db sqlite:///sessions.db
     """
-    with progress("status") as report:
-        found = run(
-            db,
-            lambda opened: maintenance.status(
-                opened, progress=report, rows_per_second=rows_per_second
-            ),
-        )
+    found = watched(db, "status", maintenance.status, rows_per_second=rows_per_second)
     show(found, as_json, status_lines(found))
     if False in [one.opens for one in found.masters] + [one.genuine for one in found.unfinished]:
         sys.exit(1)
@@ -106,13 +101,7 @@ def verify(db: Database, as_json: bool, rows_per_second: float | None) -> None:
     Example:
       adk-secure-sessions verify --db sqlite:///sessions.db --key file:root.key
     """
-    with progress("verify") as report:
-        found = run(
-            db,
-            lambda opened: maintenance.verify(
-                opened, progress=report, rows_per_second=rows_per_second
-            ),
-        )
+    found = watched(db, "verify", maintenance.verify, rows_per_second=rows_per_second)
     lines = [
         *problem_lines(found.problems, found.bad),
         f"opened {counted(found.apps, 'app')}, {counted(found.users, 'user')} and "
@@ -204,17 +193,8 @@ def purge(
       adk-secure-sessions purge --db sqlite:///sessions.db --key file:root.key \\
           --older-than 90d --dry-run
     """
-    with progress("purge") as report:
-        done = run(
-            db,
-            lambda opened: maintenance.purge(
-                opened,
-                older_than,
-                dry_run=dry_run,
-                progress=report,
-                rows_per_second=rows_per_second,
-            ),
-        )
+    purging = partial(maintenance.purge, older_than=older_than, dry_run=dry_run)
+    done = watched(db, "purge", purging, rows_per_second=rows_per_second)
     verb = "would be deleted" if dry_run else "deleted"
     lines = [*problem_lines(done.problems, len(done.problems))]
     lines.append(f"{verb}: {counted(done.deleted, 'session')}")

@@ -16,7 +16,7 @@ from adk_secure_sessions.backends import (
     FernetBackend,
     NoOpBackend,
 )
-from adk_secure_sessions.cli.output import harmless
+from adk_secure_sessions.cli.output import harmless, progress
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
 from adk_secure_sessions.keys.providers import KeyProvider
 from adk_secure_sessions.keys.specs import key_provider
@@ -128,6 +128,19 @@ def run(db: Database, work: Callable[[Database], Awaitable[T]]) -> T:
 
     with failures():
         return asyncio.run(main())
+
+
+def watched(
+    db: Database,
+    label: str,
+    work: Callable[..., Awaitable[T]],
+    *,
+    unit: str = "rows",
+    **options: Any,
+) -> T:
+    """The result of *work* with its progress shown, which counts *unit*."""
+    with progress(label, unit) as report:
+        return run(db, lambda opened: work(opened, progress=report, **options))
 
 
 @contextmanager

@@ -91,9 +91,12 @@ class Checkpoints:
         """Remember it.  Raises SecureSessionError if another rotation was begun meanwhile."""
         await self._write(checkpoint, checkpoint.since)
 
-    async def end(self, checkpoint: Checkpoint) -> None:
-        """There is nothing left to do.  Raises like `save`."""
-        await self._write(None, checkpoint.since)
+    async def end(self, since: int, *, complete: bool) -> None:
+        """Forget it; or if something is left, have the next run look at all again.
+
+        Raises like `save`.
+        """
+        await self._write(None if complete else Checkpoint(since), since)
 
     async def _write(self, checkpoint: Checkpoint | None, expected: int | None) -> None:
         if self._dry_run:

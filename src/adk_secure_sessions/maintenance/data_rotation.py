@@ -139,17 +139,14 @@ class _Run:
         self._meter = Meter(self._progress, total, self._rate)
         left: Counter[str] = Counter()
         for _ in range(_PASSES):
+            self._begin_pass()
             await self._walk(at)
             self._resealed += self._resealer.count
             left = await self._left()
             if self._dry_run or not left or not self._resealer.count:
                 break
             at = Checkpoint(at.since)  # others wrote with older keys meanwhile
-            self._begin_pass()
-        if left or self._problems.count:
-            await self._checkpoints.save(Checkpoint(at.since))
-        else:
-            await self._checkpoints.end(at)
+        await self._checkpoints.end(at.since, complete=not (left or self._problems.count))
         self._meter.finish()
         found = self._problems
         return DataRotation(

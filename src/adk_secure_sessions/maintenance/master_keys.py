@@ -108,10 +108,7 @@ class _Run:
             if left <= self._problems.count or self._dry_run:
                 break
             at = Checkpoint(at.since)  # another process wrapped some meanwhile
-        if left or self._problems.count:
-            await self._checkpoints.save(Checkpoint(at.since))
-        else:
-            await self._checkpoints.end(at)
+        await self._checkpoints.end(at.since, complete=not (left or self._problems.count))
         self._meter.finish()
         found = self._problems
         return MasterRotation(
