@@ -99,14 +99,18 @@ class Server(ABC):
 
     def kill(self, url: sa.URL) -> None:
         """End the connections to a test's database, as an administrator or a proxy may."""
+        deadline = time.monotonic() + _PATIENCE
         with self.admin.connect() as connection:
-            for number in self.connections(url):
-                try:
-                    connection.exec_driver_sql(self._end(number))
-                except sa.exc.OperationalError:
-                    pass  # it has just ended by itself
-        while self.connections(url):
-            time.sleep(0.01)
+            # Again and again: one that was on its way to the server is listed later.
+            while numbers := self.connections(url):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"these connections do not end: {numbers}")
+                for number in numbers:
+                    try:
+                        connection.exec_driver_sql(self._end(number))
+                    except sa.exc.OperationalError:
+                        pass  # it has just ended by itself
+                time.sleep(0.005)
 
     @contextmanager
     def rows_locked(self, url: sa.URL, table: str) -> Iterator[None]:

@@ -26,6 +26,7 @@ from adk_secure_sessions.maintenance.coverage import count_data_keys, header
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
 from adk_secure_sessions.maintenance.walking import Meter, Progress, count_rows, ranges, within
+from adk_secure_sessions.storage.owner_keys import DATA_KEYS
 from adk_secure_sessions.storage.tables import data_keys, keyring
 
 _BATCH = 500
@@ -219,6 +220,5 @@ _REWRAP = (
 
 
 def _rows(bounds: tuple[bool, bool]) -> sa.Select[Any]:
-    c = data_keys.c
-    query = sa.select(*(c[name] for name in DataKeyRow._fields))
-    return query.where(*within(c.id, bounds)).order_by(c.id)
+    key = data_keys.c.id
+    return DATA_KEYS.where(*within(key, bounds)).order_by(key)

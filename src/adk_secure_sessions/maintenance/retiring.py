@@ -16,7 +16,8 @@ from adk_secure_sessions.maintenance.coverage import start_of
 from adk_secure_sessions.maintenance.database import Database, see_what_is_committed
 from adk_secure_sessions.maintenance.walking import Meter, Progress, first
 from adk_secure_sessions.records import pack
-from adk_secure_sessions.storage.owner_keys import keys_of
+from adk_secure_sessions.storage.owner_keys import DATA_KEYS, keys_of
+from adk_secure_sessions.storage.survey import MASTER_KEYS
 from adk_secure_sessions.storage.tables import (
     apps,
     bases,
@@ -123,8 +124,7 @@ def _retire_beside(
     owner: bytes, dry_run: bool, connection: sa.Connection
 ) -> tuple[list[KeptKey], int]:
     """The same in one transaction, which whoever holds one of the keys comes before or after."""
-    query = sa.select(*(data_keys.c[name] for name in DataKeyRow._fields))
-    query = query.where(data_keys.c.owner == owner)
+    query = DATA_KEYS.where(data_keys.c.owner == owner)
     see_what_is_committed(connection)
     row = _row(owner, dry_run, connection)
     # Who holds one of them is waited for.
@@ -224,8 +224,7 @@ def _retire_masters(
     if connection.dialect.name == "postgresql" and not dry_run:
         # Who is about to store a data key under one is waited for.
         connection.execute(sa.text(f"LOCK TABLE {data_keys.name} IN SHARE MODE"))
-    columns = (keyring.c[name] for name in MasterKeyRow._fields)
-    query = sa.select(*columns).where(keyring.c.purpose == DATA)
+    query = MASTER_KEYS.where(keyring.c.purpose == DATA)
     found = connection.execute(query if dry_run else query.with_for_update())
     rows = [MasterKeyRow(*row) for row in found]
     if not rows:

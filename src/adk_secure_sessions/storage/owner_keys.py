@@ -10,6 +10,8 @@ from adk_secure_sessions.keys.data_keys import DataKeyRow
 from adk_secure_sessions.storage.connection import Parameters, Row
 from adk_secure_sessions.storage.tables import data_keys
 
+# Rows as DataKeyRow has them.
+DATA_KEYS = sa.select(*(data_keys.c[name] for name in DataKeyRow._fields))
 # How many values a statement takes: a user and their app, or as many as there are.
 _FEW, _MANY = 2, 200
 
@@ -46,6 +48,4 @@ def parameters(values: Sequence[object]) -> dict[str, object]:
 
 @functools.cache
 def _query(number: int) -> sa.Select[Any]:
-    c = data_keys.c
-    columns = (c.id, c.owner, c.generation, c.backend_id, c.created_at, c.wrapped)
-    return sa.select(*columns).where(among(c.owner, number))
+    return DATA_KEYS.where(among(data_keys.c.owner, number))

@@ -18,6 +18,8 @@ from adk_secure_sessions.storage.tables import (
 )
 
 FORMAT, DATABASE_ID, CLEAR, HOLDS = "format", "database_id", "plaintext", "holds"
+# Rows as MasterKeyRow has them.
+MASTER_KEYS = sa.select(*(keyring.c[name] for name in MasterKeyRow._fields))
 
 
 class Part(Enum):
@@ -90,9 +92,7 @@ def _look(connection: sa.Connection) -> Survey:
     if not alien and meta in tables:
         values = {row.name: row.value for row in connection.execute(sa.select(meta))}
     if not alien and keyring in tables:
-        c = keyring.c
-        query = sa.select(c.id, c.purpose, c.root_key_id, c.created_at, c.wrapped)
-        rows = connection.execute(query.order_by(c.created_at, c.id))
+        rows = connection.execute(MASTER_KEYS.order_by(keyring.c.created_at, keyring.c.id))
         masters = [MasterKeyRow(*row) for row in rows]
     if not alien and (others := [table for table in tables if table not in (meta, keyring)]):
         one: sa.ColumnElement[int] = sa.literal_column("1")
