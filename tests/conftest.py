@@ -1,9 +1,12 @@
 import gc
+import threading
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from coverage import Coverage
+from greenlet import getcurrent
 
 from tests import servers
 
@@ -32,6 +35,26 @@ def pytest_collection_finish() -> None:
     """What is imported and collected by now stays: let the garbage collector pass it by."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _greenlets_outlive_their_threads() -> Iterator[None]:
+    """Under coverage, which refers to them weakly: its callback must not run as a thread ends.
+
+    That is in a pending call of the main thread.  If another thread ends then, Python 3.11 comes
+    back to the first line of a function that is traced for ever; python/cpython#118095 is alike.
+    """
+    kept: list[object] = []
+    run = threading.Thread.run
+
+    def keep_and_run(thread: threading.Thread) -> None:
+        kept.append(getcurrent())
+        run(thread)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if Coverage.current() is not None:
+            patch.setattr(threading.Thread, "run", keep_and_run)
+        yield
 
 
 @pytest.fixture(scope="session")
