@@ -41,9 +41,16 @@ def encode_text(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
-def decode_text(data: bytes) -> str:
-    """The inverse of `encode_text`."""
-    return data.decode("utf-8", "surrogatepass")
+def decode_text(data: object) -> str:
+    """The inverse of `encode_text`.  Raises TamperedError as `binary` does."""
+    return binary(data).decode("utf-8", "surrogatepass")
+
+
+def binary(value: object) -> bytes:
+    """*value*, from a column that SQLite may hold anything in.  Raises TamperedError."""
+    if not isinstance(value, bytes):
+        raise TamperedError("a binary column holds something else")
+    return value
 
 
 def place(parts: tuple[str | bytes, ...], *numbers: int) -> bytes:

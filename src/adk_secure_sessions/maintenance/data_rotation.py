@@ -16,7 +16,6 @@ from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.owners import (
     Owner,
     base_chunks,
-    binary,
     event_chunks,
     open_app,
     open_user,
@@ -34,7 +33,7 @@ from adk_secure_sessions.maintenance.walking import (
     ranges,
     within,
 )
-from adk_secure_sessions.records import decode_text, pack
+from adk_secure_sessions.records import binary, decode_text, pack
 from adk_secure_sessions.storage import statements as sql
 from adk_secure_sessions.storage.connection import Apply, Change, Conflict, Steps, UniqueViolation
 from adk_secure_sessions.storage.retries import repeated
@@ -286,7 +285,7 @@ def _app_name(row_id: int, stored: object) -> str:
     with naming(users.name, row_id):
         if stored is None:
             raise TamperedError("its app's row was removed")
-        return decode_text(binary(stored))
+        return decode_text(stored)
 
 
 @functools.cache

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.errors import TamperedError
 from adk_secure_sessions.keys.data_keys import StagedKeys
 from adk_secure_sessions.maintenance.coverage import start_of
 from adk_secure_sessions.maintenance.database import Database
@@ -66,7 +65,7 @@ async def open_app(
         return None
     _, tag, version, stored, name = rows[0]
     with seals.naming(apps.name, row_id):
-        app_name = decode_text(binary(name))
+        app_name = decode_text(name)
         where = seals.app_place(app_name, tag, row_id, version)
         keys.open(tag, where, stored)
     owner = Owner(tag, row_id, app_name, None)
@@ -149,13 +148,6 @@ async def _chunks(
         if len(rows) < _HEADS:
             return
         *at, _ = rows[-1]
-
-
-def binary(value: object) -> bytes:
-    """*value*, from a column that SQLite may hold anything in.  Raises TamperedError."""
-    if not isinstance(value, bytes):
-        raise TamperedError("a binary column holds something else")
-    return value
 
 
 def _session(keys: StagedKeys, owner: Owner, row: Row) -> tuple[str, Record]:

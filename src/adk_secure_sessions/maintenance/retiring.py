@@ -167,8 +167,9 @@ def _drop(rows: list[DataKeyRow], connection: sa.Connection) -> None:
 
 
 def _is_sound(row: DataKeyRow) -> bool:
-    """Whether the numbers are such as we write: SQLite keeps any type in any column."""
-    return isinstance(row.generation, int) and row.backend_id in range(256)
+    """Whether the types are such as we write: SQLite keeps any type in any column."""
+    numbers = isinstance(row.generation, int) and row.backend_id in range(256)
+    return numbers and isinstance(row.wrapped, bytes)
 
 
 def _references(

@@ -11,7 +11,6 @@ from adk_secure_sessions.errors import TamperedError, UnknownKeyError
 from adk_secure_sessions.maintenance import orphans
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.identities import Located, identified
-from adk_secure_sessions.maintenance.owners import binary
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
 from adk_secure_sessions.maintenance.walking import (
     Bounds,
@@ -22,7 +21,7 @@ from adk_secure_sessions.maintenance.walking import (
     count_rows,
     within,
 )
-from adk_secure_sessions.records import decode_text
+from adk_secure_sessions.records import binary, decode_text
 from adk_secure_sessions.storage import seals
 from adk_secure_sessions.storage import statements as sql
 from adk_secure_sessions.storage.connection import Row, T
@@ -144,7 +143,7 @@ class _Run:
 
     async def _check_app(self, row_id: int, stored_name: bytes) -> None:
         with seals.naming(apps.name, row_id):
-            app_name = decode_text(binary(stored_name))
+            app_name = decode_text(stored_name)
         context, found = await self._read(app_name)
         app = seals.open_app(context, found)
         if app is None or app.id != row_id:

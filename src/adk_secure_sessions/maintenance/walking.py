@@ -121,9 +121,10 @@ class Meter:
 async def count_events(db: Database) -> int:
     """By what their sessions say: the table itself is large, and to count it takes long."""
     ((number,),) = await db.read(_EVENTS, {})
-    return int(number or 0)
+    return int(min(max(number or 0, 0), _MOST))  # altered, they may even add up to infinity
 
 
+_MOST = 10**15
 # Not as integers: SQLite fails where altered ones add up to more than 64 bits hold.
 _EVENTS = sa.select(sa.func.sum(sessions.c.revision * sa.literal_column("1.0")))
 

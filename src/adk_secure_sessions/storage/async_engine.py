@@ -18,7 +18,7 @@ from adk_secure_sessions.storage.connection import (
     Transaction,
     run_in_turn,
 )
-from adk_secure_sessions.storage.dialect import any_text, meaning, sqlite_sql
+from adk_secure_sessions.storage.dialect import meaning, sqlite_sql, taking_any_text
 from adk_secure_sessions.storage.loop_binding import LoopBinding
 
 _LARGE = 900_000  # bytes; no server is set to take less
@@ -50,7 +50,11 @@ class AsyncEngineExecutor:
         return await self._shielded(self._transact(transaction), late)
 
     async def define(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
-        return await self._shielded(self._translating(work, commit=commit, alone=self._sqlite))
+        def run(inner: sa.Connection) -> T:
+            with taking_any_text(inner):
+                return work(inner)
+
+        return await self._shielded(self._translating(run, commit=commit, alone=self._sqlite))
 
     async def close(self) -> None:
         if tasks := list(self._tasks):
@@ -131,13 +135,8 @@ def _fetch(
 ) -> Sequence[Row]:
     if connection.dialect.name != "sqlite":
         return connection.execute(query, parameters).all()
-    driver: Any = connection.connection.driver_connection
-    text_factory = driver.text_factory
-    driver.text_factory = any_text
-    try:
+    with taking_any_text(connection):
         return connection.exec_driver_sql(sqlite_sql(query), parameters).all()
-    finally:
-        driver.text_factory = text_factory  # the connection is the caller's
 
 
 def _write(connection: sa.Connection, statement: sa.Executable, parameters: Parameters) -> int:

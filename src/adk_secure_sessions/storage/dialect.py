@@ -75,7 +75,22 @@ def any_text(data: bytes) -> str:
     Text where a binary value belongs is to be refused by us, not by SQLite's decoder, which
     quotes it.
     """
-    return str(data, "latin-1")
+    return data.decode("utf-8", "backslashreplace")
+
+
+@contextmanager
+def taking_any_text(connection: sa.Connection) -> Iterator[None]:
+    """Use `any_text` on SQLite for a while: the connection may be another's."""
+    if connection.dialect.name != "sqlite":
+        yield
+        return
+    driver: Any = connection.connection.driver_connection
+    text_factory = driver.text_factory
+    driver.text_factory = any_text
+    try:
+        yield
+    finally:
+        driver.text_factory = text_factory
 
 
 def meaning(error: Exception, *, lost: bool = False) -> Exception:

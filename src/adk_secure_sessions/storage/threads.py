@@ -23,7 +23,7 @@ from adk_secure_sessions.storage.connection import (
     UniqueViolation,
     run_in_turn,
 )
-from adk_secure_sessions.storage.dialect import any_text, meaning, sqlite_sql
+from adk_secure_sessions.storage.dialect import any_text, meaning, sqlite_sql, taking_any_text
 
 logger = logging.getLogger(__name__)
 
@@ -253,7 +253,8 @@ def _run_on_engine(engine: sa.Engine, job: Job) -> _Done:
         with engine.connect() as connection:
             if job.commit:
                 connection.exec_driver_sql("BEGIN IMMEDIATE")
-            result = job.work(connection)
+            with taking_any_text(connection):
+                result = job.work(connection)
             if job.commit:
                 connection.commit()
         return _Done(job, result, None)
