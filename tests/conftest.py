@@ -45,15 +45,15 @@ def _greenlets_outlive_their_threads() -> Iterator[None]:
     back to the first line of a function that is traced for ever; python/cpython#118095 is alike.
     """
     kept: list[object] = []
-    run = threading.Thread.run
+    bootstrap = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
 
-    def keep_and_run(thread: threading.Thread) -> None:
+    def keep_and_run(thread: threading.Thread) -> None:  # `run` may be a subclass's
         kept.append(getcurrent())
-        run(thread)
+        bootstrap(thread)
 
     with pytest.MonkeyPatch.context() as patch:
         if Coverage.current() is not None:
-            patch.setattr(threading.Thread, "run", keep_and_run)
+            patch.setattr(threading.Thread, "_bootstrap_inner", keep_and_run)
         yield
 
 

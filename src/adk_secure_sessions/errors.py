@@ -55,6 +55,9 @@ class UnknownKeyError(DecryptionError):
 class TamperedError(DecryptionError):
     """A value or a row was altered, moved, replayed or removed outside the service."""
 
+    def __init__(self, message: str = "wrong key, or the value was altered or moved") -> None:
+        super().__init__(message)
+
 
 class PlaintextRefusedError(DecryptionError):
     """The value is stored in clear, where a sealed one is required.

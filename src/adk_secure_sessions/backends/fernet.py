@@ -39,7 +39,7 @@ class FernetCipher(Unpicklable):
             return self._fernet(associated_data).decrypt(urlsafe_b64encode(sealed))
         except InvalidToken:
             pass
-        raise TamperedError("wrong key, or the value was altered or moved")
+        raise TamperedError()
 
     def _fernet(self, associated_data: bytes) -> Fernet:
         key = HKDFExpand(SHA256(), _KEY_LENGTH, associated_data).derive(self._key)

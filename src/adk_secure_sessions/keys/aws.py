@@ -165,7 +165,7 @@ class AwsKmsKey(RemoteKey):
         code = str(response.get("Error", {}).get("Code"))
         status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         if code == "InvalidCiphertextException":
-            return TamperedError("wrong key, or the value was altered or moved")
+            return TamperedError()
         if code == "IncorrectKeyException":
             return WrongKeyError(
                 f"root key {self.key_id!r}: AWS KMS wrapped this with another key: if it is an "

@@ -137,7 +137,7 @@ class GcpKmsKey(RemoteKey):
             if "crc32c" in text or "checksum" in text:
                 return self._corrupted()
             if operation == "decrypt":
-                return TamperedError("wrong key, or the value was altered or moved")
+                return TamperedError()
         if name in _REFUSED:
             what, check = _REFUSED[name]
             return self._failure(f"{what} ({name})", check)

@@ -231,7 +231,7 @@ def _decrypt(key: Any, sealed: bytes, associated_data: bytes) -> bytes:
     # Some say no more than "general error": does the key open what it has just sealed?
     probe = _encrypt(key, bytes(_NONCE_LENGTH), b"")
     key.decrypt(probe[_NONCE_LENGTH:], **_gcm(probe[:_NONCE_LENGTH], b""))
-    raise TamperedError("wrong key, or the value was altered or moved")
+    raise TamperedError()
 
 
 def _gcm(nonce: bytes, associated_data: bytes) -> dict[str, Any]:

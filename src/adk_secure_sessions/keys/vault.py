@@ -129,7 +129,7 @@ class VaultKey(RemoteKey):
         content = self._bytes(answer.get("plaintext"))
         digest = hashlib.sha256(associated_data).digest()
         if not hmac.compare_digest(content[-_DIGEST_LENGTH:], digest):
-            raise TamperedError("wrong key, or the value was altered or moved")
+            raise TamperedError()
         return content[:-_DIGEST_LENGTH]
 
     async def _transit(self, operation: str, **body: str) -> Mapping[str, Any]:
@@ -201,7 +201,7 @@ class VaultKey(RemoteKey):
         status = response.status_code
         found = next((means for words, means in _WORDS.items() if words in response.text), None)
         if found == "altered" and operation == "decrypt":
-            return TamperedError("wrong key, or the value was altered or moved")
+            return TamperedError()
         if status in _RETRYABLE:
             what = "is sealed or in maintenance" if status == _SEALED else "cannot answer now"
             return self._failure(
