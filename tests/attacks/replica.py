@@ -12,6 +12,7 @@ from adk_secure_sessions.storage.tables import metadata
 
 Rows = list[tuple[Any, ...]]
 
+_REFUSALS = {"DataError", "IntegrityError"}  # and their subclasses, of either driver
 _HELD_BY = {sa.BigInteger: int, sa.String: str, sa.LargeBinary: bytes}
 
 
@@ -82,7 +83,7 @@ class Replica:
                         slots = ", ".join(["%s"] * len(rows[0]))
                         cursor.executemany(f"INSERT INTO {name} VALUES ({slots})", rows)
         except Exception as error:
-            if type(error).__name__ not in ("DataError", "IntegrityError"):
+            if not _REFUSALS & {kind.__name__ for kind in type(error).__mro__}:
                 raise
             self._refuse(str(error))
         self._known |= changed

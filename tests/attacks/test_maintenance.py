@@ -27,6 +27,8 @@ from adk_secure_sessions.maintenance import (
     status,
     verify,
 )
+from tests.attacks.conftest import SERVERS
+from tests.attacks.replica import Replica
 from tests.attacks.world import KEY, SECRET, VISIT, build_world
 
 pytestmark = pytest.mark.no_cover
@@ -93,42 +95,74 @@ def rotated_world() -> tuple[bytes, tuple[Column, ...]]:
 
 
 async def _rotate(path: Path) -> None:
-    async with opened(path) as db:
+    async with database(path) as db:
         await rotate_master(db)
         await rotate_data(db)
 
 
-@asynccontextmanager
-async def opened(path: Path, *, on_engine: bool = False) -> AsyncIterator[Database]:
-    if not on_engine:
-        async with Database(f"sqlite:///{path}", AesGcmBackend(KEY)) as db:
+def database(path: Path) -> Database:
+    return Database(f"sqlite:///{path}", AesGcmBackend(KEY))
+
+
+class Place:
+    """A copy of the world, spoilt as a file, which a *replica* follows."""
+
+    def __init__(self, path: Path, replica: Replica | None, *, on_engine: bool) -> None:
+        self._path = path
+        self._replica = replica
+        self._on_engine = on_engine
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[Database]:
+        if self._on_engine:
+            engine = create_async_engine(f"sqlite+aiosqlite:///{self._path}")
+            async with Database(db_engine=engine, backend=AesGcmBackend(KEY)) as db:
+                yield db
+            await engine.dispose()
+            return
+        url = self._replica.url if self._replica else f"sqlite:///{self._path}"
+        async with Database(url, AesGcmBackend(KEY)) as db:
             yield db
-        return
-    engine = create_async_engine(f"sqlite+aiosqlite:///{path}")
-    async with Database(db_engine=engine, backend=AesGcmBackend(KEY)) as db:
-        yield db
-    await engine.dispose()
+
+    def spoil(self, column: Column, value: str) -> object:
+        """Put *value* into the last row's column; what was there.
+
+        Raises IntegrityError, or skips, where the database itself refuses it.
+        """
+        for suffix in ("-wal", "-shm"):
+            self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
+        self._path.write_bytes(rotated_world()[0])
+        table, name, key = column
+        last = f"({key}) = (SELECT {key} FROM {table} ORDER BY {key} DESC LIMIT 1)"
+        with closing(sqlite3.connect(self._path)) as connection, connection:
+            ((before,),) = connection.execute(f"SELECT {name} FROM {table} WHERE {last}")
+            connection.execute(f"UPDATE {table} SET {name} = {value} WHERE {last}")
+        self._push()
+        return before
+
+    def mend(self, column: Column, value: str, before: object) -> int:
+        """Put it back; how many rows had it."""
+        if self._replica:
+            self._replica.pull(self._path)
+        table, name, _ = column
+        with closing(sqlite3.connect(self._path)) as connection, connection:
+            sql = f"UPDATE {table} SET {name} = ? WHERE {name} IS {value}"
+            had = connection.execute(sql, (before,)).rowcount
+        self._push()
+        return had
+
+    def _push(self) -> None:
+        if self._replica:
+            self._replica.push(self._path, anyhow=True)
 
 
-def spoil(path: Path, column: Column, value: str) -> Any:
-    """Make *path* a copy of the world, with *value* in the last row's column; what was there."""
-    for suffix in ("-wal", "-shm"):
-        path.with_name(path.name + suffix).unlink(missing_ok=True)
-    path.write_bytes(rotated_world()[0])
-    table, name, key = column
-    last = f"({key}) = (SELECT {key} FROM {table} ORDER BY {key} DESC LIMIT 1)"
-    with closing(sqlite3.connect(path)) as connection, connection:
-        ((before,),) = connection.execute(f"SELECT {name} FROM {table} WHERE {last}")
-        connection.execute(f"UPDATE {table} SET {name} = {value} WHERE {last}")
-    return before
-
-
-def mend(path: Path, column: Column, value: str, before: Any) -> int:
-    """Put it back; how many rows had it."""
-    table, name, _ = column
-    with closing(sqlite3.connect(path)) as connection, connection:
-        sql = f"UPDATE {table} SET {name} = ? WHERE {name} IS {value}"
-        return connection.execute(sql, (before,)).rowcount
+@pytest.fixture
+def place(request: pytest.FixtureRequest, path: Path) -> Place:
+    where = request.param
+    replica = request.getfixturevalue(f"on_{where}") if where in SERVERS else None
+    if replica:
+        replica.reset()
+    return Place(path, replica, on_engine=where == "engine")
 
 
 def each(chosen: Collection[str], among: Iterable[str]) -> list[Any]:
@@ -137,22 +171,22 @@ def each(chosen: Collection[str], among: Iterable[str]) -> list[Any]:
     return [name if name in chosen else pytest.param(name, marks=others) for name in among]
 
 
-@pytest.mark.parametrize("place", each(["url"], ["url", "engine"]))
+@pytest.mark.parametrize("place", each(["url"], ["url", "engine", *SERVERS]), indirect=True)
 @pytest.mark.parametrize(
     "operation", each([name for name in OPERATIONS if "dry" not in name], OPERATIONS)
 )
 @pytest.mark.parametrize("value", each(["no UTF-8", "infinity"], VALUES))
 async def test_column_that_holds_anything_is_refused_or_named_and_nothing_is_lost(
-    operation: str, value: str, place: str, tmp_path: Path
+    operation: str, value: str, place: Place
 ) -> None:
-    path, sql, (run, restorable) = tmp_path / "sessions.db", VALUES[value], OPERATIONS[operation]
+    sql, (run, restorable) = VALUES[value], OPERATIONS[operation]
     for column in rotated_world()[1]:
         try:
-            before = spoil(path, column, sql)
-        except sqlite3.IntegrityError:  # a type that SQLite does enforce
+            before = place.spoil(column, sql)
+        except (sqlite3.IntegrityError, pytest.skip.Exception):
             continue
         said = ""
-        async with opened(path, on_engine=place == "engine") as db:
+        async with place.opened() as db:
             try:
                 await run(db)
             except SecureSessionError as error:
@@ -161,9 +195,9 @@ async def test_column_that_holds_anything_is_refused_or_named_and_nothing_is_los
                 raise AssertionError(f"{column}: {error}") from error
         assert SECRET not in said
         if restorable:
-            left_alone = mend(path, column, sql, before) == 1
+            left_alone = place.mend(column, sql, before) == 1
             # A key that nothing refers to may go.
             assert left_alone or (operation == "retire" and column.table in KEYS), column
-            async with opened(path) as db:
+            async with place.opened() as db:
                 found = await verify(db)
             assert found.bad == found.unchecked == 0, (column, found.problems)
