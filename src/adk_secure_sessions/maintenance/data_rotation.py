@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from adk_secure_sessions.backends import NoOpBackend
-from adk_secure_sessions.errors import ConfigurationError, TamperedError
+from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.keys.data_keys import DataKey, StagedKeys
 from adk_secure_sessions.maintenance.checkpoints import Checkpoint, Checkpoints, is_since
 from adk_secure_sessions.maintenance.coverage import count_records
 from adk_secure_sessions.maintenance.database import Database
+from adk_secure_sessions.maintenance.identities import app_name_of
 from adk_secure_sessions.maintenance.owners import (
     Owner,
     base_chunks,
@@ -33,7 +34,7 @@ from adk_secure_sessions.maintenance.walking import (
     ranges,
     within,
 )
-from adk_secure_sessions.records import binary, decode_text, pack
+from adk_secure_sessions.records import binary, pack
 from adk_secure_sessions.storage import statements as sql
 from adk_secure_sessions.storage.connection import Apply, Change, Conflict, Steps, UniqueViolation
 from adk_secure_sessions.storage.retries import repeated
@@ -179,7 +180,9 @@ class _Run:
         if stage == _APPS:
             found = await open_app(self._db, keys, row_id)
         else:
-            found = await open_user(self._db, keys, row_id, _app_name(row_id, name))
+            with naming(users.name, row_id):
+                app_name = app_name_of(name)
+            found = await open_user(self._db, keys, row_id, app_name)
         if found is None:
             return  # deleted meanwhile
         owner, records = found
@@ -279,13 +282,6 @@ def _is_stored(owner: bytes, connection: sa.Connection) -> bool:
 
 def _drop(key_id: object, connection: sa.Connection) -> None:
     connection.execute(sa.delete(data_keys).where(data_keys.c.id == key_id))
-
-
-def _app_name(row_id: int, stored: object) -> str:
-    with naming(users.name, row_id):
-        if stored is None:
-            raise TamperedError("its app's row was removed")
-        return decode_text(stored)
 
 
 @functools.cache

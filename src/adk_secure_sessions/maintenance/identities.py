@@ -87,12 +87,17 @@ def _located(row: Row, owners: Mapping[int, Row], staged: StagedKeys) -> Located
     return Located(row_id, Ids(user.app_name, user.user_id, session_id))
 
 
+def app_name_of(stored: object) -> str:
+    """From the row of a user's app; None where there is none.  Raises TamperedError."""
+    if stored is None:
+        raise TamperedError("its app's row was removed")
+    return decode_text(stored)
+
+
 def _open_user(row: Row, staged: StagedKeys) -> _User:
     row_id, app_row, version, *_, tag, stored, app_name_stored = row
     with naming(users.name, row_id):
-        if app_name_stored is None:
-            raise TamperedError("its app's row was removed")
-        app_name = decode_text(app_name_stored)
+        app_name = app_name_of(app_name_stored)
         where = user_place(app_name, tag, row_id, app_row, version)
         user_id, _ = unprefixed(staged.open(tag, where, stored))
     return _User(tag, app_name, user_id)

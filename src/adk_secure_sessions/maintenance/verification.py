@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from adk_secure_sessions.errors import TamperedError, UnknownKeyError
 from adk_secure_sessions.maintenance import orphans
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.identities import Located, identified
+from adk_secure_sessions.maintenance.identities import Located, app_name_of, identified
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
 from adk_secure_sessions.maintenance.walking import (
     Bounds,
@@ -160,9 +160,7 @@ class _Run:
         """Whether it is still there."""
         row_id, _, tag, stored_name = row
         with seals.naming(users.name, row_id):
-            if stored_name is None:
-                raise TamperedError("its app's row was removed")
-            app_name = decode_text(stored_name)
+            app_name = app_name_of(stored_name)
             binary(tag)
         context, found = await self._read(app_name, tag)
         if not found.users:
