@@ -18,6 +18,7 @@ from adk_secure_sessions import (
     TamperedError,
     UnknownKeyError,
 )
+from adk_secure_sessions.maintenance import Database as Maintained
 from tests.attacks.replica import Replica
 from tests.attacks.world import (
     BACKENDS,
@@ -97,16 +98,25 @@ class Database:
     ) -> AsyncIterator[EncryptedSessionService]:
         """A service that has just started."""
         backend = backend or self.backend()
+        async with (
+            self._place() as place,
+            EncryptedSessionService(**place, backend=backend, **options) as service,
+        ):
+            yield service
+
+    @asynccontextmanager
+    async def maintained(self) -> AsyncIterator[Maintained]:
+        async with self._place() as place, Maintained(**place, backend=self.backend()) as opened:
+            yield opened
+
+    @asynccontextmanager
+    async def _place(self) -> AsyncIterator[dict[str, Any]]:
         if not self._on_engine:
-            async with EncryptedSessionService(self.url, backend, **options) as service:
-                yield service
+            yield {"db_url": self.url}
             return
         engine = create_async_engine(self.url)
         try:
-            async with EncryptedSessionService(
-                db_engine=engine, backend=backend, **options
-            ) as service:
-                yield service
+            yield {"db_engine": engine}
         finally:
             await engine.dispose()
 

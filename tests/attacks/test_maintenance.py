@@ -1,22 +1,16 @@
 """Maintenance over columns that hold what nobody of ours wrote: refused or named, nothing lost."""
 
-import asyncio
 import functools
 import sqlite3
-import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, closing
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from sqlalchemy.ext.asyncio import create_async_engine
 
-from adk_secure_sessions import AesGcmBackend, SecureSessionError
+from adk_secure_sessions import SecureSessionError
+from adk_secure_sessions.maintenance import Database as Maintained
 from adk_secure_sessions.maintenance import (
-    Database,
     erase_user,
     lookup,
     purge,
@@ -28,12 +22,12 @@ from adk_secure_sessions.maintenance import (
     verify,
 )
 from tests.attacks.conftest import SERVERS
-from tests.attacks.replica import Replica
-from tests.attacks.world import KEY, SECRET, VISIT, build_world
+from tests.attacks.support import Database
+from tests.attacks.world import SECRET, VISIT
 
 pytestmark = pytest.mark.no_cover
 
-Operation = Callable[[Database], Awaitable[object]]
+Operation = Callable[[Maintained], Awaitable[object]]
 
 # What is done, and whether all is as before once the column is.
 OPERATIONS: dict[str, tuple[Operation, bool]] = {
@@ -76,93 +70,36 @@ class Column(NamedTuple):
     key: str  # of the table's rows
 
 
-@functools.cache
-def rotated_world() -> tuple[bytes, tuple[Column, ...]]:
-    """The world after rotations of all its keys, the old ones still there; and its columns."""
-    with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(1) as pool:
-        path = Path(directory) / "sessions.db"
-        path.write_bytes(build_world("aesgcm").files[1])
-        pool.submit(asyncio.run, _rotate(path)).result()
-        with closing(sqlite3.connect(path)) as connection:
-            connection.execute("PRAGMA journal_mode = DELETE")
-            tables = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
-            columns = []
-            for (table,) in tables.fetchall():
-                info = connection.execute(f"PRAGMA table_info({table})").fetchall()
-                key = ", ".join(row[1] for row in sorted(info, key=lambda row: row[5]) if row[5])
-                columns += [Column(table, row[1], key) for row in info]
-        return path.read_bytes(), tuple(columns)
+def columns(db: Database) -> list[Column]:
+    with db.connect() as connection:
+        tables = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+        found = []
+        for (table,) in tables.fetchall():
+            info = connection.execute(f"PRAGMA table_info({table})").fetchall()
+            key = ", ".join(row[1] for row in sorted(info, key=lambda row: row[5]) if row[5])
+            found += [Column(table, row[1], key) for row in info]
+        return found
 
 
-async def _rotate(path: Path) -> None:
-    async with database(path) as db:
-        await rotate_master(db)
-        await rotate_data(db)
+def spoil(db: Database, column: Column, value: str) -> object:
+    """Put *value* into the last row's column; what was there.
+
+    Raises IntegrityError, or skips, where the database itself refuses it.
+    """
+    table, name, key = column
+    last = f"({key}) = (SELECT {key} FROM {table} ORDER BY {key} DESC LIMIT 1)"
+    with db.connect() as connection:
+        ((before,),) = connection.execute(f"SELECT {name} FROM {table} WHERE {last}")
+        connection.execute(f"UPDATE {table} SET {name} = {value} WHERE {last}")
+    return before
 
 
-def database(path: Path) -> Database:
-    return Database(f"sqlite:///{path}", AesGcmBackend(KEY))
-
-
-class Place:
-    """A copy of the world, spoilt as a file, which a *replica* follows."""
-
-    def __init__(self, path: Path, replica: Replica | None, *, on_engine: bool) -> None:
-        self._path = path
-        self._replica = replica
-        self._on_engine = on_engine
-
-    @asynccontextmanager
-    async def opened(self) -> AsyncIterator[Database]:
-        if self._on_engine:
-            engine = create_async_engine(f"sqlite+aiosqlite:///{self._path}")
-            async with Database(db_engine=engine, backend=AesGcmBackend(KEY)) as db:
-                yield db
-            await engine.dispose()
-            return
-        url = self._replica.url if self._replica else f"sqlite:///{self._path}"
-        async with Database(url, AesGcmBackend(KEY)) as db:
-            yield db
-
-    def spoil(self, column: Column, value: str) -> object:
-        """Put *value* into the last row's column; what was there.
-
-        Raises IntegrityError, or skips, where the database itself refuses it.
-        """
-        for suffix in ("-wal", "-shm"):
-            self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
-        self._path.write_bytes(rotated_world()[0])
-        table, name, key = column
-        last = f"({key}) = (SELECT {key} FROM {table} ORDER BY {key} DESC LIMIT 1)"
-        with closing(sqlite3.connect(self._path)) as connection, connection:
-            ((before,),) = connection.execute(f"SELECT {name} FROM {table} WHERE {last}")
-            connection.execute(f"UPDATE {table} SET {name} = {value} WHERE {last}")
-        self._push()
-        return before
-
-    def mend(self, column: Column, value: str, before: object) -> int:
-        """Put it back; how many rows had it."""
-        if self._replica:
-            self._replica.pull(self._path)
-        table, name, _ = column
-        with closing(sqlite3.connect(self._path)) as connection, connection:
-            sql = f"UPDATE {table} SET {name} = ? WHERE {name} IS {value}"
-            had = connection.execute(sql, (before,)).rowcount
-        self._push()
-        return had
-
-    def _push(self) -> None:
-        if self._replica:
-            self._replica.push(self._path, anyhow=True)
-
-
-@pytest.fixture
-def place(request: pytest.FixtureRequest, path: Path) -> Place:
-    where = request.param
-    replica = request.getfixturevalue(f"on_{where}") if where in SERVERS else None
-    if replica:
-        replica.reset()
-    return Place(path, replica, on_engine=where == "engine")
+def mend(db: Database, column: Column, value: str, before: object) -> int:
+    """Put it back; how many rows had it."""
+    table, name, _ = column
+    with db.connect() as connection:
+        sql = f"UPDATE {table} SET {name} = ? WHERE {name} IS {value}"
+        return connection.execute(sql, (before,)).rowcount
 
 
 def each(chosen: Collection[str], among: Iterable[str]) -> list[Any]:
@@ -171,33 +108,38 @@ def each(chosen: Collection[str], among: Iterable[str]) -> list[Any]:
     return [name if name in chosen else pytest.param(name, marks=others) for name in among]
 
 
-@pytest.mark.parametrize("place", each(["url"], ["url", "engine", *SERVERS]), indirect=True)
+@pytest.mark.parametrize("typed_db", each(["url"], ["url", "engine", *SERVERS]), indirect=True)
 @pytest.mark.parametrize(
     "operation", each([name for name in OPERATIONS if "dry" not in name], OPERATIONS)
 )
 @pytest.mark.parametrize("value", each(["no UTF-8", "infinity"], VALUES))
 async def test_column_that_holds_anything_is_refused_or_named_and_nothing_is_lost(
-    operation: str, value: str, place: Place
+    operation: str, value: str, typed_db: Database
 ) -> None:
-    sql, (run, restorable) = VALUES[value], OPERATIONS[operation]
-    for column in rotated_world()[1]:
-        try:
-            before = place.spoil(column, sql)
-        except (sqlite3.IntegrityError, pytest.skip.Exception):
-            continue
-        said = ""
-        async with place.opened() as db:
+    db, sql, (run, restorable) = typed_db, VALUES[value], OPERATIONS[operation]
+    async with db.maintained() as maintained:  # the old keys are still there afterwards
+        await rotate_master(maintained)
+        await rotate_data(maintained)
+    for column in columns(db):
+        with db.kept():
             try:
-                await run(db)
-            except SecureSessionError as error:
-                said = str(error)
-            except Exception as error:
-                raise AssertionError(f"{column}: {error}") from error
-        assert SECRET not in said
-        if restorable:
-            left_alone = place.mend(column, sql, before) == 1
+                before = spoil(db, column, sql)
+            except (sqlite3.IntegrityError, pytest.skip.Exception):
+                continue
+            said = ""
+            async with db.maintained() as maintained:
+                try:
+                    await run(maintained)
+                except SecureSessionError as error:
+                    said = str(error)
+                except Exception as error:
+                    raise AssertionError(f"{column}: {error}") from error
+            assert SECRET not in said
+            if not restorable:
+                continue
+            left_alone = mend(db, column, sql, before) == 1
             # A key that nothing refers to may go.
             assert left_alone or (operation == "retire" and column.table in KEYS), column
-            async with place.opened() as db:
-                found = await verify(db)
+            async with db.maintained() as maintained:
+                found = await verify(maintained)
             assert found.bad == found.unchecked == 0, (column, found.problems)
