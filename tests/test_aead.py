@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adk_secure_sessions import TamperedError
-from adk_secure_sessions.aead import KEY_LENGTH, NONCE_LENGTH, Aes256Gcm
+from adk_secure_sessions.crypto.aead import KEY_LENGTH, NONCE_LENGTH, Aes256Gcm
 
 CIPHER = Aes256Gcm(bytes(range(32)))
 TAG_LENGTH = 16

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from google.adk.events import Event
 
-from adk_secure_sessions import event_parser
-from adk_secure_sessions.event_parser import EventParser, same
-from adk_secure_sessions.events import encode
+from adk_secure_sessions.formats import event_parser
+from adk_secure_sessions.formats.event_parser import EventParser, same
+from adk_secure_sessions.formats.events import encode
 from tests.conformance.samples import CORPUS, of_every_field
 
 # ADK's AuthConfig calls a deprecated method of its own.

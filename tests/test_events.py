@@ -9,9 +9,10 @@ from google.adk.events import Event, EventActions
 from google.adk.version import __version__ as adk_version
 from google.genai import types
 
-from adk_secure_sessions import ConfigurationError, events
+from adk_secure_sessions import ConfigurationError
+from adk_secure_sessions.formats import events
 
-ROW = "secure_events row (1, 0)"
+ROW = "secure_events row 1, 0"
 
 
 def made(text: str | None = None, **fields: Any) -> Event:

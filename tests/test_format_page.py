@@ -5,10 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from adk_secure_sessions import AesGcmBackend, FernetBackend, NoOpBackend, aead, records
+from adk_secure_sessions import AesGcmBackend, FernetBackend, NoOpBackend
 from adk_secure_sessions.backends import THIRD_PARTY_IDS
+from adk_secure_sessions.crypto import aead
+from adk_secure_sessions.formats import records
 from adk_secure_sessions.keys import blind_index, passphrase
-from adk_secure_sessions.storage import tables, transactions
+from adk_secure_sessions.storage import schema as tables
+from adk_secure_sessions.storage import writes as transactions
 from examples import make_vectors
 
 ROOT = Path(__file__).parent.parent

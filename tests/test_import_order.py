@@ -13,13 +13,12 @@ SOURCE = Path(__file__).parent.parent / "src" / PACKAGE
 
 # Lowest first.  A module imports from its own layer or from those below it.
 LAYERS = (
-    {"errors", "json_objects", "loops", "lru"},
-    {"aead"},
-    {"records"},
-    {"event_parser"},
-    {"events", "states"},  # for the service; free of keys, backends and storage
+    {"errors", "loops", "lru"},
+    {"crypto"},
+    {"formats"},
     {"keys"},
     {"backends", "testing"},
+    {"db"},
     {"storage"},
     {"service", "maintenance"},
     {"cli"},
@@ -85,9 +84,9 @@ def test_no_backend_imports_another(module: str) -> None:
 @pytest.mark.parametrize("module", MODULES)
 def test_ciphers_and_sql_stay_in_their_layers(module: str) -> None:
     libraries = {name.split(".")[0] for name in imported(MODULES[module])}
-    if rank(module) >= RANK["storage"]:
+    if rank(module) >= RANK["db"]:
         assert "cryptography" not in libraries
-    if rank(module) < RANK["storage"]:
+    if rank(module) < RANK["db"]:
         assert not libraries & {"sqlalchemy", "sqlite3", "aiosqlite"}
 
 

@@ -6,8 +6,8 @@ import time
 import pytest
 
 from adk_secure_sessions import ConfigurationError, KeyServiceError, TamperedError
-from adk_secure_sessions.keys import services
-from adk_secure_sessions.keys.services import RemoteKey, check_private
+from adk_secure_sessions.keys import remote as services
+from adk_secure_sessions.keys.remote import RemoteKey, check_private
 
 
 class Failing(RemoteKey):

@@ -22,6 +22,7 @@ from adk_secure_sessions import (
     UnknownKeyError,
     WrongKeyError,
 )
+from adk_secure_sessions.formats.records import unpack
 from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.keys.data_keys import (
     CipherFactory,
@@ -38,7 +39,6 @@ from adk_secure_sessions.keys.keyring import (
     new_master,
     open_keyring,
 )
-from adk_secure_sessions.records import unpack
 
 DATABASE = bytes(range(16))
 ROOT, OTHER = StaticKey(bytes(range(32))), StaticKey(bytes(32))

@@ -11,8 +11,8 @@ import pytest
 from cryptography.fernet import Fernet, InvalidToken
 
 from adk_secure_sessions import TamperedError
-from adk_secure_sessions.aead import Aes256Gcm
 from adk_secure_sessions.backends.fernet import FernetCipher
+from adk_secure_sessions.crypto.aead import Aes256Gcm
 
 VECTORS = Path(__file__).parent / "vectors"
 Json = dict[str, Any]

@@ -8,8 +8,9 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from adk_secure_sessions.storage import statements as sql
-from adk_secure_sessions.storage.connection import (
+from adk_secure_sessions.db.postgresql import AsyncpgExecutor
+from adk_secure_sessions.db.postgresql_sql import compound, query_text
+from adk_secure_sessions.db.protocol import (
     Apply,
     Change,
     Conflict,
@@ -17,8 +18,7 @@ from adk_secure_sessions.storage.connection import (
     Steps,
     UniqueViolation,
 )
-from adk_secure_sessions.storage.postgresql import AsyncpgExecutor
-from adk_secure_sessions.storage.postgresql_sql import compound, query_text
+from adk_secure_sessions.storage import queries as sql
 from tests.servers import PostgreSQL
 
 things = sa.Table(

@@ -12,10 +12,10 @@ from adk_secure_sessions import (
     SecureSessionError,
     TamperedError,
     UnknownKeyError,
-    records,
 )
-from adk_secure_sessions.aead import Aes256Gcm
-from adk_secure_sessions.records import HEADER_LENGTH, open_record, place, seal, unpack
+from adk_secure_sessions.crypto.aead import Aes256Gcm
+from adk_secure_sessions.formats import records
+from adk_secure_sessions.formats.records import HEADER_LENGTH, open_record, place, seal, unpack
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 TEXTS = st.text(st.characters(codec=None), max_size=12)  # lone surrogates among them

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from adk_secure_sessions.storage import threads
-from adk_secure_sessions.storage.connection import (
+from adk_secure_sessions.db import sqlite_threads as threads
+from adk_secure_sessions.db.protocol import (
     Apply,
     Change,
     Read,
     Steps,
     UniqueViolation,
 )
-from adk_secure_sessions.storage.sqlite import SqliteExecutor, sqlite_executor
-from adk_secure_sessions.storage.threads import Job
+from adk_secure_sessions.db.sqlite import SqliteExecutor, sqlite_executor
+from adk_secure_sessions.db.sqlite_threads import Job
 
 TABLE = sa.Table(
     "numbers", sa.MetaData(), sa.Column("n", sa.Integer, primary_key=True, autoincrement=False)

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adk_secure_sessions import states
-from adk_secure_sessions.json_objects import dumps, loads, to_json_values
+from adk_secure_sessions.formats import scopes as states
+from adk_secure_sessions.formats.states import dumps, loads, to_json_values
 
 TEXTS = st.text(st.characters(codec=None), max_size=10)  # lone surrogates among them
 VALUES = st.recursive(

@@ -19,9 +19,9 @@ from adk_secure_sessions import (
     PassphraseKey,
     SecureSessionError,
     StaticKey,
-    records,
 )
-from adk_secure_sessions.aead import Aes256Gcm
+from adk_secure_sessions.crypto.aead import Aes256Gcm
+from adk_secure_sessions.formats import records
 from adk_secure_sessions.keys import passphrase
 from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.keys.data_keys import (

@@ -25,7 +25,7 @@ from adk_secure_sessions import (
     FernetBackend,
 )
 from adk_secure_sessions.keys.keyring import DATA, Keyring, new_master
-from adk_secure_sessions.storage import setup
+from adk_secure_sessions.storage import opening as setup
 from examples.vectors.fixed import MICROSECONDS, TIME, Json, counting, made
 from examples.vectors.keys import root_key_id
 
@@ -144,20 +144,20 @@ def _fixed() -> Iterator[None]:
     secrets_ = SimpleNamespace(token_bytes=draws.bytes, randbits=draws.bits)
     package = "adk_secure_sessions"
     replaced: dict[str, Any] = {
-        f"{package}.aead.os": os_,
+        f"{package}.crypto.aead.os": os_,
         "cryptography.fernet.os": os_,
         "cryptography.fernet.time": clock,
         f"{package}.backends.aes_gcm.secrets": secrets_,
         f"{package}.backends.fernet.secrets": secrets_,
         f"{package}.keys.keyring.secrets": secrets_,
         f"{package}.keys.data_keys.time": clock,
-        f"{package}.storage.setup.secrets": secrets_,
-        f"{package}.storage.setup.time": clock,
+        f"{package}.storage.opening.secrets": secrets_,
+        f"{package}.storage.opening.time": clock,
         f"{package}.storage.ids.secrets": secrets_,
         f"{package}.storage.ids.time": clock,
         f"{package}.storage.ids._last": 0,
         f"{package}.service.platform_time": clock,
-        f"{package}.events.encode": _encode,
+        f"{package}.formats.events.encode": _encode,
     }
     patches = [mock.patch(name, value) for name, value in replaced.items()]
     for patch in patches:

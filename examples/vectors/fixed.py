@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from adk_secure_sessions.aead import NONCE_LENGTH, Aes256Gcm
 from adk_secure_sessions.backends.fernet import FernetCipher
+from adk_secure_sessions.crypto.aead import NONCE_LENGTH, Aes256Gcm
 
 Json = dict[str, Any]
 

@@ -9,8 +9,8 @@ from cryptography.hazmat.primitives.hmac import HMAC
 from cryptography.hazmat.primitives.kdf.argon2 import Argon2id
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
-from adk_secure_sessions import records
-from adk_secure_sessions.aead import Aes256Gcm
+from adk_secure_sessions.crypto.aead import Aes256Gcm
+from adk_secure_sessions.formats import records
 from adk_secure_sessions.keys.data_keys import DataKeyRow
 from adk_secure_sessions.keys.keyring import MasterKeyRow
 from examples.vectors.fixed import MICROSECONDS, FixedAesGcm, Json, counting, flipped, made

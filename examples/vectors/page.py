@@ -5,7 +5,7 @@ import textwrap
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.hmac import HMAC
 
-from adk_secure_sessions import records
+from adk_secure_sessions.formats import records
 from adk_secure_sessions.keys.data_keys import DataKeyRow
 from examples.vectors.fixed import MICROSECONDS, FixedAesGcm, counting
 from examples.vectors.places import DATABASE_ID

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from adk_secure_sessions.records import place
+from adk_secure_sessions.formats.records import place
 from examples.vectors.fixed import MICROSECONDS, Json, made
 
 APP_TAG = made("tag of the app", 16)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from cryptography.fernet import Fernet
 
-from adk_secure_sessions import records
-from adk_secure_sessions.aead import Aes256Gcm
+from adk_secure_sessions.crypto.aead import Aes256Gcm
+from adk_secure_sessions.formats import records
 from examples.vectors.fixed import (
     TIME,
     FixedAesGcm,

@@ -18,6 +18,7 @@ from adk_secure_sessions.errors import (
     UnknownKeyError,
     WrongKeyError,
 )
+from adk_secure_sessions.formats.records import Cipher
 from adk_secure_sessions.keys.aws import AwsKmsKey
 from adk_secure_sessions.keys.gcp import GcpKmsKey
 from adk_secure_sessions.keys.passphrase import PassphraseKey
@@ -31,7 +32,6 @@ from adk_secure_sessions.keys.providers import (
 )
 from adk_secure_sessions.keys.specs import key_provider
 from adk_secure_sessions.keys.vault import VaultKey
-from adk_secure_sessions.records import Cipher
 
 if TYPE_CHECKING:
     from adk_secure_sessions.service import EncryptedSessionService

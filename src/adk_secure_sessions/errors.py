@@ -1,66 +1,127 @@
-"""What can go wrong, one class for each thing that a caller would do differently.
+"""The exceptions of this library: one class for each case that a caller handles differently.
 
-Messages name table rows, key ids and the next step; never plaintext, ciphertext, keys,
-user ids or session ids.
+Facts are attributes, and messages are made from them.  A message names table rows, key ids and
+the next step; never plaintext, ciphertext, keys, user ids or session ids.
 """
+
+from enum import StrEnum
+from typing import ClassVar, Self
 
 
 class SecureSessionError(Exception):
-    """Base class: `except SecureSessionError` catches all of ours."""
+    """Base class: `except SecureSessionError` catches every exception of this library.
+
+    Attributes:
+        retryable: Whether the same call may succeed later without any change by the caller.
+    """
+
+    def __init__(self, message: str = "", *, retryable: bool = False) -> None:
+        super().__init__(message)
+        self.retryable = retryable
 
 
 class ConfigurationError(SecureSessionError, ValueError):
-    """A key, backend, URL or database that the service cannot use as it was given.
+    """A key, backend, URL, option or database cannot be used as given.
 
-    The text says what to change.
+    The message says what to change.
     """
 
 
 class WrongKeyError(SecureSessionError):
-    """The root key given does not open this database; nothing was written.
+    """The root key does not decrypt this database's keyring, or the keyring was tampered with.
 
-    Or its keyring was altered.  The text names the root key that is wanted.
+    Nothing was written.  The message names the root key that is needed.
     """
 
 
 class KeyServiceError(SecureSessionError):
     """A key service, or another key provider, failed.
 
-    The text names the root key and says what to check; nothing of it is the service's.
-
-    Attributes:
-        retryable: Whether the same call may work later.
+    The message names the root key and says what to check.  It repeats nothing that the key
+    service said.
     """
 
-    def __init__(self, message: str, *, retryable: bool = False) -> None:
-        super().__init__(message)
-        self.retryable = retryable
+
+class Reason(StrEnum):
+    """Why a stored value was rejected; the value of `DecryptionError.reason`."""
+
+    AUTHENTICATION = "authentication"  # it was modified or moved, or the key is wrong
+    MALFORMED = "malformed"  # no version of this library writes such a value
+    MISMATCH = "mismatch"  # rows that belong together disagree: one was replayed or replaced
+    MISSING = "missing"  # a row or value that others prove to have existed is gone
+    WRONG_OWNER = "wrong owner"  # it belongs to another app, user or session
+    PLAINTEXT = "plaintext"  # it is not encrypted, and `NoOpBackend` is not listed
+    UNKNOWN_KEY = "unknown key"  # no data key or master key with the id it names is known
+    UNKNOWN_BACKEND = "unknown backend"  # it names a backend that is not listed
 
 
 class DecryptionError(SecureSessionError):
-    """A stored value cannot be opened; it was left as it is.
+    """A stored value cannot be decrypted or is not authentic; it was left unchanged.
 
-    Catch this where it does not matter why.  To mend the database, restore all of it from a
-    backup: an older row by itself is refused, too.
+    Catch this class where the cause does not matter.  To repair the database, restore all of it
+    from a backup: an older copy of a single row is rejected, too.
+
+    Attributes:
+        detail: The message without the row's name.
+        reason: Why the value was rejected.
+        table: The table of the rejected row; None if it is not known.
+        row: The primary key of that row as text (of `secure_witnesses`, the tag in
+            hexadecimal); None if it is not known.
     """
+
+    _reason: ClassVar[Reason] = Reason.AUTHENTICATION
+
+    def __init__(
+        self,
+        detail: str = "wrong key, or the value was modified or moved",
+        *,
+        reason: Reason | None = None,
+        table: str | None = None,
+        row: object = None,
+    ) -> None:
+        super().__init__(detail if table is None else f"{table} row {row}: {detail}")
+        self.detail = detail
+        self.reason = self._reason if reason is None else reason
+        self.table = table
+        self.row = None if row is None else str(row)
+
+    def located(self, table: str, row: object) -> Self:
+        """Return a copy whose message names that row.
+
+        A row that the error names already stays the rejected one: what was read on the way to
+        it only comes before it in the message.
+        """
+        error = type(self).__new__(type(self), f"{table} row {row}: {self}")
+        error.__dict__.update(self.__dict__)
+        if error.table is None:
+            error.table, error.row = table, str(row)
+        return error
+
+    def about(self, part: str) -> Self:
+        """Return a copy that says which part of the row, not yet named, was rejected."""
+        error = type(self).__new__(type(self), f"{part}: {self.detail}")
+        error.__dict__.update(self.__dict__)
+        error.detail = str(error)
+        return error
 
 
 class UnknownKeyError(DecryptionError):
-    """The value names a key or a backend that this service does not hold.
+    """The value names a key or a backend that this service does not have.
 
-    Where it is a backend, list it in `additional_backends`.
+    If the message names a backend, list it in `additional_backends`.
     """
+
+    _reason = Reason.UNKNOWN_KEY
 
 
 class TamperedError(DecryptionError):
-    """A value or a row was altered, moved, replayed or removed outside the service."""
-
-    def __init__(self, message: str = "wrong key, or the value was altered or moved") -> None:
-        super().__init__(message)
+    """A value or a row was modified, moved, replayed or removed outside the service."""
 
 
 class PlaintextRefusedError(DecryptionError):
-    """The value is stored in clear, where a sealed one is required.
+    """The value is stored as plaintext where an encrypted one is required.
 
-    If `NoOpBackend` wrote it, and on purpose, list that in `additional_backends`.
+    If `NoOpBackend` wrote it on purpose, list `NoOpBackend` in `additional_backends`.
     """
+
+    _reason = Reason.PLAINTEXT

@@ -16,19 +16,20 @@ from google.adk.sessions import BaseSessionService, Session, State
 from google.adk.sessions.base_session_service import GetSessionConfig, ListSessionsResponse
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from adk_secure_sessions import events, states
 from adk_secure_sessions.backends import EncryptionBackend
 from adk_secure_sessions.backends.registry import register
+from adk_secure_sessions.db.connect import executors_for
 from adk_secure_sessions.errors import ConfigurationError
-from adk_secure_sessions.json_objects import dumps, loads, to_json_values
+from adk_secure_sessions.formats import events
+from adk_secure_sessions.formats import scopes as states
+from adk_secure_sessions.formats.states import dumps, loads, to_json_values
 from adk_secure_sessions.loops import LoopLocks
-from adk_secure_sessions.storage import transactions
-from adk_secure_sessions.storage.engines import executors_for
+from adk_secure_sessions.storage import writes as transactions
+from adk_secure_sessions.storage.opening import open_database
+from adk_secure_sessions.storage.reads import View
 from adk_secure_sessions.storage.rows import StoredSession
-from adk_secure_sessions.storage.setup import open_database
 from adk_secure_sessions.storage.store import Store
-from adk_secure_sessions.storage.transactions import Expected, NewEvent
-from adk_secure_sessions.storage.views import View
+from adk_secure_sessions.storage.writes import Expected, NewEvent
 
 try:
     from google.adk.errors import StaleSessionError

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import pytest
 import sqlalchemy as sa
 
-from adk_secure_sessions.storage.tables import metadata
+from adk_secure_sessions.storage.schema import metadata
 
 Rows = list[tuple[Any, ...]]
 

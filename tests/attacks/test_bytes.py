@@ -60,7 +60,7 @@ async def test_base_with_any_one_byte_changed_is_refused(
     db: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A small one: the ten thousand bytes of a real one say no more, and take long."""
-    monkeypatch.setattr("adk_secure_sessions.storage.transactions.OVERLAY_LIMIT", 50)
+    monkeypatch.setattr("adk_secure_sessions.storage.writes.OVERLAY_LIMIT", 50)
     async with db.service() as service:
         await append_delta(service, db.held(NOTES), {"long-7Qx": "x" * 100})
     small = BASE._replace(where="session_row = :notes", who=NOTES)

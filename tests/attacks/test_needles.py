@@ -388,7 +388,7 @@ async def test_event_that_cannot_be_read_is_named_and_not_quoted(
         async with open_service(tmp_path / "sessions.db", BACKENDS["aesgcm"]()) as service:
             session = await service.create_session(**WHO, state=state())
             with monkeypatch.context() as patch:
-                patch.setattr("adk_secure_sessions.events.encode", from_tomorrow)
+                patch.setattr("adk_secure_sessions.formats.events.encode", from_tomorrow)
                 await service.append_event(session, new_event(state()))
             await errors.of("all", service.get_session(**WHO))
             last = GetSessionConfig(num_recent_events=1)

@@ -16,6 +16,7 @@ from adk_secure_sessions import (
     UnknownKeyError,
     WrongKeyError,
 )
+from adk_secure_sessions.formats.records import unpack
 from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.keys.data_keys import DataKeyRow, wrapped
 from adk_secure_sessions.keys.keyring import Keyring, new_key_id
@@ -27,8 +28,7 @@ from adk_secure_sessions.maintenance import (
     rotate_root,
     verify,
 )
-from adk_secure_sessions.records import unpack
-from adk_secure_sessions.storage.tables import metadata
+from adk_secure_sessions.storage.schema import metadata
 from tests.attacks.places import RECORDS, Place, by_name
 from tests.attacks.support import (
     Database,

@@ -8,7 +8,7 @@ import pytest
 from google.adk.sessions import BaseSessionService
 
 from adk_secure_sessions import AesGcmBackend, Cipher, EncryptedSessionService, FernetBackend
-from adk_secure_sessions.records import open_record, seal, unpack
+from adk_secure_sessions.formats.records import open_record, seal, unpack
 from tests.benchmarks.budgets import FIELDS_OPENED
 from tests.benchmarks.ciphers import BACKENDS, timed
 from tests.benchmarks.filling import fill

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from adk_secure_sessions import AesGcmBackend, FernetBackend
-from adk_secure_sessions.records import seal
+from adk_secure_sessions.formats.records import seal
 from tests.benchmarks.databases import ADK, FERNET, FLOOR, NO_OP, OURS, opened, stored_bytes
 from tests.benchmarks.filling import fill
 from tests.benchmarks.places import NEAR, Place

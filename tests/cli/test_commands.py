@@ -64,7 +64,9 @@ def test_verify_exits_with_1_and_names_the_row(filled: str, place: sa.URL) -> No
     assert run_sql(place, "DELETE FROM secure_events WHERE session_row = :row AND seq = 1", row=row)
     said = run("verify", *on(filled))
     assert said.code == 1
-    assert said.stdout.startswith(f"secure_events row {row}: events 0 to 2 are expected")
+    assert said.stdout.startswith(
+        f"secure_events row {row}: events 0 to 2 of this session are expected"
+    )
     assert "bad: 1 row;" in said.stdout
     as_json = run("verify", *on(filled), "--json")
     assert (as_json.code, as_json.json["bad"]) == (1, 1)

@@ -15,7 +15,7 @@ from adk_secure_sessions import AesGcmBackend, FernetBackend
 from adk_secure_sessions.cli import opening, output
 from adk_secure_sessions.cli.wording import retirement_lines
 from adk_secure_sessions.maintenance import KeptKey, Retirement, rotate_data, rotate_master
-from adk_secure_sessions.storage.tables import metadata
+from adk_secure_sessions.storage.schema import metadata
 from tests.cli.support import Said, commands, on, run
 from tests.maintenance.support import OLD, clear_backend, fill, interrupt, query, run_sql
 
@@ -128,7 +128,7 @@ def test_records_that_cannot_be_opened_are_named_and_counted_by_table(
     assert spoil_events(place) == 4
     said = run("rotate", "data", *on(filled))
     named = re.findall(
-        r"^secure_events row \d+, 1: not a sealed record$", said.stdout, re.MULTILINE
+        r"^secure_events row \d+, 1: not an encrypted record$", said.stdout, re.MULTILINE
     )
     assert (said.code, len(named)) == (1, 4)
     assert said.stdout.partition("sealed anew")[2] == (

@@ -23,8 +23,8 @@ from adk_secure_sessions.maintenance import (
     rotate_root,
     status,
     verify,
-    walking,
 )
+from adk_secure_sessions.maintenance import engine as walking
 from adk_secure_sessions.storage import owner_keys
 from tests.cli.support import run
 from tests.key_database.support import (

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from adk_secure_sessions import EncryptedSessionService
+from adk_secure_sessions.db.protocol import Executor, Executors
 from adk_secure_sessions.maintenance import orphans, retire, rotate_data, verify
+from adk_secure_sessions.maintenance.engine import Meter
 from adk_secure_sessions.maintenance.problems import Problems
-from adk_secure_sessions.maintenance.walking import Meter
-from adk_secure_sessions.storage.connection import Executor, Executors
 from tests.key_database.support import APP, Pair, create, event, find, query, run_sql
 
 Then = Callable[[int], Awaitable[None]]

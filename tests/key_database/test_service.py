@@ -18,7 +18,7 @@ from adk_secure_sessions import (
     UnknownKeyError,
 )
 from adk_secure_sessions.storage import owner_keys
-from adk_secure_sessions.storage.attempts import Attempts
+from adk_secure_sessions.storage.unit_of_work import Attempts
 from tests.key_database.support import (
     APP,
     KEY,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from adk_secure_sessions import AwsKmsKey, GcpKmsKey, Pkcs11Key, VaultKey
-from adk_secure_sessions.keys import services
+from adk_secure_sessions.keys import remote as services
 from tests.key_services import aws, gcp
 from tests.key_services import softhsm as hsm
 from tests.key_services.support import Service

@@ -1,6 +1,7 @@
 """Erasing a user: nothing of theirs is left, and all that others have."""
 
 import asyncio
+import importlib
 import os
 import signal
 from collections.abc import Callable
@@ -21,25 +22,26 @@ from adk_secure_sessions import (
     SecureSessionError,
     WrongKeyError,
 )
+from adk_secure_sessions.db import async_engine, postgresql
 from adk_secure_sessions.maintenance import (
     Database,
     Erasure,
-    data_rotation,
     erase_user,
-    erasing,
     lookup,
     rotate_data,
     status,
     verify,
 )
-from adk_secure_sessions.storage import async_engine, postgresql
-from adk_secure_sessions.storage import statements as sql
-from adk_secure_sessions.storage.tables import metadata
+from adk_secure_sessions.maintenance import erase as erasing
+from adk_secure_sessions.storage import queries as sql
+from adk_secure_sessions.storage.schema import metadata
 from tests.maintenance.conftest import DRIVERS
 from tests.maintenance.support import APP, NEW, OLD, event, fill, query, run_sql
 from tests.on_servers.proxy import Cut, proxy_before
 from tests.processes import children
 from tests.servers import PostgreSQL, Server
+
+data_rotation: Any = importlib.import_module("adk_secure_sessions.maintenance.rotate_data")
 
 Say = Callable[[object], None]
 BACKEND = AesGcmBackend(OLD)

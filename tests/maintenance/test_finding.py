@@ -10,7 +10,7 @@ from adk_secure_sessions import (
     WrongKeyError,
 )
 from adk_secure_sessions.maintenance import TABLES, Database, init, inspect, lookup, status
-from adk_secure_sessions.storage.tables import metadata
+from adk_secure_sessions.storage.schema import metadata
 from tests.maintenance.support import APP, NEW, OLD, fill, query
 
 BACKEND = AesGcmBackend(OLD)

@@ -13,6 +13,7 @@ import pytest
 import sqlalchemy as sa
 
 from adk_secure_sessions import AesGcmBackend, FernetBackend
+from adk_secure_sessions.db.async_engine import AsyncEngineExecutor
 from adk_secure_sessions.maintenance import (
     Database,
     retire,
@@ -22,7 +23,6 @@ from adk_secure_sessions.maintenance import (
     status,
     verify,
 )
-from adk_secure_sessions.storage.async_engine import AsyncEngineExecutor
 from tests.maintenance.support import NEW, OLD, fill, query
 from tests.processes import children
 

@@ -1,5 +1,6 @@
 """Rotations, retirements and services in one another's way: nothing is under a key that is gone."""
 
+import importlib
 from typing import Any
 
 import pytest
@@ -11,22 +12,23 @@ from adk_secure_sessions import (
     FernetBackend,
     SecureSessionError,
 )
+from adk_secure_sessions.db import postgresql as asyncpg_executor
 from adk_secure_sessions.maintenance import (
     Database,
-    data_rotation,
     erase_user,
     lookup,
-    master_keys,
-    owners,
     resealing,
     retire,
     rotate_data,
     rotate_master,
     verify,
 )
-from adk_secure_sessions.storage import postgresql as asyncpg_executor
+from adk_secure_sessions.maintenance import records as owners
 from tests.maintenance.support import APP, OLD, event, fill, query
 from tests.servers import Server
+
+data_rotation: Any = importlib.import_module("adk_secure_sessions.maintenance.rotate_data")
+master_keys: Any = importlib.import_module("adk_secure_sessions.maintenance.rotate_master")
 
 AES, FERNET = AesGcmBackend(OLD), FernetBackend(OLD)
 

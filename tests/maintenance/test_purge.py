@@ -1,5 +1,6 @@
 """`purge` deletes what is old, and nothing that was used meanwhile."""
 
+import importlib
 from datetime import timedelta
 from typing import Any
 
@@ -7,8 +8,10 @@ import pytest
 import sqlalchemy as sa
 
 from adk_secure_sessions import AesGcmBackend, ConfigurationError, EncryptedSessionService
-from adk_secure_sessions.maintenance import Database, Problem, purge, purging, verify
+from adk_secure_sessions.maintenance import Database, Problem, purge, verify
 from tests.maintenance.support import APP, OLD, event, fill, query, run_sql
+
+purging: Any = importlib.import_module("adk_secure_sessions.maintenance.purge")
 
 BACKEND = AesGcmBackend(OLD)
 LONG_AGO = timedelta(days=90)  # tests/maintenance/support.py dates its events in 2023
@@ -56,7 +59,7 @@ async def test_session_that_is_used_meanwhile_stays(
                 session = await service.get_session(**ids._asdict())
                 assert session is not None
                 await service.append_event(session, event(100_000_000))
-        return await delete(store, ids, *rest)
+        return bool(await delete(store, ids, *rest))
 
     monkeypatch.setattr(purging, "_delete", use_first)
     async with Database(url, BACKEND) as db:

@@ -1,6 +1,7 @@
 """Another root key, while services run: nothing is lost, and the old one opens nothing after."""
 
 import asyncio
+import importlib
 import os
 import signal
 from collections.abc import Callable
@@ -18,8 +19,9 @@ from adk_secure_sessions import (
     StaticKey,
     WrongKeyError,
 )
-from adk_secure_sessions.maintenance import Database, root_keys, rotate_root, verify
-from adk_secure_sessions.storage import async_engine, postgresql, threads
+from adk_secure_sessions.db import async_engine, postgresql
+from adk_secure_sessions.db import sqlite_threads as threads
+from adk_secure_sessions.maintenance import Database, rotate_root, verify
 from tests.maintenance.support import (
     APP,
     NEW,
@@ -32,6 +34,8 @@ from tests.maintenance.support import (
     run_sql,
 )
 from tests.processes import children
+
+root_keys: Any = importlib.import_module("adk_secure_sessions.maintenance.rotate_root")
 
 KEYRING = "SELECT id, purpose, root_key_id, created_at, wrapped FROM secure_keyring ORDER BY id"
 Say = Callable[[object], None]

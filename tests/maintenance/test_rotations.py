@@ -16,6 +16,8 @@ from adk_secure_sessions import (
     FernetBackend,
     TamperedError,
 )
+from adk_secure_sessions.db import postgresql as asyncpg_executor
+from adk_secure_sessions.db.postgresql import AsyncpgExecutor
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.maintenance import (
     Database,
@@ -26,9 +28,7 @@ from adk_secure_sessions.maintenance import (
     status,
     verify,
 )
-from adk_secure_sessions.storage import postgresql as asyncpg_executor
-from adk_secure_sessions.storage.postgresql import AsyncpgExecutor
-from adk_secure_sessions.storage.tables import metadata
+from adk_secure_sessions.storage.schema import metadata
 from tests.maintenance.support import APP, OLD, clear_backend, event, fill, query, run_sql
 from tests.processes import children
 from tests.servers import Server

@@ -17,14 +17,8 @@ from adk_secure_sessions import (
     FernetBackend,
     WrongKeyError,
 )
-from adk_secure_sessions.maintenance import (
-    Database,
-    identities,
-    rotate_root,
-    status,
-    verify,
-    walking,
-)
+from adk_secure_sessions.maintenance import Database, identities, rotate_root, status, verify
+from adk_secure_sessions.maintenance import engine as walking
 from tests.maintenance.support import APP, NEW, OLD, event, fill
 
 

@@ -2,13 +2,16 @@
 
 import secrets
 
-from adk_secure_sessions.aead import KEY_LENGTH, Aes256Gcm
-from adk_secure_sessions.keys.providers import KeyProvider, Unpicklable
+from adk_secure_sessions.crypto.aead import KEY_LENGTH, Aes256Gcm
+from adk_secure_sessions.crypto.key_material import KeyMaterial
+from adk_secure_sessions.formats.records import Cipher
+from adk_secure_sessions.keys.providers import (
+    KeyProvider,
+)
 from adk_secure_sessions.keys.specs import root_key
-from adk_secure_sessions.records import Cipher
 
 
-class AesGcmBackend(Unpicklable):
+class AesGcmBackend(KeyMaterial):
     """Seals with AES-256-GCM under 96-bit random nonces.
 
     Args:

@@ -11,15 +11,18 @@ from cryptography.fernet import Fernet, InvalidToken
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
+from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.errors import TamperedError
-from adk_secure_sessions.keys.providers import KeyProvider, Unpicklable
+from adk_secure_sessions.formats.records import Cipher
+from adk_secure_sessions.keys.providers import (
+    KeyProvider,
+)
 from adk_secure_sessions.keys.specs import root_key
-from adk_secure_sessions.records import Cipher
 
 _KEY_LENGTH = 32
 
 
-class FernetCipher(Unpicklable):
+class FernetCipher(KeyMaterial):
     """Fernet tokens, stored as bytes: base64 text has several spellings of one token."""
 
     __slots__ = ("_key",)
@@ -46,7 +49,7 @@ class FernetCipher(Unpicklable):
         return Fernet(urlsafe_b64encode(key))
 
 
-class FernetBackend(Unpicklable):
+class FernetBackend(KeyMaterial):
     """Seals with Fernet: AES-128-CBC and HMAC-SHA-256.
 
     Args:

@@ -3,7 +3,7 @@
 import warnings
 
 from adk_secure_sessions.errors import PlaintextRefusedError
-from adk_secure_sessions.records import Cipher
+from adk_secure_sessions.formats.records import Cipher
 
 _CLEAR_KEY = b"\x00"
 

@@ -2,8 +2,8 @@
 
 from typing import Protocol, runtime_checkable
 
+from adk_secure_sessions.formats.records import Cipher
 from adk_secure_sessions.keys.providers import KeyProvider
-from adk_secure_sessions.records import Cipher
 
 THIRD_PARTY_IDS = range(0x80, 0x100)
 

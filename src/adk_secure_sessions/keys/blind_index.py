@@ -3,13 +3,13 @@
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.hmac import HMAC
 
-from adk_secure_sessions.keys.providers import Unpicklable
-from adk_secure_sessions.records import place
+from adk_secure_sessions.crypto.key_material import KeyMaterial
+from adk_secure_sessions.formats.records import place
 
 TAG_LENGTH = 16
 
 
-class BlindIndex(Unpicklable):
+class BlindIndex(KeyMaterial):
     """HMAC-SHA-256 under the index master, truncated to 16 bytes: one tag for each id."""
 
     def __init__(self, key: bytes) -> None:

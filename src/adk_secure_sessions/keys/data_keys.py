@@ -4,17 +4,18 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Protocol
 
-from adk_secure_sessions import records
+from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.errors import (
     DecryptionError,
     PlaintextRefusedError,
+    Reason,
     TamperedError,
     UnknownKeyError,
 )
+from adk_secure_sessions.formats import records
+from adk_secure_sessions.formats.records import Cipher
 from adk_secure_sessions.keys.keyring import Keyring, new_key_id
-from adk_secure_sessions.keys.providers import Unpicklable
 from adk_secure_sessions.lru import Lru
-from adk_secure_sessions.records import Cipher
 
 WRAP_BACKEND_ID = 1  # data keys are always wrapped with AES-256-GCM
 _CLEAR_BACKEND_ID = 3
@@ -45,7 +46,7 @@ class DataKeyRow(NamedTuple):
         return records.place(parts, self.id, self.generation, self.backend_id, self.created_at)
 
 
-class DataKey(Unpicklable):
+class DataKey(KeyMaterial):
     """An opened data key, as the cipher it is used with."""
 
     __slots__ = (
@@ -72,7 +73,7 @@ class StaleKeyring(Exception):
     """A data key is wrapped by a master that this process has not read; worth repeating."""
 
 
-class OwnerKeys(Unpicklable):
+class OwnerKeys(KeyMaterial):
     """All data keys of one owner, as they were read together."""
 
     __slots__ = ("by_id", "current", "generation")
@@ -85,7 +86,7 @@ class OwnerKeys(Unpicklable):
         self.generation = generation  # the highest, of whichever backend; -1: there is none
 
 
-class DataKeys(Unpicklable):
+class DataKeys(KeyMaterial):
     """This process's opened data keys, bounded; all come from committed rows."""
 
     def __init__(
@@ -156,9 +157,9 @@ class StagedKeys:
             try:
                 key = self._open(row)
                 if not isinstance(row.generation, int):
-                    raise TamperedError("its generation is not a number")
+                    raise TamperedError("its generation is not an integer", reason=Reason.MALFORMED)
             except DecryptionError as error:
-                self._refused[row.owner] = type(error)(f"secure_data_keys row {row.id}: {error}")
+                self._refused[row.owner] = error.located("secure_data_keys", row.id)
                 continue
             opened.setdefault(row.owner, []).append(key)
             generations[row.owner] = max(generations.get(row.owner, -1), row.generation)
@@ -214,7 +215,9 @@ class StagedKeys:
             return key.cipher
         whose = self._owners.get(key_id) or self._keys.owners.get(key_id) or owner
         if key is not None or whose != owner:
-            raise TamperedError(f"data key {key_id} belongs to another owner or backend")
+            raise TamperedError(
+                f"data key {key_id} belongs to another owner or backend", reason=Reason.WRONG_OWNER
+            )
         raise UnknownKeyError(f"no data key {key_id} is known for it")
 
     def publish(self) -> None:
@@ -273,15 +276,15 @@ def unwrapped(row: DataKeyRow, keyring: Keyring) -> bytes:
     """The data key of *row*.  Raises DecryptionError."""
     backend_id, master_id = records.unpack(row.wrapped)
     if backend_id != WRAP_BACKEND_ID:
-        raise TamperedError("not wrapped with AES-256-GCM")
+        raise TamperedError("not wrapped with AES-256-GCM", reason=Reason.MALFORMED)
     where = row.place(keyring.database_id)
     return records.open_record(row.wrapped, where, keyring.master(master_id))
 
 
 def _unlisted(backend_id: int) -> DecryptionError:
     if backend_id == _CLEAR_BACKEND_ID:
-        return PlaintextRefusedError("stored in clear by NoOpBackend, which is not listed")
+        return PlaintextRefusedError("stored as plaintext by NoOpBackend, which is not listed")
     return UnknownKeyError(
-        f"sealed by backend {backend_id}, which this service was not given: "
-        "list it in additional_backends"
+        f"encrypted by backend {backend_id}, which is not listed: list it in additional_backends",
+        reason=Reason.UNKNOWN_BACKEND,
     )

@@ -8,7 +8,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from adk_secure_sessions.errors import ConfigurationError, KeyServiceError, TamperedError
-from adk_secure_sessions.keys.services import ATTEMPTS, TIMEOUT, RemoteKey, need
+from adk_secure_sessions.keys.remote import ATTEMPTS, TIMEOUT, RemoteKey, need
 
 if TYPE_CHECKING:
     from google.auth.credentials import Credentials

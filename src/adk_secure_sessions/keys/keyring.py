@@ -4,7 +4,8 @@ import secrets
 from collections.abc import Awaitable, Iterable, Mapping
 from typing import NamedTuple
 
-from adk_secure_sessions.aead import KEY_LENGTH, Aes256Gcm
+from adk_secure_sessions.crypto.aead import KEY_LENGTH, Aes256Gcm
+from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.errors import (
     DecryptionError,
     KeyServiceError,
@@ -13,10 +14,12 @@ from adk_secure_sessions.errors import (
     UnknownKeyError,
     WrongKeyError,
 )
+from adk_secure_sessions.formats.records import place
 from adk_secure_sessions.keys.blind_index import BlindIndex
-from adk_secure_sessions.keys.providers import KeyProvider, Unpicklable
+from adk_secure_sessions.keys.providers import (
+    KeyProvider,
+)
 from adk_secure_sessions.loops import at_once
-from adk_secure_sessions.records import place
 
 DATA, INDEX = "data", "index"
 CLEAR_ROOT = "none"
@@ -42,7 +45,7 @@ class MasterKeyRow(NamedTuple):
         return place(parts, self.id, self.created_at)
 
 
-class Keyring(Unpicklable):
+class Keyring(KeyMaterial):
     """The opened master keys of one database.
 
     *fit* are the data masters whose data keys may seal; *current_id* is the one that wraps new

@@ -10,9 +10,9 @@ from struct import Struct
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.kdf.argon2 import Argon2id
 
-from adk_secure_sessions.aead import KEY_LENGTH, Aes256Gcm
+from adk_secure_sessions.crypto.aead import KEY_LENGTH, Aes256Gcm
+from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.errors import ConfigurationError, TamperedError
-from adk_secure_sessions.keys.providers import Unpicklable
 
 PASSPHRASE_WRAP = b"\x02"
 _SALT_LENGTH = 16
@@ -35,7 +35,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew_lock)
 
 
-class PassphraseKey(Unpicklable):
+class PassphraseKey(KeyMaterial):
     """A root key from a passphrase, by Argon2id; salt and cost lie beside each wrapped key.
 
     Args:

@@ -14,7 +14,7 @@ from typing import Any
 
 from adk_secure_sessions.errors import ConfigurationError, KeyServiceError, TamperedError
 from adk_secure_sessions.keys.providers import read_environment, read_private_file
-from adk_secure_sessions.keys.services import ATTEMPTS, TIMEOUT, RemoteKey, need
+from adk_secure_sessions.keys.remote import ATTEMPTS, TIMEOUT, RemoteKey, need
 
 _KEY_BITS = 256
 _NONCE_LENGTH, _TAG_BITS = 12, 128

@@ -9,12 +9,13 @@ import os
 import secrets
 import stat
 from pathlib import Path
-from typing import Never, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
-from adk_secure_sessions.aead import KEY_LENGTH, Aes256Gcm
+from adk_secure_sessions.crypto.aead import KEY_LENGTH, Aes256Gcm
+from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.errors import ConfigurationError, TamperedError
 
 RAW_KEY_WRAP = b"\x01"
@@ -50,18 +51,6 @@ class KeyProvider(Protocol):
             KeyServiceError: The key service failed.
         """
         ...
-
-
-class Unpicklable:
-    """Holds key material: refuses to be pickled or copied, and shows none of it."""
-
-    __slots__ = ()
-
-    def __reduce_ex__(self, protocol: object) -> Never:
-        raise TypeError(f"{type(self).__name__} holds key material and cannot be pickled or copied")
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__}>"
 
 
 def generate_key() -> str:
@@ -104,7 +93,7 @@ def _derive(key: bytes, purpose: str, length: int) -> bytes:
     return HKDFExpand(SHA256(), length, info).derive(key)
 
 
-class StaticKey(Unpicklable):
+class StaticKey(KeyMaterial):
     """A root key in the process; its `key_id` is `key:` and 16 hex digits, derived from it.
 
     Args:

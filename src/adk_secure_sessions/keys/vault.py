@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from adk_secure_sessions.errors import ConfigurationError, KeyServiceError, TamperedError
 from adk_secure_sessions.keys.providers import read_environment
-from adk_secure_sessions.keys.services import ATTEMPTS, TIMEOUT, RemoteKey, check_private, need
+from adk_secure_sessions.keys.remote import ATTEMPTS, TIMEOUT, RemoteKey, check_private, need
 from adk_secure_sessions.loops import LoopLocks
 
 if TYPE_CHECKING:

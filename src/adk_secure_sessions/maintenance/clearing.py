@@ -10,7 +10,7 @@ from functools import partial
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.storage.connection import Conflict, Disconnected, Executor
+from adk_secure_sessions.db.protocol import Conflict, Disconnected, Executor
 
 _PATIENCE = 5  # seconds to wait for a lock, while services wait behind us
 _NOT_ASKED = "the table of the data keys was not rewritten"

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
+from adk_secure_sessions.formats.records import HEADER_LENGTH, MAGIC, VERSION
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.walking import Bounds, Meter, batches, within
-from adk_secure_sessions.records import HEADER_LENGTH, MAGIC, VERSION
+from adk_secure_sessions.maintenance.engine import Bounds, Meter, batches, within
 from adk_secure_sessions.storage.owner_keys import keys_of
-from adk_secure_sessions.storage.tables import (
+from adk_secure_sessions.storage.schema import (
     apps,
     bases,
     data_keys,

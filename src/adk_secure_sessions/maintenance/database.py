@@ -10,17 +10,17 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from adk_secure_sessions.backends import EncryptionBackend
 from adk_secure_sessions.backends.registry import Backends, register
+from adk_secure_sessions.db.connect import executors_for
+from adk_secure_sessions.db.protocol import Executor, Parameters, Row, T
+from adk_secure_sessions.db.retries import repeated
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.keys.data_keys import DataKeys, StagedKeys, StaleKeyring
 from adk_secure_sessions.keys.keyring import Keyring
-from adk_secure_sessions.storage.connection import Executor, Parameters, Row, T
-from adk_secure_sessions.storage.engines import executors_for
+from adk_secure_sessions.storage.opening import open_existing, survey_existing
 from adk_secure_sessions.storage.owner_keys import Read, keys_of
-from adk_secure_sessions.storage.retries import repeated
-from adk_secure_sessions.storage.setup import open_existing, survey_existing
+from adk_secure_sessions.storage.schema import data_keys, keyring
 from adk_secure_sessions.storage.store import Store
 from adk_secure_sessions.storage.survey import Survey
-from adk_secure_sessions.storage.tables import data_keys, keyring
 
 # Rows are met once, one owner's after another's: to remember many would only take memory.
 _CACHED = 64

@@ -7,15 +7,19 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.errors import TamperedError, UnknownKeyError
+from adk_secure_sessions.db.protocol import Row
+from adk_secure_sessions.errors import (
+    Reason,
+    TamperedError,
+    UnknownKeyError,
+)
+from adk_secure_sessions.formats.records import decode_text, unprefixed
 from adk_secure_sessions.keys.data_keys import StagedKeys
 from adk_secure_sessions.maintenance.database import Database
+from adk_secure_sessions.maintenance.engine import Bounds, Range, ranges, within
 from adk_secure_sessions.maintenance.problems import UNREADABLE
-from adk_secure_sessions.maintenance.walking import Bounds, Range, ranges, within
-from adk_secure_sessions.records import decode_text, unprefixed
-from adk_secure_sessions.storage.connection import Row
-from adk_secure_sessions.storage.seals import naming, session_place, user_place
-from adk_secure_sessions.storage.tables import apps, sessions, users
+from adk_secure_sessions.storage.bindings import naming, session_place, user_place
+from adk_secure_sessions.storage.schema import apps, sessions, users
 
 
 class Ids(NamedTuple):
@@ -76,7 +80,9 @@ def _located(row: Row, owners: Mapping[int, Row], staged: StagedKeys) -> Located
     row_id, user_row, revision, base_revision, created_at, updated_at, tag, stored = row
     try:
         if user_row not in owners:
-            raise TamperedError(f"{sessions.name} row {row_id}: its user's row was removed")
+            raise TamperedError(
+                "its user's row was removed", reason=Reason.MISSING, table=sessions.name, row=row_id
+            )
         user = _open_user(owners[user_row], staged)
         with naming(sessions.name, row_id):
             numbers = (user_row, revision, base_revision, created_at, updated_at)
@@ -90,7 +96,7 @@ def _located(row: Row, owners: Mapping[int, Row], staged: StagedKeys) -> Located
 def app_name_of(stored: object) -> str:
     """From the row of a user's app; None where there is none.  Raises TamperedError."""
     if stored is None:
-        raise TamperedError("its app's row was removed")
+        raise TamperedError("its app's row was removed", reason=Reason.MISSING)
     return decode_text(stored)
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import sqlalchemy as sa
 
 from adk_secure_sessions.maintenance.database import Database
+from adk_secure_sessions.maintenance.engine import Bounds, Meter, Range, batches, within
 from adk_secure_sessions.maintenance.problems import Problems
-from adk_secure_sessions.maintenance.walking import Bounds, Meter, Range, batches, within
 from adk_secure_sessions.storage.owner_keys import among, chunks, keys_of, parameters
-from adk_secure_sessions.storage.tables import (
+from adk_secure_sessions.storage.schema import (
     apps,
     bases,
     data_keys,

@@ -1,6 +1,5 @@
 """Rows that cannot be opened: counted, named, and left alone."""
 
-import re
 import struct
 from typing import NamedTuple
 
@@ -9,8 +8,6 @@ from adk_secure_sessions.errors import DecryptionError
 KEPT = 1000
 # What opening a row raises; the others only for one that nothing authenticates, by NoOpBackend.
 UNREADABLE = (DecryptionError, struct.error, UnicodeDecodeError)
-# How messages begin, as storage/seals.py writes them.
-_NAMED = re.compile(r"(secure_\w+)(?: of session)? row (\(?\d+, \d+\)?|\S+?): (.*)", re.DOTALL)
 
 
 class Problem(NamedTuple):
@@ -54,10 +51,11 @@ class Problems:
 
         Whether that is one of those on which many others depend.
         """
-        reason = str(error) if isinstance(error, DecryptionError) else "what it holds is malformed"
-        while named := _NAMED.fullmatch(reason):  # the last is what is bad
-            table, row, reason = named.groups()
-            row = str(row).strip("()")
+        reason = "its content is malformed"
+        if isinstance(error, DecryptionError):
+            reason = error.detail
+            if error.table is not None and error.row is not None:
+                table, row = error.table, error.row
         shared = table in ("secure_apps", "secure_users", "secure_data_keys")
         self.add(table, row, reason, once=shared)
         return shared

@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
+from adk_secure_sessions.db.protocol import Row
 from adk_secure_sessions.errors import SecureSessionError
+from adk_secure_sessions.formats.records import HEADER_LENGTH
 from adk_secure_sessions.keys.data_keys import StagedKeys
 from adk_secure_sessions.maintenance.coverage import header, start_of
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problems
-from adk_secure_sessions.records import HEADER_LENGTH
-from adk_secure_sessions.storage.connection import Row
-from adk_secure_sessions.storage.seals import naming
-from adk_secure_sessions.storage.tables import apps, bases, events, sessions, users, witnesses
+from adk_secure_sessions.storage.bindings import naming
+from adk_secure_sessions.storage.schema import apps, bases, events, sessions, users, witnesses
 
 RECORDS = 64  # at once
 BYTES = 4 * 1024 * 1024  # at once, if it is more than one record

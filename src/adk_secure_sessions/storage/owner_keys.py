@@ -6,9 +6,9 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from adk_secure_sessions.db.protocol import Parameters, Row
 from adk_secure_sessions.keys.data_keys import DataKeyRow
-from adk_secure_sessions.storage.connection import Parameters, Row
-from adk_secure_sessions.storage.tables import data_keys
+from adk_secure_sessions.storage.schema import data_keys
 
 # Rows as DataKeyRow has them.
 DATA_KEYS = sa.select(*(data_keys.c[name] for name in DataKeyRow._fields))

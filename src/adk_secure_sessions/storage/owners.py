@@ -1,13 +1,18 @@
 """Rows of apps and users: their first row, key and witness, and changes of their state."""
 
-from adk_secure_sessions.errors import TamperedError, UnknownKeyError
-from adk_secure_sessions.json_objects import JsonObject, dumps, loads
-from adk_secure_sessions.records import encode_text
-from adk_secure_sessions.storage import seals
-from adk_secure_sessions.storage import statements as sql
-from adk_secure_sessions.storage.connection import Change
+from adk_secure_sessions.db.protocol import Change
+from adk_secure_sessions.errors import (
+    Reason,
+    TamperedError,
+    UnknownKeyError,
+)
+from adk_secure_sessions.formats.records import encode_text
+from adk_secure_sessions.formats.states import JsonObject, dumps, loads
+from adk_secure_sessions.storage import bindings as seals
+from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage.ids import new_row_key
 from adk_secure_sessions.storage.rows import Context, Found, NeedsKey, Owner
+from adk_secure_sessions.storage.schema import users
 
 Changes = list[Change]
 
@@ -65,7 +70,12 @@ def change_user(
         add_witness(changes, context, user.tag, user.tag, 0)
         return user
     if user.app_row != app_row:
-        raise TamperedError(f"secure_users row {user.id}: it belongs to another app's row")
+        raise TamperedError(
+            "it belongs to another app's row",
+            reason=Reason.WRONG_OWNER,
+            table=users.name,
+            row=user.id,
+        )
     stored = found.users[0][9]
     ensure_key(changes, context, user.tag, stored, *(row[9] for row in found.sessions))
     if delta:
@@ -109,7 +119,9 @@ def _add_key(changes: Changes, context: Context, owner: bytes) -> None:
     is_there = context.keys.has_any(owner)
     if is_there and not context.keys_apart:
         raise TamperedError(
-            f"secure_data_keys holds keys of the tag {owner.hex()}, whose own row was removed"
+            f"the row of the user or app with tag {owner.hex()} was removed: its data key is "
+            "still stored",
+            reason=Reason.MISSING,
         )
     if not is_there or context.keys.current(owner) is None:
         _new_key(changes, context, owner)
@@ -145,4 +157,4 @@ def _new_key(changes: Changes, context: Context, owner: bytes) -> None:
 
 def _need_keys(context: Context) -> None:
     if not context.with_keys:
-        raise UnknownKeyError("the owner's keys have to be read again")
+        raise UnknownKeyError("the owner's data keys have to be read again")

@@ -3,11 +3,11 @@
 from collections.abc import Iterable
 from typing import Generic, NamedTuple, TypeVar
 
+from adk_secure_sessions.db.protocol import Row
 from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.keys.data_keys import DataKeyRow, StagedKeys
 from adk_secure_sessions.lru import Lru
-from adk_secure_sessions.storage import statements as sql
-from adk_secure_sessions.storage.connection import Row
+from adk_secure_sessions.storage import queries as sql
 
 V = TypeVar("V")
 

@@ -6,18 +6,19 @@ from functools import partial
 from typing import NamedTuple
 
 from adk_secure_sessions.backends.registry import Backends
+from adk_secure_sessions.db.protocol import Executors, T
+from adk_secure_sessions.db.retries import repeated
 from adk_secure_sessions.errors import DecryptionError
-from adk_secure_sessions.json_objects import JsonObject
+from adk_secure_sessions.formats.states import JsonObject
 from adk_secure_sessions.keys.data_keys import DataKeys
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.loops import LoopLocks
 from adk_secure_sessions.lru import Lru
-from adk_secure_sessions.storage import seals, transactions
-from adk_secure_sessions.storage import statements as sql
-from adk_secure_sessions.storage.attempts import Attempts
-from adk_secure_sessions.storage.connection import Executors, T
+from adk_secure_sessions.storage import bindings as seals
+from adk_secure_sessions.storage import queries as sql
+from adk_secure_sessions.storage import writes as transactions
 from adk_secure_sessions.storage.owner_keys import keys_of
-from adk_secure_sessions.storage.retries import repeated
+from adk_secure_sessions.storage.reads import View, is_skipped, listed, view_of
 from adk_secure_sessions.storage.rows import (
     NO_BASE,
     Context,
@@ -27,8 +28,8 @@ from adk_secure_sessions.storage.rows import (
     StoredSession,
     identify,
 )
-from adk_secure_sessions.storage.transactions import Expected, NewEvent, Sent
-from adk_secure_sessions.storage.views import View, is_skipped, listed, view_of
+from adk_secure_sessions.storage.unit_of_work import Attempts
+from adk_secure_sessions.storage.writes import Expected, NewEvent, Sent
 
 _CHUNK = 64  # events decoded before other tasks get their turn
 

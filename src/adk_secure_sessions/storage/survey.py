@@ -7,7 +7,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.keys.keyring import MasterKeyRow
-from adk_secure_sessions.storage.tables import (
+from adk_secure_sessions.storage.schema import (
     DATA_TABLES,
     FORMAT_VERSION,
     KEY_TABLES,

@@ -3,11 +3,11 @@
 from functools import partial
 from typing import NamedTuple
 
+from adk_secure_sessions.db.retries import repeated
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.storage.retries import repeated
-from adk_secure_sessions.storage.setup import open_database
+from adk_secure_sessions.storage.opening import open_database
+from adk_secure_sessions.storage.schema import metadata
 from adk_secure_sessions.storage.survey import Survey, look
-from adk_secure_sessions.storage.tables import metadata
 
 
 class Initialisation(NamedTuple):

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from google.adk.sessions import State
 
-from adk_secure_sessions.json_objects import JsonObject
+from adk_secure_sessions.formats.states import JsonObject
 
 
 class Scopes(NamedTuple):

@@ -30,7 +30,7 @@ from sqlalchemy import (
     update,
 )
 
-from adk_secure_sessions.storage.tables import (
+from adk_secure_sessions.storage.schema import (
     apps,
     bases,
     data_keys,

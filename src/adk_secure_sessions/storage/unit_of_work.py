@@ -4,12 +4,7 @@ import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-from adk_secure_sessions.errors import SecureSessionError, UnknownKeyError
-from adk_secure_sessions.keys.data_keys import DataKeys, StagedKeys, StaleKeyring
-from adk_secure_sessions.keys.keyring import Keyring
-from adk_secure_sessions.loops import LoopLocks
-from adk_secure_sessions.storage import statements as sql
-from adk_secure_sessions.storage.connection import (
+from adk_secure_sessions.db.protocol import (
     Apply,
     Change,
     Conflict,
@@ -17,8 +12,13 @@ from adk_secure_sessions.storage.connection import (
     Steps,
     T,
 )
+from adk_secure_sessions.db.retries import repeated
+from adk_secure_sessions.errors import SecureSessionError, UnknownKeyError
+from adk_secure_sessions.keys.data_keys import DataKeys, StagedKeys, StaleKeyring
+from adk_secure_sessions.keys.keyring import Keyring
+from adk_secure_sessions.loops import LoopLocks
+from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage.owner_keys import keys_of
-from adk_secure_sessions.storage.retries import repeated
 from adk_secure_sessions.storage.rows import Context, Identity, Memo, NeedsKey
 
 # Seconds until a keyring that was refused is tried again: who writes to the database must not

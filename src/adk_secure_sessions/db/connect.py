@@ -6,10 +6,10 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
+from adk_secure_sessions.db.async_engine import AsyncEngineExecutor
+from adk_secure_sessions.db.protocol import Executor, Executors
+from adk_secure_sessions.db.sqlite import is_in_memory, sqlite_executor
 from adk_secure_sessions.errors import ConfigurationError
-from adk_secure_sessions.storage.async_engine import AsyncEngineExecutor
-from adk_secure_sessions.storage.connection import Executor, Executors
-from adk_secure_sessions.storage.sqlite import is_in_memory, sqlite_executor
 
 _SQLITE_DRIVERS = ("sqlite", "sqlite+pysqlite", "sqlite+aiosqlite")
 _EXTRAS = {
@@ -106,7 +106,7 @@ def _executor(place: sa.URL | AsyncEngine, engine_kwargs: dict[str, Any]) -> Exe
 
 def _for_engine(engine: AsyncEngine, **options: Any) -> Executor:
     if engine.dialect.driver == "asyncpg":
-        from adk_secure_sessions.storage.postgresql import AsyncpgExecutor
+        from adk_secure_sessions.db.postgresql import AsyncpgExecutor
 
         return AsyncpgExecutor(engine, **options)
     return AsyncEngineExecutor(engine, owned=options["owned"])

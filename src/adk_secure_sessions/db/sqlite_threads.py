@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.loops import ended
-from adk_secure_sessions.storage.connection import (
+from adk_secure_sessions.db.dialects import any_text, meaning, sqlite_sql, taking_any_text
+from adk_secure_sessions.db.protocol import (
     Parameters,
     Row,
     T,
@@ -23,7 +23,7 @@ from adk_secure_sessions.storage.connection import (
     UniqueViolation,
     run_in_turn,
 )
-from adk_secure_sessions.storage.dialect import any_text, meaning, sqlite_sql, taking_any_text
+from adk_secure_sessions.loops import ended
 
 logger = logging.getLogger(__name__)
 

@@ -7,12 +7,16 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.errors import TamperedError, UnknownKeyError
+from adk_secure_sessions.db.protocol import Row, T
+from adk_secure_sessions.errors import (
+    Reason,
+    TamperedError,
+    UnknownKeyError,
+)
+from adk_secure_sessions.formats.records import binary, decode_text
 from adk_secure_sessions.maintenance import orphans
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.identities import Located, app_name_of, identified
-from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
-from adk_secure_sessions.maintenance.walking import (
+from adk_secure_sessions.maintenance.engine import (
     Bounds,
     Meter,
     Progress,
@@ -21,19 +25,19 @@ from adk_secure_sessions.maintenance.walking import (
     count_rows,
     within,
 )
-from adk_secure_sessions.records import binary, decode_text
-from adk_secure_sessions.storage import seals
-from adk_secure_sessions.storage import statements as sql
-from adk_secure_sessions.storage.connection import Row, T
+from adk_secure_sessions.maintenance.identities import Located, app_name_of, identified
+from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
+from adk_secure_sessions.storage import bindings as seals
+from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage.rows import Context, Found, Memo, identify
-from adk_secure_sessions.storage.store import Store
-from adk_secure_sessions.storage.tables import (
+from adk_secure_sessions.storage.schema import (
     apps,
     data_keys,
     sessions,
     users,
     witnesses,
 )
+from adk_secure_sessions.storage.store import Store
 
 
 class Verification(NamedTuple):
@@ -147,7 +151,9 @@ class _Run:
         context, found = await self._read(app_name)
         app = seals.open_app(context, found)
         if app is None or app.id != row_id:
-            raise TamperedError(f"{apps.name} row {row_id}: its tag was changed")
+            raise TamperedError(
+                "its tag was modified", reason=Reason.WRONG_OWNER, table=apps.name, row=row_id
+            )
 
     async def _count_user(self, row: Row) -> None:
         try:
@@ -168,7 +174,9 @@ class _Run:
         user = seals.open_user_row(context, found, found.users[0])
         who = identify(self._keys.keyring.index, app_name, user.user_id)
         if who.user_tag != tag:
-            raise TamperedError(f"{users.name} row {row_id}: its tag is another user's")
+            raise TamperedError(
+                "its tag is another user's", reason=Reason.WRONG_OWNER, table=users.name, row=row_id
+            )
         return True
 
     async def _check_session(self, located: Located) -> None:

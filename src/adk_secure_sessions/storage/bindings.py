@@ -5,9 +5,13 @@ Each place, in the order of its parts, is in docs/format.md.
 
 from collections.abc import Iterable
 
-from adk_secure_sessions.errors import DecryptionError, TamperedError
-from adk_secure_sessions.lru import Lru
-from adk_secure_sessions.records import (
+from adk_secure_sessions.db.protocol import Row
+from adk_secure_sessions.errors import (
+    DecryptionError,
+    Reason,
+    TamperedError,
+)
+from adk_secure_sessions.formats.records import (
     HEADER_LENGTH,
     encode_text,
     joined,
@@ -17,7 +21,7 @@ from adk_secure_sessions.records import (
     prefixed,
     unprefixed,
 )
-from adk_secure_sessions.storage.connection import Row
+from adk_secure_sessions.lru import Lru
 from adk_secure_sessions.storage.rows import (
     NO_BASE,
     Context,
@@ -28,7 +32,7 @@ from adk_secure_sessions.storage.rows import (
     StoredSession,
     V,
 )
-from adk_secure_sessions.storage.tables import apps, bases, events, sessions, users, witnesses
+from adk_secure_sessions.storage.schema import apps, bases, events, sessions, users, witnesses
 
 _NO_ROW: Row = (None,) * 10
 
@@ -73,7 +77,7 @@ def open_app(context: Context, found: Found) -> Owner | None:
         _, row_id, version, *_, name, stored = row
         with naming(apps.name, row_id):
             if name != encode_text(who.app_name):
-                raise TamperedError("its app_name was changed")
+                raise TamperedError("its app_name was modified", reason=Reason.WRONG_OWNER)
             where = app_place(who.app_name, who.app_tag, row_id, version)
             state = context.keys.open(who.app_tag, where, stored)
             _check_witness(context, found, who.app_tag, who.app_tag, version)
@@ -91,7 +95,9 @@ def open_user(context: Context, found: Found) -> Owner | None:
         return None
     user = open_user_row(context, found, row)
     if user.tag != context.who.user_tag or user.user_id != context.who.user_id:
-        raise TamperedError(f"{users.name} row {user.id}: not the user that was asked for")
+        raise TamperedError(
+            "not the requested user", reason=Reason.WRONG_OWNER, table=users.name, row=user.id
+        )
     return user
 
 
@@ -116,10 +122,17 @@ def open_session(context: Context, found: Found, user: Owner | None) -> StoredSe
         _refuse_orphan(found, tag, sessions.name)
         return None
     if user is None:
-        raise TamperedError(f"{sessions.name} row {row[1]}: its user's row was removed")
+        raise TamperedError(
+            "its user's row was removed", reason=Reason.MISSING, table=sessions.name, row=row[1]
+        )
     session = _open_session(context, found, user, row, witnessed=True)
     if session.tag != tag or session.session_id != context.who.session_id:
-        raise TamperedError(f"{sessions.name} row {session.id}: not the session that was asked for")
+        raise TamperedError(
+            "not the requested session",
+            reason=Reason.WRONG_OWNER,
+            table=sessions.name,
+            row=session.id,
+        )
     return session
 
 
@@ -160,22 +173,30 @@ def _open_session_row(context: Context, found: Found, user: Owner, row: Row) -> 
         where = session_place(app_name, user.user_id, tag, row_id, *numbers)
         session_id, overlay = unprefixed(context.keys.open(user.tag, where, stored))
         if user_row != user.id:
-            raise TamperedError("it belongs to another user")
+            raise TamperedError("it belongs to another user", reason=Reason.WRONG_OWNER)
         if head != revision - 1:
             raise TamperedError(
-                f"revision {revision} needs a last event {revision - 1}, storage has {head}: "
-                "events were added or removed, or the row is from another time"
+                f"revision {revision} requires a last event {revision - 1}, storage has {head}: "
+                "events were added or removed, or an older row was replayed",
+                reason=Reason.MISMATCH,
             )
     base = b"{}"
     if base_revision == NO_BASE:
         if row_id in found.bases:
-            raise TamperedError(f"{bases.name} row {row_id}: there should be none")
+            raise TamperedError(
+                "the session has no snapshot: this row was added",
+                reason=Reason.MISMATCH,
+                table=bases.name,
+                row=row_id,
+            )
     else:
         whose = context.who._replace(user_id=user.user_id, session_id=session_id)
         with naming(bases.name, row_id):
             _, _, found_revision, *_, stored_base, _ = found.bases.get(row_id) or _NO_ROW
             if found_revision != base_revision:
-                raise TamperedError("missing, or from another time")
+                raise TamperedError(
+                    "it was removed, or an older row was replayed", reason=Reason.MISMATCH
+                )
             where = base_place(whose, row_id, base_revision)
             base = context.keys.open(user.tag, where, stored_base)
     return StoredSession(
@@ -193,9 +214,11 @@ def check_events(session: StoredSession, history: list[Row], limit: int | None) 
         history.sort(key=lambda row: f"{row[1]:020}" if isinstance(row[1], int) else "")
     if [row[1] for row in history] != expected:
         raise TamperedError(
-            f"{events.name} of session row {session.id}: events {first} to "
-            f"{session.revision - 1} are expected, each once; some were added, removed or "
-            "renumbered"
+            f"events {first} to {session.revision - 1} of this session are expected, each once; "
+            "some were added, removed or renumbered",
+            reason=Reason.MISMATCH,
+            table=events.name,
+            row=session.id,
         )
 
 
@@ -213,7 +236,7 @@ def open_events(context: Context, session: StoredSession, history: Iterable[Row]
                 header = stored[:HEADER_LENGTH]
             opened.append(open_record(stored, numbered(parts, session_row, seq, row[2]), cipher))
         except DecryptionError as error:
-            failure = type(error)(f"{events.name} row {session_row, seq}: {error}")
+            failure = error.located(events.name, f"{session_row}, {seq}")
         else:
             continue
         raise failure
@@ -267,7 +290,7 @@ class naming:  # noqa: N801 - reads as a statement
 
     def __exit__(self, _type: object, error: object, _traceback: object) -> None:
         if isinstance(error, DecryptionError):
-            raise type(error)(f"{self._table} row {self._row}: {error}") from None
+            raise error.located(self._table, self._row) from None
 
 
 def _seen(memo: Lru[bytes, Seen[V]], found: Found, tag: bytes, row: Row) -> V | None:
@@ -285,19 +308,27 @@ def _remember(memo: Lru[bytes, Seen[V]], found: Found, tag: bytes, row: Row, val
 def _check_witness(context: Context, found: Found, owner: bytes, tag: bytes, number: int) -> None:
     witness = found.witnesses.get(tag)
     if witness is None:
-        raise TamperedError(f"its row of {witnesses.name} was removed")
+        raise TamperedError(
+            f"its version witness (row of {witnesses.name}) was removed", reason=Reason.MISSING
+        )
     _, witnessed, *_, seal = witness
-    with naming(f"its {witnesses.name}", tag.hex()):
-        context.keys.open(owner, witness_place(context.who.app_name, tag, witnessed), seal)
+    try:
+        where = witness_place(context.who.app_name, tag, witnessed)
+        context.keys.open(owner, where, seal)
+    except DecryptionError as error:
+        raise error.about(f"its version witness, {witnesses.name} row {tag.hex()}") from None
     if witnessed != number:
         raise TamperedError(
-            f"it says {number} and its witness {witnessed}: one of the two is from another time"
+            f"its version is {number} and its version witness says {witnessed}: an older row was "
+            "replayed",
+            reason=Reason.MISMATCH,
         )
 
 
 def _refuse_orphan(found: Found, tag: bytes, table: str) -> None:
     if tag in found.witnesses:
         raise TamperedError(
-            f"{table}: the row with tag {tag.hex()} was removed or its tag changed; "
-            f"its row of {witnesses.name} is still there"
+            f"the row of {table} with tag {tag.hex()} was removed or its tag was modified: its "
+            "version witness is still stored",
+            reason=Reason.MISSING,
         )

@@ -4,8 +4,8 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 
+from adk_secure_sessions.db.protocol import Conflict, Disconnected, T, UniqueViolation
 from adk_secure_sessions.errors import SecureSessionError
-from adk_secure_sessions.storage.connection import Conflict, Disconnected, T, UniqueViolation
 
 _ATTEMPTS = 20
 # Seconds before each new attempt after a lost connection.  A write gets more: until it is

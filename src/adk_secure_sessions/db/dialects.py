@@ -9,7 +9,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.dialects import sqlite
 
-from adk_secure_sessions.storage.connection import Conflict, Disconnected, UniqueViolation
+from adk_secure_sessions.db.protocol import Conflict, Disconnected, UniqueViolation
 
 _sqlite = sqlite.dialect(paramstyle="named")
 

@@ -8,23 +8,15 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from adk_secure_sessions.backends import NoOpBackend
+from adk_secure_sessions.db.protocol import Apply, Change, Conflict, Steps, UniqueViolation
+from adk_secure_sessions.db.retries import repeated
 from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.formats.records import binary, pack
 from adk_secure_sessions.keys.data_keys import DataKey, StagedKeys
 from adk_secure_sessions.maintenance.checkpoints import Checkpoint, Checkpoints, is_since
 from adk_secure_sessions.maintenance.coverage import count_records
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.identities import app_name_of
-from adk_secure_sessions.maintenance.owners import (
-    Owner,
-    base_chunks,
-    event_chunks,
-    open_app,
-    open_user,
-    session_batches,
-)
-from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
-from adk_secure_sessions.maintenance.resealing import Record, Resealer
-from adk_secure_sessions.maintenance.walking import (
+from adk_secure_sessions.maintenance.engine import (
     BATCH,
     Bounds,
     Meter,
@@ -34,13 +26,21 @@ from adk_secure_sessions.maintenance.walking import (
     ranges,
     within,
 )
-from adk_secure_sessions.records import binary, pack
-from adk_secure_sessions.storage import statements as sql
-from adk_secure_sessions.storage.connection import Apply, Change, Conflict, Steps, UniqueViolation
-from adk_secure_sessions.storage.retries import repeated
-from adk_secure_sessions.storage.seals import naming
-from adk_secure_sessions.storage.setup import mark_clear
-from adk_secure_sessions.storage.tables import apps, data_keys, sessions, users
+from adk_secure_sessions.maintenance.identities import app_name_of
+from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
+from adk_secure_sessions.maintenance.records import (
+    Owner,
+    base_chunks,
+    event_chunks,
+    open_app,
+    open_user,
+    session_batches,
+)
+from adk_secure_sessions.maintenance.resealing import Record, Resealer
+from adk_secure_sessions.storage import queries as sql
+from adk_secure_sessions.storage.bindings import naming
+from adk_secure_sessions.storage.opening import mark_clear
+from adk_secure_sessions.storage.schema import apps, data_keys, sessions, users
 
 _PASSES = 3
 _APPS, _USERS = range(2)

@@ -7,9 +7,12 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
+from adk_secure_sessions.db.protocol import Row
+from adk_secure_sessions.formats.records import decode_text, unprefixed
 from adk_secure_sessions.keys.data_keys import StagedKeys
 from adk_secure_sessions.maintenance.coverage import start_of
 from adk_secure_sessions.maintenance.database import Database
+from adk_secure_sessions.maintenance.engine import Range, first, within
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problems
 from adk_secure_sessions.maintenance.resealing import (
     APPS,
@@ -23,12 +26,9 @@ from adk_secure_sessions.maintenance.resealing import (
     chunks,
     read,
 )
-from adk_secure_sessions.maintenance.walking import Range, first, within
-from adk_secure_sessions.records import decode_text, unprefixed
-from adk_secure_sessions.storage import seals
-from adk_secure_sessions.storage.connection import Row
+from adk_secure_sessions.storage import bindings as seals
 from adk_secure_sessions.storage.rows import Identity
-from adk_secure_sessions.storage.tables import apps, sessions, users
+from adk_secure_sessions.storage.schema import apps, sessions, users
 
 _SESSIONS = 100  # at once
 _HEADS = 1000  # keys and lengths at once

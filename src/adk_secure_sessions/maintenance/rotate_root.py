@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 import sqlalchemy as sa
 
+from adk_secure_sessions.db.protocol import Apply, Change, Conflict, Disconnected, Steps
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
 from adk_secure_sessions.keys.keyring import CLEAR_ROOT, MasterKeyRow, unwrap, wrap
 from adk_secure_sessions.keys.providers import KeyProvider
 from adk_secure_sessions.loops import at_once
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.storage.connection import Apply, Change, Conflict, Disconnected, Steps
-from adk_secure_sessions.storage.tables import keyring
+from adk_secure_sessions.storage.schema import keyring
 
 _PAUSES = (0.2, 1.0, 2.0)  # seconds, after a lost connection
 _CHANGED = "secure_keyring was changed meanwhile, perhaps by another rotation: see `status`"

@@ -8,9 +8,9 @@ import sqlalchemy as sa
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.maintenance.coverage import header, start_of
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.walking import first
+from adk_secure_sessions.maintenance.engine import first
 from adk_secure_sessions.storage.rows import identify
-from adk_secure_sessions.storage.tables import (
+from adk_secure_sessions.storage.schema import (
     apps,
     bases,
     data_keys,

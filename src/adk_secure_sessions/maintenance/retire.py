@@ -10,15 +10,14 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from adk_secure_sessions.errors import WrongKeyError
+from adk_secure_sessions.formats.records import pack
 from adk_secure_sessions.keys.data_keys import WRAP_BACKEND_ID, DataKeyRow
 from adk_secure_sessions.keys.keyring import DATA, MasterKeyRow
 from adk_secure_sessions.maintenance.coverage import start_of
 from adk_secure_sessions.maintenance.database import Database, see_what_is_committed
-from adk_secure_sessions.maintenance.walking import Meter, Progress, first
-from adk_secure_sessions.records import pack
+from adk_secure_sessions.maintenance.engine import Meter, Progress, first
 from adk_secure_sessions.storage.owner_keys import DATA_KEYS, keys_of
-from adk_secure_sessions.storage.survey import MASTER_KEYS
-from adk_secure_sessions.storage.tables import (
+from adk_secure_sessions.storage.schema import (
     apps,
     bases,
     data_keys,
@@ -28,6 +27,7 @@ from adk_secure_sessions.storage.tables import (
     users,
     witnesses,
 )
+from adk_secure_sessions.storage.survey import MASTER_KEYS
 
 _KEPT = 1000
 _OWNERS = 500  # at once

@@ -11,6 +11,7 @@ from typing import Protocol
 from adk_secure_sessions.errors import (
     DecryptionError,
     PlaintextRefusedError,
+    Reason,
     SecureSessionError,
     TamperedError,
 )
@@ -49,7 +50,9 @@ def decode_text(data: object) -> str:
 def binary(value: object) -> bytes:
     """*value*, from a column that SQLite may hold anything in.  Raises TamperedError."""
     if not isinstance(value, bytes):
-        raise TamperedError("a binary column holds something else")
+        raise TamperedError(
+            "a binary column holds a value of another type", reason=Reason.MALFORMED
+        )
     return value
 
 
@@ -68,7 +71,7 @@ def numbered(parts: bytes, *numbers: int) -> bytes:
         return parts + _NUMBERS[count].pack(8 * count, *numbers)
     except error:  # SQLite keeps any type in any column
         pass
-    raise TamperedError("an integer column holds something else")
+    raise TamperedError("an integer column holds a value of another type", reason=Reason.MALFORMED)
 
 
 @lru_cache(maxsize=4096)
@@ -77,7 +80,9 @@ def joined(parts: tuple[str | bytes, ...]) -> bytes:
     made = []
     for part in parts:
         if not isinstance(part, str | bytes):
-            raise TamperedError("a text or binary column holds something else")
+            raise TamperedError(
+                "a text or binary column holds a value of another type", reason=Reason.MALFORMED
+            )
         data = encode_text(part) if isinstance(part, str) else part
         made.append(_LENGTH.pack(len(data)) + data)
     return b"".join(made)
@@ -123,11 +128,11 @@ def unpack(stored: bytes) -> tuple[int, int]:
         TamperedError: a record that no version of this format writes.
     """
     if not stored:
-        raise TamperedError("its sealed value was removed")
+        raise TamperedError("its encrypted value was removed", reason=Reason.MISSING)
     if not isinstance(stored, bytes) or not stored.startswith(MAGIC):
-        raise PlaintextRefusedError("not a sealed record")
+        raise PlaintextRefusedError("not an encrypted record")
     if len(stored) < HEADER_LENGTH or stored[3] != VERSION:
-        raise TamperedError("the record's header is malformed")
+        raise TamperedError("the record's header is malformed", reason=Reason.MALFORMED)
     _, backend_id, key_id = _HEADER.unpack_from(stored)
     return backend_id, key_id
 
@@ -146,4 +151,4 @@ def open_record(stored: bytes, where: bytes, cipher: Cipher) -> bytes:
         raise
     except Exception:  # a third party's; its text and context may hold secrets
         pass
-    raise TamperedError("the backend could not open it")
+    raise TamperedError("the backend could not decrypt it")

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 from typing import ClassVar
 from urllib.parse import urlsplit
 
+from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.errors import ConfigurationError, KeyServiceError, TamperedError
-from adk_secure_sessions.keys.providers import Unpicklable
 
 TIMEOUT = 5.0  # seconds for each attempt
 ATTEMPTS = 3
@@ -18,7 +18,7 @@ _LONGEST_PAUSE = 2.0
 _KEY_ID_LENGTH = 255  # what the column holds
 
 
-class RemoteKey(Unpicklable):
+class RemoteKey(KeyMaterial):
     """A root key that never leaves its service, which is asked to encrypt and decrypt.
 
     Nothing is kept open between two calls: one object serves any event loop, and forked

@@ -6,14 +6,18 @@ be opened is never overwritten, and a server need not hold a transaction open in
 
 from typing import NamedTuple
 
-from adk_secure_sessions.errors import TamperedError
-from adk_secure_sessions.json_objects import JsonObject, dumps, loads
-from adk_secure_sessions.storage import seals
-from adk_secure_sessions.storage import statements as sql
-from adk_secure_sessions.storage.connection import Apply, Change, Conflict, Read, Row, Steps
+from adk_secure_sessions.db.protocol import Apply, Change, Conflict, Read, Row, Steps
+from adk_secure_sessions.errors import (
+    Reason,
+    TamperedError,
+)
+from adk_secure_sessions.formats.states import JsonObject, dumps, loads
+from adk_secure_sessions.storage import bindings as seals
+from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage.ids import new_row_key
 from adk_secure_sessions.storage.owners import Changes, add_witness, change_app, change_user
 from adk_secure_sessions.storage.rows import NO_BASE, Context, Found, Owner, StoredSession
+from adk_secure_sessions.storage.schema import users
 
 # An overlay of more bytes of JSON than this is folded into the base, so that an append
 # rewrites a small row however large the state is.
@@ -222,7 +226,9 @@ def append_event(
     if event.app_delta:
         app = seals.open_app(context, found)
         if app is None or app.id != user.app_row:
-            raise TamperedError(f"secure_users row {user.id}: its app's row was removed")
+            raise TamperedError(
+                "its app's row was removed", reason=Reason.MISSING, table=users.name, row=user.id
+            )
         change_app(owners, context, found, app, event.app_delta)
     change_user(owners, context, found, user, user.app_row, event.user_delta)
     step = _advance(context, session, event)

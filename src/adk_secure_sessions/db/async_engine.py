@@ -9,17 +9,17 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.pool import StaticPool
 
-from adk_secure_sessions.errors import ConfigurationError
-from adk_secure_sessions.loops import LoopLocks, settled
-from adk_secure_sessions.storage.connection import (
+from adk_secure_sessions.db.dialects import meaning, sqlite_sql, taking_any_text
+from adk_secure_sessions.db.loop_binding import LoopBinding
+from adk_secure_sessions.db.protocol import (
     Parameters,
     Row,
     T,
     Transaction,
     run_in_turn,
 )
-from adk_secure_sessions.storage.dialect import meaning, sqlite_sql, taking_any_text
-from adk_secure_sessions.storage.loop_binding import LoopBinding
+from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.loops import LoopLocks, settled
 
 _LARGE = 900_000  # bytes; no server is set to take less
 _COUNTED = {"preserve_rowcount": True}  # of inserts too

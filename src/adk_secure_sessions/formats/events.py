@@ -9,7 +9,7 @@ from google.adk.version import __version__ as adk_version
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from adk_secure_sessions.errors import ConfigurationError
-from adk_secure_sessions.event_parser import EventParser
+from adk_secure_sessions.formats.event_parser import EventParser
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +53,6 @@ def decode(plaintext: bytes, session_row: int, seq: int) -> Event:
         pass
     writer = plaintext[1:end].decode("ascii")
     raise ConfigurationError(
-        f"secure_events row {session_row, seq} was written by google-adk {writer}, and the "
+        f"secure_events row {session_row}, {seq} was written by google-adk {writer}, and the "
         f"installed google-adk {adk_version} cannot read it: install that version or a later one"
     )

@@ -10,6 +10,8 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.backends import NoOpBackend
 from adk_secure_sessions.backends.registry import Backends
+from adk_secure_sessions.db.dialects import exclusively
+from adk_secure_sessions.db.protocol import Executor, Executors, T
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError, WrongKeyError
 from adk_secure_sessions.keys.keyring import (
     DATA,
@@ -20,8 +22,7 @@ from adk_secure_sessions.keys.keyring import (
     open_keyring,
 )
 from adk_secure_sessions.loops import at_once
-from adk_secure_sessions.storage.connection import Executor, Executors, T
-from adk_secure_sessions.storage.dialect import exclusively
+from adk_secure_sessions.storage.schema import FORMAT_VERSION, keyring, meta, metadata
 from adk_secure_sessions.storage.survey import (
     CLEAR,
     DATABASE_ID,
@@ -33,7 +34,6 @@ from adk_secure_sessions.storage.survey import (
     check_together,
     look,
 )
-from adk_secure_sessions.storage.tables import FORMAT_VERSION, keyring, meta, metadata
 
 logger = logging.getLogger(__name__)
 

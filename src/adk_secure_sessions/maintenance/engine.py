@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
+from adk_secure_sessions.db.protocol import Row
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.storage.connection import Row
-from adk_secure_sessions.storage.tables import sessions
+from adk_secure_sessions.storage.schema import sessions
 
 Progress = Callable[[int, int], None]
 Bounds = tuple[bool, bool]

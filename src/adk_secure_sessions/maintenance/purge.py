@@ -9,11 +9,11 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.maintenance.database import Database
+from adk_secure_sessions.maintenance.engine import Meter, Progress
 from adk_secure_sessions.maintenance.identities import Ids, Located, identified
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
-from adk_secure_sessions.maintenance.walking import Meter, Progress
+from adk_secure_sessions.storage.schema import sessions
 from adk_secure_sessions.storage.store import Store
-from adk_secure_sessions.storage.tables import sessions
 
 
 class Purge(NamedTuple):

@@ -14,9 +14,9 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from adk_secure_sessions.db.protocol import Parameters, Row, T, Transaction
+from adk_secure_sessions.db.sqlite_threads import Job, WorkerThread, stop
 from adk_secure_sessions.errors import ConfigurationError
-from adk_secure_sessions.storage.connection import Parameters, Row, T, Transaction
-from adk_secure_sessions.storage.threads import Job, WorkerThread, stop
 
 _READERS = 2
 _BUSY_TIMEOUT = 30.0  # seconds that another process may hold the write lock

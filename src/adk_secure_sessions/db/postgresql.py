@@ -11,8 +11,10 @@ from sqlalchemy import PoolProxiedConnection
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.util import greenlet_spawn
 
-from adk_secure_sessions.storage.async_engine import AsyncEngineExecutor
-from adk_secure_sessions.storage.connection import (
+from adk_secure_sessions.db.async_engine import AsyncEngineExecutor
+from adk_secure_sessions.db.dialects import meaning
+from adk_secure_sessions.db.postgresql_sql import DIVISION_BY_ZERO, compound, query_text
+from adk_secure_sessions.db.protocol import (
     Conflict,
     Disconnected,
     Parameters,
@@ -22,8 +24,6 @@ from adk_secure_sessions.storage.connection import (
     T,
     Transaction,
 )
-from adk_secure_sessions.storage.dialect import meaning
-from adk_secure_sessions.storage.postgresql_sql import DIVISION_BY_ZERO, compound, query_text
 
 # SQLAlchemy puts a class of its own around an error while connecting.
 _DRIVER = ("asyncpg", "sqlalchemy.dialects.postgresql.asyncpg")

@@ -1,0 +1,1 @@
+"""Cryptographic primitives, all from `cryptography`, and the base class of key objects."""

@@ -1,0 +1,15 @@
+"""The base class of every object that holds a key."""
+
+from typing import Never
+
+
+class KeyMaterial:
+    """Holds key material: it cannot be pickled or copied, and its `repr` shows no key."""
+
+    __slots__ = ()
+
+    def __reduce_ex__(self, protocol: object) -> Never:
+        raise TypeError(f"{type(self).__name__} holds key material and cannot be pickled or copied")
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}>"

@@ -1,0 +1,1 @@
+"""Running statements: how a transaction asks, and the executors that answer; no encryption."""
