@@ -153,9 +153,9 @@ def _fixed() -> Iterator[None]:
         f"{package}.keys.data_keys.time": clock,
         f"{package}.storage.opening.secrets": secrets_,
         f"{package}.storage.opening.time": clock,
-        f"{package}.storage.ids.secrets": secrets_,
-        f"{package}.storage.ids.time": clock,
-        f"{package}.storage.ids._last": 0,
+        f"{package}.storage.schema.secrets": secrets_,
+        f"{package}.storage.schema.time": clock,
+        f"{package}.storage.schema._last_row_key": 0,
         f"{package}.service.platform_time": clock,
         f"{package}.formats.events.encode": _encode,
     }
@@ -193,13 +193,13 @@ async def _write(path: Path) -> list[int]:
         for app, user, name, state, events in _BY_AES:
             created.append(await _converse(service, app, user, name, state, events))
     async with EncryptedSessionService(url, second, [first]) as service:
-        opened = service._store._open_keyring
+        opened = service._store.unit._open_keyring
 
         async def open_keyring(known: Keyring | None) -> Keyring:
             await _add_master(path, second)
             return await opened(known)
 
-        service._store._open_keyring = open_keyring
+        service._store.unit._open_keyring = open_keyring
         for app, user, name, state, events in _BY_FERNET:
             created.append(await _converse(service, app, user, name, state, events))
         for app, user, name, events in _CONTINUED:

@@ -1,4 +1,4 @@
-"""ADK's session service, on encrypted storage."""
+"""ADK's session contract on encrypted storage; no SQL and no ciphers here."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -24,19 +24,25 @@ from adk_secure_sessions.formats import events
 from adk_secure_sessions.formats import scopes as states
 from adk_secure_sessions.formats.states import dumps, loads, to_json_values
 from adk_secure_sessions.loops import LoopLocks
-from adk_secure_sessions.storage import writes as transactions
-from adk_secure_sessions.storage.opening import open_database
-from adk_secure_sessions.storage.reads import View
-from adk_secure_sessions.storage.rows import StoredSession
-from adk_secure_sessions.storage.store import Store
-from adk_secure_sessions.storage.writes import Expected, NewEvent
+from adk_secure_sessions.storage import (
+    DuplicateSession,
+    Expected,
+    MissingSession,
+    NewEvent,
+    StaleRevision,
+    Store,
+    StoredSession,
+    UnitOfWork,
+    View,
+    open_database,
+)
 
 try:
     from google.adk.errors import StaleSessionError
 except ImportError:  # google-adk before 2.7 raises a plain ValueError
 
     class StaleSessionError(ValueError):  # type: ignore[no-redef]
-        """A session object that storage has moved past."""
+        """Storage has moved past the session object."""
 
 
 _STALE = (
@@ -46,31 +52,33 @@ _STALE = (
 
 
 class EncryptedSessionService(BaseSessionService):
-    """Behaves as ADK's `DatabaseSessionService`; all that is stored is sealed by `backend`.
+    """A drop-in for ADK's `DatabaseSessionService` that encrypts everything with `backend`.
 
-    The database is opened, and its tables made, by `prepare_tables` or the first operation:
-    that is where a wrong root key is refused, with `WrongKeyError`.  Any operation raises
-    `DecryptionError` where what it needs was tampered with.  A method that google-adk has and
-    this version does not know raises `NotImplementedError`.
+    `prepare_tables`, or else the first operation, opens the database and makes its tables.  A
+    wrong root key raises `WrongKeyError` there.  Every operation raises `DecryptionError` if a
+    row that it needs was tampered with.  A method that google-adk has and this release does not
+    know raises `NotImplementedError`.
 
-    Many tasks may use one service; on a server they share one event loop.
+    Many tasks may use one service.  On a server database they must share one event loop.
 
     Args:
         db_url: A database URL such as `sqlite+aiosqlite:///sessions.db`, or `:memory:`.
-        backend: Seals everything that is written.
-        additional_backends: May be read as well, for example while moving from one to another.
-        db_engine: The caller's own engine, instead of `db_url`; it is not closed.
-        key_db_url: A database of their own for the keys, so that copies of the other are
-            unreadable without it.
-        key_db_engine: The caller's own engine for it, instead of `key_db_url`.
-        create_tables: Make the tables that are missing; if not, they have to be there.
-        skip_unreadable_sessions: List what can be opened and log the rest, instead of raising.
-        session_cache_size: Sessions remembered so that appending to them needs no read.
-        data_key_cache_size: Opened keys remembered, of which a user and an app have one each.
-        engine_kwargs: Options for the engine that `db_url` makes.
+        backend: Encrypts everything that is written.
+        additional_backends: Backends whose records may be read, too: for example, while you
+            change from one backend to another.
+        db_engine: Your own engine, instead of `db_url`; the service does not close it.
+        key_db_url: A separate database for the keys, so that a copy of the data alone cannot be
+            decrypted.
+        key_db_engine: Your own engine for it, instead of `key_db_url`.
+        create_tables: Create missing tables; if False, a missing table is an error.
+        skip_unreadable_sessions: In listings, log sessions that cannot be decrypted and leave
+            them out, instead of raising.
+        session_cache_size: Number of sessions to remember; appending to one needs no read.
+        data_key_cache_size: Number of users and apps whose data keys are remembered.
+        engine_kwargs: Options of the engine that is made for `db_url`.
 
     Raises:
-        ConfigurationError: Something of the above cannot be used.
+        ConfigurationError: One of these arguments cannot be used.
     """
 
     def __init__(
@@ -92,31 +100,27 @@ class EncryptedSessionService(BaseSessionService):
             raise ConfigurationError("give a backend, for example AesGcmBackend(key)")
         backends = register(backend, additional_backends)
         executors = executors_for(db_url, db_engine, key_db_url, key_db_engine, engine_kwargs)
-        self._store = Store(
+        unit = UnitOfWork(
             executors,
             backends,
             partial(open_database, executors, backends, create_tables),
-            session_cache_size=session_cache_size,
-            data_key_cache_size=data_key_cache_size,
+            cached_rows=session_cache_size,
+            cached_keys=data_key_cache_size,
         )
+        self._store = Store(unit, cached_sessions=session_cache_size)
         self._skip = skip_unreadable_sessions
         self._locks = LoopLocks()
 
-    def __getattribute__(self, name: str) -> Any:
-        value = super().__getattribute__(name)
-        # A method that a later ADK gives its base class knows nothing of our storage.
-        if name[0] != "_" and name not in _OWN and _is_from_adk(type(self), name):
-            return _refuse(name)
-        return value
-
     async def prepare_tables(self) -> None:
-        """Open the database now, rather than with the first operation.
+        """Open the database now, instead of with the first operation.
 
         Raises:
-            WrongKeyError: The root key does not open this database; nothing was written.
-            PlaintextRefusedError: Its keys are in clear, and `NoOpBackend` is not listed.
+            WrongKeyError: The root key does not unwrap this database's keyring; nothing was
+                written.
+            PlaintextRefusedError: Its master keys are stored as plaintext, and `NoOpBackend` is
+                not listed.
             KeyServiceError: The key provider failed.
-            ConfigurationError: The database cannot be used; it was left as it was.
+            ConfigurationError: The database cannot be used; it was left unchanged.
         """
         await self._store.prepare()
 
@@ -131,20 +135,22 @@ class EncryptedSessionService(BaseSessionService):
         """Store a new session.
 
         Args:
-            app_name: Stored in clear.
-            user_id: Any text; it is stored sealed, as is the session's id.
-            state: Values by key, as JSON holds them.  What other values there are is stored as
-                its text.  Keys that start with `app:` or `user:` go to the app's or the user's
-                state, for all sessions; those that start with `temp:` are not stored.
-            session_id: A new UUID if none is given.
+            app_name: The app's name, stored as plaintext.
+            user_id: Any text, stored encrypted; so is the session id.
+            state: JSON values by key.  A value of another type is stored as its text, with a
+                warning in the log.  Keys that start with `app:` or `user:` go to the state of
+                the app or the user, which all their sessions share.  Keys that start with
+                `temp:` are not stored.
+            session_id: If None, a new UUID.
 
         Returns:
-            The session without events; its state has the app's and the user's in it, under
-            keys with their prefix.
+            The session, without events.  Its state includes that of the app and the user, under
+            prefixed keys.
 
         Raises:
-            AlreadyExistsError: The user has a session of this id.
-            ValueError: An id is not text.
+            AlreadyExistsError: The user has a session with this id.
+            DecryptionError: The row of the app or the user was tampered with.
+            ValueError: An id is not a string.
         """
         _check_ids(app_name, user_id, session_id or "")
         scopes = states.split(state)
@@ -161,11 +167,10 @@ class EncryptedSessionService(BaseSessionService):
                 dumps(scopes.session),
                 now,
             )
-        except transactions.DuplicateSession:
-            view = None
-        if view is None:
-            raise AlreadyExistsError("A session with this id already exists.")
-        return _session(app_name, view)
+            return _session(app_name, view)
+        except DuplicateSession:
+            pass  # outside, or our exception would be the context of ADK's
+        raise AlreadyExistsError("A session with this id already exists.")
 
     async def get_session(
         self,
@@ -178,17 +183,20 @@ class EncryptedSessionService(BaseSessionService):
         """Read a session with its events.
 
         Args:
-            app_name: As it was created.
-            user_id: As it was created.
-            session_id: As it was created.
-            config: `num_recent_events` for the last so many (0: none); `after_timestamp`, in
-                seconds since 1970, for those of that time or later; both for both.
+            app_name: The app's name.
+            user_id: The user's id.
+            session_id: The session's id.
+            config: `num_recent_events` limits the events to the last so many (0: none).
+                `after_timestamp`, in seconds since 1970, limits them to that time or later.
 
         Returns:
-            The session, oldest event first; None if there is none.
+            The session, oldest event first; None if there is no such session.
 
         Raises:
-            DecryptionError: Something of it cannot be opened, or is missing.
+            DecryptionError: A row of the session was tampered with or removed.
+            ConfigurationError: The installed google-adk cannot parse an event that a newer
+                google-adk stored.
+            ValueError: An id is not a string.
         """
         _check_ids(app_name, user_id, session_id)
         limit = config.num_recent_events if config else None
@@ -201,7 +209,7 @@ class EncryptedSessionService(BaseSessionService):
             session_id,
             events.decode,
             limit=limit,
-            # The column is rounded: one microsecond wider, then exact.
+            # The column holds rounded times: read one microsecond more, then filter exactly.
             after=None if after is None else _microseconds(after) - 1,
         )
         if found is None:
@@ -221,8 +229,9 @@ class EncryptedSessionService(BaseSessionService):
             Sessions with state, without events, least recently updated first.
 
         Raises:
-            DecryptionError: One of them cannot be opened, and `skip_unreadable_sessions` was
-                not asked for; the text names its row.
+            DecryptionError: One of them cannot be decrypted, and `skip_unreadable_sessions` is
+                off; the message names its row.
+            ValueError: An id is not a string.
         """
         _check_ids(app_name, user_id or "", "")
         if user_id is None:
@@ -235,34 +244,44 @@ class EncryptedSessionService(BaseSessionService):
         return ListSessionsResponse(sessions=[_session(app_name, view) for view in views])
 
     async def delete_session(self, *, app_name: str, user_id: str, session_id: str) -> None:
-        """Delete a session and its events; user and app state stay; none is no error.
+        """Delete a session and its events; user and app state stay.
+
+        Deleting a session that does not exist is no error.
 
         Raises:
-            DecryptionError: Its row cannot be opened; then it was not deleted.
+            DecryptionError: Its row cannot be decrypted; it was not deleted.
+            ValueError: An id is not a string.
         """
         _check_ids(app_name, user_id, session_id)
         await self._store.delete(app_name, user_id, session_id)
 
     async def get_user_state(self, *, app_name: str, user_id: str) -> dict[str, Any]:
-        """Return the user's state, keys without `user:`; `{}` for an unknown user."""
+        """Return the user's state, with keys without `user:`; `{}` for an unknown user.
+
+        Raises:
+            DecryptionError: The user's row was tampered with.
+            ValueError: An id is not a string.
+        """
         _check_ids(app_name, user_id, "")
         return loads(await self._store.user_state(app_name, user_id))
 
     async def append_event(self, session: Session, event: Event) -> Event:
-        """Store `event`, then apply it to `session`, which stays as it was if storing fails.
+        """Store `event`, then apply it to `session`.  If storing fails, `session` is unchanged.
 
         Args:
-            session: As a method of this service returned it.
-            event: Its `actions.state_delta` is merged into the states, key by key; keys that
-                start with `temp:` reach `session` only.  A partial event is not stored.
+            session: A session that this service returned.
+            event: Its `actions.state_delta` is merged into the stored states, key by key.  Keys
+                that start with `temp:` only change `session`.  A partial event is not stored.
 
         Returns:
             The same event.
 
         Raises:
-            SessionNotFoundError: The session is not, or no longer, stored.
-            StaleSessionError: Storage has moved past `session`; get it again.
-            DecryptionError: What is to be replaced cannot be opened; nothing was stored.
+            SessionNotFoundError: The session does not exist, or no longer.
+            StaleSessionError: Another append changed the stored session: get it again.
+            DecryptionError: A row that the event would change was tampered with; nothing was
+                stored.
+            ValueError: The event's timestamp is no possible time, or an id is not a string.
         """
         if event.partial:
             return event
@@ -276,24 +295,24 @@ class EncryptedSessionService(BaseSessionService):
         who = (session.app_name, session.user_id, session.id)
         _check_ids(*who)
 
-        def appended(stored: StoredSession) -> None:
-            session.last_update_time = stored.updated_at / 1_000_000
-            session._storage_update_marker = _marker(stored)
-            session.state.update(event.actions.state_delta or {})
-            session.events.append(event)
-
+        # Parallel agents append to one session object: each must see the marker of the last.
         async with self._locks.hold(who):
-            await self._append(session, event, appended)
+            await self._append(session, event)
         return event
 
-    async def _append(
-        self, session: Session, event: Event, appended: Callable[[StoredSession], None]
-    ) -> None:
+    async def _append(self, session: Session, event: Event) -> None:
         scopes = states.Scopes(*map(to_json_values, states.split(event.actions.state_delta)))
         time_us = _microseconds(event.timestamp)
         expected = _parse_marker(session._storage_update_marker)
         if session._storage_update_marker is None:
-            expected = await self._vouched_for(session)
+            expected = await self._expected_of_unmarked(session)
+
+        def stored(new: StoredSession) -> None:
+            session.last_update_time = new.updated_at / 1_000_000
+            session._storage_update_marker = _marker(new)
+            session.state.update(event.actions.state_delta or {})
+            session.events.append(event)
+
         error: Exception
         try:
             await self._store.append(
@@ -302,17 +321,17 @@ class EncryptedSessionService(BaseSessionService):
                 session.id,
                 expected,
                 NewEvent(events.encode(event), time_us, scopes.app, scopes.user, scopes.session),
-                appended,
+                stored,
             )
             return
-        except transactions.MissingSession:
+        except MissingSession:
             error = SessionNotFoundError("Session not found.")
-        except transactions.StaleRevision:
+        except StaleRevision:
             error = StaleSessionError(_STALE)
         raise error
 
-    async def _vouched_for(self, session: Session) -> Expected:
-        """The revision of a session object made by hand: current if it ends as storage does."""
+    async def _expected_of_unmarked(self, session: Session) -> Expected:
+        """The stored revision of a session object without marker, if both end alike."""
         found = await self._store.get(
             session.app_name, session.user_id, session.id, events.decode, limit=1
         )
@@ -321,17 +340,17 @@ class EncryptedSessionService(BaseSessionService):
         view, last = found
         known, stored = session.events[-1:], view.session
         same_end = [event.id for event in known] == [event.id for event in last]
-        # Read without events, and then stripped of its marker by JSON, for example.
+        # For example, it was read without events, and lost its marker in JSON.
         same_time = not known and stored.updated_at == _microseconds(session.last_update_time)
         if not (same_end or same_time):
             raise StaleSessionError(_STALE)
         return Expected(stored.id, stored.revision)
 
     async def flush(self) -> None:
-        """Nothing to do: what `append_event` returned from is stored."""
+        """Do nothing: `append_event` returns only once the event is stored."""
 
     async def close(self) -> None:
-        """Release the database; a later call opens it again."""
+        """Close the database connections and forget all keys; a later call opens it again."""
         await self._store.close()
 
     async def __aenter__(self) -> Self:
@@ -346,23 +365,31 @@ class EncryptedSessionService(BaseSessionService):
         await self.close()
 
 
-_OWN = frozenset(name for name in vars(EncryptedSessionService) if not name.startswith("_"))
-
-
-def _is_from_adk(cls: type, name: str) -> bool:
-    """Whether *name* comes from ADK's base class, not from us or from a subclass of ours."""
-    owner = next((base for base in cls.__mro__ if name in vars(base)), None)
-    return owner is not None and issubclass(BaseSessionService, owner) and owner is not object
-
-
-def _refuse(name: str) -> Any:
-    def refuse(*args: object, **kwargs: object) -> Never:
+def _unsupported(name: str) -> Callable[..., Never]:
+    def method(*args: object, **kwargs: object) -> Never:
         raise NotImplementedError(
-            f"this version of adk-secure-sessions does not know {name}(), which the installed "
-            "google-adk has: it is refused rather than run on unencrypted storage"
+            f"this release of adk-secure-sessions does not implement {name}(), which the installed "
+            "google-adk has: it is rejected, because ADK's own implementation would bypass "
+            "encryption"
         )
 
-    return refuse
+    return method
+
+
+def _reject_unknown_methods(service: type) -> None:
+    """Override each public method that *service* inherits from ADK with one that raises.
+
+    A method that a later google-adk adds to its base class knows nothing of our storage: it must
+    not run with plaintext.  This is done once, when the class is made; a test installs such a
+    method before importing this module.
+    """
+    for base in BaseSessionService.__mro__:
+        for name in vars(base) if base is not object else ():
+            if not name.startswith("_") and name not in vars(service):
+                setattr(service, name, _unsupported(name))
+
+
+_reject_unknown_methods(EncryptedSessionService)
 
 
 def _check_ids(app_name: object, user_id: object, session_id: object) -> None:
@@ -372,7 +399,7 @@ def _check_ids(app_name: object, user_id: object, session_id: object) -> None:
 
 
 def _microseconds(timestamp: float) -> int:
-    """As `datetime.fromtimestamp` rounds, so that times equal those of ADK's own service."""
+    """Seconds as microseconds, rounded as `datetime.fromtimestamp` does and so as ADK does."""
     if not math.isfinite(timestamp) or abs(timestamp) > 9e12:
         raise ValueError("the timestamp is not a possible time in seconds")
     fraction, seconds = math.modf(timestamp)
@@ -388,12 +415,12 @@ def _parse_marker(marker: str | None) -> Expected:
     try:
         return Expected(int(row, 16), int(revision))
     except ValueError:
-        return Expected(-1, -1)  # another service's: no row is like it
+        return Expected(-1, -1)  # the marker of another service: no row has this key
 
 
 def _session(app_name: str, view: View, history: list[Event] | None = None) -> Session:
     stored = view.session
-    own = loads(stored.base or b"{}") | loads(stored.overlay)
+    own = loads(stored.snapshot or b"{}") | loads(stored.overlay)
     session = Session(
         id=stored.session_id,
         app_name=app_name,
@@ -402,6 +429,6 @@ def _session(app_name: str, view: View, history: list[Event] | None = None) -> S
         events=[],
         last_update_time=stored.updated_at / 1_000_000,
     )
-    session.events = history or []  # they are Events: to validate thousands again takes long
+    session.events = history or []  # past pydantic, which would validate each Event once more
     session._storage_update_marker = _marker(stored)
     return session

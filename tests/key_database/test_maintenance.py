@@ -25,7 +25,7 @@ from adk_secure_sessions.maintenance import (
     verify,
 )
 from adk_secure_sessions.maintenance import engine as walking
-from adk_secure_sessions.storage import owner_keys
+from adk_secure_sessions.storage import queries
 from tests.cli.support import run
 from tests.key_database.support import (
     APP,
@@ -52,7 +52,7 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(walking.ranges, "__defaults__", (3, None))
     monkeypatch.setattr(identities.identified, "__defaults__", (None, 3))
     monkeypatch.setattr(orphans, "_BATCH", 3)
-    monkeypatch.setattr(owner_keys, "_MANY", 3)
+    monkeypatch.setattr(queries, "_MANY", 3)
 
 
 async def fill(pair: Pair, users: list[str] = USERS) -> None:

@@ -19,7 +19,7 @@ from adk_secure_sessions import (
 )
 from adk_secure_sessions.maintenance import Database, init, status
 from adk_secure_sessions.storage import opening as setup
-from adk_secure_sessions.storage.survey import Part
+from adk_secure_sessions.storage.opening import Part
 from tests.key_database.support import (
     KEY,
     OTHER,

@@ -52,9 +52,9 @@ def generations(pair: Pair) -> set[int]:
 
 def interrupt(service: EncryptedSessionService, which: str, then: Then) -> Interrupted:
     """Run *then* before reads of the data, or of the keys."""
-    executors: Executors = service._store._executors
+    executors: Executors = service._store.unit.executors
     inner: Any = Interrupted(getattr(executors, which), then)
-    service._store._executors = executors._replace(**{which: inner})
+    service._store.unit.executors = executors._replace(**{which: inner})
     return inner  # type: ignore[no-any-return]
 
 
@@ -105,7 +105,6 @@ async def test_what_a_process_knows_needs_no_key_database(files: Pair) -> None:
         session = await find(service)
         assert session is not None
         keys = interrupt(service, "keys", gone)
-        service._store._state.attempts._executors = service._store._executors  # type: ignore[union-attr]
         await service.append_event(session, event(n=2, **{"user:n": 1, "app:n": 1}))
         await create(service, name="another")
         assert await find(service) is not None
@@ -127,7 +126,7 @@ async def test_verify_raises_no_alarm_where_keys_are_replaced_after_each_row_is_
     async with files.maintained() as db:
         await db.keys()
         inner: Any = Interrupted(db.executors.keys, then)
-        db.executors = db.executors._replace(keys=inner)
+        db.unit.executors = db.unit.executors._replace(keys=inner)
         found = await verify(db)
     assert (found.problems, found.users, found.sessions) == ((), 3, 3)
     assert min(generations(files)) > 4
@@ -146,6 +145,6 @@ async def test_user_erased_while_keys_are_checked_is_no_alarm(files: Pair) -> No
     problems = Problems()
     async with files.maintained() as db:
         inner: Any = Interrupted(db.executors.data, then)
-        db.executors = db.executors._replace(data=inner)
+        db.unit.executors = db.unit.executors._replace(data=inner)
         await orphans.find_data_keys(db, problems, Meter(None, 0, None))
     assert (problems.count, inner.count) == (0, 1)

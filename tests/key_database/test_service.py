@@ -17,8 +17,8 @@ from adk_secure_sessions import (
     StaticKey,
     UnknownKeyError,
 )
-from adk_secure_sessions.storage import owner_keys
-from adk_secure_sessions.storage.unit_of_work import Attempts
+from adk_secure_sessions.storage import queries
+from adk_secure_sessions.storage.unit_of_work import UnitOfWork
 from tests.key_database.support import (
     APP,
     KEY,
@@ -78,7 +78,7 @@ async def test_data_alone_is_not_opened(files: Pair, tmp_path: Path) -> None:
 async def test_all_users_of_an_app_are_listed_whose_keys_are_read_in_batches(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(owner_keys, "_MANY", 3)
+    monkeypatch.setattr(queries, "_MANY", 3)
     users = [f"u{n}" for n in range(8)]
     async with pair.service() as service:
         for user in users:
@@ -199,7 +199,7 @@ async def test_processes_that_are_the_first_of_a_user_agree_on_one_key(pair: Pai
 
 
 def die_with_the_key(say: Say, urls: dict[str, Any]) -> None:
-    make: Any = Attempts._make_key
+    make: Any = UnitOfWork._store_data_key
 
     async def die(*arguments: Any) -> None:
         await make(*arguments)
@@ -210,7 +210,7 @@ def die_with_the_key(say: Say, urls: dict[str, Any]) -> None:
 
     said: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Attempts, "_make_key", die)
+        patch.setattr(UnitOfWork, "_store_data_key", die)
         asyncio.run(create_the_first(urls))
 
 

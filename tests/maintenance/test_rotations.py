@@ -356,7 +356,7 @@ async def test_write_between_whose_read_and_changes_keys_are_retired_is_made_wit
         async with EncryptedSessionService(url, AES, session_cache_size=1) as service:
             await service.prepare_tables()
             first = [False, False, False, True]
-            service._store._executors.data.__class__ = Store
+            service._store.unit.executors.data.__class__ = Store
             await write(service, **{f"{scope}n": 1})
             assert len(first) < 3, "it was to be tried again"
         await is_whole(url, AES)

@@ -11,7 +11,11 @@ import sqlalchemy as sa
 from adk_secure_sessions.errors import SecureSessionError, TamperedError
 from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.storage.schema import data_keys, keyring, meta
+from adk_secure_sessions.storage import (
+    data_keys,
+    keyring,
+    meta,
+)
 
 _PREFIX = "rotation."
 ANOTHER = "another was begun meanwhile; run one at a time"

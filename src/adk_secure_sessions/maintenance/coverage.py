@@ -12,12 +12,12 @@ import sqlalchemy as sa
 from adk_secure_sessions.formats.records import HEADER_LENGTH, MAGIC, VERSION
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import Bounds, Meter, batches, within
-from adk_secure_sessions.storage.owner_keys import keys_of
-from adk_secure_sessions.storage.schema import (
+from adk_secure_sessions.storage import (
     apps,
     bases,
     data_keys,
     events,
+    read_data_keys,
     sessions,
     users,
     witnesses,
@@ -98,7 +98,7 @@ async def count_data_keys(db: Database, meter: Meter) -> tuple[DataKeyCount, ...
 
 async def _newest_keys(db: Database, owners: set[object], since: int) -> dict[object, int | None]:
     """The id of the newest data key of each; None if it was made before *since*."""
-    rows = await keys_of(db.read_keys, owners)
+    rows = await read_data_keys(db.read_keys, owners)
     # SQLite keeps any type in any column.
     numbered = [row for row in rows if isinstance(row.generation, int)]
     newest = {row.owner: row for row in sorted(numbered, key=attrgetter("generation"))}

@@ -1,9 +1,9 @@
 """The database that maintenance works on, opened without changing anything in it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -11,18 +11,24 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from adk_secure_sessions.backends import EncryptionBackend
 from adk_secure_sessions.backends.registry import Backends, register
 from adk_secure_sessions.db.connect import executors_for
-from adk_secure_sessions.db.protocol import Executor, Parameters, Row, T
-from adk_secure_sessions.db.retries import repeated
+from adk_secure_sessions.db.protocol import Executor, Executors, Parameters, Row
 from adk_secure_sessions.errors import ConfigurationError
-from adk_secure_sessions.keys.data_keys import DataKeys, StagedKeys, StaleKeyring
+from adk_secure_sessions.keys.data_keys import DataKeys, StagedKeys
 from adk_secure_sessions.keys.keyring import Keyring
-from adk_secure_sessions.storage.opening import open_existing, survey_existing
-from adk_secure_sessions.storage.owner_keys import Read, keys_of
-from adk_secure_sessions.storage.schema import data_keys, keyring
-from adk_secure_sessions.storage.store import Store
-from adk_secure_sessions.storage.survey import Survey
+from adk_secure_sessions.storage import (
+    Store,
+    Survey,
+    UnitOfWork,
+    data_keys,
+    keyring,
+    open_existing,
+    repeated,
+    survey_existing,
+)
 
-# Rows are met once, one owner's after another's: to remember many would only take memory.
+T = TypeVar("T")
+
+# Commands meet each row once, one owner's after another's: remembering many only takes memory.
 _CACHED = 64
 
 
@@ -57,113 +63,87 @@ class Database:
     ) -> None:
         if backend is None and additional_backends:
             raise ConfigurationError("additional_backends need a backend beside them")
-        self._backends = None if backend is None else register(backend, additional_backends)
-        self.executors = executors_for(db_url, db_engine, key_db_url, key_db_engine, engine_kwargs)
+        backends = None if backend is None else register(backend, additional_backends)
+        executors = executors_for(db_url, db_engine, key_db_url, key_db_engine, engine_kwargs)
         self._files = [_sqlite_file(url) for url in (db_url, key_db_url) if url is not None]
-        self._keys: DataKeys | None = None
-        self._store: Store | None = None
+        self.unit = UnitOfWork(
+            executors,
+            backends,
+            self._open_keyring,
+            cached_rows=_CACHED,
+            cached_keys=_CACHED,
+        )
+        self._store = Store(self.unit, cached_sessions=_CACHED)
+        self.has_keys = backend is not None
+
+    @property
+    def executors(self) -> Executors:
+        return self.unit.executors
 
     @property
     def executor(self) -> Executor:
-        """Runs what is about the data."""
+        """Runs statements on the data."""
         return self.executors.data
 
     @property
     def key_executor(self) -> Executor:
-        """Runs what is about `secure_keyring` and `secure_data_keys`."""
+        """Runs statements on `secure_keyring` and `secure_data_keys`."""
         return self.executors.keys
 
     @property
     def backends(self) -> Backends:
         """Raises ConfigurationError if none was given."""
-        if self._backends is None:
-            raise ConfigurationError("this needs the root key: give a backend")
-        return self._backends
-
-    @property
-    def has_keys(self) -> bool:
-        return self._backends is not None
+        return self.unit.backends
 
     async def survey(self) -> Survey:
-        """What the database holds.  Raises ConfigurationError if it is not ours yet."""
+        """What the database holds.  Raises ConfigurationError if it has no tables of ours yet."""
         self._check_file()
-        return await repeated(lambda first: survey_existing(self.executors))
+        return await repeated(lambda: survey_existing(self.executors))
 
     async def keys(self) -> DataKeys:
-        """The keyring, opened, and data keys under it.  Raises like `open_existing`."""
-        if self._keys is None:
-            backends = self.backends
-            self._check_file()
-            keyring = await repeated(lambda first: open_existing(self.executors, backends))
-            writer = backends.writer.backend_id
-            self._keys = DataKeys(keyring, backends.by_id, writer, _CACHED)
-        return self._keys
+        """The keyring, unwrapped, and data keys under it.  Raises like `open_existing`."""
+        return await self.unit.keys()
 
     async def store(self) -> Store:
-        """What services read and write sessions with, on the same keyring."""
-        if self._store is None:
-            keys = await self.keys()
-
-            async def opened(known: Keyring | None) -> Keyring:
-                return keys.keyring if known is None else await self._renewed(known)
-
-            self._store = Store(
-                self.executors,
-                self.backends,
-                opened,
-                session_cache_size=_CACHED,
-                data_key_cache_size=_CACHED,
-            )
+        """What services read and write sessions with, on the same keys."""
+        await self.keys()
         return self._store
 
     async def renew_keyring(self) -> Keyring:
-        """Read the keyring again: masters were made or dropped."""
+        """Read the keyring again: master keys were added or removed."""
         keys = await self.keys()
-        keys.keyring = await self._renewed(keys.keyring)
+        await self.unit.renew_keyring(keys.keyring)
         return keys.keyring
 
     async def keys_of(self, *owners: object) -> StagedKeys:
-        """The data keys of *owners* as they are now.  What is bad is raised by their use."""
-        keys = await self.keys()
-        rows = await keys_of(self.read_keys, owners)
-        staged = StagedKeys(keys, settled=False)
-        try:
-            staged.load(rows)
-        except StaleKeyring:
-            await self.renew_keyring()
-            staged = StagedKeys(keys)
-            staged.load(rows)
-        return staged
-
-    async def _renewed(self, known: Keyring) -> Keyring:
-        return await repeated(lambda first: open_existing(self.executors, self.backends, known))
+        """The data keys of *owners* as stored now; one that is not authentic raises when used."""
+        return await self.unit.data_keys_of(*owners)
 
     async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
         """Run one query of the data, again if its connection is lost."""
-        return await repeated(lambda first: self.executor.read(query, parameters))
+        return await self.unit.read(query, parameters)
 
     async def read_keys(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
         """The same, of `secure_keyring` and `secure_data_keys`."""
-        return await repeated(lambda first: self.key_executor.read(query, parameters))
+        return await self.unit.read_keys(query, parameters)
 
-    def reader_of(self, table: sa.FromClause) -> Read:
+    def reader_of(
+        self, table: sa.FromClause
+    ) -> Callable[[sa.Executable, Parameters], Awaitable[Sequence[Row]]]:
         """Whichever of the two reads that table."""
         return self.read_keys if table in (keyring, data_keys) else self.read
 
     async def change(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
-        """Run *work*, which may be run again, in one transaction on the data."""
-        return await repeated(lambda first: self.executor.define(work, commit=commit), writes=True)
+        """Run *work*, which may be repeated, in one transaction on the data."""
+        return await self.unit.change(work, commit=commit)
 
     async def change_keys(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
         """The same, on `secure_keyring` and `secure_data_keys`."""
-        return await repeated(
-            lambda first: self.key_executor.define(work, commit=commit), writes=True
-        )
+        return await self.unit.change_keys(work, commit=commit)
 
     async def close(self) -> None:
         """Release the connections and forget the keys."""
-        self._keys = self._store = None
-        await self.executors.close()
+        await self._store.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -175,6 +155,10 @@ class Database:
         traceback: TracebackType | None,
     ) -> None:
         await self.close()
+
+    async def _open_keyring(self, known: Keyring | None) -> Keyring:
+        self._check_file()
+        return await open_existing(self.executors, self.backends, known)
 
     def _check_file(self) -> None:
         for file in self._files:

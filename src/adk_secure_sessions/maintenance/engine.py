@@ -10,7 +10,9 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.db.protocol import Row
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.storage.schema import sessions
+from adk_secure_sessions.storage import (
+    sessions,
+)
 
 Progress = Callable[[int, int], None]
 Bounds = tuple[bool, bool]

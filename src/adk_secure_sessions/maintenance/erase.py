@@ -11,11 +11,11 @@ from adk_secure_sessions.formats.records import pack
 from adk_secure_sessions.maintenance.clearing import clear, overwrite_deleted
 from adk_secure_sessions.maintenance.coverage import start_of
 from adk_secure_sessions.maintenance.database import Database, see_what_is_committed
-from adk_secure_sessions.storage.rows import identify
-from adk_secure_sessions.storage.schema import (
+from adk_secure_sessions.storage import (
     bases,
     data_keys,
     events,
+    identify,
     sessions,
     users,
     witnesses,

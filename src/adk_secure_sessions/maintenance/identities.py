@@ -18,8 +18,14 @@ from adk_secure_sessions.keys.data_keys import StagedKeys
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import Bounds, Range, ranges, within
 from adk_secure_sessions.maintenance.problems import UNREADABLE
-from adk_secure_sessions.storage.bindings import naming, session_place, user_place
-from adk_secure_sessions.storage.schema import apps, sessions, users
+from adk_secure_sessions.storage import (
+    apps,
+    naming,
+    session_context,
+    sessions,
+    user_context,
+    users,
+)
 
 
 class Ids(NamedTuple):
@@ -86,7 +92,7 @@ def _located(row: Row, owners: Mapping[int, Row], staged: StagedKeys) -> Located
         user = _open_user(owners[user_row], staged)
         with naming(sessions.name, row_id):
             numbers = (user_row, revision, base_revision, created_at, updated_at)
-            where = session_place(user.app_name, user.user_id, tag, row_id, *numbers)
+            where = session_context(user.app_name, user.user_id, tag, row_id, *numbers)
             session_id, _ = unprefixed(staged.open(user.tag, where, stored))
     except UNREADABLE as error:
         return Located(row_id, None, error)
@@ -104,7 +110,7 @@ def _open_user(row: Row, staged: StagedKeys) -> _User:
     row_id, app_row, version, *_, tag, stored, app_name_stored = row
     with naming(users.name, row_id):
         app_name = app_name_of(app_name_stored)
-        where = user_place(app_name, tag, row_id, app_row, version)
+        where = user_context(app_name, tag, row_id, app_row, version)
         user_id, _ = unprefixed(staged.open(tag, where, stored))
     return _User(tag, app_name, user_id)
 

@@ -3,11 +3,14 @@
 from functools import partial
 from typing import NamedTuple
 
-from adk_secure_sessions.db.retries import repeated
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.storage.opening import open_database
-from adk_secure_sessions.storage.schema import metadata
-from adk_secure_sessions.storage.survey import Survey, look
+from adk_secure_sessions.storage import (
+    Survey,
+    look,
+    metadata,
+    open_database,
+    repeated,
+)
 
 
 class Initialisation(NamedTuple):
@@ -33,7 +36,7 @@ async def init(db: Database) -> Initialisation:
     backends = db.backends
     opening = partial(open_database, db.executors, backends, True)
     data_before, keys_before = await _look(db)
-    await repeated(lambda first: opening())
+    await repeated(lambda: opening())
     data, keys = await _look(db)
     made = [data_before.missing_tables - data.missing_tables]
     if db.executors.are_apart:
@@ -50,7 +53,7 @@ async def init(db: Database) -> Initialisation:
 async def _look(db: Database) -> tuple[Survey, Survey]:
     """At the data, and at the keys."""
     data, keys = [
-        await repeated(lambda first: executor.define(look, commit=False))  # noqa: B023
+        await repeated(lambda: executor.define(look, commit=False))  # noqa: B023
         for executor in db.executors
     ]
     return data, keys

@@ -9,12 +9,12 @@ from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.maintenance.coverage import header, start_of
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import first
-from adk_secure_sessions.storage.rows import identify
-from adk_secure_sessions.storage.schema import (
+from adk_secure_sessions.storage import (
     apps,
     bases,
     data_keys,
     events,
+    identify,
     keyring,
     sessions,
     users,

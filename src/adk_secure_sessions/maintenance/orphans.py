@@ -9,12 +9,15 @@ import sqlalchemy as sa
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import Bounds, Meter, Range, batches, within
 from adk_secure_sessions.maintenance.problems import Problems
-from adk_secure_sessions.storage.owner_keys import among, chunks, keys_of, parameters
-from adk_secure_sessions.storage.schema import (
+from adk_secure_sessions.storage import (
     apps,
     bases,
+    chunks,
     data_keys,
     events,
+    is_one_of,
+    numbered,
+    read_data_keys,
     sessions,
     users,
     witnesses,
@@ -52,7 +55,9 @@ async def find_data_keys(db: Database, problems: Problems, meter: Meter) -> None
         known = await _owners(db, [owner for _, owner, _ in rows])
         lost = [row for row in rows if row[1] not in known and not _is_new(db, row[2])]
         # Who erases an owner takes the keys first.
-        there = {key.id for key in await keys_of(db.read_keys, [owner for _, owner, _ in lost])}
+        there = {
+            key.id for key in await read_data_keys(db.read_keys, [owner for _, owner, _ in lost])
+        }
         for key_id, owner, _ in lost:
             if key_id in there or not isinstance(owner, bytes):
                 problems.add(data_keys.name, key_id, _LOST[db.executors.are_apart])
@@ -70,7 +75,7 @@ async def _owners(db: Database, tags: list[object]) -> set[object]:
     """Those of *tags* that are an app's or a user's."""
     found: set[object] = set()
     for chunk in chunks({tag for tag in tags if isinstance(tag, bytes)}):
-        found |= {tag for (tag,) in await db.read(_tags(len(chunk)), parameters(chunk))}
+        found |= {tag for (tag,) in await db.read(_tags(len(chunk)), numbered(chunk))}
     return found
 
 
@@ -114,4 +119,4 @@ def _data_keys(bounds: Bounds) -> sa.Select[Any]:
 @functools.cache
 def _tags(number: int) -> sa.CompoundSelect[Any]:
     tags = (table.c.tag for table in (apps, users))
-    return sa.union_all(*(sa.select(tag).where(among(tag, number)) for tag in tags))
+    return sa.union_all(*(sa.select(tag).where(is_one_of(tag, number)) for tag in tags))

@@ -12,8 +12,10 @@ from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import Meter, Progress
 from adk_secure_sessions.maintenance.identities import Ids, Located, identified
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
-from adk_secure_sessions.storage.schema import sessions
-from adk_secure_sessions.storage.store import Store
+from adk_secure_sessions.storage import (
+    Store,
+    sessions,
+)
 
 
 class Purge(NamedTuple):

@@ -26,9 +26,19 @@ from adk_secure_sessions.maintenance.resealing import (
     chunks,
     read,
 )
-from adk_secure_sessions.storage import bindings as seals
-from adk_secure_sessions.storage.rows import Identity
-from adk_secure_sessions.storage.schema import apps, sessions, users
+from adk_secure_sessions.storage import (
+    Identity,
+    app_context,
+    apps,
+    event_context,
+    naming,
+    session_context,
+    sessions,
+    snapshot_context,
+    user_context,
+    users,
+    witness_context,
+)
 
 _SESSIONS = 100  # at once
 _HEADS = 1000  # keys and lengths at once
@@ -64,9 +74,9 @@ async def open_app(
     if not rows:
         return None
     _, tag, version, stored, name = rows[0]
-    with seals.naming(apps.name, row_id):
+    with naming(apps.name, row_id):
         app_name = decode_text(name)
-        where = seals.app_place(app_name, tag, row_id, version)
+        where = app_context(app_name, tag, row_id, version)
         keys.open(tag, where, stored)
     owner = Owner(tag, row_id, app_name, None)
     record = Record(APPS, (row_id,), version, lambda: where, stored)
@@ -81,8 +91,8 @@ async def open_user(
     if not rows:
         return None
     _, app_row, tag, version, stored = rows[0]
-    with seals.naming(users.name, row_id):
-        where = seals.user_place(app_name, tag, row_id, app_row, version)
+    with naming(users.name, row_id):
+        where = user_context(app_name, tag, row_id, app_row, version)
         user_id, _ = unprefixed(keys.open(tag, where, stored))
     owner = Owner(tag, row_id, app_name, user_id)
     record = Record(USERS, (row_id,), version, lambda: where, stored)
@@ -153,8 +163,8 @@ async def _chunks(
 def _session(keys: StagedKeys, owner: Owner, row: Row) -> tuple[str, Record]:
     row_id, *numbers, tag, stored = row
     assert owner.user_id is not None
-    with seals.naming(sessions.name, row_id):
-        where = seals.session_place(owner.app_name, owner.user_id, tag, row_id, *numbers)
+    with naming(sessions.name, row_id):
+        where = session_context(owner.app_name, owner.user_id, tag, row_id, *numbers)
         session_id, _ = unprefixed(keys.open(owner.tag, where, stored))
     return session_id, Record(SESSIONS, (row_id,), numbers[1], lambda: where, stored)
 
@@ -162,14 +172,14 @@ def _session(keys: StagedKeys, owner: Owner, row: Row) -> tuple[str, Record]:
 async def _witnesses(db: Database, app_name: str, tags: Iterable[bytes]) -> list[Record]:
     rows = await read(db, WITNESSES, [(tag,) for tag in tags], _WITNESS_COLUMNS)
     return [
-        Record(WITNESSES, (tag,), number, partial(seals.witness_place, app_name, tag, number), seal)
+        Record(WITNESSES, (tag,), number, partial(witness_context, app_name, tag, number), seal)
         for tag, number, seal in rows
     ]
 
 
 def _base(owner: Owner, batch: Batch, session_row: int, revision: int, stored: bytes) -> Record:
     who = _identity(owner, batch.sessions[session_row])
-    where = partial(seals.base_place, who, session_row, revision)
+    where = partial(snapshot_context, who, session_row, revision)
     return Record(BASES, (session_row,), revision, where, stored)
 
 
@@ -177,7 +187,7 @@ def _event(
     owner: Owner, batch: Batch, session_row: int, seq: int, time: int, stored: bytes
 ) -> Record:
     who = _identity(owner, batch.sessions[session_row])
-    where = partial(seals.event_place, who, session_row, seq, time)
+    where = partial(event_context, who, session_row, seq, time)
     return Record(EVENTS, (session_row, seq), 0, where, stored)
 
 

@@ -14,8 +14,15 @@ from adk_secure_sessions.keys.data_keys import StagedKeys
 from adk_secure_sessions.maintenance.coverage import header, start_of
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problems
-from adk_secure_sessions.storage.bindings import naming
-from adk_secure_sessions.storage.schema import apps, bases, events, sessions, users, witnesses
+from adk_secure_sessions.storage import (
+    apps,
+    bases,
+    events,
+    naming,
+    sessions,
+    users,
+    witnesses,
+)
 
 RECORDS = 64  # at once
 BYTES = 4 * 1024 * 1024  # at once, if it is more than one record

@@ -16,18 +16,19 @@ from adk_secure_sessions.keys.keyring import DATA, MasterKeyRow
 from adk_secure_sessions.maintenance.coverage import start_of
 from adk_secure_sessions.maintenance.database import Database, see_what_is_committed
 from adk_secure_sessions.maintenance.engine import Meter, Progress, first
-from adk_secure_sessions.storage.owner_keys import DATA_KEYS, keys_of
-from adk_secure_sessions.storage.schema import (
+from adk_secure_sessions.storage import (
+    DATA_KEYS,
+    MASTER_KEYS,
     apps,
     bases,
     data_keys,
     events,
     keyring,
+    read_data_keys,
     sessions,
     users,
     witnesses,
 )
-from adk_secure_sessions.storage.survey import MASTER_KEYS
 
 _KEPT = 1000
 _OWNERS = 500  # at once
@@ -112,7 +113,7 @@ async def _retire_data_keys(db: Database, owner: bytes, dry_run: bool) -> tuple[
     if db.key_executor is db.executor:
         return await db.change(partial(_retire_beside, owner, dry_run), commit=not dry_run)
     # What refers to them first: services with keys apart seal with none older than a row is under.
-    rows = await keys_of(db.read_keys, [owner])
+    rows = await read_data_keys(db.read_keys, [owner])
     found = await db.change(partial(_references, owner, dry_run), commit=not dry_run)
     kept, unused = _sorted_out(rows, found)
     if unused and not dry_run:

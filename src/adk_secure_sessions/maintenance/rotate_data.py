@@ -9,7 +9,6 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.backends import NoOpBackend
 from adk_secure_sessions.db.protocol import Apply, Change, Conflict, Steps, UniqueViolation
-from adk_secure_sessions.db.retries import repeated
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.records import binary, pack
 from adk_secure_sessions.keys.data_keys import DataKey, StagedKeys
@@ -37,10 +36,16 @@ from adk_secure_sessions.maintenance.records import (
     session_batches,
 )
 from adk_secure_sessions.maintenance.resealing import Record, Resealer
-from adk_secure_sessions.storage import queries as sql
-from adk_secure_sessions.storage.bindings import naming
-from adk_secure_sessions.storage.opening import mark_clear
-from adk_secure_sessions.storage.schema import apps, data_keys, sessions, users
+from adk_secure_sessions.storage import (
+    INSERT_KEY,
+    apps,
+    data_keys,
+    mark_clear,
+    naming,
+    repeated,
+    sessions,
+    users,
+)
 
 _PASSES = 3
 _APPS, _USERS = range(2)
@@ -221,8 +226,11 @@ class _Run:
     async def _with_key(self, keys: StagedKeys, owner: bytes) -> StagedKeys:
         """The keys of *owner*, among them one that is no older than the rotation."""
 
-        async def attempt(first: bool) -> StagedKeys:
-            staged = keys if first else await self._db.keys_of(owner)
+        known: StagedKeys | None = keys
+
+        async def attempt() -> StagedKeys:
+            nonlocal known
+            staged, known = known or await self._db.keys_of(owner), None
             if self._target(staged, owner):
                 return staged
             row = staged.new(owner, self._since)
@@ -261,7 +269,7 @@ class _Run:
 
 
 def _insert_apart(values: dict[str, object]) -> Steps[None]:
-    if not (yield Apply([Change(sql.INSERT_KEY, values)])):
+    if not (yield Apply([Change(INSERT_KEY, values)])):
         raise Conflict
 
 
@@ -269,7 +277,7 @@ def _insert_beside(owner: bytes, values: dict[str, object], connection: sa.Conne
     if not _is_stored(owner, connection):
         return False
     counted = {"preserve_rowcount": True}
-    if connection.execute(sql.INSERT_KEY, values, execution_options=counted).rowcount != 1:
+    if connection.execute(INSERT_KEY, values, execution_options=counted).rowcount != 1:
         raise Conflict
     return True
 

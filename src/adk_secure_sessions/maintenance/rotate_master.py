@@ -26,8 +26,11 @@ from adk_secure_sessions.maintenance.coverage import count_data_keys, header
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import Meter, Progress, count_rows, ranges, within
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
-from adk_secure_sessions.storage.owner_keys import DATA_KEYS
-from adk_secure_sessions.storage.schema import data_keys, keyring
+from adk_secure_sessions.storage import (
+    DATA_KEYS,
+    data_keys,
+    keyring,
+)
 
 _BATCH = 500
 _PASSES = 3

@@ -12,7 +12,9 @@ from adk_secure_sessions.keys.keyring import CLEAR_ROOT, MasterKeyRow, unwrap, w
 from adk_secure_sessions.keys.providers import KeyProvider
 from adk_secure_sessions.loops import at_once
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.storage.schema import keyring
+from adk_secure_sessions.storage import (
+    keyring,
+)
 
 _PAUSES = (0.2, 1.0, 2.0)  # seconds, after a lost connection
 _CHANGED = "secure_keyring was changed meanwhile, perhaps by another rotation: see `status`"

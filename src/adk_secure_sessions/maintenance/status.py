@@ -15,7 +15,14 @@ from adk_secure_sessions.maintenance.coverage import (
 )
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import Meter, Progress, count_events, count_rows
-from adk_secure_sessions.storage.schema import apps, bases, data_keys, sessions, users, witnesses
+from adk_secure_sessions.storage import (
+    apps,
+    bases,
+    data_keys,
+    sessions,
+    users,
+    witnesses,
+)
 
 
 class MasterKey(NamedTuple):

@@ -27,17 +27,23 @@ from adk_secure_sessions.maintenance.engine import (
 )
 from adk_secure_sessions.maintenance.identities import Located, app_name_of, identified
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
-from adk_secure_sessions.storage import bindings as seals
-from adk_secure_sessions.storage import queries as sql
-from adk_secure_sessions.storage.rows import Context, Found, Memo, identify
-from adk_secure_sessions.storage.schema import (
+from adk_secure_sessions.storage import (
+    OWNERS,
+    Attempt,
+    Found,
+    KeySource,
+    RowCache,
+    Store,
     apps,
     data_keys,
+    identify,
+    naming,
+    open_app,
+    open_user_row,
     sessions,
     users,
     witnesses,
 )
-from adk_secure_sessions.storage.store import Store
 
 
 class Verification(NamedTuple):
@@ -146,10 +152,10 @@ class _Run:
             await orphans.find_in_sessions(self._db, batch.keys, self.problems)
 
     async def _check_app(self, row_id: int, stored_name: bytes) -> None:
-        with seals.naming(apps.name, row_id):
+        with naming(apps.name, row_id):
             app_name = decode_text(stored_name)
         context, found = await self._read(app_name)
-        app = seals.open_app(context, found)
+        app = open_app(context, found)
         if app is None or app.id != row_id:
             raise TamperedError(
                 "its tag was modified", reason=Reason.WRONG_OWNER, table=apps.name, row=row_id
@@ -165,13 +171,13 @@ class _Run:
     async def _check_user(self, row: Row) -> bool:
         """Whether it is still there."""
         row_id, _, tag, stored_name = row
-        with seals.naming(users.name, row_id):
+        with naming(users.name, row_id):
             app_name = app_name_of(stored_name)
             binary(tag)
         context, found = await self._read(app_name, tag)
         if not found.users:
             return False  # deleted meanwhile
-        user = seals.open_user_row(context, found, found.users[0])
+        user = open_user_row(context, found, found.users[0])
         who = identify(self._keys.keyring.index, app_name, user.user_id)
         if who.user_tag != tag:
             raise TamperedError(
@@ -195,12 +201,12 @@ class _Run:
             self._unchecked += self.problems.refused(error, sessions.name, located.row)
         await self.meter.advance(rows)
 
-    async def _read(self, app_name: str, user_tag: bytes = b"") -> tuple[Context, Found]:
+    async def _read(self, app_name: str, user_tag: bytes = b"") -> tuple[Attempt, Found]:
         """An app's row, or a user's too, with witnesses and keys."""
         who = identify(self._keys.keyring.index, app_name)._replace(user_tag=user_tag)
-        found = Found(await self._db.read(sql.OWNERS[False], who.tags()))
+        found = Found(await self._db.read(OWNERS[False], who.tags()))
         keys = await self._db.keys_of(who.app_tag, user_tag)
-        return Context(keys, Memo(0), who, True), found
+        return Attempt(who, keys, RowCache(0), KeySource.QUERY, is_first=False), found
 
 
 async def _settled(check: Callable[[], Awaitable[T]]) -> T:

@@ -1,1 +1,115 @@
-"""Tables, the transactions on them as plain functions, and what runs these."""
+"""What the tables hold and how rows are read and written; the names that other packages may use.
+
+Modules, lowest first: `schema` (tables), `queries` (statements and typed rows), `bindings` (what
+each record is bound to), `unit_of_work` (keys and retries), `writes`, `reads`, `opening`, `store`.
+"""
+
+from adk_secure_sessions.storage.bindings import (
+    Attempt,
+    Identity,
+    KeySource,
+    RowCache,
+    StoredSession,
+    app_context,
+    event_context,
+    identify,
+    naming,
+    open_app,
+    open_user_row,
+    session_context,
+    snapshot_context,
+    user_context,
+    witness_context,
+)
+from adk_secure_sessions.storage.opening import (
+    MASTER_KEYS,
+    Survey,
+    look,
+    mark_clear,
+    open_database,
+    open_existing,
+    survey_existing,
+)
+from adk_secure_sessions.storage.queries import (
+    DATA_KEYS,
+    INSERT_KEY,
+    OWNERS,
+    Found,
+    chunks,
+    is_one_of,
+    numbered,
+)
+from adk_secure_sessions.storage.reads import View
+from adk_secure_sessions.storage.schema import (
+    apps,
+    bases,
+    data_keys,
+    events,
+    keyring,
+    meta,
+    metadata,
+    sessions,
+    users,
+    witnesses,
+)
+from adk_secure_sessions.storage.store import Store
+from adk_secure_sessions.storage.unit_of_work import UnitOfWork, read_data_keys, repeated
+from adk_secure_sessions.storage.writes import (
+    DuplicateSession,
+    Expected,
+    MissingSession,
+    NewEvent,
+    StaleRevision,
+)
+
+__all__ = [
+    "DATA_KEYS",
+    "INSERT_KEY",
+    "MASTER_KEYS",
+    "OWNERS",
+    "Attempt",
+    "DuplicateSession",
+    "Expected",
+    "Found",
+    "Identity",
+    "KeySource",
+    "MissingSession",
+    "NewEvent",
+    "RowCache",
+    "StaleRevision",
+    "Store",
+    "StoredSession",
+    "Survey",
+    "UnitOfWork",
+    "View",
+    "app_context",
+    "apps",
+    "bases",
+    "chunks",
+    "data_keys",
+    "event_context",
+    "events",
+    "identify",
+    "is_one_of",
+    "keyring",
+    "look",
+    "mark_clear",
+    "meta",
+    "metadata",
+    "naming",
+    "numbered",
+    "open_app",
+    "open_database",
+    "open_existing",
+    "open_user_row",
+    "read_data_keys",
+    "repeated",
+    "session_context",
+    "sessions",
+    "snapshot_context",
+    "survey_existing",
+    "user_context",
+    "users",
+    "witness_context",
+    "witnesses",
+]

@@ -1,16 +1,16 @@
-"""Sealing rows and opening them: what each is bound to, and what a reader refuses.
+"""Opened rows, and what each record is bound to: sealing, opening, and what a reader rejects.
 
-Each place, in the order of its parts, is in docs/format.md.
+The context of each record, in the order of its parts, is in docs/format.md.
 """
 
 from collections.abc import Iterable
+from enum import Enum
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from sqlalchemy import CompoundSelect
 
 from adk_secure_sessions.db.protocol import Row
-from adk_secure_sessions.errors import (
-    DecryptionError,
-    Reason,
-    TamperedError,
-)
+from adk_secure_sessions.errors import DecryptionError, Reason, TamperedError
 from adk_secure_sessions.formats.records import (
     HEADER_LENGTH,
     encode_text,
@@ -21,44 +21,172 @@ from adk_secure_sessions.formats.records import (
     prefixed,
     unprefixed,
 )
+from adk_secure_sessions.keys.blind_index import BlindIndex
+from adk_secure_sessions.keys.data_keys import StagedKeys
 from adk_secure_sessions.lru import Lru
-from adk_secure_sessions.storage.rows import (
-    NO_BASE,
-    Context,
+from adk_secure_sessions.storage.queries import (
+    EVENT_RECORD,
+    EVENT_SEQ,
+    EVENT_TIME,
+    AppRow,
     Found,
-    Identity,
-    Owner,
-    Seen,
-    StoredSession,
-    V,
+    QueryForms,
+    SessionRow,
+    UserRow,
+    WitnessRow,
 )
 from adk_secure_sessions.storage.schema import apps, bases, events, sessions, users, witnesses
 
-_NO_ROW: Row = (None,) * 10
+R = TypeVar("R")
+V = TypeVar("V")
+
+NO_SNAPSHOT = -1  # in `base_revision`: all of the state is in the session's row
 
 
-def app_place(app_name: str, tag: bytes, row: int, version: int) -> bytes:
+class Identity(NamedTuple):
+    """Whose rows are meant: the ids that ADK uses, and their tags (blind indexes)."""
+
+    app_name: str
+    user_id: str
+    session_id: str
+    app_tag: bytes
+    user_tag: bytes
+    session_tag: bytes
+
+    def tags(self) -> dict[str, object]:
+        """Parameters of a statement; the plaintext ids never reach the database."""
+        return {
+            "app_tag": self.app_tag,
+            "user_tag": self.user_tag,
+            "session_tag": self.session_tag,
+        }
+
+
+def identify(index: BlindIndex, app_name: str, user_id: str = "", session_id: str = "") -> Identity:
+    """Compute the tags."""
+    return Identity(
+        app_name,
+        user_id,
+        session_id,
+        index.app(app_name),
+        index.user(app_name, user_id),
+        index.session(app_name, user_id, session_id),
+    )
+
+
+class Owner(NamedTuple):
+    """An opened row of `secure_apps` or `secure_users`; *state* is JSON.
+
+    Data keys belong to it, hence the name.  *app_row* and *user_id* are only a user's.
+    """
+
+    id: int
+    tag: bytes
+    app_row: int
+    user_id: str
+    version: int
+    state: bytes
+
+
+class StoredSession(NamedTuple):
+    """An opened row of `secure_sessions`.
+
+    Its state is *overlay*, merged over *snapshot*: once a state is large, the snapshot is a row
+    of its own (of `secure_bases`, written at *base_revision*), and the overlay is what changed
+    since.  *snapshot* is None where it was not read.  *sealed* is the stored record, which the
+    next update expects to find.
+    """
+
+    id: int
+    user_row: int
+    tag: bytes
+    session_id: str
+    revision: int
+    base_revision: int
+    created_at: int
+    updated_at: int
+    overlay: bytes
+    snapshot: bytes | None
+    sealed: bytes
+
+
+class Seen(NamedTuple, Generic[R, V]):
+    """A row, its version witness, and what they were opened to.
+
+    While both are stored unchanged, byte by byte, the value holds without decrypting them again.
+    """
+
+    row: R
+    witness: WitnessRow | None
+    value: V
+
+
+class RowCache:
+    """Rows that this process has opened, by tag; bounded."""
+
+    def __init__(self, limit: int) -> None:
+        self.apps: Lru[bytes, Seen[AppRow, Owner]] = Lru(limit)
+        self.users: Lru[bytes, Seen[UserRow, Owner]] = Lru(limit)
+        self.sessions: Lru[bytes, Seen[SessionRow, StoredSession]] = Lru(limit)
+
+
+class KeySource(Enum):
+    """Where an attempt has the owners' data keys from."""
+
+    CACHE = "this process has read them before"
+    QUERY = "the query that reads the rows reads them, too"
+    KEY_DATABASE = "they were read from the key database before the rows"
+
+
+class Attempt(NamedTuple):
+    """One attempt at an operation: whose rows it is about, and the keys and rows it may use."""
+
+    who: Identity
+    keys: StagedKeys
+    cache: RowCache
+    key_source: KeySource
+    is_first: bool  # only then what this process remembers may stand in for a read
+
+    def form_of(self, forms: QueryForms) -> CompoundSelect[Any]:
+        """The form of a query that this attempt needs."""
+        return forms[self.key_source is KeySource.QUERY]
+
+    def forget_user(self) -> None:
+        """Keep nothing in memory of a user who is not stored, or no longer."""
+        self.keys.forget(self.who.user_tag)
+        self.cache.users.drop(self.who.user_tag)
+
+
+class NeedsDataKey(Exception):
+    """*owner* needs a new data key in the key database before anything is encrypted for it."""
+
+    def __init__(self, owner: bytes) -> None:
+        super().__init__("a data key has to be stored first")
+        self.owner = owner
+
+
+def app_context(app_name: str, tag: bytes, row: int, version: int) -> bytes:
     return place(("app", app_name, tag), row, version)
 
 
-def user_place(app_name: str, tag: bytes, row: int, app_row: int, version: int) -> bytes:
+def user_context(app_name: str, tag: bytes, row: int, app_row: int, version: int) -> bytes:
     return place(("user", app_name, tag), row, app_row, version)
 
 
-def witness_place(app_name: str, tag: bytes, number: int) -> bytes:
+def witness_context(app_name: str, tag: bytes, number: int) -> bytes:
     return place(("witness", app_name, tag), number)
 
 
-def session_place(app_name: str, user_id: str, tag: bytes, *numbers: int) -> bytes:
+def session_context(app_name: str, user_id: str, tag: bytes, *numbers: int) -> bytes:
     """*numbers*: id, user_row, revision, base_revision, created_at, updated_at."""
     return place(("session", app_name, user_id, tag), *numbers)
 
 
-def base_place(who: Identity, session_row: int, revision: int) -> bytes:
+def snapshot_context(who: Identity, session_row: int, revision: int) -> bytes:
     return place(("base", who.app_name, who.user_id, who.session_id), session_row, revision)
 
 
-def event_place(who: Identity, session_row: int, seq: int, time: int) -> bytes:
+def event_context(who: Identity, session_row: int, seq: int, time: int) -> bytes:
     return place(_event_parts(who), session_row, seq, time)
 
 
@@ -66,67 +194,65 @@ def _event_parts(who: Identity) -> tuple[str, ...]:
     return ("event", who.app_name, who.user_id, who.session_id)
 
 
-def open_app(context: Context, found: Found) -> Owner | None:
-    """The app's row, or None if there is none and nothing says that there was."""
-    who, row = context.who, next(iter(found.apps), None)
+def open_app(attempt: Attempt, found: Found) -> Owner | None:
+    """The app, or None if it has no row and no version witness proves that it had one."""
+    who, row = attempt.who, found.app
     if row is None:
-        _refuse_orphan(found, who.app_tag, apps.name)
+        _reject_if_removed(found, who.app_tag, apps.name)
         return None
-    app = _seen(context.memo.owners, found, who.app_tag, row)
+    app = _unchanged(attempt.cache.apps, found, who.app_tag, row)
     if app is None:
-        _, row_id, version, *_, name, stored = row
-        with naming(apps.name, row_id):
-            if name != encode_text(who.app_name):
+        with naming(apps.name, row.id):
+            if row.name != encode_text(who.app_name):
                 raise TamperedError("its app_name was modified", reason=Reason.WRONG_OWNER)
-            where = app_place(who.app_name, who.app_tag, row_id, version)
-            state = context.keys.open(who.app_tag, where, stored)
-            _check_witness(context, found, who.app_tag, who.app_tag, version)
-        app = Owner(row_id, who.app_tag, 0, "", version, state)
-        _remember(context.memo.owners, found, app.tag, row, app)
+            context = app_context(who.app_name, who.app_tag, row.id, row.version)
+            state = attempt.keys.open(who.app_tag, context, row.state)
+            _check_witness(attempt, found, who.app_tag, who.app_tag, row.version)
+        app = Owner(row.id, who.app_tag, 0, "", row.version, state)
+        attempt.cache.apps.put(app.tag, Seen(row, found.witnesses.get(app.tag), app))
     return app
 
 
-def open_user(context: Context, found: Found) -> Owner | None:
-    """The user's row, or None if there is none and nothing says that there was."""
-    row = next(iter(found.users), None)
+def open_user(attempt: Attempt, found: Found) -> Owner | None:
+    """The user, or None if there is no row and no version witness proves that there was one."""
+    row = found.user
     if row is None:
-        _refuse_orphan(found, context.who.user_tag, users.name)
-        context.forget_user()
+        _reject_if_removed(found, attempt.who.user_tag, users.name)
+        attempt.forget_user()
         return None
-    user = open_user_row(context, found, row)
-    if user.tag != context.who.user_tag or user.user_id != context.who.user_id:
+    user = open_user_row(attempt, found, row)
+    if user.tag != attempt.who.user_tag or user.user_id != attempt.who.user_id:
         raise TamperedError(
             "not the requested user", reason=Reason.WRONG_OWNER, table=users.name, row=user.id
         )
     return user
 
 
-def open_user_row(context: Context, found: Found, row: Row) -> Owner:
-    """A user's row, whoever the user is."""
-    _, row_id, app_row, version, *_, tag, stored = row
-    user = _seen(context.memo.owners, found, tag, row)
+def open_user_row(attempt: Attempt, found: Found, row: UserRow) -> Owner:
+    """A user of the app, whoever it is."""
+    user = _unchanged(attempt.cache.users, found, row.tag, row)
     if user is None:
-        with naming(users.name, row_id):
-            where = user_place(context.who.app_name, tag, row_id, app_row, version)
-            user_id, state = unprefixed(context.keys.open(tag, where, stored))
-            _check_witness(context, found, tag, tag, version)
-        user = Owner(row_id, tag, app_row, user_id, version, state)
-        _remember(context.memo.owners, found, tag, row, user)
+        with naming(users.name, row.id):
+            context = user_context(attempt.who.app_name, row.tag, row.id, row.app_row, row.version)
+            user_id, state = unprefixed(attempt.keys.open(row.tag, context, row.state))
+            _check_witness(attempt, found, row.tag, row.tag, row.version)
+        user = Owner(row.id, row.tag, row.app_row, user_id, row.version, state)
+        attempt.cache.users.put(user.tag, Seen(row, found.witnesses.get(user.tag), user))
     return user
 
 
-def open_session(context: Context, found: Found, user: Owner | None) -> StoredSession | None:
-    """The session asked for, or None if there is none and nothing says that there was."""
-    tag, row = context.who.session_tag, next(iter(found.sessions), None)
+def open_session(attempt: Attempt, found: Found, user: Owner | None) -> StoredSession | None:
+    """The session, or None if it has no row and no version witness proves that it had one."""
+    tag, row = attempt.who.session_tag, found.session
     if row is None:
-        _refuse_orphan(found, tag, sessions.name)
+        _reject_if_removed(found, tag, sessions.name)
         return None
     if user is None:
         raise TamperedError(
-            "its user's row was removed", reason=Reason.MISSING, table=sessions.name, row=row[1]
+            "its user's row was removed", reason=Reason.MISSING, table=sessions.name, row=row.id
         )
-    session = _open_session(context, found, user, row, witnessed=True)
-    if session.tag != tag or session.session_id != context.who.session_id:
+    session = _open_session(attempt, found, user, row, needs_witness=True)
+    if session.tag != tag or session.session_id != attempt.who.session_id:
         raise TamperedError(
             "not the requested session",
             reason=Reason.WRONG_OWNER,
@@ -136,83 +262,93 @@ def open_session(context: Context, found: Found, user: Owner | None) -> StoredSe
     return session
 
 
-def open_listed_session(context: Context, found: Found, user: Owner, row: Row) -> StoredSession:
+def open_listed_session(
+    attempt: Attempt, found: Found, user: Owner, row: SessionRow
+) -> StoredSession:
     """A session in a listing.
 
-    Its last event says that it was not deleted, or where it has none, its witness.
+    Its last event proves that it was not deleted.  Only a session without events needs its
+    version witness for that.
     """
-    return _open_session(context, found, user, row, witnessed=False)
+    return _open_session(attempt, found, user, row, needs_witness=not row.revision)
 
 
 def _open_session(
-    context: Context, found: Found, user: Owner, row: Row, *, witnessed: bool
+    attempt: Attempt, found: Found, user: Owner, row: SessionRow, *, needs_witness: bool
 ) -> StoredSession:
-    """Open *row*, or recall what it opened to; *witnessed*: though it has events."""
-    memo = context.memo.sessions
-    seen = memo.get(row[8])
+    """Open *row*, or return what it was opened to before."""
+    seen = attempt.cache.sessions.get(row.tag)
     if seen and seen.row == row and seen.value.user_row == user.id:
         session = seen.value
-        needed = witnessed or not session.revision
-        if not needed or seen.witness == found.witnesses.get(session.tag):
+        if not needs_witness or seen.witness == found.witnesses.get(session.tag):
             return session
-    session = _open_session_row(context, found, user, row)
-    if witnessed or not session.revision:
+    session = _open_session_row(attempt, found, user, row)
+    if needs_witness:
         with naming(sessions.name, session.id):
-            _check_witness(context, found, user.tag, session.tag, session.id)
-    if session.base_revision == NO_BASE:  # a base is a row of its own, and may be large
-        _remember(memo, found, session.tag, row, session)
+            _check_witness(attempt, found, user.tag, session.tag, session.id)
+    if session.base_revision == NO_SNAPSHOT:  # a snapshot may be large: not to be remembered
+        witness = found.witnesses.get(session.tag)
+        attempt.cache.sessions.put(session.tag, Seen(row, witness, session))
     return session
 
 
-def _open_session_row(context: Context, found: Found, user: Owner, row: Row) -> StoredSession:
-    """A session of *user*, with its base; its last event must be where its revision says."""
-    _, row_id, *numbers, head, tag, stored = row
-    user_row, revision, base_revision, created_at, updated_at = numbers
-    app_name = context.who.app_name
-    with naming(sessions.name, row_id):
-        where = session_place(app_name, user.user_id, tag, row_id, *numbers)
-        session_id, overlay = unprefixed(context.keys.open(user.tag, where, stored))
-        if user_row != user.id:
+def _open_session_row(
+    attempt: Attempt, found: Found, user: Owner, row: SessionRow
+) -> StoredSession:
+    """A session of *user*, with its snapshot; its revision must agree with its last event."""
+    app_name = attempt.who.app_name
+    numbers = (row.id, row.user_row, row.revision, row.base_revision)
+    with naming(sessions.name, row.id):
+        context = session_context(
+            app_name, user.user_id, row.tag, *numbers, row.created_at, row.updated_at
+        )
+        session_id, overlay = unprefixed(attempt.keys.open(user.tag, context, row.state))
+        if row.user_row != user.id:
             raise TamperedError("it belongs to another user", reason=Reason.WRONG_OWNER)
-        if head != revision - 1:
+        if row.last_seq != row.revision - 1:
             raise TamperedError(
-                f"revision {revision} requires a last event {revision - 1}, storage has {head}: "
-                "events were added or removed, or an older row was replayed",
+                f"revision {row.revision} requires a last event {row.revision - 1}, storage has "
+                f"{row.last_seq}: events were added or removed, or an older row was replayed",
                 reason=Reason.MISMATCH,
             )
-    base = b"{}"
-    if base_revision == NO_BASE:
-        if row_id in found.bases:
-            raise TamperedError(
-                "the session has no snapshot: this row was added",
-                reason=Reason.MISMATCH,
-                table=bases.name,
-                row=row_id,
-            )
-    else:
-        whose = context.who._replace(user_id=user.user_id, session_id=session_id)
-        with naming(bases.name, row_id):
-            _, _, found_revision, *_, stored_base, _ = found.bases.get(row_id) or _NO_ROW
-            if found_revision != base_revision:
-                raise TamperedError(
-                    "it was removed, or an older row was replayed", reason=Reason.MISMATCH
-                )
-            where = base_place(whose, row_id, base_revision)
-            base = context.keys.open(user.tag, where, stored_base)
+    whose = attempt.who._replace(user_id=user.user_id, session_id=session_id)
     return StoredSession(
-        row_id, user_row, tag, session_id, revision, base_revision, created_at, updated_at,
-        overlay, base, stored,
+        row.id, row.user_row, row.tag, session_id, row.revision, row.base_revision,
+        row.created_at, row.updated_at, overlay, _open_snapshot(attempt, found, whose, user, row),
+        row.state,
     )  # fmt: skip
 
 
+def _open_snapshot(
+    attempt: Attempt, found: Found, whose: Identity, user: Owner, row: SessionRow
+) -> bytes:
+    """The state under the overlay of *row*; `{}` if the session has no snapshot."""
+    snapshot = found.snapshots.get(row.id)
+    with naming(bases.name, row.id):
+        if row.base_revision == NO_SNAPSHOT:
+            if snapshot is not None:
+                raise TamperedError(
+                    "the session has no snapshot: this row was added", reason=Reason.MISMATCH
+                )
+            return b"{}"
+        if snapshot is None or snapshot.revision != row.base_revision:
+            raise TamperedError(
+                "it was removed, or an older row was replayed", reason=Reason.MISMATCH
+            )
+        context = snapshot_context(whose, row.id, row.base_revision)
+        return attempt.keys.open(user.tag, context, snapshot.state)
+
+
 def check_events(session: StoredSession, history: list[Row], limit: int | None) -> None:
-    """Refuse gaps and duplicates: *history* must be all, or the last *limit*, of *session*."""
+    """Reject gaps and duplicates: *history* must be all, or the last *limit*, of *session*."""
     first = 0 if limit is None else max(0, session.revision - limit)
     expected = list(range(first, session.revision))
-    if [row[1] for row in history] != expected:
-        # A UNION ALL promises no order.  By text: SQLite keeps any type in any column.
-        history.sort(key=lambda row: f"{row[1]:020}" if isinstance(row[1], int) else "")
-    if [row[1] for row in history] != expected:
+    if [row[EVENT_SEQ] for row in history] != expected:
+        # A UNION ALL promises no order.  Sorted as text: SQLite stores any type in any column.
+        history.sort(
+            key=lambda row: f"{row[EVENT_SEQ]:020}" if isinstance(row[EVENT_SEQ], int) else ""
+        )
+    if [row[EVENT_SEQ] for row in history] != expected:
         raise TamperedError(
             f"events {first} to {session.revision - 1} of this session are expected, each once; "
             "some were added, removed or renumbered",
@@ -222,19 +358,23 @@ def check_events(session: StoredSession, history: list[Row], limit: int | None) 
         )
 
 
-def open_events(context: Context, session: StoredSession, history: Iterable[Row]) -> list[bytes]:
-    """The plaintexts of events.  Runs for each of a long history: what repeats is done once."""
-    who, session_row = context.who, session.id
+def open_events(attempt: Attempt, session: StoredSession, history: Iterable[Row]) -> list[bytes]:
+    """The plaintexts of events, in order.
+
+    This loop runs for each event of a long history: what events share is computed once.
+    """
+    who, session_row = attempt.who, session.id
     parts = joined(_event_parts(who))
     header, cipher = None, None
     opened = []
     for row in history:
-        seq, stored = row[1], row[8]
+        seq, record = row[EVENT_SEQ], row[EVENT_RECORD]
         try:
-            if cipher is None or type(stored) is not bytes or stored[:HEADER_LENGTH] != header:
-                cipher = context.keys.cipher(who.user_tag, stored)
-                header = stored[:HEADER_LENGTH]
-            opened.append(open_record(stored, numbered(parts, session_row, seq, row[2]), cipher))
+            if cipher is None or type(record) is not bytes or record[:HEADER_LENGTH] != header:
+                cipher = attempt.keys.cipher(who.user_tag, record)
+                header = record[:HEADER_LENGTH]
+            context = numbered(parts, session_row, seq, row[EVENT_TIME])
+            opened.append(open_record(record, context, cipher))
         except DecryptionError as error:
             failure = error.located(events.name, f"{session_row}, {seq}")
         else:
@@ -243,41 +383,42 @@ def open_events(context: Context, session: StoredSession, history: Iterable[Row]
     return opened
 
 
-def seal_app(context: Context, app: Owner) -> bytes:
-    where = app_place(context.who.app_name, app.tag, app.id, app.version)
-    return context.keys.seal(app.tag, where, app.state)
+def seal_app(attempt: Attempt, app: Owner) -> bytes:
+    context = app_context(attempt.who.app_name, app.tag, app.id, app.version)
+    return attempt.keys.seal(app.tag, context, app.state)
 
 
-def seal_user(context: Context, user: Owner) -> bytes:
-    where = user_place(context.who.app_name, user.tag, user.id, user.app_row, user.version)
-    return context.keys.seal(user.tag, where, prefixed(user.user_id, user.state))
+def seal_user(attempt: Attempt, user: Owner) -> bytes:
+    context = user_context(attempt.who.app_name, user.tag, user.id, user.app_row, user.version)
+    return attempt.keys.seal(user.tag, context, prefixed(user.user_id, user.state))
 
 
-def seal_witness(context: Context, owner: bytes, tag: bytes, number: int) -> bytes:
-    return context.keys.seal(owner, witness_place(context.who.app_name, tag, number), b"")
+def seal_witness(attempt: Attempt, owner: bytes, tag: bytes, number: int) -> bytes:
+    """A version witness; its plaintext is empty, all it says is in its context."""
+    return attempt.keys.seal(owner, witness_context(attempt.who.app_name, tag, number), b"")
 
 
-def seal_session(context: Context, session: StoredSession) -> bytes:
-    who, row = context.who, session
+def seal_session(attempt: Attempt, session: StoredSession) -> bytes:
+    who, row = attempt.who, session
     numbers = (row.id, row.user_row, row.revision, row.base_revision)
-    where = session_place(
+    context = session_context(
         who.app_name, who.user_id, row.tag, *numbers, row.created_at, row.updated_at
     )
-    return context.keys.seal(who.user_tag, where, prefixed(who.session_id, session.overlay))
+    return attempt.keys.seal(who.user_tag, context, prefixed(who.session_id, session.overlay))
 
 
-def seal_base(context: Context, session_row: int, revision: int, state: bytes) -> bytes:
-    where = base_place(context.who, session_row, revision)
-    return context.keys.seal(context.who.user_tag, where, state)
+def seal_snapshot(attempt: Attempt, session_row: int, revision: int, state: bytes) -> bytes:
+    context = snapshot_context(attempt.who, session_row, revision)
+    return attempt.keys.seal(attempt.who.user_tag, context, state)
 
 
-def seal_event(context: Context, session_row: int, seq: int, time: int, event: bytes) -> bytes:
-    where = event_place(context.who, session_row, seq, time)
-    return context.keys.seal(context.who.user_tag, where, event)
+def seal_event(attempt: Attempt, session_row: int, seq: int, time: int, event: bytes) -> bytes:
+    context = event_context(attempt.who, session_row, seq, time)
+    return attempt.keys.seal(attempt.who.user_tag, context, event)
 
 
 class naming:  # noqa: N801 - reads as a statement
-    """Names the row in whatever refusal is raised inside."""
+    """Name the row in any `DecryptionError` raised inside."""
 
     __slots__ = ("_row", "_table")
 
@@ -293,39 +434,35 @@ class naming:  # noqa: N801 - reads as a statement
             raise error.located(self._table, self._row) from None
 
 
-def _seen(memo: Lru[bytes, Seen[V]], found: Found, tag: bytes, row: Row) -> V | None:
-    """What *row* opened to before, if it and its witness are still the same bytes."""
-    seen = memo.get(tag)
+def _unchanged(cache: Lru[bytes, Seen[R, V]], found: Found, tag: bytes, row: R) -> V | None:
+    """What *row* was opened to before, if it and its version witness are still the same bytes."""
+    seen = cache.get(tag)
     if seen and seen.row == row and seen.witness == found.witnesses.get(tag):
         return seen.value
     return None
 
 
-def _remember(memo: Lru[bytes, Seen[V]], found: Found, tag: bytes, row: Row, value: V) -> None:
-    memo.put(tag, Seen(row, found.witnesses.get(tag), value))
-
-
-def _check_witness(context: Context, found: Found, owner: bytes, tag: bytes, number: int) -> None:
+def _check_witness(attempt: Attempt, found: Found, owner: bytes, tag: bytes, number: int) -> None:
+    """Reject a row whose version witness is missing, not authentic, or of another *number*."""
     witness = found.witnesses.get(tag)
     if witness is None:
         raise TamperedError(
             f"its version witness (row of {witnesses.name}) was removed", reason=Reason.MISSING
         )
-    _, witnessed, *_, seal = witness
     try:
-        where = witness_place(context.who.app_name, tag, witnessed)
-        context.keys.open(owner, where, seal)
+        context = witness_context(attempt.who.app_name, tag, witness.number)
+        attempt.keys.open(owner, context, witness.seal)
     except DecryptionError as error:
         raise error.about(f"its version witness, {witnesses.name} row {tag.hex()}") from None
-    if witnessed != number:
+    if witness.number != number:
         raise TamperedError(
-            f"its version is {number} and its version witness says {witnessed}: an older row was "
-            "replayed",
+            f"it says {number} and its version witness {witness.number}: an older row was replayed",
             reason=Reason.MISMATCH,
         )
 
 
-def _refuse_orphan(found: Found, tag: bytes, table: str) -> None:
+def _reject_if_removed(found: Found, tag: bytes, table: str) -> None:
+    """Reject a missing row whose version witness is still stored."""
     if tag in found.witnesses:
         raise TamperedError(
             f"the row of {table} with tag {tag.hex()} was removed or its tag was modified: its "

@@ -1,23 +1,22 @@
-"""The statements, as SQLAlchemy Core.
+"""The statements, as SQLAlchemy Core, and the rows that they return.
 
-A read is one statement, so that what it returns belongs together on every database and at
-every isolation level: a UNION ALL of members with one shape, told apart by their kind.
+A read is one statement, so that its rows are consistent with each other on every database and at
+every isolation level: a UNION ALL of SELECTs with the same columns, told apart by their kind.
 """
 
-from collections.abc import Mapping
-from typing import Any
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from sqlalchemy import (
     BigInteger,
     BindParameter,
     ColumnElement,
     CompoundSelect,
-    Delete,
     FromClause,
     Insert,
     LargeBinary,
     Select,
-    Update,
     bindparam,
     cast,
     delete,
@@ -30,6 +29,8 @@ from sqlalchemy import (
     update,
 )
 
+from adk_secure_sessions.db.protocol import Row
+from adk_secure_sessions.keys.data_keys import DataKeyRow
 from adk_secure_sessions.storage.schema import (
     apps,
     bases,
@@ -41,14 +42,15 @@ from adk_secure_sessions.storage.schema import (
     witnesses,
 )
 
-APP, USER, WITNESS, KEY, SESSION, BASE, EVENT = range(7)
+_APP, _USER, _WITNESS, _KEY, _SESSION, _SNAPSHOT, _EVENT = range(7)  # a row's kind
 _NUMBERS, _BLOBS = 7, 2
+# Where an event's values are in a row.  A history is thousands of rows: naming the fields of each
+# takes as long as finding its cipher, so events stay as the driver returns them.
+EVENT_SEQ, EVENT_TIME, EVENT_RECORD = 1, 2, 8
 _ZERO: ColumnElement[int] = literal_column("0")
 
-Member = Select[Any]
-Query = CompoundSelect[Any]
-Forms = Mapping[bool, Query]  # without and with the owners' rows of `secure_data_keys`
-Change = Update | Delete | Insert
+# A query without and with the owners' rows of `secure_data_keys`, by whether it reads them.
+QueryForms = Mapping[bool, CompoundSelect[Any]]
 
 _app_tag = bindparam("app_tag", type_=LargeBinary)
 _user_tag = bindparam("user_tag", type_=LargeBinary)
@@ -56,8 +58,8 @@ _session_tag = bindparam("session_tag", type_=LargeBinary)
 _limit = bindparam("limit", type_=BigInteger)
 
 
-def _member(kind: int, numbers: list[Any], blobs: list[Any]) -> Member:
-    """Columns `kind, 7 numbers, 2 blobs`, padded."""
+def _member(kind: int, numbers: list[Any], blobs: list[Any]) -> Select[Any]:
+    """A SELECT of the columns `kind, 7 numbers, 2 blobs`; columns that are missing are padded."""
     padded = numbers + [_ZERO] * (_NUMBERS - len(numbers))
     padded += blobs + [cast(null(), LargeBinary)] * (_BLOBS - len(blobs))
     names = ["a", "b", "c", "d", "e", "f", "g", "h", "i"]
@@ -67,39 +69,39 @@ def _member(kind: int, numbers: list[Any], blobs: list[Any]) -> Member:
     )
 
 
-def _app() -> Member:
+def _app() -> Select[Any]:
     numbers: list[Any] = [apps.c.id, apps.c.version]
-    return _member(APP, numbers, [apps.c.app_name, apps.c.state]).where(apps.c.tag == _app_tag)
+    return _member(_APP, numbers, [apps.c.app_name, apps.c.state]).where(apps.c.tag == _app_tag)
 
 
-def _user() -> Member:
+def _user() -> Select[Any]:
     numbers = [users.c.id, users.c.app_row, users.c.version]
-    return _member(USER, numbers, [users.c.tag, users.c.state])
+    return _member(_USER, numbers, [users.c.tag, users.c.state])
 
 
-def _witness() -> Member:
-    return _member(WITNESS, [witnesses.c.number], [witnesses.c.tag, witnesses.c.seal])
+def _witness() -> Select[Any]:
+    return _member(_WITNESS, [witnesses.c.number], [witnesses.c.tag, witnesses.c.seal])
 
 
-def _key() -> Member:
+def _key() -> Select[Any]:
     c = data_keys.c
-    return _member(KEY, [c.id, c.generation, c.backend_id, c.created_at], [c.owner, c.wrapped])
+    return _member(_KEY, [c.id, c.generation, c.backend_id, c.created_at], [c.owner, c.wrapped])
 
 
-def _session(source: FromClause = sessions) -> Member:
+def _session(source: FromClause = sessions) -> Select[Any]:
     c = sessions.c
     head = select(func.max(events.c.seq)).where(events.c.session_row == c.id).scalar_subquery()
     numbers: list[Any] = [c.id, c.user_row, c.revision, c.base_revision, c.created_at, c.updated_at]
     numbers.append(func.coalesce(head, literal_column("-1")))
-    return _member(SESSION, numbers, [c.tag, c.state]).select_from(source)
+    return _member(_SESSION, numbers, [c.tag, c.state]).select_from(source)
 
 
-def _base() -> Member:
-    return _member(BASE, [bases.c.session_row, bases.c.revision], [bases.c.state])
+def _snapshot() -> Select[Any]:
+    return _member(_SNAPSHOT, [bases.c.session_row, bases.c.revision], [bases.c.state])
 
 
-def _event() -> Member:
-    return _member(EVENT, [events.c.seq, events.c.time], [events.c.event])
+def _event() -> Select[Any]:
+    return _member(_EVENT, [events.c.seq, events.c.time], [events.c.event])
 
 
 def _app_id() -> Any:
@@ -118,29 +120,29 @@ def _among(column: ColumnElement[Any], *tags: Any) -> ColumnElement[bool]:
     return column.in_(tags)
 
 
-def _members(keys: bool, *members: Member) -> Query:
+def _members(keys: bool, *members: Select[Any]) -> CompoundSelect[Any]:
     wanted = _key().where(_among(data_keys.c.owner, _app_tag, _user_tag))
     return union_all(*members, *([wanted] if keys else []))
 
 
-def _last_events() -> Member:
+def _last_events() -> Select[Any]:
     revision = select(sessions.c.revision).where(sessions.c.tag == _session_tag).scalar_subquery()
     return _event().where(events.c.session_row == _session_id(), events.c.seq >= revision - _limit)
 
 
-def _session_query(keys: bool, history: list[Member]) -> Query:
+def _session_query(keys: bool, history: list[Select[Any]]) -> CompoundSelect[Any]:
     return _members(
         keys,
         _app(),
         _user().where(users.c.tag == _user_tag),
         _witness().where(_among(witnesses.c.tag, _app_tag, _user_tag, _session_tag)),
         _session().where(sessions.c.tag == _session_tag),
-        _base().where(bases.c.session_row == _session_id()),
+        _snapshot().where(bases.c.session_row == _session_id()),
         *history,
     )
 
 
-def _list_query(keys: bool) -> Query:
+def _list_query(keys: bool) -> CompoundSelect[Any]:
     mine = sessions.c.user_row == _user_id()
     return _members(
         keys,
@@ -149,11 +151,11 @@ def _list_query(keys: bool) -> Query:
         _witness().where(_among(witnesses.c.tag, _app_tag, _user_tag)),
         _witness().where(sessions.c.tag == witnesses.c.tag, mine, sessions.c.revision == _ZERO),
         _session().where(mine),
-        _base().where(bases.c.session_row == sessions.c.id, mine),
+        _snapshot().where(bases.c.session_row == sessions.c.id, mine),
     )
 
 
-def _list_all_query(keys: bool) -> Query:
+def _list_all_query(keys: bool) -> CompoundSelect[Any]:
     """All users of an app."""
     of_app = users.c.app_row == _app_id()
     theirs = sessions.join(users, users.c.id == sessions.c.user_row)
@@ -171,12 +173,12 @@ def _list_all_query(keys: bool) -> Query:
         .select_from(theirs)
         .where(of_app),
         _session(theirs).where(of_app),
-        _base().where(bases.c.session_row == sessions.c.id).select_from(theirs).where(of_app),
+        _snapshot().where(bases.c.session_row == sessions.c.id).select_from(theirs).where(of_app),
         *(wanted if keys else []),
     )
 
 
-def _by_keys(*history: Member) -> dict[bool, Query]:
+def _by_keys(*history: Select[Any]) -> QueryForms:
     return {keys: _session_query(keys, list(history)) for keys in (False, True)}
 
 
@@ -198,7 +200,8 @@ EVENT_AT = _event().where(
     events.c.session_row == bindparam("session_row"), events.c.seq == bindparam("seq")
 )
 
-# While the keyring has the master that wraps it, and the number of rows that this process knows.
+# Only while the keyring has the master key that wraps the new data key, and as many rows as this
+# process has read.
 INSERT_KEY = insert(data_keys).from_select(
     [column.name for column in data_keys.c],
     select(*(bindparam(column.name, type_=column.type) for column in data_keys.c))
@@ -209,7 +212,7 @@ INSERT_KEY = insert(data_keys).from_select(
         == bindparam("masters", type_=BigInteger),
     ),
 )
-# Changes nothing: who is about to drop the key waits, or was first.
+# Changes nothing, but locks the row: a `retire` about to delete the key waits, or was first.
 HOLD_KEY = (
     update(data_keys)
     .where(data_keys.c.id == bindparam("at_id"))
@@ -219,11 +222,11 @@ INSERT_APP = insert(apps)
 INSERT_USER = insert(users)
 INSERT_WITNESS = insert(witnesses)
 INSERT_SESSION = insert(sessions)
-INSERT_BASE = insert(bases)
+INSERT_SNAPSHOT = insert(bases)
 
 
 def _same_row(table: FromClause, prefix: str) -> ColumnElement[bool]:
-    """The stored row of *table* is to the byte the one in parameters of that *prefix*."""
+    """Whether *table* holds exactly the row whose parameters begin with *prefix*."""
     return select(literal_column("1")).where(*_equal(table, prefix)).exists()
 
 
@@ -232,9 +235,9 @@ def _equal(table: FromClause, prefix: str) -> list[ColumnElement[bool]]:
 
 
 def _session_of_user(*conditions: ColumnElement[bool]) -> Insert:
-    """A session of the user whose row is still the one that was read.
+    """Insert a session of a user whose row is still the one that was read.
 
-    The lock holds off who erases the user, until the session is there to be erased with the rest.
+    The lock makes a concurrent `erase_user` wait until it can see the session and erase it, too.
     """
     columns = (bindparam(column.name, type_=column.type) for column in sessions.c)
     row = select(*columns).select_from(users).where(*_equal(users, "user"), *conditions)
@@ -245,7 +248,7 @@ def _session_of_user(*conditions: ColumnElement[bool]) -> Insert:
 
 
 INSERT_SESSION_OF_USER = _session_of_user()
-# And of an app, whose rows and witnesses are those that this process knows.
+# Also requires that the app's row and both version witnesses are the ones this process has opened.
 INSERT_SESSION_OF_KNOWN = _session_of_user(
     _same_row(apps, "app"),
     _same_row(witnesses.alias("app_witnesses"), "app_witness"),
@@ -272,8 +275,8 @@ UPDATE_WITNESS = (
     .where(witnesses.c.tag == bindparam("at_tag"), witnesses.c.number == bindparam("at_number"))
     .values(number=bindparam("number"), seal=bindparam("seal"))
 )
-# The stored row must be to the byte the one this process knows: one that was altered is left
-# as it is, and the read that follows says so.
+# The stored row must be exactly the one this process knows.  A row that was tampered with is left
+# unchanged, and the read that follows reports it.
 UPDATE_SESSION = (
     update(sessions)
     .where(*_equal(sessions, "at"))
@@ -284,16 +287,138 @@ UPDATE_SESSION = (
         state=bindparam("state"),
     )
 )
-UPDATE_BASE = (
+UPDATE_SNAPSHOT = (
     update(bases)
     .where(bases.c.session_row == _AT_ID, bases.c.revision == bindparam("at_revision"))
     .values(revision=bindparam("revision"), state=bindparam("state"))
 )
-# At the revision that was read: an event that was appended since would be left behind.
+# At the revision that was read: an event appended since would be left behind.
 DELETE_SESSION = delete(sessions).where(
     sessions.c.id == _AT_ID, sessions.c.revision == bindparam("at_revision")
 )
 DELETE_KNOWN_SESSION = delete(sessions).where(*_equal(sessions, "at"))
-DELETE_BASE = delete(bases).where(bases.c.session_row == _AT_ID)
+DELETE_SNAPSHOT = delete(bases).where(bases.c.session_row == _AT_ID)
 DELETE_EVENTS = delete(events).where(events.c.session_row == _AT_ID)
 DELETE_WITNESS = delete(witnesses).where(witnesses.c.tag == bindparam("at_tag"))
+
+
+class AppRow(NamedTuple):
+    """A row of `secure_apps`; *name* is UTF-8."""
+
+    id: int
+    version: int
+    name: bytes
+    state: bytes
+
+
+class UserRow(NamedTuple):
+    """A row of `secure_users`."""
+
+    id: int
+    app_row: int
+    version: int
+    tag: bytes
+    state: bytes
+
+
+class WitnessRow(NamedTuple):
+    """A row of `secure_witnesses`: *number* is a version, or the key of a session's row."""
+
+    number: int
+    tag: bytes
+    seal: bytes
+
+
+class SessionRow(NamedTuple):
+    """A row of `secure_sessions`, and *last_seq*, the sequence of its last event (-1: none)."""
+
+    id: int
+    user_row: int
+    revision: int
+    base_revision: int
+    created_at: int
+    updated_at: int
+    last_seq: int
+    tag: bytes
+    state: bytes
+
+
+class SnapshotRow(NamedTuple):
+    """A row of `secure_bases`."""
+
+    session_row: int
+    revision: int
+    state: bytes
+
+
+class Found:
+    """The rows of one read, by kind.  SQLite stores any type in any column: check before use."""
+
+    def __init__(self, rows: Iterable[Row]) -> None:
+        self.app: AppRow | None = None
+        self.users: list[UserRow] = []
+        self.witnesses: dict[bytes, WitnessRow] = {}
+        self.data_keys: list[DataKeyRow] = []
+        self.sessions: list[SessionRow] = []
+        self.snapshots: dict[int, SnapshotRow] = {}
+        self.events: list[Row] = []  # see EVENT_SEQ
+        for row in rows:
+            kind = row[0]
+            if kind == _EVENT:
+                self.events.append(row)
+            elif kind == _SESSION:
+                self.sessions.append(SessionRow._make(row[1:]))
+            elif kind == _WITNESS:
+                self.witnesses[row[8]] = WitnessRow(row[1], row[8], row[9])
+            elif kind == _USER:
+                self.users.append(UserRow(row[1], row[2], row[3], row[8], row[9]))
+            elif kind == _APP:
+                self.app = self.app or AppRow(row[1], row[2], row[8], row[9])
+            elif kind == _SNAPSHOT:
+                self.snapshots[row[1]] = SnapshotRow(row[1], row[2], row[8])
+            else:
+                self.data_keys.append(DataKeyRow(row[1], row[8], row[2], row[3], row[4], row[9]))
+
+    @property
+    def user(self) -> UserRow | None:
+        """The only user, where one was asked for."""
+        return self.users[0] if self.users else None
+
+    @property
+    def session(self) -> SessionRow | None:
+        """The only session, where one was asked for."""
+        return self.sessions[0] if self.sessions else None
+
+
+# The data keys of given owners, read by themselves: they may be in a key database.
+DATA_KEYS = select(*(data_keys.c[name] for name in DataKeyRow._fields))  # rows as DataKeyRow
+# A statement takes this many values: a user and the app, or as many as there are.
+_FEW, _MANY = 2, 200
+
+
+def chunks(values: Iterable[Any]) -> Iterator[list[Any]]:
+    """Split *values* into lists of two lengths, so that few statements are compiled.
+
+    A list that is too short repeats its last value.
+    """
+    remaining = list(values)
+    while remaining:
+        size = _FEW if len(remaining) <= _FEW else _MANY
+        part, remaining = remaining[:size], remaining[size:]
+        yield part + part[-1:] * (size - len(part))
+
+
+def is_one_of(column: ColumnElement[Any], number: int) -> ColumnElement[bool]:
+    """The condition that *column* is one of *number* values, named as `numbered` names them."""
+    return column.in_([bindparam(f"v{n}", type_=column.type) for n in range(number)])
+
+
+def numbered(values: Sequence[object]) -> dict[str, object]:
+    """Parameters for `is_one_of`."""
+    return {f"v{n}": value for n, value in enumerate(values)}
+
+
+@functools.cache
+def data_keys_of(number: int) -> Select[Any]:
+    """All data keys of *number* owners."""
+    return DATA_KEYS.where(is_one_of(data_keys.c.owner, number))

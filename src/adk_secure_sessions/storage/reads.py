@@ -1,22 +1,32 @@
-"""What callers get to see of the rows that were read."""
+"""The reads: a session with its events, listings, a user's state.
 
+Each is an operation of one query (in a key database, one more for the keys).  Decrypting happens
+in the event loop, in chunks between which other tasks get their turn.
+"""
+
+import asyncio
 import logging
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Generic, NamedTuple, TypeVar
 
-from adk_secure_sessions.errors import (
-    DecryptionError,
-    Reason,
-    TamperedError,
-)
-from adk_secure_sessions.storage import bindings as seals
-from adk_secure_sessions.storage.rows import Context, Found, Owner, StoredSession
+from adk_secure_sessions.db.protocol import Executors
+from adk_secure_sessions.errors import DecryptionError, Reason, TamperedError
+from adk_secure_sessions.storage import bindings
+from adk_secure_sessions.storage import queries as sql
+from adk_secure_sessions.storage.bindings import Attempt, Identity, Owner, StoredSession
+from adk_secure_sessions.storage.queries import EVENT_SEQ, EVENT_TIME, Found, QueryForms
 from adk_secure_sessions.storage.schema import sessions, users
+from adk_secure_sessions.storage.unit_of_work import read_data_keys
 
 logger = logging.getLogger(__name__)
 
+E = TypeVar("E")
+
+_CHUNK = 64  # events decoded before other tasks get their turn
+
 
 class View(NamedTuple):
-    """A session and the states that its callers see with it."""
+    """A session, and the states (JSON) that its callers see with it."""
 
     session: StoredSession
     user_id: str
@@ -24,7 +34,140 @@ class View(NamedTuple):
     user_state: bytes
 
 
-def view_of(session: StoredSession, user: Owner, app: Owner | None) -> View:
+class _Read:
+    """An operation that changes nothing."""
+
+    reads_keys = False
+    writes = False
+
+    def __init__(self, who: Identity) -> None:
+        self.who = who
+
+    async def _read(
+        self,
+        attempt: Attempt,
+        executors: Executors,
+        forms: QueryForms,
+        parameters: Mapping[str, object] | None = None,
+    ) -> Found:
+        query = attempt.form_of(forms)
+        found = Found(await executors.data.read(query, parameters or self.who.tags()))
+        attempt.keys.load(found.data_keys)
+        return found
+
+
+class GetSession(_Read, Generic[E]):
+    """Read a session with its last *limit* events, or with those of time *after* or later.
+
+    `attempt` returns None if there is no such session.  Events that *after* leaves out are
+    authenticated all the same: until then their times are not to be trusted.
+
+    Args:
+        who: Whose session.
+        decode: Called with an event's plaintext, its session's row and its sequence.
+        limit: How many events; None: all.
+        after: Microseconds UTC; with it *limit* is ignored.
+    """
+
+    def __init__(
+        self,
+        who: Identity,
+        decode: Callable[[bytes, int, int], E],
+        limit: int | None = None,
+        after: int | None = None,
+    ) -> None:
+        super().__init__(who)
+        self._decode = decode
+        self._limit = limit if after is None else None
+        self._after = after
+
+    async def attempt(self, attempt: Attempt, executors: Executors) -> tuple[View, list[E]] | None:
+        forms = sql.SESSION_WITH_ALL_EVENTS
+        if self._limit is not None:
+            forms = sql.SESSION_WITH_LAST_EVENTS if self._limit else sql.SESSION_WITHOUT_EVENTS
+        parameters = {**self.who.tags(), "limit": self._limit or 0}
+        found = await self._read(attempt, executors, forms, parameters)
+        app = bindings.open_app(attempt, found)
+        user = bindings.open_user(attempt, found)
+        session = bindings.open_session(attempt, found, user)
+        if session is None or user is None:
+            return None
+        return _view(session, user, app), await self._history(attempt, found, session)
+
+    async def _history(self, attempt: Attempt, found: Found, session: StoredSession) -> list[E]:
+        bindings.check_events(session, found.events, self._limit)
+        events: list[E] = []
+        after = self._after
+        for start in range(0, len(found.events), _CHUNK):
+            if start:
+                await asyncio.sleep(0)
+            rows = found.events[start : start + _CHUNK]
+            # All are decrypted, then all decoded: one after the other takes twice as long.
+            opened = bindings.open_events(attempt, session, rows)
+            events += [
+                self._decode(plaintext, session.id, row[EVENT_SEQ])
+                for row, plaintext in zip(rows, opened, strict=True)
+                if after is None or row[EVENT_TIME] >= after
+            ]
+        return events
+
+
+class ListUserSessions(_Read):
+    """Read all sessions of a user, without events.
+
+    *skip* logs and leaves out the ones that cannot be decrypted, instead of raising.
+    """
+
+    def __init__(self, who: Identity, *, skip: bool) -> None:
+        super().__init__(who)
+        self._skip = skip
+        self.reads_keys = skip
+
+    async def attempt(self, attempt: Attempt, executors: Executors) -> list[View]:
+        found = await self._read(attempt, executors, sql.SESSIONS_OF_USER)
+        app = bindings.open_app(attempt, found)
+        try:
+            user = bindings.open_user(attempt, found)
+        except DecryptionError as error:
+            _skip_or_raise(error, skip=self._skip)
+            return []
+        return _listed(attempt, found, app, [user] if user else [], skip=self._skip)
+
+
+class ListAppSessions(_Read):
+    """The same for all users of an app."""
+
+    reads_keys = True
+
+    def __init__(self, who: Identity, *, skip: bool) -> None:
+        super().__init__(who)
+        self._skip = skip
+
+    async def attempt(self, attempt: Attempt, executors: Executors) -> list[View]:
+        parameters = {"app_tag": self.who.app_tag}
+        found = await self._read(attempt, executors, sql.SESSIONS_OF_APP, parameters)
+        if executors.are_apart:
+            tags = [row.tag for row in found.users]
+            attempt.keys.load(await read_data_keys(executors.keys.read, tags))
+        app = bindings.open_app(attempt, found)
+        opened = []
+        for row in found.users:
+            try:
+                opened.append(bindings.open_user_row(attempt, found, row))
+            except DecryptionError as error:
+                _skip_or_raise(error, skip=self._skip)
+        return _listed(attempt, found, app, opened, skip=self._skip)
+
+
+class GetUserState(_Read):
+    """Read a user's state as JSON; `{}` for an unknown user."""
+
+    async def attempt(self, attempt: Attempt, executors: Executors) -> bytes:
+        user = bindings.open_user(attempt, await self._read(attempt, executors, sql.OWNERS))
+        return user.state if user else b"{}"
+
+
+def _view(session: StoredSession, user: Owner, app: Owner | None) -> View:
     """Join the three.  Raises TamperedError if they do not belong together."""
     if app is None or user.app_row != app.id:
         raise TamperedError(
@@ -33,31 +176,29 @@ def view_of(session: StoredSession, user: Owner, app: Owner | None) -> View:
     return View(session, user.user_id, app.state, user.state)
 
 
-def listed(
-    context: Context, found: Found, app: Owner | None, owners: list[Owner], *, skip: bool
+def _listed(
+    attempt: Attempt, found: Found, app: Owner | None, opened: list[Owner], *, skip: bool
 ) -> list[View]:
-    """All sessions that were found, of *owners*; *skip* as for `is_skipped`."""
-    by_row = {user.id: user for user in owners}
+    """All sessions that were found, of the users *opened*."""
+    by_row = {user.id: user for user in opened}
     views = []
     for row in found.sessions:
-        user = by_row.get(row[2])
+        user = by_row.get(row.user_row)
         try:
             if user is None:
                 raise TamperedError(
                     "its user's row was removed or cannot be decrypted",
                     reason=Reason.MISSING,
                     table=sessions.name,
-                    row=row[1],
+                    row=row.id,
                 )
-            views.append(view_of(seals.open_listed_session(context, found, user, row), user, app))
+            views.append(_view(bindings.open_listed_session(attempt, found, user, row), user, app))
         except DecryptionError as error:
-            if not is_skipped(error, skip=skip):
-                raise
+            _skip_or_raise(error, skip=skip)
     return views
 
 
-def is_skipped(error: DecryptionError, *, skip: bool) -> bool:
-    """Whether to leave out what cannot be opened, which is then logged."""
-    if skip:
-        logger.error("left out of a listing: %s", error)
-    return skip
+def _skip_or_raise(error: DecryptionError, *, skip: bool) -> None:
+    if not skip:
+        raise error
+    logger.error("left out of a listing: %s", error)

@@ -1,9 +1,13 @@
-"""The tables, as docs/format.md describes them; times are microseconds UTC.
+"""The tables and their row keys, as docs/format.md describes them; times are microseconds UTC.
 
-Every row has a second row that speaks of it, so that no single row can be altered, moved,
-rolled back or removed unnoticed: events are counted by their session, and a witness row
-repeats the version of an app's and a user's state and the key of a session.
+A second row vouches for every row, so that no single row can be modified, moved, rolled back or
+removed undetected: a session's revision counts its events, and a version witness (a row of
+`secure_witnesses`) repeats the version of an app's or a user's state, or the key of a session.
 """
+
+import secrets
+import time
+from threading import Lock
 
 from sqlalchemy import (
     DDL,
@@ -27,7 +31,7 @@ metadata = MetaData()
 
 # MySQL indexes no BLOB without a length, and its BLOB ends at 64 KiB.
 _TAG = LargeBinary().with_variant(VARBINARY(TAG_LENGTH), "mysql", "mariadb")
-_SEALED = LargeBinary().with_variant(LONGBLOB(), "mysql", "mariadb")
+_RECORD = LargeBinary().with_variant(LONGBLOB(), "mysql", "mariadb")
 _KEY = BigInteger().with_variant(Integer(), "sqlite")  # INTEGER PRIMARY KEY is SQLite's rowid
 
 
@@ -49,7 +53,7 @@ keyring = Table(
     Column("purpose", String(16), nullable=False),
     Column("root_key_id", String(255), nullable=False),
     Column("created_at", BigInteger, nullable=False),
-    Column("wrapped", _SEALED, nullable=False),
+    Column("wrapped", _RECORD, nullable=False),
 )
 
 data_keys = Table(
@@ -60,7 +64,7 @@ data_keys = Table(
     Column("generation", BigInteger, nullable=False),
     Column("backend_id", BigInteger, nullable=False),
     Column("created_at", BigInteger, nullable=False),
-    Column("wrapped", _SEALED, nullable=False),
+    Column("wrapped", _RECORD, nullable=False),
     UniqueConstraint("owner", "generation", name="secure_data_keys_owner"),
 )
 
@@ -71,7 +75,7 @@ apps = Table(
     Column("tag", _TAG, nullable=False, unique=True),
     Column("app_name", LargeBinary, nullable=False),  # UTF-8: no collation, no forbidden NUL
     Column("version", BigInteger, nullable=False),
-    Column("state", _SEALED, nullable=False),
+    Column("state", _RECORD, nullable=False),
 )
 
 users = Table(
@@ -81,7 +85,7 @@ users = Table(
     Column("app_row", BigInteger, nullable=False, index=True),
     Column("tag", _TAG, nullable=False, unique=True),
     Column("version", BigInteger, nullable=False),
-    Column("state", _SEALED, nullable=False),
+    Column("state", _RECORD, nullable=False),
 )
 
 witnesses = Table(
@@ -89,7 +93,7 @@ witnesses = Table(
     metadata,
     Column("tag", _TAG, primary_key=True),
     Column("number", BigInteger, nullable=False),
-    Column("seal", _SEALED, nullable=False),
+    Column("seal", _RECORD, nullable=False),
     sqlite_with_rowid=False,
 )
 
@@ -103,7 +107,7 @@ sessions = Table(
     Column("base_revision", BigInteger, nullable=False),
     Column("created_at", BigInteger, nullable=False),
     Column("updated_at", BigInteger, nullable=False),
-    Column("state", _SEALED, nullable=False),
+    Column("state", _RECORD, nullable=False),
 )
 
 bases = Table(
@@ -111,7 +115,7 @@ bases = Table(
     metadata,
     _key_column("session_row"),
     Column("revision", BigInteger, nullable=False),
-    Column("state", _SEALED, nullable=False),
+    Column("state", _RECORD, nullable=False),
 )
 
 events = Table(
@@ -120,24 +124,24 @@ events = Table(
     _key_column("session_row"),
     Column("seq", BigInteger, primary_key=True, autoincrement=False),
     Column("time", BigInteger, nullable=False),
-    Column("event", _SEALED, nullable=False),
+    Column("event", _RECORD, nullable=False),
     sqlite_with_rowid=False,  # clustered: a history is read from neighbouring pages
 )
 
 
 def _store_external(table: Table) -> None:
-    """Spare PostgreSQL the attempt to compress what is sealed and cannot be compressed."""
+    """Spare PostgreSQL the attempt to compress ciphertext, which does not compress."""
     changes = ", ".join(
         f"ALTER COLUMN {column.name} SET STORAGE EXTERNAL"
         for column in table.columns
-        if column.type is _SEALED
+        if column.type is _RECORD
     )
     if changes:
         statement = DDL(f"ALTER TABLE {table.name} {changes}")  # type: ignore[no-untyped-call]
         event.listen(table, "after_create", statement.execute_if(dialect="postgresql"))
 
 
-# In a database of their own, the key tables have a secure_meta of their own.
+# A key database has a secure_meta of its own.
 TABLES = tuple(metadata.tables.values())
 KEY_TABLES = (meta, keyring, data_keys)
 DATA_TABLES = tuple(table for table in TABLES if table not in (keyring, data_keys))
@@ -146,3 +150,22 @@ for _table in metadata.sorted_tables:
     _store_external(_table)
     for _dialect in ("mysql", "mariadb"):  # the default may be an engine without transactions
         _table.kwargs[f"{_dialect}_engine"] = "InnoDB"
+
+
+_RANDOM_BITS = 21
+_lock = Lock()
+_last_row_key = 0
+
+
+def new_row_key() -> int:
+    """Make the integer key of a new row, before the row, so that its records can be bound to it.
+
+    63 bits, never reused: 42 of milliseconds UTC, which keeps rows in order, and 21 random.  Keys
+    ascend within a process.  A collision between processes violates the primary key; then the
+    transaction is repeated with a new key.
+    """
+    global _last_row_key
+    fresh = (time.time_ns() // 1_000_000) << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS)
+    with _lock:
+        _last_row_key = max(fresh, _last_row_key + 1)
+        return _last_row_key

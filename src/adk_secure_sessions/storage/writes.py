@@ -1,25 +1,40 @@
-"""The transactions, as generators of what they ask of the database.
+"""The writes: create a session, append an event, delete a session.
 
-Each reads, opens what it read, and then applies all of its changes at once: a row that cannot
-be opened is never overwritten, and a server need not hold a transaction open in between.
+Each is an operation whose `steps` are a generator of what the transaction asks of the database
+(`db.protocol`): it reads, opens what it read, and then applies all of its changes at once.  So a
+row that cannot be opened is never overwritten, a server holds no transaction open in between, and
+the same steps run on every executor.
 """
 
-from typing import NamedTuple
+from abc import abstractmethod
+from collections.abc import Callable
+from functools import partial
+from typing import Generic, NamedTuple, TypeVar
 
-from adk_secure_sessions.db.protocol import Apply, Change, Conflict, Read, Row, Steps
-from adk_secure_sessions.errors import (
-    Reason,
-    TamperedError,
-)
+import sqlalchemy as sa
+
+from adk_secure_sessions.db.protocol import Apply, Change, Conflict, Executors, Read, Steps
+from adk_secure_sessions.errors import Reason, TamperedError, UnknownKeyError
+from adk_secure_sessions.formats.records import encode_text
 from adk_secure_sessions.formats.states import JsonObject, dumps, loads
-from adk_secure_sessions.storage import bindings as seals
+from adk_secure_sessions.storage import bindings
 from adk_secure_sessions.storage import queries as sql
-from adk_secure_sessions.storage.ids import new_row_key
-from adk_secure_sessions.storage.owners import Changes, add_witness, change_app, change_user
-from adk_secure_sessions.storage.rows import NO_BASE, Context, Found, Owner, StoredSession
-from adk_secure_sessions.storage.schema import users
+from adk_secure_sessions.storage.bindings import (
+    NO_SNAPSHOT,
+    Attempt,
+    Identity,
+    KeySource,
+    NeedsDataKey,
+    Owner,
+    StoredSession,
+)
+from adk_secure_sessions.storage.queries import AppRow, Found, UserRow, WitnessRow
+from adk_secure_sessions.storage.schema import new_row_key, users
 
-# An overlay of more bytes of JSON than this is folded into the base, so that an append
+T = TypeVar("T")
+Changes = list[Change]
+
+# An overlay of more bytes of JSON than this is merged into the snapshot, so that an append
 # rewrites a small row however large the state is.
 OVERLAY_LIMIT = 8 * 1024
 
@@ -33,36 +48,7 @@ class MissingSession(Exception):
 
 
 class StaleRevision(Exception):
-    """Storage has moved past the revision that the caller holds."""
-
-
-class Created(NamedTuple):
-    """What creating a session gave."""
-
-    session: StoredSession
-    app: Owner
-    user: Owner
-
-
-class NewEvent(NamedTuple):
-    """An event to append, in its three parts; *time* in microseconds UTC."""
-
-    plaintext: bytes
-    time: int
-    app_delta: JsonObject
-    user_delta: JsonObject
-    session_delta: JsonObject
-
-
-class Sent:
-    """What the attempts at one operation tried to store.
-
-    An attempt that lost its connection may have succeeded: the next finds it here.
-    """
-
-    def __init__(self) -> None:
-        self.sessions: set[int] = set()  # row ids
-        self.events: dict[bytes, StoredSession] = {}  # by their record, which is never repeated
+    """Storage has moved past the revision that the caller has."""
 
 
 class Expected(NamedTuple):
@@ -72,98 +58,449 @@ class Expected(NamedTuple):
     revision: int
 
 
-def create_session(
-    context: Context,
-    trusting: bool,
-    app_delta: JsonObject,
-    user_delta: JsonObject,
-    state: bytes,
-    now: int,
-    sent: Sent,
-) -> Steps[Created]:
-    """Store a new session of *state*, JSON, and the app and the user if they are new.
+class NewEvent(NamedTuple):
+    """An event to append: its plaintext, its time (microseconds UTC) and its changes of state."""
 
-    *trusting* that app and user are still as this process last saw them saves a read.
+    plaintext: bytes
+    time: int
+    app_delta: JsonObject
+    user_delta: JsonObject
+    session_delta: JsonObject
 
-    Raises:
-        DuplicateSession: the id is taken; nothing was changed.
+
+class Created(NamedTuple):
+    """A new session, with its app and its user."""
+
+    session: StoredSession
+    app: Owner
+    user: Owner
+
+
+class _Write(Generic[T]):
+    """An operation that is one transaction on the data."""
+
+    reads_keys = False
+    writes = True
+
+    def __init__(self, who: Identity) -> None:
+        self.who = who
+
+    async def attempt(self, attempt: Attempt, executors: Executors) -> T:
+        return await executors.data.write(partial(self.steps, attempt), self.stored)
+
+    @abstractmethod
+    def steps(self, attempt: Attempt) -> Steps[T]:
+        """The transaction."""
+
+    def stored(self, result: T) -> None:
+        """Called with the result if the caller was cancelled while the transaction committed."""
+
+
+class CreateSession(_Write[Created]):
+    """Store a new session, and its app and user if they are new.
+
+    `attempt` raises DuplicateSession if the id is taken; then nothing was changed.
     """
-    if trusting and not (app_delta or user_delta or context.with_keys):
-        created = yield from _create_for_known(context, state, now, sent)
-        if created:
-            return created
-    found = yield from _read(context)
-    app = seals.open_app(context, found)
-    user = seals.open_user(context, found)
-    if found.sessions and found.sessions[0][1] not in sent.sessions:
-        raise DuplicateSession
-    stored = seals.open_session(context, found, user)  # also refuses the rest of a removed row
-    if stored and user and app:
-        return Created(stored, app, user)
-    changes: Changes = []
-    is_new = user is None
-    app = change_app(changes, context, found, app, app_delta)
-    user = change_user(changes, context, found, user, app.id, user_delta)
-    more, session = _new_session(context, user.id, state, now)
-    sent.sessions.add(session.id)
-    row = Change(sql.INSERT_SESSION, _columns(session))
-    if not (is_new or user_delta):  # else the user's row is written by the changes
-        row = Change(sql.INSERT_SESSION_OF_USER, _columns(session) | _user_columns(found.users[0]))
-    yield from _apply([*changes, row, *more])
-    return Created(session, app, user)
+
+    def __init__(
+        self, who: Identity, app_delta: JsonObject, user_delta: JsonObject, state: bytes, now: int
+    ) -> None:
+        super().__init__(who)
+        self._app_delta = app_delta
+        self._user_delta = user_delta
+        self._state = state  # JSON
+        self._now = now
+        # Row keys that attempts have sent.  One that lost its connection may have stored the row:
+        # the next attempt then finds it, and it is no duplicate.
+        self._sent: set[int] = set()
+
+    def steps(self, attempt: Attempt) -> Steps[Created]:
+        known = attempt.is_first and attempt.key_source is KeySource.CACHE
+        if known and not (self._app_delta or self._user_delta):
+            created = yield from self._create_for_known(attempt)
+            if created:
+                return created
+        found = yield from _read(attempt)
+        app = bindings.open_app(attempt, found)
+        user = bindings.open_user(attempt, found)
+        if found.session and found.session.id not in self._sent:
+            raise DuplicateSession
+        stored = bindings.open_session(attempt, found, user)  # rejects an incompletely removed row
+        if stored and user and app:
+            return Created(stored, app, user)
+        changes: Changes = []
+        app = _change_app(changes, attempt, found, app, self._app_delta)
+        user_row = None if self._user_delta else found.user
+        user = _change_user(changes, attempt, found, user, app.id, self._user_delta)
+        session, rest = self._new_session(attempt, user.id)
+        row = Change(sql.INSERT_SESSION, _session_columns(session))
+        if user_row:  # it is not among the changes: require that it is still as it was read
+            columns = _session_columns(session) | _user_columns(user_row)
+            row = Change(sql.INSERT_SESSION_OF_USER, columns)
+        yield from _apply([*changes, row, *rest])
+        return Created(session, app, user)
+
+    def _create_for_known(self, attempt: Attempt) -> Steps[Created | None]:
+        """Create it without a read; None if app and user are not known, or not as they were."""
+        who = attempt.who
+        app, user = attempt.cache.apps.get(who.app_tag), attempt.cache.users.get(who.user_tag)
+        if not (app and user and app.witness and user.witness):
+            return None
+        same = (user.value.user_id, user.value.app_row) == (who.user_id, app.value.id)
+        if not same or not attempt.keys.can_follow(who.user_tag, user.row.state):
+            return None
+        session, rest = self._new_session(attempt, user.value.id)
+        columns = (
+            _session_columns(session)
+            | _app_columns(who.app_tag, app.row)
+            | _user_columns(user.row)
+            | _witness_columns("app_witness", app.witness)
+            | _witness_columns("user_witness", user.witness)
+        )
+        if not (yield Apply([Change(sql.INSERT_SESSION_OF_KNOWN, columns), *rest])):
+            return None
+        return Created(session, app.value, user.value)
+
+    def _new_session(self, attempt: Attempt, user_row: int) -> tuple[StoredSession, Changes]:
+        """A session, and the changes that go with its row."""
+        who = attempt.who
+        rest: Changes = []
+        session = StoredSession(
+            new_row_key(), user_row, who.session_tag, who.session_id, 0, NO_SNAPSHOT, self._now,
+            self._now, self._state, b"{}", b"",
+        )  # fmt: skip
+        if len(self._state) > OVERLAY_LIMIT:
+            session = session._replace(snapshot=self._state, overlay=b"{}", base_revision=0)
+            rest.append(_snapshot_change(attempt, session.id, 0, self._state, NO_SNAPSHOT))
+        rest.append(_new_witness(attempt, who.user_tag, session.tag, session.id))
+        self._sent.add(session.id)
+        return session._replace(sealed=bindings.seal_session(attempt, session)), rest
 
 
-def _create_for_known(
-    context: Context, state: bytes, now: int, sent: Sent
-) -> Steps[Created | None]:
-    """The same for an app and a user that are known, and unchanged since; else None."""
-    who = context.who
-    app, user = context.memo.owners.get(who.app_tag), context.memo.owners.get(who.user_tag)
-    if not (app and user and app.witness and user.witness):
-        return None
-    same = (user.value.user_id, user.value.app_row) == (who.user_id, app.value.id)
-    if not same or not context.keys.can_follow(who.user_tag, user.row[9]):
-        return None
-    changes, session = _new_session(context, user.value.id, state, now)
-    known = {
-        "app_id": app.row[1],
-        "app_version": app.row[2],
-        "app_app_name": app.row[8],
-        "app_tag": who.app_tag,
-        "app_state": app.row[9],
-        "app_witness_tag": who.app_tag,
-        "app_witness_number": app.witness[1],
-        "app_witness_seal": app.witness[9],
-        "user_witness_tag": who.user_tag,
-        "user_witness_number": user.witness[1],
-        "user_witness_seal": user.witness[9],
-    }
-    sent.sessions.add(session.id)
-    known |= _user_columns(user.row)
-    row = Change(sql.INSERT_SESSION_OF_KNOWN, _columns(session) | known)
-    if not (yield Apply([row, *changes])):
-        return None
-    return Created(session, app.value, user.value)
+class AppendEvent(_Write[StoredSession]):
+    """Store an event and its changes of state, at the head of the session.
+
+    `attempt` raises MissingSession if there is no such session, and StaleRevision if it is not
+    the expected row at the expected revision.
+
+    Args:
+        who: Whose session.
+        known: The session as this process last saw it: while it still is, no read is needed.
+        expected: The session as the caller last saw it.
+        event: What to store.
+        stored: Called with the session once it is stored, even if the caller was cancelled.
+    """
+
+    def __init__(
+        self,
+        who: Identity,
+        known: StoredSession | None,
+        expected: Expected,
+        event: NewEvent,
+        stored: Callable[[StoredSession], None],
+    ) -> None:
+        super().__init__(who)
+        self._known = known
+        self._expected = expected
+        self._event = event
+        self._stored = stored
+        # By the event's record, which is never repeated: what attempts have sent.  One that lost
+        # its connection may have stored it; then the session is not stale.
+        self._sent: dict[bytes, StoredSession] = {}
+
+    def stored(self, result: StoredSession) -> None:
+        self._stored(result)
+
+    def steps(self, attempt: Attempt) -> Steps[StoredSession]:
+        event = self._event
+        if known := self._usable_without_read(attempt):
+            step = self._advance(attempt, known)
+            if step and (yield Apply(step.changes)):
+                return step.session
+        found = yield from _read(attempt)
+        user = bindings.open_user(attempt, found)
+        session = bindings.open_session(attempt, found, user)
+        if session is None or user is None:
+            raise MissingSession
+        if self._expected != (session.id, session.revision):
+            return (yield from self._stored_before())
+        owners: Changes = []
+        if event.app_delta:
+            app = bindings.open_app(attempt, found)
+            if app is None or app.id != user.app_row:
+                raise TamperedError(
+                    "its app's row was removed",
+                    reason=Reason.MISSING,
+                    table=users.name,
+                    row=user.id,
+                )
+            _change_app(owners, attempt, found, app, event.app_delta)
+        _change_user(owners, attempt, found, user, user.app_row, event.user_delta)
+        step = self._advance(attempt, session)
+        assert step is not None, "its snapshot was read"
+        yield from _apply(step.changes + owners)
+        return step.session
+
+    def _usable_without_read(self, attempt: Attempt) -> StoredSession | None:
+        """The session as this process knows it, if the event can be stored on top of that."""
+        known, event = self._known, self._event
+        if known is None or not attempt.is_first or attempt.key_source is not KeySource.CACHE:
+            return None
+        if event.app_delta or event.user_delta:
+            return None
+        return known if attempt.keys.can_follow(attempt.who.user_tag, known.sealed) else None
+
+    def _advance(self, attempt: Attempt, session: StoredSession) -> "_Step | None":
+        """The session's next revision; None if that needs its snapshot, which was not read."""
+        event, seq = self._event, session.revision
+        new = session._replace(revision=seq + 1, updated_at=event.time, snapshot=None)
+        if event.session_delta:
+            new = new._replace(overlay=dumps(loads(session.overlay) | event.session_delta))
+            if len(new.overlay) > OVERLAY_LIMIT:
+                if session.snapshot is None:
+                    return None
+                snapshot = dumps(loads(session.snapshot) | loads(new.overlay))
+                new = new._replace(overlay=b"{}", base_revision=seq + 1, snapshot=snapshot)
+        new = new._replace(sealed=bindings.seal_session(attempt, new))
+        row = _session_columns(session, "at_")
+        row["revision"] = new.revision
+        row["base_revision"] = new.base_revision
+        row["updated_at"] = new.updated_at
+        row["state"] = new.sealed
+        changes = [Change(sql.UPDATE_SESSION, row)]
+        if new.snapshot is not None:
+            replaced = session.base_revision
+            changes.append(
+                _snapshot_change(attempt, new.id, new.base_revision, new.snapshot, replaced)
+            )
+        new = new._replace(snapshot=None)
+        record = bindings.seal_event(attempt, session.id, seq, event.time, event.plaintext)
+        values = {"session_row": session.id, "seq": seq, "time": event.time, "event": record}
+        changes.append(Change(sql.INSERT_EVENT, values))
+        self._sent[record] = new
+        return _Step(changes, new)
+
+    def _stored_before(self) -> Steps[StoredSession]:
+        """The session as an attempt stored it whose answer was lost.  Raises StaleRevision."""
+        if self._sent:
+            where = {"session_row": self._expected.session_row, "seq": self._expected.revision}
+            for row in (yield Read(sql.EVENT_AT, where)):
+                if session := self._sent.get(row[sql.EVENT_RECORD]):
+                    return session
+        raise StaleRevision
 
 
-def _new_session(
-    context: Context, user_row: int, state: bytes, now: int
-) -> tuple[Changes, StoredSession]:
-    """A session, and what goes with its row."""
-    who = context.who
-    changes: Changes = []
-    session = StoredSession(
-        new_row_key(), user_row, who.session_tag, who.session_id, 0, NO_BASE, now, now,
-        state, b"{}", b"",
-    )  # fmt: skip
-    if len(state) > OVERLAY_LIMIT:
-        session = session._replace(base=state, overlay=b"{}", base_revision=0)
-        changes.append(_base_change(context, session.id, 0, state, NO_BASE))
-    add_witness(changes, context, who.user_tag, session.tag, session.id)
-    return changes, session._replace(sealed=seals.seal_session(context, session))
+class _Step(NamedTuple):
+    """The changes that take a session to its next revision, and the session then."""
+
+    changes: Changes
+    session: StoredSession
 
 
-def _columns(session: StoredSession, prefix: str = "") -> dict[str, object]:
+class DeleteSession(_Write[bool]):
+    """Delete a session and its events.
+
+    `attempt` returns whether there was such a session, last updated before *before*
+    (microseconds UTC) if that is given.  *known* is as for `AppendEvent`.
+    """
+
+    def __init__(
+        self, who: Identity, known: StoredSession | None, before: int | None = None
+    ) -> None:
+        super().__init__(who)
+        self._known = known
+        self._before = before
+
+    def steps(self, attempt: Attempt) -> Steps[bool]:
+        known = self._known if attempt.is_first else None
+        if known and attempt.key_source is KeySource.CACHE:
+            row = Change(sql.DELETE_KNOWN_SESSION, _session_columns(known, "at_"))
+            if (yield Apply([row, *_deletions(known)])):
+                return True
+        found = yield from _read(attempt)
+        session = bindings.open_session(attempt, found, bindings.open_user(attempt, found))
+        if session is None:
+            return False
+        if self._before is not None and session.updated_at >= self._before:
+            return False
+        row = Change(sql.DELETE_SESSION, {"at_id": session.id, "at_revision": session.revision})
+        yield from _apply([row, *_deletions(session)])
+        return True
+
+
+def _deletions(session: StoredSession) -> Changes:
+    """The changes that follow the deletion of the session's row.
+
+    The row goes first: an append that waits for it then finds none.
+    """
+    at_row = {"at_id": session.id}
+    changes = [
+        Change(sql.DELETE_EVENTS, at_row, any_number=True),
+        Change(sql.DELETE_WITNESS, {"at_tag": session.tag}),
+    ]
+    if session.base_revision != NO_SNAPSHOT:
+        changes.append(Change(sql.DELETE_SNAPSHOT, at_row))
+    return changes
+
+
+def _read(attempt: Attempt) -> Steps[Found]:
+    query = attempt.form_of(sql.SESSION_WITHOUT_EVENTS)
+    found = Found((yield Read(query, attempt.who.tags())))
+    attempt.keys.load(found.data_keys)
+    return found
+
+
+def _apply(changes: Changes) -> Steps[None]:
+    if not (yield Apply(changes)):
+        raise Conflict
+
+
+def _change_app(
+    changes: Changes, attempt: Attempt, found: Found, app: Owner | None, delta: JsonObject
+) -> Owner:
+    """Merge *delta* into the app's state; None is an app that has no row yet."""
+    if app is None:
+        who = attempt.who
+        app = Owner(new_row_key(), who.app_tag, 0, "", 0, dumps(delta))
+        _ensure_first_key(changes, attempt, who.app_tag)
+        row = {
+            "id": app.id,
+            "tag": app.tag,
+            "app_name": encode_text(who.app_name),
+            "version": 0,
+            "state": bindings.seal_app(attempt, app),
+        }
+        changes.append(Change(sql.INSERT_APP, row))
+        changes.append(_new_witness(attempt, app.tag, app.tag, 0))
+    elif delta:
+        assert found.app is not None
+        stored = found.app.state
+        _ensure_key(changes, attempt, app.tag, stored)
+        app = _next_version(app, delta)
+        sealed = bindings.seal_app(attempt, app)
+        _update_owner(changes, attempt, sql.UPDATE_APP, app, stored, sealed)
+    return app
+
+
+def _change_user(
+    changes: Changes,
+    attempt: Attempt,
+    found: Found,
+    user: Owner | None,
+    app_row: int,
+    delta: JsonObject,
+) -> Owner:
+    """Merge *delta* into the user's state; None is a user that has no row yet.
+
+    Afterwards there is a data key to encrypt the user's sessions with.
+    """
+    if user is None:
+        who = attempt.who
+        user = Owner(new_row_key(), who.user_tag, app_row, who.user_id, 0, dumps(delta))
+        _ensure_first_key(changes, attempt, who.user_tag)
+        row = {
+            "id": user.id,
+            "app_row": app_row,
+            "tag": user.tag,
+            "version": 0,
+            "state": bindings.seal_user(attempt, user),
+        }
+        changes.append(Change(sql.INSERT_USER, row))
+        changes.append(_new_witness(attempt, user.tag, user.tag, 0))
+        return user
+    if user.app_row != app_row:
+        raise TamperedError(
+            "it belongs to another app's row",
+            reason=Reason.WRONG_OWNER,
+            table=users.name,
+            row=user.id,
+        )
+    assert found.user is not None
+    stored = found.user.state
+    _ensure_key(changes, attempt, user.tag, stored, *(row.state for row in found.sessions))
+    if delta:
+        user = _next_version(user, delta)
+        sealed = bindings.seal_user(attempt, user)
+        _update_owner(changes, attempt, sql.UPDATE_USER, user, stored, sealed)
+    return user
+
+
+def _next_version(owner: Owner, delta: JsonObject) -> Owner:
+    return owner._replace(version=owner.version + 1, state=dumps(loads(owner.state) | delta))
+
+
+def _update_owner(
+    changes: Changes,
+    attempt: Attempt,
+    statement: sa.Update,
+    owner: Owner,
+    stored: bytes,
+    sealed: bytes,
+) -> None:
+    old, new = owner.version - 1, owner.version
+    row = {"at_id": owner.id, "at_version": old, "at_state": stored}
+    row |= {"version": new, "state": sealed}
+    seal = bindings.seal_witness(attempt, owner.tag, owner.tag, new)
+    witness = {"at_tag": owner.tag, "at_number": old, "number": new, "seal": seal}
+    changes += [Change(statement, row), Change(sql.UPDATE_WITNESS, witness)]
+
+
+def _new_witness(attempt: Attempt, owner: bytes, tag: bytes, number: int) -> Change:
+    seal = bindings.seal_witness(attempt, owner, tag, number)
+    return Change(sql.INSERT_WITNESS, {"tag": tag, "number": number, "seal": seal})
+
+
+def _ensure_first_key(changes: Changes, attempt: Attempt, owner: bytes) -> None:
+    """Make the first data key of a new owner.
+
+    A data key that exists already proves that the owner's row was removed.  Only in a key
+    database it may be waiting for that row: a process may have ended between the two writes.
+    """
+    _require_read_keys(attempt)
+    exists = attempt.keys.has_any(owner)
+    if exists and attempt.key_source is not KeySource.KEY_DATABASE:
+        raise TamperedError(
+            f"the row of the user or app with tag {owner.hex()} was removed: its data key is "
+            "still stored",
+            reason=Reason.MISSING,
+        )
+    if not exists or attempt.keys.current(owner) is None:
+        _new_key(changes, attempt, owner)
+
+
+def _ensure_key(changes: Changes, attempt: Attempt, owner: bytes, *stored: bytes) -> None:
+    """Ensure a current data key at least as new as those of *stored*, and guard the changes on it.
+
+    The changes require the records *stored* to be unchanged, and `retire` deletes a data key only
+    while no record is under it or an older one: so nothing is encrypted with a retired key.  If
+    another backend's key is newer than ours, ours is locked; if it cannot be, or if there is
+    none, the next generation is made.
+    """
+    keys = attempt.keys
+    if keys.can_follow(owner, *stored):
+        return
+    _require_read_keys(attempt)
+    current = keys.current(owner)
+    if current is None or attempt.key_source is KeySource.KEY_DATABASE:
+        _new_key(changes, attempt, owner)
+    else:
+        locked = {"at_id": current.id, "generation": current.generation}
+        changes.append(Change(sql.HOLD_KEY, locked))
+
+
+def _new_key(changes: Changes, attempt: Attempt, owner: bytes) -> None:
+    if attempt.key_source is KeySource.KEY_DATABASE:
+        raise NeedsDataKey(owner)
+    row = attempt.keys.new(owner)
+    changes.append(Change(sql.INSERT_KEY, row._asdict() | attempt.keys.keyring_now()))
+
+
+def _require_read_keys(attempt: Attempt) -> None:
+    if attempt.key_source is KeySource.CACHE:
+        raise UnknownKeyError("the owner's data keys have to be read again")
+
+
+def _session_columns(session: StoredSession, prefix: str = "") -> dict[str, object]:
     """The stored row, as parameters."""
     return {
         f"{prefix}id": session.id,
@@ -177,163 +514,41 @@ def _columns(session: StoredSession, prefix: str = "") -> dict[str, object]:
     }
 
 
-def _user_columns(row: Row) -> dict[str, object]:
-    """The stored row of a user, as parameters."""
+def _app_columns(tag: bytes, row: AppRow) -> dict[str, object]:
     return {
-        "user_id": row[1],
-        "user_app_row": row[2],
-        "user_version": row[3],
-        "user_tag": row[8],
-        "user_state": row[9],
+        "app_id": row.id,
+        "app_version": row.version,
+        "app_app_name": row.name,
+        "app_tag": tag,
+        "app_state": row.state,
     }
 
 
-def append_event(
-    context: Context,
-    known: StoredSession | None,
-    expected: Expected,
-    event: NewEvent,
-    sent: Sent,
-) -> Steps[StoredSession]:
-    """Store *event* and its changes of state at the head of the session.
-
-    *known* is the session as this process last saw it, which saves a read while it still
-    is so.
-
-    Raises:
-        MissingSession: there is no such session.
-        StaleRevision: it is not the expected row at the expected revision.
-    """
-    changes_owners = event.app_delta or event.user_delta
-    if (
-        known
-        and not (context.with_keys or changes_owners)
-        and context.keys.can_follow(context.who.user_tag, known.sealed)
-    ):
-        step = _advance(context, known, event)
-        if step:
-            sent.events[step.record] = step.session
-            if (yield Apply(step.changes)):
-                return step.session
-    found = yield from _read(context)
-    user = seals.open_user(context, found)
-    session = seals.open_session(context, found, user)
-    if session is None or user is None:
-        raise MissingSession
-    if expected != (session.id, session.revision):
-        return (yield from _sent_before(expected, sent))
-    owners: Changes = []
-    if event.app_delta:
-        app = seals.open_app(context, found)
-        if app is None or app.id != user.app_row:
-            raise TamperedError(
-                "its app's row was removed", reason=Reason.MISSING, table=users.name, row=user.id
-            )
-        change_app(owners, context, found, app, event.app_delta)
-    change_user(owners, context, found, user, user.app_row, event.user_delta)
-    step = _advance(context, session, event)
-    assert step is not None, "its base was read"
-    sent.events[step.record] = step.session
-    yield from _apply(step.changes + owners)
-    return step.session
+def _user_columns(row: UserRow) -> dict[str, object]:
+    return {
+        "user_id": row.id,
+        "user_app_row": row.app_row,
+        "user_version": row.version,
+        "user_tag": row.tag,
+        "user_state": row.state,
+    }
 
 
-def delete_session(
-    context: Context, known: StoredSession | None, before: int | None = None
-) -> Steps[bool]:
-    """Delete the session and its events; whether there was one, last updated *before* then.
-
-    *known* is the session as this process last saw it, as for `append_event`.
-    """
-    if known and not context.with_keys:
-        row = Change(sql.DELETE_KNOWN_SESSION, _columns(known, "at_"))
-        if (yield Apply([row, *_deletions(known)])):
-            return True
-    found = yield from _read(context)
-    session = seals.open_session(context, found, seals.open_user(context, found))
-    if session is None or (before is not None and session.updated_at >= before):
-        return False
-    row = Change(sql.DELETE_SESSION, {"at_id": session.id, "at_revision": session.revision})
-    yield from _apply([row, *_deletions(session)])
-    return True
+def _witness_columns(prefix: str, row: WitnessRow) -> dict[str, object]:
+    return {
+        f"{prefix}_tag": row.tag,
+        f"{prefix}_number": row.number,
+        f"{prefix}_seal": row.seal,
+    }
 
 
-def _deletions(session: StoredSession) -> Changes:
-    """What goes with the session's row, which goes first: an append that waits finds none."""
-    at_row = {"at_id": session.id}
-    changes = [
-        Change(sql.DELETE_EVENTS, at_row, any_number=True),
-        Change(sql.DELETE_WITNESS, {"at_tag": session.tag}),
-    ]
-    if session.base_revision != NO_BASE:
-        changes.append(Change(sql.DELETE_BASE, at_row))
-    return changes
-
-
-def _read(context: Context) -> Steps[Found]:
-    query = context.form_of(sql.SESSION_WITHOUT_EVENTS)
-    found = Found((yield Read(query, context.who.tags())))
-    context.keys.load(found.keys)
-    return found
-
-
-def _apply(changes: Changes) -> Steps[None]:
-    if not (yield Apply(changes)):
-        raise Conflict
-
-
-def _sent_before(expected: Expected, sent: Sent) -> Steps[StoredSession]:
-    """What an attempt of ours stored whose answer was lost, if it did."""
-    if sent.events:
-        where = {"session_row": expected.session_row, "seq": expected.revision}
-        for row in (yield Read(sql.EVENT_AT, where)):
-            if updated := sent.events.get(row[8]):
-                return updated
-    raise StaleRevision
-
-
-class _Step(NamedTuple):
-    changes: Changes
-    session: StoredSession
-    record: bytes  # the event's
-
-
-def _advance(context: Context, session: StoredSession, event: NewEvent) -> _Step | None:
-    """The session's next revision; None if that needs its base, which was not read."""
-    seq = session.revision
-    updated = session._replace(revision=seq + 1, updated_at=event.time, base=None)
-    if event.session_delta:
-        updated = updated._replace(overlay=dumps(loads(session.overlay) | event.session_delta))
-        if len(updated.overlay) > OVERLAY_LIMIT:
-            if session.base is None:
-                return None
-            base = dumps(loads(session.base) | loads(updated.overlay))
-            updated = updated._replace(overlay=b"{}", base_revision=seq + 1, base=base)
-    updated = updated._replace(sealed=seals.seal_session(context, updated))
-    row = _columns(session, "at_")
-    row["revision"] = updated.revision
-    row["base_revision"] = updated.base_revision
-    row["updated_at"] = updated.updated_at
-    row["state"] = updated.sealed
-    changes = [Change(sql.UPDATE_SESSION, row)]
-    if updated.base is not None:
-        changes.append(
-            _base_change(
-                context, updated.id, updated.base_revision, updated.base, session.base_revision
-            )
-        )
-    record = seals.seal_event(context, session.id, seq, event.time, event.plaintext)
-    stored = {"session_row": session.id, "seq": seq, "time": event.time, "event": record}
-    changes.append(Change(sql.INSERT_EVENT, stored))
-    return _Step(changes, updated._replace(base=None), record)
-
-
-def _base_change(
-    context: Context, session_row: int, revision: int, state: bytes, old_revision: int
+def _snapshot_change(
+    attempt: Attempt, session_row: int, revision: int, state: bytes, replaced: int
 ) -> Change:
-    sealed = seals.seal_base(context, session_row, revision, state)
-    if old_revision == NO_BASE:
+    """Write the snapshot of that revision; *replaced* is the one before, or NO_SNAPSHOT."""
+    sealed = bindings.seal_snapshot(attempt, session_row, revision, state)
+    if replaced == NO_SNAPSHOT:
         row = {"session_row": session_row, "revision": revision, "state": sealed}
-        return Change(sql.INSERT_BASE, row)
-    where = {"at_id": session_row, "at_revision": old_revision}
-    return Change(sql.UPDATE_BASE, where | {"revision": revision, "state": sealed})
+        return Change(sql.INSERT_SNAPSHOT, row)
+    where = {"at_id": session_row, "at_revision": replaced}
+    return Change(sql.UPDATE_SNAPSHOT, where | {"revision": revision, "state": sealed})
