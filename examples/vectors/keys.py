@@ -34,7 +34,7 @@ ROOT_KEYS = {
 MASTER = made("master key", 32)
 PASSPHRASE = "correct horse battery staple"
 COMPOSED = "Schl\u00fcssel \u00c5"  # NFC
-DECOMPOSED = "Schlu\u0308ssel \u212b"  # the same, typed on another system
+DECOMPOSED = "Schlu\u0308ssel \u212b"  # the same characters, as another system encodes them
 INDEX_MASTER = counting(0xC0, 32)
 MASTERS = {11: counting(0x20, 32), 12: made("second data master", 32)}
 
@@ -307,7 +307,7 @@ def _tags() -> Iterator[Json]:
 
 
 def key_vectors() -> Json:
-    """The file's content."""
+    """Return the content of keys.json."""
     roots = [
         {
             "name": name,

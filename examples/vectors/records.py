@@ -1,4 +1,4 @@
-"""tests/vectors/records.json: records to open, and records to refuse."""
+"""tests/vectors/records.json: records to accept, and records to reject."""
 
 import struct
 from base64 import urlsafe_b64decode, urlsafe_b64encode
@@ -84,7 +84,7 @@ def _accepted(
     key_id: int | None = None,
     seconds: int = TIME,
 ) -> Json:
-    """Seal *plaintext* with a nonce that depends on *name*."""
+    """Return a case to accept: *plaintext*, encrypted with a nonce that depends on *name*."""
     key_id = KEY_OF[backend] if key_id is None else key_id
     draws: Json = {}
     sealer: records.Cipher
@@ -149,7 +149,7 @@ def _accept() -> Iterator[Json]:
 
 
 def _elsewhere(sealed: dict[tuple[str, int], bytes]) -> Iterator[Json]:
-    """Right records at wrong places."""
+    """Yield valid records at wrong places."""
     for purpose, place in PLACES.items():
         for backend in (AES, FERNET) if purpose == "event" else (AES,):
             record = sealed[purpose, backend]
@@ -193,7 +193,7 @@ def _shown(value: str | bytes | int) -> str:
 
 
 def _altered(sealed: dict[tuple[str, int], bytes]) -> Iterator[Json]:
-    """Records whose own bytes are wrong."""
+    """Yield records with wrong bytes of their own."""
     for backend in (AES, FERNET):
         record, name = sealed["event", backend], BACKEND_NAMES[backend]
         body = (
@@ -247,7 +247,7 @@ def _with_key(record: bytes, key_id: int) -> bytes:
 
 
 def _forged() -> Iterator[Json]:
-    """Values that no writer makes."""
+    """Yield values that no writer makes."""
     header, where = b"AKS\x01" + struct.pack(">Bq", AES, 1), EVENT.joined()
     nonce = made("forged", 12)
     forgeries = {
@@ -285,7 +285,7 @@ def _forged() -> Iterator[Json]:
 
 
 def record_vectors() -> Json:
-    """The file's content."""
+    """Return the content of records.json."""
     accepted = list(_accept())
     sealed = {
         (purpose, backend): bytes.fromhex(case["record"])
