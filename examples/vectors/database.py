@@ -30,11 +30,11 @@ from examples.vectors.fixed import MICROSECONDS, TIME, Json, counting, made
 from examples.vectors.keys import root_key_id
 
 ABOUT = (
-    "What a reader must find in database.sql, made by examples/make_vectors.py. Two root keys "
-    "open it: AesGcmBackend wrote first, then FernetBackend. Times are microseconds UTC. The "
-    "state of a session is given apart from that of its app and its user; events are the JSON "
-    "that google-adk 1.28.0 makes of them. 'overlay_keys' are the keys that the session's own "
-    "row holds, above its base."
+    "The contents that a reader must find in database.sql, made by examples/make_vectors.py. It "
+    "needs two root keys: AesGcmBackend wrote first, then FernetBackend. Times are microseconds "
+    "UTC. The state of a session is given without that of its app and its user. Events are JSON "
+    "as google-adk 1.28.0 writes it. 'overlay_keys' are the keys in the overlay, which is in the "
+    "session's own row."
 )
 AES_KEY, FERNET_KEY = counting(0x00, 32), counting(0x80, 32)
 ADK_VERSION = "1.28.0"

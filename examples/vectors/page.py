@@ -49,8 +49,8 @@ def worked_example() -> str:
                  f"backend_id = 1, created_at = {MICROSECONDS})", row.place(DATABASE_ID)),
                 *_sealed(wrapped, row.place(DATABASE_ID), _DATA_KEY, "plaintext: the data key"),
             ),
-            "It seals the first event (`seq` 0) of the session `first visit`, whose row has the "
-            "`id` 301:",
+            "It encrypts the first event (`seq` 0) of the session `first visit`. The row of that "
+            "session has the `id` 301:",
             _block(
                 ('place("event", "clinic", "ada", "first visit", session_row = 301, seq = 0, '
                  f"time = {_EVENT_TIME})", event_place),
