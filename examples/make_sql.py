@@ -1,8 +1,10 @@
-"""Make docs/sql/ anew: the tables, for teams whose service may not create them itself.
+"""Regenerate docs/sql/, the scripts that create the tables.
+
+They are for teams whose service account may not create tables.
 
     python examples/make_sql.py [--check]
 
-`--check` changes nothing and exits 1 where a file would change.
+With `--check`, it changes nothing and exits with 1 if a file would change.
 """
 
 import argparse
@@ -32,7 +34,7 @@ NAMES = {"postgresql": "PostgreSQL", "mysql": "MySQL and MariaDB", "sqlite": "SQ
 
 
 def script(database: str, part: str) -> str:
-    """The statements, in the order that they are to be run in."""
+    """Return the text of one file: a comment, and the statements in the order to run them."""
     statements: list[str] = []
 
     def collect(statement: sa.schema.ExecutableDDLElement, *_: object, **__: object) -> None:
@@ -47,7 +49,7 @@ def script(database: str, part: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Make docs/sql/ anew.")
+    parser = argparse.ArgumentParser(description="Regenerate docs/sql/.")
     parser.add_argument("--check", action="store_true", help="change nothing, report differences")
     check: bool = parser.parse_args(arguments).check
     different = 0

@@ -1,9 +1,9 @@
-"""Make tests/vectors/ and the worked example of docs/format.md anew, byte for byte.
+"""Regenerate tests/vectors/ and the worked example of docs/format.md, byte for byte.
 
     python examples/make_vectors.py [--check]
 
-`--check` changes nothing and exits 1 where a file would change.  The known answers of third
-parties (nist_*.json, fernet_spec.json) are not made here.
+With `--check`, it changes nothing and exits with 1 if a file would change.  The known answers of
+third parties (nist_*.json, fernet_spec.json) are not generated here.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import re
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # to import what is beside this file
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # so that `examples` can be imported
 
 from examples.vectors.database import database_vectors
 from examples.vectors.fixed import Json
@@ -26,7 +26,7 @@ PAGE = ROOT / "docs" / "format.md"
 
 
 def made_files() -> dict[Path, str]:
-    """What each file should hold."""
+    """Return the text that each file should hold."""
     sql, contents = database_vectors()
     return {
         VECTORS / "records.json": _dumped(record_vectors()),
@@ -38,12 +38,12 @@ def made_files() -> dict[Path, str]:
 
 
 def _dumped(value: Json) -> str:
-    # The parts of a place on one line each.
+    # Write each part of a place on one line.
     return re.sub(r"\{\s+(\"\w+\": .*)\s+\}", r"{\1}", json.dumps(value, indent=1)) + "\n"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Make the test vectors anew.")
+    parser = argparse.ArgumentParser(description="Regenerate the test vectors.")
     parser.add_argument("--check", action="store_true", help="change nothing, report differences")
     check: bool = parser.parse_args(arguments).check
     different = 0

@@ -1,9 +1,9 @@
-"""A conversation with an ADK agent, every word of it sealed on disk.
+"""Hold a conversation with an ADK agent, and store it encrypted on disk.
 
     python examples/quickstart.py [--db PATH]
 
-Needs no network: a small model class in this file answers by rule. With GOOGLE_API_KEY or
-GEMINI_API_KEY set, the same agent talks through Gemini instead.
+It needs no network: a small model class in this file answers by fixed rules. If GOOGLE_API_KEY or
+GEMINI_API_KEY is set, the same agent uses Gemini instead.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from google.genai import types
 
 from adk_secure_sessions import AesGcmBackend, EncryptedSessionService, generate_key
 
-# Some releases of ADK say so of parts of their own.
+# Some ADK releases warn about their own experimental parts.
 warnings.filterwarnings("ignore", message=r"\[EXPERIMENTAL\]")
 
 APP = "clinic"
@@ -63,7 +63,7 @@ def book_appointment(day: str, time: str, tool_context: ToolContext) -> dict[str
 
 
 class OfflineModel(BaseLlm):
-    """Answers by rule, and knows nothing but the history that ADK hands it."""
+    """Answers by fixed rules, from nothing but the history that ADK passes to it."""
 
     model: str = "offline"
 
@@ -73,7 +73,7 @@ class OfflineModel(BaseLlm):
         parts = [part for content in llm_request.contents for part in content.parts or []]
         yield LlmResponse(
             content=types.Content(role="model", parts=[self._answer(parts)]),
-            # Some releases of ADK log a line for every answer that lacks this.
+            # Without this, some ADK releases log a line for every answer.
             usage_metadata=types.GenerateContentResponseUsageMetadata(
                 prompt_token_count=0, candidates_token_count=0
             ),
@@ -138,7 +138,7 @@ async def talk(runner: Runner, texts: Iterable[str]) -> str:
     return answer
 
 
-# --- the two visits, with nothing in common but the file and the key -----------------------------
+# --- the two visits, which share only the file and the key --------------------------------------
 
 
 async def first_visit(db: Path, key: str) -> None:
@@ -150,7 +150,7 @@ async def first_visit(db: Path, key: str) -> None:
 
 
 async def second_visit(db: Path, key: str) -> bool:
-    """Go on with the conversation, then look at the file; True when all is as it should be."""
+    """Continue the conversation and inspect the file; return True if both are as expected."""
     async with EncryptedSessionService(
         db_url=f"sqlite+aiosqlite:///{db}", backend=AesGcmBackend(key)
     ) as service:
@@ -159,14 +159,14 @@ async def second_visit(db: Path, key: str) -> bool:
         if not remembered:
             print("  !! the agent has forgotten the first visit")
 
-        heading("What the file holds, and what the service returns")
+        heading("The rows in the file, and the same data from the service")
         session = await service.get_session(app_name=APP, user_id=USER, session_id=SESSION)
         assert session is not None
         show_tables(db, session)
 
-        # While the service is open, so that the write-ahead log is there; and as the last thing,
-        # since reading a database file past SQLite drops this process's locks on it.
-        heading("Looking for the conversation in the file")
+        # The service is still open, so that the write-ahead log exists.  This comes last: to read
+        # the file directly releases this process's locks on it.
+        heading("Searching the file for the conversation")
         return search(db, session) and remembered
 
 
@@ -174,7 +174,7 @@ async def second_visit(db: Path, key: str) -> bool:
 
 
 def show_tables(db: Path, session: Session) -> None:
-    """Print the first row of each table, and the same thing as the service returns it."""
+    """Print the first row of each table, and the same data as the service returns it."""
     user_state = {k: v for k, v in session.state.items() if k.startswith("user:")}
     first = session.events[0].content
     returned = {
@@ -206,7 +206,7 @@ def shorten(value: object) -> str:
 
 
 def search(db: Path, session: Session) -> bool:
-    """Search the database and its write-ahead log; True when only the app's name is found."""
+    """Search the database and its write-ahead log; return True if only the app's name is there."""
     said = " ".join([*FIRST_VISIT, *SECOND_VISIT])
     keys = [key.removeprefix("user:") for key in session.state]
     secrets = sorted({USER, SESSION, *keys, *re.findall(r"\w{6,}", said)}, key=str.lower)
@@ -217,10 +217,10 @@ def search(db: Path, session: Session) -> bool:
     print(f"  looked for     {', '.join(secrets)}")
     found = [word for word in secrets if word.lower().encode() in stored]
     print(f"  found          {', '.join(found) or 'nothing'}")
-    # The app's name is not a secret; finding it shows that the search itself works.
+    # The app's name is stored as plaintext; finding it shows that the search itself works.
     control = APP.encode() in stored
     print(
-        f"  in clear       the app's name, {APP!r}, as documented: {'found' if control else '??'}"
+        f"  plaintext      the app's name, {APP!r}, as documented: {'found' if control else '??'}"
     )
     return control and not found
 
@@ -233,15 +233,15 @@ def heading(text: str) -> None:
 
 
 def run(db: Path) -> bool:
-    key = generate_key()  # in earnest it comes from a key service, a file or the environment
-    heading("A first visit: three turns, stored sealed")
+    key = generate_key()  # in production, use a key service, a file or the environment
+    heading("A first visit: three turns, stored encrypted")
     asyncio.run(first_visit(db, key))
-    heading("A new service on the same file: the conversation goes on")
+    heading("A new service on the same file: the conversation continues")
     return asyncio.run(second_visit(db, key))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="An ADK conversation, sealed on disk.")
+    parser = argparse.ArgumentParser(description="An ADK conversation, stored encrypted on disk.")
     parser.add_argument("--db", type=Path, help="keep the database here (a new file)")
     db: Path | None = parser.parse_args().db
     if db and db.exists():

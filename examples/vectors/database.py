@@ -1,6 +1,6 @@
-"""tests/vectors/database.sql and .json: a small database, and what a reader must find in it.
+"""tests/vectors/database.sql and .json: a small database, and the contents a reader must find.
 
-The service itself writes it, with fixed randomness and clocks.
+`EncryptedSessionService` writes the database, with fixed random bytes and clocks.
 """
 
 import asyncio
@@ -30,11 +30,11 @@ from examples.vectors.fixed import MICROSECONDS, TIME, Json, counting, made
 from examples.vectors.keys import root_key_id
 
 ABOUT = (
-    "What a reader must find in database.sql, made by examples/make_vectors.py. Two root keys "
-    "open it: AesGcmBackend wrote first, then FernetBackend. Times are microseconds UTC. The "
-    "state of a session is given apart from that of its app and its user; events are the JSON "
-    "that google-adk 1.28.0 makes of them. 'overlay_keys' are the keys that the session's own "
-    "row holds, above its base."
+    "The contents that a reader must find in database.sql, made by examples/make_vectors.py. It "
+    "needs two root keys: AesGcmBackend wrote first, then FernetBackend. Times are microseconds "
+    "UTC. The state of a session is given without that of its app and its user. Events are JSON "
+    "as google-adk 1.28.0 writes it. 'overlay_keys' are the keys in the overlay, which is in the "
+    "session's own row."
 )
 AES_KEY, FERNET_KEY = counting(0x00, 32), counting(0x80, 32)
 ADK_VERSION = "1.28.0"
@@ -50,7 +50,7 @@ _ACTIONS = (
 
 
 def _event(number: int, author: str, content: str, delta: Json | None = None) -> str:
-    """JSON as google-adk 1.28.0 writes it, whichever version is installed."""
+    """Return JSON as google-adk 1.28.0 writes it, whichever version is installed."""
     actions = _ACTIONS % json.dumps(delta or {}, separators=(",", ":"))
     return (
         f'{{"content":{content},"invocation_id":"inv-{number}","author":"{author}",{actions},'
@@ -80,7 +80,7 @@ _ANSWER = _says(
 _PLAIN = _says("user", '{"text":"And then?"}')
 _NOTED = {"step": 1, "user:allergies": ["penicillin"], "app:visits": 1}
 
-# Session by session, in the order of their creation: who, the state it begins with, its events.
+# Each session in order of creation: app, user, session id, initial state and events.
 _BY_AES: list[tuple[str, str, str, Json, list[str]]] = [
     (
         CLINIC, ADA, VISIT, {"step": 0, "app:name": "Dr. Müller", "user:language": "de"},
@@ -107,14 +107,14 @@ _BY_FERNET: list[tuple[str, str, str, Json, list[str]]] = [
     ),
     (CLINIC, BOB, "second visit", {}, [_event(7, "user", _PLAIN, {"user:language": "fr"})]),
 ]  # fmt: skip
-# Appended by the second backend to sessions that the first one made.
+# Events that the second backend appends to sessions of the first one.
 _CONTINUED: list[tuple[str, str, str, list[str]]] = [
     (CLINIC, ADA, VISIT, [_event(8, "nurse", _ANSWER, {"step": 2, "app:visits": 2})]),
 ]
 
 
 class _Draws:
-    """Stands in for `os`, `secrets` and `time` in the modules that ask them."""
+    """Fixed random bytes and times, to replace `os`, `secrets` and `time` in our modules."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -137,7 +137,7 @@ class _Draws:
 
 @contextmanager
 def _fixed() -> Iterator[None]:
-    """Run the service on fixed randomness and clocks, and on the events' JSON of one ADK."""
+    """Give the service fixed random bytes and clocks, and the JSON of one ADK release."""
     draws = _Draws()
     os_ = SimpleNamespace(urandom=draws.bytes)
     clock = SimpleNamespace(time_ns=draws.nanoseconds, time=draws.seconds, get_time=draws.seconds)
@@ -180,12 +180,12 @@ def _encode(event: Event) -> bytes:
 
 
 def backends() -> list[EncryptionBackend]:
-    """The two that wrote the database, in their order."""
+    """Return the two backends that write the database, in order."""
     return [AesGcmBackend(AES_KEY), FernetBackend(FERNET_KEY)]
 
 
 async def _write(path: Path) -> list[int]:
-    """Return when each session was created, in their order."""
+    """Write the database; return the creation time of each session, in order."""
     first, second = backends()
     created: list[int] = []
     url = f"sqlite+aiosqlite:///{path}"
@@ -210,7 +210,7 @@ async def _write(path: Path) -> list[int]:
 
 
 async def _add_master(path: Path, backend: EncryptionBackend) -> None:
-    """A data master under another root key: the first writers made one, readers take it."""
+    """Add a data master under another root key: early versions did, and readers accept it."""
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
         query = "SELECT value FROM secure_meta WHERE name = 'database_id'"
         ((database_id,),) = connection.execute(query)
@@ -236,7 +236,7 @@ async def _append(service: EncryptedSessionService, session: Session, events: li
 
 
 def _dump(connection: sqlite3.Connection) -> str:
-    """Statements that make the same database; SQLAlchemy's white space is left out."""
+    """Return statements that create the same database, without SQLAlchemy's white space."""
     lines = ["-- Made by examples/make_vectors.py; database.json says what is in it.", "BEGIN;"]
     schema = connection.execute(
         "SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL ORDER BY type DESC, name"
@@ -253,7 +253,7 @@ def _dump(connection: sqlite3.Connection) -> str:
 
 
 def _state_after(start: Json, events: list[str], prefix: str) -> Json:
-    """What changes of one scope leave, by ADK's rules: later ones win, key by key."""
+    """Return the state of one scope after *events*: the last value of each key, as in ADK."""
     state: Json = {}
     for delta in (start, *(json.loads(text)["actions"]["state_delta"] for text in events)):
         for key, value in delta.items():
@@ -264,7 +264,7 @@ def _state_after(start: Json, events: list[str], prefix: str) -> Json:
 
 
 def _contents(created: list[int]) -> Json:
-    """From the scenario, without looking into the database."""
+    """Return the expected contents, made from the scenario without reading the database."""
     sessions, apps, users = [], dict[str, Json](), dict[tuple[str, str], Json]()
     scenario = zip((*_BY_AES, *_BY_FERNET), created, strict=True)
     for (app, user, name, start, events), created_at in scenario:
@@ -304,7 +304,7 @@ def _time_of(event: str) -> int:
 
 
 def database_vectors() -> tuple[str, Json]:
-    """The contents of the two files."""
+    """Return the contents of database.sql and database.json."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "sessions.db"
         with _fixed():

@@ -1,4 +1,4 @@
-"""What is random or now in a real database, fixed, so that vectors come out the same each time."""
+"""Fixed random bytes, times and ciphers, so that the vectors are the same each time."""
 
 import hashlib
 from collections.abc import Iterator
@@ -16,24 +16,24 @@ MICROSECONDS = TIME * 1_000_000
 
 
 def made(label: str, length: int) -> bytes:
-    """Bytes that look random and depend on *label* alone."""
+    """Return bytes that look random and depend only on *label*."""
     return hashlib.shake_256(b"adk-secure-sessions vectors: " + label.encode()).digest(length)
 
 
 def counting(first: int, length: int) -> bytes:
-    """*first*, *first* + 1, ...: easy to recognise in a dump."""
+    """Return *first*, *first* + 1, ...: easy to recognize in a dump."""
     return bytes((first + i) % 256 for i in range(length))
 
 
 @contextmanager
 def fernet_draws(iv: bytes, seconds: int) -> Iterator[None]:
-    """Fernet takes its IV and its time from here."""
+    """Make Fernet use this IV and this time."""
     with mock.patch("os.urandom", return_value=iv), mock.patch("time.time", return_value=seconds):
         yield
 
 
 class FixedAesGcm:
-    """`Aes256Gcm` with a nonce that is given."""
+    """`Aes256Gcm` with a given nonce."""
 
     def __init__(self, key: bytes, nonce: bytes) -> None:
         assert len(nonce) == NONCE_LENGTH
@@ -48,7 +48,7 @@ class FixedAesGcm:
 
 
 class FixedFernet(FernetCipher):
-    """`FernetCipher` with an IV and a time that are given."""
+    """`FernetCipher` with a given IV and time."""
 
     def __init__(self, key: bytes, iv: bytes, seconds: int) -> None:
         super().__init__(key)
@@ -61,7 +61,7 @@ class FixedFernet(FernetCipher):
 
 
 def flipped(data: bytes, position: int) -> bytes:
-    """*data* with the lowest bit of one byte changed."""
+    """Return *data* with the lowest bit of one byte changed."""
     changed = bytearray(data)
     changed[position] ^= 1
     return bytes(changed)

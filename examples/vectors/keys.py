@@ -17,13 +17,14 @@ from examples.vectors.fixed import MICROSECONDS, FixedAesGcm, Json, counting, fl
 from examples.vectors.places import ADA, BOB, DATABASE_ID
 
 ABOUT = (
-    "Keys and tags, made by examples/make_vectors.py as docs/format.md says; bytes in hex. "
-    "'expect' is 'ok' or the class of our error; another reader just has to refuse. 'root_keys': "
-    "what a 32-byte root key gives. 'master_keys': a row of secure_keyring, unwrapped by the root "
-    "key or passphrase that stands beside it. 'data_keys': a row of secure_data_keys, unwrapped "
-    "by the data masters under 'masters'. 'associated_data' is the row's place. Where 'nonce' is "
-    "given, wrapping with it (and with 'header', for a passphrase: 02, salt, iterations, lanes, "
-    "memory) gives exactly 'wrapped'. 'tags': the first 16 bytes of 'hmac', made by 'index_master'."
+    "Keys and tags, made by examples/make_vectors.py as docs/format.md says. Bytes are in hex. "
+    "'expect' is 'ok' or the class of our error; for an error, any reader must reject the row. "
+    "'root_keys': the id and the wrapping key of each 32-byte root key. 'master_keys': rows of "
+    "secure_keyring, each with the root key or passphrase to unwrap it. 'data_keys': rows of "
+    "secure_data_keys, which the data masters under 'masters' unwrap. 'associated_data' is the "
+    "place of the row. If 'nonce' is given, wrapping with it gives exactly 'wrapped'; for a "
+    "passphrase, 'header' is needed, too (02, salt, iterations, lanes, memory). 'tags': 'hmac' is "
+    "made with 'index_master', and 'tag' is its first 16 bytes."
 )
 ROOT_KEYS = {
     "counting bytes": counting(0, 32),
@@ -34,7 +35,7 @@ ROOT_KEYS = {
 MASTER = made("master key", 32)
 PASSPHRASE = "correct horse battery staple"
 COMPOSED = "Schl\u00fcssel \u00c5"  # NFC
-DECOMPOSED = "Schlu\u0308ssel \u212b"  # the same, typed on another system
+DECOMPOSED = "Schlu\u0308ssel \u212b"  # the same characters, as another system encodes them
 INDEX_MASTER = counting(0xC0, 32)
 MASTERS = {11: counting(0x20, 32), 12: made("second data master", 32)}
 
@@ -102,7 +103,7 @@ def _master_keys() -> Iterator[Json]:
     wrapped = b"\x01" + cipher._seal(nonce, MASTER, aad)
     yield from _refused_wraps({"root_key": root.hex()}, row._replace(wrapped=wrapped), 1)
     yield _master_case(
-        "wrapped by another 32-byte root key", "its key id claims the right one",
+        "wrapped by another 32-byte root key", "its root_key_id is that of the right key",
         {"root_key": ROOT_KEYS["all ones"].hex()}, row._replace(wrapped=wrapped), "TamperedError",
     )  # fmt: skip
     forged = {
@@ -110,17 +111,17 @@ def _master_keys() -> Iterator[Json]:
         "wrapped without the leading 01 as associated data": cipher._seal(nonce, MASTER, aad[1:]),
     }
     for name, sealed in forged.items():
-        yield _master_case(name, "made wrongly", {"root_key": root.hex()},
+        yield _master_case(name, "wrapped in another way", {"root_key": root.hex()},
                            row._replace(wrapped=b"\x01" + sealed), "TamperedError")  # fmt: skip
     yield from _passphrases()
     clear = _master_row("none")._replace(wrapped=b"\x00" + MASTER)
     made_of = {"master_key": MASTER.hex()}
-    yield _master_case("master key in clear, for NoOpBackend", "no root key", {}, clear, "ok") | (
+    yield _master_case("plaintext master key, for NoOpBackend", "no root key", {}, clear, "ok") | (
         made_of
     )
     yield _master_case("wrapped key, for NoOpBackend", "no root key", {},
                        clear._replace(wrapped=wrapped), "PlaintextRefusedError")  # fmt: skip
-    yield _master_case("master key in clear, for a 32-byte root key", "as NoOpBackend writes",
+    yield _master_case("plaintext master key, for a 32-byte root key", "as NoOpBackend writes",
                        {"root_key": root.hex()}, row._replace(wrapped=b"\x00" + MASTER),
                        "TamperedError")  # fmt: skip
 
@@ -171,7 +172,7 @@ def _passphrases() -> Iterator[Json]:
     }
     for name, header in headers.items():
         body = b"" if len(header) < 29 else body
-        yield _master_case(f"passphrase: {name}", "refused, whatever follows the header",
+        yield _master_case(f"passphrase: {name}", "rejected, whatever follows the header",
                            {"passphrase": PASSPHRASE}, wrapped._replace(wrapped=header + body),
                            "TamperedError")  # fmt: skip
 
@@ -263,7 +264,7 @@ def _data_keys() -> Iterator[Json]:
         "an altered tag": (flipped(wrapped, -1), "TamperedError"),
         "no body": (wrapped[:13], "TamperedError"),
         "nothing": (b"", "TamperedError"),
-        "a key in clear": (made("AES-256-GCM data key", 32), "PlaintextRefusedError"),
+        "a plaintext key": (made("AES-256-GCM data key", 32), "PlaintextRefusedError"),
     }
     for name, (stored, expect) in altered.items():
         yield _data_case(f"data key's row with {name}", "the wrap itself is wrong",
@@ -307,7 +308,7 @@ def _tags() -> Iterator[Json]:
 
 
 def key_vectors() -> Json:
-    """The file's content."""
+    """Return the content of keys.json."""
     roots = [
         {
             "name": name,

@@ -20,7 +20,7 @@ _EVENT_TIME = MICROSECONDS + 1_500_000
 
 
 def worked_example() -> str:
-    """The lines between the markers."""
+    """Return the lines between the markers."""
     tag_place = records.place(("user", "clinic", "ada"))
     mac = HMAC(_INDEX_MASTER, SHA256())
     mac.update(tag_place)
@@ -49,8 +49,8 @@ def worked_example() -> str:
                  f"backend_id = 1, created_at = {MICROSECONDS})", row.place(DATABASE_ID)),
                 *_sealed(wrapped, row.place(DATABASE_ID), _DATA_KEY, "plaintext: the data key"),
             ),
-            "It seals the first event (`seq` 0) of the session `first visit`, whose row has the "
-            "`id` 301:",
+            "It encrypts the first event (`seq` 0) of the session `first visit`. The row of that "
+            "session has the `id` 301:",
             _block(
                 ('place("event", "clinic", "ada", "first visit", session_row = 301, seq = 0, '
                  f"time = {_EVENT_TIME})", event_place),
@@ -84,7 +84,7 @@ def _block(*values: tuple[str, bytes]) -> str:
 
 
 def with_example(page: str) -> str:
-    """*page* with the example between its markers made anew."""
+    """Return *page* with a regenerated example between its markers."""
     before, start, rest = page.partition(START)
     _, end, after = rest.partition(END)
     assert start, "docs/format.md has lost the first marker of its example"

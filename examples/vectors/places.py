@@ -1,4 +1,7 @@
-"""Places of every kind, with the names of their parts, as docs/format.md lists them."""
+"""An example of each kind of place, with the names of its parts, as docs/format.md lists them.
+
+A place is the part of the associated data that says where a record belongs.
+"""
 
 from typing import NamedTuple
 
@@ -13,7 +16,7 @@ DATABASE_ID = made("database id", 16)
 
 
 class Place(NamedTuple):
-    """Parts in their order: texts and bytes, then integers."""
+    """The parts of a place in order: texts and bytes, then integers."""
 
     names: tuple[str, ...]
     parts: tuple[str | bytes, ...]
@@ -26,7 +29,7 @@ class Place(NamedTuple):
         return [typed(part) for part in (*self.parts, *self.numbers)]
 
     def replacing(self, **changes: str | bytes | int) -> "Place":
-        """The same with some parts changed, by their names."""
+        """Return a copy with the named parts changed."""
         assert changes.keys() <= set(self.names)
         values = [
             changes.get(name, value)

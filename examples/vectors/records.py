@@ -1,4 +1,4 @@
-"""tests/vectors/records.json: records to open, and records to refuse."""
+"""tests/vectors/records.json: records to accept, and records to reject."""
 
 import struct
 from base64 import urlsafe_b64decode, urlsafe_b64encode
@@ -21,14 +21,14 @@ from examples.vectors.fixed import (
 from examples.vectors.places import ADA, BOB, EVENT, PLACES, Place
 
 ABOUT = (
-    "Records to accept and to refuse, made by examples/make_vectors.py as docs/format.md says. "
-    "A reader knows the data keys listed under 'keys', each with its owner and its backend, and "
-    "accepts records of the backends in 'accept' only. It is to open 'record' (hex) at 'place', "
-    "for 'owner'. 'place_hex' is the joined place; the associated data is the record's 13 header "
-    "bytes and then that. 'expect' is 'ok', with 'plaintext' in hex, or the class of our error; "
-    "another reader just has to refuse. Where 'nonce' (AES-256-GCM), or 'iv' and 'time' (Fernet, "
-    "seconds), are given, sealing 'plaintext' with them gives exactly 'record'. Integers are of "
-    "64 bits; texts may hold lone surrogates."
+    "Records to accept and to reject, made by examples/make_vectors.py as docs/format.md says. "
+    "The reader knows the data keys under 'keys', each with its owner and its backend. It accepts "
+    "only records of the backends in 'accept'. It decrypts 'record' (hex) at 'place', for 'owner'. "
+    "'place_hex' is the joined place. The associated data is the 13 header bytes of the record, "
+    "then the joined place. 'expect' is 'ok' or the class of our error; for an error, any reader "
+    "must reject the record. If 'expect' is 'ok', 'plaintext' (hex) is the result. If 'nonce' "
+    "(AES-256-GCM), or 'iv' and 'time' (Fernet, seconds), are given, encrypting 'plaintext' with "
+    "them gives exactly 'record'. Integers have 64 bits. Texts may hold lone surrogates."
 )
 AES, FERNET, CLEAR = 1, 2, 3
 LARGEST = 2**63 - 1
@@ -84,7 +84,7 @@ def _accepted(
     key_id: int | None = None,
     seconds: int = TIME,
 ) -> Json:
-    """Seal *plaintext* with a nonce that depends on *name*."""
+    """Return a case to accept: *plaintext*, encrypted with a nonce that depends on *name*."""
     key_id = KEY_OF[backend] if key_id is None else key_id
     draws: Json = {}
     sealer: records.Cipher
@@ -120,7 +120,9 @@ def _accept() -> Iterator[Json]:
             "plaintext of 300 bytes": counting(0, 300),
         }.items():
             name = f"{text}, {BACKEND_NAMES[backend]}"
-            yield _accepted(name, "any bytes can be sealed", plaintext=plaintext, backend=backend)
+            yield _accepted(
+                name, "a plaintext may be any bytes", plaintext=plaintext, backend=backend
+            )
     ids: dict[str, dict[str, str | bytes | int]] = {
         "ids that are not ASCII": {"user_id": "Žofie 🌱", "session_id": "世界"},
         "ids with spaces and a line break": {"user_id": " ada ", "session_id": "a\nb"},
@@ -140,7 +142,7 @@ def _accept() -> Iterator[Json]:
     yield _accepted("the largest key id", "key ids have 63 bits", key_id=LARGEST)
     yield _accepted("a Fernet token of 1985", "tokens never expire", backend=FERNET,
                     seconds=499_162_800)  # fmt: skip
-    yield _accepted("a Fernet token of 2100", "nor are they refused for being early",
+    yield _accepted("a Fernet token of 2100", "tokens of the future are accepted",
                     backend=FERNET, seconds=4_102_444_800)  # fmt: skip
     listed = _case("no-op record where no-op is accepted", "NoOpBackend was listed",
                    EVENT, _in_clear(_EVENT_TEXT), "ok")  # fmt: skip
@@ -149,7 +151,7 @@ def _accept() -> Iterator[Json]:
 
 
 def _elsewhere(sealed: dict[tuple[str, int], bytes]) -> Iterator[Json]:
-    """Right records at wrong places."""
+    """Yield valid records at wrong places."""
     for purpose, place in PLACES.items():
         for backend in (AES, FERNET) if purpose == "event" else (AES,):
             record = sealed[purpose, backend]
@@ -163,7 +165,7 @@ def _elsewhere(sealed: dict[tuple[str, int], bytes]) -> Iterator[Json]:
                     other = value + "x" if isinstance(value, str) else flipped(value, 0)
                 yield _case(
                     f"{purpose} record at another {field}, {BACKEND_NAMES[backend]}",
-                    f"sealed with {field} {_shown(value)}, read with {_shown(other)}",
+                    f"written with {field} {_shown(value)}, read with {_shown(other)}",
                     place.replacing(**{field: other}), record, _SEALED,
                 )  # fmt: skip
     event, session = sealed["event", AES], PLACES["session"]
@@ -184,7 +186,7 @@ def _elsewhere(sealed: dict[tuple[str, int], bytes]) -> Iterator[Json]:
         "one integer more": (Place((), EVENT.parts, (*EVENT.numbers, 0)), event),
     }  # fmt: skip
     for name, (place, record) in shifted.items():
-        yield _case(name, "the place has the same letters or digits, parted differently",
+        yield _case(name, "the same letters or digits, split into other parts",
                     place, record, _SEALED)  # fmt: skip
 
 
@@ -193,7 +195,7 @@ def _shown(value: str | bytes | int) -> str:
 
 
 def _altered(sealed: dict[tuple[str, int], bytes]) -> Iterator[Json]:
-    """Records whose own bytes are wrong."""
+    """Yield records with wrong bytes of their own."""
     for backend in (AES, FERNET):
         record, name = sealed["event", backend], BACKEND_NAMES[backend]
         body = (
@@ -247,17 +249,17 @@ def _with_key(record: bytes, key_id: int) -> bytes:
 
 
 def _forged() -> Iterator[Json]:
-    """Values that no writer makes."""
+    """Yield values that no writer makes."""
     header, where = b"AKS\x01" + struct.pack(">Bq", AES, 1), EVENT.joined()
     nonce = made("forged", 12)
     forgeries = {
-        "sealed with another key":
+        "encrypted with another key":
             (Aes256Gcm(made("another key", 32))._seal(nonce, _EVENT_TEXT, header + where), _SEALED),
-        "sealed without the header as associated data":
+        "encrypted without the header as associated data":
             (Aes256Gcm(_key(1))._seal(nonce, _EVENT_TEXT, where), _SEALED),
-        "sealed without the place as associated data":
+        "encrypted without the place as associated data":
             (Aes256Gcm(_key(1))._seal(nonce, _EVENT_TEXT, header), _SEALED),
-        "the plaintext behind a sealed record's header": (_EVENT_TEXT, _SEALED),
+        "the plaintext after an encrypted record's header": (_EVENT_TEXT, _SEALED),
     }  # fmt: skip
     for name, (body, expect) in forgeries.items():
         yield _case(name, "an AES-256-GCM header before another body", EVENT,
@@ -285,7 +287,7 @@ def _forged() -> Iterator[Json]:
 
 
 def record_vectors() -> Json:
-    """The file's content."""
+    """Return the content of records.json."""
     accepted = list(_accept())
     sealed = {
         (purpose, backend): bytes.fromhex(case["record"])
