@@ -1,9 +1,11 @@
 """A reader of the whole database, written from docs/format.md alone: nothing of ours is imported.
 
-It reads AES-256-GCM and Fernet under 32-byte root keys, and refuses with `Refused`.
+It reads AES-256-GCM and Fernet under 32-byte root keys, and rejects with `Refused`.  The page
+calls `place` the encoding of a context.
 """
 
 import json
+import re
 import sqlite3
 import struct
 from base64 import urlsafe_b64encode
@@ -19,9 +21,11 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 Part = str | bytes | int
 Row = dict[str, Any]
 
+KEY_LENGTH = 32  # of master keys, and of data keys for AES-256-GCM and Fernet
+
 
 class Refused(Exception):
-    """What the page tells readers to refuse."""
+    """A value or a database that the page tells readers to reject."""
 
 
 def place(*parts: Part) -> bytes:
@@ -29,10 +33,16 @@ def place(*parts: Part) -> bytes:
     for part in parts:
         if isinstance(part, int):
             integers += struct.pack(">q", part)
-        else:
-            data = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
+        elif isinstance(part, str | bytes):
+            data = encoded(part) if isinstance(part, str) else part
             joined += struct.pack(">I", len(data)) + data
+        else:  # SQLite stores any type in any column
+            raise Refused
     return joined + struct.pack(">I", len(integers)) + integers
+
+
+def encoded(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
 
 
 def expand(key: bytes, info: bytes, length: int = 32) -> bytes:
@@ -62,7 +72,7 @@ def open_fernet(key: bytes, body: bytes, associated_data: bytes) -> bytes:
 
 def unpack(record: bytes) -> tuple[int, int]:
     """A record's backend id and key id."""
-    if len(record) < 13 or record[:4] != b"AKS\x01":
+    if not isinstance(record, bytes) or len(record) < 13 or record[:4] != b"AKS\x01":
         raise Refused
     return struct.unpack(">Bq", record[4:13])
 
@@ -89,18 +99,25 @@ class Database:
             raise Refused
         if keys and self._meta(keys) != meta | {"holds": "keys"}:
             raise Refused
-        self._id = bytes.fromhex(meta["database_id"])
+        database_id = meta.get("database_id", "")
+        if not re.fullmatch("[0-9a-f]{32}", database_id):
+            raise Refused
+        self._id = bytes.fromhex(database_id)
         roots = {
             f"key:{expand(root, b'adk-secure-sessions/v1/key-id', 8).hex()}": root
             for root in root_keys
         }
+        index: list[bytes] = []
         self._masters: dict[int, bytes] = {}
         for row in self._rows("secure_keyring"):
             key = self._unwrap(row, roots)
             if row["purpose"] == "index":
-                self._index = key
+                index.append(key)
             else:
                 self._masters[row["id"]] = key
+        if len(index) != 1 or not self._masters:
+            raise Refused
+        (self._index,) = index
         self._keys = {row["id"]: row for row in self._rows("secure_data_keys")}
         self._witnesses = {row["tag"]: row for row in self._rows("secure_witnesses")}
 
@@ -117,6 +134,32 @@ class Database:
                 for session in self._rows("secure_sessions", "user_row", user["id"]):
                     sessions.append(self._open_session(name, user_id, user, session))
         return {"apps": apps, "users": users, "sessions": sessions}
+
+    def session(self, app_name: str, user_id: str, session_id: str) -> Row | None:
+        """One session, with the state that an application sees; None if there is none."""
+        app = self._find("secure_apps", "app", app_name)
+        user = self._find("secure_users", "user", app_name, user_id)
+        row = self._find("secure_sessions", "session", app_name, user_id, session_id)
+        if row is None:
+            return None
+        if app is None or user is None:
+            raise Refused
+        if (row["user_row"], user["app_row"]) != (user["id"], app["id"]):
+            raise Refused
+        app_state = self._open_app(app_name, app)
+        _, user_state = self._open_user(app_name, user)
+        session = self._open_session(app_name, user_id, user, row)
+        for prefix, state in (("app:", app_state), ("user:", user_state)):
+            session["state"] |= {prefix + name: value for name, value in state.items()}
+        return session
+
+    def _find(self, table: str, *ids: str) -> Row | None:
+        """The row of *table* with the tag of *ids*; rejected if only its witness is there."""
+        row_tag = tag(self._index, *ids)
+        found = self._rows(table, "tag", row_tag)
+        if not found and row_tag in self._witnesses:
+            raise Refused
+        return found[0] if found else None
 
     def _meta(self, connection: sqlite3.Connection) -> dict[str, str]:
         meta = dict(connection.execute("SELECT name, value FROM secure_meta"))
@@ -146,22 +189,22 @@ class Database:
     def _unwrap(self, row: Row, roots: dict[str, bytes]) -> bytes:
         wrapped, root_id = row["wrapped"], row["root_key_id"]
         where = place("master-key", self._id, row["purpose"], root_id, row["id"], row["created_at"])
-        if wrapped[:1] != b"\x01":
+        if root_id not in roots or wrapped[:1] != b"\x01":
             raise Refused
-        key = expand(roots[root_id], b"adk-secure-sessions/v1/wrap")
-        return open_aes(key, wrapped[1:], b"\x01" + where)
+        wrapping_key = expand(roots[root_id], b"adk-secure-sessions/v1/wrap")
+        return _checked(open_aes(wrapping_key, wrapped[1:], b"\x01" + where))
 
     def _data_key(self, key_id: int, owner: bytes, backend: int) -> bytes:
-        row = self._keys[key_id]
-        if row["owner"] != owner or row["backend_id"] != backend:
+        row = self._keys.get(key_id)
+        if row is None or row["owner"] != owner or row["backend_id"] != backend:
             raise Refused
         wrap_backend, master = unpack(row["wrapped"])
-        if wrap_backend != 1:
+        if wrap_backend != 1 or master not in self._masters:
             raise Refused
         where = place(
             "data-key", self._id, owner, key_id, row["generation"], backend, row["created_at"]
         )
-        return open_record(row["wrapped"], where, 1, self._masters[master])
+        return _checked(open_record(row["wrapped"], where, 1, self._masters[master]))
 
     def _open(self, record: bytes, owner: bytes, *where: Part) -> bytes:
         backend, key_id = unpack(record)
@@ -170,14 +213,16 @@ class Database:
         return open_record(record, place(*where), backend, self._data_key(key_id, owner, backend))
 
     def _check_witness(self, app: str, owner: bytes, row_tag: bytes, number: int) -> None:
-        witness = self._witnesses[row_tag]
+        witness = self._witnesses.get(row_tag)
+        if witness is None:
+            raise Refused
         where = ("witness", app, row_tag, witness["number"])
         if self._open(witness["seal"], owner, *where) != b"" or witness["number"] != number:
             raise Refused
 
     def _open_app(self, name: str, row: Row) -> Any:
         row_tag = row["tag"]
-        if row_tag != tag(self._index, "app", name):
+        if row["app_name"] != encoded(name) or row_tag != tag(self._index, "app", name):
             raise Refused
         self._check_witness(name, row_tag, row_tag, row["version"])
         where = ("app", name, row_tag, row["id"], row["version"])
@@ -201,10 +246,11 @@ class Database:
         self._check_witness(app, user["tag"], row["tag"], row["id"])
         who = (app, user_id, session_id)
         base = {}
-        if row["base_revision"] != -1:
-            (found,) = self._rows("secure_bases", "session_row", row["id"])
-            if found["revision"] != row["base_revision"]:
-                raise Refused
+        revisions = [] if row["base_revision"] == -1 else [row["base_revision"]]
+        bases = self._rows("secure_bases", "session_row", row["id"])
+        if [found["revision"] for found in bases] != revisions:
+            raise Refused
+        for found in bases:
             where = ("base", *who, row["id"], found["revision"])
             base = json.loads(self._open(found["state"], user["tag"], *where))
         history = []
@@ -226,6 +272,12 @@ class Database:
             "overlay_keys": sorted(overlay),
             "events": history,
         }
+
+
+def _checked(key: bytes) -> bytes:
+    if len(key) != KEY_LENGTH:
+        raise Refused
+    return key
 
 
 def _split(plaintext: bytes) -> tuple[str, Any]:

@@ -4,6 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
+from sqlalchemy.dialects import mysql
 
 from adk_secure_sessions import AesGcmBackend, FernetBackend, NoOpBackend
 from adk_secure_sessions.backends import THIRD_PARTY_IDS
@@ -32,7 +34,27 @@ def rows(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
-TABLES = {cells[0].strip("`"): cells[1] for cells in rows(section("Tables"))}
+def listed_columns() -> dict[str, list[list[str]]]:
+    """The rows of the page's first table of tables, by table: column, type, value."""
+    text = section("Tables").partition("\n\nNo column")[0]
+    found: dict[str, list[list[str]]] = {}
+    name = ""
+    for cells in rows(text):
+        name = cells[0].strip("`") or name
+        found.setdefault(name, []).append([cells[1].strip("`"), *cells[2:]])
+    return found
+
+
+TABLES = listed_columns()
+
+
+def type_on_page(column: sa.Column[object]) -> str:
+    if isinstance(column.type, sa.String):
+        return f"text ({column.type.length})"
+    if isinstance(column.type, sa.LargeBinary):
+        found = re.search(r"\((\d+)\)", column.type.compile(mysql.dialect()))
+        return f"binary ({found[1]})" if found else "binary"
+    return "integer"
 
 
 def test_page_lists_the_tables_that_there_are() -> None:
@@ -41,30 +63,40 @@ def test_page_lists_the_tables_that_there_are() -> None:
 
 @pytest.mark.parametrize("name", tables.metadata.tables)
 def test_page_lists_the_columns_of_the_table_in_their_order(name: str) -> None:
-    cell = re.sub(r"\*\*| unique| \(.*?\)", "", TABLES[name].split(";")[0])
-    listed = cell.split(", ")
+    listed = [column for column, *_ in TABLES[name]]
     assert listed == list(tables.metadata.tables[name].columns.keys())
 
 
 @pytest.mark.parametrize("name", tables.metadata.tables)
+def test_page_gives_the_type_of_each_column_of_the_table(name: str) -> None:
+    listed = {column: kind.split(",")[0] for column, kind, _ in TABLES[name]}
+    columns = tables.metadata.tables[name].columns
+    assert listed == {column.name: type_on_page(column) for column in columns}
+
+
+@pytest.mark.parametrize("name", tables.metadata.tables)
 def test_page_marks_the_primary_key_of_the_table(name: str) -> None:
-    marked = re.search(r"\*\*(.*?)\*\*", TABLES[name])
-    assert marked
-    keys = list(tables.metadata.tables[name].primary_key.columns.keys())
-    assert marked[1].split(", ") == keys
+    marked = [column for column, kind, _ in TABLES[name] if kind.endswith(", primary key")]
+    assert marked == list(tables.metadata.tables[name].primary_key.columns.keys())
 
 
 @pytest.mark.parametrize("name", tables.metadata.tables)
 def test_page_marks_the_unique_columns_of_the_table(name: str) -> None:
-    marked = re.findall(r"(\w+) unique", TABLES[name])
+    marked = [column for column, kind, _ in TABLES[name] if kind.endswith(", unique")]
     columns = tables.metadata.tables[name].columns
     assert marked == [column.name for column in columns if column.unique]
+
+
+def test_no_column_may_be_null() -> None:
+    columns = [column for table in tables.metadata.tables.values() for column in table.columns]
+    assert [column for column in columns if column.nullable] == []
+    assert "No column may be null" in section("Tables")
 
 
 def test_page_lists_every_sealed_column_with_its_purpose() -> None:
     listed = {
         cells[0].strip("`"): cells[2].strip("`").split(",")[0].strip('"')
-        for cells in rows(section("What each record holds, and its place"))
+        for cells in rows(section("What each record holds, and its context"))
     }
     assert listed == {
         "secure_apps.state": "app",
@@ -73,6 +105,7 @@ def test_page_lists_every_sealed_column_with_its_purpose() -> None:
         "secure_bases.state": "base",
         "secure_events.event": "event",
         "secure_witnesses.seal": "witness",
+        "secure_data_keys.wrapped": "data-key",
     }
     for column in listed:
         table, name = column.split(".")
@@ -97,12 +130,20 @@ def test_page_gives_the_header_as_it_is_written() -> None:
 
 def test_page_gives_the_lengths_of_nonce_tag_and_key() -> None:
     assert f"`nonce ({aead.NONCE_LENGTH}) ‖ ciphertext ‖ tag (16)`" in PAGE
-    assert f"key {aead.KEY_LENGTH} bytes" in PAGE
+    assert f"a key of {aead.KEY_LENGTH} bytes, a nonce of {aead.NONCE_LENGTH} bytes" in PAGE
     assert f"the first {blind_index.TAG_LENGTH} bytes" in section("Tags")
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_page_gives_the_length_of_data_keys_for_each_backend() -> None:
+    listed = {cells[0].split(" ")[0]: cells[2] for cells in rows(section("Bodies"))}
+    backends = (AesGcmBackend(bytes(32)), FernetBackend(bytes(32)), NoOpBackend())
+    for backend in backends:
+        assert listed[str(backend.backend_id)] == f"{len(backend.new_key())} bytes"
+
+
 def test_page_gives_the_cost_of_passphrases_and_its_limits() -> None:
-    text = section("Key providers")
+    text = " ".join(section("Key providers").split())
     cost = (passphrase._ITERATIONS, passphrase._LANES, passphrase._MEMORY_KIB)
     assert "iterations {}, lanes {}, {} KiB".format(*cost) in text
     assert f"more than {passphrase._MAX_ITERATIONS} iterations" in text
@@ -111,7 +152,7 @@ def test_page_gives_the_cost_of_passphrases_and_its_limits() -> None:
 
 
 def test_page_gives_the_size_from_which_an_overlay_is_folded() -> None:
-    assert f"more than\n{transactions.OVERLAY_LIMIT} bytes" in PAGE
+    assert f"more than {transactions.OVERLAY_LIMIT} bytes" in " ".join(section("States").split())
 
 
 def test_page_gives_the_format_version() -> None:
