@@ -64,7 +64,7 @@ test-matrix-%:
 	$(MAKE) test-adk ADK=$*
 
 # BENCH_SECONDS (2.5) is for each comparison with ADK.  A part of it, which leaves page and results
-# as they are: make bench ARGS='-k "postgresql and get"'; places are sqlite, postgresql and distant.
+# as they are: make bench ARGS='-k "postgresql and get"'; deployments are sqlite, postgresql and remote.
 bench: .venv/.installed ## measure speed, memory and storage; write benchmarks/results.json and its page
 	$(BIN)/python -m pytest tests/benchmarks -m benchmark -v --log-cli-level=INFO \
 	  --log-cli-format='%(message)s' $(or $(ARGS),--results benchmarks/results.json)

@@ -46,7 +46,7 @@ BUDGETS: dict[str, dict[str, Budget]] = {
 }
 FIELDS_OPENED = 0.005  # seconds for all
 KEY_SERVICE_CALLS = 4  # for a start and any number of operations
-FLAT = 1.25  # the largest of the smallest
-CIPHER = {"sqlite": 1.08, "postgresql": 1.06}  # AES-256-GCM of no-op, in CPU time
-STALL = 0.005  # seconds of an event loop that reads 5000 events
-MEMORY = 1.5  # of ADK's, to read them
+GROWTH = 1.25  # the largest of the smallest
+CIPHER_COST = {"sqlite": 1.08, "postgresql": 1.06}  # AES-256-GCM of no-op, in CPU time
+EVENT_LOOP_STALL = 0.005  # seconds of an event loop that reads 5000 events
+LARGE_READ_MEMORY = 1.5  # of ADK's, to read them

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from tests.benchmarks.deployments import LOCAL, REMOTE, Deployment, Deployments
 from tests.benchmarks.machine import machine, versions
-from tests.benchmarks.many_users import Crowds
-from tests.benchmarks.places import DISTANT, NEAR, Place, Places
+from tests.benchmarks.many_users import DatabasesByUsersCache
 from tests.benchmarks.results import Results, changes
 
 _RESULTS = pytest.StashKey[Results]()
@@ -41,16 +41,16 @@ def pytest_terminal_summary(
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def places() -> AsyncIterator[Places]:
+async def deployments() -> AsyncIterator[Deployments]:
     async with AsyncExitStack() as stack:
-        yield Places(stack)
+        yield Deployments(stack)
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session", params=[*NEAR, DISTANT])
-async def place(request: pytest.FixtureRequest, places: Places) -> Place:
-    return await places.get(request.param)
+@pytest_asyncio.fixture(scope="session", loop_scope="session", params=[*LOCAL, REMOTE])
+async def deployment(request: pytest.FixtureRequest, deployments: Deployments) -> Deployment:
+    return await deployments.get(request.param)
 
 
 @pytest.fixture(scope="session")
-def crowds() -> Crowds:
-    return Crowds()
+def databases_by_users() -> DatabasesByUsersCache:
+    return DatabasesByUsersCache()

@@ -23,7 +23,7 @@ ADK, ADK_SQLITE, FLOOR = "adk", "adk-sqlite", "floor"
 
 _KEY = os.urandom(32)
 # As durable as a server is by default, unlike the tests' own, and with nothing in the
-# background; what autovacuum would have told the planner is for `settled`.
+# background; what autovacuum would have told the planner is for `update_statistics`.
 _POSTGRESQL_OPTIONS = (
     "-cfsync=on",
     "-csynchronous_commit=on",
@@ -52,19 +52,19 @@ async def _open(side: str, url: sa.URL) -> BaseSessionService:
     if side == FERNET:
         return EncryptedSessionService(url, FernetBackend(_KEY))
     if side == NO_OP:
-        return _in_clear(url)
+        return _no_op_service(url)
     if side == ADK:
         return DatabaseSessionService(url.render_as_string(hide_password=False))
     if side == ADK_SQLITE:
         return SqliteSessionService(str(url.database))
-    async with _in_clear(url) as service:  # so that the floor has our tables, to the letter
+    async with _no_op_service(url) as service:  # so that the floor has our tables, to the letter
         await service.prepare_tables()
     if url.get_backend_name() == "sqlite":
         return SqliteFloor(Path(str(url.database)))
     return await PostgresFloor.connect(url)
 
 
-def _in_clear(url: sa.URL) -> EncryptedSessionService:
+def _no_op_service(url: sa.URL) -> EncryptedSessionService:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it is in clear
         return EncryptedSessionService(url, NoOpBackend())
@@ -82,7 +82,7 @@ class Databases:
         if kind == "postgresql":
             self._server = stack.enter_context(servers.postgresql(*_POSTGRESQL_OPTIONS))
 
-    def make(self) -> sa.URL:
+    def create(self) -> sa.URL:
         """The URL of a new one."""
         self._made += 1
         if self._server is not None:
@@ -92,16 +92,16 @@ class Databases:
         return sa.URL.create("sqlite+aiosqlite", database=str(path))
 
 
-async def settled(url: sa.URL) -> None:
+async def update_statistics(url: sa.URL) -> None:
     """Give the planner its statistics, after much was added."""
     if url.get_backend_name() == "postgresql":
-        async with _maintaining(url) as connection:
+        async with _autocommit_connection(url) as connection:
             await connection.exec_driver_sql("ANALYZE")
 
 
 async def stored_bytes(url: sa.URL) -> int:
     """What the database takes up, indexes included, once all that is dead was removed."""
-    async with _maintaining(url) as connection:
+    async with _autocommit_connection(url) as connection:
         if connection.dialect.name == "sqlite":
             await connection.exec_driver_sql("VACUUM")
             await connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -118,7 +118,7 @@ async def stored_bytes(url: sa.URL) -> int:
 
 
 @asynccontextmanager
-async def _maintaining(url: sa.URL) -> AsyncIterator[AsyncConnection]:
+async def _autocommit_connection(url: sa.URL) -> AsyncIterator[AsyncConnection]:
     engine = create_async_engine(url, isolation_level="AUTOCOMMIT")
     try:
         async with engine.connect() as connection:

@@ -81,7 +81,7 @@ class PostgresFloor(Floor):
 
 
 async def _leave(_connection: object) -> None:
-    """In place of asyncpg's reset, a round trip for each operation: nothing here needs it."""
+    """Instead of asyncpg's reset, a round trip for each operation: nothing here needs it."""
 
 
 @cache

@@ -10,18 +10,18 @@ Clock = Callable[[], float]
 Timings = dict[str, list[float]]
 
 WARM_UPS = 3
-LEAST, MOST = 9, 200  # rounds
+MIN_ROUNDS, MAX_ROUNDS = 9, 200  # rounds
 
 
-def order(names: Sequence[str], turn: int) -> list[str]:
-    """The sides' order in round *turn*: each is as often first as last, and before any other."""
-    start = turn // 2 % len(names)
-    turned = [*names[start:], *names[:start]]
-    return turned[::-1] if turn % 2 else turned
+def side_order(names: Sequence[str], round_number: int) -> list[str]:
+    """Return the order of the sides in a round; each is first as often as last."""
+    start = round_number // 2 % len(names)
+    rotated = [*names[start:], *names[:start]]
+    return rotated[::-1] if round_number % 2 else rotated
 
 
 @contextmanager
-def collector_off() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """No garbage collection by itself, and what lives now is left out of any that is asked for.
 
     A full collection of all that ADK imports takes longer than most of what is measured
@@ -41,8 +41,8 @@ async def interleave(
     sides: Mapping[str, Operation],
     seconds: float,
     *,
-    least: int = LEAST,
-    most: int = MOST,
+    min_rounds: int = MIN_ROUNDS,
+    max_rounds: int = MAX_ROUNDS,
     warm_ups: int = WARM_UPS,
     clock: Clock = time.perf_counter,
     repeat: int = 1,
@@ -52,12 +52,12 @@ async def interleave(
         for operation in sides.values():
             await _mean(operation, clock, repeat)
     timings: Timings = {name: [] for name in sides}
-    with collector_off():
+    with gc_paused():
         end = time.monotonic() + seconds
-        for turn in range(most):
-            if turn >= least and time.monotonic() > end:
+        for round_number in range(max_rounds):
+            if round_number >= min_rounds and time.monotonic() > end:
                 break
-            for name in order(list(sides), turn):
+            for name in side_order(list(sides), round_number):
                 timings[name].append(await _mean(sides[name], clock, repeat))
                 gc.collect(1)  # all that the run left, but not the interpreter's free lists
     return timings

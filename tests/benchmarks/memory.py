@@ -6,7 +6,7 @@ import tracemalloc
 from tests.benchmarks.harness import Operation
 
 
-async def peak(operation: Operation) -> int:
+async def peak_memory(operation: Operation) -> int:
     """Bytes of Python's that were in use at once, at most, and were not before."""
     gc.collect()
     tracemalloc.start()

@@ -12,7 +12,7 @@ from google.adk.sessions import BaseSessionService
 from tests.benchmarks.harness import Clock, Operation, Timings, interleave
 from tests.benchmarks.plan import BATCH, ITERATIONS, WARM_UPS
 from tests.benchmarks.results import Figure
-from tests.benchmarks.samples import APP
+from tests.benchmarks.workload import APP
 
 LIMIT = 1.20
 BASELINE, ENCRYPTED = "baseline", "encrypted"
@@ -36,7 +36,13 @@ async def measure(
     """Seconds of each batch: in every iteration both sides run one, in changing order."""
     sides = {BASELINE: baseline, ENCRYPTED: encrypted}
     timings = await interleave(
-        sides, 0, least=ITERATIONS, most=ITERATIONS, warm_ups=WARM_UPS, clock=clock, repeat=BATCH
+        sides,
+        0,
+        min_rounds=ITERATIONS,
+        max_rounds=ITERATIONS,
+        warm_ups=WARM_UPS,
+        clock=clock,
+        repeat=BATCH,
     )
     return {side: [BATCH * mean for mean in means] for side, means in timings.items()}
 
@@ -46,23 +52,23 @@ def overhead(timings: Timings) -> Figure:
     return Figure.ratio(timings[ENCRYPTED], timings[BASELINE], LIMIT)
 
 
-def log_line(figures: Mapping[str, Figure], what: str) -> str:
-    """*what*: backend and size."""
-    name = f"round trip/{what}"
+def log_line(figures: Mapping[str, Figure], label: str) -> str:
+    """*label*: backend and size."""
+    name = f"round trip/{label}"
     baseline, encrypted, ratio = (
         figures[f"{name}/{part}"].value for part in (BASELINE, ENCRYPTED, "overhead")
     )
     return (
-        f"Benchmark [{what}]: baseline={baseline:.4f}s, encrypted={encrypted:.4f}s, "
+        f"Benchmark [{label}]: baseline={baseline:.4f}s, encrypted={encrypted:.4f}s, "
         f"overhead={ratio:.2f}x"
     )
 
 
-def judge(what: str, ratio: Figure, *, is_binding: bool) -> None:
+def check_limit(label: str, ratio: Figure, *, is_binding: bool) -> None:
     """At the limit or above it fail; or warn, if it is not binding, or with CI=true."""
     if ratio.value < LIMIT:
         return
-    message = f"Benchmark [{what}]: overhead {ratio.value:.2f}x is not below {LIMIT:.2f}x"
+    message = f"Benchmark [{label}]: overhead {ratio.value:.2f}x is not below {LIMIT:.2f}x"
     if is_binding and os.environ.get("CI", "").lower() != "true":
         pytest.fail(message)
     warnings.warn(message, UserWarning, stacklevel=2)

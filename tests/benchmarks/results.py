@@ -88,8 +88,8 @@ def quantity(*values: float, unit: str, separator: str = "/") -> str:
 
 
 def _three_digits(value: float) -> str:
-    places = 0 if value >= 99.95 else 1 if value >= 9.995 else 2 if value >= 0.0995 else 3
-    return f"{value:,.{places}f}" if value else "0"
+    decimals = 0 if value >= 99.95 else 1 if value >= 9.995 else 2 if value >= 0.0995 else 3
+    return f"{value:,.{decimals}f}" if value else "0"
 
 
 def _whole(value: float) -> str:
@@ -109,7 +109,7 @@ class Results:
         self.versions = versions or {}
         self.figures = figures or {}
 
-    def keep(self, name: str, figure: Figure) -> None:
+    def store(self, name: str, figure: Figure) -> None:
         """Raises ValueError if the name is taken."""
         if name in self.figures:
             raise ValueError(f"two figures have the name {name!r}")
@@ -120,7 +120,7 @@ class Results:
 
     def add(self, name: str, figure: Figure) -> None:
         """Keep it, and log it."""
-        self.keep(name, figure)
+        self.store(name, figure)
         self.log(f"{name}: {figure}")
 
     def count(self, name: str, value: float, unit: str = "", goal: float | None = None) -> None:
@@ -130,18 +130,18 @@ class Results:
     def save(self, path: Path) -> None:
         """Write JSON: `machine`, `versions`, and `figures` by name."""
         figures = {name: asdict(figure) for name, figure in self.figures.items()}
-        kept = {"machine": self.machine, "versions": self.versions, "figures": figures}
+        stored = {"machine": self.machine, "versions": self.versions, "figures": figures}
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(stored, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        figures = {name: Figure(**fields) for name, fields in kept["figures"].items()}
-        return cls(kept["machine"], kept["versions"], figures)
+        stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        figures = {name: Figure(**fields) for name, fields in stored["figures"].items()}
+        return cls(stored["machine"], stored["versions"], figures)
 
 
-_NOTICED = 0.05  # a change has to be larger than that to be told
+_MIN_CHANGE = 0.05  # a change has to be larger than that to be told
 
 
 def changes(old: Results, new: Results) -> list[str]:
@@ -157,13 +157,13 @@ def changes(old: Results, new: Results) -> list[str]:
         before = old.figures.get(name)
         if before is None:
             lines.append(f"{name}: new, {figure}")
-        elif (same or figure.unit not in ("s", "/s")) and _differ(before, figure):
+        elif (same or figure.unit not in ("s", "/s")) and _differs(before, figure):
             change = f"{figure.value / before.value - 1:+.0%}" if before.value else "from nothing"
             lines.append(f"{name}: {change}, was {before}, is {figure}")
     lines += [f"{name}: gone" for name in old.figures if name not in new.figures]
     return lines or ["no change beyond noise"]
 
 
-def _differ(one: Figure, other: Figure) -> bool:
+def _differs(one: Figure, other: Figure) -> bool:
     apart = one.high < other.low or other.high < one.low
-    return apart and abs(one.value - other.value) > _NOTICED * min(one.value, other.value)
+    return apart and abs(one.value - other.value) > _MIN_CHANGE * min(one.value, other.value)

@@ -11,7 +11,7 @@ from google.adk.sessions.base_session_service import GetSessionConfig
 
 from tests import servers
 from tests.benchmarks.databases import FLOOR, opened
-from tests.benchmarks.samples import APP, event, state
+from tests.benchmarks.workload import APP, event, state
 from tests.conformance.support import ADK
 
 

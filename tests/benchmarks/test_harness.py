@@ -6,18 +6,18 @@ import gc
 import pytest
 
 from tests.benchmarks.harness import (
-    LEAST,
+    MIN_ROUNDS,
     WARM_UPS,
-    collector_off,
+    gc_paused,
     interleave,
-    order,
+    side_order,
 )
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_each_side_is_as_often_at_each_place(count: int) -> None:
     names = [str(number) for number in range(count)]
-    orders = [order(names, turn) for turn in range(2 * count)]
+    orders = [side_order(names, round_number) for round_number in range(2 * count)]
     assert all(sorted(one) == names for one in orders)
     for name in names:
         assert sorted(one.index(name) for one in orders) == sorted([*range(count)] * 2)
@@ -32,7 +32,7 @@ async def test_timings_are_the_clock_s_and_means_of_repeated_runs() -> None:
 
     sides = {"ours": lambda: take(1.0), "reference": lambda: take(4.0)}
     timings = await interleave(sides, 0, clock=lambda: now, repeat=5)
-    assert timings == {"ours": [1.0] * LEAST, "reference": [4.0] * LEAST}
+    assert timings == {"ours": [1.0] * MIN_ROUNDS, "reference": [4.0] * MIN_ROUNDS}
 
 
 async def test_rounds_end_with_what_was_prepared_for_them() -> None:
@@ -41,7 +41,7 @@ async def test_rounds_end_with_what_was_prepared_for_them() -> None:
     async def take() -> int:
         return prepared.pop()
 
-    timings = await interleave({"ours": take}, 60, most=5)
+    timings = await interleave({"ours": take}, 60, max_rounds=5)
     assert len(timings["ours"]) == 5
     assert prepared == []
 
@@ -53,7 +53,7 @@ async def test_collector_is_off_while_sides_run_and_on_afterwards() -> None:
         await asyncio.sleep(0)
         seen.add(gc.isenabled())
 
-    with collector_off():
+    with gc_paused():
         await look()
     assert seen == {False}
     assert gc.isenabled()

@@ -10,7 +10,7 @@ from tests.benchmarks.charts import charts
 from tests.benchmarks.report import CHARTS, PAGE, RESULTS, TEMPLATE, render
 from tests.benchmarks.results import Results
 
-AGAIN = "make them again: python -m tests.benchmarks.report"
+REGENERATE = "make them again: python -m tests.benchmarks.report"
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,7 @@ def results() -> Results:
 
 
 def test_page_is_made_of_the_results(results: Results) -> None:
-    assert PAGE.read_text(encoding="utf-8") == render(results), AGAIN
+    assert PAGE.read_text(encoding="utf-8") == render(results), REGENERATE
 
 
 def test_pictures_are_made_of_the_results(results: Results) -> None:
@@ -27,8 +27,8 @@ def test_pictures_are_made_of_the_results(results: Results) -> None:
     again = charts(results)
     assert drawn.keys() == again.keys()
     if f"matplotlib {mpl.__version__} " not in next(iter(drawn.values())):
-        pytest.skip("another matplotlib has drawn them, and places things differently")
-    assert drawn == again, AGAIN
+        pytest.skip("another matplotlib has drawn them, and deployments things differently")
+    assert drawn == again, REGENERATE
 
 
 def test_page_changes_with_every_figure_that_it_shows(results: Results) -> None:

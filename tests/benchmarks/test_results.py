@@ -97,7 +97,7 @@ def test_name_that_is_taken_is_refused() -> None:
         results.count("a", 1)
 
 
-def kept(machine: str = "one", **figures: Figure) -> Results:
+def run_of(machine: str = "one", **figures: Figure) -> Results:
     return Results({"processor": machine}, {}, figures)
 
 
@@ -118,19 +118,19 @@ def seconds(middle: float, width: float) -> Figure:
 def test_changes_are_told_where_they_go_beyond_noise(
     old: Figure, new: Figure, expected: str
 ) -> None:
-    [line] = changes(kept(a=old), kept(a=new))
+    [line] = changes(run_of(a=old), run_of(a=new))
     assert line.startswith(expected)
 
 
 def test_figures_that_come_and_go_are_told() -> None:
-    lines = changes(kept(old=seconds(1, 0)), kept(new=seconds(2, 0)))
+    lines = changes(run_of(old=seconds(1, 0)), run_of(new=seconds(2, 0)))
     assert [line.split(",")[0] for line in lines] == ["new: new", "old: gone"]
 
 
 def test_times_of_another_machine_are_not_compared_but_ratios_are() -> None:
     ratio = Figure(1.0, 1.0, 1.0, 30, "x")
-    old = kept(time=seconds(1, 0), ratio=ratio)
-    new = kept("another", time=seconds(9, 0), ratio=Figure(2.0, 2.0, 2.0, 30, "x"))
+    old = run_of(time=seconds(1, 0), ratio=ratio)
+    new = run_of("another", time=seconds(9, 0), ratio=Figure(2.0, 2.0, 2.0, 30, "x"))
     lines = changes(old, new)
     assert len(lines) == 2
     assert "another machine" in lines[0]

@@ -1,6 +1,6 @@
 """A socket in front of another that passes everything on half a millisecond later, both ways.
 
-`python slow_line.py LISTEN TARGET` is a process of its own, so that it takes no time from the
+`python latency_proxy.py LISTEN TARGET` is a process of its own, so that it takes no time from the
 one that is measured.
 """
 
@@ -16,7 +16,7 @@ DELAY = 0.0005  # seconds each way: a round trip takes 1 ms longer
 
 
 @asynccontextmanager
-async def slow_line(listen: Path, target: Path) -> AsyncIterator[None]:
+async def latency_proxy(listen: Path, target: Path) -> AsyncIterator[None]:
     """Run such a process; when this is entered it listens."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, __file__, str(listen), str(target), stdout=asyncio.subprocess.PIPE

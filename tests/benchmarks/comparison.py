@@ -1,12 +1,12 @@
-"""Runs a comparison at a place, and keeps each time, and each ratio beside its budget."""
+"""Runs a comparison at a deployment, and keeps each time, and each ratio beside its budget."""
 
 import os
 from collections.abc import Mapping
 
 from tests.benchmarks.budgets import BUDGETS
 from tests.benchmarks.databases import ADK, FLOOR, OURS
-from tests.benchmarks.harness import MOST, Operation, Timings, interleave
-from tests.benchmarks.places import DISTANT, POSTGRESQL, Place
+from tests.benchmarks.deployments import POSTGRESQL, REMOTE, Deployment
+from tests.benchmarks.harness import MAX_ROUNDS, Operation, Timings, interleave
 from tests.benchmarks.results import Figure, Results
 
 # For each comparison, beside what preparing it takes.
@@ -15,21 +15,27 @@ SECONDS = float(os.environ.get("BENCH_SECONDS", "2.5"))
 
 async def compare(
     results: Results,
-    place: Place,
+    deployment: Deployment,
     operation: str,
     sides: Mapping[str, Operation],
-    most: int = MOST,
+    max_rounds: int = MAX_ROUNDS,
 ) -> None:
     """Interleave *sides*, and keep how ours does beside each of the others."""
-    keep_timings(results, place, operation, await interleave(sides, SECONDS, most=most))
+    add_with_budget(
+        results, deployment, operation, await interleave(sides, SECONDS, max_rounds=max_rounds)
+    )
 
 
-def keep_timings(results: Results, place: Place, operation: str, timings: Timings) -> None:
-    budget = BUDGETS[POSTGRESQL if place.name == DISTANT else place.name][operation]
-    keep(results, f"{place.name}/{operation}", timings, {ADK: budget.adk, FLOOR: budget.floor})
+def add_with_budget(
+    results: Results, deployment: Deployment, operation: str, timings: Timings
+) -> None:
+    budget = BUDGETS[POSTGRESQL if deployment.name == REMOTE else deployment.name][operation]
+    add_comparison(
+        results, f"{deployment.name}/{operation}", timings, {ADK: budget.adk, FLOOR: budget.floor}
+    )
 
 
-def keep(
+def add_comparison(
     results: Results, name: str, timings: Timings, goals: Mapping[str, float | None] = {}
 ) -> None:
     """Keep the time of each side, and of which part of each other side's ours is."""
@@ -38,4 +44,4 @@ def keep(
     for side, values in timings.items():
         if side != OURS:
             goal = goals.get(side)
-            results.add(f"{name}/of {side}", Figure.ratio(timings[OURS], values, goal))
+            results.add(f"{name}/relative to {side}", Figure.ratio(timings[OURS], values, goal))

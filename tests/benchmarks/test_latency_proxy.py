@@ -5,7 +5,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.benchmarks.slow_line import DELAY, slow_line
+from tests.benchmarks.latency_proxy import DELAY, latency_proxy
 
 
 async def test_slow_line_passes_all_bytes_on_in_order_and_late() -> None:
@@ -17,7 +17,7 @@ async def test_slow_line_passes_all_bytes_on_in_order_and_late() -> None:
     sent = b"".join(number.to_bytes(4, "big") for number in range(100_000))
     with tempfile.TemporaryDirectory() as name:  # a socket's path has to be short
         target, listen = Path(name) / "target", Path(name) / "listen"
-        async with await asyncio.start_unix_server(echo, target), slow_line(listen, target):
+        async with await asyncio.start_unix_server(echo, target), latency_proxy(listen, target):
             reader, writer = await asyncio.open_unix_connection(listen)
             writer.write(b"first")
             assert await reader.readexactly(5) == b"first"

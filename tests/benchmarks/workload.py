@@ -70,12 +70,12 @@ def payload(label: str) -> dict[str, object]:
     return whole
 
 
-def size_of(state: dict[str, object]) -> int:
+def json_size(state: dict[str, object]) -> int:
     """Bytes of its JSON, written as short as JSON can be."""
     return len(json.dumps(state, separators=(",", ":")).encode())
 
 
-async def started(service: BaseSessionService, user: str, size: int) -> Session:
+async def start_session(service: BaseSessionService, user: str, size: int) -> Session:
     """A session that has begun, in the hands of whoever goes on with it."""
     session = await service.create_session(app_name=APP, user_id=user, state=state(size))
     for number in range(5):

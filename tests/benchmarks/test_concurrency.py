@@ -12,12 +12,12 @@ from google.adk.sessions.base_session_service import GetSessionConfig
 
 from tests.benchmarks.ciphers import BACKENDS, new_cipher
 from tests.benchmarks.databases import ADK_SQLITE, FLOOR, OURS
-from tests.benchmarks.harness import Operation, collector_off, interleave
-from tests.benchmarks.memory import peak
-from tests.benchmarks.places import NEAR, Place
-from tests.benchmarks.plan import FIELD_SIZES, MEASURED, THREADS, TOGETHER
+from tests.benchmarks.deployments import LOCAL, Deployment
+from tests.benchmarks.harness import Operation, gc_paused, interleave
+from tests.benchmarks.memory import peak_memory
+from tests.benchmarks.plan import BATCH_APPENDS, FIELD_SIZES, MEMORY_OPERATIONS, THREADS
 from tests.benchmarks.results import Figure, Results
-from tests.benchmarks.samples import APP, event, payload, state
+from tests.benchmarks.workload import APP, event, payload, state
 
 pytestmark = pytest.mark.benchmark
 
@@ -32,20 +32,20 @@ def test_threads(results: Results, name: str, size: str) -> None:
     cipher = new_cipher(name)
     plaintext = os.urandom(FIELD_SIZES[size])
 
-    def seal(count: int) -> None:
+    def encrypt(count: int) -> None:
         for _ in range(count):
-            cipher.encrypt(plaintext, b"place")
+            cipher.encrypt(plaintext, b"context")
 
     start = time.perf_counter()
-    seal(100)
+    encrypt(100)
     count = max(8, round(SECONDS / (time.perf_counter() - start) * 100))
     rates: dict[int, list[float]] = {threads: [] for threads in THREADS}
-    with ThreadPoolExecutor(max(THREADS)) as pool, collector_off():
-        list(pool.map(seal, [1] * max(THREADS)))
+    with ThreadPoolExecutor(max(THREADS)) as pool, gc_paused():
+        list(pool.map(encrypt, [1] * max(THREADS)))
         for _ in range(SAMPLES):
             for threads in THREADS:
                 start = time.perf_counter()
-                list(pool.map(seal, [count // threads] * threads))
+                list(pool.map(encrypt, [count // threads] * threads))
                 done = count // threads * threads
                 rates[threads].append(done / (time.perf_counter() - start))
     for threads, values in rates.items():
@@ -53,51 +53,55 @@ def test_threads(results: Results, name: str, size: str) -> None:
 
 
 @pytest.mark.asyncio(loop_scope="session")
-@pytest.mark.parametrize("place", NEAR, indirect=True)
-async def test_batch(place: Place, results: Results) -> None:
+@pytest.mark.parametrize("deployment", LOCAL, indirect=True)
+async def test_batch(deployment: Deployment, results: Results) -> None:
     """Events of as many sessions, appended all at once and one after the other."""
-    service = place.sides[OURS]
+    service = deployment.sides[OURS]
     sessions = [
         await service.create_session(app_name=APP, user_id=f"batch-{number}")
-        for number in range(TOGETHER)
+        for number in range(BATCH_APPENDS)
     ]
 
-    async def at_once() -> None:
+    async def concurrently() -> None:
         await asyncio.gather(*(service.append_event(one, event(0)) for one in sessions))
 
-    async def one_by_one() -> None:
+    async def sequentially() -> None:
         for one in sessions:
             await service.append_event(one, event(0))
 
-    timings = await interleave({"at once": at_once, "one by one": one_by_one}, 5, most=60)
+    timings = await interleave(
+        {"concurrently": concurrently, "sequentially": sequentially}, 5, max_rounds=60
+    )
     for how, values in timings.items():
-        figure = Figure.of([TOGETHER / seconds for seconds in values], "/s")
-        results.add(f"{place.name}/batch/{TOGETHER} appends {how}", figure)
-    ratio = Figure.ratio(timings["at once"], timings["one by one"])
-    results.add(f"{place.name}/batch/at once of one by one", ratio)
+        figure = Figure.of([BATCH_APPENDS / seconds for seconds in values], "/s")
+        results.add(f"{deployment.name}/batch/{BATCH_APPENDS} appends {how}", figure)
+    ratio = Figure.ratio(timings["concurrently"], timings["sequentially"])
+    results.add(f"{deployment.name}/batch/concurrent relative to sequential", ratio)
 
 
 @pytest.mark.asyncio(loop_scope="session")
-@pytest.mark.parametrize("place", NEAR, indirect=True)
-async def test_memory_of_each_operation(place: Place, results: Results) -> None:
+@pytest.mark.parametrize("deployment", LOCAL, indirect=True)
+async def test_memory_of_each_operation(deployment: Deployment, results: Results) -> None:
     sides = {
         side: service
-        for side, service in place.all_sides.items()
+        for side, service in deployment.all_sides.items()
         if side not in (ADK_SQLITE, FLOOR)
     }
     for side, service in sides.items():
-        found = await operations(place, side, service)
-        for name, operation in zip(MEASURED, found, strict=True):
+        found = await operations(deployment, side, service)
+        for name, operation in zip(MEMORY_OPERATIONS, found, strict=True):
             await operation()  # what is made once, as compiled statements, is not its own
-            taken = sorted([await peak(operation) for _ in range(5)])
-            results.add(f"{place.name}/memory/{name}/{side}", Figure.of(taken, "B"))
+            taken = sorted([await peak_memory(operation) for _ in range(5)])
+            results.add(f"{deployment.name}/memory/{name}/{side}", Figure.of(taken, "B"))
 
 
-async def operations(place: Place, side: str, service: BaseSessionService) -> list[Operation]:
+async def operations(
+    deployment: Deployment, side: str, service: BaseSessionService
+) -> list[Operation]:
     initial = payload("10KB")
-    history = await place.stock.history(side, 100)
+    history = await deployment.seeded.session_with_events(side, 100)
     session = await service.create_session(app_name=APP, user_id="memory", state=state(1000))
-    user = await place.stock.user(side, 100)
+    user = await deployment.seeded.user_with_sessions(side, 100)
     one: Any = {"app_name": APP, "user_id": "reader", "session_id": history}
     return [
         lambda: service.create_session(app_name=APP, user_id="memory", state=initial),

@@ -18,23 +18,23 @@ from tests.benchmarks.databases import (
     Databases,
     opened,
 )
-from tests.benchmarks.filling import Stock
-from tests.benchmarks.slow_line import slow_line
+from tests.benchmarks.latency_proxy import latency_proxy
+from tests.benchmarks.seeding import SeededSessions
 
-SQLITE, POSTGRESQL, DISTANT = "sqlite", "postgresql", "distant"
-NEAR = (SQLITE, POSTGRESQL)  # where it is not about waiting for the server
+SQLITE, POSTGRESQL, REMOTE = "sqlite", "postgresql", "remote"
+LOCAL = (SQLITE, POSTGRESQL)  # where it is not about waiting for the server
 Sides = dict[str, BaseSessionService]
 
 
 @dataclass(frozen=True)
-class Place:
+class Deployment:
     """One database for each side, and the services on them."""
 
     name: str
     databases: Databases
     urls: dict[str, sa.URL]
     all_sides: Sides
-    stock: Stock
+    seeded: SeededSessions
 
     @property
     def sides(self) -> Sides:
@@ -43,43 +43,43 @@ class Place:
         return {side: service for side, service in self.all_sides.items() if side not in others}
 
 
-class Places:
-    """Opens each place when it is first asked for."""
+class Deployments:
+    """Opens each deployment when it is first asked for."""
 
     def __init__(self, stack: AsyncExitStack) -> None:
         self._stack = stack
-        self._opened: dict[str, Place] = {}
+        self._opened: dict[str, Deployment] = {}
 
-    async def get(self, name: str) -> Place:
+    async def get(self, name: str) -> Deployment:
         if name not in self._opened:
-            make = self._make_distant if name == DISTANT else self._make
+            make = self._make_remote if name == REMOTE else self._make
             self._opened[name] = await make(name)
         return self._opened[name]
 
-    async def _make(self, kind: str) -> Place:
+    async def _make(self, kind: str) -> Deployment:
         # Not pytest's: a socket's path has to be short.
         directory = Path(
             self._stack.enter_context(tempfile.TemporaryDirectory(prefix="benchmark-"))
         )
         databases = Databases(kind, self._stack.enter_context(ExitStack()), directory)
         names = [OURS, FERNET, NO_OP, ADK, FLOOR, *([ADK_SQLITE] if kind == SQLITE else [])]
-        urls = {name: databases.make() for name in names}
+        urls = {name: databases.create() for name in names}
         sides = await self._open(urls)
-        return Place(kind, databases, urls, sides, Stock(sides, urls))
+        return Deployment(kind, databases, urls, sides, SeededSessions(sides, urls))
 
-    async def _make_distant(self, name: str) -> Place:
-        """The databases of the place nearby, where their stock is made, too."""
+    async def _make_remote(self, name: str) -> Deployment:
+        """The databases and seeded sessions of the local PostgreSQL, behind the proxy."""
         near = await self.get(POSTGRESQL)
         directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="line-")))
         socket = ".s.PGSQL.5432"
         target = Path(str(near.urls[OURS].query["host"])) / socket
-        await self._stack.enter_async_context(slow_line(directory / socket, target))
+        await self._stack.enter_async_context(latency_proxy(directory / socket, target))
         urls = {
             side: url.update_query_dict({"host": str(directory)})
             for side, url in near.urls.items()
             if side not in (FERNET, NO_OP)
         }
-        return Place(name, near.databases, urls, await self._open(urls), near.stock)
+        return Deployment(name, near.databases, urls, await self._open(urls), near.seeded)
 
     async def _open(self, urls: dict[str, sa.URL]) -> Sides:
         return {

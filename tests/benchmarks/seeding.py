@@ -15,14 +15,14 @@ from google.adk.sessions.database_session_service import DatabaseSessionService
 from google.adk.sessions.schemas.v1 import StorageEvent, StorageSession, StorageUserState
 from google.adk.sessions.sqlite_session_service import SqliteSessionService
 
-from tests.benchmarks.databases import settled
-from tests.benchmarks.samples import APP, event, state
+from tests.benchmarks.databases import update_statistics
+from tests.benchmarks.workload import APP, event, state
 
-_AT_ONCE = 50
+_CONCURRENCY = 50
 State = dict[str, object]
 
 
-async def fill(
+async def seed_sessions(
     service: BaseSessionService,
     user: str,
     sessions: int,
@@ -35,12 +35,12 @@ async def fill(
     history = [event(number) for number in range(events)]
     first = await _create(service, user, names[0], initial)
     if isinstance(service, DatabaseSessionService):
-        await _fill_adk(service, first, names[1:], history)
+        await _seed_adk(service, first, names[1:], history)
         return names
     if isinstance(service, SqliteSessionService):
-        _fill_adk_sqlite(service, first, names[1:], history)
+        _seed_adk_sqlite(service, first, names[1:], history)
         return names
-    gate = asyncio.Semaphore(_AT_ONCE)
+    gate = asyncio.Semaphore(_CONCURRENCY)
 
     async def add(name: str) -> None:
         async with gate:
@@ -56,7 +56,7 @@ async def _create(service: BaseSessionService, user: str, name: str, initial: St
     return await service.create_session(app_name=APP, user_id=user, session_id=name, state=initial)
 
 
-async def fill_users(service: BaseSessionService, users: int) -> None:
+async def seed_users(service: BaseSessionService, users: int) -> None:
     """Add so many users, "user-0" and on, with one small session "only" each."""
     initial = state(100)
     if isinstance(service, DatabaseSessionService):
@@ -70,7 +70,7 @@ async def fill_users(service: BaseSessionService, users: int) -> None:
                 database.add(StorageSession(**row, id="only", state=initial))
             await database.commit()
         return
-    gate = asyncio.Semaphore(_AT_ONCE)
+    gate = asyncio.Semaphore(_CONCURRENCY)
 
     async def add(number: int) -> None:
         async with gate:
@@ -80,7 +80,7 @@ async def fill_users(service: BaseSessionService, users: int) -> None:
         await asyncio.gather(*map(add, range(start, min(users, start + 1000))))
 
 
-async def _fill_adk(
+async def _seed_adk(
     service: DatabaseSessionService, first: Session, names: Sequence[str], history: list[Event]
 ) -> None:
     now = datetime.now(UTC).replace(tzinfo=None)
@@ -97,7 +97,7 @@ async def _fill_adk(
         await database.commit()
 
 
-def _fill_adk_sqlite(
+def _seed_adk_sqlite(
     service: SqliteSessionService, first: Session, names: Sequence[str], history: list[Event]
 ) -> None:
     user, now = first.user_id, first.last_update_time
@@ -116,7 +116,7 @@ def _fill_adk_sqlite(
         connection.commit()
 
 
-class Stock:
+class SeededSessions:
     """Sessions made beforehand, on each side; those that are only read are made once."""
 
     def __init__(self, sides: Mapping[str, BaseSessionService], urls: Mapping[str, sa.URL]) -> None:
@@ -132,17 +132,17 @@ class Stock:
         events: int = 0,
         of: State | None = None,
     ) -> list[str]:
-        """As `fill`, and let the database know of it."""
-        names = await fill(self._sides[side], user, sessions, events, of)
-        await settled(self._urls[side])
+        """As `seed_sessions`, and let the database know of it."""
+        names = await seed_sessions(self._sides[side], user, sessions, events, of)
+        await update_statistics(self._urls[side])
         return names
 
-    async def history(self, side: str, events: int) -> str:
+    async def session_with_events(self, side: str, events: int) -> str:
         """The id of a session of the user "reader" with so many *events*."""
         [name] = await self._make(side, "reader", 1, events)
         return name
 
-    async def user(self, side: str, sessions: int) -> str:
+    async def user_with_sessions(self, side: str, sessions: int) -> str:
         """A user with so many *sessions* of 500 bytes of state."""
         name = f"user with {sessions}"
         await self._make(side, name, sessions, 0, state(500))
@@ -151,7 +151,7 @@ class Stock:
     async def _make(
         self, side: str, user: str, sessions: int, events: int, of: State | None = None
     ) -> list[str]:
-        what = (side, f"{user}, {events}")
-        if what not in self._made:
-            self._made[what] = await self.add(side, user, sessions, events, of)
-        return self._made[what]
+        key = (side, f"{user}, {events}")
+        if key not in self._made:
+            self._made[key] = await self.add(side, user, sessions, events, of)
+        return self._made[key]
