@@ -1,4 +1,4 @@
-"""Pictures of the figures, as SVG for a page in any colour: text and axes take the page's own."""
+"""Draw the charts of the page as SVG; text and axes take the colour of the page around them."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ SIDE_LABELS = {
     ADK_SQLITE: "ADK's SQLite service",
 }
 DATABASE_LABELS = {"sqlite": "SQLite", "postgresql": "PostgreSQL"}
-# At least 3:1 on white and on Material's dark slate.
+# Contrast of at least 3:1 on white and on Material's dark slate.
 _COLOURS = {
     OURS: "#2f86d1",
     FERNET: "#d6711f",
@@ -34,14 +34,14 @@ _COLOURS = {
 }
 _MARKERS = {OURS: "o", FERNET: "s", NO_OP: "^", ADK: "D", ADK_SQLITE: "v"}
 _NAMESPACES = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
-# Where the picture is no part of a page, but an image.
+# Colours for an SVG that is not embedded in a page but shown as an image.
 _STANDALONE_STYLE = (
     "<style>.picture{color:#222}@media (prefers-color-scheme:dark){.picture{color:#ccc}}</style>"
 )
-_PAGE_COLOUR = "#010203"  # stands for the page's own colour until the SVG is written
+_PAGE_COLOUR = "#010203"  # placeholder; the written SVG has `currentColor` instead
 _STYLE: Any = {
-    "svg.fonttype": "none",  # text stays text, in the page's font
-    "svg.hashsalt": "adk-secure-sessions",  # the same ids at every run
+    "svg.fonttype": "none",  # text stays text, in the font of the page
+    "svg.hashsalt": "adk-secure-sessions",  # the same ids in every run
     "font.size": 11,
     "axes.edgecolor": _PAGE_COLOUR,
     "axes.labelcolor": _PAGE_COLOUR,
@@ -60,7 +60,7 @@ _seconds = FuncFormatter(lambda value, _: re.sub(r"\.0+ ", " ", quantity(value, 
 
 
 def charts(results: Results) -> dict[str, str]:
-    """The SVG of each chart, by its file's name without the ending."""
+    """Return the SVG of each chart, by file name without the suffix."""
     return {
         "round-trip": _round_trip(results),
         "ciphers": _ciphers(results),
@@ -242,7 +242,7 @@ def _titled_axes(title: str, height: float = 3.3) -> Iterator[Axes]:
 
 
 def _svg(axes: Axes) -> str:
-    """One element, without the prologue, the size in points and the empty lines of a file."""
+    """Return the chart as one SVG element, without XML prologue, absolute size and empty lines."""
     output, canvas = StringIO(), axes.get_figure()
     assert isinstance(canvas, Canvas)
     canvas.savefig(
@@ -255,7 +255,7 @@ def _svg(axes: Axes) -> str:
     body = output.getvalue()
     view = re.search(r' viewBox="[^"]*"', body)
     assert view
-    body = body[body.index("<defs>") :]  # without the size, which is the page's to say
+    body = body[body.index("<defs>") :]  # drops width and height: the page sets the size
     body = body.replace("*{", ".chart *{").replace(_PAGE_COLOUR, "currentColor")
     body = re.sub(r"\n\s*", "\n", body).strip()
     head = f'<svg class="picture chart" role="img" aria-label="{axes.get_title(loc="left")}"'

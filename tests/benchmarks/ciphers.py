@@ -1,4 +1,4 @@
-"""The backends alone: one value, sealed or opened in memory."""
+"""Time the backends alone: encrypt or decrypt one value in memory."""
 
 import os
 import time
@@ -12,7 +12,7 @@ from tests.benchmarks.results import Figure
 Run = Callable[[], object]
 
 SAMPLES = 60
-MIN_SAMPLE_SECONDS = 0.0005  # seconds that a sample takes: far more than reading the clock does
+MIN_SAMPLE_SECONDS = 0.0005  # long enough that reading the clock does not count
 BACKENDS: dict[str, type[AesGcmBackend | FernetBackend]] = {
     OURS: AesGcmBackend,
     FERNET: FernetBackend,
@@ -21,13 +21,13 @@ CONTEXT = b"the context of a record".ljust(100, b".")  # about as long as real o
 
 
 def new_cipher(name: str) -> Cipher:
-    """With a data key of its own, as each user has one."""
+    """Return a cipher with a new data key; a service has one such cipher per user."""
     backend = BACKENDS[name](os.urandom(32))
     return backend.cipher(backend.new_key())
 
 
 def cipher_operation(name: str, direction: str, size: int) -> Run:
-    """Encrypts or decrypts one value, of random bytes, with one data key."""
+    """Return a function that encrypts or decrypts *size* random bytes with one data key."""
     cipher = new_cipher(name)
     plaintext = os.urandom(size)
     if direction == "encrypt":
@@ -38,7 +38,10 @@ def cipher_operation(name: str, direction: str, size: int) -> Run:
 
 
 def time_runs(operations: dict[str, Run]) -> Timings:
-    """Seconds of each run, from samples of as many runs as take long enough; interleaved."""
+    """Time the operations in interleaved rounds; return the seconds per run.
+
+    A sample is the mean of as many runs as fill `MIN_SAMPLE_SECONDS`.
+    """
     repeats = {name: _runs_per_sample(run) for name, run in operations.items()}
     timings: Timings = {name: [] for name in operations}
     with gc_paused():

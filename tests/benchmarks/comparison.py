@@ -1,4 +1,4 @@
-"""Runs a comparison at a deployment, and keeps each time, and each ratio beside its budget."""
+"""Compare the sides of a deployment; add times and ratios, with their goals, to the results."""
 
 import os
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from tests.benchmarks.deployments import POSTGRESQL, REMOTE, Deployment
 from tests.benchmarks.harness import MAX_ROUNDS, Operation, Timings, interleave
 from tests.benchmarks.results import Figure, Results
 
-# For each comparison, beside what preparing it takes.
+# For each comparison, not counting its preparation.
 SECONDS = float(os.environ.get("BENCH_SECONDS", "2.5"))
 
 
@@ -20,7 +20,7 @@ async def compare(
     sides: Mapping[str, Operation],
     max_rounds: int = MAX_ROUNDS,
 ) -> None:
-    """Interleave *sides*, and keep how ours does beside each of the others."""
+    """Time *operation* on all *sides*; add each time, and ours relative to each other side."""
     add_with_budget(
         results, deployment, operation, await interleave(sides, SECONDS, max_rounds=max_rounds)
     )
@@ -29,6 +29,7 @@ async def compare(
 def add_with_budget(
     results: Results, deployment: Deployment, operation: str, timings: Timings
 ) -> None:
+    """Add the timings of an operation that has an entry in `BUDGETS`."""
     budget = BUDGETS[POSTGRESQL if deployment.name == REMOTE else deployment.name][operation]
     add_comparison(
         results, f"{deployment.name}/{operation}", timings, {ADK: budget.adk, FLOOR: budget.floor}
@@ -38,7 +39,7 @@ def add_with_budget(
 def add_comparison(
     results: Results, name: str, timings: Timings, goals: Mapping[str, float | None] = {}
 ) -> None:
-    """Keep the time of each side, and of which part of each other side's ours is."""
+    """Add the median time of each side, and our time relative to each other side."""
     for side, values in timings.items():
         results.add(f"{name}/{side}", Figure.of(values, "s"))
     for side, values in timings.items():

@@ -1,4 +1,4 @@
-"""One event loop, one set of databases and one set of results for the whole run."""
+"""Fixtures for a whole run: one event loop, one set of databases, one set of results."""
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -17,8 +17,8 @@ _RESULTS = pytest.StashKey[Results]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("benchmarks")
-    group.addoption("--results", type=Path, help="write what was measured to this file, as JSON")
-    group.addoption("--compare", type=Path, help="say what has changed since this file of results")
+    group.addoption("--results", type=Path, help="write the results to this JSON file")
+    group.addoption("--compare", type=Path, help="list the changes since this file of results")
 
 
 @pytest.fixture(scope="session")

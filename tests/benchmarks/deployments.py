@@ -1,4 +1,4 @@
-"""Where services are compared: on SQLite, on PostgreSQL, and on PostgreSQL further away."""
+"""The deployments to compare on: SQLite, PostgreSQL, and PostgreSQL behind a slow network."""
 
 import tempfile
 from contextlib import AsyncExitStack, ExitStack
@@ -22,13 +22,13 @@ from tests.benchmarks.latency_proxy import latency_proxy
 from tests.benchmarks.seeding import SeededSessions
 
 SQLITE, POSTGRESQL, REMOTE = "sqlite", "postgresql", "remote"
-LOCAL = (SQLITE, POSTGRESQL)  # where it is not about waiting for the server
+LOCAL = (SQLITE, POSTGRESQL)  # for benchmarks in which network latency plays no part
 Sides = dict[str, BaseSessionService]
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """One database for each side, and the services on them."""
+    """One database for each side, and an open service on each."""
 
     name: str
     databases: Databases
@@ -38,13 +38,13 @@ class Deployment:
 
     @property
     def sides(self) -> Sides:
-        """Ours as it is meant to be used, and what it is compared with."""
+        """Our service with AES-256-GCM, ADK's services and the floor."""
         others = (FERNET, NO_OP)
         return {side: service for side, service in self.all_sides.items() if side not in others}
 
 
 class Deployments:
-    """Opens each deployment when it is first asked for."""
+    """Opens each deployment at its first use and keeps it open."""
 
     def __init__(self, stack: AsyncExitStack) -> None:
         self._stack = stack
@@ -57,7 +57,7 @@ class Deployments:
         return self._opened[name]
 
     async def _make(self, kind: str) -> Deployment:
-        # Not pytest's: a socket's path has to be short.
+        # Not pytest's tmp_path: the path of a Unix socket has a length limit.
         directory = Path(
             self._stack.enter_context(tempfile.TemporaryDirectory(prefix="benchmark-"))
         )
@@ -69,17 +69,17 @@ class Deployments:
 
     async def _make_remote(self, name: str) -> Deployment:
         """The databases and seeded sessions of the local PostgreSQL, behind the proxy."""
-        near = await self.get(POSTGRESQL)
-        directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="line-")))
+        local = await self.get(POSTGRESQL)
+        directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="proxy-")))
         socket = ".s.PGSQL.5432"
-        target = Path(str(near.urls[OURS].query["host"])) / socket
+        target = Path(str(local.urls[OURS].query["host"])) / socket
         await self._stack.enter_async_context(latency_proxy(directory / socket, target))
         urls = {
             side: url.update_query_dict({"host": str(directory)})
-            for side, url in near.urls.items()
+            for side, url in local.urls.items()
             if side not in (FERNET, NO_OP)
         }
-        return Deployment(name, near.databases, urls, await self._open(urls), near.seeded)
+        return Deployment(name, local.databases, urls, await self._open(urls), local.seeded)
 
     async def _open(self, urls: dict[str, sa.URL]) -> Sides:
         return {

@@ -1,4 +1,7 @@
-"""Interleaved rounds: each side of a comparison runs once in each, so a noisy machine hits all."""
+"""Time the sides of a comparison in interleaved rounds.
+
+Each side runs once in each round, so a slow spell of the machine affects all sides alike.
+"""
 
 import gc
 import time
@@ -10,11 +13,15 @@ Clock = Callable[[], float]
 Timings = dict[str, list[float]]
 
 WARM_UPS = 3
-MIN_ROUNDS, MAX_ROUNDS = 9, 200  # rounds
+MIN_ROUNDS, MAX_ROUNDS = 9, 200
 
 
 def side_order(names: Sequence[str], round_number: int) -> list[str]:
-    """Return the order of the sides in a round; each is first as often as last."""
+    """Return the order of the sides in a round.
+
+    Over all rounds, each side is as often in each position, and as often before any other side
+    as after it.
+    """
     start = round_number // 2 % len(names)
     rotated = [*names[start:], *names[:start]]
     return rotated[::-1] if round_number % 2 else rotated
@@ -22,10 +29,10 @@ def side_order(names: Sequence[str], round_number: int) -> list[str]:
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """No garbage collection by itself, and what lives now is left out of any that is asked for.
+    """Turn automatic garbage collection off, and exempt all current objects from explicit calls.
 
-    A full collection of all that ADK imports takes longer than most of what is measured
-    here, and hits one side at random.
+    A full collection of the objects that importing ADK creates takes longer than most operations
+    measured here, and would slow down one side at random.
     """
     gc.collect()
     gc.freeze()
@@ -47,7 +54,11 @@ async def interleave(
     clock: Clock = time.perf_counter,
     repeat: int = 1,
 ) -> Timings:
-    """Time rounds of all *sides* for some *seconds*; a timing is the mean of *repeat* runs."""
+    """Run rounds of all *sides* for *seconds*; return the seconds per run of each side and round.
+
+    In each round a side runs *repeat* times, and its timing is the mean.  The number of rounds
+    stays between *min_rounds* and *max_rounds*.
+    """
     for _ in range(warm_ups):
         for operation in sides.values():
             await _mean(operation, clock, repeat)
@@ -59,12 +70,13 @@ async def interleave(
                 break
             for name in side_order(list(sides), round_number):
                 timings[name].append(await _mean(sides[name], clock, repeat))
-                gc.collect(1)  # all that the run left, but not the interpreter's free lists
+                # Free what the run left.  A full collection would also clear the free lists.
+                gc.collect(1)
     return timings
 
 
 async def _mean(operation: Operation, clock: Clock, repeat: int) -> float:
-    results = []  # kept: freeing them is no part of the operation
+    results = []  # kept until the clock has stopped: freeing them is not part of the operation
     start = clock()
     for _ in range(repeat):
         results.append(await operation())

@@ -1,4 +1,4 @@
-"""Databases with few and with very many users, on each deployment, made when first asked for."""
+"""Databases with few and with very many users, for each deployment."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,7 +15,7 @@ from tests.benchmarks.seeding import seed_users
 
 @dataclass(frozen=True)
 class DatabasesByUsers:
-    """The databases by side and by how many users they hold, each with one session, "only"."""
+    """Databases by side and number of users; each user has one session, "only"."""
 
     urls: dict[tuple[str, int], sa.URL]
 
@@ -26,6 +26,8 @@ class DatabasesByUsers:
 
 
 class DatabasesByUsersCache:
+    """Fills the databases of a deployment at their first use and keeps them."""
+
     def __init__(self) -> None:
         self._made: dict[str, DatabasesByUsers] = {}
 

@@ -1,4 +1,4 @@
-"""What an operation takes of Python's memory."""
+"""The peak memory of an operation."""
 
 import gc
 import tracemalloc
@@ -7,7 +7,7 @@ from tests.benchmarks.harness import Operation
 
 
 async def peak_memory(operation: Operation) -> int:
-    """Bytes of Python's that were in use at once, at most, and were not before."""
+    """Return the peak number of bytes that Python allocated during *operation*."""
     gc.collect()
     tracemalloc.start()
     try:

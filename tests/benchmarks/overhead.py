@@ -1,4 +1,4 @@
-"""The overhead of encryption in a round trip: how it is measured, and how much is too much."""
+"""Measure the overhead of encryption in a round trip, and compare it with the limit."""
 
 import os
 import time
@@ -19,13 +19,13 @@ BASELINE, ENCRYPTED = "baseline", "encrypted"
 
 
 def round_trip(service: BaseSessionService, state: dict[str, object]) -> Operation:
-    """Create a session with *state*, get it, delete it."""
+    """Return an operation that creates a session with *state*, gets it and deletes it."""
 
     async def run() -> None:
-        session = await service.create_session(app_name=APP, user_id="traveller", state=state)
-        who: Any = {"app_name": APP, "user_id": "traveller", "session_id": session.id}
-        assert await service.get_session(**who) is not None
-        await service.delete_session(**who)
+        session = await service.create_session(app_name=APP, user_id="user", state=state)
+        key: Any = {"app_name": APP, "user_id": "user", "session_id": session.id}
+        assert await service.get_session(**key) is not None
+        await service.delete_session(**key)
 
     return run
 
@@ -33,7 +33,10 @@ def round_trip(service: BaseSessionService, state: dict[str, object]) -> Operati
 async def measure(
     baseline: Operation, encrypted: Operation, clock: Clock = time.perf_counter
 ) -> Timings:
-    """Seconds of each batch: in every iteration both sides run one, in changing order."""
+    """Return the seconds of each batch.
+
+    In each iteration both sides run one batch; the order of the sides changes.
+    """
     sides = {BASELINE: baseline, ENCRYPTED: encrypted}
     timings = await interleave(
         sides,
@@ -48,12 +51,12 @@ async def measure(
 
 
 def overhead(timings: Timings) -> Figure:
-    """The median of the ratios of the pairs."""
+    """Return the median of the ratios encrypted / baseline, taken iteration by iteration."""
     return Figure.ratio(timings[ENCRYPTED], timings[BASELINE], LIMIT)
 
 
 def log_line(figures: Mapping[str, Figure], label: str) -> str:
-    """*label*: backend and size."""
+    """Return the log line of one backend and size: *label* is "backend/size"."""
     name = f"round trip/{label}"
     baseline, encrypted, ratio = (
         figures[f"{name}/{part}"].value for part in (BASELINE, ENCRYPTED, "overhead")
@@ -65,7 +68,10 @@ def log_line(figures: Mapping[str, Figure], label: str) -> str:
 
 
 def check_limit(label: str, ratio: Figure, *, is_binding: bool) -> None:
-    """At the limit or above it fail; or warn, if it is not binding, or with CI=true."""
+    """Fail the test if *ratio* is not below `LIMIT`.
+
+    If the limit is not binding, or with CI=true in the environment, only warn.
+    """
     if ratio.value < LIMIT:
         return
     message = f"Benchmark [{label}]: overhead {ratio.value:.2f}x is not below {LIMIT:.2f}x"

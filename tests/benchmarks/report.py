@@ -1,4 +1,4 @@
-"""Makes docs/benchmarks.md and its pictures from a file of results.
+"""Generate docs/benchmarks.md and its charts from a file of results.
 
 python -m tests.benchmarks.report [--compare OLD] [RESULTS]
 """
@@ -23,7 +23,7 @@ _SIDES = (OURS, FERNET, NO_OP, ADK)
 
 
 def render(results: Results) -> str:
-    """The page."""
+    """Return the text of the page."""
     environment = Environment(
         undefined=StrictUndefined,
         keep_trailing_newline=True,
@@ -40,7 +40,7 @@ def render(results: Results) -> str:
 
 
 def write(results: Results) -> None:
-    """The page and its pictures, where the site has them."""
+    """Write the page and its charts into docs/."""
     PAGE.write_text(render(results), encoding="utf-8")
     CHARTS.mkdir(exist_ok=True)
     for name, svg in charts(results).items():
@@ -48,17 +48,18 @@ def write(results: Results) -> None:
 
 
 class Report:
-    """What the template asks of the results: texts and tables."""
+    """The texts and tables that the template inserts."""
 
     def __init__(self, results: Results) -> None:
         self.machine, self.versions = results.machine, results.versions
         self._figures = results.figures
 
     def text(self, name: str) -> str:
-        """The figure, rounded."""
+        """Return the value of a figure, rounded."""
         return self._figures[name].text
 
     def interval(self, name: str) -> str:
+        """Return the value of a figure with its confidence interval."""
         figure = self._figures[name]
         bounds = quantity(figure.low, figure.high, unit=figure.unit, separator="–")  # noqa: RUF001
         return f"{figure.text} ({bounds})"
@@ -70,7 +71,10 @@ class Report:
         rows: Sequence[object],
         interval: bool = False,
     ) -> str:
-        """*columns* are headings and names of figures, in which {} stands for the row."""
+        """Return a table with a heading and a name of a figure for each column.
+
+        In the names, the first {} stands for the row.
+        """
         show = self.interval if interval else self.text
         cells = [
             [_label(row), *(show(name.replace("{}", str(row), 1)) for _, name in columns)]
@@ -82,7 +86,7 @@ class Report:
         return self.table("", columns, list(DATABASE_LABELS))
 
     def operations(self, database: str, heading: str) -> str:
-        """Each operation there, beside ADK and the floor."""
+        """Return the table of all operations on one deployment, with ADK and the floor."""
         cells = []
         for operation in budgets.BUDGETS["postgresql"]:
             name = f"{database}/{operation}"
@@ -99,7 +103,7 @@ class Report:
         return _markdown([heading, *columns], cells)
 
     def goal(self, name: str) -> str:
-        """The most that it should be, if anything was said."""
+        """Return the goal of a figure, or an empty text if it has none."""
         figure = self._figures[name]
         return "" if figure.goal is None else quantity(figure.goal, unit=figure.unit)
 
@@ -123,7 +127,7 @@ class Report:
         return quantity(*(figure.value for figure in figures), unit="s", separator=" / ")
 
     def growth(self, operation: str, by: str) -> str:
-        """An operation at each size, ours and ADK's, on each database."""
+        """Return the table of one operation by number of events or sessions."""
         counts: tuple[int, ...] = (
             plan.EVENTS if by == "events" else (plan.FEW_USERS, plan.MANY_USERS)
         )
@@ -164,7 +168,7 @@ class Report:
         return _markdown(["", "ours", *names, *(f"ours of {name}" for name in names)], cells)
 
     def record_overhead(self, backend: str) -> str:
-        """Bytes that a record has over its value."""
+        """Return how many bytes a record has more than its value."""
         more = {
             int(self._figures[f"record/{size}/{backend}"].value) - plan.RECORD_SIZES[size]
             for size in plan.RECORDS
@@ -172,7 +176,7 @@ class Report:
         return f"{min(more)}" if len(more) == 1 else f"{min(more)} to {max(more)}"
 
     def log_lines(self) -> str:
-        """Some of each kind, as the run has logged them."""
+        """Return some log lines of each kind, as in the log of the run."""
         get = f"sqlite/get, 20 events/relative to {ADK}"
         lines = [
             *(overhead.log_line(self._figures, f"{name}/10KB") for name in (OURS, FERNET)),
@@ -194,7 +198,7 @@ def _label(row: object) -> str:
 
 
 def _markdown(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    # A number stays on one line with its unit and its interval.
+    # Keep a number on one line with its unit and its interval.
     unbroken = [
         [cell.replace(" ", "&nbsp;") if cell[:1].isdigit() else cell for cell in row]
         for row in rows
@@ -206,7 +210,9 @@ def _markdown(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("results", nargs="?", type=Path, default=RESULTS)
-    parser.add_argument("--compare", type=Path, metavar="OLD", help="only say what has changed")
+    parser.add_argument(
+        "--compare", type=Path, metavar="OLD", help="only list the changes since OLD"
+    )
     arguments = parser.parse_args()
     results = Results.load(arguments.results)
     if arguments.compare:

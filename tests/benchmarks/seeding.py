@@ -1,4 +1,4 @@
-"""Puts sessions with histories into a service, in bulk where that is ADK's."""
+"""Seed services with sessions and events; ADK's services are filled by bulk inserts."""
 
 import asyncio
 import json
@@ -27,10 +27,13 @@ async def seed_sessions(
     user: str,
     sessions: int,
     events: int = 0,
-    of: State | None = None,
+    initial: State | None = None,
 ) -> list[str]:
-    """Add *sessions* with so many *events*, of this state or some 1 KB; return their ids."""
-    initial = state(1000) if of is None else of
+    """Add sessions with *events* events each; return their ids.
+
+    *initial* is the state of each session; the default is about 1 KB.
+    """
+    initial = state(1000) if initial is None else initial
     names = [str(uuid.uuid4()) for _ in range(sessions)]
     history = [event(number) for number in range(events)]
     first = await _create(service, user, names[0], initial)
@@ -40,10 +43,10 @@ async def seed_sessions(
     if isinstance(service, SqliteSessionService):
         _seed_adk_sqlite(service, first, names[1:], history)
         return names
-    gate = asyncio.Semaphore(_CONCURRENCY)
+    limit = asyncio.Semaphore(_CONCURRENCY)
 
     async def add(name: str) -> None:
-        async with gate:
+        async with limit:
             session = first if name == first.id else await _create(service, user, name, initial)
             for one in history:
                 await service.append_event(session, one.model_copy())
@@ -57,7 +60,7 @@ async def _create(service: BaseSessionService, user: str, name: str, initial: St
 
 
 async def seed_users(service: BaseSessionService, users: int) -> None:
-    """Add so many users, "user-0" and on, with one small session "only" each."""
+    """Add *users* users, "user-0" and so on, each with one small session, "only"."""
     initial = state(100)
     if isinstance(service, DatabaseSessionService):
         await _create(service, "user-0", "only", initial)
@@ -70,10 +73,10 @@ async def seed_users(service: BaseSessionService, users: int) -> None:
                 database.add(StorageSession(**row, id="only", state=initial))
             await database.commit()
         return
-    gate = asyncio.Semaphore(_CONCURRENCY)
+    limit = asyncio.Semaphore(_CONCURRENCY)
 
     async def add(number: int) -> None:
-        async with gate:
+        async with limit:
             await _create(service, f"user-{number}", "only", initial)
 
     for start in range(0, users, 1000):
@@ -117,7 +120,10 @@ def _seed_adk_sqlite(
 
 
 class SeededSessions:
-    """Sessions made beforehand, on each side; those that are only read are made once."""
+    """Adds sessions to the sides of a deployment before they are measured.
+
+    Sessions that benchmarks only read are added once.
+    """
 
     def __init__(self, sides: Mapping[str, BaseSessionService], urls: Mapping[str, sa.URL]) -> None:
         self._sides = sides
@@ -130,28 +136,28 @@ class SeededSessions:
         user: str,
         sessions: int,
         events: int = 0,
-        of: State | None = None,
+        initial: State | None = None,
     ) -> list[str]:
-        """As `seed_sessions`, and let the database know of it."""
-        names = await seed_sessions(self._sides[side], user, sessions, events, of)
+        """Call `seed_sessions`, and update the planner's statistics."""
+        names = await seed_sessions(self._sides[side], user, sessions, events, initial)
         await update_statistics(self._urls[side])
         return names
 
     async def session_with_events(self, side: str, events: int) -> str:
-        """The id of a session of the user "reader" with so many *events*."""
+        """Return the id of a session with *events* events, of the user "reader"."""
         [name] = await self._make(side, "reader", 1, events)
         return name
 
     async def user_with_sessions(self, side: str, sessions: int) -> str:
-        """A user with so many *sessions* of 500 bytes of state."""
+        """Return the id of a user with *sessions* sessions, each with 500 bytes of state."""
         name = f"user with {sessions}"
         await self._make(side, name, sessions, 0, state(500))
         return name
 
     async def _make(
-        self, side: str, user: str, sessions: int, events: int, of: State | None = None
+        self, side: str, user: str, sessions: int, events: int, initial: State | None = None
     ) -> list[str]:
         key = (side, f"{user}, {events}")
         if key not in self._made:
-            self._made[key] = await self.add(side, user, sessions, events, of)
+            self._made[key] = await self.add(side, user, sessions, events, initial)
         return self._made[key]

@@ -1,4 +1,4 @@
-"""Reading much at once, and which part of it is decrypting."""
+"""Bulk reads, and the share of their time that is spent decrypting."""
 
 import os
 import time
@@ -26,27 +26,27 @@ Reading = Callable[[BaseSessionService], Awaitable[object]]
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_fields(results: Results, name: str) -> None:
-    """A hundred sealed values of 1 KB, each with its header checked and authenticated."""
+    """Decrypt `FIELDS` records of 1 KB each, including the check of their headers."""
     backend = BACKENDS[name](os.urandom(32))
     cipher: Cipher = backend.cipher(backend.new_key())
     plaintext = repr(payload("1KB")).encode()
     contexts = [b"context %d" % number for number in range(FIELDS)]
     records = [seal(cipher, backend.backend_id, 1, context, plaintext) for context in contexts]
 
-    def open_all() -> list[bytes]:
-        opened = []
+    def decrypt_all() -> list[bytes]:
+        values = []
         for record, context in zip(records, contexts, strict=True):
             assert unpack(record) == (backend.backend_id, 1)
-            opened.append(open_record(record, context, cipher))
-        return opened
+            values.append(open_record(record, context, cipher))
+        return values
 
-    assert open_all() == [plaintext] * FIELDS
-    [values] = time_runs({name: open_all}).values()
-    results.add(f"bulk/{FIELDS} fields/{name}", Figure.of(values, "s", goal=FIELDS_OPENED))
+    assert decrypt_all() == [plaintext] * FIELDS
+    [seconds] = time_runs({name: decrypt_all}).values()
+    results.add(f"bulk/{FIELDS} fields/{name}", Figure.of(seconds, "s", goal=FIELDS_OPENED))
 
 
 class TimedCipher:
-    """A cipher that adds up the time it takes to decrypt."""
+    """A cipher that adds the time it spends decrypting to its backend's total."""
 
     def __init__(self, cipher: Cipher, backend: "TimedBackend") -> None:
         self.encrypt = cipher.encrypt
@@ -62,7 +62,7 @@ class TimedCipher:
 
 
 class TimedBackend:
-    """Another backend under a watch."""
+    """Wraps a backend; totals the calls and seconds of decryption."""
 
     def __init__(self, backend: AesGcmBackend | FernetBackend) -> None:
         self.backend_id, self.name = 0x80, "timed"
@@ -76,12 +76,12 @@ class TimedBackend:
 
 async def seed_session(service: BaseSessionService) -> Reading:
     [name] = await seed_sessions(service, "reader", 1, COUNT)
-    return lambda of: of.get_session(app_name=APP, user_id="reader", session_id=name)
+    return lambda reader: reader.get_session(app_name=APP, user_id="reader", session_id=name)
 
 
 async def seed_list(service: BaseSessionService) -> Reading:
-    await seed_sessions(service, "lister", COUNT, of=state(500))
-    return lambda of: of.list_sessions(app_name=APP, user_id="lister")
+    await seed_sessions(service, "lister", COUNT, initial=state(500))
+    return lambda reader: reader.list_sessions(app_name=APP, user_id="lister")
 
 
 @pytest.mark.asyncio(loop_scope="session")
@@ -92,7 +92,7 @@ async def seed_list(service: BaseSessionService) -> Reading:
     ids=["get", "list"],
 )
 @pytest.mark.parametrize("name", BACKENDS)
-async def test_share_of_decrypting(
+async def test_decryption_share(
     deployment: Deployment,
     results: Results,
     name: str,
@@ -105,7 +105,7 @@ async def test_share_of_decrypting(
         read = await seed(writer)
     shares = []
     for _ in range(ROUNDS):
-        # A new one each time: whoever has read a session before need not open all of it again.
+        # A new service each time: one that has read a session before need not decrypt all of it.
         async with EncryptedSessionService(url, backend) as reader:
             await reader.prepare_tables()
             with gc_paused():

@@ -1,4 +1,4 @@
-"""AES-256-GCM beside no encryption, in the same service: a ratio of processor time."""
+"""CPU time of the service with AES-256-GCM relative to the same service without encryption."""
 
 import time
 
@@ -29,7 +29,7 @@ async def compare(
     sides: dict[str, Operation],
     repeat: int,
 ) -> None:
-    # Of this process with all its threads, and so without what disk and server do.
+    # The CPU time of all threads of this process: excludes waiting for the disk and the server.
     timings = await interleave(sides, SECONDS, clock=time.process_time, repeat=repeat)
     ratio = Figure.ratio(timings[OURS], timings[NO_OP], CIPHER_COST[deployment.name])
     results.add(f"{deployment.name}/CPU time/{operation}/relative to {NO_OP}", ratio)
@@ -48,7 +48,7 @@ async def test_cipher_in_create(deployment: Deployment, results: Results, size: 
 
 @pytest.mark.parametrize("size", [1, 100])
 async def test_cipher_in_append(deployment: Deployment, results: Results, size: int) -> None:
-    """Events of that size, so that all of it is sealed."""
+    """The event itself has that size, so that all of it is encrypted."""
 
     async def operation(service: BaseSessionService) -> Operation:
         session = await start_session(service, "cipher", 1000)

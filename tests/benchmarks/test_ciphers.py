@@ -1,4 +1,4 @@
-"""The backends alone, on values of all sizes."""
+"""The backends alone, with values of all sizes."""
 
 import pytest
 
@@ -35,7 +35,7 @@ def measure(results: Results, direction: str, backend: str, size: str) -> None:
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_comparison(results: Results, direction: str, size: str) -> None:
-    """Fernet beside AES-256-GCM, in pairs."""
+    """Fernet relative to AES-256-GCM, in interleaved rounds."""
     timings = time_runs({name: cipher_operation(name, direction, SIZES[size]) for name in BACKENDS})
     name = f"comparison/{direction}/{size}"
     for side, values in timings.items():

@@ -1,34 +1,30 @@
-"""Sealing from several threads; writing in batches; memory that an operation takes."""
+"""Encrypting from several threads, and appending in batches."""
 
 import asyncio
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
-from google.adk.sessions import BaseSessionService
-from google.adk.sessions.base_session_service import GetSessionConfig
 
 from tests.benchmarks.ciphers import BACKENDS, new_cipher
-from tests.benchmarks.databases import ADK_SQLITE, FLOOR, OURS
+from tests.benchmarks.databases import OURS
 from tests.benchmarks.deployments import LOCAL, Deployment
-from tests.benchmarks.harness import Operation, gc_paused, interleave
-from tests.benchmarks.memory import peak_memory
-from tests.benchmarks.plan import BATCH_APPENDS, FIELD_SIZES, MEMORY_OPERATIONS, THREADS
+from tests.benchmarks.harness import gc_paused, interleave
+from tests.benchmarks.plan import BATCH_APPENDS, FIELD_SIZES, THREADS
 from tests.benchmarks.results import Figure, Results
-from tests.benchmarks.workload import APP, event, payload, state
+from tests.benchmarks.workload import APP, event
 
 pytestmark = pytest.mark.benchmark
 
 SAMPLES = 25
-SECONDS = 0.02  # that each sample takes
+SECONDS = 0.02  # duration of a sample
 
 
 @pytest.mark.parametrize("size", FIELD_SIZES)
 @pytest.mark.parametrize("name", BACKENDS)
 def test_threads(results: Results, name: str, size: str) -> None:
-    """One cipher, as a service has one for each user, in so many threads at once."""
+    """Several threads share one cipher; a service has one per user."""
     cipher = new_cipher(name)
     plaintext = os.urandom(FIELD_SIZES[size])
 
@@ -55,7 +51,7 @@ def test_threads(results: Results, name: str, size: str) -> None:
 @pytest.mark.asyncio(loop_scope="session")
 @pytest.mark.parametrize("deployment", LOCAL, indirect=True)
 async def test_batch(deployment: Deployment, results: Results) -> None:
-    """Events of as many sessions, appended all at once and one after the other."""
+    """Append one event each to `BATCH_APPENDS` sessions, concurrently and sequentially."""
     service = deployment.sides[OURS]
     sessions = [
         await service.create_session(app_name=APP, user_id=f"batch-{number}")
@@ -72,41 +68,8 @@ async def test_batch(deployment: Deployment, results: Results) -> None:
     timings = await interleave(
         {"concurrently": concurrently, "sequentially": sequentially}, 5, max_rounds=60
     )
-    for how, values in timings.items():
+    for mode, values in timings.items():
         figure = Figure.of([BATCH_APPENDS / seconds for seconds in values], "/s")
-        results.add(f"{deployment.name}/batch/{BATCH_APPENDS} appends {how}", figure)
+        results.add(f"{deployment.name}/batch/{BATCH_APPENDS} appends {mode}", figure)
     ratio = Figure.ratio(timings["concurrently"], timings["sequentially"])
     results.add(f"{deployment.name}/batch/concurrent relative to sequential", ratio)
-
-
-@pytest.mark.asyncio(loop_scope="session")
-@pytest.mark.parametrize("deployment", LOCAL, indirect=True)
-async def test_memory_of_each_operation(deployment: Deployment, results: Results) -> None:
-    sides = {
-        side: service
-        for side, service in deployment.all_sides.items()
-        if side not in (ADK_SQLITE, FLOOR)
-    }
-    for side, service in sides.items():
-        found = await operations(deployment, side, service)
-        for name, operation in zip(MEMORY_OPERATIONS, found, strict=True):
-            await operation()  # what is made once, as compiled statements, is not its own
-            taken = sorted([await peak_memory(operation) for _ in range(5)])
-            results.add(f"{deployment.name}/memory/{name}/{side}", Figure.of(taken, "B"))
-
-
-async def operations(
-    deployment: Deployment, side: str, service: BaseSessionService
-) -> list[Operation]:
-    initial = payload("10KB")
-    history = await deployment.seeded.session_with_events(side, 100)
-    session = await service.create_session(app_name=APP, user_id="memory", state=state(1000))
-    user = await deployment.seeded.user_with_sessions(side, 100)
-    one: Any = {"app_name": APP, "user_id": "reader", "session_id": history}
-    return [
-        lambda: service.create_session(app_name=APP, user_id="memory", state=initial),
-        lambda: service.append_event(session, event(0)),
-        lambda: service.get_session(**one, config=GetSessionConfig(num_recent_events=20)),
-        lambda: service.get_session(**one),
-        lambda: service.list_sessions(app_name=APP, user_id=user),
-    ]

@@ -1,4 +1,4 @@
-"""Conversations as an agent has them, one and many at once, ours beside ADK's in clear."""
+"""Conversations of an agent, one and many concurrently: our service and plaintext ADK."""
 
 import asyncio
 import time
@@ -24,7 +24,7 @@ pytestmark = [
 
 @dataclass
 class Outcome:
-    """Seconds, and how often an operation failed."""
+    """Operations per second, latencies in seconds, and the number of failed conversations."""
 
     rates: list[float] = field(default_factory=list)
     latencies: dict[str, list[float]] = field(
@@ -34,15 +34,15 @@ class Outcome:
 
 
 class Conversation:
-    """One user's: create, then events and, after every turn, a read."""
+    """The conversation of one user: a create, then turns of four appends and a get."""
 
     def __init__(self, service: BaseSessionService, outcome: Outcome) -> None:
         self._service = service
-        self._taken = outcome
+        self._outcome = outcome
         self._turns = [turn(number) for number in range(TURNS)]
 
     async def run(self) -> int:
-        """Return how many operations it took.  One that fails ends it."""
+        """Run it and return the number of operations; raise the first error."""
         user = f"patient-{uuid.uuid4()}"
         start = time.perf_counter()
         session = await self._service.create_session(app_name=APP, user_id=user, state={"step": ""})
@@ -62,14 +62,18 @@ class Conversation:
 
     def _record(self, operation: str, start: float) -> float:
         now = time.perf_counter()
-        self._taken.latencies[operation].append(now - start)
+        self._outcome.latencies[operation].append(now - start)
         return now
 
 
 async def run_conversations(
     side: str, service: BaseSessionService, count: int, outcome: Outcome
 ) -> None:
-    """Ours may not fail; ADK's do on SQLite under load: the database is locked."""
+    """Run *count* concurrent conversations and add their times to *outcome*.
+
+    An error of ours is raised.  ADK's services do fail on SQLite under load, with "database is
+    locked"; their errors are counted.
+    """
     conversations = [Conversation(service, outcome) for _ in range(count)]
     start = time.perf_counter()
     done = await asyncio.gather(*(one.run() for one in conversations), return_exceptions=True)
@@ -86,16 +90,16 @@ async def test_conversation(deployment: Deployment, results: Results, count: int
     sides = {side: service for side, service in deployment.all_sides.items() if side != FLOOR}
     for side, service in sides.items():
         await run_conversations(side, service, 1, Outcome())
-    outcome = {side: Outcome() for side in sides}
+    outcomes = {side: Outcome() for side in sides}
     with gc_paused():
         for number in range(CONVERSATION_ROUNDS[count]):
             for side in side_order(list(sides), number):
-                await run_conversations(side, sides[side], count, outcome[side])
-    for side, one in outcome.items():
+                await run_conversations(side, sides[side], count, outcomes[side])
+    for side, outcome in outcomes.items():
         name = f"{deployment.name}/conversations, {count} concurrent/{side}"
-        results.add(f"{name} rate", Figure.of(one.rates, "/s"))
-        for operation, latencies in one.latencies.items():
+        results.add(f"{name} rate", Figure.of(outcome.rates, "/s"))
+        for operation, latencies in outcome.latencies.items():
             for percent in (50, 95, 99):
                 figure = Figure.of(latencies, "s", percent)
                 results.add(f"{name} {operation} p{percent}", figure)
-        results.count(f"{name} errors", one.errors)
+        results.count(f"{name} errors", outcome.errors)

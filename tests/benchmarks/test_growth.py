@@ -1,4 +1,4 @@
-"""What an operation costs as a session, and as the database, grows."""
+"""The time of operations as a session, and as the database, grows."""
 
 import uuid
 from contextlib import AsyncExitStack
@@ -28,7 +28,7 @@ SECONDS = 3.0
 
 
 def add_growth(results: Results, name: str, timings: Timings, goal: float | None) -> None:
-    """The time at each size, and what the largest takes of the smallest."""
+    """Add the time at each size, and the time at the largest relative to the smallest."""
     for size, values in timings.items():
         results.add(f"{name}, {size}", Figure.of(values, "s"))
     smallest, *_, largest = timings.values()
@@ -48,13 +48,13 @@ async def test_session_grows(deployment: Deployment, results: Results, side: str
     whole = {f"{count:,} events": reading(sizes[count], None) for count in EVENTS}
     timings = await interleave(whole, SECONDS, max_rounds=30)
     add_growth(results, f"{deployment.name}/growth by events/{side}/get", timings, None)
-    # Of those that have more than that.
+    # Only sessions with more than 20 events.
     recent = {f"{count:,} events": reading(sizes[count], RECENT) for count in EVENTS[1:]}
     timings = await interleave(recent, SECONDS)
     add_growth(results, f"{deployment.name}/growth by events/{side}/get 20 recent", timings, goal)
 
     async def appending(count: int) -> Operation:
-        # Sessions of their own: what others read keeps its length.
+        # Separate sessions, so that those which are read keep their length.
         [name] = await deployment.seeded.add(side, "grower", 1, count)
         session = await service.get_session(app_name=APP, user_id="grower", session_id=name)
         assert session is not None

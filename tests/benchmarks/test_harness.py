@@ -1,4 +1,4 @@
-"""The harness itself, on made-up timings."""
+"""The harness, tested with a simulated clock."""
 
 import asyncio
 import gc
@@ -15,7 +15,7 @@ from tests.benchmarks.harness import (
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
-def test_each_side_is_as_often_at_each_place(count: int) -> None:
+def test_each_side_is_equally_often_in_each_position(count: int) -> None:
     names = [str(number) for number in range(count)]
     orders = [side_order(names, round_number) for round_number in range(2 * count)]
     assert all(sorted(one) == names for one in orders)
@@ -23,7 +23,7 @@ def test_each_side_is_as_often_at_each_place(count: int) -> None:
         assert sorted(one.index(name) for one in orders) == sorted([*range(count)] * 2)
 
 
-async def test_timings_are_the_clock_s_and_means_of_repeated_runs() -> None:
+async def test_timing_is_the_mean_of_repeated_runs() -> None:
     now = 0.0
 
     async def take(seconds: float) -> None:
@@ -35,7 +35,7 @@ async def test_timings_are_the_clock_s_and_means_of_repeated_runs() -> None:
     assert timings == {"ours": [1.0] * MIN_ROUNDS, "reference": [4.0] * MIN_ROUNDS}
 
 
-async def test_rounds_end_with_what_was_prepared_for_them() -> None:
+async def test_rounds_stop_at_the_maximum() -> None:
     prepared = list(range(5 + WARM_UPS))
 
     async def take() -> int:
@@ -46,7 +46,7 @@ async def test_rounds_end_with_what_was_prepared_for_them() -> None:
     assert prepared == []
 
 
-async def test_collector_is_off_while_sides_run_and_on_afterwards() -> None:
+async def test_gc_is_off_while_sides_run_and_on_afterwards() -> None:
     seen = set()
 
     async def look() -> None:

@@ -1,4 +1,4 @@
-"""What keys cost: a new user's first session, a start, and a key service that is far away."""
+"""The cost of keys: a user's first session, the start of a service, a slow key service."""
 
 import asyncio
 import itertools
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.benchmark, pytest.mark.asyncio(loop_scope="session")]
 
 
 class SlowKeyService:
-    """A key service that is `KEY_SERVICE_DELAY` away, and counts start_name it is asked."""
+    """A key provider that answers after `KEY_SERVICE_DELAY` seconds and counts its calls."""
 
     def __init__(self, key: bytes) -> None:
         self._key = StaticKey(key)
@@ -47,7 +47,7 @@ class SlowKeyService:
 
 @pytest.mark.parametrize("deployment", LOCAL, indirect=True)
 async def test_new_user(deployment: Deployment, results: Results) -> None:
-    """A new user costs a data key: made, wrapped and stored with the first session."""
+    """A new user's first session generates, wraps and stores a data key."""
     url = deployment.databases.create()
     initial = state(1000)
     async with EncryptedSessionService(url, AesGcmBackend(os.urandom(32))) as service:
@@ -72,7 +72,7 @@ async def test_new_user(deployment: Deployment, results: Results) -> None:
 async def test_start(
     deployment: Deployment, results: Results, databases_by_users: DatabasesByUsersCache
 ) -> None:
-    """A new service on a database of that many users, until it has read a session."""
+    """Start a service on a database with that many users, and read one session."""
     databases = await databases_by_users.get(deployment)
     numbers = itertools.count()
 
@@ -105,22 +105,22 @@ async def test_slow_key_service(results: Results, tmp_path: Path) -> None:
 
 
 async def count_calls(results: Results, start_name: str, url: sa.URL, key: SlowKeyService) -> None:
-    """A start and many operations of many users, of whom the service knows none yet."""
+    """Count the calls of a start and of many operations; the service knows none of the users."""
     each = 5
     async with EncryptedSessionService(url, AesGcmBackend(key)) as service:
         start = time.perf_counter()
         await service.list_sessions(app_name=APP, user_id="nobody")
         results.count(f"keys/{start_name}, first request", time.perf_counter() - start, "s")
-        gate = asyncio.Semaphore(50)
+        limit = asyncio.Semaphore(50)
 
         async def visit(number: int) -> None:
-            async with gate:
-                who: Any = {"app_name": APP, "user_id": f"{start_name} {number}"}
-                session = await service.create_session(**who)
+            async with limit:
+                user: Any = {"app_name": APP, "user_id": f"{start_name} {number}"}
+                session = await service.create_session(**user)
                 await service.append_event(session, event(0))
-                await service.get_session(**who, session_id=session.id)
-                await service.list_sessions(**who)
-                await service.delete_session(**who, session_id=session.id)
+                await service.get_session(**user, session_id=session.id)
+                await service.list_sessions(**user)
+                await service.delete_session(**user, session_id=session.id)
 
         await asyncio.gather(*map(visit, range(KEY_OPERATIONS // each)))
         start = time.perf_counter()

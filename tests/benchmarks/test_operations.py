@@ -1,4 +1,4 @@
-"""Each operation of the service, ours beside ADK's and beside the floor."""
+"""Each operation of the session service: ours, ADK's and the floor's."""
 
 import pytest
 from google.adk.sessions import BaseSessionService
@@ -19,7 +19,7 @@ DELETES = 60
 
 @pytest.mark.parametrize("deployment", [POSTGRESQL, REMOTE], indirect=True)
 async def test_network_round_trip(deployment: Deployment, results: Results) -> None:
-    """How far away the server is: what the driver's shortest statement takes."""
+    """The network round trip: the time of the driver's shortest statement."""
     floor = deployment.sides[FLOOR]
     assert isinstance(floor, Floor)
     [taken] = (await interleave({FLOOR: lambda: floor.read("SELECT 1", ())}, 0.5)).values()
@@ -42,6 +42,7 @@ async def test_create(deployment: Deployment, results: Results, size: int) -> No
 async def test_append(deployment: Deployment, results: Results, size: int) -> None:
     async def operation(service: BaseSessionService) -> Operation:
         session = await start_session(service, "append", size * 1000)
+        # Created in advance: creating an event takes a while.
         ready = [event(number) for number in range(MAX_ROUNDS + WARM_UPS)]
         return lambda: service.append_event(session, ready.pop())
 

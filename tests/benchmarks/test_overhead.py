@@ -1,4 +1,4 @@
-"""How the overhead is judged, on made-up timings."""
+"""How the overhead is computed and compared with the limit, tested with a simulated clock."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from tests.benchmarks.workload import json_size, payload
 
 
 class FakeClock:
-    """A clock that only its operations move, by as many seconds as each is said to take."""
+    """A clock that only its operations advance, each by its number of seconds."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -64,12 +64,12 @@ async def test_ratio_at_the_limit_warns_on_ci(monkeypatch: pytest.MonkeyPatch) -
         check_limit("aesgcm/1KB", overhead(await timings(1.3)), is_binding=True)
 
 
-async def test_ratio_of_a_backend_without_a_promise_warns() -> None:
+async def test_ratio_above_a_limit_that_is_not_binding_warns() -> None:
     with pytest.warns(UserWarning, match="fernet"):
         check_limit("fernet/1KB", overhead(await timings(1.3)), is_binding=False)
 
 
-async def test_batches_alternate_and_warm_up_first() -> None:
+async def test_batches_alternate_after_warming_up() -> None:
     clock = FakeClock()
     sides = {name: clock.operation(name, 1.0) for name in (BASELINE, ENCRYPTED)}
     taken = await measure(sides[BASELINE], sides[ENCRYPTED], clock.read)
@@ -82,7 +82,7 @@ async def test_batches_alternate_and_warm_up_first() -> None:
     assert sum(batch[0] == BASELINE for batch in first) == ITERATIONS / 2
 
 
-async def test_one_slow_spell_of_the_machine_leaves_the_ratio_as_it_is() -> None:
+async def test_ratio_ignores_a_temporary_slowdown_of_the_machine() -> None:
     slow = {BASELINE: [1.0] * 20 + [9.0] * 10, ENCRYPTED: [1.1] * 20 + [9.9] * 10}
     assert overhead(slow).value == pytest.approx(1.1)
 

@@ -1,4 +1,4 @@
-"""One field, sealed by us before it leaves the process, and by PostgreSQL's pgcrypto."""
+"""One field, encrypted by our cipher in the process and by pgcrypto in PostgreSQL."""
 
 import functools
 import os

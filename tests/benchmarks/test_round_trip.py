@@ -1,4 +1,4 @@
-"""A session's round trip, encrypted beside in clear: the published overhead."""
+"""A session's round trip, encrypted and as plaintext: the published overhead."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from tests.benchmarks.plan import PAYLOADS
 from tests.benchmarks.results import Figure, Results
 from tests.benchmarks.workload import payload
 
-# That the limit was missed has to be told, not raised.
+# A missed limit that is not binding is reported as a warning, not raised as an error.
 pytestmark = [
     pytest.mark.benchmark,
     pytest.mark.filterwarnings("default:Benchmark:UserWarning"),

@@ -1,4 +1,4 @@
-"""What is stored: of one sealed value, and of sessions and events in the whole database."""
+"""Stored size: of one encrypted value, and of sessions and events in the database."""
 
 import os
 
@@ -26,7 +26,7 @@ SIDES = (OURS, FERNET, NO_OP, ADK, FLOOR)
 
 @pytest.mark.parametrize("size", RECORDS)
 def test_record(results: Results, size: str) -> None:
-    """What a backend adds to a value; the same for every value, but for Fernet's padding."""
+    """A backend adds the same number of bytes to every value, apart from Fernet's padding."""
     for backend in (AesGcmBackend(os.urandom(32)), FernetBackend(os.urandom(32))):
         cipher = backend.cipher(backend.new_key())
         record = seal(cipher, backend.backend_id, 1, b"context", bytes(RECORD_SIZES[size]))
@@ -36,7 +36,7 @@ def test_record(results: Results, size: str) -> None:
 @pytest.mark.asyncio(loop_scope="session")
 @pytest.mark.parametrize("deployment", LOCAL, indirect=True)
 async def test_database(deployment: Deployment, results: Results) -> None:
-    """Indexes and all, by what the database grows."""
+    """Measure how much the database grows, including indexes, for each session and event."""
     name = f"{deployment.name}/stored"
     for label in PAYLOADS:
         results.count(f"{name}/session, {label}/JSON", json_size(payload(label)), "B")
@@ -49,7 +49,7 @@ async def test_database(deployment: Deployment, results: Results) -> None:
         size = await stored_bytes(url)
         for label, count in STORED_SESSIONS.items():
             async with opened(side, url) as service:
-                await seed_sessions(service, "user", count, of=payload(label))
+                await seed_sessions(service, "user", count, initial=payload(label))
             before, size = size, await stored_bytes(url)
             each = (size - before) / count
             results.count(f"{name}/session, {label}/{side}", round(each), "B")

@@ -1,4 +1,4 @@
-"""Many tasks appending at once, to a session each: how many in a second, how long each takes."""
+"""Many concurrent tasks append, each to its own session: rate and latency."""
 
 import asyncio
 import gc
@@ -29,7 +29,7 @@ async def create_sessions(service: BaseSessionService) -> list[Session]:
 
 
 class Burst(NamedTuple):
-    """In seconds, the whole of it and each append that succeeded."""
+    """Seconds of the whole burst and of each successful append, and the number of errors."""
 
     whole: float
     appends: list[float]
@@ -37,7 +37,11 @@ class Burst(NamedTuple):
 
 
 async def run_burst(side: str, service: BaseSessionService, sessions: list[Session]) -> Burst:
-    """Run the tasks.  Ours may not fail; ADK's do on SQLite now and then: database is locked."""
+    """Run the tasks.
+
+    An error of ours is raised.  ADK's service sometimes fails on SQLite, with "database is
+    locked"; its errors are counted.
+    """
     ready = [event(number) for number in range(TASKS * APPENDS)]
     appends: list[float] = []
     errors: list[Exception] = []
@@ -60,8 +64,8 @@ async def run_burst(side: str, service: BaseSessionService, sessions: list[Sessi
     return Burst(time.perf_counter() - start, appends, len(errors))
 
 
-async def test_tasks_at_once(deployment: Deployment, results: Results) -> None:
-    # ADK's SqliteSessionService gives up under this most of the time.
+async def test_concurrent_tasks(deployment: Deployment, results: Results) -> None:
+    # ADK's SqliteSessionService fails under this load most of the time.
     sides = {side: service for side, service in deployment.sides.items() if side != ADK_SQLITE}
     sessions = {side: await create_sessions(service) for side, service in sides.items()}
     for side, service in sides.items():

@@ -1,4 +1,4 @@
-"""What reading a session of 5000 events does to the event loop, and takes of memory."""
+"""How long a read of 5000 events blocks the event loop, and its peak memory."""
 
 import asyncio
 import gc
@@ -31,7 +31,7 @@ async def reading(deployment: Deployment, side: str) -> Operation:
 
 
 async def longest_stall(operation: Operation) -> float:
-    """The longest time, in seconds, that another task waited for its turn meanwhile."""
+    """Return the longest time, in seconds, that *operation* kept another task from running."""
     longest = 0.0
 
     async def tick() -> None:
@@ -45,7 +45,7 @@ async def longest_stall(operation: Operation) -> float:
     ticker = asyncio.ensure_future(tick())
     await asyncio.sleep(0)
     result = await operation()
-    await asyncio.sleep(0)  # so that the last part of the read counts, too
+    await asyncio.sleep(0)  # counts the last part of the read, too
     ticker.cancel()
     del result
     return longest
@@ -56,17 +56,17 @@ async def test_stall(deployment: Deployment, results: Results) -> None:
         if side == ADK_SQLITE:
             continue
         read = await reading(deployment, side)
-        await longest_stall(read)  # warms up
+        await longest_stall(read)  # warm-up
         with gc_paused():
-            without = []
+            stalls = []
             for _ in range(READS):
-                without.append(await longest_stall(read))
+                stalls.append(await longest_stall(read))
                 gc.collect(1)
-        with_collector = [await longest_stall(read) for _ in range(READS)]
+        stalls_with_gc = [await longest_stall(read) for _ in range(READS)]
         name = f"{deployment.name}/event loop stall, {LARGE_READ} events"
         goal = EVENT_LOOP_STALL if side == OURS else None
-        results.add(f"{name}/{side}", Figure.of(without, "s", goal=goal))
-        results.add(f"{name}/{side} with garbage collection", Figure.of(with_collector, "s"))
+        results.add(f"{name}/{side}", Figure.of(stalls, "s", goal=goal))
+        results.add(f"{name}/{side} with garbage collection", Figure.of(stalls_with_gc, "s"))
 
 
 async def test_memory(deployment: Deployment, results: Results) -> None:
