@@ -19,8 +19,8 @@ from tests.benchmarks.results import Figure, Results, quantity
 SIDE_LABELS = {
     OURS: "AES-256-GCM",
     FERNET: "Fernet",
-    NO_OP: "no-op, in clear",
-    ADK: "ADK, in clear",
+    NO_OP: "no-op (unencrypted)",
+    ADK: "ADK (unencrypted)",
     ADK_SQLITE: "ADK's SQLite service",
 }
 DATABASE_LABELS = {"sqlite": "SQLite", "postgresql": "PostgreSQL"}
@@ -73,13 +73,13 @@ def charts(results: Results) -> dict[str, str]:
 
 
 def _round_trip(results: Results) -> str:
-    with _titled_axes("A round trip, of what it takes in clear") as axes:
+    with _titled_axes("Round trip: time relative to no encryption (lower is faster)") as axes:
         _plot_backends(axes, results, "round trip/{side}/{label}/overhead", list(PAYLOADS))
-        limit = f"limit for AES-256-GCM, {LIMIT:.2f}x"
+        limit = f"limit for AES-256-GCM: {LIMIT:.2f}x"
         axes.axhline(LIMIT, color=_PAGE_COLOUR, linestyle="--", linewidth=1, label=limit)
         axes.axhline(1, color=_PAGE_COLOUR, linewidth=0.8)
         axes.set_ylim(bottom=min(0.9, axes.get_ylim()[0]))
-        axes.set_ylabel("times as long")
+        axes.set_ylabel("relative time (1 = unencrypted)")
         axes.legend(loc="upper left", fontsize=9)
         return _svg(axes)
 
@@ -89,7 +89,7 @@ def _plot_backends(axes: Axes, results: Results, name: str, labels: Sequence[str
         figures = [results.figures[name.format(side=side, label=label)] for label in labels]
         positions = [number + shift for number in range(len(labels))]
         _plot_points(axes, positions, figures, side, line="")
-    axes.set_xlabel("JSON of the state")
+    axes.set_xlabel("size of the state as JSON")
     axes.set_xticks(range(len(labels)), [label.replace("{}", "empty") for label in labels])
     axes.set_xlim(-0.5, len(labels) - 0.5)
 
@@ -119,7 +119,7 @@ def _plot_points(
 
 
 def _ciphers(results: Results) -> str:
-    with _titled_axes("To encrypt or decrypt one value") as axes:
+    with _titled_axes("Time to encrypt or decrypt one value (lower is faster)") as axes:
         for side in (FERNET, OURS):
             for direction, line in zip(DIRECTIONS, ("-", ":"), strict=True):
                 figures = [results.figures[f"{direction} only/{side}/{size}"] for size in SIZES]
@@ -127,6 +127,7 @@ def _ciphers(results: Results) -> str:
                 _plot_points(axes, list(SIZES.values()), figures, side, line, label=label)
         _log_sizes(axes)
         axes.set_yscale("log")
+        axes.set_ylabel("time")
         axes.yaxis.set_major_formatter(_seconds)
         axes.legend(loc="upper left", fontsize=9)
         return _svg(axes)
@@ -142,13 +143,13 @@ def _log_sizes(axes: Axes) -> None:
 
 
 def _fernet(results: Results) -> str:
-    with _titled_axes("Fernet, of the time of AES-256-GCM") as axes:
+    with _titled_axes("Time of Fernet relative to AES-256-GCM (lower is faster)") as axes:
         for direction, line in zip(DIRECTIONS, ("-", ":"), strict=True):
             figures = [results.figures[f"comparison/{direction}/{size}/ratio"] for size in SIZES]
             _plot_points(axes, list(SIZES.values()), figures, FERNET, line, label=direction)
         _log_sizes(axes)
         axes.set_ylim(bottom=0)
-        axes.set_ylabel("times as long")
+        axes.set_ylabel("relative time (1 = AES-256-GCM)")
         axes.legend(loc="lower right")
         return _svg(axes)
 
@@ -168,7 +169,7 @@ OPERATIONS = (
 
 
 def _operations(results: Results) -> str:
-    with _titled_axes("Ours, encrypted, of ADK in clear", height=4.2) as axes:
+    with _titled_axes("Time relative to unencrypted ADK (lower is faster)", height=4.2) as axes:
         for shift, database, side in ((-0.13, "sqlite", OURS), (0.13, "postgresql", FERNET)):
             figures = [
                 results.figures[f"{database}/{operation}/relative to {ADK}"]
@@ -185,14 +186,15 @@ def _operations(results: Results) -> str:
         axes.invert_yaxis()
         axes.axvline(1, color=_PAGE_COLOUR, linewidth=0.8)
         axes.set_xlim(0, 1.05)
-        axes.set_xlabel("part of ADK's time")
+        axes.set_xlabel("relative time (1 = ADK)")
         axes.grid(visible=False, axis="y")
         axes.legend(loc="lower right", bbox_to_anchor=(0.98, 0.3))
         return _svg(axes)
 
 
 def _conversation(results: Results, database: str) -> str:
-    with _titled_axes(f"{DATABASE_LABELS[database]}: operations per second") as axes:
+    title = f"{DATABASE_LABELS[database]}: operations per second (higher is faster)"
+    with _titled_axes(title) as axes:
         for side in SIDE_LABELS:
             names = [
                 f"{database}/conversations, {count} concurrent/{side} rate"
@@ -203,7 +205,8 @@ def _conversation(results: Results, database: str) -> str:
                 _plot_points(axes, list(CONVERSATION_ROUNDS), figures, side)
         axes.set_xscale("log")
         axes.xaxis.set_minor_locator(NullLocator())
-        axes.set_xlabel("conversations at once")
+        axes.set_xlabel("concurrent conversations")
+        axes.set_ylabel("operations per second")
         axes.set_xticks(list(CONVERSATION_ROUNDS), [str(count) for count in CONVERSATION_ROUNDS])
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -214,7 +217,7 @@ def _conversation(results: Results, database: str) -> str:
 
 
 def _growth(results: Results) -> str:
-    with _titled_axes("To append an event") as axes:
+    with _titled_axes("Time to append an event (lower is faster)") as axes:
         for database, line in (("sqlite", "-"), ("postgresql", ":")):
             for side in (OURS, ADK):
                 prefix = f"{database}/growth by events/{side}/append"
@@ -223,7 +226,8 @@ def _growth(results: Results) -> str:
                 _plot_points(axes, EVENTS, figures, side, line, label)
         axes.set_xscale("log")
         axes.xaxis.set_minor_locator(NullLocator())
-        axes.set_xlabel("events that the session has")
+        axes.set_xlabel("events in the session")
+        axes.set_ylabel("time")
         axes.set_xticks(EVENTS, [f"{count:,}" for count in EVENTS])
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))

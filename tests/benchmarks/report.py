@@ -83,7 +83,8 @@ class Report:
         return _markdown([first, *(heading for heading, _ in columns)], cells)
 
     def by_database(self, columns: Sequence[tuple[str, str]]) -> str:
-        return self.table("", columns, list(DATABASE_LABELS))
+        """Return a table with a row for each database."""
+        return self.table("database", columns, list(DATABASE_LABELS))
 
     def operations(self, database: str, heading: str) -> str:
         """Return the table of all operations on one deployment, with ADK and the floor."""
@@ -92,14 +93,14 @@ class Report:
             name = f"{database}/{operation}"
             if f"{name}/relative to {ADK}" in self._figures:
                 sides = [self.text(f"{name}/{side}") for side in (OURS, ADK)]
-                of_adk, of_floor = f"{name}/relative to {ADK}", f"{name}/relative to {FLOOR}"
-                ratios = [self.text(of_adk), self.goal(of_adk)]
-                if of_floor in self._figures:
-                    ratios += [self.text(of_floor), self.goal(of_floor)]
+                to_adk, to_floor = f"{name}/relative to {ADK}", f"{name}/relative to {FLOOR}"
+                ratios = [self.text(to_adk), self.goal(to_adk)]
+                if to_floor in self._figures:
+                    ratios += [self.text(to_floor), self.goal(to_floor)]
                 else:
                     ratios += ["", ""]
                 cells.append([operation, *sides, *ratios])
-        columns = ["ours", "ADK", "ours of ADK", "goal", "of the floor", "goal"]
+        columns = ["encrypted", "ADK", "relative to ADK", "goal", "relative to floor", "goal"]
         return _markdown([heading, *columns], cells)
 
     def goal(self, name: str) -> str:
@@ -108,6 +109,7 @@ class Report:
         return "" if figure.goal is None else quantity(figure.goal, unit=figure.unit)
 
     def conversations(self, database: str) -> str:
+        """Return the table of rates and latencies by number of concurrent conversations."""
         cells = []
         for count in plan.CONVERSATION_ROUNDS:
             for side in (*_SIDES, ADK_SQLITE):
@@ -120,7 +122,8 @@ class Report:
                 rate, errors = (self.text(f"{name} {what}") for what in ("rate", "errors"))
                 cells.append([str(count), SIDE_LABELS[side], rate, *latencies, errors])
         latencies = [f"{step} p50 / p95 / p99" for step in plan.CONVERSATION_OPERATIONS]
-        return _markdown([DATABASE_LABELS[database], "", "operations", *latencies, "errors"], cells)
+        columns = ["service", "operations", *latencies, "errors"]
+        return _markdown([DATABASE_LABELS[database], *columns], cells)
 
     def _percentiles(self, name: str) -> str:
         figures = [self._figures[f"{name} p{part}"] for part in (50, 95, 99)]
@@ -141,19 +144,22 @@ class Report:
                 row = [self.text(f"{name}, {size}") for size in sizes]
                 ratio = self.text(f"{name}, largest relative to smallest")
                 cells.append([f"{kind}, {SIDE_LABELS[side]}", *row, ratio])
-        return _markdown([operation, *sizes, "largest relative to smallest"], cells)
+        return _markdown(["database and service", *sizes, "largest relative to smallest"], cells)
 
     def memory(self, database: str) -> str:
+        """Return the table of the peak memory of each operation."""
         columns = [(SIDE_LABELS[side], f"{database}/memory/{{}}/{side}") for side in _SIDES]
         return self.table(DATABASE_LABELS[database], columns, plan.MEMORY_OPERATIONS)
 
     def stored(self, database: str) -> str:
+        """Return the table of stored bytes for each session and event."""
         sides = [("JSON", "JSON"), *((SIDE_LABELS[side], side) for side in _SIDES)]
         columns = [(heading, f"{database}/stored/{{}}/{side}") for heading, side in sides]
         rows = [*(f"session, {label}" for label in plan.PAYLOADS), "event"]
         return self.table(DATABASE_LABELS[database], columns, rows)
 
     def pgcrypto(self) -> str:
+        """Return the table of encryption in the application and with pgcrypto."""
         cells = []
         others = (plan.OPENPGP, plan.AES_CBC)
         for operation in ("write", "read"):
@@ -165,7 +171,8 @@ class Report:
                 ratios = [self.interval(f"{name}/relative to {side}") for side in others]
                 cells.append([f"{operation} {size}", *times, *ratios])
         names = [f"`{name}`" for name in others]
-        return _markdown(["", "ours", *names, *(f"ours of {name}" for name in names)], cells)
+        ratios = [f"application relative to {name}" for name in names]
+        return _markdown(["operation", "application", *names, *ratios], cells)
 
     def record_overhead(self, backend: str) -> str:
         """Return how many bytes a record has more than its value."""
