@@ -1,17 +1,18 @@
-# Each target makes the environment it needs.  Another Python: make PYTHON=python3.13 test
+# Each target creates the environment it needs.  To use another Python: make PYTHON=python3.13 test
 
 PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
 JOBS ?= auto
 ARGS ?=
 
-# The oldest google-adk we support, the last 1.x, and whatever is newest below 3.
+# The oldest supported google-adk, the last 1.x, and the newest below 3.
 ADK_MATRIX := 1.28.0 1.39.1 newest
 ADK ?= 1.28.0
 
 BIN := .venv/bin
 PYTEST_FLAGS := -n $(JOBS) $(ARGS)
 
-# $(call make-venv,directory,requirements,options of uv): uv where it can be had, for speed; else pip.
+# $(call make-venv,directory,requirements,options of uv): installs with uv, which is faster, or with
+# pip if uv cannot be installed.
 define make-venv
 	rm -rf $(1)
 	$(PYTHON) -m venv $(1)
@@ -23,48 +24,49 @@ endef
 
 .PHONY: help demo test soak check lint types site docs test-adk test-matrix bench clean
 
-# Says that mkdocs-material will not follow mkdocs to its version 2.
+# Silences the warning that mkdocs-material will not support mkdocs 2.
 export NO_MKDOCS_2_WARNING := 1
 
-help: ## show this
+help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /|/' | \
 	  while IFS='|' read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
 
-demo: .venv/.installed ## run an ADK agent whose conversation is sealed on disk
+demo: .venv/.installed ## run an ADK agent whose conversation is stored encrypted
 	$(BIN)/python examples/quickstart.py
 
-test: .venv/.installed ## run every test
+test: .venv/.installed ## run all tests except those marked soak or benchmark
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
 
-soak: .venv/.installed ## run the tests that take long: all attacks on both servers, more on each database
+soak: .venv/.installed ## run the slow tests: all attacks on both database servers, more cases on each database
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m soak
 
-check: lint types site ## lint, format, types, the site, and the tests with coverage
+check: lint types site ## run lint, types and site, then the tests with coverage
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) --cov --cov-report=term
 
-lint: .venv/.installed ## ruff: rules and format
+lint: .venv/.installed ## check rules and formatting with ruff
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: .venv/.installed ## mypy --strict on all our Python
+types: .venv/.installed ## check all Python files with mypy --strict
 	$(BIN)/mypy
 
-site: .venv/.installed ## build the documentation into site/; a broken link is an error
+site: .venv/.installed ## build the documentation into site/; broken links are errors
 	$(BIN)/mkdocs build --strict --quiet
 
-docs: .venv/.installed ## show the documentation at http://127.0.0.1:8000, built anew on every change
+docs: .venv/.installed ## serve the documentation at http://127.0.0.1:8000 and rebuild it on every change
 	$(BIN)/mkdocs serve --strict
 
-test-adk: .venv-adk-$(ADK)/.installed ## run every test against one release: make test-adk ADK=1.28.0
+test-adk: .venv-adk-$(ADK)/.installed ## run the tests with one google-adk release: make test-adk ADK=1.28.0
 	.venv-adk-$(ADK)/bin/python -m pytest $(PYTEST_FLAGS)
 
-test-matrix: $(ADK_MATRIX:%=test-matrix-%) ## run every test against the oldest, last 1.x and newest ADK
+test-matrix: $(ADK_MATRIX:%=test-matrix-%) ## run the tests with the oldest, last 1.x and newest google-adk
 
 test-matrix-%:
 	$(MAKE) test-adk ADK=$*
 
-# BENCH_SECONDS (2.5) is for each comparison with ADK.  A part of it, which leaves page and results
-# as they are: make bench ARGS='-k "postgresql and get"'; places are sqlite, postgresql and distant.
+# The environment variable BENCH_SECONDS (default 2.5) is the duration of each comparison with ADK.
+# To run a part and leave the page and results unchanged: make bench ARGS='-k "postgresql and get"'.
+# The deployments are sqlite, postgresql and remote.
 bench: .venv/.installed ## measure speed, memory and storage; write benchmarks/results.json and its page
 	$(BIN)/python -m pytest tests/benchmarks -m benchmark -v --log-cli-level=INFO \
 	  --log-cli-format='%(message)s' $(or $(ARGS),--results benchmarks/results.json)
@@ -81,6 +83,6 @@ clean: ## remove environments, caches and reports
 .venv-adk-%/.installed: pyproject.toml
 	$(call make-venv,.venv-adk-$*,-e '.[test]' 'google-adk$(if $(filter newest,$*),<3,==$*)')
 
-# With the oldest google-adk go the oldest of all that pyproject.toml allows.
+# The oldest google-adk is tested with the oldest versions that pyproject.toml allows.
 .venv-adk-1.28.0/.installed: pyproject.toml
 	$(call make-venv,.venv-adk-1.28.0,-e '.[test]' google-adk==1.28.0,--resolution lowest-direct)

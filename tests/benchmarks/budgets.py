@@ -1,10 +1,13 @@
-"""What each ratio may be at most: ours of ADK's `DatabaseSessionService`, and ours of the floor."""
+"""Goals: the highest ratio each operation should have relative to ADK and to the floor.
+
+ADK is its `DatabaseSessionService`, which stores plaintext.  The floor is in `floor.py`.
+"""
 
 from typing import NamedTuple
 
 
 class Budget(NamedTuple):
-    """None where nothing was promised."""
+    """Highest time relative to ADK and to the floor; None where there is no goal."""
 
     adk: float | None = None
     floor: float | None = None
@@ -44,9 +47,9 @@ BUDGETS: dict[str, dict[str, Budget]] = {
         "50 tasks appending": Budget(1 / 6),
     },
 }
-FIELDS_OPENED = 0.005  # seconds for all
-KEY_SERVICE_CALLS = 4  # for a start and any number of operations
-FLAT = 1.25  # the largest of the smallest
-CIPHER = {"sqlite": 1.08, "postgresql": 1.06}  # AES-256-GCM of no-op, in CPU time
-STALL = 0.005  # seconds of an event loop that reads 5000 events
-MEMORY = 1.5  # of ADK's, to read them
+FIELDS_OPENED = 0.005  # seconds to decrypt all `plan.FIELDS` values
+KEY_SERVICE_CALLS = 4  # for a start and any number of operations after it
+GROWTH = 1.25  # time at the largest size relative to the smallest
+CIPHER_COST = {"sqlite": 1.08, "postgresql": 1.06}  # CPU time relative to no-op
+EVENT_LOOP_STALL = 0.005  # seconds that a read of 5000 events may block the event loop
+LARGE_READ_MEMORY = 1.5  # peak memory of that read relative to ADK

@@ -1,4 +1,4 @@
-"""Pictures of the figures, as SVG for a page in any colour: text and axes take the page's own."""
+"""Draw the charts of the page as SVG; text and axes take the colour of the page around them."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -13,18 +13,18 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLoca
 
 from tests.benchmarks.databases import ADK, ADK_SQLITE, FERNET, NO_OP, OURS
 from tests.benchmarks.overhead import LIMIT
-from tests.benchmarks.plan import EVENTS, PAYLOADS, ROUNDS, SIZES, WAYS
+from tests.benchmarks.plan import CONVERSATION_ROUNDS, DIRECTIONS, EVENTS, PAYLOADS, SIZES
 from tests.benchmarks.results import Figure, Results, quantity
 
-NAMES = {
+SIDE_LABELS = {
     OURS: "AES-256-GCM",
     FERNET: "Fernet",
-    NO_OP: "no-op, in clear",
-    ADK: "ADK, in clear",
+    NO_OP: "no-op (unencrypted)",
+    ADK: "ADK (unencrypted)",
     ADK_SQLITE: "ADK's SQLite service",
 }
-KINDS = {"sqlite": "SQLite", "postgresql": "PostgreSQL"}
-# At least 3:1 on white and on Material's dark slate.
+DATABASE_LABELS = {"sqlite": "SQLite", "postgresql": "PostgreSQL"}
+# Contrast of at least 3:1 on white and on Material's dark slate.
 _COLOURS = {
     OURS: "#2f86d1",
     FERNET: "#d6711f",
@@ -34,33 +34,33 @@ _COLOURS = {
 }
 _MARKERS = {OURS: "o", FERNET: "s", NO_OP: "^", ADK: "D", ADK_SQLITE: "v"}
 _NAMESPACES = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
-# Where the picture is no part of a page, but an image.
-_COLOURS_OF_THE_SYSTEM = (
+# Colours for an SVG that is not embedded in a page but shown as an image.
+_STANDALONE_STYLE = (
     "<style>.picture{color:#222}@media (prefers-color-scheme:dark){.picture{color:#ccc}}</style>"
 )
-_INK = "#010203"  # stands for the page's own colour until the SVG is written
+_PAGE_COLOUR = "#010203"  # placeholder; the written SVG has `currentColor` instead
 _STYLE: Any = {
-    "svg.fonttype": "none",  # text stays text, in the page's font
-    "svg.hashsalt": "adk-secure-sessions",  # the same ids at every run
+    "svg.fonttype": "none",  # text stays text, in the font of the page
+    "svg.hashsalt": "adk-secure-sessions",  # the same ids in every run
     "font.size": 11,
-    "axes.edgecolor": _INK,
-    "axes.labelcolor": _INK,
+    "axes.edgecolor": _PAGE_COLOUR,
+    "axes.labelcolor": _PAGE_COLOUR,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
     "axes.axisbelow": True,
-    "grid.color": _INK,
+    "grid.color": _PAGE_COLOUR,
     "grid.alpha": 0.15,
     "legend.frameon": False,
-    "text.color": _INK,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
+    "text.color": _PAGE_COLOUR,
+    "xtick.color": _PAGE_COLOUR,
+    "ytick.color": _PAGE_COLOUR,
 }
 _seconds = FuncFormatter(lambda value, _: re.sub(r"\.0+ ", " ", quantity(value, unit="s")))
 
 
 def charts(results: Results) -> dict[str, str]:
-    """The SVG of each chart, by its file's name without the ending."""
+    """Return the SVG of each chart, by file name without the suffix."""
     return {
         "round-trip": _round_trip(results),
         "ciphers": _ciphers(results),
@@ -73,28 +73,28 @@ def charts(results: Results) -> dict[str, str]:
 
 
 def _round_trip(results: Results) -> str:
-    with _axes("A round trip, of what it takes in clear") as axes:
-        _side_by_side(axes, results, "round trip/{side}/{label}/overhead", list(PAYLOADS))
-        limit = f"limit for AES-256-GCM, {LIMIT:.2f}x"
-        axes.axhline(LIMIT, color=_INK, linestyle="--", linewidth=1, label=limit)
-        axes.axhline(1, color=_INK, linewidth=0.8)
+    with _titled_axes("Round trip: time relative to no encryption (lower is faster)") as axes:
+        _plot_backends(axes, results, "round trip/{side}/{label}/overhead", list(PAYLOADS))
+        limit = f"limit for AES-256-GCM: {LIMIT:.2f}x"
+        axes.axhline(LIMIT, color=_PAGE_COLOUR, linestyle="--", linewidth=1, label=limit)
+        axes.axhline(1, color=_PAGE_COLOUR, linewidth=0.8)
         axes.set_ylim(bottom=min(0.9, axes.get_ylim()[0]))
-        axes.set_ylabel("times as long")
+        axes.set_ylabel("relative time (1 = unencrypted)")
         axes.legend(loc="upper left", fontsize=9)
         return _svg(axes)
 
 
-def _side_by_side(axes: Axes, results: Results, name: str, labels: Sequence[str]) -> None:
+def _plot_backends(axes: Axes, results: Results, name: str, labels: Sequence[str]) -> None:
     for shift, side in ((-0.08, OURS), (0.08, FERNET)):
         figures = [results.figures[name.format(side=side, label=label)] for label in labels]
-        places = [number + shift for number in range(len(labels))]
-        _points(axes, places, figures, side, line="")
-    axes.set_xlabel("JSON of the state")
+        positions = [number + shift for number in range(len(labels))]
+        _plot_points(axes, positions, figures, side, line="")
+    axes.set_xlabel("size of the state as JSON")
     axes.set_xticks(range(len(labels)), [label.replace("{}", "empty") for label in labels])
     axes.set_xlim(-0.5, len(labels) - 0.5)
 
 
-def _points(
+def _plot_points(
     axes: Axes,
     x: Sequence[float],
     figures: Sequence[Figure],
@@ -109,7 +109,7 @@ def _points(
         x,
         values,
         yerr=[below, above],
-        label=label or NAMES[side],
+        label=label or SIDE_LABELS[side],
         color=_COLOURS[side],
         marker=_MARKERS[side],
         markersize=5,
@@ -119,14 +119,15 @@ def _points(
 
 
 def _ciphers(results: Results) -> str:
-    with _axes("To encrypt or decrypt one value") as axes:
+    with _titled_axes("Time to encrypt or decrypt one value (lower is faster)") as axes:
         for side in (FERNET, OURS):
-            for way, line in zip(WAYS, ("-", ":"), strict=True):
-                figures = [results.figures[f"{way} only/{side}/{size}"] for size in SIZES]
-                label = f"{NAMES[side]}, {way}"
-                _points(axes, list(SIZES.values()), figures, side, line, label=label)
+            for direction, line in zip(DIRECTIONS, ("-", ":"), strict=True):
+                figures = [results.figures[f"{direction} only/{side}/{size}"] for size in SIZES]
+                label = f"{SIDE_LABELS[side]}, {direction}"
+                _plot_points(axes, list(SIZES.values()), figures, side, line, label=label)
         _log_sizes(axes)
         axes.set_yscale("log")
+        axes.set_ylabel("time")
         axes.yaxis.set_major_formatter(_seconds)
         axes.legend(loc="upper left", fontsize=9)
         return _svg(axes)
@@ -142,18 +143,18 @@ def _log_sizes(axes: Axes) -> None:
 
 
 def _fernet(results: Results) -> str:
-    with _axes("Fernet, of the time of AES-256-GCM") as axes:
-        for way, line in zip(WAYS, ("-", ":"), strict=True):
-            figures = [results.figures[f"comparison/{way}/{size}/ratio"] for size in SIZES]
-            _points(axes, list(SIZES.values()), figures, FERNET, line, label=way)
+    with _titled_axes("Time of Fernet relative to AES-256-GCM (lower is faster)") as axes:
+        for direction, line in zip(DIRECTIONS, ("-", ":"), strict=True):
+            figures = [results.figures[f"comparison/{direction}/{size}/ratio"] for size in SIZES]
+            _plot_points(axes, list(SIZES.values()), figures, FERNET, line, label=direction)
         _log_sizes(axes)
         axes.set_ylim(bottom=0)
-        axes.set_ylabel("times as long")
+        axes.set_ylabel("relative time (1 = AES-256-GCM)")
         axes.legend(loc="lower right")
         return _svg(axes)
 
 
-SHOWN = (
+OPERATIONS = (
     "create, state 1 KB",
     "create, state 100 KB",
     "append, state 1 KB",
@@ -168,37 +169,45 @@ SHOWN = (
 
 
 def _operations(results: Results) -> str:
-    with _axes("Ours, encrypted, of ADK in clear", height=4.2) as axes:
-        for shift, place, side in ((-0.13, "sqlite", OURS), (0.13, "postgresql", FERNET)):
-            figures = [results.figures[f"{place}/{operation}/of {ADK}"] for operation in SHOWN]
+    with _titled_axes("Time relative to unencrypted ADK (lower is faster)", height=4.2) as axes:
+        for shift, database, side in ((-0.13, "sqlite", OURS), (0.13, "postgresql", FERNET)):
+            figures = [
+                results.figures[f"{database}/{operation}/relative to {ADK}"]
+                for operation in OPERATIONS
+            ]
             axes.barh(
-                [number + shift for number in range(len(SHOWN))],
+                [number + shift for number in range(len(OPERATIONS))],
                 [figure.value for figure in figures],
                 height=0.26,
                 color=_COLOURS[side],
-                label=KINDS[place],
+                label=DATABASE_LABELS[database],
             )
-        axes.set_yticks(range(len(SHOWN)), SHOWN)
+        axes.set_yticks(range(len(OPERATIONS)), OPERATIONS)
         axes.invert_yaxis()
-        axes.axvline(1, color=_INK, linewidth=0.8)
+        axes.axvline(1, color=_PAGE_COLOUR, linewidth=0.8)
         axes.set_xlim(0, 1.05)
-        axes.set_xlabel("part of ADK's time")
+        axes.set_xlabel("relative time (1 = ADK)")
         axes.grid(visible=False, axis="y")
         axes.legend(loc="lower right", bbox_to_anchor=(0.98, 0.3))
         return _svg(axes)
 
 
-def _conversation(results: Results, place: str) -> str:
-    with _axes(f"{KINDS[place]}: operations per second") as axes:
-        for side in NAMES:
-            names = [f"{place}/conversation, {count} at once/{side} rate" for count in ROUNDS]
+def _conversation(results: Results, database: str) -> str:
+    title = f"{DATABASE_LABELS[database]}: operations per second (higher is faster)"
+    with _titled_axes(title) as axes:
+        for side in SIDE_LABELS:
+            names = [
+                f"{database}/conversations, {count} concurrent/{side} rate"
+                for count in CONVERSATION_ROUNDS
+            ]
             if names[0] in results.figures:
                 figures = [results.figures[name] for name in names]
-                _points(axes, list(ROUNDS), figures, side)
+                _plot_points(axes, list(CONVERSATION_ROUNDS), figures, side)
         axes.set_xscale("log")
         axes.xaxis.set_minor_locator(NullLocator())
-        axes.set_xlabel("conversations at once")
-        axes.set_xticks(list(ROUNDS), [str(count) for count in ROUNDS])
+        axes.set_xlabel("concurrent conversations")
+        axes.set_ylabel("operations per second")
+        axes.set_xticks(list(CONVERSATION_ROUNDS), [str(count) for count in CONVERSATION_ROUNDS])
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
@@ -208,16 +217,17 @@ def _conversation(results: Results, place: str) -> str:
 
 
 def _growth(results: Results) -> str:
-    with _axes("To append an event") as axes:
-        for place, line in (("sqlite", "-"), ("postgresql", ":")):
+    with _titled_axes("Time to append an event (lower is faster)") as axes:
+        for database, line in (("sqlite", "-"), ("postgresql", ":")):
             for side in (OURS, ADK):
-                prefix = f"{place}/growth by events/{side}/append"
+                prefix = f"{database}/growth by events/{side}/append"
                 figures = [results.figures[f"{prefix}, {count:,} events"] for count in EVENTS]
-                label = f"{NAMES[side]}, {KINDS[place]}"
-                _points(axes, EVENTS, figures, side, line, label)
+                label = f"{SIDE_LABELS[side]}, {DATABASE_LABELS[database]}"
+                _plot_points(axes, EVENTS, figures, side, line, label)
         axes.set_xscale("log")
         axes.xaxis.set_minor_locator(NullLocator())
-        axes.set_xlabel("events that the session has")
+        axes.set_xlabel("events in the session")
+        axes.set_ylabel("time")
         axes.set_xticks(EVENTS, [f"{count:,}" for count in EVENTS])
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -228,7 +238,7 @@ def _growth(results: Results) -> str:
 
 
 @contextmanager
-def _axes(title: str, height: float = 3.3) -> Iterator[Axes]:
+def _titled_axes(title: str, height: float = 3.3) -> Iterator[Axes]:
     with mpl.rc_context(_STYLE):
         axes = Canvas(figsize=(5.6, height)).subplots()
         axes.set_title(title, fontsize=12, loc="left")
@@ -236,7 +246,7 @@ def _axes(title: str, height: float = 3.3) -> Iterator[Axes]:
 
 
 def _svg(axes: Axes) -> str:
-    """One element, without the prologue, the size in points and the empty lines of a file."""
+    """Return the chart as one SVG element, without XML prologue, absolute size and empty lines."""
     output, canvas = StringIO(), axes.get_figure()
     assert isinstance(canvas, Canvas)
     canvas.savefig(
@@ -249,11 +259,11 @@ def _svg(axes: Axes) -> str:
     body = output.getvalue()
     view = re.search(r' viewBox="[^"]*"', body)
     assert view
-    body = body[body.index("<defs>") :]  # without the size, which is the page's to say
-    body = body.replace("*{", ".chart *{").replace(_INK, "currentColor")
+    body = body[body.index("<defs>") :]  # drops width and height: the page sets the size
+    body = body.replace("*{", ".chart *{").replace(_PAGE_COLOUR, "currentColor")
     body = re.sub(r"\n\s*", "\n", body).strip()
     head = f'<svg class="picture chart" role="img" aria-label="{axes.get_title(loc="left")}"'
     return (
         f"{head}{view[0]} {_NAMESPACES}>\n<!-- matplotlib {mpl.__version__} -->\n"
-        f"{_COLOURS_OF_THE_SYSTEM}\n{body}\n"
+        f"{_STANDALONE_STYLE}\n{body}\n"
     )

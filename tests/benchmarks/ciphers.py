@@ -1,4 +1,4 @@
-"""The backends alone: one value, sealed or opened in memory."""
+"""Time the backends alone: encrypt or decrypt one value in memory."""
 
 import os
 import time
@@ -6,53 +6,56 @@ from collections.abc import Callable, Mapping
 
 from adk_secure_sessions import AesGcmBackend, Cipher, FernetBackend
 from tests.benchmarks.databases import FERNET, OURS
-from tests.benchmarks.harness import Timings, collector_off, order
+from tests.benchmarks.harness import Timings, gc_paused, side_order
 from tests.benchmarks.results import Figure
 
 Run = Callable[[], object]
 
 SAMPLES = 60
-LEAST = 0.0005  # seconds that a sample takes: far more than reading the clock does
+MIN_SAMPLE_SECONDS = 0.0005  # long enough that reading the clock does not count
 BACKENDS: dict[str, type[AesGcmBackend | FernetBackend]] = {
     OURS: AesGcmBackend,
     FERNET: FernetBackend,
 }
-PLACE = b"the place of a record".ljust(100, b".")  # about as long as ours are
+CONTEXT = b"the context of a record".ljust(100, b".")  # about as long as real ones
 
 
 def new_cipher(name: str) -> Cipher:
-    """With a data key of its own, as each user has one."""
+    """Return a cipher with a new data key; a service has one such cipher per user."""
     backend = BACKENDS[name](os.urandom(32))
     return backend.cipher(backend.new_key())
 
 
-def operation(name: str, way: str, size: int) -> Run:
-    """Encrypts or decrypts one value, of random bytes, with one data key."""
+def cipher_operation(name: str, direction: str, size: int) -> Run:
+    """Return a function that encrypts or decrypts *size* random bytes with one data key."""
     cipher = new_cipher(name)
     plaintext = os.urandom(size)
-    if way == "encrypt":
-        return lambda: cipher.encrypt(plaintext, PLACE)
-    sealed = cipher.encrypt(plaintext, PLACE)
-    assert cipher.decrypt(sealed, PLACE) == plaintext
-    return lambda: cipher.decrypt(sealed, PLACE)
+    if direction == "encrypt":
+        return lambda: cipher.encrypt(plaintext, CONTEXT)
+    sealed = cipher.encrypt(plaintext, CONTEXT)
+    assert cipher.decrypt(sealed, CONTEXT) == plaintext
+    return lambda: cipher.decrypt(sealed, CONTEXT)
 
 
-def timed(operations: dict[str, Run]) -> Timings:
-    """Seconds of each run, from samples of as many runs as take long enough; interleaved."""
-    repeats = {name: _repeats(run) for name, run in operations.items()}
+def time_runs(operations: dict[str, Run]) -> Timings:
+    """Time the operations in interleaved rounds; return the seconds per run.
+
+    A sample is the mean of as many runs as fill `MIN_SAMPLE_SECONDS`.
+    """
+    repeats = {name: _runs_per_sample(run) for name, run in operations.items()}
     timings: Timings = {name: [] for name in operations}
-    with collector_off():
-        for turn in range(SAMPLES):
-            for name in order(list(operations), turn):
+    with gc_paused():
+        for round_number in range(SAMPLES):
+            for name in side_order(list(operations), round_number):
                 timings[name].append(_sample(operations[name], repeats[name]) / repeats[name])
     return timings
 
 
-def _repeats(run: Run) -> int:
+def _runs_per_sample(run: Run) -> int:
     count = 1
-    while (taken := _sample(run, count)) < LEAST / 2:
+    while (taken := _sample(run, count)) < MIN_SAMPLE_SECONDS / 2:
         count *= 2
-    return max(1, round(count * LEAST / taken))
+    return max(1, round(count * MIN_SAMPLE_SECONDS / taken))
 
 
 def _sample(run: Run, count: int) -> float:
@@ -63,15 +66,17 @@ def _sample(run: Run, count: int) -> float:
     return time.perf_counter() - start
 
 
-def only_line(figures: Mapping[str, Figure], way: str, what: str) -> str:
-    """*what*: backend and size."""
-    return f"{way.capitalize()}-only [{what}]: median={figures[f'{way} only/{what}'].value:.6f}s"
+def cipher_line(figures: Mapping[str, Figure], direction: str, label: str) -> str:
+    """Return the log line of one backend and size: *label* is "backend/size"."""
+    median = figures[f"{direction} only/{label}"].value
+    return f"{direction.capitalize()}-only [{label}]: median={median:.6f}s"
 
 
-def comparison_line(figures: Mapping[str, Figure], what: str) -> str:
-    """*what*: way and size."""
-    name = f"comparison/{what}"
+def comparison_line(figures: Mapping[str, Figure], label: str) -> str:
+    """Return the log line of one comparison: *label* is "encrypt/size" or "decrypt/size"."""
+    name = f"comparison/{label}"
     fernet, ours, ratio = (figures[f"{name}/{part}"].value for part in (FERNET, OURS, "ratio"))
     return (
-        f"Comparison [{what}]: fernet={fernet:.6f}s, aesgcm={ours:.6f}s, fernet/aesgcm={ratio:.2f}x"
+        f"Comparison [{label}]: fernet={fernet:.6f}s, aesgcm={ours:.6f}s, "
+        f"fernet/aesgcm={ratio:.2f}x"
     )

@@ -1,4 +1,4 @@
-"""One event loop, one set of databases and one set of results for the whole run."""
+"""Fixtures for a whole run: one event loop, one set of databases, one set of results."""
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from tests.benchmarks.deployments import LOCAL, REMOTE, Deployment, Deployments
 from tests.benchmarks.machine import machine, versions
-from tests.benchmarks.many_users import Crowds
-from tests.benchmarks.places import DISTANT, NEAR, Place, Places
+from tests.benchmarks.many_users import DatabasesByUsersCache
 from tests.benchmarks.results import Results, changes
 
 _RESULTS = pytest.StashKey[Results]()
@@ -17,8 +17,8 @@ _RESULTS = pytest.StashKey[Results]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("benchmarks")
-    group.addoption("--results", type=Path, help="write what was measured to this file, as JSON")
-    group.addoption("--compare", type=Path, help="say what has changed since this file of results")
+    group.addoption("--results", type=Path, help="write the results to this JSON file")
+    group.addoption("--compare", type=Path, help="list the changes since this file of results")
 
 
 @pytest.fixture(scope="session")
@@ -41,16 +41,16 @@ def pytest_terminal_summary(
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def places() -> AsyncIterator[Places]:
+async def deployments() -> AsyncIterator[Deployments]:
     async with AsyncExitStack() as stack:
-        yield Places(stack)
+        yield Deployments(stack)
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session", params=[*NEAR, DISTANT])
-async def place(request: pytest.FixtureRequest, places: Places) -> Place:
-    return await places.get(request.param)
+@pytest_asyncio.fixture(scope="session", loop_scope="session", params=[*LOCAL, REMOTE])
+async def deployment(request: pytest.FixtureRequest, deployments: Deployments) -> Deployment:
+    return await deployments.get(request.param)
 
 
 @pytest.fixture(scope="session")
-def crowds() -> Crowds:
-    return Crowds()
+def databases_by_users() -> DatabasesByUsersCache:
+    return DatabasesByUsersCache()

@@ -1,4 +1,4 @@
-"""The databases that services are measured on, and what they take up there."""
+"""Create the databases to measure on, open the services on them, and measure their size."""
 
 import os
 import warnings
@@ -17,13 +17,13 @@ from tests import servers
 from tests.benchmarks.floor_postgresql import PostgresFloor
 from tests.benchmarks.floor_sqlite import SqliteFloor
 
-# The sides of a comparison: ours by backend, ADK's services, and the bare driver.
+# The sides of a comparison: our service with each backend, ADK's services, and the floor.
 OURS, FERNET, NO_OP = "aesgcm", "fernet", "no-op"
 ADK, ADK_SQLITE, FLOOR = "adk", "adk-sqlite", "floor"
 
 _KEY = os.urandom(32)
-# As durable as a server is by default, unlike the tests' own, and with nothing in the
-# background; what autovacuum would have told the planner is for `settled`.
+# PostgreSQL's default durability, which the servers of other tests turn off.  Background work is
+# off; `update_statistics` replaces what autovacuum does for the planner.
 _POSTGRESQL_OPTIONS = (
     "-cfsync=on",
     "-csynchronous_commit=on",
@@ -36,13 +36,13 @@ _POSTGRESQL_OPTIONS = (
 
 @asynccontextmanager
 async def opened(side: str, url: sa.URL) -> AsyncIterator[BaseSessionService]:
-    """The service that goes by the name of *side*, on a database of its own, with its tables."""
+    """Open the service of *side* on its own database, with its tables created."""
     service = await _open(side, url)
     try:
         await service.list_sessions(app_name="", user_id="")
         yield service
     finally:
-        if hasattr(service, "close"):  # ADK's SqliteSessionService keeps nothing open
+        if hasattr(service, "close"):  # ADK's SqliteSessionService has none
             await service.close()
 
 
@@ -52,26 +52,26 @@ async def _open(side: str, url: sa.URL) -> BaseSessionService:
     if side == FERNET:
         return EncryptedSessionService(url, FernetBackend(_KEY))
     if side == NO_OP:
-        return _in_clear(url)
+        return _no_op_service(url)
     if side == ADK:
         return DatabaseSessionService(url.render_as_string(hide_password=False))
     if side == ADK_SQLITE:
         return SqliteSessionService(str(url.database))
-    async with _in_clear(url) as service:  # so that the floor has our tables, to the letter
+    async with _no_op_service(url) as service:  # creates the floor's tables
         await service.prepare_tables()
     if url.get_backend_name() == "sqlite":
         return SqliteFloor(Path(str(url.database)))
     return await PostgresFloor.connect(url)
 
 
-def _in_clear(url: sa.URL) -> EncryptedSessionService:
+def _no_op_service(url: sa.URL) -> EncryptedSessionService:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it is in clear
+        warnings.simplefilter("ignore")  # the warning that NoOpBackend stores plaintext
         return EncryptedSessionService(url, NoOpBackend())
 
 
 class Databases:
-    """Makes empty databases of one kind, until the stack it was given unwinds."""
+    """Creates empty databases of one kind; *stack* removes them at its end."""
 
     def __init__(self, kind: str, stack: ExitStack, directory: Path) -> None:
         self.kind = kind
@@ -82,8 +82,8 @@ class Databases:
         if kind == "postgresql":
             self._server = stack.enter_context(servers.postgresql(*_POSTGRESQL_OPTIONS))
 
-    def make(self) -> sa.URL:
-        """The URL of a new one."""
+    def create(self) -> sa.URL:
+        """Create an empty database and return its URL."""
         self._made += 1
         if self._server is not None:
             url = self._stack.enter_context(self._server.database())
@@ -92,16 +92,16 @@ class Databases:
         return sa.URL.create("sqlite+aiosqlite", database=str(path))
 
 
-async def settled(url: sa.URL) -> None:
-    """Give the planner its statistics, after much was added."""
+async def update_statistics(url: sa.URL) -> None:
+    """Run ANALYZE on PostgreSQL, after many rows were added."""
     if url.get_backend_name() == "postgresql":
-        async with _maintaining(url) as connection:
+        async with _autocommit_connection(url) as connection:
             await connection.exec_driver_sql("ANALYZE")
 
 
 async def stored_bytes(url: sa.URL) -> int:
-    """What the database takes up, indexes included, once all that is dead was removed."""
-    async with _maintaining(url) as connection:
+    """Return the size of the database in bytes, with indexes, after a vacuum."""
+    async with _autocommit_connection(url) as connection:
         if connection.dialect.name == "sqlite":
             await connection.exec_driver_sql("VACUUM")
             await connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -118,7 +118,7 @@ async def stored_bytes(url: sa.URL) -> int:
 
 
 @asynccontextmanager
-async def _maintaining(url: sa.URL) -> AsyncIterator[AsyncConnection]:
+async def _autocommit_connection(url: sa.URL) -> AsyncIterator[AsyncConnection]:
     engine = create_async_engine(url, isolation_level="AUTOCOMMIT")
     try:
         async with engine.connect() as connection:

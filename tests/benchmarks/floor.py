@@ -1,8 +1,8 @@
-"""The least that a plaintext session service can do on our tables: the floor of a comparison.
+"""The floor: a minimal plaintext session service on our tables, to compare ours with.
 
-It writes and reads the same rows as ours, with JSON in the columns, and returns the same
-objects of ADK's.  It computes nothing for secrecy or integrity, has one app and user state
-(an empty one), and appends to sessions that it created itself.
+It writes and reads the same rows as our service, with JSON in the columns, and returns the
+same ADK objects.  It does nothing for confidentiality or integrity.  App state and user state
+are always empty, and it appends only to sessions that it created itself.
 """
 
 import json
@@ -17,11 +17,11 @@ from google.adk.sessions import BaseSessionService, Session
 from google.adk.sessions.base_session_service import GetSessionConfig, ListSessionsResponse
 from pydantic_core import from_json
 
-OVERLAY_LIMIT = 8 * 1024  # more than this of state goes to `secure_bases`, as ours does it
+OVERLAY_LIMIT = 8 * 1024  # bytes; a larger state goes to `secure_bases`, as in our service
 Row = Sequence[Any]
 
-# Numbered parameters as SQLite writes them; PostgreSQL has $1 for ?1.
-# The tags are ?1 the app's, ?2 the user's, ?3 the session's.
+# Parameters are numbered as in SQLite; PostgreSQL writes $1 instead of ?1.
+# They are the tags: ?1 of the app, ?2 of the user, ?3 of the session.
 OWNERS = """
 SELECT 0, id, 0, 0, state FROM secure_apps WHERE tag = ?1
 UNION ALL SELECT 1, id, 0, 0, state FROM secure_users WHERE tag = ?2"""
@@ -55,7 +55,7 @@ UNION ALL SELECT 4, b.session_row, b.revision, 0, b.state, s.tag
 
 
 class NewSession(NamedTuple):
-    """A row of `secure_sessions`, with its row of `secure_bases` if its state is large."""
+    """A row of `secure_sessions`, and its row of `secure_bases` if the state is large."""
 
     app_tag: bytes
     user_tag: bytes
@@ -68,7 +68,7 @@ class NewSession(NamedTuple):
 
 
 class NewEvent(NamedTuple):
-    """A row of `secure_events`, and what the session's row becomes."""
+    """A row of `secure_events`, and the new values of the session's row."""
 
     session_row: int
     seq: int
@@ -77,8 +77,8 @@ class NewEvent(NamedTuple):
     event: bytes
 
 
-class _Held:
-    """What this process knows of a session that it created."""
+class _KnownSession:
+    """Cached values of a session that this process created."""
 
     __slots__ = ("overlay", "revision", "row")
 
@@ -89,10 +89,10 @@ class _Held:
 
 
 class Floor(BaseSessionService):
-    """ADK's objects above, rows below; the driver's part is a subclass."""
+    """Converts between ADK's objects and rows; subclasses run the statements on a driver."""
 
     def __init__(self) -> None:
-        self._held: dict[str, _Held] = {}
+        self._known: dict[str, _KnownSession] = {}
         self._last_row = 0
 
     async def create_session(
@@ -114,9 +114,9 @@ class Floor(BaseSessionService):
             b"{}" if large else encoded,
             encoded if large else None,
         )
-        await self.insert(new)
+        await self.insert_session(new)
         own = from_json(encoded)
-        self._held[session_id] = _Held(new.id, {} if large else own.copy())
+        self._known[session_id] = _KnownSession(new.id, {} if large else own.copy())
         return _session(app_name, user_id, session_id, own, new.now)
 
     async def get_session(
@@ -142,7 +142,7 @@ class Floor(BaseSessionService):
                 base = from_json(row[4])
         if updated is None:
             return None
-        history.sort(key=_seq)  # which they are already
+        history.sort(key=_seq)  # costs little: the rows arrive in this order
         decode = Event.model_validate_json
         events = [decode(row[4]) for row in history]
         return _session(app_name, user_id, session_id, base | own, updated, events)
@@ -169,47 +169,47 @@ class Floor(BaseSessionService):
         return ListSessionsResponse(sessions=sessions)
 
     async def delete_session(self, *, app_name: str, user_id: str, session_id: str) -> None:
-        await self.remove(_tags(app_name, user_id, session_id))
-        self._held.pop(session_id, None)
+        await self.delete(_tags(app_name, user_id, session_id))
+        self._known.pop(session_id, None)
 
     async def append_event(self, session: Session, event: Event) -> Event:
-        held = self._held[session.id]
+        known = self._known[session.id]
         delta = event.actions.state_delta
-        overlay = held.overlay | delta
+        overlay = known.overlay | delta
         now = round(event.timestamp * 1_000_000)
         encoded = event.model_dump_json(exclude_none=True).encode()
-        await self.advance(NewEvent(held.row, held.revision, now, _dumps(overlay), encoded))
-        held.overlay = overlay
-        held.revision += 1
+        await self.insert_event(NewEvent(known.row, known.revision, now, _dumps(overlay), encoded))
+        known.overlay = overlay
+        known.revision += 1
         session.last_update_time = now / 1_000_000
         session.state.update(delta)
         session.events.append(event)
         return event
 
     def next_row(self) -> int:
-        """Ascending keys, as ours are."""
+        """Return an ascending key, as our service makes them."""
         self._last_row = max(self._last_row + 1, time.time_ns() // 1_000_000 << 21)
         return self._last_row
 
     @abstractmethod
-    async def insert(self, new: NewSession) -> None:
-        """Store a session whose tag is free, after its app and user if these are new."""
+    async def insert_session(self, new: NewSession) -> None:
+        """Insert the rows of a session, and those of its app and user if they are new."""
 
     @abstractmethod
-    async def advance(self, new: NewEvent) -> None:
-        """Store an event, if its session is at its revision."""
+    async def insert_event(self, new: NewEvent) -> None:
+        """Insert an event and update its session, if the session still has revision `new.seq`."""
 
     @abstractmethod
-    async def remove(self, tags: tuple[bytes, bytes, bytes]) -> None:
-        """Read a session's row and delete all that belongs to it."""
+    async def delete(self, tags: tuple[bytes, bytes, bytes]) -> None:
+        """Delete all rows of a session."""
 
     @abstractmethod
     async def read(self, query: str, tags: tuple[bytes, ...]) -> Sequence[Row]:
-        """Run one of the queries above."""
+        """Run one of this module's queries."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Release the database."""
+        """Close the connections."""
 
 
 def _seq(row: Row) -> int:

@@ -1,4 +1,4 @@
-"""The floor on PostgreSQL: asyncpg with its own pool, one statement for each operation."""
+"""The floor on PostgreSQL: asyncpg and its pool, one statement for each operation."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -11,10 +11,10 @@ from tests.benchmarks.floor import Floor, NewEvent, NewSession, Row
 
 _CONNECTIONS = 10
 
-_INSERT = """
+_INSERT_SESSION = """
 WITH app AS (SELECT id, state FROM secure_apps WHERE tag = $1),
  member AS (SELECT id, state FROM secure_users WHERE tag = $2),
- made AS (
+ inserted AS (
   INSERT INTO secure_sessions
    (id, user_row, tag, revision, base_revision, created_at, updated_at, state)
   SELECT $4, member.id, $3, 0, $5, $6, $6, $7 FROM member),
@@ -33,20 +33,20 @@ WITH new_app AS (
   SELECT $4, app.id, $2, 0, '{}' FROM app)
 INSERT INTO secure_witnesses (tag, number, seal)
 SELECT $1::bytea, 0, ''::bytea FROM new_app UNION ALL SELECT $2, 0, ''"""
-_ADVANCE = """
-WITH moved AS (
+_INSERT_EVENT = """
+WITH updated AS (
   UPDATE secure_sessions SET revision = $2 + 1, updated_at = $3, state = $4
   WHERE id = $1 AND revision = $2 RETURNING id)
-INSERT INTO secure_events (session_row, seq, time, event) SELECT id, $2, $3, $5 FROM moved"""
-_REMOVE = """
-WITH gone AS (DELETE FROM secure_sessions WHERE tag = $1 RETURNING id),
- events AS (DELETE FROM secure_events WHERE session_row = (SELECT id FROM gone)),
- bases AS (DELETE FROM secure_bases WHERE session_row = (SELECT id FROM gone))
+INSERT INTO secure_events (session_row, seq, time, event) SELECT id, $2, $3, $5 FROM updated"""
+_DELETE = """
+WITH deleted AS (DELETE FROM secure_sessions WHERE tag = $1 RETURNING id),
+ events AS (DELETE FROM secure_events WHERE session_row = (SELECT id FROM deleted)),
+ bases AS (DELETE FROM secure_bases WHERE session_row = (SELECT id FROM deleted))
 DELETE FROM secure_witnesses WHERE tag = $1"""
 
 
 class PostgresFloor(Floor):
-    """Made by `connect`, in the event loop that uses it."""
+    """Create it with `connect`, in the event loop that uses it."""
 
     def __init__(self, pool: Any) -> None:
         super().__init__()
@@ -56,34 +56,37 @@ class PostgresFloor(Floor):
     async def connect(cls, url: sa.URL) -> Self:
         dsn = url.set(drivername="postgresql").render_as_string(hide_password=False)
         pool = await asyncpg.create_pool(
-            dsn, min_size=_CONNECTIONS, max_size=_CONNECTIONS, reset=_leave
+            dsn, min_size=_CONNECTIONS, max_size=_CONNECTIONS, reset=_no_reset
         )
         return cls(pool)
 
-    async def insert(self, new: NewSession) -> None:
-        if await self._pool.fetchrow(_INSERT, *new) is None:
+    async def insert_session(self, new: NewSession) -> None:
+        if await self._pool.fetchrow(_INSERT_SESSION, *new) is None:
             owners = (new.app_tag, new.user_tag, self.next_row(), self.next_row())
             await self._pool.execute(_INSERT_OWNERS, *owners)
-            assert await self._pool.fetchrow(_INSERT, *new)
+            assert await self._pool.fetchrow(_INSERT_SESSION, *new)
 
-    async def advance(self, new: NewEvent) -> None:
-        assert await self._pool.execute(_ADVANCE, *new) == "INSERT 0 1"
+    async def insert_event(self, new: NewEvent) -> None:
+        assert await self._pool.execute(_INSERT_EVENT, *new) == "INSERT 0 1"
 
-    async def remove(self, tags: tuple[bytes, bytes, bytes]) -> None:
-        await self._pool.execute(_REMOVE, tags[2])
+    async def delete(self, tags: tuple[bytes, bytes, bytes]) -> None:
+        await self._pool.execute(_DELETE, tags[2])
 
     async def read(self, query: str, tags: tuple[bytes, ...]) -> Sequence[Row]:
-        rows: Sequence[Row] = await self._pool.fetch(_numbered(query), *tags)
+        rows: Sequence[Row] = await self._pool.fetch(_dollar_parameters(query), *tags)
         return rows
 
     async def close(self) -> None:
         await self._pool.close()
 
 
-async def _leave(_connection: object) -> None:
-    """In place of asyncpg's reset, a round trip for each operation: nothing here needs it."""
+async def _no_reset(_connection: object) -> None:
+    """Replace asyncpg's reset of a connection.
+
+    It costs a round trip for each operation, and the statements here leave nothing to reset.
+    """
 
 
 @cache
-def _numbered(query: str) -> str:
+def _dollar_parameters(query: str) -> str:
     return query.replace("?", "$")

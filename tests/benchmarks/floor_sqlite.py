@@ -1,4 +1,4 @@
-"""The floor on SQLite: the `sqlite3` module in plain threads, one hop for each transaction."""
+"""The floor on SQLite: the `sqlite3` module in threads, one thread hop for each transaction."""
 
 import asyncio
 import sqlite3
@@ -19,7 +19,7 @@ class _Job(NamedTuple):
 
 
 class _Worker:
-    """A thread with a connection."""
+    """A thread with its own connection; *begin* starts each transaction, or is empty."""
 
     def __init__(self, path: Path, begin: str) -> None:
         self._path = path
@@ -59,14 +59,14 @@ class _Worker:
 
 
 class SqliteFloor(Floor):
-    """One thread writes, in WAL with `synchronous = FULL`; another reads."""
+    """One thread writes and one reads, in WAL mode with `synchronous = FULL`."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self._writer = _Worker(path, "BEGIN IMMEDIATE")
         self._reader = _Worker(path, "")
 
-    async def insert(self, new: NewSession) -> None:
+    async def insert_session(self, new: NewSession) -> None:
         def work(connection: sqlite3.Connection) -> None:
             owners = (new.app_tag, new.user_tag)
             found = {row[0]: row[1] for row in connection.execute(OWNERS, owners)}
@@ -87,20 +87,20 @@ class SqliteFloor(Floor):
 
         await self._writer.run(work)
 
-    async def advance(self, new: NewEvent) -> None:
+    async def insert_event(self, new: NewEvent) -> None:
         def work(connection: sqlite3.Connection) -> None:
-            met = connection.execute(
+            matched = connection.execute(
                 "UPDATE secure_sessions SET revision = ?2 + 1, updated_at = ?3, state = ?4"
                 " WHERE id = ?1 AND revision = ?2",
                 new[:4],
             ).rowcount
-            assert met == 1
+            assert matched == 1
             row = (new.session_row, new.seq, new.time, new.event)
             _insert(connection, "secure_events", *row)
 
         await self._writer.run(work)
 
-    async def remove(self, tags: tuple[bytes, bytes, bytes]) -> None:
+    async def delete(self, tags: tuple[bytes, bytes, bytes]) -> None:
         def work(connection: sqlite3.Connection) -> None:
             query = "SELECT id, base_revision FROM secure_sessions WHERE tag = ?"
             found = connection.execute(query, tags[2:]).fetchone()

@@ -1,4 +1,7 @@
-"""Interleaved rounds: each side of a comparison runs once in each, so a noisy machine hits all."""
+"""Time the sides of a comparison in interleaved rounds.
+
+Each side runs once in each round, so a slow spell of the machine affects all sides alike.
+"""
 
 import gc
 import time
@@ -10,22 +13,26 @@ Clock = Callable[[], float]
 Timings = dict[str, list[float]]
 
 WARM_UPS = 3
-LEAST, MOST = 9, 200  # rounds
+MIN_ROUNDS, MAX_ROUNDS = 9, 200
 
 
-def order(names: Sequence[str], turn: int) -> list[str]:
-    """The sides' order in round *turn*: each is as often first as last, and before any other."""
-    start = turn // 2 % len(names)
-    turned = [*names[start:], *names[:start]]
-    return turned[::-1] if turn % 2 else turned
+def side_order(names: Sequence[str], round_number: int) -> list[str]:
+    """Return the order of the sides in a round.
+
+    Over all rounds, each side is as often in each position, and as often before any other side
+    as after it.
+    """
+    start = round_number // 2 % len(names)
+    rotated = [*names[start:], *names[:start]]
+    return rotated[::-1] if round_number % 2 else rotated
 
 
 @contextmanager
-def collector_off() -> Iterator[None]:
-    """No garbage collection by itself, and what lives now is left out of any that is asked for.
+def gc_paused() -> Iterator[None]:
+    """Turn automatic garbage collection off, and exempt all current objects from explicit calls.
 
-    A full collection of all that ADK imports takes longer than most of what is measured
-    here, and hits one side at random.
+    A full collection of the objects that importing ADK creates takes longer than most operations
+    measured here, and would slow down one side at random.
     """
     gc.collect()
     gc.freeze()
@@ -41,30 +48,35 @@ async def interleave(
     sides: Mapping[str, Operation],
     seconds: float,
     *,
-    least: int = LEAST,
-    most: int = MOST,
+    min_rounds: int = MIN_ROUNDS,
+    max_rounds: int = MAX_ROUNDS,
     warm_ups: int = WARM_UPS,
     clock: Clock = time.perf_counter,
     repeat: int = 1,
 ) -> Timings:
-    """Time rounds of all *sides* for some *seconds*; a timing is the mean of *repeat* runs."""
+    """Run rounds of all *sides* for *seconds*; return the seconds per run of each side and round.
+
+    In each round a side runs *repeat* times, and its timing is the mean.  The number of rounds
+    stays between *min_rounds* and *max_rounds*.
+    """
     for _ in range(warm_ups):
         for operation in sides.values():
             await _mean(operation, clock, repeat)
     timings: Timings = {name: [] for name in sides}
-    with collector_off():
+    with gc_paused():
         end = time.monotonic() + seconds
-        for turn in range(most):
-            if turn >= least and time.monotonic() > end:
+        for round_number in range(max_rounds):
+            if round_number >= min_rounds and time.monotonic() > end:
                 break
-            for name in order(list(sides), turn):
+            for name in side_order(list(sides), round_number):
                 timings[name].append(await _mean(sides[name], clock, repeat))
-                gc.collect(1)  # all that the run left, but not the interpreter's free lists
+                # Free what the run left.  A full collection would also clear the free lists.
+                gc.collect(1)
     return timings
 
 
 async def _mean(operation: Operation, clock: Clock, repeat: int) -> float:
-    results = []  # kept: freeing them is no part of the operation
+    results = []  # kept until the clock has stopped: freeing them is not part of the operation
     start = clock()
     for _ in range(repeat):
         results.append(await operation())

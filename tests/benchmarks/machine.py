@@ -1,4 +1,4 @@
-"""Where a run took place: the machine, without its name, and the versions of what was measured."""
+"""The machine of a run, without its host name, and the versions of the software measured."""
 
 import os
 import platform

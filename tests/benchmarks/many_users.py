@@ -1,4 +1,4 @@
-"""Databases with few and with very many users, on each place, made when first asked for."""
+"""Databases with few and with very many users, for each deployment."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 import sqlalchemy as sa
 from google.adk.sessions import BaseSessionService
 
-from tests.benchmarks.databases import ADK, OURS, opened, settled
-from tests.benchmarks.filling import fill_users
-from tests.benchmarks.places import Place
-from tests.benchmarks.plan import FEW, MANY
+from tests.benchmarks.databases import ADK, OURS, opened, update_statistics
+from tests.benchmarks.deployments import Deployment
+from tests.benchmarks.plan import FEW_USERS, MANY_USERS
+from tests.benchmarks.seeding import seed_users
 
 
 @dataclass(frozen=True)
-class Crowd:
-    """The databases by side and by how many users they hold, each with one session, "only"."""
+class DatabasesByUsers:
+    """Databases by side and number of users; each user has one session, "only"."""
 
     urls: dict[tuple[str, int], sa.URL]
 
@@ -25,18 +25,20 @@ class Crowd:
             yield service
 
 
-class Crowds:
-    def __init__(self) -> None:
-        self._made: dict[str, Crowd] = {}
+class DatabasesByUsersCache:
+    """Fills the databases of a deployment at their first use and keeps them."""
 
-    async def get(self, place: Place) -> Crowd:
-        if place.name not in self._made:
+    def __init__(self) -> None:
+        self._made: dict[str, DatabasesByUsers] = {}
+
+    async def get(self, deployment: Deployment) -> DatabasesByUsers:
+        if deployment.name not in self._made:
             urls = {}
             for side in (OURS, ADK):
-                for users in (FEW, MANY):
-                    url = urls[side, users] = place.databases.make()
+                for users in (FEW_USERS, MANY_USERS):
+                    url = urls[side, users] = deployment.databases.create()
                     async with opened(side, url) as service:
-                        await fill_users(service, users)
-                    await settled(url)
-            self._made[place.name] = Crowd(urls)
-        return self._made[place.name]
+                        await seed_users(service, users)
+                    await update_statistics(url)
+            self._made[deployment.name] = DatabasesByUsers(urls)
+        return self._made[deployment.name]

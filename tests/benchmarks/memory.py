@@ -1,4 +1,4 @@
-"""What an operation takes of Python's memory."""
+"""The peak memory of an operation."""
 
 import gc
 import tracemalloc
@@ -6,8 +6,8 @@ import tracemalloc
 from tests.benchmarks.harness import Operation
 
 
-async def peak(operation: Operation) -> int:
-    """Bytes of Python's that were in use at once, at most, and were not before."""
+async def peak_memory(operation: Operation) -> int:
+    """Return the peak number of bytes that Python allocated during *operation*."""
     gc.collect()
     tracemalloc.start()
     try:

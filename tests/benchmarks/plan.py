@@ -1,10 +1,10 @@
-"""What is measured: sizes and counts, which the page tells as well."""
+"""The sizes and counts of all benchmarks; the page shows the same values."""
 
-# A round trip: bytes of the state's JSON.
+# Round trips: size of the state as JSON, in bytes.
 PAYLOADS = {"{}": 2, "1KB": 1_000, "10KB": 10_000, "100KB": 100_000}
 ITERATIONS, BATCH, WARM_UPS = 30, 10, 5
 
-# A backend alone: bytes of the value.
+# Backends alone: size of the value, in bytes.
 SIZES = {
     "50B": 50,
     "350B": 350,
@@ -14,37 +14,37 @@ SIZES = {
     "100KB": 100_000,
     "1MB": 1_000_000,
 }
-WAYS = ("encrypt", "decrypt")
+DIRECTIONS = ("encrypt", "decrypt")
 RECORDS = ("0B", "50B", "350B", "1KB", "10KB")
 RECORD_SIZES = {"0B": 0, **SIZES}
 
-# Conversations: how many at once, and how often, so many turns of four events.
-ROUNDS, TURNS = {1: 12, 10: 5, 50: 3}, 10
-STEPS = ("create", "append", "get")
+# Conversations: rounds by number of concurrent conversations; turns, each of four events.
+CONVERSATION_ROUNDS, TURNS = {1: 12, 10: 5, 50: 3}, 10
+CONVERSATION_OPERATIONS = ("create", "append", "get")
 
-# Much at once.
-FIELDS = 100
+# Bulk reads and concurrency.
+FIELDS = 100  # values to decrypt
 BULK_READS = ("get, 1000 events", "list, 1000 sessions")
-LARGE = 5000  # events of a large read
-TASKS, APPENDS = 50, 10
+LARGE_READ = 5000  # events
+TASKS, APPENDS = 50, 10  # concurrent tasks, and events that each appends
 THREADS = (1, 2, 8)
-TOGETHER = 64  # appends
+BATCH_APPENDS = 64
 
 # Keys.
-FEW, MANY = 10, 100_000  # users, with one session each
-KEY_SERVICE_DELAY = 0.05  # seconds until it answers
+FEW_USERS, MANY_USERS = 10, 100_000  # with one session each
+KEY_SERVICE_DELAY = 0.05  # seconds until the key service answers
 KEY_OPERATIONS = 10_000
 
-# As work grows.
+# Growth, size and memory.
 EVENTS = (10, 100, 1000, 10_000)
 STORED_EVENTS, STORED_SESSIONS = 1000, {"{}": 1000, "1KB": 500, "10KB": 100, "100KB": 40}
-MEASURED = (
+MEMORY_OPERATIONS = (
     "create, 10KB",
     "append",
     "get, 20 of 100 events",
     "get, 100 events",
     "list, 100 sessions",
 )
-# What pgcrypto offers: OpenPGP from a password, and AES-CBC, which authenticates nothing.
-OPENPGP, RAW = "pgp_sym_encrypt", "encrypt_iv"
+# Functions of pgcrypto: OpenPGP with a password, and AES-CBC without authentication.
+OPENPGP, AES_CBC = "pgp_sym_encrypt", "encrypt_iv"
 FIELD_SIZES = {size: SIZES[size] for size in ("1KB", "100KB")}

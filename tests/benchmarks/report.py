@@ -1,4 +1,4 @@
-"""Makes docs/benchmarks.md and its pictures from a file of results.
+"""Generate docs/benchmarks.md and its charts from a file of results.
 
 python -m tests.benchmarks.report [--compare OLD] [RESULTS]
 """
@@ -10,8 +10,8 @@ from pathlib import Path
 from jinja2 import Environment, StrictUndefined
 
 from tests.benchmarks import budgets, overhead, plan
-from tests.benchmarks.charts import KINDS, NAMES, charts
-from tests.benchmarks.ciphers import comparison_line, only_line
+from tests.benchmarks.charts import DATABASE_LABELS, SIDE_LABELS, charts
+from tests.benchmarks.ciphers import cipher_line, comparison_line
 from tests.benchmarks.databases import ADK, ADK_SQLITE, FERNET, FLOOR, NO_OP, OURS
 from tests.benchmarks.results import Results, changes, quantity
 
@@ -23,7 +23,7 @@ _SIDES = (OURS, FERNET, NO_OP, ADK)
 
 
 def render(results: Results) -> str:
-    """The page."""
+    """Return the text of the page."""
     environment = Environment(
         undefined=StrictUndefined,
         keep_trailing_newline=True,
@@ -40,7 +40,7 @@ def render(results: Results) -> str:
 
 
 def write(results: Results) -> None:
-    """The page and its pictures, where the site has them."""
+    """Write the page and its charts into docs/."""
     PAGE.write_text(render(results), encoding="utf-8")
     CHARTS.mkdir(exist_ok=True)
     for name, svg in charts(results).items():
@@ -48,17 +48,18 @@ def write(results: Results) -> None:
 
 
 class Report:
-    """What the template asks of the results: texts and tables."""
+    """The texts and tables that the template inserts."""
 
     def __init__(self, results: Results) -> None:
         self.machine, self.versions = results.machine, results.versions
         self._figures = results.figures
 
     def text(self, name: str) -> str:
-        """The figure, rounded."""
+        """Return the value of a figure, rounded."""
         return self._figures[name].text
 
     def interval(self, name: str) -> str:
+        """Return the value of a figure with its confidence interval."""
         figure = self._figures[name]
         bounds = quantity(figure.low, figure.high, unit=figure.unit, separator="–")  # noqa: RUF001
         return f"{figure.text} ({bounds})"
@@ -70,7 +71,10 @@ class Report:
         rows: Sequence[object],
         interval: bool = False,
     ) -> str:
-        """*columns* are headings and names of figures, in which {} stands for the row."""
+        """Return a table with a heading and a name of a figure for each column.
+
+        In the names, the first {} stands for the row.
+        """
         show = self.interval if interval else self.text
         cells = [
             [_label(row), *(show(name.replace("{}", str(row), 1)) for _, name in columns)]
@@ -78,89 +82,100 @@ class Report:
         ]
         return _markdown([first, *(heading for heading, _ in columns)], cells)
 
-    def by_place(self, columns: Sequence[tuple[str, str]]) -> str:
-        return self.table("", columns, list(KINDS))
+    def by_database(self, columns: Sequence[tuple[str, str]]) -> str:
+        """Return a table with a row for each database."""
+        return self.table("database", columns, list(DATABASE_LABELS))
 
-    def operations(self, place: str, heading: str) -> str:
-        """Each operation there, beside ADK and the floor."""
+    def operations(self, database: str, heading: str) -> str:
+        """Return the table of all operations on one deployment, with ADK and the floor."""
         cells = []
         for operation in budgets.BUDGETS["postgresql"]:
-            name = f"{place}/{operation}"
-            if f"{name}/of {ADK}" in self._figures:
+            name = f"{database}/{operation}"
+            if f"{name}/relative to {ADK}" in self._figures:
                 sides = [self.text(f"{name}/{side}") for side in (OURS, ADK)]
-                of_adk, of_floor = f"{name}/of {ADK}", f"{name}/of {FLOOR}"
-                ratios = [self.text(of_adk), self.goal(of_adk)]
-                if of_floor in self._figures:
-                    ratios += [self.text(of_floor), self.goal(of_floor)]
+                to_adk, to_floor = f"{name}/relative to {ADK}", f"{name}/relative to {FLOOR}"
+                ratios = [self.text(to_adk), self.goal(to_adk)]
+                if to_floor in self._figures:
+                    ratios += [self.text(to_floor), self.goal(to_floor)]
                 else:
                     ratios += ["", ""]
                 cells.append([operation, *sides, *ratios])
-        columns = ["ours", "ADK", "ours of ADK", "goal", "of the floor", "goal"]
+        columns = ["encrypted", "ADK", "relative to ADK", "goal", "relative to floor", "goal"]
         return _markdown([heading, *columns], cells)
 
     def goal(self, name: str) -> str:
-        """The most that it should be, if anything was said."""
+        """Return the goal of a figure, or an empty text if it has none."""
         figure = self._figures[name]
         return "" if figure.goal is None else quantity(figure.goal, unit=figure.unit)
 
-    def conversations(self, place: str) -> str:
+    def conversations(self, database: str) -> str:
+        """Return the table of rates and latencies by number of concurrent conversations."""
         cells = []
-        for count in plan.ROUNDS:
+        for count in plan.CONVERSATION_ROUNDS:
             for side in (*_SIDES, ADK_SQLITE):
-                name = f"{place}/conversation, {count} at once/{side}"
+                name = f"{database}/conversations, {count} concurrent/{side}"
                 if f"{name} rate" not in self._figures:
                     continue
-                latencies = [self._percentiles(f"{name} {step}") for step in plan.STEPS]
+                latencies = [
+                    self._percentiles(f"{name} {step}") for step in plan.CONVERSATION_OPERATIONS
+                ]
                 rate, errors = (self.text(f"{name} {what}") for what in ("rate", "errors"))
-                cells.append([str(count), NAMES[side], rate, *latencies, errors])
-        latencies = [f"{step} p50 / p95 / p99" for step in plan.STEPS]
-        return _markdown([KINDS[place], "", "operations", *latencies, "errors"], cells)
+                cells.append([str(count), SIDE_LABELS[side], rate, *latencies, errors])
+        latencies = [f"{step} p50 / p95 / p99" for step in plan.CONVERSATION_OPERATIONS]
+        columns = ["service", "operations", *latencies, "errors"]
+        return _markdown([DATABASE_LABELS[database], *columns], cells)
 
     def _percentiles(self, name: str) -> str:
         figures = [self._figures[f"{name} p{part}"] for part in (50, 95, 99)]
         return quantity(*(figure.value for figure in figures), unit="s", separator=" / ")
 
     def growth(self, operation: str, by: str) -> str:
-        """An operation at each size, ours and ADK's, on each database."""
-        counts: tuple[int, ...] = plan.EVENTS if by == "events" else (plan.FEW, plan.MANY)
+        """Return the table of one operation by number of events or sessions."""
+        counts: tuple[int, ...] = (
+            plan.EVENTS if by == "events" else (plan.FEW_USERS, plan.MANY_USERS)
+        )
         if operation.startswith("get 20"):
             counts = counts[1:]
         sizes = [f"{count:,} {by}" for count in counts]
         cells = []
-        for place, kind in KINDS.items():
+        for database, kind in DATABASE_LABELS.items():
             for side in (OURS, ADK):
-                name = f"{place}/growth by {by}/{side}/{operation}"
+                name = f"{database}/growth by {by}/{side}/{operation}"
                 row = [self.text(f"{name}, {size}") for size in sizes]
-                ratio = self.text(f"{name}, largest of smallest")
-                cells.append([f"{kind}, {NAMES[side]}", *row, ratio])
-        return _markdown([operation, *sizes, "largest of smallest"], cells)
+                ratio = self.text(f"{name}, largest relative to smallest")
+                cells.append([f"{kind}, {SIDE_LABELS[side]}", *row, ratio])
+        return _markdown(["database and service", *sizes, "largest relative to smallest"], cells)
 
-    def memory(self, place: str) -> str:
-        columns = [(NAMES[side], f"{place}/memory/{{}}/{side}") for side in _SIDES]
-        return self.table(KINDS[place], columns, plan.MEASURED)
+    def memory(self, database: str) -> str:
+        """Return the table of the peak memory of each operation."""
+        columns = [(SIDE_LABELS[side], f"{database}/memory/{{}}/{side}") for side in _SIDES]
+        return self.table(DATABASE_LABELS[database], columns, plan.MEMORY_OPERATIONS)
 
-    def stored(self, place: str) -> str:
-        sides = [("JSON", "JSON"), *((NAMES[side], side) for side in _SIDES)]
-        columns = [(heading, f"{place}/stored/{{}}/{side}") for heading, side in sides]
+    def stored(self, database: str) -> str:
+        """Return the table of stored bytes for each session and event."""
+        sides = [("JSON", "JSON"), *((SIDE_LABELS[side], side) for side in _SIDES)]
+        columns = [(heading, f"{database}/stored/{{}}/{side}") for heading, side in sides]
         rows = [*(f"session, {label}" for label in plan.PAYLOADS), "event"]
-        return self.table(KINDS[place], columns, rows)
+        return self.table(DATABASE_LABELS[database], columns, rows)
 
     def pgcrypto(self) -> str:
+        """Return the table of encryption in the application and with pgcrypto."""
         cells = []
-        others = (plan.OPENPGP, plan.RAW)
-        for way in ("write", "read"):
+        others = (plan.OPENPGP, plan.AES_CBC)
+        for operation in ("write", "read"):
             for size in plan.FIELD_SIZES:
-                name = f"pgcrypto/{way} {size}"
+                name = f"pgcrypto/{operation} {size}"
                 if f"{name}/{OURS}" not in self._figures:
                     return "This run had no PostgreSQL with `pgcrypto`."
                 times = [self.text(f"{name}/{side}") for side in (OURS, *others)]
-                ratios = [self.interval(f"{name}/of {side}") for side in others]
-                cells.append([f"{way} {size}", *times, *ratios])
+                ratios = [self.interval(f"{name}/relative to {side}") for side in others]
+                cells.append([f"{operation} {size}", *times, *ratios])
         names = [f"`{name}`" for name in others]
-        return _markdown(["", "ours", *names, *(f"ours of {name}" for name in names)], cells)
+        ratios = [f"application relative to {name}" for name in names]
+        return _markdown(["operation", "application", *names, *ratios], cells)
 
-    def added(self, backend: str) -> str:
-        """Bytes that a record has over its value."""
+    def record_overhead(self, backend: str) -> str:
+        """Return how many bytes a record has more than its value."""
         more = {
             int(self._figures[f"record/{size}/{backend}"].value) - plan.RECORD_SIZES[size]
             for size in plan.RECORDS
@@ -168,35 +183,43 @@ class Report:
         return f"{min(more)}" if len(more) == 1 else f"{min(more)} to {max(more)}"
 
     def log_lines(self) -> str:
-        """Some of each kind, as the run has logged them."""
-        get = f"sqlite/get, 20 events/of {ADK}"
+        """Return some log lines of each kind, as in the log of the run."""
+        get = f"sqlite/get, 20 events/relative to {ADK}"
         lines = [
             *(overhead.log_line(self._figures, f"{name}/10KB") for name in (OURS, FERNET)),
-            *(only_line(self._figures, way, f"{OURS}/100KB") for way in plan.WAYS),
-            *(comparison_line(self._figures, f"{way}/100KB") for way in plan.WAYS),
+            *(
+                cipher_line(self._figures, direction, f"{OURS}/100KB")
+                for direction in plan.DIRECTIONS
+            ),
+            *(
+                comparison_line(self._figures, f"{direction}/100KB")
+                for direction in plan.DIRECTIONS
+            ),
             f"{get}: {self._figures[get]}",
         ]
         return "\n".join(lines)
 
 
 def _label(row: object) -> str:
-    return KINDS.get(str(row), str(row)).replace("{}", "empty")
+    return DATABASE_LABELS.get(str(row), str(row)).replace("{}", "empty")
 
 
 def _markdown(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    # A number stays on one line with its unit and its interval.
-    kept = [
+    # Keep a number on one line with its unit and its interval.
+    unbroken = [
         [cell.replace(" ", "&nbsp;") if cell[:1].isdigit() else cell for cell in row]
         for row in rows
     ]
-    lines = [heading, ["---"] * len(heading), *kept]
+    lines = [heading, ["---"] * len(heading), *unbroken]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("results", nargs="?", type=Path, default=RESULTS)
-    parser.add_argument("--compare", type=Path, metavar="OLD", help="only say what has changed")
+    parser.add_argument(
+        "--compare", type=Path, metavar="OLD", help="only list the changes since OLD"
+    )
     arguments = parser.parse_args()
     results = Results.load(arguments.results)
     if arguments.compare:

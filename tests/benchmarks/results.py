@@ -1,4 +1,4 @@
-"""What a run measured: figures by name, and the machine and versions they belong to."""
+"""The results of a run: figures by name, the machine, and the versions of the software."""
 
 import json
 import logging
@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any, Self
 
 _log = logging.getLogger("benchmarks")
-_NORMAL_95 = 1.96  # of a normal distribution, 95 % lies within so many standard deviations
+_NORMAL_95 = 1.96  # standard deviations that hold 95 % of a normal distribution
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A quantile of some samples, and the interval that holds the true one 95 times in 100.
+    """A quantile of the samples, and its 95 % confidence interval.
 
-    The interval is made of order statistics and assumes no distribution: W. J. Conover,
-    Practical Nonparametric Statistics, section 3.2.  Of one sample it is that sample.
+    The interval is computed from order statistics and assumes no distribution: W. J. Conover,
+    Practical Nonparametric Statistics, section 3.2.  For one sample it is that sample.
     """
 
     value: float
@@ -25,13 +25,16 @@ class Figure:
     high: float
     samples: int
     unit: str  # "s", "x" for a ratio, "B", "/s", "%", or "" for a count
-    goal: float | None = None  # the most it should be
+    goal: float | None = None  # the highest value it should have
 
     @classmethod
     def of(
         cls, values: Sequence[float], unit: str, percent: float = 50, goal: float | None = None
     ) -> Self:
-        """The *percent*-th percentile of *values*; the median of an even number is the mean."""
+        """Return a percentile of *values*.
+
+        The median of an even number of values is the mean of the middle two.
+        """
         ordered = sorted(values)
         count, share = len(ordered), percent / 100
         width = _NORMAL_95 * math.sqrt(count * share * (1 - share))
@@ -47,13 +50,16 @@ class Figure:
     def ratio(
         cls, ours: Sequence[float], reference: Sequence[float], goal: float | None = None
     ) -> Self:
-        """The median of the ratios, round by round: what slows a whole round changes none."""
+        """Return the median of the ratios ours / reference, taken round by round.
+
+        If the machine slows down for a whole round, the ratio of that round stays the same.
+        """
         pairs = zip(ours, reference, strict=True)
         return cls.of([mine / theirs for mine, theirs in pairs], "x", goal=goal)
 
     @property
     def is_met(self) -> bool | None:
-        """Whether the goal is met; None if there is none."""
+        """Whether the goal is met; None if there is no goal."""
         return None if self.goal is None else self.value <= self.goal
 
     def __str__(self) -> str:
@@ -68,7 +74,7 @@ class Figure:
 
     @property
     def text(self) -> str:
-        """The value alone."""
+        """The value with its unit, rounded."""
         return quantity(self.value, unit=self.unit)
 
 
@@ -79,7 +85,7 @@ _SIZES = {
 
 
 def quantity(*values: float, unit: str, separator: str = "/") -> str:
-    """Values with three digits that matter, and behind them one unit of a size that fits all."""
+    """Format values with three significant digits and one unit, which fits the largest value."""
     sizes = _SIZES.get(unit, ((1.0, unit),))
     size, name = next((one for one in sizes if max(values) >= 0.9995 * one[0]), sizes[-1])
     digits = _whole if unit in ("B", "/s", "") and size == 1 else _three_digits
@@ -88,8 +94,8 @@ def quantity(*values: float, unit: str, separator: str = "/") -> str:
 
 
 def _three_digits(value: float) -> str:
-    places = 0 if value >= 99.95 else 1 if value >= 9.995 else 2 if value >= 0.0995 else 3
-    return f"{value:,.{places}f}" if value else "0"
+    decimals = 0 if value >= 99.95 else 1 if value >= 9.995 else 2 if value >= 0.0995 else 3
+    return f"{value:,.{decimals}f}" if value else "0"
 
 
 def _whole(value: float) -> str:
@@ -109,8 +115,8 @@ class Results:
         self.versions = versions or {}
         self.figures = figures or {}
 
-    def keep(self, name: str, figure: Figure) -> None:
-        """Raises ValueError if the name is taken."""
+    def store(self, name: str, figure: Figure) -> None:
+        """Store a figure without logging it; raise ValueError if the name is taken."""
         if name in self.figures:
             raise ValueError(f"two figures have the name {name!r}")
         self.figures[name] = figure
@@ -119,35 +125,36 @@ class Results:
         _log.info(line)
 
     def add(self, name: str, figure: Figure) -> None:
-        """Keep it, and log it."""
-        self.keep(name, figure)
+        """Store a figure and log it."""
+        self.store(name, figure)
         self.log(f"{name}: {figure}")
 
     def count(self, name: str, value: float, unit: str = "", goal: float | None = None) -> None:
-        """Add what was counted, or measured once."""
+        """Add a value that was counted, or measured only once."""
         self.add(name, Figure(value, value, value, 1, unit, goal))
 
     def save(self, path: Path) -> None:
         """Write JSON: `machine`, `versions`, and `figures` by name."""
         figures = {name: asdict(figure) for name, figure in self.figures.items()}
-        kept = {"machine": self.machine, "versions": self.versions, "figures": figures}
+        content = {"machine": self.machine, "versions": self.versions, "figures": figures}
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        figures = {name: Figure(**fields) for name, fields in kept["figures"].items()}
-        return cls(kept["machine"], kept["versions"], figures)
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        figures = {name: Figure(**fields) for name, fields in content["figures"].items()}
+        return cls(content["machine"], content["versions"], figures)
 
 
-_NOTICED = 0.05  # a change has to be larger than that to be told
+_MIN_CHANGE = 0.05  # smaller changes are not listed
 
 
 def changes(old: Results, new: Results) -> list[str]:
-    """What differs beyond noise: intervals that do not touch, and over 5 % between the values.
+    """List the figures that changed beyond noise.
 
-    Speeds of two machines are not compared, only ratios and counts.
+    A figure has changed if the intervals do not overlap and the values differ by more than 5 %.
+    Between two machines, only ratios and counts are compared, not times and rates.
     """
     lines = []
     same = old.machine == new.machine
@@ -157,13 +164,13 @@ def changes(old: Results, new: Results) -> list[str]:
         before = old.figures.get(name)
         if before is None:
             lines.append(f"{name}: new, {figure}")
-        elif (same or figure.unit not in ("s", "/s")) and _differ(before, figure):
+        elif (same or figure.unit not in ("s", "/s")) and _differs(before, figure):
             change = f"{figure.value / before.value - 1:+.0%}" if before.value else "from nothing"
             lines.append(f"{name}: {change}, was {before}, is {figure}")
     lines += [f"{name}: gone" for name in old.figures if name not in new.figures]
     return lines or ["no change beyond noise"]
 
 
-def _differ(one: Figure, other: Figure) -> bool:
+def _differs(one: Figure, other: Figure) -> bool:
     apart = one.high < other.low or other.high < one.low
-    return apart and abs(one.value - other.value) > _NOTICED * min(one.value, other.value)
+    return apart and abs(one.value - other.value) > _MIN_CHANGE * min(one.value, other.value)

@@ -1,4 +1,4 @@
-"""Reading much at once, and which part of it is decrypting."""
+"""Bulk reads, and the share of their time that is spent decrypting."""
 
 import os
 import time
@@ -10,45 +10,45 @@ from google.adk.sessions import BaseSessionService
 from adk_secure_sessions import AesGcmBackend, Cipher, EncryptedSessionService, FernetBackend
 from adk_secure_sessions.formats.records import open_record, seal, unpack
 from tests.benchmarks.budgets import FIELDS_OPENED
-from tests.benchmarks.ciphers import BACKENDS, timed
-from tests.benchmarks.filling import fill
-from tests.benchmarks.harness import collector_off
-from tests.benchmarks.places import NEAR, Place
+from tests.benchmarks.ciphers import BACKENDS, time_runs
+from tests.benchmarks.deployments import LOCAL, Deployment
+from tests.benchmarks.harness import gc_paused
 from tests.benchmarks.plan import BULK_READS, FIELDS
 from tests.benchmarks.results import Figure, Results
-from tests.benchmarks.samples import APP, payload, state
+from tests.benchmarks.seeding import seed_sessions
+from tests.benchmarks.workload import APP, payload, state
 
 pytestmark = pytest.mark.benchmark
 
-COUNT, READS = 1000, 15
+COUNT, ROUNDS = 1000, 15
 Reading = Callable[[BaseSessionService], Awaitable[object]]
 
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_fields(results: Results, name: str) -> None:
-    """A hundred sealed values of 1 KB, each with its header checked and authenticated."""
+    """Decrypt `FIELDS` records of 1 KB each, including the check of their headers."""
     backend = BACKENDS[name](os.urandom(32))
     cipher: Cipher = backend.cipher(backend.new_key())
     plaintext = repr(payload("1KB")).encode()
-    places = [b"place %d" % number for number in range(FIELDS)]
-    records = [seal(cipher, backend.backend_id, 1, place, plaintext) for place in places]
+    contexts = [b"context %d" % number for number in range(FIELDS)]
+    records = [seal(cipher, backend.backend_id, 1, context, plaintext) for context in contexts]
 
-    def open_all() -> list[bytes]:
-        opened = []
-        for record, place in zip(records, places, strict=True):
+    def decrypt_all() -> list[bytes]:
+        values = []
+        for record, context in zip(records, contexts, strict=True):
             assert unpack(record) == (backend.backend_id, 1)
-            opened.append(open_record(record, place, cipher))
-        return opened
+            values.append(open_record(record, context, cipher))
+        return values
 
-    assert open_all() == [plaintext] * FIELDS
-    [values] = timed({name: open_all}).values()
-    results.add(f"bulk/{FIELDS} fields/{name}", Figure.of(values, "s", goal=FIELDS_OPENED))
+    assert decrypt_all() == [plaintext] * FIELDS
+    [seconds] = time_runs({name: decrypt_all}).values()
+    results.add(f"bulk/{FIELDS} fields/{name}", Figure.of(seconds, "s", goal=FIELDS_OPENED))
 
 
-class Watched:
-    """A cipher that adds up the time it takes to decrypt."""
+class TimedCipher:
+    """A cipher that adds the time it spends decrypting to its backend's total."""
 
-    def __init__(self, cipher: Cipher, backend: "WatchedBackend") -> None:
+    def __init__(self, cipher: Cipher, backend: "TimedBackend") -> None:
         self.encrypt = cipher.encrypt
         self._cipher = cipher
         self._backend = backend
@@ -61,57 +61,59 @@ class Watched:
         return plaintext
 
 
-class WatchedBackend:
-    """Another backend under a watch."""
+class TimedBackend:
+    """Wraps a backend; totals the calls and seconds of decryption."""
 
     def __init__(self, backend: AesGcmBackend | FernetBackend) -> None:
-        self.backend_id, self.name = 0x80, "watched"
+        self.backend_id, self.name = 0x80, "timed"
         self.root_key, self.new_key = backend.root_key, backend.new_key
         self._backend = backend
         self.seconds, self.calls = 0.0, 0
 
-    def cipher(self, key: bytes) -> Watched:
-        return Watched(self._backend.cipher(key), self)
+    def cipher(self, key: bytes) -> TimedCipher:
+        return TimedCipher(self._backend.cipher(key), self)
 
 
-async def add_session(service: BaseSessionService) -> Reading:
-    [name] = await fill(service, "reader", 1, COUNT)
-    return lambda of: of.get_session(app_name=APP, user_id="reader", session_id=name)
+async def seed_session(service: BaseSessionService) -> Reading:
+    [name] = await seed_sessions(service, "reader", 1, COUNT)
+    return lambda reader: reader.get_session(app_name=APP, user_id="reader", session_id=name)
 
 
-async def add_list(service: BaseSessionService) -> Reading:
-    await fill(service, "lister", COUNT, of=state(500))
-    return lambda of: of.list_sessions(app_name=APP, user_id="lister")
+async def seed_list(service: BaseSessionService) -> Reading:
+    await seed_sessions(service, "lister", COUNT, initial=state(500))
+    return lambda reader: reader.list_sessions(app_name=APP, user_id="lister")
 
 
 @pytest.mark.asyncio(loop_scope="session")
-@pytest.mark.parametrize("place", NEAR, indirect=True)
+@pytest.mark.parametrize("deployment", LOCAL, indirect=True)
 @pytest.mark.parametrize(
-    ("what", "add"),
-    list(zip(BULK_READS, (add_session, add_list), strict=True)),
+    ("operation", "seed"),
+    list(zip(BULK_READS, (seed_session, seed_list), strict=True)),
     ids=["get", "list"],
 )
 @pytest.mark.parametrize("name", BACKENDS)
-async def test_share_of_decrypting(
-    place: Place,
+async def test_decryption_share(
+    deployment: Deployment,
     results: Results,
     name: str,
-    what: str,
-    add: Callable[[BaseSessionService], Awaitable[Reading]],
+    operation: str,
+    seed: Callable[[BaseSessionService], Awaitable[Reading]],
 ) -> None:
-    backend = WatchedBackend(BACKENDS[name](os.urandom(32)))
-    url = place.databases.make()
+    backend = TimedBackend(BACKENDS[name](os.urandom(32)))
+    url = deployment.databases.create()
     async with EncryptedSessionService(url, backend) as writer:
-        read = await add(writer)
+        read = await seed(writer)
     shares = []
-    for _ in range(READS):
-        # A new one each time: whoever has read a session before need not open all of it again.
+    for _ in range(ROUNDS):
+        # A new service each time: one that has read a session before need not decrypt all of it.
         async with EncryptedSessionService(url, backend) as reader:
             await reader.prepare_tables()
-            with collector_off():
+            with gc_paused():
                 backend.seconds, backend.calls = 0.0, 0
                 start = time.perf_counter()
                 await read(reader)
                 shares.append(100 * backend.seconds / (time.perf_counter() - start))
         assert backend.calls >= COUNT
-    results.add(f"{place.name}/bulk/{what}/{name} decrypting", Figure.of(shares, "%"))
+    results.add(
+        f"{deployment.name}/bulk/{operation}/{name} decryption share", Figure.of(shares, "%")
+    )

@@ -1,10 +1,16 @@
-"""The backends alone, on values of all sizes."""
+"""The backends alone, with values of all sizes."""
 
 import pytest
 
-from tests.benchmarks.ciphers import BACKENDS, comparison_line, only_line, operation, timed
+from tests.benchmarks.ciphers import (
+    BACKENDS,
+    cipher_line,
+    cipher_operation,
+    comparison_line,
+    time_runs,
+)
 from tests.benchmarks.databases import FERNET, OURS
-from tests.benchmarks.plan import SIZES, WAYS
+from tests.benchmarks.plan import DIRECTIONS, SIZES
 from tests.benchmarks.results import Figure, Results
 
 pytestmark = [pytest.mark.benchmark, pytest.mark.parametrize("size", SIZES)]
@@ -13,26 +19,26 @@ each_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 @each_backend
 def test_encrypt_only(results: Results, backend: str, size: str) -> None:
-    keep_one(results, "encrypt", backend, size)
+    measure(results, "encrypt", backend, size)
 
 
 @each_backend
 def test_decrypt_only(results: Results, backend: str, size: str) -> None:
-    keep_one(results, "decrypt", backend, size)
+    measure(results, "decrypt", backend, size)
 
 
-def keep_one(results: Results, way: str, backend: str, size: str) -> None:
-    [values] = timed({backend: operation(backend, way, SIZES[size])}).values()
-    results.keep(f"{way} only/{backend}/{size}", Figure.of(values, "s"))
-    results.log(only_line(results.figures, way, f"{backend}/{size}"))
+def measure(results: Results, direction: str, backend: str, size: str) -> None:
+    [values] = time_runs({backend: cipher_operation(backend, direction, SIZES[size])}).values()
+    results.store(f"{direction} only/{backend}/{size}", Figure.of(values, "s"))
+    results.log(cipher_line(results.figures, direction, f"{backend}/{size}"))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_comparison(results: Results, way: str, size: str) -> None:
-    """Fernet beside AES-256-GCM, in pairs."""
-    timings = timed({name: operation(name, way, SIZES[size]) for name in BACKENDS})
-    name = f"comparison/{way}/{size}"
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_comparison(results: Results, direction: str, size: str) -> None:
+    """Fernet relative to AES-256-GCM, in interleaved rounds."""
+    timings = time_runs({name: cipher_operation(name, direction, SIZES[size]) for name in BACKENDS})
+    name = f"comparison/{direction}/{size}"
     for side, values in timings.items():
-        results.keep(f"{name}/{side}", Figure.of(values, "s"))
-    results.keep(f"{name}/ratio", Figure.ratio(timings[FERNET], timings[OURS]))
-    results.log(comparison_line(results.figures, f"{way}/{size}"))
+        results.store(f"{name}/{side}", Figure.of(values, "s"))
+    results.store(f"{name}/ratio", Figure.ratio(timings[FERNET], timings[OURS]))
+    results.log(comparison_line(results.figures, f"{direction}/{size}"))

@@ -1,4 +1,4 @@
-"""Conversations as an agent has them, one and many at once, ours beside ADK's in clear."""
+"""Conversations of an agent, one and many concurrently: our service and plaintext ADK."""
 
 import asyncio
 import time
@@ -9,89 +9,97 @@ import pytest
 from google.adk.sessions import BaseSessionService
 
 from tests.benchmarks.databases import FLOOR, OURS
-from tests.benchmarks.harness import collector_off, order
-from tests.benchmarks.places import NEAR, Place
-from tests.benchmarks.plan import ROUNDS, STEPS, TURNS
+from tests.benchmarks.deployments import LOCAL, Deployment
+from tests.benchmarks.harness import gc_paused, side_order
+from tests.benchmarks.plan import CONVERSATION_OPERATIONS, CONVERSATION_ROUNDS, TURNS
 from tests.benchmarks.results import Figure, Results
-from tests.benchmarks.samples import APP, turn
+from tests.benchmarks.workload import APP, turn
 
 pytestmark = [
     pytest.mark.benchmark,
     pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.parametrize("place", NEAR, indirect=True),
+    pytest.mark.parametrize("deployment", LOCAL, indirect=True),
 ]
 
 
 @dataclass
-class Taken:
-    """Seconds, and how often an operation failed."""
+class Outcome:
+    """Operations per second, latencies in seconds, and the number of failed conversations."""
 
     rates: list[float] = field(default_factory=list)
-    latencies: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in STEPS})
+    latencies: dict[str, list[float]] = field(
+        default_factory=lambda: {name: [] for name in CONVERSATION_OPERATIONS}
+    )
     errors: int = 0
 
 
 class Conversation:
-    """One user's: create, then events and, after every turn, a read."""
+    """The conversation of one user: a create, then turns of four appends and a get."""
 
-    def __init__(self, service: BaseSessionService, taken: Taken) -> None:
+    def __init__(self, service: BaseSessionService, outcome: Outcome) -> None:
         self._service = service
-        self._taken = taken
+        self._outcome = outcome
         self._turns = [turn(number) for number in range(TURNS)]
 
-    async def hold(self) -> int:
-        """Return how many operations it took.  One that fails ends it."""
+    async def run(self) -> int:
+        """Run it and return the number of operations; raise the first error."""
         user = f"patient-{uuid.uuid4()}"
         start = time.perf_counter()
         session = await self._service.create_session(app_name=APP, user_id=user, state={"step": ""})
-        start = self._note("create", start)
+        start = self._record("create", start)
         for events in self._turns:
             for event in events:
                 await self._service.append_event(session, event)
-                start = self._note("append", start)
+                start = self._record("append", start)
             read = await self._service.get_session(
                 app_name=APP, user_id=user, session_id=session.id
             )
-            start = self._note("get", start)
+            start = self._record("get", start)
             assert read is not None
             session = read
         assert len(session.events) == 4 * TURNS
         return 1 + 5 * TURNS
 
-    def _note(self, operation: str, start: float) -> float:
+    def _record(self, operation: str, start: float) -> float:
         now = time.perf_counter()
-        self._taken.latencies[operation].append(now - start)
+        self._outcome.latencies[operation].append(now - start)
         return now
 
 
-async def hold(side: str, service: BaseSessionService, count: int, taken: Taken) -> None:
-    """Ours may not fail; ADK's do on SQLite under load: the database is locked."""
-    conversations = [Conversation(service, taken) for _ in range(count)]
+async def run_conversations(
+    side: str, service: BaseSessionService, count: int, outcome: Outcome
+) -> None:
+    """Run *count* concurrent conversations and add their times to *outcome*.
+
+    An error of ours is raised.  ADK's services do fail on SQLite under load, with "database is
+    locked"; their errors are counted.
+    """
+    conversations = [Conversation(service, outcome) for _ in range(count)]
     start = time.perf_counter()
-    done = await asyncio.gather(*(one.hold() for one in conversations), return_exceptions=True)
+    done = await asyncio.gather(*(one.run() for one in conversations), return_exceptions=True)
     whole = time.perf_counter() - start
     failed = [one for one in done if isinstance(one, BaseException)]
     if failed and side == OURS:
         raise failed[0]
-    taken.errors += len(failed)
-    taken.rates.append(sum(one for one in done if isinstance(one, int)) / whole)
+    outcome.errors += len(failed)
+    outcome.rates.append(sum(one for one in done if isinstance(one, int)) / whole)
 
 
-@pytest.mark.parametrize("count", ROUNDS)
-async def test_conversation(place: Place, results: Results, count: int) -> None:
-    sides = {side: service for side, service in place.all_sides.items() if side != FLOOR}
+@pytest.mark.parametrize("count", CONVERSATION_ROUNDS)
+async def test_conversation(deployment: Deployment, results: Results, count: int) -> None:
+    sides = {side: service for side, service in deployment.all_sides.items() if side != FLOOR}
     for side, service in sides.items():
-        await hold(side, service, 1, Taken())
-    taken = {side: Taken() for side in sides}
-    with collector_off():
-        for number in range(ROUNDS[count]):
-            for side in order(list(sides), number):
-                await hold(side, sides[side], count, taken[side])
-    for side, one in taken.items():
-        name = f"{place.name}/conversation, {count} at once/{side}"
-        results.add(f"{name} rate", Figure.of(one.rates, "/s"))
-        for operation, latencies in one.latencies.items():
+        await run_conversations(side, service, 1, Outcome())
+    outcomes = {side: Outcome() for side in sides}
+    with gc_paused():
+        for number in range(CONVERSATION_ROUNDS[count]):
+            for side in side_order(list(sides), number):
+                await run_conversations(side, sides[side], count, outcomes[side])
+    for side, outcome in outcomes.items():
+        name = f"{deployment.name}/conversations, {count} concurrent/{side}"
+        results.add(f"{name} rate", Figure.of(outcome.rates, "/s"))
+        for operation, latencies in outcome.latencies.items():
             for percent in (50, 95, 99):
                 figure = Figure.of(latencies, "s", percent)
                 results.add(f"{name} {operation} p{percent}", figure)
-        results.count(f"{name} errors", one.errors)
+        results.count(f"{name} errors", outcome.errors)

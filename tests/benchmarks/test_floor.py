@@ -1,4 +1,4 @@
-"""A floor is worth comparing with if it does the same work as ADK's own service."""
+"""The floor is a valid reference: it does the same work as ADK's own service."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,7 +11,7 @@ from google.adk.sessions.base_session_service import GetSessionConfig
 
 from tests import servers
 from tests.benchmarks.databases import FLOOR, opened
-from tests.benchmarks.samples import APP, event, state
+from tests.benchmarks.workload import APP, event, state
 from tests.conformance.support import ADK
 
 
@@ -64,7 +64,7 @@ async def test_floor_stores_and_returns_what_adk_does(floor: BaseSessionService,
     assert seen[0] == seen[1]
 
 
-async def test_floor_leaves_nothing_of_a_deleted_session(floor: BaseSessionService) -> None:
+async def test_floor_deletes_all_rows_of_a_session(floor: BaseSessionService) -> None:
     session = await floor.create_session(app_name=APP, user_id="user", state=state(100_000))
     await floor.append_event(session, event(0))
     names: dict[str, Any] = {"app_name": APP, "user_id": "user", "session_id": session.id}

@@ -1,4 +1,4 @@
-"""The harness itself, on made-up timings."""
+"""The harness, tested with a simulated clock."""
 
 import asyncio
 import gc
@@ -6,24 +6,24 @@ import gc
 import pytest
 
 from tests.benchmarks.harness import (
-    LEAST,
+    MIN_ROUNDS,
     WARM_UPS,
-    collector_off,
+    gc_paused,
     interleave,
-    order,
+    side_order,
 )
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
-def test_each_side_is_as_often_at_each_place(count: int) -> None:
+def test_each_side_is_equally_often_in_each_position(count: int) -> None:
     names = [str(number) for number in range(count)]
-    orders = [order(names, turn) for turn in range(2 * count)]
+    orders = [side_order(names, round_number) for round_number in range(2 * count)]
     assert all(sorted(one) == names for one in orders)
     for name in names:
         assert sorted(one.index(name) for one in orders) == sorted([*range(count)] * 2)
 
 
-async def test_timings_are_the_clock_s_and_means_of_repeated_runs() -> None:
+async def test_timing_is_the_mean_of_repeated_runs() -> None:
     now = 0.0
 
     async def take(seconds: float) -> None:
@@ -32,28 +32,28 @@ async def test_timings_are_the_clock_s_and_means_of_repeated_runs() -> None:
 
     sides = {"ours": lambda: take(1.0), "reference": lambda: take(4.0)}
     timings = await interleave(sides, 0, clock=lambda: now, repeat=5)
-    assert timings == {"ours": [1.0] * LEAST, "reference": [4.0] * LEAST}
+    assert timings == {"ours": [1.0] * MIN_ROUNDS, "reference": [4.0] * MIN_ROUNDS}
 
 
-async def test_rounds_end_with_what_was_prepared_for_them() -> None:
+async def test_rounds_stop_at_the_maximum() -> None:
     prepared = list(range(5 + WARM_UPS))
 
     async def take() -> int:
         return prepared.pop()
 
-    timings = await interleave({"ours": take}, 60, most=5)
+    timings = await interleave({"ours": take}, 60, max_rounds=5)
     assert len(timings["ours"]) == 5
     assert prepared == []
 
 
-async def test_collector_is_off_while_sides_run_and_on_afterwards() -> None:
+async def test_gc_is_off_while_sides_run_and_on_afterwards() -> None:
     seen = set()
 
     async def look() -> None:
         await asyncio.sleep(0)
         seen.add(gc.isenabled())
 
-    with collector_off():
+    with gc_paused():
         await look()
     assert seen == {False}
     assert gc.isenabled()

@@ -1,4 +1,4 @@
-"""What reading a session of 5000 events does to the event loop, and takes of memory."""
+"""How long a read of 5000 events blocks the event loop, and its peak memory."""
 
 import asyncio
 import gc
@@ -6,32 +6,32 @@ import time
 
 import pytest
 
-from tests.benchmarks.budgets import MEMORY, STALL
+from tests.benchmarks.budgets import EVENT_LOOP_STALL, LARGE_READ_MEMORY
 from tests.benchmarks.databases import ADK, ADK_SQLITE, OURS
-from tests.benchmarks.harness import Operation, collector_off
-from tests.benchmarks.memory import peak
-from tests.benchmarks.places import NEAR, Place
-from tests.benchmarks.plan import LARGE
+from tests.benchmarks.deployments import LOCAL, Deployment
+from tests.benchmarks.harness import Operation, gc_paused
+from tests.benchmarks.memory import peak_memory
+from tests.benchmarks.plan import LARGE_READ
 from tests.benchmarks.results import Figure, Results
-from tests.benchmarks.samples import APP
+from tests.benchmarks.workload import APP
 
 pytestmark = [
     pytest.mark.benchmark,
     pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.parametrize("place", NEAR, indirect=True),
+    pytest.mark.parametrize("deployment", LOCAL, indirect=True),
 ]
 
 READS = 9
 
 
-async def reading(place: Place, side: str) -> Operation:
-    name = await place.stock.history(side, LARGE)
-    service = place.sides[side]
+async def reading(deployment: Deployment, side: str) -> Operation:
+    name = await deployment.seeded.session_with_events(side, LARGE_READ)
+    service = deployment.sides[side]
     return lambda: service.get_session(app_name=APP, user_id="reader", session_id=name)
 
 
 async def longest_stall(operation: Operation) -> float:
-    """The longest time, in seconds, that another task waited for its turn meanwhile."""
+    """Return the longest time, in seconds, that *operation* kept another task from running."""
     longest = 0.0
 
     async def tick() -> None:
@@ -45,37 +45,37 @@ async def longest_stall(operation: Operation) -> float:
     ticker = asyncio.ensure_future(tick())
     await asyncio.sleep(0)
     result = await operation()
-    await asyncio.sleep(0)  # so that the last part of the read counts, too
+    await asyncio.sleep(0)  # counts the last part of the read, too
     ticker.cancel()
     del result
     return longest
 
 
-async def test_stall(place: Place, results: Results) -> None:
-    for side in place.sides:
+async def test_stall(deployment: Deployment, results: Results) -> None:
+    for side in deployment.sides:
         if side == ADK_SQLITE:
             continue
-        read = await reading(place, side)
-        await longest_stall(read)  # warms up
-        with collector_off():
-            without = []
+        read = await reading(deployment, side)
+        await longest_stall(read)  # warm-up
+        with gc_paused():
+            stalls = []
             for _ in range(READS):
-                without.append(await longest_stall(read))
+                stalls.append(await longest_stall(read))
                 gc.collect(1)
-        with_collector = [await longest_stall(read) for _ in range(READS)]
-        name = f"{place.name}/stall, {LARGE} events"
-        goal = STALL if side == OURS else None
-        results.add(f"{name}/{side}", Figure.of(without, "s", goal=goal))
-        results.add(f"{name}/{side} with garbage collection", Figure.of(with_collector, "s"))
+        stalls_with_gc = [await longest_stall(read) for _ in range(READS)]
+        name = f"{deployment.name}/event loop stall, {LARGE_READ} events"
+        goal = EVENT_LOOP_STALL if side == OURS else None
+        results.add(f"{name}/{side}", Figure.of(stalls, "s", goal=goal))
+        results.add(f"{name}/{side} with garbage collection", Figure.of(stalls_with_gc, "s"))
 
 
-async def test_memory(place: Place, results: Results) -> None:
-    name = f"{place.name}/memory, {LARGE} events"
+async def test_memory(deployment: Deployment, results: Results) -> None:
+    name = f"{deployment.name}/memory, {LARGE_READ} events"
     peaks = {}
-    for side in place.sides:
+    for side in deployment.sides:
         if side != ADK_SQLITE:
-            read = await reading(place, side)
+            read = await reading(deployment, side)
             await read()
-            peaks[side] = await peak(read)
+            peaks[side] = await peak_memory(read)
             results.count(f"{name}/{side}", peaks[side], "B")
-    results.count(f"{name}/of {ADK}", peaks[OURS] / peaks[ADK], "x", MEMORY)
+    results.count(f"{name}/relative to {ADK}", peaks[OURS] / peaks[ADK], "x", LARGE_READ_MEMORY)

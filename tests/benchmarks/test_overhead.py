@@ -1,22 +1,22 @@
-"""How the overhead is judged, on made-up timings."""
+"""How the overhead is computed and compared with the limit, tested with a simulated clock."""
 
 import pytest
 
 from tests.benchmarks.harness import Operation, Timings
-from tests.benchmarks.overhead import BASELINE, ENCRYPTED, LIMIT, judge, measure, overhead
+from tests.benchmarks.overhead import BASELINE, ENCRYPTED, LIMIT, check_limit, measure, overhead
 from tests.benchmarks.plan import BATCH, ITERATIONS, PAYLOADS, WARM_UPS
 from tests.benchmarks.results import Figure
-from tests.benchmarks.samples import payload, size_of
+from tests.benchmarks.workload import json_size, payload
 
 
-class MadeUp:
-    """A clock that only its operations move, by as many seconds as each is said to take."""
+class FakeClock:
+    """A clock that only its operations advance, each by its number of seconds."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self.ran: list[str] = []
 
-    def clock(self) -> float:
+    def read(self) -> float:
         return self.now
 
     def operation(self, name: str, seconds: float) -> Operation:
@@ -28,13 +28,13 @@ class MadeUp:
 
 
 async def timings(encrypted: float) -> Timings:
-    world = MadeUp()
-    operations = world.operation(BASELINE, 1.0), world.operation(ENCRYPTED, encrypted)
-    return await measure(*operations, world.clock)
+    clock = FakeClock()
+    operations = clock.operation(BASELINE, 1.0), clock.operation(ENCRYPTED, encrypted)
+    return await measure(*operations, clock.read)
 
 
 @pytest.fixture(autouse=True)
-def on_a_developers_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def outside_ci(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CI", raising=False)
 
 
@@ -42,7 +42,7 @@ def on_a_developers_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_ratio_below_the_limit_passes(seconds: float) -> None:
     ratio = overhead(await timings(seconds))
     assert ratio.value == pytest.approx(seconds)
-    judge("aesgcm/1KB", ratio, is_binding=True)
+    check_limit("aesgcm/1KB", ratio, is_binding=True)
 
 
 @pytest.mark.parametrize("seconds", [1.21, 1.25, 3.0])
@@ -50,31 +50,31 @@ async def test_ratio_above_the_limit_fails(seconds: float) -> None:
     ratio = overhead(await timings(seconds))
     assert ratio.value == pytest.approx(seconds)
     with pytest.raises(pytest.fail.Exception, match=rf"{seconds:.2f}x is not below 1\.20x"):
-        judge("aesgcm/1KB", ratio, is_binding=True)
+        check_limit("aesgcm/1KB", ratio, is_binding=True)
 
 
 def test_ratio_at_the_limit_fails() -> None:
     with pytest.raises(pytest.fail.Exception, match="not below"):
-        judge("aesgcm/1KB", Figure(LIMIT, 1.0, 1.3, ITERATIONS, "x"), is_binding=True)
+        check_limit("aesgcm/1KB", Figure(LIMIT, 1.0, 1.3, ITERATIONS, "x"), is_binding=True)
 
 
 async def test_ratio_at_the_limit_warns_on_ci(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CI", "true")
     with pytest.warns(UserWarning, match=r"Benchmark \[aesgcm/1KB\]: overhead 1\.30x"):
-        judge("aesgcm/1KB", overhead(await timings(1.3)), is_binding=True)
+        check_limit("aesgcm/1KB", overhead(await timings(1.3)), is_binding=True)
 
 
-async def test_ratio_of_a_backend_without_a_promise_warns() -> None:
+async def test_ratio_above_a_limit_that_is_not_binding_warns() -> None:
     with pytest.warns(UserWarning, match="fernet"):
-        judge("fernet/1KB", overhead(await timings(1.3)), is_binding=False)
+        check_limit("fernet/1KB", overhead(await timings(1.3)), is_binding=False)
 
 
-async def test_batches_alternate_and_warm_up_first() -> None:
-    world = MadeUp()
-    sides = {name: world.operation(name, 1.0) for name in (BASELINE, ENCRYPTED)}
-    taken = await measure(sides[BASELINE], sides[ENCRYPTED], world.clock)
+async def test_batches_alternate_after_warming_up() -> None:
+    clock = FakeClock()
+    sides = {name: clock.operation(name, 1.0) for name in (BASELINE, ENCRYPTED)}
+    taken = await measure(sides[BASELINE], sides[ENCRYPTED], clock.read)
     assert taken == {name: [float(BATCH)] * ITERATIONS for name in sides}
-    batches = [world.ran[start : start + BATCH] for start in range(0, len(world.ran), BATCH)]
+    batches = [clock.ran[start : start + BATCH] for start in range(0, len(clock.ran), BATCH)]
     assert all(len(set(batch)) == 1 for batch in batches)
     first, second = batches[2 * WARM_UPS :: 2], batches[2 * WARM_UPS + 1 :: 2]
     assert len(first) == len(second) == ITERATIONS
@@ -82,12 +82,12 @@ async def test_batches_alternate_and_warm_up_first() -> None:
     assert sum(batch[0] == BASELINE for batch in first) == ITERATIONS / 2
 
 
-async def test_one_slow_spell_of_the_machine_leaves_the_ratio_as_it_is() -> None:
+async def test_ratio_ignores_a_temporary_slowdown_of_the_machine() -> None:
     slow = {BASELINE: [1.0] * 20 + [9.0] * 10, ENCRYPTED: [1.1] * 20 + [9.9] * 10}
     assert overhead(slow).value == pytest.approx(1.1)
 
 
 @pytest.mark.parametrize(("label", "size"), PAYLOADS.items())
 def test_payload_has_its_size(label: str, size: int) -> None:
-    assert abs(size_of(payload(label)) - size) <= 0.05 * size
+    assert abs(json_size(payload(label)) - size) <= 0.05 * size
     assert (payload(label) == {}) == (size == 2)

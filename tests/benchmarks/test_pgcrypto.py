@@ -1,4 +1,4 @@
-"""One field, sealed by us before it leaves the process, and by PostgreSQL's pgcrypto."""
+"""One field, encrypted by our cipher in the process and by pgcrypto in PostgreSQL."""
 
 import functools
 import os
@@ -12,12 +12,12 @@ from adk_secure_sessions import AesGcmBackend
 from tests import servers
 from tests.benchmarks.databases import OURS
 from tests.benchmarks.harness import Operation, interleave
-from tests.benchmarks.plan import FIELD_SIZES, OPENPGP, RAW
+from tests.benchmarks.plan import AES_CBC, FIELD_SIZES, OPENPGP
 from tests.benchmarks.results import Figure, Results
 
 pytestmark = [pytest.mark.benchmark, pytest.mark.asyncio(loop_scope="module")]
 
-PLACE = b"place"
+CONTEXT = b"context"
 SECONDS = 2.0
 
 
@@ -51,7 +51,7 @@ async def test_field(connection: asyncpg.Connection, results: Results, size: str
     async def write(side: str) -> None:
         stored[side] = number = next(numbers)
         if side == OURS:
-            sealed = cipher.encrypt(plaintext, PLACE)
+            sealed = cipher.encrypt(plaintext, CONTEXT)
             await connection.execute(insert.format("$2"), number, sealed)
         elif side == OPENPGP:
             call = "pgp_sym_encrypt_bytea($2, $3, 'cipher-algo=aes256')"
@@ -64,7 +64,7 @@ async def test_field(connection: asyncpg.Connection, results: Results, size: str
         number = stored[side]
         if side == OURS:
             value = await connection.fetchval(select.format("value"), number)
-            value = cipher.decrypt(value, PLACE)
+            value = cipher.decrypt(value, CONTEXT)
         elif side == OPENPGP:
             call = select.format("pgp_sym_decrypt_bytea(value, $2)")
             value = await connection.fetchval(call, number, key.hex())
@@ -73,13 +73,13 @@ async def test_field(connection: asyncpg.Connection, results: Results, size: str
             value = await connection.fetchval(call, number, key, vector)
         assert value == plaintext
 
-    for way, run in (("write", write), ("read", read)):
+    for operation, run in (("write", write), ("read", read)):
         sides: dict[str, Operation] = {
-            side: functools.partial(run, side) for side in (OURS, OPENPGP, RAW)
+            side: functools.partial(run, side) for side in (OURS, OPENPGP, AES_CBC)
         }
         timings = await interleave(sides, SECONDS)
-        name = f"pgcrypto/{way} {size}"
+        name = f"pgcrypto/{operation} {size}"
         for side, values in timings.items():
             results.add(f"{name}/{side}", Figure.of(values, "s"))
             if side != OURS:
-                results.add(f"{name}/of {side}", Figure.ratio(timings[OURS], values))
+                results.add(f"{name}/relative to {side}", Figure.ratio(timings[OURS], values))

@@ -1,4 +1,4 @@
-"""The page and its pictures say what the file of results says, and nothing else."""
+"""The page and its charts agree with the file of results."""
 
 import re
 from dataclasses import replace
@@ -10,7 +10,7 @@ from tests.benchmarks.charts import charts
 from tests.benchmarks.report import CHARTS, PAGE, RESULTS, TEMPLATE, render
 from tests.benchmarks.results import Results
 
-AGAIN = "make them again: python -m tests.benchmarks.report"
+REGENERATE = "regenerate the page and charts: python -m tests.benchmarks.report"
 
 
 @pytest.fixture(scope="module")
@@ -18,21 +18,21 @@ def results() -> Results:
     return Results.load(RESULTS)
 
 
-def test_page_is_made_of_the_results(results: Results) -> None:
-    assert PAGE.read_text(encoding="utf-8") == render(results), AGAIN
+def test_page_agrees_with_the_results(results: Results) -> None:
+    assert PAGE.read_text(encoding="utf-8") == render(results), REGENERATE
 
 
-def test_pictures_are_made_of_the_results(results: Results) -> None:
+def test_charts_agree_with_the_results(results: Results) -> None:
     drawn = {path.stem: path.read_text(encoding="utf-8") for path in CHARTS.glob("*.svg")}
     again = charts(results)
     assert drawn.keys() == again.keys()
     if f"matplotlib {mpl.__version__} " not in next(iter(drawn.values())):
-        pytest.skip("another matplotlib has drawn them, and places things differently")
-    assert drawn == again, AGAIN
+        pytest.skip("drawn by another version of matplotlib, whose layout differs")
+    assert drawn == again, REGENERATE
 
 
 def test_page_changes_with_every_figure_that_it_shows(results: Results) -> None:
-    """Whatever is on it, is not there by hand."""
+    """No figure on the page was written by hand."""
     shown = 0
     page = render(results)
     for name, figure in list(results.figures.items())[::40]:
@@ -56,7 +56,7 @@ def test_every_figure_has_an_interval_around_it(results: Results) -> None:
         assert figure.low <= figure.value <= figure.high, name
 
 
-def test_machine_and_versions_are_told(results: Results) -> None:
+def test_page_shows_the_machine_and_the_versions(results: Results) -> None:
     assert results.machine.keys() >= {"processor", "cores", "memory", "system"}
     assert results.versions.keys() >= {"Python", "google-adk", "cryptography", "OpenSSL", "SQLite"}
     page = PAGE.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The statistics, on made-up samples."""
+"""The statistics, tested with invented samples."""
 
 import random
 from pathlib import Path
@@ -15,12 +15,12 @@ def test_ratio_is_the_median_of_the_rounds() -> None:
 
 
 def test_ratio_compares_within_a_round() -> None:
-    """A machine that is ten times slower for a while changes no ratio."""
+    """Two rounds in which the machine is ten times slower do not change the ratio."""
     ratio = Figure.ratio([1.0, 1.0, 10.0, 10.0], [2.0, 2.0, 20.0, 20.0])
     assert (ratio.low, ratio.value, ratio.high) == (0.5, 0.5, 0.5)
 
 
-def test_rounds_of_which_one_side_is_missing_are_refused() -> None:
+def test_rounds_with_a_missing_side_are_rejected() -> None:
     with pytest.raises(ValueError, match="shorter"):
         Figure.ratio([1.0, 1.0], [1.0])
 
@@ -37,13 +37,13 @@ def test_percentile_of_one_sample_is_that_sample() -> None:
 
 
 def test_interval_of_a_median_has_the_published_ranks() -> None:
-    """Of 25 samples, the 8th and the 18th; of 100, the 40th and the 61st."""
+    """The 8th and 18th of 25 samples; the 40th and 61st of 100."""
     for count, low, high in [(25, 8, 18), (100, 40, 61)]:
         figure = Figure.of([float(n) for n in range(1, count + 1)], "s")
         assert (figure.low, figure.high) == (low, high)
 
 
-def test_interval_holds_the_true_median_in_nearly_all_of_many_runs() -> None:
+def test_interval_contains_the_true_median_in_94_percent_of_runs() -> None:
     chance = random.Random(1)
     held = 0
     for _ in range(500):
@@ -90,14 +90,14 @@ def test_results_are_read_back_as_written(tmp_path: Path) -> None:
     assert again.figures == results.figures
 
 
-def test_name_that_is_taken_is_refused() -> None:
+def test_duplicate_name_is_rejected() -> None:
     results = Results()
     results.count("a", 1)
     with pytest.raises(ValueError, match="'a'"):
         results.count("a", 1)
 
 
-def kept(machine: str = "one", **figures: Figure) -> Results:
+def run_of(machine: str = "one", **figures: Figure) -> Results:
     return Results({"processor": machine}, {}, figures)
 
 
@@ -115,22 +115,20 @@ def seconds(middle: float, width: float) -> Figure:
         (Figure(2, 2, 2, 1, ""), Figure(4, 4, 4, 1, ""), "a: +100%, was 2, is 4"),
     ],
 )
-def test_changes_are_told_where_they_go_beyond_noise(
-    old: Figure, new: Figure, expected: str
-) -> None:
-    [line] = changes(kept(a=old), kept(a=new))
+def test_changes_beyond_noise_are_listed(old: Figure, new: Figure, expected: str) -> None:
+    [line] = changes(run_of(a=old), run_of(a=new))
     assert line.startswith(expected)
 
 
-def test_figures_that_come_and_go_are_told() -> None:
-    lines = changes(kept(old=seconds(1, 0)), kept(new=seconds(2, 0)))
+def test_new_and_removed_figures_are_listed() -> None:
+    lines = changes(run_of(old=seconds(1, 0)), run_of(new=seconds(2, 0)))
     assert [line.split(",")[0] for line in lines] == ["new: new", "old: gone"]
 
 
 def test_times_of_another_machine_are_not_compared_but_ratios_are() -> None:
     ratio = Figure(1.0, 1.0, 1.0, 30, "x")
-    old = kept(time=seconds(1, 0), ratio=ratio)
-    new = kept("another", time=seconds(9, 0), ratio=Figure(2.0, 2.0, 2.0, 30, "x"))
+    old = run_of(time=seconds(1, 0), ratio=ratio)
+    new = run_of("another", time=seconds(9, 0), ratio=Figure(2.0, 2.0, 2.0, 30, "x"))
     lines = changes(old, new)
     assert len(lines) == 2
     assert "another machine" in lines[0]

@@ -1,4 +1,4 @@
-"""A session's round trip, encrypted beside in clear: the published overhead."""
+"""A session's round trip, encrypted and as plaintext: the published overhead."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from tests.benchmarks.databases import FERNET, NO_OP, OURS, opened
 from tests.benchmarks.overhead import (
     BASELINE,
     ENCRYPTED,
-    judge,
+    check_limit,
     log_line,
     measure,
     overhead,
@@ -17,9 +17,9 @@ from tests.benchmarks.overhead import (
 )
 from tests.benchmarks.plan import PAYLOADS
 from tests.benchmarks.results import Figure, Results
-from tests.benchmarks.samples import payload
+from tests.benchmarks.workload import payload
 
-# That the limit was missed has to be told, not raised.
+# A missed limit that is not binding is reported as a warning, not raised as an error.
 pytestmark = [
     pytest.mark.benchmark,
     pytest.mark.filterwarnings("default:Benchmark:UserWarning"),
@@ -33,12 +33,15 @@ async def test_round_trip(tmp_path: Path, results: Results, backend: str, size: 
         return sa.URL.create("sqlite+aiosqlite", database=str(tmp_path / f"{name}.db"))
 
     state = payload(size)
-    async with opened(NO_OP, file(BASELINE)) as clear, opened(backend, file(ENCRYPTED)) as sealed:
-        timings = await measure(round_trip(clear, state), round_trip(sealed, state))
+    async with (
+        opened(NO_OP, file(BASELINE)) as plain,
+        opened(backend, file(ENCRYPTED)) as encrypted,
+    ):
+        timings = await measure(round_trip(plain, state), round_trip(encrypted, state))
     ratio = overhead(timings)
-    what = f"{backend}/{size}"
+    label = f"{backend}/{size}"
     for side, values in timings.items():
-        results.keep(f"round trip/{what}/{side}", Figure.of(values, "s"))
-    results.keep(f"round trip/{what}/overhead", ratio)
-    results.log(log_line(results.figures, what))
-    judge(what, ratio, is_binding=backend == OURS)
+        results.store(f"round trip/{label}/{side}", Figure.of(values, "s"))
+    results.store(f"round trip/{label}/overhead", ratio)
+    results.log(log_line(results.figures, label))
+    check_limit(label, ratio, is_binding=backend == OURS)

@@ -1,4 +1,4 @@
-"""What is stored: of one sealed value, and of sessions and events in the whole database."""
+"""Stored size: of one encrypted value, and of sessions and events in the database."""
 
 import os
 
@@ -7,8 +7,7 @@ import pytest
 from adk_secure_sessions import AesGcmBackend, FernetBackend
 from adk_secure_sessions.formats.records import seal
 from tests.benchmarks.databases import ADK, FERNET, FLOOR, NO_OP, OURS, opened, stored_bytes
-from tests.benchmarks.filling import fill
-from tests.benchmarks.places import NEAR, Place
+from tests.benchmarks.deployments import LOCAL, Deployment
 from tests.benchmarks.plan import (
     PAYLOADS,
     RECORD_SIZES,
@@ -17,7 +16,8 @@ from tests.benchmarks.plan import (
     STORED_SESSIONS,
 )
 from tests.benchmarks.results import Results
-from tests.benchmarks.samples import APP, event, payload, size_of
+from tests.benchmarks.seeding import seed_sessions
+from tests.benchmarks.workload import APP, event, json_size, payload
 
 pytestmark = pytest.mark.benchmark
 
@@ -26,34 +26,34 @@ SIDES = (OURS, FERNET, NO_OP, ADK, FLOOR)
 
 @pytest.mark.parametrize("size", RECORDS)
 def test_record(results: Results, size: str) -> None:
-    """What a backend adds to a value; the same for every value, but for Fernet's padding."""
+    """A backend adds the same number of bytes to every value, apart from Fernet's padding."""
     for backend in (AesGcmBackend(os.urandom(32)), FernetBackend(os.urandom(32))):
         cipher = backend.cipher(backend.new_key())
-        record = seal(cipher, backend.backend_id, 1, b"place", bytes(RECORD_SIZES[size]))
+        record = seal(cipher, backend.backend_id, 1, b"context", bytes(RECORD_SIZES[size]))
         results.count(f"record/{size}/{backend.name}", len(record), "B")
 
 
 @pytest.mark.asyncio(loop_scope="session")
-@pytest.mark.parametrize("place", NEAR, indirect=True)
-async def test_database(place: Place, results: Results) -> None:
-    """Indexes and all, by what the database grows."""
-    name = f"{place.name}/stored"
+@pytest.mark.parametrize("deployment", LOCAL, indirect=True)
+async def test_database(deployment: Deployment, results: Results) -> None:
+    """Measure how much the database grows, including indexes, for each session and event."""
+    name = f"{deployment.name}/stored"
     for label in PAYLOADS:
-        results.count(f"{name}/session, {label}/JSON", size_of(payload(label)), "B")
+        results.count(f"{name}/session, {label}/JSON", json_size(payload(label)), "B")
     json = len(event(0).model_dump_json(exclude_none=True))
     results.count(f"{name}/event/JSON", json, "B")
     for side in SIDES:
-        url = place.databases.make()
+        url = deployment.databases.create()
         async with opened(side, url) as service:
             await service.create_session(app_name=APP, user_id="user")
         size = await stored_bytes(url)
         for label, count in STORED_SESSIONS.items():
             async with opened(side, url) as service:
-                await fill(service, "user", count, of=payload(label))
+                await seed_sessions(service, "user", count, initial=payload(label))
             before, size = size, await stored_bytes(url)
             each = (size - before) / count
             results.count(f"{name}/session, {label}/{side}", round(each), "B")
         async with opened(side, url) as service:
-            await fill(service, "user", 1, STORED_EVENTS)
+            await seed_sessions(service, "user", 1, STORED_EVENTS)
         before, size = size, await stored_bytes(url)
         results.count(f"{name}/event/{side}", round((size - before) / STORED_EVENTS), "B")

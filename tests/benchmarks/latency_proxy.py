@@ -1,7 +1,7 @@
-"""A socket in front of another that passes everything on half a millisecond later, both ways.
+"""A proxy between Unix sockets that delays all data by `DELAY` in each direction.
 
-`python slow_line.py LISTEN TARGET` is a process of its own, so that it takes no time from the
-one that is measured.
+`python latency_proxy.py LISTEN TARGET` runs in its own process, so that it takes no time from the
+process that is measured.
 """
 
 import asyncio
@@ -12,12 +12,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-DELAY = 0.0005  # seconds each way: a round trip takes 1 ms longer
+DELAY = 0.0005  # seconds in each direction: a round trip takes 1 ms longer
 
 
 @asynccontextmanager
-async def slow_line(listen: Path, target: Path) -> AsyncIterator[None]:
-    """Run such a process; when this is entered it listens."""
+async def latency_proxy(listen: Path, target: Path) -> AsyncIterator[None]:
+    """Run the proxy in a subprocess, which listens once the block is entered."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, __file__, str(listen), str(target), stdout=asyncio.subprocess.PIPE
     )
@@ -31,7 +31,7 @@ async def slow_line(listen: Path, target: Path) -> AsyncIterator[None]:
 
 
 class _End(asyncio.Protocol):
-    """One end of a connection; what it receives leaves at its peer."""
+    """One end of a proxied connection: sends the data it receives through its peer."""
 
     def __init__(self, target: str | None = None) -> None:
         self._target = target
@@ -58,7 +58,7 @@ class _End(asyncio.Protocol):
             asyncio.get_running_loop().call_later(DELAY, self._pass_on)
 
     def _pass_on(self) -> None:
-        # Always the oldest, whichever timer it is that fires.
+        # Timers may fire out of order; the oldest data goes first.
         data = self._waiting.popleft()
         if self.peer is not None and self.peer._transport is not None:
             self.peer._transport.write(data)
@@ -76,7 +76,7 @@ async def _serve(listen: str, target: str) -> None:
 
 
 def _precise_loop() -> asyncio.AbstractEventLoop:
-    # epoll counts in whole milliseconds, select in microseconds.
+    # epoll waits whole milliseconds, select waits microseconds.
     return asyncio.SelectorEventLoop(selectors.SelectSelector())
 
 

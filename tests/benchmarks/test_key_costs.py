@@ -1,4 +1,4 @@
-"""What keys cost: a new user's first session, a start, and a key service that is far away."""
+"""The cost of keys: a user's first session, the start of a service, a slow key service."""
 
 import asyncio
 import itertools
@@ -14,18 +14,18 @@ import sqlalchemy as sa
 from adk_secure_sessions import AesGcmBackend, EncryptedSessionService, StaticKey
 from tests.benchmarks.budgets import KEY_SERVICE_CALLS
 from tests.benchmarks.databases import Databases
+from tests.benchmarks.deployments import LOCAL, SQLITE, Deployment
 from tests.benchmarks.harness import interleave
-from tests.benchmarks.many_users import Crowds
-from tests.benchmarks.places import NEAR, SQLITE, Place
-from tests.benchmarks.plan import FEW, KEY_OPERATIONS, KEY_SERVICE_DELAY, MANY
+from tests.benchmarks.many_users import DatabasesByUsersCache
+from tests.benchmarks.plan import FEW_USERS, KEY_OPERATIONS, KEY_SERVICE_DELAY, MANY_USERS
 from tests.benchmarks.results import Figure, Results
-from tests.benchmarks.samples import APP, event, state
+from tests.benchmarks.workload import APP, event, state
 
 pytestmark = [pytest.mark.benchmark, pytest.mark.asyncio(loop_scope="session")]
 
 
-class DistantKey:
-    """A key service that is `KEY_SERVICE_DELAY` away, and counts what it is asked."""
+class SlowKeyService:
+    """A key provider that answers after `KEY_SERVICE_DELAY` seconds and counts its calls."""
 
     def __init__(self, key: bytes) -> None:
         self._key = StaticKey(key)
@@ -45,10 +45,10 @@ class DistantKey:
         await asyncio.sleep(KEY_SERVICE_DELAY)
 
 
-@pytest.mark.parametrize("place", NEAR, indirect=True)
-async def test_new_user(place: Place, results: Results) -> None:
-    """A new user costs a data key: made, wrapped and stored with the first session."""
-    url = place.databases.make()
+@pytest.mark.parametrize("deployment", LOCAL, indirect=True)
+async def test_new_user(deployment: Deployment, results: Results) -> None:
+    """A new user's first session generates, wraps and stores a data key."""
+    url = deployment.databases.create()
     initial = state(1000)
     async with EncryptedSessionService(url, AesGcmBackend(os.urandom(32))) as service:
         new = itertools.count()
@@ -61,64 +61,70 @@ async def test_new_user(place: Place, results: Results) -> None:
             ),
         }
         timings = await interleave(sides, 2.5)
-    name = f"{place.name}/keys/create"
+    name = f"{deployment.name}/keys/create"
     for side, values in timings.items():
         results.add(f"{name}, {side}", Figure.of(values, "s"))
     ratio = Figure.ratio(timings["new user"], timings["known user"])
-    results.add(f"{name}, new of known user", ratio)
+    results.add(f"{name}, new relative to known user", ratio)
 
 
-@pytest.mark.parametrize("place", NEAR, indirect=True)
-async def test_start(place: Place, results: Results, crowds: Crowds) -> None:
-    """A new service on a database of that many users, until it has read a session."""
-    crowd = await crowds.get(place)
+@pytest.mark.parametrize("deployment", LOCAL, indirect=True)
+async def test_start(
+    deployment: Deployment, results: Results, databases_by_users: DatabasesByUsersCache
+) -> None:
+    """Start a service on a database with that many users, and read one session."""
+    databases = await databases_by_users.get(deployment)
     numbers = itertools.count()
 
     async def start(users: int) -> None:
-        number = next(numbers) % FEW
-        async with crowd.open(users) as service:
+        number = next(numbers) % FEW_USERS
+        async with databases.open(users) as service:
             session = await service.get_session(
                 app_name=APP, user_id=f"user-{number}", session_id="only"
             )
             assert session is not None
 
-    sides = {f"{count:,} users": (lambda count=count: start(count)) for count in (FEW, MANY)}
+    sides = {
+        f"{count:,} users": (lambda count=count: start(count)) for count in (FEW_USERS, MANY_USERS)
+    }
     timings = await interleave(sides, 5)
     for side, values in timings.items():
-        results.add(f"{place.name}/keys/start, {side}", Figure.of(values, "s"))
+        results.add(f"{deployment.name}/keys/start, {side}", Figure.of(values, "s"))
     few, many = timings.values()
-    results.add(f"{place.name}/keys/start, many of few users", Figure.ratio(many, few))
+    results.add(
+        f"{deployment.name}/keys/start, many relative to few users", Figure.ratio(many, few)
+    )
 
 
-async def test_distant_key_service(results: Results, tmp_path: Path) -> None:
+async def test_slow_key_service(results: Results, tmp_path: Path) -> None:
     with ExitStack() as stack:
-        url = Databases(SQLITE, stack, tmp_path).make()
+        url = Databases(SQLITE, stack, tmp_path).create()
         key = os.urandom(32)
-        await count_calls(results, "first start", url, DistantKey(key))
-        await count_calls(results, "later start", url, DistantKey(key))
+        await count_calls(results, "first start", url, SlowKeyService(key))
+        await count_calls(results, "later start", url, SlowKeyService(key))
 
 
-async def count_calls(results: Results, what: str, url: sa.URL, key: DistantKey) -> None:
-    """A start and many operations of many users, of whom the service knows none yet."""
+async def count_calls(results: Results, start_name: str, url: sa.URL, key: SlowKeyService) -> None:
+    """Count the calls of a start and of many operations; the service knows none of the users."""
     each = 5
     async with EncryptedSessionService(url, AesGcmBackend(key)) as service:
         start = time.perf_counter()
         await service.list_sessions(app_name=APP, user_id="nobody")
-        results.count(f"keys/{what}, first request", time.perf_counter() - start, "s")
-        gate = asyncio.Semaphore(50)
+        results.count(f"keys/{start_name}, first request", time.perf_counter() - start, "s")
+        limit = asyncio.Semaphore(50)
 
         async def visit(number: int) -> None:
-            async with gate:
-                who: Any = {"app_name": APP, "user_id": f"{what} {number}"}
-                session = await service.create_session(**who)
+            async with limit:
+                user: Any = {"app_name": APP, "user_id": f"{start_name} {number}"}
+                session = await service.create_session(**user)
                 await service.append_event(session, event(0))
-                await service.get_session(**who, session_id=session.id)
-                await service.list_sessions(**who)
-                await service.delete_session(**who, session_id=session.id)
+                await service.get_session(**user, session_id=session.id)
+                await service.list_sessions(**user)
+                await service.delete_session(**user, session_id=session.id)
 
         await asyncio.gather(*map(visit, range(KEY_OPERATIONS // each)))
         start = time.perf_counter()
         await service.list_sessions(app_name=APP, user_id="nobody")
-        results.count(f"keys/{what}, later request", time.perf_counter() - start, "s")
-    name = f"keys/{what}, calls for {KEY_OPERATIONS:,} operations"
+        results.count(f"keys/{start_name}, later request", time.perf_counter() - start, "s")
+    name = f"keys/{start_name}, calls for {KEY_OPERATIONS:,} operations"
     results.count(name, key.calls, goal=KEY_SERVICE_CALLS)

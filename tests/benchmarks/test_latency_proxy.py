@@ -1,23 +1,23 @@
-"""The slow line delays, and changes nothing."""
+"""The latency proxy delays data and does not modify it."""
 
 import asyncio
 import tempfile
 import time
 from pathlib import Path
 
-from tests.benchmarks.slow_line import DELAY, slow_line
+from tests.benchmarks.latency_proxy import DELAY, latency_proxy
 
 
-async def test_slow_line_passes_all_bytes_on_in_order_and_late() -> None:
+async def test_proxy_forwards_all_bytes_in_order_and_delayed() -> None:
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(65536):
             writer.write(data)
         writer.close()
 
     sent = b"".join(number.to_bytes(4, "big") for number in range(100_000))
-    with tempfile.TemporaryDirectory() as name:  # a socket's path has to be short
+    with tempfile.TemporaryDirectory() as name:  # the path of a Unix socket has a length limit
         target, listen = Path(name) / "target", Path(name) / "listen"
-        async with await asyncio.start_unix_server(echo, target), slow_line(listen, target):
+        async with await asyncio.start_unix_server(echo, target), latency_proxy(listen, target):
             reader, writer = await asyncio.open_unix_connection(listen)
             writer.write(b"first")
             assert await reader.readexactly(5) == b"first"

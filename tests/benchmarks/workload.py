@@ -1,4 +1,4 @@
-"""The sessions, states and events that are stored."""
+"""The sessions, states and events that benchmarks store."""
 
 import json
 
@@ -12,7 +12,7 @@ APP = "benchmark"
 
 
 def event(number: int, text_size: int = 240) -> Event:
-    """A turn of a conversation, of some 250 bytes beside its text, that changes state."""
+    """Return an event that changes state; its JSON has about 250 bytes besides its text."""
     text = "What was said. " * (text_size // 15)
     return Event(
         author="agent",
@@ -23,7 +23,7 @@ def event(number: int, text_size: int = 240) -> Event:
 
 
 def turn(number: int) -> list[Event]:
-    """What a user says, the call of a tool, its answer with new state, and the agent's answer."""
+    """Return four events: a question, a tool call, its response with new state, the answer."""
     call = f"call-{number}"
     question = types.Part(text=f"Can I have an appointment on day {number}, in the morning?")
     arguments = {"day": number, "part": "morning", "reason": "check-up"}
@@ -50,12 +50,12 @@ def turn(number: int) -> list[Event]:
 
 
 def state(size: int) -> dict[str, object]:
-    """State of about *size* bytes of JSON, in values of some 100 bytes."""
+    """Return a state of about *size* bytes as JSON, in values of about 100 bytes."""
     return {f"key{number}": "v" * 90 for number in range(max(1, size // 105))}
 
 
 def payload(label: str) -> dict[str, object]:
-    """The state of a patient's intake, of the size that *label* names."""
+    """Return the state of a patient's intake, of the size that *label* names in `PAYLOADS`."""
     whole: dict[str, object] = {}
     for number in range(PAYLOADS[label] // 200):
         visit = {
@@ -70,13 +70,13 @@ def payload(label: str) -> dict[str, object]:
     return whole
 
 
-def size_of(state: dict[str, object]) -> int:
-    """Bytes of its JSON, written as short as JSON can be."""
+def json_size(state: dict[str, object]) -> int:
+    """Return the size of *state* as compact JSON, in bytes."""
     return len(json.dumps(state, separators=(",", ":")).encode())
 
 
-async def started(service: BaseSessionService, user: str, size: int) -> Session:
-    """A session that has begun, in the hands of whoever goes on with it."""
+async def start_session(service: BaseSessionService, user: str, size: int) -> Session:
+    """Create a session with *size* bytes of state and five events, and return it."""
     session = await service.create_session(app_name=APP, user_id=user, state=state(size))
     for number in range(5):
         await service.append_event(session, event(number))

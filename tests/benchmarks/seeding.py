@@ -1,4 +1,4 @@
-"""Puts sessions with histories into a service, in bulk where that is ADK's."""
+"""Seed services with sessions and events; ADK's services are filled by bulk inserts."""
 
 import asyncio
 import json
@@ -15,35 +15,38 @@ from google.adk.sessions.database_session_service import DatabaseSessionService
 from google.adk.sessions.schemas.v1 import StorageEvent, StorageSession, StorageUserState
 from google.adk.sessions.sqlite_session_service import SqliteSessionService
 
-from tests.benchmarks.databases import settled
-from tests.benchmarks.samples import APP, event, state
+from tests.benchmarks.databases import update_statistics
+from tests.benchmarks.workload import APP, event, state
 
-_AT_ONCE = 50
+_CONCURRENCY = 50
 State = dict[str, object]
 
 
-async def fill(
+async def seed_sessions(
     service: BaseSessionService,
     user: str,
     sessions: int,
     events: int = 0,
-    of: State | None = None,
+    initial: State | None = None,
 ) -> list[str]:
-    """Add *sessions* with so many *events*, of this state or some 1 KB; return their ids."""
-    initial = state(1000) if of is None else of
+    """Add sessions with *events* events each; return their ids.
+
+    *initial* is the state of each session; the default is about 1 KB.
+    """
+    initial = state(1000) if initial is None else initial
     names = [str(uuid.uuid4()) for _ in range(sessions)]
     history = [event(number) for number in range(events)]
     first = await _create(service, user, names[0], initial)
     if isinstance(service, DatabaseSessionService):
-        await _fill_adk(service, first, names[1:], history)
+        await _seed_adk(service, first, names[1:], history)
         return names
     if isinstance(service, SqliteSessionService):
-        _fill_adk_sqlite(service, first, names[1:], history)
+        _seed_adk_sqlite(service, first, names[1:], history)
         return names
-    gate = asyncio.Semaphore(_AT_ONCE)
+    limit = asyncio.Semaphore(_CONCURRENCY)
 
     async def add(name: str) -> None:
-        async with gate:
+        async with limit:
             session = first if name == first.id else await _create(service, user, name, initial)
             for one in history:
                 await service.append_event(session, one.model_copy())
@@ -56,8 +59,8 @@ async def _create(service: BaseSessionService, user: str, name: str, initial: St
     return await service.create_session(app_name=APP, user_id=user, session_id=name, state=initial)
 
 
-async def fill_users(service: BaseSessionService, users: int) -> None:
-    """Add so many users, "user-0" and on, with one small session "only" each."""
+async def seed_users(service: BaseSessionService, users: int) -> None:
+    """Add *users* users, "user-0" and so on, each with one small session, "only"."""
     initial = state(100)
     if isinstance(service, DatabaseSessionService):
         await _create(service, "user-0", "only", initial)
@@ -70,17 +73,17 @@ async def fill_users(service: BaseSessionService, users: int) -> None:
                 database.add(StorageSession(**row, id="only", state=initial))
             await database.commit()
         return
-    gate = asyncio.Semaphore(_AT_ONCE)
+    limit = asyncio.Semaphore(_CONCURRENCY)
 
     async def add(number: int) -> None:
-        async with gate:
+        async with limit:
             await _create(service, f"user-{number}", "only", initial)
 
     for start in range(0, users, 1000):
         await asyncio.gather(*map(add, range(start, min(users, start + 1000))))
 
 
-async def _fill_adk(
+async def _seed_adk(
     service: DatabaseSessionService, first: Session, names: Sequence[str], history: list[Event]
 ) -> None:
     now = datetime.now(UTC).replace(tzinfo=None)
@@ -97,7 +100,7 @@ async def _fill_adk(
         await database.commit()
 
 
-def _fill_adk_sqlite(
+def _seed_adk_sqlite(
     service: SqliteSessionService, first: Session, names: Sequence[str], history: list[Event]
 ) -> None:
     user, now = first.user_id, first.last_update_time
@@ -116,8 +119,11 @@ def _fill_adk_sqlite(
         connection.commit()
 
 
-class Stock:
-    """Sessions made beforehand, on each side; those that are only read are made once."""
+class SeededSessions:
+    """Adds sessions to the sides of a deployment before they are measured.
+
+    Sessions that benchmarks only read are added once.
+    """
 
     def __init__(self, sides: Mapping[str, BaseSessionService], urls: Mapping[str, sa.URL]) -> None:
         self._sides = sides
@@ -130,28 +136,28 @@ class Stock:
         user: str,
         sessions: int,
         events: int = 0,
-        of: State | None = None,
+        initial: State | None = None,
     ) -> list[str]:
-        """As `fill`, and let the database know of it."""
-        names = await fill(self._sides[side], user, sessions, events, of)
-        await settled(self._urls[side])
+        """Call `seed_sessions`, and update the planner's statistics."""
+        names = await seed_sessions(self._sides[side], user, sessions, events, initial)
+        await update_statistics(self._urls[side])
         return names
 
-    async def history(self, side: str, events: int) -> str:
-        """The id of a session of the user "reader" with so many *events*."""
+    async def session_with_events(self, side: str, events: int) -> str:
+        """Return the id of a session with *events* events, of the user "reader"."""
         [name] = await self._make(side, "reader", 1, events)
         return name
 
-    async def user(self, side: str, sessions: int) -> str:
-        """A user with so many *sessions* of 500 bytes of state."""
+    async def user_with_sessions(self, side: str, sessions: int) -> str:
+        """Return the id of a user with *sessions* sessions, each with 500 bytes of state."""
         name = f"user with {sessions}"
         await self._make(side, name, sessions, 0, state(500))
         return name
 
     async def _make(
-        self, side: str, user: str, sessions: int, events: int, of: State | None = None
+        self, side: str, user: str, sessions: int, events: int, initial: State | None = None
     ) -> list[str]:
-        what = (side, f"{user}, {events}")
-        if what not in self._made:
-            self._made[what] = await self.add(side, user, sessions, events, of)
-        return self._made[what]
+        key = (side, f"{user}, {events}")
+        if key not in self._made:
+            self._made[key] = await self.add(side, user, sessions, events, initial)
+        return self._made[key]
