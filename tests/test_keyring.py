@@ -215,7 +215,7 @@ async def test_key_service_that_returns_a_key_of_another_length_is_a_wrong_key(k
 async def test_master_keys_are_random() -> None:
     rows = [row for _ in range(20) for row in await made(ROOT)]
     assert len({row.id for row in rows}) == len(rows)
-    keys = [await ROOT.unwrap(row.wrapped, row.place(DATABASE)) for row in rows]
+    keys = [await ROOT.unwrap(row.wrapped, row.context(DATABASE)) for row in rows]
     assert len(set(keys)) == len(rows)
     assert {len(key) for key in keys} == {32}
 

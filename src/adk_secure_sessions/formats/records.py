@@ -56,15 +56,15 @@ def binary(value: object) -> bytes:
     return value
 
 
-def place(parts: tuple[str | bytes, ...], *numbers: int) -> bytes:
+def context(parts: tuple[str | bytes, ...], *numbers: int) -> bytes:
     """Join *parts*, each behind its length, and then all *numbers* behind theirs.
 
     No two places share bytes.  Raises TamperedError for values that no column of ours holds.
     """
-    return numbered(joined(parts), *numbers)
+    return numbered_context(context_parts(parts), *numbers)
 
 
-def numbered(parts: bytes, *numbers: int) -> bytes:
+def numbered_context(parts: bytes, *numbers: int) -> bytes:
     """The place of which *parts* are `joined` already, for one row after the other."""
     count = len(numbers)
     try:
@@ -75,7 +75,7 @@ def numbered(parts: bytes, *numbers: int) -> bytes:
 
 
 @lru_cache(maxsize=4096)
-def joined(parts: tuple[str | bytes, ...]) -> bytes:
+def context_parts(parts: tuple[str | bytes, ...]) -> bytes:
     """The first half of a `place`."""
     made = []
     for part in parts:

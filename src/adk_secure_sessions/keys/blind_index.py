@@ -4,7 +4,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.hmac import HMAC
 
 from adk_secure_sessions.crypto.key_material import KeyMaterial
-from adk_secure_sessions.formats.records import place
+from adk_secure_sessions.formats.records import context
 
 TAG_LENGTH = 16
 
@@ -33,5 +33,5 @@ class BlindIndex(KeyMaterial):
 
     def _tag(self, *parts: str) -> bytes:
         mac = self._mac.copy()
-        mac.update(place(parts))
+        mac.update(context(parts))
         return mac.finalize()[:TAG_LENGTH]

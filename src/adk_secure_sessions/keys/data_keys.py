@@ -40,10 +40,10 @@ class DataKeyRow(NamedTuple):
     created_at: int
     wrapped: bytes
 
-    def place(self, database_id: bytes) -> bytes:
+    def context(self, database_id: bytes) -> bytes:
         """What the wrap is bound to."""
         parts = ("data-key", database_id, self.owner)
-        return records.place(parts, self.id, self.generation, self.backend_id, self.created_at)
+        return records.context(parts, self.id, self.generation, self.backend_id, self.created_at)
 
 
 class DataKey(KeyMaterial):
@@ -267,7 +267,7 @@ class StagedKeys:
 
 def wrapped(row: DataKeyRow, keyring: Keyring, master_id: int, key: bytes) -> DataKeyRow:
     """*row* as it is with *key* wrapped by that data master."""
-    master, where = keyring.master(master_id), row.place(keyring.database_id)
+    master, where = keyring.master(master_id), row.context(keyring.database_id)
     record = records.seal(master, WRAP_BACKEND_ID, master_id, where, key)
     return row._replace(wrapped=record)
 
@@ -277,7 +277,7 @@ def unwrapped(row: DataKeyRow, keyring: Keyring) -> bytes:
     backend_id, master_id = records.unpack(row.wrapped)
     if backend_id != WRAP_BACKEND_ID:
         raise TamperedError("not wrapped with AES-256-GCM", reason=Reason.MALFORMED)
-    where = row.place(keyring.database_id)
+    where = row.context(keyring.database_id)
     return records.open_record(row.wrapped, where, keyring.master(master_id))
 
 

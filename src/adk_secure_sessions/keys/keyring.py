@@ -14,7 +14,7 @@ from adk_secure_sessions.errors import (
     UnknownKeyError,
     WrongKeyError,
 )
-from adk_secure_sessions.formats.records import place
+from adk_secure_sessions.formats.records import context
 from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.keys.providers import (
     KeyProvider,
@@ -39,10 +39,10 @@ class MasterKeyRow(NamedTuple):
     created_at: int
     wrapped: bytes
 
-    def place(self, database_id: bytes) -> bytes:
+    def context(self, database_id: bytes) -> bytes:
         """What the wrap is bound to."""
         parts = ("master-key", database_id, self.purpose, self.root_key_id)
-        return place(parts, self.id, self.created_at)
+        return context(parts, self.id, self.created_at)
 
 
 class Keyring(KeyMaterial):
@@ -98,7 +98,7 @@ async def wrap(
 ) -> MasterKeyRow:
     """*row* as it is with *key* wrapped by *root*.  Raises KeyServiceError."""
     row = row._replace(root_key_id=root.key_id)
-    wrapped = await _ask(root, root.wrap(key, row.place(database_id)))
+    wrapped = await _ask(root, root.wrap(key, row.context(database_id)))
     return row._replace(wrapped=wrapped)
 
 
@@ -165,7 +165,7 @@ async def unwrap(row: MasterKeyRow, roots: Mapping[str, KeyProvider], database_i
     key: bytes | None = None
     try:
         if isinstance(row.wrapped, bytes):  # SQLite keeps any type in any column
-            key = await _ask(root, root.unwrap(row.wrapped, row.place(database_id)))
+            key = await _ask(root, root.unwrap(row.wrapped, row.context(database_id)))
     except DecryptionError:
         pass
     if key is None or len(key) != KEY_LENGTH:

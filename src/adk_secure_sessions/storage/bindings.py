@@ -13,11 +13,11 @@ from adk_secure_sessions.errors import (
 )
 from adk_secure_sessions.formats.records import (
     HEADER_LENGTH,
+    context,
+    context_parts,
     encode_text,
-    joined,
-    numbered,
+    numbered_context,
     open_record,
-    place,
     prefixed,
     unprefixed,
 )
@@ -38,28 +38,28 @@ _NO_ROW: Row = (None,) * 10
 
 
 def app_place(app_name: str, tag: bytes, row: int, version: int) -> bytes:
-    return place(("app", app_name, tag), row, version)
+    return context(("app", app_name, tag), row, version)
 
 
 def user_place(app_name: str, tag: bytes, row: int, app_row: int, version: int) -> bytes:
-    return place(("user", app_name, tag), row, app_row, version)
+    return context(("user", app_name, tag), row, app_row, version)
 
 
 def witness_place(app_name: str, tag: bytes, number: int) -> bytes:
-    return place(("witness", app_name, tag), number)
+    return context(("witness", app_name, tag), number)
 
 
 def session_place(app_name: str, user_id: str, tag: bytes, *numbers: int) -> bytes:
     """*numbers*: id, user_row, revision, base_revision, created_at, updated_at."""
-    return place(("session", app_name, user_id, tag), *numbers)
+    return context(("session", app_name, user_id, tag), *numbers)
 
 
 def base_place(who: Identity, session_row: int, revision: int) -> bytes:
-    return place(("base", who.app_name, who.user_id, who.session_id), session_row, revision)
+    return context(("base", who.app_name, who.user_id, who.session_id), session_row, revision)
 
 
 def event_place(who: Identity, session_row: int, seq: int, time: int) -> bytes:
-    return place(_event_parts(who), session_row, seq, time)
+    return context(_event_parts(who), session_row, seq, time)
 
 
 def _event_parts(who: Identity) -> tuple[str, ...]:
@@ -225,7 +225,7 @@ def check_events(session: StoredSession, history: list[Row], limit: int | None) 
 def open_events(context: Context, session: StoredSession, history: Iterable[Row]) -> list[bytes]:
     """The plaintexts of events.  Runs for each of a long history: what repeats is done once."""
     who, session_row = context.who, session.id
-    parts = joined(_event_parts(who))
+    parts = context_parts(_event_parts(who))
     header, cipher = None, None
     opened = []
     for row in history:
@@ -234,7 +234,9 @@ def open_events(context: Context, session: StoredSession, history: Iterable[Row]
             if cipher is None or type(stored) is not bytes or stored[:HEADER_LENGTH] != header:
                 cipher = context.keys.cipher(who.user_tag, stored)
                 header = stored[:HEADER_LENGTH]
-            opened.append(open_record(stored, numbered(parts, session_row, seq, row[2]), cipher))
+            opened.append(
+                open_record(stored, numbered_context(parts, session_row, seq, row[2]), cipher)
+            )
         except DecryptionError as error:
             failure = error.located(events.name, f"{session_row}, {seq}")
         else:
