@@ -104,7 +104,7 @@ def test_text_survives_encoding(text: str) -> None:
 
 @given(TEXTS, st.binary())
 def test_identifier_and_rest_are_told_apart(identifier: str, rest: bytes) -> None:
-    assert records.unprefixed(records.prefixed(identifier, rest)) == (identifier, rest)
+    assert records.split_id(records.with_id(identifier, rest)) == (identifier, rest)
 
 
 # --- seal and open -------------------------------------------------------------------------------

@@ -48,8 +48,8 @@ _JSON = b'{"step":1}'
 _EVENT_TEXT = b'\x061.28.0{"author":"user","id":"e-1"}'
 _PLAINTEXTS = {
     "app": _JSON,
-    "user": records.prefixed("ada", b'{"allergies":["penicillin"]}'),
-    "session": records.prefixed("first visit", _JSON),
+    "user": records.with_id("ada", b'{"allergies":["penicillin"]}'),
+    "session": records.with_id("first visit", _JSON),
     "base": b'{"notes":"..."}',
     "event": _EVENT_TEXT,
     "witness": b"",

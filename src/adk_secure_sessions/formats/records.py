@@ -88,14 +88,14 @@ def context_parts(parts: tuple[str | bytes, ...]) -> bytes:
     return b"".join(made)
 
 
-def prefixed(identifier: str, rest: bytes) -> bytes:
+def with_id(identifier: str, rest: bytes) -> bytes:
     """*identifier* behind its length, then *rest*: how a row's plaintext carries its id."""
     data = encode_text(identifier)
     return _LENGTH.pack(len(data)) + data + rest
 
 
-def unprefixed(plaintext: bytes) -> tuple[str, bytes]:
-    """The inverse of `prefixed`, on authenticated bytes only."""
+def split_id(plaintext: bytes) -> tuple[str, bytes]:
+    """The inverse of `with_id`, on authenticated bytes only."""
     end = _LENGTH.size + _LENGTH.unpack_from(plaintext)[0]
     return decode_text(plaintext[_LENGTH.size : end]), plaintext[end:]
 

@@ -18,8 +18,8 @@ from adk_secure_sessions.formats.records import (
     encode_text,
     numbered_context,
     open_record,
-    prefixed,
-    unprefixed,
+    split_id,
+    with_id,
 )
 from adk_secure_sessions.lru import Lru
 from adk_secure_sessions.storage.rows import (
@@ -108,7 +108,7 @@ def open_user_row(context: Context, found: Found, row: Row) -> Owner:
     if user is None:
         with naming(users.name, row_id):
             where = user_place(context.who.app_name, tag, row_id, app_row, version)
-            user_id, state = unprefixed(context.keys.open(tag, where, stored))
+            user_id, state = split_id(context.keys.open(tag, where, stored))
             _check_witness(context, found, tag, tag, version)
         user = Owner(row_id, tag, app_row, user_id, version, state)
         _remember(context.memo.owners, found, tag, row, user)
@@ -171,7 +171,7 @@ def _open_session_row(context: Context, found: Found, user: Owner, row: Row) -> 
     app_name = context.who.app_name
     with naming(sessions.name, row_id):
         where = session_place(app_name, user.user_id, tag, row_id, *numbers)
-        session_id, overlay = unprefixed(context.keys.open(user.tag, where, stored))
+        session_id, overlay = split_id(context.keys.open(user.tag, where, stored))
         if user_row != user.id:
             raise TamperedError("it belongs to another user", reason=Reason.WRONG_OWNER)
         if head != revision - 1:
@@ -252,7 +252,7 @@ def seal_app(context: Context, app: Owner) -> bytes:
 
 def seal_user(context: Context, user: Owner) -> bytes:
     where = user_place(context.who.app_name, user.tag, user.id, user.app_row, user.version)
-    return context.keys.seal(user.tag, where, prefixed(user.user_id, user.state))
+    return context.keys.seal(user.tag, where, with_id(user.user_id, user.state))
 
 
 def seal_witness(context: Context, owner: bytes, tag: bytes, number: int) -> bytes:
@@ -265,7 +265,7 @@ def seal_session(context: Context, session: StoredSession) -> bytes:
     where = session_place(
         who.app_name, who.user_id, row.tag, *numbers, row.created_at, row.updated_at
     )
-    return context.keys.seal(who.user_tag, where, prefixed(who.session_id, session.overlay))
+    return context.keys.seal(who.user_tag, where, with_id(who.session_id, session.overlay))
 
 
 def seal_base(context: Context, session_row: int, revision: int, state: bytes) -> bytes:
