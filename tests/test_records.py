@@ -174,6 +174,21 @@ def test_record_of_another_version_is_refused(version: int) -> None:
         unpack(b"AKS" + bytes([version]) + bytes(40))
 
 
+@pytest.mark.parametrize("rest", [b"", b"body"])
+def test_header_is_read_without_the_rest_of_the_record(rest: bytes) -> None:
+    stored = records.pack(0x80, 0x0102) + rest
+    assert records.header(stored) == unpack(stored) == (0x80, 0x0102)
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [None, "", b"", "AKS\x01 and more text", 1, b'{"a": 1, "b": 2}', b"AKS\x01" + bytes(8)]
+    + [b"AKS" + bytes([version]) + bytes(40) for version in (0, 2, 0xFF)],
+)
+def test_value_without_a_header_is_none_of_any_backend(stored: Any) -> None:
+    assert records.header(stored) is None
+
+
 # --- ciphers of third parties --------------------------------------------------------------------
 
 

@@ -18,7 +18,6 @@ from adk_secure_sessions.keys.keyring import Keyring, new_key_id
 from adk_secure_sessions.lru import Lru
 
 WRAP_BACKEND_ID = 1  # data keys are always wrapped with AES-256-GCM
-_CLEAR_BACKEND_ID = 3
 
 
 class CipherFactory(Protocol):
@@ -282,7 +281,7 @@ def unwrapped(row: DataKeyRow, keyring: Keyring) -> bytes:
 
 
 def _unlisted(backend_id: int) -> DecryptionError:
-    if backend_id == _CLEAR_BACKEND_ID:
+    if backend_id == records.NOOP_BACKEND_ID:
         return PlaintextRefusedError("stored as plaintext by NoOpBackend, which is not listed")
     return UnknownKeyError(
         f"encrypted by backend {backend_id}, which is not listed: list it in additional_backends",

@@ -16,13 +16,10 @@ from adk_secure_sessions.errors import (
 )
 from adk_secure_sessions.formats.records import context
 from adk_secure_sessions.keys.blind_index import BlindIndex
-from adk_secure_sessions.keys.providers import (
-    KeyProvider,
-)
+from adk_secure_sessions.keys.providers import PLAINTEXT_ROOT_KEY_ID, KeyProvider
 from adk_secure_sessions.loops import at_once
 
 DATA, INDEX = "data", "index"
-CLEAR_ROOT = "none"
 
 
 def new_key_id() -> int:
@@ -139,7 +136,9 @@ async def open_keyring(
         else:
             masters[row.id] = Aes256Gcm(key)
     for row in rows:
-        if row.id in masters and (row.root_key_id == writer or row.root_key_id != CLEAR_ROOT):
+        if row.id in masters and (
+            row.root_key_id == writer or row.root_key_id != PLAINTEXT_ROOT_KEY_ID
+        ):
             candidates.append((row.root_key_id == writer, row.created_at, row.id))
     if index is None or not masters:
         missing = "data" if index else "index"
@@ -152,7 +151,7 @@ async def open_keyring(
 async def unwrap(row: MasterKeyRow, roots: Mapping[str, KeyProvider], database_id: bytes) -> bytes:
     """The master key of one row, by the root key that it names.  Raises like `open_keyring`."""
     root = roots.get(row.root_key_id)
-    if root is None and row.root_key_id == CLEAR_ROOT:
+    if root is None and row.root_key_id == PLAINTEXT_ROOT_KEY_ID:
         raise PlaintextRefusedError(
             "the keyring of this database was written in clear by NoOpBackend: "
             "list NoOpBackend() in additional_backends if that is what you mean to read"

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
+from adk_secure_sessions.formats.records import header
 from adk_secure_sessions.keys.data_keys import (
     WRAP_BACKEND_ID,
     DataKeyRow,
@@ -14,15 +15,15 @@ from adk_secure_sessions.keys.data_keys import (
     wrapped,
 )
 from adk_secure_sessions.keys.keyring import (
-    CLEAR_ROOT,
     DATA,
     Keyring,
     MasterKeyRow,
     new_master,
     unwrap,
 )
+from adk_secure_sessions.keys.providers import PLAINTEXT_ROOT_KEY_ID
 from adk_secure_sessions.maintenance.checkpoints import ANOTHER, Checkpoint, Checkpoints, is_since
-from adk_secure_sessions.maintenance.coverage import count_data_keys, header
+from adk_secure_sessions.maintenance.coverage import count_data_keys
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import Meter, Progress, count_rows, ranges, within
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
@@ -83,7 +84,7 @@ async def rotate_master(
         ConfigurationError: The database cannot be used, or `backend` has no root key.
         TamperedError: What is stored of the rotation before was altered.
     """
-    if db.backends.writer.root_key.key_id == CLEAR_ROOT:
+    if db.backends.writer.root_key.key_id == PLAINTEXT_ROOT_KEY_ID:
         raise ConfigurationError("NoOpBackend has no root key to wrap a master with")
     await db.keys()
     run = _Run(db, dry_run, Meter(progress, await _total(db), rows_per_second))
