@@ -177,7 +177,7 @@ class StagedKeys:
         now = max(not_before, time.time_ns() // 1000)
         row = DataKeyRow(new_key_id(), owner, known.generation + 1, writer.backend_id, now, b"")
         key = writer.new_key()
-        row = wrapped(row, keyring, master_id, key)
+        row = wrap_data_key(row, keyring, master_id, key)
         fresh = DataKey(row, master_id, writer.cipher(key))
         self._stage(owner, [*known.by_id.values(), fresh], row.generation)
         self.made_any = True
@@ -261,17 +261,17 @@ class StagedKeys:
         master_id = records.unpack(row.wrapped)[1]
         if not self._settled and not keyring.holds(master_id):
             raise StaleKeyring
-        return DataKey(row, master_id, backend.cipher(unwrapped(row, keyring)))
+        return DataKey(row, master_id, backend.cipher(unwrap_data_key(row, keyring)))
 
 
-def wrapped(row: DataKeyRow, keyring: Keyring, master_id: int, key: bytes) -> DataKeyRow:
+def wrap_data_key(row: DataKeyRow, keyring: Keyring, master_id: int, key: bytes) -> DataKeyRow:
     """*row* as it is with *key* wrapped by that data master."""
     master, where = keyring.master(master_id), row.context(keyring.database_id)
     record = records.seal(master, WRAP_BACKEND_ID, master_id, where, key)
     return row._replace(wrapped=record)
 
 
-def unwrapped(row: DataKeyRow, keyring: Keyring) -> bytes:
+def unwrap_data_key(row: DataKeyRow, keyring: Keyring) -> bytes:
     """The data key of *row*.  Raises DecryptionError."""
     backend_id, master_id = records.unpack(row.wrapped)
     if backend_id != WRAP_BACKEND_ID:

@@ -87,10 +87,10 @@ class Keyring(KeyMaterial):
 async def new_master(purpose: str, root: KeyProvider, database_id: bytes, now: int) -> MasterKeyRow:
     """Make a random master key and wrap it with *root*; *now* in microseconds UTC."""
     row = MasterKeyRow(new_key_id(), purpose, root.key_id, now, b"")
-    return await wrap(row, root, database_id, secrets.token_bytes(KEY_LENGTH))
+    return await wrap_master_key(row, root, database_id, secrets.token_bytes(KEY_LENGTH))
 
 
-async def wrap(
+async def wrap_master_key(
     row: MasterKeyRow, root: KeyProvider, database_id: bytes, key: bytes
 ) -> MasterKeyRow:
     """*row* as it is with *key* wrapped by *root*.  Raises KeyServiceError."""
@@ -127,9 +127,9 @@ async def open_keyring(
         masters = {row.id: known.masters[row.id] for row in rows if known.holds(row.id)}
     new = [row for row in rows if row.id not in masters and not (known and row.purpose == INDEX)]
     if known is None:
-        unwrapped = await at_once(*(unwrap(row, roots, database_id) for row in new))
+        unwrapped = await at_once(*(unwrap_master_key(row, roots, database_id) for row in new))
     else:  # one by one, so that the first that is refused is the last that is asked for
-        unwrapped = [await unwrap(row, roots, database_id) for row in new]
+        unwrapped = [await unwrap_master_key(row, roots, database_id) for row in new]
     for row, key in zip(new, unwrapped, strict=True):
         if row.purpose == INDEX:
             index = BlindIndex(key)
@@ -148,7 +148,9 @@ async def open_keyring(
     return Keyring(database_id, index, masters, current_id, fit)
 
 
-async def unwrap(row: MasterKeyRow, roots: Mapping[str, KeyProvider], database_id: bytes) -> bytes:
+async def unwrap_master_key(
+    row: MasterKeyRow, roots: Mapping[str, KeyProvider], database_id: bytes
+) -> bytes:
     """The master key of one row, by the root key that it names.  Raises like `open_keyring`."""
     root = roots.get(row.root_key_id)
     if root is None and row.root_key_id == PLAINTEXT_ROOT_KEY_ID:
