@@ -335,7 +335,7 @@ async def test_master_that_is_not_known_asks_for_the_keyring_once() -> None:
     row = StagedKeys(on(await opened(rows, ROOT), 1)).new(ADA)
     keys = on(await opened(rows[:2], ROOT), 1)
     with pytest.raises(StaleKeyring):
-        StagedKeys(keys, settled=False).load([row])
+        StagedKeys(keys, keyring_is_complete=False).load([row])
     with pytest.raises(UnknownKeyError, match=f"no data master {rows[2].id}"):
         loaded(keys, row)
     keys.keyring = await open_keyring(rows, {ROOT.key_id: ROOT}, "", DATABASE, keys.keyring)

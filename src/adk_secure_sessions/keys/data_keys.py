@@ -106,12 +106,12 @@ class StagedKeys:
     """Data keys as one transaction sees them; `publish` shares them once it has committed.
 
     A key that was seen before its commit and then rolled back must never seal anything.
-    *settled*: a master that is not in the keyring now is not there at all.
+    *keyring_is_complete*: a master that is not in the keyring now is not there at all.
     """
 
-    def __init__(self, keys: DataKeys, *, settled: bool = True) -> None:
+    def __init__(self, keys: DataKeys, *, keyring_is_complete: bool = True) -> None:
         self._keys = keys
-        self._settled = settled
+        self._keyring_is_complete = keyring_is_complete
         self._by_owner: dict[bytes, OwnerKeys] = {}
         self._shared: dict[bytes, OwnerKeys] = {}  # as the process had them when first asked
         self._owners: dict[int, bytes] = {}
@@ -259,7 +259,7 @@ class StagedKeys:
             return None  # what it sealed will be refused, by name
         keyring = self._keys.keyring
         master_id = records.unpack(row.wrapped)[1]
-        if not self._settled and not keyring.holds(master_id):
+        if not self._keyring_is_complete and not keyring.holds(master_id):
             raise StaleKeyring
         return DataKey(row, master_id, backend.cipher(unwrap_data_key(row, keyring)))
 

@@ -126,7 +126,7 @@ class Database:
         """The data keys of *owners* as they are now.  What is bad is raised by their use."""
         keys = await self.keys()
         rows = await keys_of(self.read_keys, owners)
-        staged = StagedKeys(keys, settled=False)
+        staged = StagedKeys(keys, keyring_is_complete=False)
         try:
             staged.load(rows)
         except StaleKeyring:

@@ -66,7 +66,7 @@ class Attempts:
         async def once(first: bool) -> T:
             nonlocal with_keys, surely_unknown, settled
             keyring = self.keys.keyring
-            keys = StagedKeys(self.keys, settled=settled)
+            keys = StagedKeys(self.keys, keyring_is_complete=settled)
             context = Context(keys, self._memo, who, with_keys, apart)
             try:
                 if with_keys and apart:
