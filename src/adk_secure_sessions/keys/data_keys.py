@@ -116,7 +116,7 @@ class StagedKeys:
         self._shared: dict[bytes, OwnerKeys] = {}  # as the process had them when first asked
         self._owners: dict[int, bytes] = {}
         self._refused: dict[bytes, DecryptionError] = {}
-        self.made_any = False
+        self.has_new_keys = False
 
     def has_any(self, owner: bytes) -> bool:
         """Whether this transaction read a key of *owner*."""
@@ -180,7 +180,7 @@ class StagedKeys:
         row = wrap_data_key(row, keyring, master_id, key)
         fresh = DataKey(row, master_id, writer.cipher(key))
         self._stage(owner, [*known.by_id.values(), fresh], row.generation)
-        self.made_any = True
+        self.has_new_keys = True
         return row
 
     def keyring_now(self) -> dict[str, object]:

@@ -83,7 +83,7 @@ class Attempts:
                 await self._renew(keyring)
                 settled = True
             except Conflict:
-                if keys.made_any:
+                if keys.has_new_keys:
                     await self._renew(keyring)
                 raise
             else:
