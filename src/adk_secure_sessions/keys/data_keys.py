@@ -118,7 +118,7 @@ class StagedKeys:
         self._refused: dict[bytes, DecryptionError] = {}
         self.has_new_keys = False
 
-    def has_any(self, owner: bytes) -> bool:
+    def has_keys(self, owner: bytes) -> bool:
         """Whether this transaction read a key of *owner*."""
         self._check(owner)
         return owner in self._by_owner

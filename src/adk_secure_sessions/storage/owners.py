@@ -116,7 +116,7 @@ def _add_key(changes: Changes, context: Context, owner: bytes) -> None:
     Where keys are apart, it may wait for this row: a process may have ended between the two.
     """
     _need_keys(context)
-    is_there = context.keys.has_any(owner)
+    is_there = context.keys.has_keys(owner)
     if is_there and not context.keys_apart:
         raise TamperedError(
             f"the row of the user or app with tag {owner.hex()} was removed: its data key is "
