@@ -370,10 +370,10 @@ async def test_key_follows_its_own_records_and_older_ones_but_none_newer_or_unkn
         rows.append(writer.new(ADA))
         sealed.append(writer.seal(ADA, PLACE, b""))
     staged = loaded(keys, *rows[:2])
-    assert staged.can_follow(ADA)
-    assert staged.can_follow(ADA, sealed[0], sealed[1])
-    assert not staged.can_follow(ADA, sealed[2])
-    assert not staged.can_follow(BOB)
+    assert staged.is_as_new_as(ADA)
+    assert staged.is_as_new_as(ADA, sealed[0], sealed[1])
+    assert not staged.is_as_new_as(ADA, sealed[2])
+    assert not staged.is_as_new_as(BOB)
 
 
 async def test_key_of_the_writing_backend_does_not_follow_a_newer_one_of_another() -> None:
@@ -383,8 +383,8 @@ async def test_key_of_the_writing_backend_does_not_follow_a_newer_one_of_another
     newer = other.new(ADA)
     sealed = other.seal(ADA, PLACE, b"")
     staged = loaded(on(first.keyring, 1, 2), row, newer)
-    assert staged.can_follow(ADA)
-    assert not staged.can_follow(ADA, sealed)
+    assert staged.is_as_new_as(ADA)
+    assert not staged.is_as_new_as(ADA, sealed)
 
 
 async def test_keys_of_an_owner_that_is_gone_are_forgotten() -> None:

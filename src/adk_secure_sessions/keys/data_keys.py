@@ -133,7 +133,7 @@ class StagedKeys:
         known = self._of(owner)
         return bool(known and known.current and known.current.generation == known.generation)
 
-    def can_follow(self, owner: bytes, *stored: bytes) -> bool:
+    def is_as_new_as(self, owner: bytes, *stored: bytes) -> bool:
         """Whether the current key is known, and no older than those that sealed *stored*.
 
         If not, the owner's keys have to be read: others made one meanwhile, or dropped ours.

@@ -135,10 +135,10 @@ def ensure_key(changes: Changes, context: Context, owner: bytes, *stored: bytes)
     is held; where that cannot be, or there is none, the next generation is made.
     """
     keys = context.keys
-    if keys.can_follow(owner, *stored):
+    if keys.is_as_new_as(owner, *stored):
         return
     _need_keys(context)
-    if keys.can_follow(owner, *stored):
+    if keys.is_as_new_as(owner, *stored):
         return
     current = keys.current(owner)
     if current is None or context.keys_apart:

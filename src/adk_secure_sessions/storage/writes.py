@@ -122,7 +122,7 @@ def _create_for_known(
     if not (app and user and app.witness and user.witness):
         return None
     same = (user.value.user_id, user.value.app_row) == (who.user_id, app.value.id)
-    if not same or not context.keys.can_follow(who.user_tag, user.row[9]):
+    if not same or not context.keys.is_as_new_as(who.user_tag, user.row[9]):
         return None
     changes, session = _new_session(context, user.value.id, state, now)
     known = {
@@ -208,7 +208,7 @@ def append_event(
     if (
         known
         and not (context.with_keys or changes_owners)
-        and context.keys.can_follow(context.who.user_tag, known.sealed)
+        and context.keys.is_as_new_as(context.who.user_tag, known.sealed)
     ):
         step = _advance(context, known, event)
         if step:
