@@ -128,7 +128,7 @@ class StagedKeys:
         known = self._of(owner)
         return known.current if known else None
 
-    def is_newest(self, owner: bytes) -> bool:
+    def current_is_newest(self, owner: bytes) -> bool:
         """Whether no key of *owner*, of whichever backend, is newer than the current one."""
         known = self._of(owner)
         return bool(known and known.current and known.current.generation == known.generation)

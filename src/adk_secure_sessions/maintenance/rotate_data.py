@@ -214,7 +214,7 @@ class _Run:
     def _target(self, keys: StagedKeys, owner: bytes) -> DataKey | None:
         """The key that the records of *owner* are to be under, if there is one yet."""
         current = keys.current(owner)
-        if current is None or not keys.is_newest(owner):
+        if current is None or not keys.current_is_newest(owner):
             return None
         return current if is_since(self._since, current.created_at) else None
 
