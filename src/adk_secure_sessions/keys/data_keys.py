@@ -183,7 +183,7 @@ class StagedKeys:
         self.has_new_keys = True
         return row
 
-    def keyring_now(self) -> dict[str, object]:
+    def keyring_guard(self) -> dict[str, object]:
         """What storing a new key asks of the keyring: that it is as this process knows it."""
         keyring = self._keys.keyring
         return {"master_id": keyring.current_id, "masters": keyring.size}

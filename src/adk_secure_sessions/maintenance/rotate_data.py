@@ -226,7 +226,7 @@ class _Run:
             if self._target(staged, owner):
                 return staged
             row = staged.new(owner, self._since)
-            values = row._asdict() | staged.keyring_now()
+            values = row._asdict() | staged.keyring_guard()
             if isinstance(self._db.backends.writer, NoOpBackend):
                 await self._db.change(mark_clear)
             try:

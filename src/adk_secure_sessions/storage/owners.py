@@ -152,7 +152,7 @@ def _new_key(changes: Changes, context: Context, owner: bytes) -> None:
     if context.keys_apart:
         raise NeedsKey(owner)
     row = context.keys.new(owner)
-    changes.append(Change(sql.INSERT_KEY, row._asdict() | context.keys.keyring_now()))
+    changes.append(Change(sql.INSERT_KEY, row._asdict() | context.keys.keyring_guard()))
 
 
 def _need_keys(context: Context) -> None:

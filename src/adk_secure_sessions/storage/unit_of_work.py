@@ -99,7 +99,7 @@ class Attempts:
         Raises UniqueViolation or Conflict, where another process was first.
         """
         row = keys.new(owner)
-        change = Change(sql.INSERT_KEY, row._asdict() | keys.keyring_now())
+        change = Change(sql.INSERT_KEY, row._asdict() | keys.keyring_guard())
         if not await self._executors.keys.write(partial(_apply, change)):
             await self._renew(keyring)
             raise Conflict
