@@ -107,7 +107,7 @@ async def test_key_service_is_asked_for_all_masters_at_once() -> None:
 
 async def test_master_that_is_not_there_is_unknown() -> None:
     keyring = await opened(await made(ROOT), ROOT)
-    with pytest.raises(UnknownKeyError, match="no data master 5"):
+    with pytest.raises(UnknownKeyError, match="no data master key 5"):
         keyring.master(5)
 
 
@@ -142,7 +142,7 @@ async def test_root_key_that_is_not_listed_is_named() -> None:
 
 async def test_row_that_claims_another_root_key_is_refused() -> None:
     rows = [row._replace(root_key_id=OTHER.key_id) for row in await made(ROOT)]
-    with pytest.raises(WrongKeyError, match="does not open master key"):
+    with pytest.raises(WrongKeyError, match="does not unwrap master key"):
         await opened(rows, ROOT, OTHER)
 
 
@@ -153,7 +153,7 @@ async def test_row_that_claims_another_root_key_is_refused() -> None:
 )
 async def test_altered_row_is_refused(change: dict[str, Any]) -> None:
     rows = await made(ROOT)
-    with pytest.raises(WrongKeyError, match="does not open master key"):
+    with pytest.raises(WrongKeyError, match="does not unwrap master key"):
         await opened([rows[0]._replace(**change), rows[1]], ROOT)
 
 
@@ -183,9 +183,9 @@ async def test_keyring_in_clear_is_refused() -> None:
         await opened(rows, ROOT)
 
 
-async def test_wrong_passphrase_is_a_wrong_key(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_wrong_passphrase_is_a_wrong_key() -> None:
     rows = await made(PassphraseKey("one"))
-    with pytest.raises(WrongKeyError, match="'passphrase' does not open"):
+    with pytest.raises(WrongKeyError, match="'passphrase' does not unwrap"):
         await opened(rows, PassphraseKey("another"))
 
 
@@ -336,7 +336,7 @@ async def test_master_that_is_not_known_asks_for_the_keyring_once() -> None:
     keys = on(await opened(rows[:2], ROOT), 1)
     with pytest.raises(StaleKeyring):
         StagedKeys(keys, keyring_is_complete=False).load([row])
-    with pytest.raises(UnknownKeyError, match=f"no data master {rows[2].id}"):
+    with pytest.raises(UnknownKeyError, match=f"no data master key {rows[2].id}"):
         loaded(keys, row)
     keys.keyring = await open_keyring(rows, {ROOT.key_id: ROOT}, "", DATABASE, keys.keyring)
     assert loaded(keys, row).current(ADA) is not None
