@@ -9,7 +9,6 @@ from cryptography.hazmat.primitives.hmac import HMAC
 from cryptography.hazmat.primitives.kdf.argon2 import Argon2id
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
-from adk_secure_sessions.crypto.aead import Aes256Gcm
 from adk_secure_sessions.formats import records
 from adk_secure_sessions.keys.data_keys import DataKeyRow
 from adk_secure_sessions.keys.keyring import MasterKeyRow
@@ -90,7 +89,7 @@ def _master_keys() -> Iterator[Json]:
         row = _master_row(root_key_id(root), purpose)
         nonce = made(f"wrap of the {purpose} master", 12)
         aad = b"\x01" + row.context(DATABASE_ID)
-        wrapped = b"\x01" + Aes256Gcm(expand(root, "wrap", 32))._seal(nonce, MASTER, aad)
+        wrapped = b"\x01" + FixedAesGcm(expand(root, "wrap", 32), nonce).encrypt(MASTER, aad)
         yield _master_case(
             f"{purpose} master under a 32-byte root key", "provider of 32-byte keys",
             {"root_key": root.hex()}, row._replace(wrapped=wrapped), "ok",
@@ -98,16 +97,16 @@ def _master_keys() -> Iterator[Json]:
     row = _master_row(root_key_id(root))
     nonce = made("wrap of the data master", 12)
     aad = b"\x01" + row.context(DATABASE_ID)
-    cipher = Aes256Gcm(expand(root, "wrap", 32))
-    wrapped = b"\x01" + cipher._seal(nonce, MASTER, aad)
+    cipher = FixedAesGcm(expand(root, "wrap", 32), nonce)
+    wrapped = b"\x01" + cipher.encrypt(MASTER, aad)
     yield from _refused_wraps({"root_key": root.hex()}, row._replace(wrapped=wrapped), 1)
     yield _master_case(
         "wrapped by another 32-byte root key", "its key id claims the right one",
         {"root_key": ROOT_KEYS["all ones"].hex()}, row._replace(wrapped=wrapped), "TamperedError",
     )  # fmt: skip
     forged = {
-        "wrapped under the root key itself": Aes256Gcm(root)._seal(nonce, MASTER, aad),
-        "wrapped without the leading 01 as associated data": cipher._seal(nonce, MASTER, aad[1:]),
+        "wrapped under the root key itself": FixedAesGcm(root, nonce).encrypt(MASTER, aad),
+        "wrapped without the leading 01 as associated data": cipher.encrypt(MASTER, aad[1:]),
     }
     for name, sealed in forged.items():
         yield _master_case(name, "made wrongly", {"root_key": root.hex()},
@@ -131,7 +130,7 @@ def _passphrases() -> Iterator[Json]:
 
     def wrap(passphrase: str, cost: _Cost, row: MasterKeyRow = row) -> tuple[MasterKeyRow, bytes]:
         header, key = cost.header(salt), cost.derive(passphrase.encode(), salt)
-        sealed = Aes256Gcm(key)._seal(nonce, MASTER, header + row.context(DATABASE_ID))
+        sealed = FixedAesGcm(key, nonce).encrypt(MASTER, header + row.context(DATABASE_ID))
         return row._replace(wrapped=header + sealed), key
 
     named = row._replace(root_key_id="old passphrase")

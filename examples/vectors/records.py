@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from cryptography.fernet import Fernet
 
-from adk_secure_sessions.crypto.aead import Aes256Gcm
 from adk_secure_sessions.formats import records
 from examples.vectors.fixed import (
     TIME,
@@ -250,13 +249,14 @@ def _forged() -> Iterator[Json]:
     """Values that no writer makes."""
     header, where = b"AKS\x01" + struct.pack(">Bq", AES, 1), EVENT.joined()
     nonce = made("forged", 12)
+    another = made("another key", 32)
     forgeries = {
         "sealed with another key":
-            (Aes256Gcm(made("another key", 32))._seal(nonce, _EVENT_TEXT, header + where), _SEALED),
+            (FixedAesGcm(another, nonce).encrypt(_EVENT_TEXT, header + where), _SEALED),
         "sealed without the header as associated data":
-            (Aes256Gcm(_key(1))._seal(nonce, _EVENT_TEXT, where), _SEALED),
+            (FixedAesGcm(_key(1), nonce).encrypt(_EVENT_TEXT, where), _SEALED),
         "sealed without the place as associated data":
-            (Aes256Gcm(_key(1))._seal(nonce, _EVENT_TEXT, header), _SEALED),
+            (FixedAesGcm(_key(1), nonce).encrypt(_EVENT_TEXT, header), _SEALED),
         "the plaintext behind a sealed record's header": (_EVENT_TEXT, _SEALED),
     }  # fmt: skip
     for name, (body, expect) in forgeries.items():
