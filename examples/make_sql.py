@@ -14,8 +14,8 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.storage.schema import metadata
 from adk_secure_sessions.storage.opening import Part
+from adk_secure_sessions.storage.schema import metadata
 
 DIRECTORY = Path(__file__).resolve().parent.parent / "docs" / "sql"
 URLS = {"postgresql": "postgresql+asyncpg://", "mysql": "mysql+asyncmy://", "sqlite": "sqlite://"}

@@ -193,7 +193,7 @@ def test_backend_shows_no_key_and_cannot_be_copied(backend: EncryptionBackend) -
 
 
 def test_no_op_warns_where_it_is_built() -> None:
-    with pytest.warns(UserWarning, match="in clear") as caught:
+    with pytest.warns(UserWarning, match="as plaintext") as caught:
         NoOpBackend()
     assert caught[0].filename == __file__
 

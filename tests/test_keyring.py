@@ -107,7 +107,7 @@ async def test_key_service_is_asked_for_all_masters_at_once() -> None:
 
 async def test_master_that_is_not_there_is_unknown() -> None:
     keyring = await opened(await made(ROOT), ROOT)
-    with pytest.raises(UnknownKeyError, match="no data master 5"):
+    with pytest.raises(UnknownKeyError, match="no data master key 5"):
         keyring.master(5)
 
 
@@ -142,7 +142,7 @@ async def test_root_key_that_is_not_listed_is_named() -> None:
 
 async def test_row_that_claims_another_root_key_is_refused() -> None:
     rows = [row._replace(root_key_id=OTHER.key_id) for row in await made(ROOT)]
-    with pytest.raises(WrongKeyError, match="does not open master key"):
+    with pytest.raises(WrongKeyError, match="does not unwrap master key"):
         await opened(rows, ROOT, OTHER)
 
 
@@ -153,7 +153,7 @@ async def test_row_that_claims_another_root_key_is_refused() -> None:
 )
 async def test_altered_row_is_refused(change: dict[str, Any]) -> None:
     rows = await made(ROOT)
-    with pytest.raises(WrongKeyError, match="does not open master key"):
+    with pytest.raises(WrongKeyError, match="does not unwrap master key"):
         await opened([rows[0]._replace(**change), rows[1]], ROOT)
 
 
@@ -183,9 +183,9 @@ async def test_keyring_in_clear_is_refused() -> None:
         await opened(rows, ROOT)
 
 
-async def test_wrong_passphrase_is_a_wrong_key(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_wrong_passphrase_is_a_wrong_key() -> None:
     rows = await made(PassphraseKey("one"))
-    with pytest.raises(WrongKeyError, match="'passphrase' does not open"):
+    with pytest.raises(WrongKeyError, match="'passphrase' does not unwrap"):
         await opened(rows, PassphraseKey("another"))
 
 
@@ -215,7 +215,7 @@ async def test_key_service_that_returns_a_key_of_another_length_is_a_wrong_key(k
 async def test_master_keys_are_random() -> None:
     rows = [row for _ in range(20) for row in await made(ROOT)]
     assert len({row.id for row in rows}) == len(rows)
-    keys = [await ROOT.unwrap(row.wrapped, row.place(DATABASE)) for row in rows]
+    keys = [await ROOT.unwrap(row.wrapped, row.context(DATABASE)) for row in rows]
     assert len(set(keys)) == len(rows)
     assert {len(key) for key in keys} == {32}
 
@@ -335,8 +335,8 @@ async def test_master_that_is_not_known_asks_for_the_keyring_once() -> None:
     row = StagedKeys(on(await opened(rows, ROOT), 1)).new(ADA)
     keys = on(await opened(rows[:2], ROOT), 1)
     with pytest.raises(StaleKeyring):
-        StagedKeys(keys, settled=False).load([row])
-    with pytest.raises(UnknownKeyError, match=f"no data master {rows[2].id}"):
+        StagedKeys(keys, keyring_is_complete=False).load([row])
+    with pytest.raises(UnknownKeyError, match=f"no data master key {rows[2].id}"):
         loaded(keys, row)
     keys.keyring = await open_keyring(rows, {ROOT.key_id: ROOT}, "", DATABASE, keys.keyring)
     assert loaded(keys, row).current(ADA) is not None
@@ -370,10 +370,10 @@ async def test_key_follows_its_own_records_and_older_ones_but_none_newer_or_unkn
         rows.append(writer.new(ADA))
         sealed.append(writer.seal(ADA, PLACE, b""))
     staged = loaded(keys, *rows[:2])
-    assert staged.can_follow(ADA)
-    assert staged.can_follow(ADA, sealed[0], sealed[1])
-    assert not staged.can_follow(ADA, sealed[2])
-    assert not staged.can_follow(BOB)
+    assert staged.is_as_new_as(ADA)
+    assert staged.is_as_new_as(ADA, sealed[0], sealed[1])
+    assert not staged.is_as_new_as(ADA, sealed[2])
+    assert not staged.is_as_new_as(BOB)
 
 
 async def test_key_of_the_writing_backend_does_not_follow_a_newer_one_of_another() -> None:
@@ -383,8 +383,8 @@ async def test_key_of_the_writing_backend_does_not_follow_a_newer_one_of_another
     newer = other.new(ADA)
     sealed = other.seal(ADA, PLACE, b"")
     staged = loaded(on(first.keyring, 1, 2), row, newer)
-    assert staged.can_follow(ADA)
-    assert not staged.can_follow(ADA, sealed)
+    assert staged.is_as_new_as(ADA)
+    assert not staged.is_as_new_as(ADA, sealed)
 
 
 async def test_keys_of_an_owner_that_is_gone_are_forgotten() -> None:

@@ -58,7 +58,8 @@ def test_nist_case_opens_or_is_refused_as_named(case: Json) -> None:
 @pytest.mark.parametrize("case", [c for c in NIST if c["expect"] == "ok"], ids=description)
 def test_sealing_a_nist_case_gives_its_exact_bytes(case: Json) -> None:
     cipher = Aes256Gcm(bytes.fromhex(case["key"]))
-    sealed = cipher._seal(*(bytes.fromhex(case[part]) for part in ("iv", "plaintext", "aad")))
+    with mock.patch("os.urandom", return_value=bytes.fromhex(case["iv"])):
+        sealed = cipher.encrypt(bytes.fromhex(case["plaintext"]), bytes.fromhex(case["aad"]))
     assert sealed.hex() == case["iv"] + case["ciphertext"] + case["tag"]
 
 

@@ -15,14 +15,14 @@ from adk_secure_sessions import (
 )
 from adk_secure_sessions.crypto.aead import Aes256Gcm
 from adk_secure_sessions.formats import records
-from adk_secure_sessions.formats.records import HEADER_LENGTH, open_record, place, seal, unpack
+from adk_secure_sessions.formats.records import HEADER_LENGTH, context, open_record, seal, unpack
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 TEXTS = st.text(st.characters(codec=None), max_size=12)  # lone surrogates among them
 PARTS = st.lists(TEXTS | st.binary(max_size=12), max_size=4).map(tuple)
 NUMBERS = st.lists(INT64, max_size=6).map(tuple)
 CIPHER = Aes256Gcm(bytes(32))
-WHERE = place(("event", "clinic", "ada"), 1, 2)
+WHERE = context(("event", "clinic", "ada"), 1, 2)
 
 
 class Misbehaving:
@@ -58,20 +58,20 @@ def test_place_can_be_taken_apart_again(
     parts: tuple[str | bytes, ...], numbers: tuple[int, ...]
 ) -> None:
     as_bytes = [records.encode_text(part) if isinstance(part, str) else part for part in parts]
-    assert parse(place(parts, *numbers)) == (as_bytes, numbers)
+    assert parse(context(parts, *numbers)) == (as_bytes, numbers)
 
 
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        (place(("ab", "c")), place(("a", "bc"))),
-        (place(("ab",)), place(("a", "b"))),
-        (place(("",)), place(())),
-        (place((), 0), place(())),
-        (place((bytes(8),)), place((), 0)),
-        (place(("", ""), 1), place(("",), 1)),
-        (place((), 1, 2), place((), 2, 1)),
-        (place((), -1), place((), 2**63 - 1)),
+        (context(("ab", "c")), context(("a", "bc"))),
+        (context(("ab",)), context(("a", "b"))),
+        (context(("",)), context(())),
+        (context((), 0), context(())),
+        (context((bytes(8),)), context((), 0)),
+        (context(("", ""), 1), context(("",), 1)),
+        (context((), 1, 2), context((), 2, 1)),
+        (context((), -1), context((), 2**63 - 1)),
     ],
 )
 def test_places_that_look_alike_share_no_bytes(one: bytes, other: bytes) -> None:
@@ -81,17 +81,17 @@ def test_places_that_look_alike_share_no_bytes(one: bytes, other: bytes) -> None
 @pytest.mark.parametrize("number", [None, "1", b"1", 1.0, 2**63, -(2**63) - 1])
 def test_place_refuses_what_no_integer_column_holds(number: Any) -> None:
     with pytest.raises(TamperedError):
-        place(("event",), number)
+        context(("event",), number)
 
 
 @pytest.mark.parametrize("part", [None, 1, 1.5])
 def test_place_refuses_what_no_text_column_holds(part: Any) -> None:
     with pytest.raises(TamperedError):
-        place(("event", part), 1)
+        context(("event", part), 1)
 
 
 def test_place_of_as_many_numbers_as_any_row_has_can_be_made() -> None:
-    assert len(place(("session",), *range(6))) == 4 + 7 + 4 + 48
+    assert len(context(("session",), *range(6))) == 4 + 7 + 4 + 48
 
 
 # --- texts ---------------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ def test_text_survives_encoding(text: str) -> None:
 
 @given(TEXTS, st.binary())
 def test_identifier_and_rest_are_told_apart(identifier: str, rest: bytes) -> None:
-    assert records.unprefixed(records.prefixed(identifier, rest)) == (identifier, rest)
+    assert records.split_id(records.with_id(identifier, rest)) == (identifier, rest)
 
 
 # --- seal and open -------------------------------------------------------------------------------
@@ -172,6 +172,21 @@ def test_record_without_a_whole_header_is_refused(stored: bytes) -> None:
 def test_record_of_another_version_is_refused(version: int) -> None:
     with pytest.raises(TamperedError, match="header"):
         unpack(b"AKS" + bytes([version]) + bytes(40))
+
+
+@pytest.mark.parametrize("rest", [b"", b"body"])
+def test_header_is_read_without_the_rest_of_the_record(rest: bytes) -> None:
+    stored = records.pack(0x80, 0x0102) + rest
+    assert records.header(stored) == unpack(stored) == (0x80, 0x0102)
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [None, "", b"", "AKS\x01 and more text", 1, b'{"a": 1, "b": 2}', b"AKS\x01" + bytes(8)]
+    + [b"AKS" + bytes([version]) + bytes(40) for version in (0, 2, 0xFF)],
+)
+def test_value_without_a_header_is_none_of_any_backend(stored: Any) -> None:
+    assert records.header(stored) is None
 
 
 # --- ciphers of third parties --------------------------------------------------------------------

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from google.adk.sessions import State
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adk_secure_sessions.formats import scopes as states
+from adk_secure_sessions.formats import states
 from adk_secure_sessions.formats.states import dumps, loads, to_json_values
 
 TEXTS = st.text(st.characters(codec=None), max_size=10)  # lone surrogates among them
@@ -30,6 +31,11 @@ class Unserializable:
 
 
 # --- scopes --------------------------------------------------------------------------------------
+
+
+def test_prefixes_are_those_of_adk() -> None:
+    ours = (states.APP_PREFIX, states.USER_PREFIX, states.TEMP_PREFIX)
+    assert ours == (State.APP_PREFIX, State.USER_PREFIX, State.TEMP_PREFIX)
 
 
 def test_keys_go_to_their_scope_without_prefix() -> None:

@@ -135,7 +135,7 @@ def place_of(case: Json) -> bytes:
         for part in case["place"]
         if "int" not in part
     )
-    return records.place(texts, *(part["int"] for part in case["place"] if "int" in part))
+    return records.context(texts, *(part["int"] for part in case["place"] if "int" in part))
 
 
 @pytest.mark.parametrize("case", RECORDS["cases"], ids=name_of)
@@ -237,7 +237,7 @@ def master_row(case: Json) -> MasterKeyRow:
 @pytest.mark.parametrize("case", KEYS["master_keys"], ids=name_of)
 async def test_master_key_is_unwrapped_or_refused_as_named(case: Json) -> None:
     row, where = master_row(case), bytes.fromhex(case["associated_data"])
-    assert row.place(bytes.fromhex(case["database_id"])) == where
+    assert row.context(bytes.fromhex(case["database_id"])) == where
     with Opened() as opened:
         opened.plaintext = await provider_of(case).unwrap(row.wrapped, where)
     assert_outcome(case, opened, "master_key")
@@ -273,7 +273,7 @@ def masters() -> dict[int, Aes256Gcm]:
 @pytest.mark.parametrize("case", KEYS["data_keys"], ids=name_of)
 def test_data_key_is_unwrapped_or_refused_as_named(case: Json) -> None:
     row, database_id = data_row(case), bytes.fromhex(case["database_id"])
-    assert row.place(database_id).hex() == case["associated_data"]
+    assert row.context(database_id).hex() == case["associated_data"]
     keyring = Keyring(database_id, BlindIndex(bytes(32)), masters(), None)
     with Opened() as opened:
         staged = StagedKeys(DataKeys(keyring, BACKENDS, 1, 100))
@@ -282,7 +282,7 @@ def test_data_key_is_unwrapped_or_refused_as_named(case: Json) -> None:
     if case["expect"] == "ok":
         _, master_id = records.unpack(row.wrapped)
         opened.plaintext = records.open_record(
-            row.wrapped, row.place(database_id), masters()[master_id]
+            row.wrapped, row.context(database_id), masters()[master_id]
         )
     assert_outcome(case, opened, "data_key")
 

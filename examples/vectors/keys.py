@@ -9,7 +9,6 @@ from cryptography.hazmat.primitives.hmac import HMAC
 from cryptography.hazmat.primitives.kdf.argon2 import Argon2id
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
-from adk_secure_sessions.crypto.aead import Aes256Gcm
 from adk_secure_sessions.formats import records
 from adk_secure_sessions.keys.data_keys import DataKeyRow
 from adk_secure_sessions.keys.keyring import MasterKeyRow
@@ -79,7 +78,7 @@ def _master_case(name: str, note: str, root: Json, row: MasterKeyRow, expect: st
         **root,
         "database_id": DATABASE_ID.hex(),
         **row._asdict(),
-        "associated_data": row.place(DATABASE_ID).hex(),
+        "associated_data": row.context(DATABASE_ID).hex(),
         "wrapped": row.wrapped.hex(),
         "expect": expect,
     }
@@ -90,25 +89,25 @@ def _master_keys() -> Iterator[Json]:
     for purpose in ("data", "index"):
         row = _master_row(root_key_id(root), purpose)
         nonce = made(f"wrap of the {purpose} master", 12)
-        aad = b"\x01" + row.place(DATABASE_ID)
-        wrapped = b"\x01" + Aes256Gcm(expand(root, "wrap", 32))._seal(nonce, MASTER, aad)
+        aad = b"\x01" + row.context(DATABASE_ID)
+        wrapped = b"\x01" + FixedAesGcm(expand(root, "wrap", 32), nonce).encrypt(MASTER, aad)
         yield _master_case(
             f"{purpose} master under a 32-byte root key", "provider of 32-byte keys",
             {"root_key": root.hex()}, row._replace(wrapped=wrapped), "ok",
         ) | {"nonce": nonce.hex(), "master_key": MASTER.hex()}  # fmt: skip
     row = _master_row(root_key_id(root))
     nonce = made("wrap of the data master", 12)
-    aad = b"\x01" + row.place(DATABASE_ID)
-    cipher = Aes256Gcm(expand(root, "wrap", 32))
-    wrapped = b"\x01" + cipher._seal(nonce, MASTER, aad)
+    aad = b"\x01" + row.context(DATABASE_ID)
+    cipher = FixedAesGcm(expand(root, "wrap", 32), nonce)
+    wrapped = b"\x01" + cipher.encrypt(MASTER, aad)
     yield from _refused_wraps({"root_key": root.hex()}, row._replace(wrapped=wrapped), 1)
     yield _master_case(
         "wrapped by another 32-byte root key", "its root_key_id is that of the right key",
         {"root_key": ROOT_KEYS["all ones"].hex()}, row._replace(wrapped=wrapped), "TamperedError",
     )  # fmt: skip
     forged = {
-        "wrapped under the root key itself": Aes256Gcm(root)._seal(nonce, MASTER, aad),
-        "wrapped without the leading 01 as associated data": cipher._seal(nonce, MASTER, aad[1:]),
+        "wrapped under the root key itself": FixedAesGcm(root, nonce).encrypt(MASTER, aad),
+        "wrapped without the leading 01 as associated data": cipher.encrypt(MASTER, aad[1:]),
     }
     for name, sealed in forged.items():
         yield _master_case(name, "wrapped in another way", {"root_key": root.hex()},
@@ -132,7 +131,7 @@ def _passphrases() -> Iterator[Json]:
 
     def wrap(passphrase: str, cost: _Cost, row: MasterKeyRow = row) -> tuple[MasterKeyRow, bytes]:
         header, key = cost.header(salt), cost.derive(passphrase.encode(), salt)
-        sealed = Aes256Gcm(key)._seal(nonce, MASTER, header + row.place(DATABASE_ID))
+        sealed = FixedAesGcm(key, nonce).encrypt(MASTER, header + row.context(DATABASE_ID))
         return row._replace(wrapped=header + sealed), key
 
     named = row._replace(root_key_id="old passphrase")
@@ -192,7 +191,7 @@ def _refused_wraps(root: Json, row: MasterKeyRow, header: int) -> Iterator[Json]
                         root, row, "TamperedError")  # fmt: skip
     other_id = flipped(DATABASE_ID, 15)
     case["database_id"] = other_id.hex()
-    case["associated_data"] = row.place(other_id).hex()
+    case["associated_data"] = row.context(other_id).hex()
     yield case
     wrapped = row.wrapped
     altered = {
@@ -217,7 +216,7 @@ def _data_case(name: str, note: str, row: DataKeyRow, expect: str) -> Json:
         "database_id": DATABASE_ID.hex(),
         **row._asdict(),
         "owner": row.owner.hex(),
-        "associated_data": row.place(DATABASE_ID).hex(),
+        "associated_data": row.context(DATABASE_ID).hex(),
         "wrapped": row.wrapped.hex(),
         "expect": expect,
     }
@@ -234,7 +233,7 @@ def _data_keys() -> Iterator[Json]:
     for name, row in rows.items():
         key = b"" if row.backend_id == 3 else made(name, 32)
         nonce = made(f"wrap of {name}", 12)
-        where = row.place(DATABASE_ID)
+        where = row.context(DATABASE_ID)
         wraps[name] = records.seal(FixedAesGcm(MASTERS[11], nonce), 1, 11, where, key)
         case = _data_case(
             name, "wrapped by data master 11", row._replace(wrapped=wraps[name]), "ok"
@@ -294,7 +293,7 @@ def _tags() -> Iterator[Json]:
         ("session", "clinic", "ada", "NUL \x00"),
     )
     for parts in names:
-        joined = records.place(parts)
+        joined = records.context(parts)
         mac = HMAC(INDEX_MASTER, SHA256())
         mac.update(joined)
         digest = mac.finalize()

@@ -21,15 +21,15 @@ _EVENT_TIME = MICROSECONDS + 1_500_000
 
 def worked_example() -> str:
     """Return the lines between the markers."""
-    tag_place = records.place(("user", "clinic", "ada"))
+    tag_place = records.context(("user", "clinic", "ada"))
     mac = HMAC(_INDEX_MASTER, SHA256())
     mac.update(tag_place)
     digest = mac.finalize()
     row = DataKeyRow(21, digest[:16], 0, 1, MICROSECONDS, b"")
     wrapped = records.seal(
-        FixedAesGcm(_DATA_MASTER, _WRAP_NONCE), 1, 11, row.place(DATABASE_ID), _DATA_KEY
+        FixedAesGcm(_DATA_MASTER, _WRAP_NONCE), 1, 11, row.context(DATABASE_ID), _DATA_KEY
     )
-    event_place = records.place(("event", "clinic", "ada", "first visit"), 301, 0, _EVENT_TIME)
+    event_place = records.context(("event", "clinic", "ada", "first visit"), 301, 0, _EVENT_TIME)
     plaintext = b"\x061.28.0" + _JSON.encode()
     record = records.seal(FixedAesGcm(_DATA_KEY, _EVENT_NONCE), 1, row.id, event_place, plaintext)
     return "\n\n".join(
@@ -46,8 +46,8 @@ def worked_example() -> str:
                 ("data master 11", _DATA_MASTER),
                 ("database_id", DATABASE_ID),
                 ('place("data-key", database_id, owner = tag, id = 21, generation = 0, '
-                 f"backend_id = 1, created_at = {MICROSECONDS})", row.place(DATABASE_ID)),
-                *_sealed(wrapped, row.place(DATABASE_ID), _DATA_KEY, "plaintext: the data key"),
+                 f"backend_id = 1, created_at = {MICROSECONDS})", row.context(DATABASE_ID)),
+                *_sealed(wrapped, row.context(DATABASE_ID), _DATA_KEY, "plaintext: the data key"),
             ),
             "It encrypts the first event (`seq` 0) of the session `first visit`. The row of that "
             "session has the `id` 301:",

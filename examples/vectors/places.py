@@ -5,7 +5,7 @@ A place is the part of the associated data that says where a record belongs.
 
 from typing import NamedTuple
 
-from adk_secure_sessions.formats.records import place
+from adk_secure_sessions.formats.records import context
 from examples.vectors.fixed import MICROSECONDS, Json, made
 
 APP_TAG = made("tag of the app", 16)
@@ -23,7 +23,7 @@ class Place(NamedTuple):
     numbers: tuple[int, ...]
 
     def joined(self) -> bytes:
-        return place(self.parts, *self.numbers)
+        return context(self.parts, *self.numbers)
 
     def as_json(self) -> list[Json]:
         return [typed(part) for part in (*self.parts, *self.numbers)]

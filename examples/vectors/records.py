@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from cryptography.fernet import Fernet
 
-from adk_secure_sessions.crypto.aead import Aes256Gcm
 from adk_secure_sessions.formats import records
 from examples.vectors.fixed import (
     TIME,
@@ -48,8 +47,8 @@ _JSON = b'{"step":1}'
 _EVENT_TEXT = b'\x061.28.0{"author":"user","id":"e-1"}'
 _PLAINTEXTS = {
     "app": _JSON,
-    "user": records.prefixed("ada", b'{"allergies":["penicillin"]}'),
-    "session": records.prefixed("first visit", _JSON),
+    "user": records.with_id("ada", b'{"allergies":["penicillin"]}'),
+    "session": records.with_id("first visit", _JSON),
     "base": b'{"notes":"..."}',
     "event": _EVENT_TEXT,
     "witness": b"",
@@ -252,13 +251,14 @@ def _forged() -> Iterator[Json]:
     """Yield values that no writer makes."""
     header, where = b"AKS\x01" + struct.pack(">Bq", AES, 1), EVENT.joined()
     nonce = made("forged", 12)
+    another = made("another key", 32)
     forgeries = {
         "encrypted with another key":
-            (Aes256Gcm(made("another key", 32))._seal(nonce, _EVENT_TEXT, header + where), _SEALED),
+            (FixedAesGcm(another, nonce).encrypt(_EVENT_TEXT, header + where), _SEALED),
         "encrypted without the header as associated data":
-            (Aes256Gcm(_key(1))._seal(nonce, _EVENT_TEXT, where), _SEALED),
+            (FixedAesGcm(_key(1), nonce).encrypt(_EVENT_TEXT, where), _SEALED),
         "encrypted without the place as associated data":
-            (Aes256Gcm(_key(1))._seal(nonce, _EVENT_TEXT, header), _SEALED),
+            (FixedAesGcm(_key(1), nonce).encrypt(_EVENT_TEXT, header), _SEALED),
         "the plaintext after an encrypted record's header": (_EVENT_TEXT, _SEALED),
     }  # fmt: skip
     for name, (body, expect) in forgeries.items():

@@ -20,8 +20,7 @@ from adk_secure_sessions.backends import EncryptionBackend
 from adk_secure_sessions.backends.registry import register
 from adk_secure_sessions.db.connect import executors_for
 from adk_secure_sessions.errors import ConfigurationError
-from adk_secure_sessions.formats import events
-from adk_secure_sessions.formats import scopes as states
+from adk_secure_sessions.formats import events, states
 from adk_secure_sessions.formats.states import dumps, loads, to_json_values
 from adk_secure_sessions.loops import LoopLocks
 from adk_secure_sessions.storage import (

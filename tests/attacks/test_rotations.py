@@ -18,7 +18,7 @@ from adk_secure_sessions import (
 )
 from adk_secure_sessions.formats.records import unpack
 from adk_secure_sessions.keys.blind_index import BlindIndex
-from adk_secure_sessions.keys.data_keys import DataKeyRow, wrapped
+from adk_secure_sessions.keys.data_keys import DataKeyRow, wrap_data_key
 from adk_secure_sessions.keys.keyring import Keyring, new_key_id
 from adk_secure_sessions.maintenance import Database as Maintained
 from adk_secure_sessions.maintenance import (
@@ -221,7 +221,7 @@ def forged_key(known: Keyring, owner: bytes, backend: EncryptionBackend) -> Data
     """A data key of the attacker's own, wrapped by a master that they know."""
     assert known.current_id is not None
     row = DataKeyRow(new_key_id(), owner, 99, backend.backend_id, now(), b"")
-    return wrapped(row, known, known.current_id, bytes(32))
+    return wrap_data_key(row, known, known.current_id, bytes(32))
 
 
 @pytest.mark.parametrize("again", [True, False])

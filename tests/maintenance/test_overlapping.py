@@ -200,7 +200,7 @@ async def test_key_is_made_for_nobody_who_was_erased(url: str, place: sa.URL) ->
         keys = await db.keys_of(bytes(owner))
         row = keys.new(bytes(owner), run._since)
         await erase_user(db, APP, "ada")
-        assert not await run._insert(bytes(owner), row._asdict() | keys.keyring_now())
+        assert not await run._insert(bytes(owner), row._asdict() | keys.keyring_guard())
     assert query(place, "SELECT count(*) FROM secure_data_keys") == [(1,)]  # the app's
     async with EncryptedSessionService(url, AES) as service:
         await service.create_session(app_name=APP, user_id="ada")

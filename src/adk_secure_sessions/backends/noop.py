@@ -1,35 +1,36 @@
-"""No encryption: for benchmarks, and for leaving."""
+"""No encryption: for benchmarks, and for leaving this library."""
 
 import warnings
 
-from adk_secure_sessions.errors import PlaintextRefusedError
-from adk_secure_sessions.formats.records import Cipher
+from adk_secure_sessions.errors import PlaintextRefusedError, Reason
+from adk_secure_sessions.formats.records import NOOP_BACKEND_ID, Cipher
+from adk_secure_sessions.keys.providers import PLAINTEXT_ROOT_KEY_ID
 
-_CLEAR_KEY = b"\x00"
+_PLAINTEXT_WRAP = b"\x00"
 
 
-class _ClearKeys:
-    """The root key that is none: master keys stand in the database in clear."""
+class _NoRootKey:
+    """Stands where a root key would: it stores master keys as plaintext."""
 
-    key_id = "none"
+    key_id = PLAINTEXT_ROOT_KEY_ID
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ClearKeys)
+        return isinstance(other, _NoRootKey)
 
     def __hash__(self) -> int:
         return hash(self.key_id)
 
     async def wrap(self, key: bytes, associated_data: bytes) -> bytes:
-        return _CLEAR_KEY + key
+        return _PLAINTEXT_WRAP + key
 
     async def unwrap(self, wrapped: bytes, associated_data: bytes) -> bytes:
-        if not wrapped.startswith(_CLEAR_KEY):
-            raise PlaintextRefusedError("not a key stored in clear")
+        if not wrapped.startswith(_PLAINTEXT_WRAP):
+            raise PlaintextRefusedError("not a key stored as plaintext", reason=Reason.MALFORMED)
         return wrapped[1:]
 
 
-class _Clear:
-    """Returns what it is given: nothing is hidden and nothing is authenticated."""
+class _NoCipher:
+    """Returns its argument: nothing is encrypted and nothing is authenticated."""
 
     def encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
         return plaintext
@@ -39,25 +40,26 @@ class _Clear:
 
 
 class NoOpBackend:
-    """Stores everything in clear, and warns (`UserWarning`) when it is made.
+    """Stores everything as plaintext, and warns (`UserWarning`) when it is made.
 
-    Listing it anywhere gives up protection against those who can write to the database.
+    Listing it in a service, also in `additional_backends`, gives up the protection against an
+    attacker who can write to the database.
     """
 
-    backend_id = 3
+    backend_id = NOOP_BACKEND_ID
     name = "noop"
 
     def __init__(self) -> None:
         warnings.warn(
-            "NoOpBackend stores sessions in clear: it is for benchmarks and for leaving",
+            "NoOpBackend stores sessions as plaintext: it is for benchmarks and for leaving",
             stacklevel=2,
         )
-        self.root_key = _ClearKeys()
+        self.root_key = _NoRootKey()
 
     def new_key(self) -> bytes:
-        """Return an empty key: there is nothing to key."""
+        """Return an empty key: nothing is encrypted with it."""
         return b""
 
     def cipher(self, key: bytes) -> Cipher:
-        """Return the cipher that does nothing."""
-        return _Clear()
+        """Return a cipher that returns what it is given."""
+        return _NoCipher()

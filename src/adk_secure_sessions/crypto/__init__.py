@@ -1,1 +1,1 @@
-"""Cryptographic primitives, all from `cryptography`, and the base class of key objects."""
+"""Primitives from the `cryptography` library, and the base class of objects that hold keys."""

@@ -1,10 +1,10 @@
-"""The base class of every object that holds a key."""
+"""The base class of all objects that hold keys."""
 
 from typing import Never
 
 
 class KeyMaterial:
-    """Holds key material: it cannot be pickled or copied, and its `repr` shows no key."""
+    """An object that cannot be pickled or copied, and whose `repr` shows no key."""
 
     __slots__ = ()
 

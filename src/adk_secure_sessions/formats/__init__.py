@@ -1,1 +1,1 @@
-"""Bytes as they are stored: records and their contexts, states and events; no database."""
+"""The bytes that storage holds: records and their contexts, states, events.  No database."""

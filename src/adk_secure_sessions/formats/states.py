@@ -1,8 +1,8 @@
-"""The JSON that storage holds of a state."""
+"""States: their JSON as storage holds it, and their three scopes, told apart by key prefix."""
 
 import json
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic_core import from_json, to_json, to_jsonable_python
 
@@ -10,9 +10,46 @@ logger = logging.getLogger(__name__)
 
 JsonObject = dict[str, Any]
 
+# As in google.adk.sessions.State, which a test compares.  Importing it takes seconds that the
+# command line need not wait for.
+APP_PREFIX, USER_PREFIX, TEMP_PREFIX = "app:", "user:", "temp:"
+
+
+class Scopes(NamedTuple):
+    """A state split by scope; keys of app and user are without their prefix."""
+
+    app: JsonObject
+    user: JsonObject
+    session: JsonObject
+
+
+def split(state: JsonObject | None) -> Scopes:
+    """Split *state* by scope; `temp:` keys, which ADK never stores, are left out."""
+    scopes = Scopes({}, {}, {})
+    for key, value in (state or {}).items():
+        if ":" not in key:
+            scopes.session[key] = value
+        elif key.startswith(APP_PREFIX):
+            scopes.app[key.removeprefix(APP_PREFIX)] = value
+        elif key.startswith(USER_PREFIX):
+            scopes.user[key.removeprefix(USER_PREFIX)] = value
+        elif not key.startswith(TEMP_PREFIX):
+            scopes.session[key] = value
+    return scopes
+
+
+def merge(app: JsonObject, user: JsonObject, session: JsonObject) -> JsonObject:
+    """Return the state of a session as callers see it: the inverse of `split`."""
+    merged = dict(session)
+    for key, value in app.items():
+        merged[APP_PREFIX + key] = value
+    for key, value in user.items():
+        merged[USER_PREFIX + key] = value
+    return merged
+
 
 def dumps(state: JsonObject) -> bytes:
-    """*state* as JSON; what JSON cannot hold is replaced by its text, as `to_json_values` does."""
+    """Return *state* as JSON; values without JSON form become text, as in `to_json_values`."""
     if not state:
         return b"{}"
     try:
@@ -20,7 +57,7 @@ def dumps(state: JsonObject) -> bytes:
     except Exception:
         pass
     try:
-        return _ascii(state)  # which also does lone surrogates, and any depth
+        return _ascii(state)  # also encodes lone surrogates and nesting of any depth
     except Exception:
         pass
     return _ascii(to_json_values(state))
@@ -31,28 +68,31 @@ def _ascii(state: JsonObject) -> bytes:
 
 
 def loads(data: bytes) -> JsonObject:
-    """The inverse of `dumps`; every call returns values of its own."""
+    """Return the state that `dumps` encoded; two calls share no values."""
     if data == b"{}":
         return {}
     state: JsonObject
     try:
         state = from_json(data)
-    except ValueError:  # lone surrogates
+    except ValueError:  # lone surrogates, which pydantic rejects
         state = json.loads(data)
     return state
 
 
-def to_json_values(scope: JsonObject) -> JsonObject:
-    """A copy of *scope* that JSON can hold: the rest becomes text, with a warning, as ADK does."""
-    if not scope:
+def to_json_values(state: JsonObject) -> JsonObject:
+    """Return a copy of *state* with JSON values only.
+
+    As in ADK, a value without JSON form is replaced by its text, and a warning is logged.
+    """
+    if not state:
         return {}
     try:
-        coerced: JsonObject = to_jsonable_python(scope)
+        coerced: JsonObject = to_jsonable_python(state)
     except Exception:
-        # Without the exception's text, which may repeat a value.
+        # The exception's text may repeat a value, so it is not logged.
         logger.warning(
             "some state values are not JSON-serializable (callables, for example): "
-            "their text is stored in their place"
+            "their text is stored instead"
         )
-        coerced = to_jsonable_python(scope, serialize_unknown=True)
+        coerced = to_jsonable_python(state, serialize_unknown=True)
     return coerced

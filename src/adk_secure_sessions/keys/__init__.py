@@ -1,1 +1,1 @@
-"""Root keys and their providers, master keys, data keys, blind indexes."""
+"""The key hierarchy: providers of root keys, master keys, data keys; and the blind indexes."""

@@ -1,37 +1,37 @@
-"""Blind indexes: keyed hashes by which rows are found, without their ids in clear."""
+"""Blind indexes: rows are found by keyed hashes of their ids, which are not stored as plaintext."""
 
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.hmac import HMAC
 
 from adk_secure_sessions.crypto.key_material import KeyMaterial
-from adk_secure_sessions.formats.records import place
+from adk_secure_sessions.formats.records import context
 
 TAG_LENGTH = 16
 
 
 class BlindIndex(KeyMaterial):
-    """HMAC-SHA-256 under the index master, truncated to 16 bytes: one tag for each id."""
+    """HMAC-SHA-256 with the index master key, truncated to 16 bytes: one tag for each id."""
 
     def __init__(self, key: bytes) -> None:
         self._mac = HMAC(key, SHA256())
 
     def app(self, app_name: str) -> bytes:
-        """The tag of an app."""
+        """Return the tag of an app."""
         return self._tag("app", app_name)
 
     def user(self, app_name: str, user_id: str) -> bytes:
-        """The tag of a user of an app."""
+        """Return the tag of a user of an app."""
         return self._tag("user", app_name, user_id)
 
     def session(self, app_name: str, user_id: str, session_id: str) -> bytes:
-        """The tag of a session of a user."""
+        """Return the tag of a session of a user."""
         return self._tag("session", app_name, user_id, session_id)
 
     def checkpoint(self, name: str, text: str) -> bytes:
-        """Authenticates a checkpoint of maintenance."""
+        """Return the tag that authenticates a checkpoint of maintenance."""
         return self._tag("checkpoint", name, text)
 
     def _tag(self, *parts: str) -> bytes:
         mac = self._mac.copy()
-        mac.update(place(parts))
+        mac.update(context(parts))
         return mac.finalize()[:TAG_LENGTH]

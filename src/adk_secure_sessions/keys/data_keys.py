@@ -1,4 +1,14 @@
-"""Data keys: random, one per user and one per app, wrapped by a data master."""
+"""Data keys: random, one per user and one per app, wrapped by a data master key.
+
+Three words, as in docs/format.md, "Which data key encrypts":
+
+- A data key is *usable* if this process may encrypt new records with it: it is of the writing
+  backend, and its data master key is usable (`Keyring.is_usable`).
+- An owner's *current* data key is the usable one with the highest generation.  It encrypts all
+  that this process writes for that owner.
+- An owner's *newest* data key has the highest generation of all, usable or not.  It is another
+  than the current one while, for example, another service writes with another backend.
+"""
 
 import time
 from collections.abc import Iterable, Mapping
@@ -18,11 +28,10 @@ from adk_secure_sessions.keys.keyring import Keyring, new_key_id
 from adk_secure_sessions.lru import Lru
 
 WRAP_BACKEND_ID = 1  # data keys are always wrapped with AES-256-GCM
-_CLEAR_BACKEND_ID = 3
 
 
 class CipherFactory(Protocol):
-    """The part of a backend that turns data keys into ciphers."""
+    """The part of a backend that makes data keys and turns them into ciphers."""
 
     @property
     def backend_id(self) -> int: ...
@@ -31,7 +40,16 @@ class CipherFactory(Protocol):
 
 
 class DataKeyRow(NamedTuple):
-    """A row of `secure_data_keys`; *owner* is the tag of a user or an app."""
+    """A row of `secure_data_keys`.
+
+    Attributes:
+        id: A random id.
+        owner: The tag of a user or an app.
+        generation: Counts the owner's keys, of all backends, from 0.
+        backend_id: The backend that the key is for.
+        created_at: Microseconds since 1970, UTC.
+        wrapped: The record that holds the key, encrypted with a data master key.
+    """
 
     id: int
     owner: bytes
@@ -40,14 +58,14 @@ class DataKeyRow(NamedTuple):
     created_at: int
     wrapped: bytes
 
-    def place(self, database_id: bytes) -> bytes:
-        """What the wrap is bound to."""
+    def context(self, database_id: bytes) -> bytes:
+        """Return the context that `wrapped` is bound to."""
         parts = ("data-key", database_id, self.owner)
-        return records.place(parts, self.id, self.generation, self.backend_id, self.created_at)
+        return records.context(parts, self.id, self.generation, self.backend_id, self.created_at)
 
 
 class DataKey(KeyMaterial):
-    """An opened data key, as the cipher it is used with."""
+    """An unwrapped data key, held as the cipher that uses it."""
 
     __slots__ = (
         "backend_id",
@@ -65,101 +83,106 @@ class DataKey(KeyMaterial):
         self.generation = row.generation
         self.backend_id = row.backend_id
         self.created_at = row.created_at
-        self.master_id = master_id
+        self.master_id = master_id  # the data master key that wraps it
         self.cipher = cipher
 
 
 class StaleKeyring(Exception):
-    """A data key is wrapped by a master that this process has not read; worth repeating."""
+    """A data key is wrapped by a data master key that this process has not read.
+
+    Read the keyring again, then repeat.
+    """
 
 
 class OwnerKeys(KeyMaterial):
-    """All data keys of one owner, as they were read together."""
+    """All data keys of one owner, as one query returned them.
 
-    __slots__ = ("by_id", "current", "generation")
+    Attributes:
+        by_id: The keys whose backend is listed.
+        current: The key that encrypts; None if no key is usable.
+        newest_generation: That of the owner's newest key, also if its backend is not listed; -1
+            if the owner has no key.
+    """
+
+    __slots__ = ("by_id", "current", "newest_generation")
 
     def __init__(
-        self, by_id: Mapping[int, DataKey], current: DataKey | None, generation: int
+        self, by_id: Mapping[int, DataKey], current: DataKey | None, newest_generation: int
     ) -> None:
         self.by_id = by_id
-        self.current = current  # what seals, of the writing backend; None: to be made
-        self.generation = generation  # the highest, of whichever backend; -1: there is none
+        self.current = current
+        self.newest_generation = newest_generation
 
 
 class DataKeys(KeyMaterial):
-    """This process's opened data keys, bounded; all come from committed rows."""
+    """The data keys that this process has unwrapped: a bounded cache of committed rows.
+
+    Attributes:
+        keyring: The master keys; replaced when the keyring is read again.
+        backends: All that are listed, by id.
+        writer: The writing backend.
+        by_owner: The keys of the owners that were used last.
+        owners: The owner of each of these keys, by the key's id.
+    """
 
     def __init__(
         self, keyring: Keyring, backends: Mapping[int, CipherFactory], writer_id: int, limit: int
     ) -> None:
-        self.keyring = keyring  # replaced by one that was read later
+        self.keyring = keyring
         self.backends = backends
         self.writer = backends[writer_id]
         self.by_owner: Lru[bytes, OwnerKeys] = Lru(limit)
-        self.owners: Lru[int, bytes] = Lru(limit)  # by key id
+        self.owners: Lru[int, bytes] = Lru(limit)
 
     def knows(self, *owners: bytes) -> bool:
-        """Whether the keys of all *owners* were loaded before."""
+        """Whether the keys of all *owners* are cached."""
         return all(map(self.by_owner.get, owners))
 
 
 class StagedKeys:
-    """Data keys as one transaction sees them; `publish` shares them once it has committed.
+    """The data keys that one transaction uses: those it has read or made, then the cached ones.
 
-    A key that was seen before its commit and then rolled back must never seal anything.
-    *settled*: a master that is not in the keyring now is not there at all.
+    `publish` puts them into the cache once the transaction has committed.  Before, other
+    transactions must not encrypt with them: the key of a transaction that is rolled back is lost.
+
+    Args:
+        keys: The cache.
+        keyring_is_complete: True: a data master key that the keyring lacks does not exist.
+            False: it may have been made since the keyring was read, and `load` raises
+            StaleKeyring.
+
+    Attributes:
+        has_new_keys: Whether `new` was called.
     """
 
-    def __init__(self, keys: DataKeys, *, settled: bool = True) -> None:
+    def __init__(self, keys: DataKeys, *, keyring_is_complete: bool = True) -> None:
         self._keys = keys
-        self._settled = settled
-        self._by_owner: dict[bytes, OwnerKeys] = {}
-        self._shared: dict[bytes, OwnerKeys] = {}  # as the process had them when first asked
-        self._owners: dict[int, bytes] = {}
-        self._refused: dict[bytes, DecryptionError] = {}
-        self.made_any = False
-
-    def has_any(self, owner: bytes) -> bool:
-        """Whether this transaction read a key of *owner*."""
-        self._check(owner)
-        return owner in self._by_owner
-
-    def current(self, owner: bytes) -> DataKey | None:
-        """The key that seals what *owner* writes, if it is known.  Raises like `open`."""
-        known = self._of(owner)
-        return known.current if known else None
-
-    def is_newest(self, owner: bytes) -> bool:
-        """Whether no key of *owner*, of whichever backend, is newer than the current one."""
-        known = self._of(owner)
-        return bool(known and known.current and known.current.generation == known.generation)
-
-    def can_follow(self, owner: bytes, *stored: bytes) -> bool:
-        """Whether the current key is known, and no older than those that sealed *stored*.
-
-        If not, the owner's keys have to be read: others made one meanwhile, or dropped ours.
-        """
-        known = self._of(owner)
-        if known is None or known.current is None:
-            return False
-        newest = known.current.generation
-        before = (known.by_id.get(records.unpack(one)[1]) for one in stored)
-        return all(key is not None and key.generation <= newest for key in before)
+        self._keyring_is_complete = keyring_is_complete
+        self._by_owner: dict[bytes, OwnerKeys] = {}  # read or made by this transaction
+        # As the cache had them when first asked: it may forget or replace them meanwhile.
+        self._cached: dict[bytes, OwnerKeys] = {}
+        self._owners: dict[int, bytes] = {}  # by key id
+        self._rejected: dict[bytes, DecryptionError] = {}
+        self.has_new_keys = False
 
     def load(self, rows: Iterable[DataKeyRow]) -> None:
-        """Open *rows*: all keys of each owner that is among them.
+        """Unwrap *rows*, which are all data keys of each owner among them.
 
-        An altered or swapped one is held against its owner, and no other.  Raises StaleKeyring.
+        A row that was tampered with does not raise here.  Every later use of its owner's keys
+        raises its error; the other owners are not affected.
+
+        Raises:
+            StaleKeyring: a row names a data master key that the keyring lacks.
         """
         opened: dict[bytes, list[DataKey | None]] = {}
         generations: dict[bytes, int] = {}
         for row in rows:
             try:
-                key = self._open(row)
+                key = self._unwrap(row)
                 if not isinstance(row.generation, int):
                     raise TamperedError("its generation is not an integer", reason=Reason.MALFORMED)
             except DecryptionError as error:
-                self._refused[row.owner] = error.located("secure_data_keys", row.id)
+                self._rejected[row.owner] = error.located("secure_data_keys", row.id)
                 continue
             opened.setdefault(row.owner, []).append(key)
             generations[row.owner] = max(generations.get(row.owner, -1), row.generation)
@@ -167,122 +190,185 @@ class StagedKeys:
             self._stage(owner, [key for key in keys if key is not None], generations[owner])
 
     def new(self, owner: bytes, not_before: int = 0) -> DataKeyRow:
-        """Make the next generation of *owner*'s key; the caller stores the row.
+        """Make a data key of the next generation for *owner*; the caller stores the row.
 
-        *not_before*: microseconds since 1970, for where clocks differ.
+        Args:
+            owner: Their keys must have been loaded, if they have any.
+            not_before: The earliest `created_at`, in microseconds since 1970: the clocks of two
+                processes differ.
         """
         keyring, writer = self._keys.keyring, self._keys.writer
         master_id = keyring.current_id
-        assert master_id is not None, "preparing the database makes a master for the writer"
+        assert master_id is not None, "opening the database makes a data master key for the writer"
         known = self._by_owner.get(owner) or OwnerKeys({}, None, -1)
+        generation = known.newest_generation + 1
         now = max(not_before, time.time_ns() // 1000)
-        row = DataKeyRow(new_key_id(), owner, known.generation + 1, writer.backend_id, now, b"")
+        row = DataKeyRow(new_key_id(), owner, generation, writer.backend_id, now, b"")
         key = writer.new_key()
-        row = wrapped(row, keyring, master_id, key)
-        fresh = DataKey(row, master_id, writer.cipher(key))
-        self._stage(owner, [*known.by_id.values(), fresh], row.generation)
-        self.made_any = True
+        row = wrap_data_key(row, keyring, master_id, key)
+        made = DataKey(row, master_id, writer.cipher(key))
+        self._stage(owner, [*known.by_id.values(), made], generation)
+        self.has_new_keys = True
         return row
 
-    def keyring_now(self) -> dict[str, object]:
-        """What storing a new key asks of the keyring: that it is as this process knows it."""
+    def keyring_guard(self) -> dict[str, object]:
+        """Return the guard of INSERT_KEY: the keyring's rows are those this process has read.
+
+        So no data key is stored under a data master key that was retired meanwhile, or was
+        replaced by a newer one.
+        """
         keyring = self._keys.keyring
         return {"master_id": keyring.current_id, "masters": keyring.size}
 
-    def seal(self, owner: bytes, where: bytes, plaintext: bytes) -> bytes:
-        """Make a record under *owner*'s current key, which must be known."""
-        key = self.current(owner)
-        assert key is not None
-        return records.seal(key.cipher, key.backend_id, key.id, where, plaintext)
-
-    def open(self, owner: bytes, where: bytes, stored: bytes) -> bytes:
-        """Open a record of *owner* at its place.  Raises like `cipher` and `open_record`."""
-        return records.open_record(stored, where, self.cipher(owner, stored))
-
-    def cipher(self, owner: bytes, stored: bytes) -> Cipher:
-        """What opens records with the header of *stored*: a key of *owner*, looked up exactly.
+    def has_keys(self, owner: bytes) -> bool:
+        """Whether this transaction has read or made a data key of *owner*.
 
         Raises:
-            UnknownKeyError: no such key is known yet, or its backend is not listed.
-            TamperedError, PlaintextRefusedError: see there.
+            DecryptionError: a data key of *owner* was rejected by `load`.
+        """
+        self._raise_if_rejected(owner)
+        return owner in self._by_owner
+
+    def current(self, owner: bytes) -> DataKey | None:
+        """Return the owner's current data key; None if it is not known, or none is usable.
+
+        Raises:
+            DecryptionError: a data key of *owner* was rejected by `load`.
+        """
+        known = self._of(owner)
+        return known.current if known else None
+
+    def current_is_newest(self, owner: bytes) -> bool:
+        """Whether the owner's current data key is known and also the newest.
+
+        Raises like `current`.
+        """
+        known = self._of(owner)
+        return bool(known and known.current and known.current.generation == known.newest_generation)
+
+    def is_as_new_as(self, owner: bytes, *stored: bytes) -> bool:
+        """Whether the current data key is known, and not older than those that encrypt *stored*.
+
+        *stored* are records of *owner*, perhaps none.  If it is older, another process has made
+        a key, or has retired the one that this process knows: read the owner's keys again.
+
+        Raises:
+            DecryptionError: a data key of *owner* was rejected by `load`, or the header of a
+                record is malformed.
+        """
+        known = self._of(owner)
+        if known is None or known.current is None:
+            return False
+        newest = known.current.generation
+        keys = (known.by_id.get(records.unpack(one)[1]) for one in stored)
+        return all(key is not None and key.generation <= newest for key in keys)
+
+    def seal(self, owner: bytes, context: bytes, plaintext: bytes) -> bytes:
+        """Return a record that the owner's current data key encrypts; the key must be known."""
+        key = self.current(owner)
+        assert key is not None
+        return records.seal(key.cipher, key.backend_id, key.id, context, plaintext)
+
+    def open(self, owner: bytes, context: bytes, stored: bytes) -> bytes:
+        """Return the plaintext of a record of *owner*.
+
+        Raises:
+            DecryptionError: see `cipher` and `records.open_record`.
+        """
+        return records.open_record(stored, context, self.cipher(owner, stored))
+
+    def cipher(self, owner: bytes, stored: bytes) -> Cipher:
+        """Return the cipher for records with the header of *stored*.
+
+        It is that of the data key which the header names.  No other key is tried.
+
+        Raises:
+            UnknownKeyError: that key is not known yet, or its backend is not listed.
+            TamperedError: the key is another owner's or another backend's, the header is
+                malformed, or a data key of *owner* was rejected by `load`.
+            PlaintextRefusedError: it is not a record, or one of `NoOpBackend`, which is not listed.
         """
         known = self._of(owner)
         backend_id, key_id = records.unpack(stored)
         if backend_id not in self._keys.backends:
-            raise _unlisted(backend_id)
+            raise _not_listed(backend_id)
         key = known.by_id.get(key_id) if known else None
         if key is not None and key.backend_id == backend_id:
             return key.cipher
-        whose = self._owners.get(key_id) or self._keys.owners.get(key_id) or owner
-        if key is not None or whose != owner:
+        key_owner = self._owners.get(key_id) or self._keys.owners.get(key_id) or owner
+        if key is not None or key_owner != owner:
             raise TamperedError(
                 f"data key {key_id} belongs to another owner or backend", reason=Reason.WRONG_OWNER
             )
         raise UnknownKeyError(f"no data key {key_id} is known for it")
 
     def publish(self) -> None:
-        """Share what this transaction learnt with the process."""
+        """Put the keys that this transaction has read or made into the cache."""
         for owner, known in self._by_owner.items():
             self._keys.by_owner.put(owner, known)
         for key_id, owner in self._owners.items():
             self._keys.owners.put(key_id, owner)
 
     def forget(self, owner: bytes) -> None:
-        """Drop the keys of an owner that is gone from the process."""
+        """Remove the keys of *owner*, who has no row (any more), from the cache."""
         self._keys.by_owner.drop(owner)
-        self._shared.pop(owner, None)
+        self._cached.pop(owner, None)
 
     def _of(self, owner: bytes) -> OwnerKeys | None:
-        self._check(owner)
-        known = self._by_owner.get(owner) or self._shared.get(owner)
+        self._raise_if_rejected(owner)
+        known = self._by_owner.get(owner) or self._cached.get(owner)
         if known is None and (known := self._keys.by_owner.get(owner)) is not None:
-            self._shared[owner] = known  # the process may forget, or renew them meanwhile
+            self._cached[owner] = known
         return known
 
-    def _check(self, owner: bytes) -> None:
-        if owner in self._refused:
-            raise self._refused[owner]
+    def _raise_if_rejected(self, owner: bytes) -> None:
+        if owner in self._rejected:
+            raise self._rejected[owner]
 
-    def _stage(self, owner: bytes, keys: list[DataKey], generation: int) -> None:
+    def _stage(self, owner: bytes, keys: list[DataKey], newest_generation: int) -> None:
         writer, keyring = self._keys.writer, self._keys.keyring
-        fit = [
+        usable = [
             key
             for key in keys
-            if key.backend_id == writer.backend_id and keyring.is_fit(key.master_id)
+            if key.backend_id == writer.backend_id and keyring.is_usable(key.master_id)
         ]
-        current = max(fit, key=lambda key: key.generation, default=None)
-        self._by_owner[owner] = OwnerKeys({key.id: key for key in keys}, current, generation)
+        current = max(usable, key=lambda key: key.generation, default=None)
+        self._by_owner[owner] = OwnerKeys({key.id: key for key in keys}, current, newest_generation)
         self._owners.update((key.id, owner) for key in keys)
 
-    def _open(self, row: DataKeyRow) -> DataKey | None:
+    def _unwrap(self, row: DataKeyRow) -> DataKey | None:
         backend = self._keys.backends.get(row.backend_id)
         if backend is None:
-            return None  # what it sealed will be refused, by name
+            return None  # `cipher` rejects its records, and names the backend
         keyring = self._keys.keyring
         master_id = records.unpack(row.wrapped)[1]
-        if not self._settled and not keyring.holds(master_id):
+        if not self._keyring_is_complete and not keyring.holds(master_id):
             raise StaleKeyring
-        return DataKey(row, master_id, backend.cipher(unwrapped(row, keyring)))
+        return DataKey(row, master_id, backend.cipher(unwrap_data_key(row, keyring)))
 
 
-def wrapped(row: DataKeyRow, keyring: Keyring, master_id: int, key: bytes) -> DataKeyRow:
-    """*row* as it is with *key* wrapped by that data master."""
-    master, where = keyring.master(master_id), row.place(keyring.database_id)
-    record = records.seal(master, WRAP_BACKEND_ID, master_id, where, key)
+def wrap_data_key(row: DataKeyRow, keyring: Keyring, master_id: int, key: bytes) -> DataKeyRow:
+    """Return *row* with *key* in it, wrapped by the data master key *master_id*."""
+    master, context = keyring.master(master_id), row.context(keyring.database_id)
+    record = records.seal(master, WRAP_BACKEND_ID, master_id, context, key)
     return row._replace(wrapped=record)
 
 
-def unwrapped(row: DataKeyRow, keyring: Keyring) -> bytes:
-    """The data key of *row*.  Raises DecryptionError."""
+def unwrap_data_key(row: DataKeyRow, keyring: Keyring) -> bytes:
+    """Return the data key in *row*.
+
+    Raises:
+        DecryptionError: the row was tampered with, or its data master key is not in *keyring*.
+    """
     backend_id, master_id = records.unpack(row.wrapped)
     if backend_id != WRAP_BACKEND_ID:
         raise TamperedError("not wrapped with AES-256-GCM", reason=Reason.MALFORMED)
-    where = row.place(keyring.database_id)
-    return records.open_record(row.wrapped, where, keyring.master(master_id))
+    context = row.context(keyring.database_id)
+    return records.open_record(row.wrapped, context, keyring.master(master_id))
 
 
-def _unlisted(backend_id: int) -> DecryptionError:
-    if backend_id == _CLEAR_BACKEND_ID:
+def _not_listed(backend_id: int) -> DecryptionError:
+    if backend_id == records.NOOP_BACKEND_ID:
         return PlaintextRefusedError("stored as plaintext by NoOpBackend, which is not listed")
     return UnknownKeyError(
         f"encrypted by backend {backend_id}, which is not listed: list it in additional_backends",

@@ -1,4 +1,7 @@
-"""Master keys: a few per database, wrapped by the root key, opened once per process start."""
+"""Master keys: a few per database, wrapped by root keys and unwrapped once per process start.
+
+One index master key makes the blind indexes.  Data master keys wrap the data keys.
+"""
 
 import secrets
 from collections.abc import Awaitable, Iterable, Mapping
@@ -14,24 +17,29 @@ from adk_secure_sessions.errors import (
     UnknownKeyError,
     WrongKeyError,
 )
-from adk_secure_sessions.formats.records import place
+from adk_secure_sessions.formats.records import context
 from adk_secure_sessions.keys.blind_index import BlindIndex
-from adk_secure_sessions.keys.providers import (
-    KeyProvider,
-)
+from adk_secure_sessions.keys.providers import PLAINTEXT_ROOT_KEY_ID, KeyProvider
 from adk_secure_sessions.loops import at_once
 
 DATA, INDEX = "data", "index"
-CLEAR_ROOT = "none"
 
 
 def new_key_id() -> int:
-    """A random id of 63 bits, for master keys and data keys."""
+    """Return a random id of 63 bits, for a master key or a data key."""
     return secrets.randbits(63)
 
 
 class MasterKeyRow(NamedTuple):
-    """A row of `secure_keyring`; *created_at* is in microseconds UTC."""
+    """A row of `secure_keyring`.
+
+    Attributes:
+        id: A random id.
+        purpose: `DATA` or `INDEX`.
+        root_key_id: Names the root key that wraps it.
+        created_at: Microseconds since 1970, UTC.
+        wrapped: The master key, as the provider of that root key wrapped it.
+    """
 
     id: int
     purpose: str
@@ -39,17 +47,20 @@ class MasterKeyRow(NamedTuple):
     created_at: int
     wrapped: bytes
 
-    def place(self, database_id: bytes) -> bytes:
-        """What the wrap is bound to."""
+    def context(self, database_id: bytes) -> bytes:
+        """Return the context that `wrapped` is bound to."""
         parts = ("master-key", database_id, self.purpose, self.root_key_id)
-        return place(parts, self.id, self.created_at)
+        return context(parts, self.id, self.created_at)
 
 
 class Keyring(KeyMaterial):
-    """The opened master keys of one database.
+    """The unwrapped master keys of one database.
 
-    *fit* are the data masters whose data keys may seal; *current_id* is the one that wraps new
-    data keys, None where it has to be made first.
+    Attributes:
+        database_id: 16 bytes.
+        index: Makes the blind indexes.
+        masters: The data master keys by id.
+        current_id: The data master key that wraps new data keys; None if it is yet to be made.
     """
 
     def __init__(
@@ -58,47 +69,63 @@ class Keyring(KeyMaterial):
         index: BlindIndex,
         masters: Mapping[int, Aes256Gcm],
         current_id: int | None,
-        fit: frozenset[int] = frozenset(),
+        usable: frozenset[int] = frozenset(),
     ) -> None:
         self.database_id = database_id
         self.index = index
         self.masters = masters
         self.current_id = current_id
-        self._fit = fit
+        self._usable = usable
 
     def master(self, key_id: int) -> Aes256Gcm:
-        """The data master with exactly this id."""
+        """Return the data master key with this id.
+
+        Raises:
+            UnknownKeyError: the keyring has none.
+        """
         try:
             return self.masters[key_id]
         except KeyError:
-            raise UnknownKeyError(f"the keyring holds no data master {key_id}") from None
+            raise UnknownKeyError(f"the keyring holds no data master key {key_id}") from None
 
     def holds(self, key_id: int) -> bool:
-        """Whether there is a data master of this id."""
+        """Whether there is a data master key with this id."""
         return key_id in self.masters
 
     @property
     def size(self) -> int:
-        """Rows of `secure_keyring`: the index master is one."""
+        """The number of rows of `secure_keyring`, of which the index master key is one."""
         return len(self.masters) + 1
 
-    def is_fit(self, key_id: int) -> bool:
-        """Whether data keys that this master wraps may seal."""
-        return key_id in self._fit
+    def is_usable(self, key_id: int) -> bool:
+        """Whether this process may encrypt with data keys that this data master key wraps.
+
+        It may not if the master key is stored as plaintext, unless the writing backend is
+        `NoOpBackend` itself: an attacker who reads the database has those data keys, too.
+        """
+        return key_id in self._usable
 
 
 async def new_master(purpose: str, root: KeyProvider, database_id: bytes, now: int) -> MasterKeyRow:
-    """Make a random master key and wrap it with *root*; *now* in microseconds UTC."""
+    """Make a random master key and wrap it with *root*; *now* in microseconds since 1970, UTC.
+
+    Raises:
+        KeyServiceError: the provider failed.
+    """
     row = MasterKeyRow(new_key_id(), purpose, root.key_id, now, b"")
-    return await wrap(row, root, database_id, secrets.token_bytes(KEY_LENGTH))
+    return await wrap_master_key(row, root, database_id, secrets.token_bytes(KEY_LENGTH))
 
 
-async def wrap(
+async def wrap_master_key(
     row: MasterKeyRow, root: KeyProvider, database_id: bytes, key: bytes
 ) -> MasterKeyRow:
-    """*row* as it is with *key* wrapped by *root*.  Raises KeyServiceError."""
+    """Return *row* with *key* in it, wrapped by *root*.
+
+    Raises:
+        KeyServiceError: the provider failed.
+    """
     row = row._replace(root_key_id=root.key_id)
-    wrapped = await _ask(root, root.wrap(key, row.place(database_id)))
+    wrapped = await _await_provider(root, root.wrap(key, row.context(database_id)))
     return row._replace(wrapped=wrapped)
 
 
@@ -109,16 +136,24 @@ async def open_keyring(
     database_id: bytes,
     known: Keyring | None = None,
 ) -> Keyring:
-    """Unwrap *rows*, each with the provider in *roots* that it names, and no other.
+    """Unwrap *rows*, each with the provider that it names, and no other.
 
-    *writer* is the key id of the writing backend's root key.  New data keys are wrapped by the
-    newest data master under it; where there is none, by the newest under another root key, so
-    that a process with a new root key listed first starts no keys of its own.  One in clear
-    serves only a writer in clear.  What *known* holds is not unwrapped again.
+    New data keys are wrapped by the newest data master key under the writer's root key.  If there
+    is none, they are wrapped by the newest under another root key: a process with a new root key
+    listed first makes no master keys of its own.  A master key that is stored as plaintext is
+    usable only if the writer is `NoOpBackend`.
+
+    Args:
+        rows: All rows of `secure_keyring`.
+        roots: The providers by root key id.
+        writer: The id of the writing backend's root key.
+        database_id: 16 bytes.
+        known: The keyring as it was read before: its master keys are not unwrapped again.
 
     Raises:
-        WrongKeyError: a row names a root key that is not in *roots*, or does not open.
-        PlaintextRefusedError: the keyring is in clear and no NoOpBackend was listed.
+        WrongKeyError: a row names a root key that is not in *roots*, or is not unwrapped by it;
+            or the keyring has no index master key or no data master key.
+        PlaintextRefusedError: the keyring is stored as plaintext, and `NoOpBackend` is not listed.
         KeyServiceError: the provider failed.
     """
     masters: dict[int, Aes256Gcm] = {}
@@ -130,54 +165,67 @@ async def open_keyring(
         masters = {row.id: known.masters[row.id] for row in rows if known.holds(row.id)}
     new = [row for row in rows if row.id not in masters and not (known and row.purpose == INDEX)]
     if known is None:
-        unwrapped = await at_once(*(unwrap(row, roots, database_id) for row in new))
-    else:  # one by one, so that the first that is refused is the last that is asked for
-        unwrapped = [await unwrap(row, roots, database_id) for row in new]
+        unwrapped = await at_once(*(unwrap_master_key(row, roots, database_id) for row in new))
+    else:  # in turn: after the first that is rejected, the key service is not asked again
+        unwrapped = [await unwrap_master_key(row, roots, database_id) for row in new]
     for row, key in zip(new, unwrapped, strict=True):
         if row.purpose == INDEX:
             index = BlindIndex(key)
         else:
             masters[row.id] = Aes256Gcm(key)
     for row in rows:
-        if row.id in masters and (row.root_key_id == writer or row.root_key_id != CLEAR_ROOT):
+        if row.id in masters and (
+            row.root_key_id == writer or row.root_key_id != PLAINTEXT_ROOT_KEY_ID
+        ):
             candidates.append((row.root_key_id == writer, row.created_at, row.id))
     if index is None or not masters:
         missing = "data" if index else "index"
-        raise WrongKeyError(f"the keyring holds no {missing} master: restore secure_keyring")
+        raise WrongKeyError(f"the keyring holds no {missing} master key: restore secure_keyring")
     current_id = max(candidates)[2] if candidates else None
-    fit = frozenset(row_id for *_, row_id in candidates)
-    return Keyring(database_id, index, masters, current_id, fit)
+    usable = frozenset(row_id for *_, row_id in candidates)
+    return Keyring(database_id, index, masters, current_id, usable)
 
 
-async def unwrap(row: MasterKeyRow, roots: Mapping[str, KeyProvider], database_id: bytes) -> bytes:
-    """The master key of one row, by the root key that it names.  Raises like `open_keyring`."""
+async def unwrap_master_key(
+    row: MasterKeyRow, roots: Mapping[str, KeyProvider], database_id: bytes
+) -> bytes:
+    """Return the master key in *row*, unwrapped by the root key that it names.
+
+    Raises like `open_keyring`.
+    """
     root = roots.get(row.root_key_id)
-    if root is None and row.root_key_id == CLEAR_ROOT:
+    if root is None and row.root_key_id == PLAINTEXT_ROOT_KEY_ID:
         raise PlaintextRefusedError(
-            "the keyring of this database was written in clear by NoOpBackend: "
-            "list NoOpBackend() in additional_backends if that is what you mean to read"
+            "the keyring of this database was stored as plaintext by NoOpBackend: "
+            "list NoOpBackend() in additional_backends if you mean to read it"
         )
     if root is None:
+        given = ", ".join(map(repr, sorted(roots)))
         raise WrongKeyError(
             f"master key {row.id} is wrapped by root key {row.root_key_id!r}; this service was "
-            f"given {', '.join(map(repr, sorted(roots)))}: list a backend with that key"
+            f"given {given}: list a backend with that key"
         )
     key: bytes | None = None
     try:
-        if isinstance(row.wrapped, bytes):  # SQLite keeps any type in any column
-            key = await _ask(root, root.unwrap(row.wrapped, row.place(database_id)))
+        if isinstance(row.wrapped, bytes):  # SQLite stores any type in any column
+            key = await _await_provider(root, root.unwrap(row.wrapped, row.context(database_id)))
     except DecryptionError:
         pass
     if key is None or len(key) != KEY_LENGTH:
         raise WrongKeyError(
-            f"root key {root.key_id!r} does not open master key {row.id}: "
-            "wrong key, or the keyring was altered"
+            f"root key {root.key_id!r} does not unwrap master key {row.id}: "
+            "wrong key, or the keyring was tampered with"
         )
     return key
 
 
-async def _ask(root: KeyProvider, answer: Awaitable[bytes]) -> bytes:
-    """Await a provider; whatever is not an error of ours may carry secrets in its text."""
+async def _await_provider(root: KeyProvider, answer: Awaitable[bytes]) -> bytes:
+    """Await a provider's answer.
+
+    Raises:
+        SecureSessionError: as the provider raised it.
+        KeyServiceError: instead of any other error, whose text may hold secrets.
+    """
     failure = "something that is not bytes"
     try:
         result = await answer

@@ -13,6 +13,7 @@ from cryptography.hazmat.primitives.kdf.argon2 import Argon2id
 from adk_secure_sessions.crypto.aead import KEY_LENGTH, Aes256Gcm
 from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.errors import ConfigurationError, TamperedError
+from adk_secure_sessions.keys.providers import PLAINTEXT_ROOT_KEY_ID
 
 PASSPHRASE_WRAP = b"\x02"
 _SALT_LENGTH = 16
@@ -51,7 +52,7 @@ class PassphraseKey(KeyMaterial):
     def __init__(self, passphrase: str, *, key_id: str = "passphrase") -> None:
         if not passphrase:
             raise ConfigurationError("the passphrase is empty")
-        if not key_id or key_id == "none" or key_id.startswith("key:"):
+        if not key_id or key_id == PLAINTEXT_ROOT_KEY_ID or key_id.startswith("key:"):
             raise ConfigurationError("this key_id stands for another kind of root key")
         self.key_id = key_id
         # The same characters typed on another system must give the same bytes.

@@ -19,6 +19,7 @@ from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.errors import ConfigurationError, TamperedError
 
 RAW_KEY_WRAP = b"\x01"
+PLAINTEXT_ROOT_KEY_ID = "none"  # of `NoOpBackend`: the master keys are stored as plaintext
 
 
 @runtime_checkable

@@ -1,7 +1,6 @@
 """Rows counted by what their records say of the keys that sealed them, without opening any."""
 
 import functools
-import struct
 from collections import Counter
 from collections.abc import Callable
 from operator import attrgetter
@@ -9,7 +8,7 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.formats.records import HEADER_LENGTH, MAGIC, VERSION
+from adk_secure_sessions.formats.records import HEADER_LENGTH, header
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import Bounds, Meter, batches, within
 from adk_secure_sessions.storage import (
@@ -23,8 +22,6 @@ from adk_secure_sessions.storage import (
     witnesses,
 )
 
-_PREFIX = MAGIC + bytes([VERSION])
-_KEY_ID = struct.Struct(">q")
 _BATCH = 500
 
 
@@ -58,13 +55,6 @@ class _Counted(NamedTuple):
     table: sa.Table
     key: sa.Column[Any]
     query: Callable[[Bounds], sa.Executable]
-
-
-def header(stored: object) -> tuple[int, int] | None:
-    """Backend id and key id of a record, of which only the start is needed."""
-    if not isinstance(stored, bytes) or stored[:4] != _PREFIX or len(stored) < HEADER_LENGTH:
-        return None
-    return stored[4], _KEY_ID.unpack_from(stored, 5)[0]
 
 
 async def count_records(db: Database, meter: Meter, since: int = 0) -> tuple[RecordCount, ...]:

@@ -13,7 +13,7 @@ from adk_secure_sessions.errors import (
     TamperedError,
     UnknownKeyError,
 )
-from adk_secure_sessions.formats.records import decode_text, unprefixed
+from adk_secure_sessions.formats.records import decode_text, split_id
 from adk_secure_sessions.keys.data_keys import StagedKeys
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import Bounds, Range, ranges, within
@@ -93,7 +93,7 @@ def _located(row: Row, owners: Mapping[int, Row], staged: StagedKeys) -> Located
         with naming(sessions.name, row_id):
             numbers = (user_row, revision, base_revision, created_at, updated_at)
             where = session_context(user.app_name, user.user_id, tag, row_id, *numbers)
-            session_id, _ = unprefixed(staged.open(user.tag, where, stored))
+            session_id, _ = split_id(staged.open(user.tag, where, stored))
     except UNREADABLE as error:
         return Located(row_id, None, error)
     return Located(row_id, Ids(user.app_name, user.user_id, session_id))
@@ -111,7 +111,7 @@ def _open_user(row: Row, staged: StagedKeys) -> _User:
     with naming(users.name, row_id):
         app_name = app_name_of(app_name_stored)
         where = user_context(app_name, tag, row_id, app_row, version)
-        user_id, _ = unprefixed(staged.open(tag, where, stored))
+        user_id, _ = split_id(staged.open(tag, where, stored))
     return _User(tag, app_name, user_id)
 
 

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from adk_secure_sessions.errors import ConfigurationError
-from adk_secure_sessions.maintenance.coverage import header, start_of
+from adk_secure_sessions.formats.records import header
+from adk_secure_sessions.maintenance.coverage import start_of
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import first
 from adk_secure_sessions.storage import (

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from adk_secure_sessions.db.protocol import Row
-from adk_secure_sessions.formats.records import decode_text, unprefixed
+from adk_secure_sessions.formats.records import decode_text, split_id
 from adk_secure_sessions.keys.data_keys import StagedKeys
 from adk_secure_sessions.maintenance.coverage import start_of
 from adk_secure_sessions.maintenance.database import Database
@@ -93,7 +93,7 @@ async def open_user(
     _, app_row, tag, version, stored = rows[0]
     with naming(users.name, row_id):
         where = user_context(app_name, tag, row_id, app_row, version)
-        user_id, _ = unprefixed(keys.open(tag, where, stored))
+        user_id, _ = split_id(keys.open(tag, where, stored))
     owner = Owner(tag, row_id, app_name, user_id)
     record = Record(USERS, (row_id,), version, lambda: where, stored)
     return owner, [record, *await _witnesses(db, app_name, [tag])]
@@ -165,7 +165,7 @@ def _session(keys: StagedKeys, owner: Owner, row: Row) -> tuple[str, Record]:
     assert owner.user_id is not None
     with naming(sessions.name, row_id):
         where = session_context(owner.app_name, owner.user_id, tag, row_id, *numbers)
-        session_id, _ = unprefixed(keys.open(owner.tag, where, stored))
+        session_id, _ = split_id(keys.open(owner.tag, where, stored))
     return session_id, Record(SESSIONS, (row_id,), numbers[1], lambda: where, stored)
 
 

@@ -9,9 +9,9 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.db.protocol import Row
 from adk_secure_sessions.errors import SecureSessionError
-from adk_secure_sessions.formats.records import HEADER_LENGTH
+from adk_secure_sessions.formats.records import HEADER_LENGTH, header
 from adk_secure_sessions.keys.data_keys import StagedKeys
-from adk_secure_sessions.maintenance.coverage import header, start_of
+from adk_secure_sessions.maintenance.coverage import start_of
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problems
 from adk_secure_sessions.storage import (

@@ -219,7 +219,7 @@ class _Run:
     def _target(self, keys: StagedKeys, owner: bytes) -> DataKey | None:
         """The key that the records of *owner* are to be under, if there is one yet."""
         current = keys.current(owner)
-        if current is None or not keys.is_newest(owner):
+        if current is None or not keys.current_is_newest(owner):
             return None
         return current if is_since(self._since, current.created_at) else None
 
@@ -234,7 +234,7 @@ class _Run:
             if self._target(staged, owner):
                 return staged
             row = staged.new(owner, self._since)
-            values = row._asdict() | staged.keyring_now()
+            values = row._asdict() | staged.keyring_guard()
             if isinstance(self._db.backends.writer, NoOpBackend):
                 await self._db.change(mark_clear)
             try:

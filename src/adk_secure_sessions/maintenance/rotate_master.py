@@ -7,22 +7,23 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
+from adk_secure_sessions.formats.records import header
 from adk_secure_sessions.keys.data_keys import (
     WRAP_BACKEND_ID,
     DataKeyRow,
-    unwrapped,
-    wrapped,
+    unwrap_data_key,
+    wrap_data_key,
 )
 from adk_secure_sessions.keys.keyring import (
-    CLEAR_ROOT,
     DATA,
     Keyring,
     MasterKeyRow,
     new_master,
-    unwrap,
+    unwrap_master_key,
 )
+from adk_secure_sessions.keys.providers import PLAINTEXT_ROOT_KEY_ID
 from adk_secure_sessions.maintenance.checkpoints import ANOTHER, Checkpoint, Checkpoints, is_since
-from adk_secure_sessions.maintenance.coverage import count_data_keys, header
+from adk_secure_sessions.maintenance.coverage import count_data_keys
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import Meter, Progress, count_rows, ranges, within
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
@@ -86,7 +87,7 @@ async def rotate_master(
         ConfigurationError: The database cannot be used, or `backend` has no root key.
         TamperedError: What is stored of the rotation before was altered.
     """
-    if db.backends.writer.root_key.key_id == CLEAR_ROOT:
+    if db.backends.writer.root_key.key_id == PLAINTEXT_ROOT_KEY_ID:
         raise ConfigurationError("NoOpBackend has no root key to wrap a master with")
     await db.keys()
     run = _Run(db, dry_run, Meter(progress, await _total(db), rows_per_second))
@@ -140,7 +141,9 @@ class _Run:
             database_id = keys.keyring.database_id
             now = max(since, time.time_ns() // 1000)
             fresh = await new_master(DATA, root, database_id, now)
-            await unwrap(fresh, {root.key_id: root}, database_id)  # or it would open nothing
+            await unwrap_master_key(
+                fresh, {root.key_id: root}, database_id
+            )  # or it would open nothing
             await self._db.change_keys(partial(_add, fresh, len(rows)))
 
     async def _walk(self, master_id: int | None, at: Checkpoint) -> None:
@@ -161,7 +164,7 @@ class _Run:
         opened: dict[int, bytes] = {}
         for row in rows:
             try:
-                opened[row.id] = unwrapped(row, masters)
+                opened[row.id] = unwrap_data_key(row, masters)
             except UNREADABLE as error:
                 self._problems.refused(error, data_keys.name, row.id)
             else:
@@ -170,14 +173,16 @@ class _Run:
             self._rotated += len(changed)
             return
         assert master_id is not None, "only a dry run has none"
-        new = {key: wrapped(row, masters, master_id, opened[key]) for key, row in changed.items()}
+        new = {
+            key: wrap_data_key(row, masters, master_id, opened[key]) for key, row in changed.items()
+        }
         pairs = [(row, new[key]) for key, row in changed.items()]
         await self._db.change_keys(partial(_rewrap, pairs, master_id))
         span = {"after": min(changed) - 1, "last": max(changed)}
         stored = await self._db.read_keys(_rows((True, True)), span)
         for row in (DataKeyRow(*values) for values in stored):
             if row == new.get(row.id):
-                if unwrapped(row, masters) != opened[row.id]:
+                if unwrap_data_key(row, masters) != opened[row.id]:
                     raise SecureSessionError(f"data key {row.id} does not read back as it was")
                 self._rotated += 1
 

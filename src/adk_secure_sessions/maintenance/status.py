@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from adk_secure_sessions.errors import DecryptionError, WrongKeyError
 from adk_secure_sessions.keys.blind_index import BlindIndex
-from adk_secure_sessions.keys.keyring import MasterKeyRow, unwrap
+from adk_secure_sessions.keys.keyring import MasterKeyRow, unwrap_master_key
 from adk_secure_sessions.maintenance.checkpoints import Unfinished, unfinished
 from adk_secure_sessions.maintenance.coverage import (
     DataKeyCount,
@@ -103,7 +103,7 @@ async def _master(db: Database, row: MasterKeyRow, database_id: bytes) -> Master
     opens = None
     if db.has_keys:
         try:
-            await unwrap(row, db.backends.roots, database_id)
+            await unwrap_master_key(row, db.backends.roots, database_id)
             opens = True
         except (WrongKeyError, DecryptionError):
             opens = False

@@ -11,16 +11,8 @@ from sqlalchemy import CompoundSelect
 
 from adk_secure_sessions.db.protocol import Row
 from adk_secure_sessions.errors import DecryptionError, Reason, TamperedError
-from adk_secure_sessions.formats.records import (
-    HEADER_LENGTH,
-    encode_text,
-    joined,
-    numbered,
-    open_record,
-    place,
-    prefixed,
-    unprefixed,
-)
+from adk_secure_sessions.formats import records
+from adk_secure_sessions.formats.records import HEADER_LENGTH, encode_text
 from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.keys.data_keys import StagedKeys
 from adk_secure_sessions.lru import Lru
@@ -166,28 +158,30 @@ class NeedsDataKey(Exception):
 
 
 def app_context(app_name: str, tag: bytes, row: int, version: int) -> bytes:
-    return place(("app", app_name, tag), row, version)
+    return records.context(("app", app_name, tag), row, version)
 
 
 def user_context(app_name: str, tag: bytes, row: int, app_row: int, version: int) -> bytes:
-    return place(("user", app_name, tag), row, app_row, version)
+    return records.context(("user", app_name, tag), row, app_row, version)
 
 
 def witness_context(app_name: str, tag: bytes, number: int) -> bytes:
-    return place(("witness", app_name, tag), number)
+    return records.context(("witness", app_name, tag), number)
 
 
 def session_context(app_name: str, user_id: str, tag: bytes, *numbers: int) -> bytes:
     """*numbers*: id, user_row, revision, base_revision, created_at, updated_at."""
-    return place(("session", app_name, user_id, tag), *numbers)
+    return records.context(("session", app_name, user_id, tag), *numbers)
 
 
 def snapshot_context(who: Identity, session_row: int, revision: int) -> bytes:
-    return place(("base", who.app_name, who.user_id, who.session_id), session_row, revision)
+    return records.context(
+        ("base", who.app_name, who.user_id, who.session_id), session_row, revision
+    )
 
 
 def event_context(who: Identity, session_row: int, seq: int, time: int) -> bytes:
-    return place(_event_parts(who), session_row, seq, time)
+    return records.context(_event_parts(who), session_row, seq, time)
 
 
 def _event_parts(who: Identity) -> tuple[str, ...]:
@@ -234,7 +228,7 @@ def open_user_row(attempt: Attempt, found: Found, row: UserRow) -> Owner:
     if user is None:
         with naming(users.name, row.id):
             context = user_context(attempt.who.app_name, row.tag, row.id, row.app_row, row.version)
-            user_id, state = unprefixed(attempt.keys.open(row.tag, context, row.state))
+            user_id, state = records.split_id(attempt.keys.open(row.tag, context, row.state))
             _check_witness(attempt, found, row.tag, row.tag, row.version)
         user = Owner(row.id, row.tag, row.app_row, user_id, row.version, state)
         attempt.cache.users.put(user.tag, Seen(row, found.witnesses.get(user.tag), user))
@@ -302,7 +296,7 @@ def _open_session_row(
         context = session_context(
             app_name, user.user_id, row.tag, *numbers, row.created_at, row.updated_at
         )
-        session_id, overlay = unprefixed(attempt.keys.open(user.tag, context, row.state))
+        session_id, overlay = records.split_id(attempt.keys.open(user.tag, context, row.state))
         if row.user_row != user.id:
             raise TamperedError("it belongs to another user", reason=Reason.WRONG_OWNER)
         if row.last_seq != row.revision - 1:
@@ -364,7 +358,7 @@ def open_events(attempt: Attempt, session: StoredSession, history: Iterable[Row]
     This loop runs for each event of a long history: what events share is computed once.
     """
     who, session_row = attempt.who, session.id
-    parts = joined(_event_parts(who))
+    parts = records.context_parts(_event_parts(who))
     header, cipher = None, None
     opened = []
     for row in history:
@@ -373,8 +367,8 @@ def open_events(attempt: Attempt, session: StoredSession, history: Iterable[Row]
             if cipher is None or type(record) is not bytes or record[:HEADER_LENGTH] != header:
                 cipher = attempt.keys.cipher(who.user_tag, record)
                 header = record[:HEADER_LENGTH]
-            context = numbered(parts, session_row, seq, row[EVENT_TIME])
-            opened.append(open_record(record, context, cipher))
+            context = records.numbered_context(parts, session_row, seq, row[EVENT_TIME])
+            opened.append(records.open_record(record, context, cipher))
         except DecryptionError as error:
             failure = error.located(events.name, f"{session_row}, {seq}")
         else:
@@ -390,7 +384,7 @@ def seal_app(attempt: Attempt, app: Owner) -> bytes:
 
 def seal_user(attempt: Attempt, user: Owner) -> bytes:
     context = user_context(attempt.who.app_name, user.tag, user.id, user.app_row, user.version)
-    return attempt.keys.seal(user.tag, context, prefixed(user.user_id, user.state))
+    return attempt.keys.seal(user.tag, context, records.with_id(user.user_id, user.state))
 
 
 def seal_witness(attempt: Attempt, owner: bytes, tag: bytes, number: int) -> bytes:
@@ -404,7 +398,9 @@ def seal_session(attempt: Attempt, session: StoredSession) -> bytes:
     context = session_context(
         who.app_name, who.user_id, row.tag, *numbers, row.created_at, row.updated_at
     )
-    return attempt.keys.seal(who.user_tag, context, prefixed(who.session_id, session.overlay))
+    return attempt.keys.seal(
+        who.user_tag, context, records.with_id(who.session_id, session.overlay)
+    )
 
 
 def seal_snapshot(attempt: Attempt, session_row: int, revision: int, state: bytes) -> bytes:

@@ -204,7 +204,7 @@ class UnitOfWork:
         is_first = True
         while True:
             keyring_seen = opened.keys.keyring
-            keys = StagedKeys(opened.keys, settled=keyring_is_current)
+            keys = StagedKeys(opened.keys, keyring_is_complete=keyring_is_current)
             source = KeySource.CACHE
             if reads_keys:
                 source = KeySource.KEY_DATABASE if separate else KeySource.QUERY
@@ -227,7 +227,7 @@ class UnitOfWork:
                     await self.renew_keyring(keyring_seen)
                     keyring_is_current = True
                 except Conflict:
-                    if keys.made_any:  # a new key is stored only under the keyring as it is now
+                    if keys.has_new_keys:  # a new key is stored only under the keyring as it is now
                         await self.renew_keyring(keyring_seen)
                     raise
                 else:
@@ -258,7 +258,7 @@ class UnitOfWork:
         """The data keys of *owners* as stored now; one that is not authentic raises when used."""
         keys = await self.keys()
         rows = await read_data_keys(self.read_keys, owners)
-        staged = StagedKeys(keys, settled=False)
+        staged = StagedKeys(keys, keyring_is_complete=False)
         try:
             staged.load(rows)
         except StaleKeyring:
@@ -302,7 +302,7 @@ class UnitOfWork:
         Raises UniqueViolation or Conflict if another process was first.
         """
         row = keys.new(owner)
-        change = Change(INSERT_KEY, row._asdict() | keys.keyring_now())
+        change = Change(INSERT_KEY, row._asdict() | keys.keyring_guard())
         if not await self.executors.keys.write(partial(_apply_one, change)):
             await self.renew_keyring(seen)
             raise Conflict

@@ -147,7 +147,7 @@ class CreateSession(_Write[Created]):
         if not (app and user and app.witness and user.witness):
             return None
         same = (user.value.user_id, user.value.app_row) == (who.user_id, app.value.id)
-        if not same or not attempt.keys.can_follow(who.user_tag, user.row.state):
+        if not same or not attempt.keys.is_as_new_as(who.user_tag, user.row.state):
             return None
         session, rest = self._new_session(attempt, user.value.id)
         columns = (
@@ -248,7 +248,7 @@ class AppendEvent(_Write[StoredSession]):
             return None
         if event.app_delta or event.user_delta:
             return None
-        return known if attempt.keys.can_follow(attempt.who.user_tag, known.sealed) else None
+        return known if attempt.keys.is_as_new_as(attempt.who.user_tag, known.sealed) else None
 
     def _advance(self, attempt: Attempt, session: StoredSession) -> "_Step | None":
         """The session's next revision; None if that needs its snapshot, which was not read."""
@@ -457,7 +457,7 @@ def _ensure_first_key(changes: Changes, attempt: Attempt, owner: bytes) -> None:
     database it may be waiting for that row: a process may have ended between the two writes.
     """
     _require_read_keys(attempt)
-    exists = attempt.keys.has_any(owner)
+    exists = attempt.keys.has_keys(owner)
     if exists and attempt.key_source is not KeySource.KEY_DATABASE:
         raise TamperedError(
             f"the row of the user or app with tag {owner.hex()} was removed: its data key is "
@@ -477,7 +477,7 @@ def _ensure_key(changes: Changes, attempt: Attempt, owner: bytes, *stored: bytes
     none, the next generation is made.
     """
     keys = attempt.keys
-    if keys.can_follow(owner, *stored):
+    if keys.is_as_new_as(owner, *stored):
         return
     _require_read_keys(attempt)
     current = keys.current(owner)
@@ -492,7 +492,7 @@ def _new_key(changes: Changes, attempt: Attempt, owner: bytes) -> None:
     if attempt.key_source is KeySource.KEY_DATABASE:
         raise NeedsDataKey(owner)
     row = attempt.keys.new(owner)
-    changes.append(Change(sql.INSERT_KEY, row._asdict() | attempt.keys.keyring_now()))
+    changes.append(Change(sql.INSERT_KEY, row._asdict() | attempt.keys.keyring_guard()))
 
 
 def _require_read_keys(attempt: Attempt) -> None:
