@@ -375,7 +375,7 @@ async def test_database_with_adks_own_tables_works_with_one_warning(
     assert [(one.name.split(".")[0], one.levelname) for one in records] == [
         ("adk_secure_sessions", "WARNING")
     ]
-    assert "in clear" in records[0].getMessage()
+    assert "plaintext" in records[0].getMessage()
     after = {name: rows for name, rows in dump(path).items() if not name.startswith("secure_")}
     assert after == before
 

@@ -98,7 +98,7 @@ def test_database_in_clear_needs_no_key(file_url: str) -> None:
     assert run("init", "--db", file_url, "--backend", "no-op").code == 0
     assert run("verify", "--db", file_url, "--backend", "no-op").code == 0
     refused = run("verify", *on(file_url))
-    assert (refused.code, "in clear by NoOpBackend" in refused.stderr) == (2, True)
+    assert (refused.code, "plaintext by NoOpBackend" in refused.stderr) == (2, True)
     assert run("verify", *on(file_url), "--backend", "no-op").code == 0
 
 

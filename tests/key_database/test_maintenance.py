@@ -178,7 +178,7 @@ def test_commands_take_the_key_database(
     assert run("purge", *on, *key, "--older-than", "1d").stdout == "deleted: 7 sessions\n"
     alone = run("verify", "--db", data, *key)
     assert (alone.code, alone.stdout) == (2, "")
-    assert "give that as key_db_url" in alone.stderr
+    assert "pass that as key_db_url" in alone.stderr
     nowhere = run("status", "--db", data, "--key-db", f"sqlite:///{tmp_path}/no.db")
     assert (nowhere.code, "there is no file" in nowhere.stderr) == (2, True)
     same = run("status", "--db", data, "--key-db", data)

@@ -17,7 +17,7 @@ async def test_status_counts_rows_by_table_and_backend_without_a_key(
     await fill(url, FERNET, others=[AES], users=["ada"], name="f")
     async with Database(url) as db:
         found = await status(db)
-    assert (found.format_version, found.has_clear_records) == ("1", False)
+    assert (found.format_version, found.has_plaintext_records) == ("1", False)
     assert sorted(found.records, key=str) == sorted(
         [
             # Of ada's rows and the app's, only what Fernet wrote is under their newest keys.
@@ -55,7 +55,7 @@ async def test_status_tells_of_records_in_clear(file_url: str) -> None:
     await fill(file_url, AES, others=[clear], users=["eve"])
     async with Database(file_url, AES) as db:
         found = await status(db)
-    assert found.has_clear_records
+    assert found.has_plaintext_records
     assert {one.root_key_id: one.opens for one in found.masters} == {
         "none": False,
         AES.root_key.key_id: True,

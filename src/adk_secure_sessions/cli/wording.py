@@ -22,7 +22,7 @@ _INDENT = "  "
 
 
 def status_lines(found: Status) -> Iterator[str]:
-    clear = "; some records are, or were, in clear" if found.has_clear_records else ""
+    clear = "; some records are, or were, in clear" if found.has_plaintext_records else ""
     yield f"format {found.format_version}{clear}"
     yield "master keys"
     opens = {None: "", True: "opens", False: "does not open"}

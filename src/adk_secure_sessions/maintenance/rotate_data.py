@@ -40,7 +40,7 @@ from adk_secure_sessions.storage import (
     INSERT_KEY,
     apps,
     data_keys,
-    mark_clear,
+    mark_plaintext,
     naming,
     repeated,
     sessions,
@@ -236,7 +236,7 @@ class _Run:
             row = staged.new(owner, self._since)
             values = row._asdict() | staged.keyring_guard()
             if isinstance(self._db.backends.writer, NoOpBackend):
-                await self._db.change(mark_clear)
+                await self._db.change(mark_plaintext)
             try:
                 self._keys += await self._insert(owner, values)
             except (Conflict, UniqueViolation):

@@ -50,7 +50,7 @@ class Status(NamedTuple):
 
     Attributes:
         format_version: As stored.
-        has_clear_records: Whether `NoOpBackend` has written there; nothing vouches for it.
+        has_plaintext_records: Whether `NoOpBackend` has written there; nothing vouches for it.
         masters: The keyring.
         data_keys: By backend, and by the master that wraps them.
         records: By table and backend.
@@ -58,7 +58,7 @@ class Status(NamedTuple):
     """
 
     format_version: str
-    has_clear_records: bool
+    has_plaintext_records: bool
     masters: tuple[MasterKey, ...]
     data_keys: tuple[DataKeyCount, ...]
     records: tuple[RecordCount, ...]
@@ -91,7 +91,7 @@ async def status(
     index = await _index(db) if any(unfinished(survey.meta, None)) else None
     return Status(
         str(survey.format_version),
-        survey.has_clear_records,
+        survey.has_plaintext_records,
         tuple(masters),
         keys,
         records,

@@ -44,16 +44,17 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 8
-# SQLite's own words for a file that cannot be used as it is.
+# The error names with which SQLite says that a file cannot be used.
 _UNUSABLE = ("SQLITE_CANTOPEN", "SQLITE_NOTADB", "SQLITE_READONLY", "SQLITE_PERM", "SQLITE_AUTH")
 
-FORMAT, DATABASE_ID, CLEAR, HOLDS = "format", "database_id", "plaintext", "holds"
-# Rows as MasterKeyRow has them.
+# The names of rows in `secure_meta`.
+FORMAT, DATABASE_ID, PLAINTEXT, HOLDS = "format", "database_id", "plaintext", "holds"
+# The keyring, as rows of MasterKeyRow.
 MASTER_KEYS = sa.select(*(keyring.c[name] for name in MasterKeyRow._fields))
 
 
 class Part(Enum):
-    """What one database is to hold; the value is the mark in `secure_meta` that says so."""
+    """Which tables a database has; the value is its mark in `secure_meta`, row `holds`."""
 
     ALL = None
     DATA = "data"
@@ -61,52 +62,57 @@ class Part(Enum):
 
     @property
     def tables(self) -> tuple[sa.Table, ...]:
-        """Those that it has."""
+        """The tables of this part."""
         return {Part.ALL: TABLES, Part.DATA: DATA_TABLES, Part.KEYS: KEY_TABLES}[self]
 
     def missing(self, survey: "Survey") -> frozenset[str]:
-        """The names of those that are not there."""
+        """The names of its tables that do not exist."""
         return survey.missing_tables & {table.name for table in self.tables}
 
 
 class Survey(NamedTuple):
-    """What a database holds."""
+    """What a database holds; nothing of it is authenticated.
+
+    *alien_tables* have the name of one of our tables and lack one of its columns.  *adk_tables*
+    says whether ADK's own tables exist.  *is_used* says whether a table other than `secure_meta`
+    and `secure_keyring` has rows.
+    """
 
     missing_tables: frozenset[str]
     alien_tables: tuple[str, ...]
     adk_tables: bool
-    is_used: bool  # whether there are data keys or rows sealed by them
+    is_used: bool
     meta: dict[str, str]
     keyring: list[MasterKeyRow]
 
     @property
     def part(self) -> Part | None:
-        """What it says that it is; None is nothing that this version knows."""
+        """Which part it says it is; None: a mark that this release does not know."""
         mark = self.meta.get(HOLDS)
         return next((part for part in Part if part.value == mark), None)
 
     @property
     def format_version(self) -> str | None:
-        """As stored; None in a database that is not ours yet."""
+        """The stored format version; None if the database is new."""
         return self.meta.get(FORMAT)
 
     @property
-    def has_clear_records(self) -> bool:
-        """Whether `NoOpBackend` has written there; nothing vouches for it."""
-        return CLEAR in self.meta
+    def has_plaintext_records(self) -> bool:
+        """Whether `NoOpBackend` has written to it; this mark is not authenticated."""
+        return PLAINTEXT in self.meta
 
     @property
     def database_id(self) -> bytes | None:
-        """Random, made with the database; None in one that is not ours yet."""
+        """The random id that was made with the database; None if it is new."""
         text = self.meta.get(DATABASE_ID)
         return bytes.fromhex(str(text)) if text else None
 
 
 def look(connection: sa.Connection) -> Survey:
-    """Read what there is, changing nothing."""
+    """Survey a database without changing it."""
     survey = _look(connection)
     if survey.meta and (survey.part or Part.ALL).missing(survey):
-        # Perhaps another process made them after we had asked for their names.
+        # Another process may have made them after we had asked for the names of the tables.
         survey = _look(connection)
     return survey
 
@@ -133,10 +139,10 @@ def _look(connection: sa.Connection) -> Survey:
 
 
 def _alien(tables: list[sa.Table], connection: sa.Connection) -> list[str]:
-    """The names of those of *tables* that lack a column of ours."""
+    """The names of the *tables* that lack one of our columns."""
     if not tables:
         return []
-    # Reflecting each takes a hundred times as long as naming all columns in one query.
+    # Reflecting each table takes a hundred times as long as one query that names all columns.
     columns = [", ".join(table.c.keys()) for table in tables]
     members = [
         f"SELECT 1 FROM (SELECT {listed} FROM {table.name}) AS t WHERE 1 = 0"  # noqa: S608
@@ -156,10 +162,10 @@ def _alien(tables: list[sa.Table], connection: sa.Connection) -> list[str]:
 
 
 def check(survey: Survey, part: Part, create_tables: bool) -> None:
-    """Refuse a database that is not, and cannot become, what *part* says.
+    """Reject a database that is not, and cannot become, that part.
 
     Raises:
-        ConfigurationError: why, and what to do.
+        ConfigurationError: it says why, and what to do.
     """
     if survey.alien_tables:
         raise ConfigurationError(
@@ -169,8 +175,8 @@ def check(survey: Survey, part: Part, create_tables: bool) -> None:
     version = survey.format_version
     if version not in (None, str(FORMAT_VERSION)):
         raise ConfigurationError(
-            f"the database has format {version!r} and this version of adk-secure-sessions reads "
-            f"format {FORMAT_VERSION}: install the version that goes with it"
+            f"the database has format {version!r} and this release of adk-secure-sessions reads "
+            f"format {FORMAT_VERSION}: install the release that wrote it"
         )
     if version is not None:
         _check_mark(survey, part)
@@ -183,7 +189,8 @@ def check(survey: Survey, part: Part, create_tables: bool) -> None:
     if version is None:
         if survey.meta or survey.keyring or survey.is_used:
             raise ConfigurationError(
-                "secure_meta says no format version, though there is data: restore that table"
+                "secure_meta has no format version although there is data: restore that table from "
+                "a backup"
             )
         return
     if missing:
@@ -193,77 +200,89 @@ def check(survey: Survey, part: Part, create_tables: bool) -> None:
             return
     except ValueError:
         pass
-    raise ConfigurationError("secure_meta says no valid database id: restore that table")
+    raise ConfigurationError(
+        "secure_meta has no valid database id: restore that table from a backup"
+    )
 
 
 _MISPLACED = {
-    (Part.ALL, Part.DATA): "the keys of this database are in another: give that as key_db_url",
-    (Part.ALL, Part.KEYS): "this is a key database: give it as key_db_url, and as db_url the data",
+    (Part.ALL, Part.DATA): "this database has its keys in a key database: pass that as key_db_url",
+    (Part.ALL, Part.KEYS): (
+        "this is a key database: pass it as key_db_url, and the database of the data as db_url"
+    ),
     (Part.DATA, Part.ALL): (
-        "this database has keys of its own: leave key_db_url out; or, if its keys are in that "
-        "one, restore secure_meta, which no longer says so"
+        "this database has keys of its own: omit key_db_url; or, if its keys are in that key "
+        "database, restore secure_meta, which no longer says so"
     ),
-    (Part.DATA, Part.KEYS): "db_url leads to a key database: give that of the data",
+    (Part.DATA, Part.KEYS): "db_url names a key database: pass the database of the data",
     (Part.KEYS, Part.ALL): (
-        "key_db_url leads to a database of sessions with keys of their own: a key database is "
-        "one by itself, and is made where there is nothing yet"
+        "key_db_url names a database of sessions with keys of their own: pass a key database, or "
+        "an empty database to make one"
     ),
-    (Part.KEYS, Part.DATA): "key_db_url leads to a database of sessions whose keys are in another",
+    (Part.KEYS, Part.DATA): (
+        "key_db_url names a database of sessions whose keys are in a key database: pass the key "
+        "database"
+    ),
 }
 
 
 def _check_mark(survey: Survey, part: Part) -> None:
     if survey.part is None:
         raise ConfigurationError(
-            "secure_meta says in `holds` what this version of adk-secure-sessions does not know: "
-            "install the version that goes with it, or restore that table"
+            "the row `holds` of secure_meta has a value that this release of adk-secure-sessions "
+            "does not know: install the release that wrote it, or restore that table from a backup"
         )
     if survey.part is not part:
         raise ConfigurationError(_MISPLACED[part, survey.part])
 
 
 def check_together(data: Survey, keys: Survey) -> None:
-    """Refuse a database and a key database, each in itself in order, that are not a pair.
+    """Reject a database and a key database, each valid by itself, that are not a pair.
 
     Raises:
-        ConfigurationError: why, and what to do.
+        ConfigurationError: it says why, and what to do.
     """
     if data.database_id is None and keys.is_used:
         raise ConfigurationError(
-            "the key database has keys of a database that is not this one, which is empty: "
+            "the key database has the keys of another database, and this one is empty: "
             "check db_url, or restore the data from a backup"
         )
     if data.database_id is not None and keys.database_id is None:
         raise ConfigurationError(
-            "the key database is empty, though there is a database whose keys it has to hold: "
-            "check key_db_url, or restore it from a backup; without it the data is lost"
+            "the key database is empty, but the database has data whose keys it should hold: "
+            "check key_db_url, or restore the key database from a backup; without it the data is "
+            "lost"
         )
     if data.database_id is not None and data.database_id != keys.database_id:
         raise ConfigurationError(
-            "the key database is that of another database: check db_url and key_db_url"
+            "the key database belongs to another database: check db_url and key_db_url"
         )
 
 
 async def open_database(
     executors: Executors, backends: Backends, create_tables: bool, known: Keyring | None = None
 ) -> Keyring:
-    """Check the database and open its keyring, making both where there is none yet.
+    """Check the database and open its keyring; make what is missing of both.
 
-    Where the keys are apart, first all of the key database, then the other: a start after one
-    that was killed in between goes on from there.  Without *create_tables*, the tables have
-    to be there: see docs/sql.  *known* is the keyring as it was opened before: then nothing is
-    made.
+    A key database is completed before the database of the data, so that a start after one that
+    was killed in between continues from there.
+
+    Args:
+        executors: Run its statements.
+        backends: Their root keys unwrap the keyring.
+        create_tables: Make missing tables; if False, they must exist (see docs/sql).
+        known: The keyring as opened before; then nothing is made.
 
     Raises:
-        ConfigurationError: a database cannot be used; it was left as it is.
+        ConfigurationError: a database cannot be used; it was left unchanged.
         WrongKeyError, PlaintextRefusedError, KeyServiceError: see `open_keyring`.
     """
     if known is not None:
         return await open_existing(executors, backends, known)
     root = backends.writer.root_key
-    clear = isinstance(backends.writer, NoOpBackend)
-    marks = {CLEAR: "1"} if clear else {}
-    for _ in range(_ATTEMPTS):  # again after each step, and when another process was first
+    writes_plaintext = isinstance(backends.writer, NoOpBackend)
+    marks = {PLAINTEXT: "1"} if writes_plaintext else {}
+    for _ in range(_ATTEMPTS):  # again after each step, or if another process made it first
         data, keys = await _survey(executors, create_tables)
         database_id = keys.database_id or secrets.token_bytes(16)
         now = time.time_ns() // 1000
@@ -280,16 +299,18 @@ async def open_database(
         elif executors.are_apart and not marks.keys() <= data.meta.keys():
             await _make(executors.data, Part.DATA, data, marks, [])
         else:
-            _warn(data, clear)
+            _warn(data, writes_plaintext)
             return opened
     raise SecureSessionError("the database kept changing while it was opened: try again")
 
 
 async def survey_existing(executors: Executors) -> Survey:
-    """What a database of ours holds, without changing anything; the keyring is the key tables'.
+    """Survey a database that was made before, without changing it.
+
+    With a key database, the survey is that of the data with the key database's keyring.
 
     Raises:
-        ConfigurationError: it cannot be used, or is not ours yet.
+        ConfigurationError: it cannot be used, or is new.
     """
     data, keys = await _survey(executors, create_tables=True)
     if data.database_id is None:
@@ -303,24 +324,24 @@ async def survey_existing(executors: Executors) -> Survey:
 async def open_existing(
     executors: Executors, backends: Backends, known: Keyring | None = None
 ) -> Keyring:
-    """The keyring of a database of ours, without changing anything.
+    """Open the keyring of a database that was made before, without changing it.
 
-    Of *known*, as it was opened before, no key is unwrapped again.
+    Keys that *known*, the keyring as opened before, already has are not unwrapped again.
 
     Raises:
         ConfigurationError: see `survey_existing`; or it is not the database of *known*.
         WrongKeyError, PlaintextRefusedError, KeyServiceError: see `open_keyring`.
     """
     survey = await survey_existing(executors)
-    assert survey.database_id is not None, "survey_existing refuses that"
+    assert survey.database_id is not None, "survey_existing rejects that"
     if known is not None and known.database_id != survey.database_id:
-        raise ConfigurationError("another database was put in its place: start the service anew")
+        raise ConfigurationError("the database was replaced by another one: restart the service")
     writer, database_id = backends.writer.root_key.key_id, survey.database_id
     return await open_keyring(survey.keyring, backends.roots, writer, database_id, known)
 
 
 async def _survey(executors: Executors, create_tables: bool) -> tuple[Survey, Survey]:
-    """Of the data and of the keys, each in order, and a pair; one twice where they are not apart.
+    """The checked surveys of the data and the keys: the same twice without a key database.
 
     Raises ConfigurationError.
     """
@@ -328,10 +349,10 @@ async def _survey(executors: Executors, create_tables: bool) -> tuple[Survey, Su
         survey = await _usable(executors.data.define(look, commit=False))
         check(survey, Part.ALL, create_tables)
         return survey, survey
-    # In this order: what makes them makes the keys first.
+    # In this order: whoever makes both makes the key database first.
     data = await _usable(executors.data.define(look, commit=False))
     keys = await _usable(executors.keys.define(look, commit=False), "key database's ")
-    if keys.is_used and data.format_version is None:  # or was it made just now?
+    if keys.is_used and data.format_version is None:  # it may have been made just now
         data = await _usable(executors.data.define(look, commit=False))
     check(keys, Part.KEYS, create_tables)
     check(data, Part.DATA, create_tables)
@@ -348,18 +369,20 @@ async def _usable(work: Awaitable[T], whose: str = "") -> T:
         undecodable = "Could not decode" in reason
         if not undecodable and not name.startswith(_UNUSABLE):
             raise
-    if undecodable:  # the reason quotes what is stored
-        raise WrongKeyError("secure_meta or secure_keyring was altered: restore it from a backup")
+    if undecodable:  # the driver's reason quotes the stored value
+        raise WrongKeyError(
+            "secure_meta or secure_keyring was tampered with: restore it from a backup"
+        )
     raise ConfigurationError(
         f"the {whose}SQLite file cannot be used: {reason}; check the path, its directory and "
         "permissions"
     )
 
 
-def mark_clear(connection: sa.Connection) -> None:
-    """Say in the database that some of it is in clear, before any is."""
-    values = {meta.c.name: CLEAR, meta.c.value: "1"}
-    if not connection.scalar(sa.select(meta.c.value).where(meta.c.name == CLEAR)):
+def mark_plaintext(connection: sa.Connection) -> None:
+    """Mark the database as holding plaintext records, before the first is written."""
+    values = {meta.c.name: PLAINTEXT, meta.c.value: "1"}
+    if not connection.scalar(sa.select(meta.c.value).where(meta.c.name == PLAINTEXT)):
         connection.execute(sa.insert(meta).values(values))
 
 
@@ -370,7 +393,7 @@ async def _make(
     marks: dict[str, str],
     fresh: list[MasterKeyRow],
 ) -> None:
-    """Make what is missing, unless the database has changed since it was surveyed."""
+    """Make what is missing, unless the database has changed since *expected* was surveyed."""
     if part.value is not None:
         marks = {**marks, HOLDS: part.value}
     work = partial(_establish, part, expected, marks, fresh)
@@ -397,10 +420,10 @@ def _establish(
             connection.execute(sa.insert(keyring), [row._asdict() for row in fresh])
 
 
-def _warn(survey: Survey, clear: bool) -> None:
+def _warn(survey: Survey, writes_plaintext: bool) -> None:
     if survey.adk_tables:
         logger.warning(
-            "this database also holds ADK's own tables (sessions, events), which are in clear"
+            "this database also holds ADK's own tables (sessions, events), which are plaintext"
         )
-    if survey.has_clear_records and not clear:
-        logger.warning("this database holds, or once held, records in clear, by NoOpBackend")
+    if survey.has_plaintext_records and not writes_plaintext:
+        logger.warning("this database holds, or once held, plaintext records, by NoOpBackend")
