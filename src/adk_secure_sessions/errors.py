@@ -43,16 +43,31 @@ class KeyServiceError(SecureSessionError):
 
 
 class Reason(StrEnum):
-    """Why a stored value was rejected; the value of `DecryptionError.reason`."""
+    """Why a stored value was rejected: the values of `DecryptionError.reason`."""
 
-    AUTHENTICATION = "authentication"  # it was modified or moved, or the key is wrong
-    MALFORMED = "malformed"  # no version of this library writes such a value
-    MISMATCH = "mismatch"  # rows that belong together disagree: one was replayed or replaced
-    MISSING = "missing"  # a row or value that others prove to have existed is gone
-    WRONG_OWNER = "wrong owner"  # it belongs to another app, user or session
-    PLAINTEXT = "plaintext"  # it is not encrypted, and `NoOpBackend` is not listed
-    UNKNOWN_KEY = "unknown key"  # no data key or master key with the id it names is known
-    UNKNOWN_BACKEND = "unknown backend"  # it names a backend that is not listed
+    AUTHENTICATION = "authentication"
+    """The value was modified or moved, or the key is wrong."""
+
+    MALFORMED = "malformed"
+    """No release of this package writes such a value."""
+
+    MISMATCH = "mismatch"
+    """Rows that belong together disagree: one of them was replayed or replaced."""
+
+    MISSING = "missing"
+    """A row or a value is gone, and others prove that it existed."""
+
+    WRONG_OWNER = "wrong owner"
+    """The value belongs to another app, user or session."""
+
+    PLAINTEXT = "plaintext"
+    """The value is not encrypted, and `NoOpBackend` is not listed."""
+
+    UNKNOWN_KEY = "unknown key"
+    """The value names a data key or a master key that does not exist."""
+
+    UNKNOWN_BACKEND = "unknown backend"
+    """The value names a backend that is not listed."""
 
 
 class DecryptionError(SecureSessionError):
