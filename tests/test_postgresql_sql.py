@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from adk_secure_sessions.db.postgresql import AsyncpgExecutor
-from adk_secure_sessions.db.postgresql_sql import compound, query_text
+from adk_secure_sessions.db.postgresql_sql import apply_sql, read_sql
 from adk_secure_sessions.db.protocol import (
     Apply,
     Change,
@@ -50,8 +50,8 @@ def delete(id_: int, *, any_number: bool = False) -> Change:
 
 
 def test_parameters_are_numbered_in_order_through_all_changes() -> None:
-    text, names = compound(((UPDATE, False), (INSERT, False), (DELETE, True)))
-    assert names == [(0, "value"), (0, "at_id"), (1, "id"), (1, "value"), (2, "at_id")]
+    text, sources = apply_sql(((UPDATE, True), (INSERT, True), (DELETE, False)))
+    assert sources == [(0, "value"), (0, "at_id"), (1, "id"), (1, "value"), (2, "at_id")]
     assert re.findall(r"\$\d+", text) == [f"${n}" for n in range(1, 6)]
     assert re.search(r"SET value=\$1::BYTEA WHERE things.id = \$2::BIGINT RETURNING 1\)", text)
 
@@ -60,24 +60,62 @@ def test_repeated_name_is_one_parameter_within_a_change_and_another_in_the_next(
     twice = sa.delete(things).where(
         sa.or_(things.c.id == sa.bindparam("at_id"), -things.c.id == sa.bindparam("at_id"))
     )
-    text, names = compound(((twice, False), (twice, False)))
-    assert names == [(0, "at_id"), (1, "at_id")]
+    text, sources = apply_sql(((twice, True), (twice, True)))
+    assert sources == [(0, "at_id"), (1, "at_id")]
     assert [text.count(f"${n}") for n in (1, 2, 3)] == [2, 2, 0]
-    text, names_of_query = query_text(
+    text, names = read_sql(
         sa.select(things).where(things.c.id.between(sa.bindparam("n"), sa.bindparam("n")))
     )
-    assert names_of_query == ["n"]
+    assert names == ["n"]
     assert "BETWEEN $1::BIGINT AND $1::BIGINT" in text
 
 
-def test_each_change_asks_that_the_last_before_it_that_has_to_meet_a_row_did() -> None:
-    text, _ = compound(((UPDATE, False), (DELETE, True), (INSERT, False), (DELETE, False)))
-    members = re.findall(r"(c\d) AS \((.*?) RETURNING 1\)", text, re.DOTALL)
+def test_each_change_runs_only_if_the_last_before_it_that_must_match_a_row_did() -> None:
+    text, _ = apply_sql(((UPDATE, True), (DELETE, False), (INSERT, True), (DELETE, True)))
+    words = " ".join(text.split())
+    members = re.findall(r"change_(\d) AS \((.*?) RETURNING 1\)", words)
     assert [
-        (name, re.findall(r"EXISTS \(SELECT FROM (c\d)\)", body)) for name, body in members
-    ] == [("c0", []), ("c1", ["c0"]), ("c2", ["c0"]), ("c3", ["c2"])]
-    assert text.endswith("THEN 1 / (SELECT count(*) FROM c3) ELSE 0 END")
-    assert "VALUES" not in members[2][1]
+        (number, re.findall(r"EXISTS \(SELECT 1 FROM change_(\d)\)", body))
+        for number, body in members
+    ] == [("0", []), ("1", ["0"]), ("2", ["0"]), ("3", ["2"])]
+    assert re.search(
+        r"CASE WHEN \(EXISTS \(SELECT 1 FROM change_0\)\) "
+        r"THEN 1 / \(SELECT count\(\*\) AS \w+ FROM change_3\) ELSE 0 END",
+        words,
+    )
+    assert "VALUES" not in words
+
+
+def test_lock_of_an_insert_from_a_select_stays_behind_the_guard() -> None:
+    """It holds off whoever erases the user until the session is there to be erased, too."""
+    text, _ = apply_sql(((UPDATE, True), (sql.INSERT_SESSION_OF_USER, True)))
+    words = " ".join(text.split())
+    assert "(EXISTS (SELECT 1 FROM change_0)) FOR KEY SHARE OF secure_users RETURNING 1)" in words
+
+
+def test_compiling_leaves_the_statements_as_they_were() -> None:
+    statements = (UPDATE, DELETE, sql.INSERT_SESSION_OF_USER)
+    before = [str(statement) for statement in statements]
+    apply_sql(tuple((statement, True) for statement in statements))
+    assert [str(statement) for statement in statements] == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ((), "first change"),
+        (((DELETE, False), (UPDATE, True)), "first change"),
+        (((INSERT.values(id=1), True),), "each column as a parameter"),
+        (((INSERT.values([{"id": 1}, {"id": 2}]), True),), "each column as a parameter"),
+        (((ALL, True),), "not Select"),
+        (((sa.text("DELETE FROM things"), True),), "not TextClause"),
+    ],
+)
+def test_changes_that_cannot_become_one_statement_are_rejected(
+    changes: tuple[tuple[sa.Executable, bool], ...], error: str
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=error):
+        apply_sql(changes)
 
 
 def test_value_is_never_part_of_the_text() -> None:
@@ -91,10 +129,10 @@ def test_value_is_never_part_of_the_text() -> None:
     ):
         queries += [forms[False], forms[True]]
     for query in queries:
-        text, names = query_text(query)
+        text, names = read_sql(query)
         assert not re.search(r"(?<!:):(?!:)\w", text)
         assert set(re.findall(r"\$\d+", text)) == {f"${n + 1}" for n in range(len(names))}
-        assert query_text(query) is query_text(query)  # compiled once
+        assert read_sql(query) is read_sql(query)  # compiled once
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from sqlalchemy.util import greenlet_spawn
 
 from adk_secure_sessions.db.async_engine import AsyncEngineExecutor
 from adk_secure_sessions.db.dialects import meaning
-from adk_secure_sessions.db.postgresql_sql import DIVISION_BY_ZERO, compound, query_text
+from adk_secure_sessions.db.postgresql_sql import DIVISION_BY_ZERO, apply_sql, read_sql
 from adk_secure_sessions.db.protocol import (
     Conflict,
     Disconnected,
@@ -187,10 +187,10 @@ async def _follow(driver: Any, steps: Steps[T]) -> T:
             if isinstance(step, Read):
                 answer = await _fetch(driver, step.query, step.parameters)
             else:
-                text, names = compound(
-                    tuple((change.statement, change.any_number) for change in step.changes)
+                text, sources = apply_sql(
+                    tuple((change.statement, not change.any_number) for change in step.changes)
                 )
-                values = [step.changes[number].parameters[name] for number, name in names]
+                values = [step.changes[index].parameters[name] for index, name in sources]
                 answer = bool(await driver.fetchval(text, *values))
             step = steps.send(answer)
     except StopIteration as end:
@@ -199,7 +199,7 @@ async def _follow(driver: Any, steps: Steps[T]) -> T:
 
 
 async def _fetch(driver: Any, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
-    text, names = query_text(query)
+    text, names = read_sql(query)
     rows: Sequence[Row] = await driver.fetch(text, *[parameters[name] for name in names])
     return rows
 
