@@ -1,6 +1,9 @@
 """From a URL or an engine to the executor for it."""
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import sqlalchemy as sa
@@ -22,6 +25,9 @@ _POOL_SIZE = 10
 _POOL_TIMEOUT = 30.0  # seconds, as SQLAlchemy's
 # Options that say how SQLAlchemy's own pool is to behave.
 _POOL_OPTIONS = {"poolclass", "pool_recycle", "pool_pre_ping", "max_overflow"}
+
+Wrap = Callable[[Executor], Executor]
+_wrap: ContextVar[Wrap | None] = ContextVar("wrap", default=None)
 
 
 def executors_for(
@@ -60,6 +66,21 @@ def executors_for(
             "leave it out to keep the keys beside the sessions"
         )
     return Executors(_executor(source, engine_kwargs), _executor(key_source, {}))
+
+
+@contextmanager
+def wrapping_executors(wrap: Wrap) -> Iterator[None]:
+    """Pass each executor that `executors_for` makes during the block through *wrap*.
+
+    This is the seam for tests: services and `maintenance.Database`s that are made in the block run
+    on the wrappers, which may fail, or let another process act between two statements.  It concerns
+    this thread or task only.
+    """
+    token = _wrap.set(wrap)
+    try:
+        yield
+    finally:
+        _wrap.reset(token)
 
 
 def _source(name: str, url: object | None, engine: object | None) -> sa.URL | AsyncEngine:
@@ -101,13 +122,16 @@ def _identity(source: sa.URL | AsyncEngine) -> object:
 
 def _executor(source: sa.URL | AsyncEngine, engine_kwargs: dict[str, Any]) -> Executor:
     if isinstance(source, sa.URL):
-        return _for_url(source, engine_kwargs)
-    if engine_kwargs:
+        executor = _for_url(source, engine_kwargs)
+    elif engine_kwargs:
         raise ConfigurationError(
             f"{', '.join(sorted(engine_kwargs))}: options of an engine go with db_url, "
             "not with db_engine"
         )
-    return _for_engine(source, owns_engine=False)
+    else:
+        executor = _for_engine(source, owns_engine=False)
+    wrap = _wrap.get()
+    return executor if wrap is None else wrap(executor)
 
 
 def _for_url(url: sa.URL, engine_kwargs: dict[str, Any]) -> Executor:
