@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from adk_secure_sessions.loops import LoopLocks, settled
+from adk_secure_sessions.loops import LoopLocks, at_once, await_to_end
 
 
 async def worker(locks: LoopLocks, key: str, log: list[str]) -> None:
@@ -32,7 +32,7 @@ async def test_different_keys_do_not_wait_for_each_other() -> None:
     assert log == ["in"] * 3 + ["out"] * 3
 
 
-async def test_locks_nobody_wants_are_forgotten() -> None:
+async def test_lock_that_no_task_wants_is_removed() -> None:
     locks = LoopLocks()
     await asyncio.gather(*(worker(locks, f"key {number % 2}", []) for number in range(6)))
     assert known(locks) == 0
@@ -84,7 +84,7 @@ def test_loops_in_two_threads_do_not_wait_for_each_other() -> None:
     assert not together.broken
 
 
-# --- settled -------------------------------------------------------------------------------------
+# --- await_to_end --------------------------------------------------------------------------------
 
 
 def pending() -> "asyncio.Future[str]":
@@ -92,9 +92,10 @@ def pending() -> "asyncio.Future[str]":
 
 
 async def cancelled_while_running(
-    future: "asyncio.Future[str]", late: list[str] | None = None
+    future: "asyncio.Future[str]", reported: list[str] | None = None
 ) -> asyncio.Task[str]:
-    task = asyncio.create_task(settled(future, None if late is None else late.append))
+    report = None if reported is None else reported.append
+    task = asyncio.create_task(await_to_end(future, report))
     await asyncio.sleep(0)
     task.cancel()
     await asyncio.sleep(0)
@@ -104,27 +105,27 @@ async def cancelled_while_running(
 async def test_result_is_passed_on() -> None:
     future = pending()
     future.set_result("done")
-    assert await settled(future, None) == "done"
+    assert await await_to_end(future, None) == "done"
 
 
 async def test_error_is_passed_on() -> None:
     future = pending()
     future.set_exception(RuntimeError("inside"))
     with pytest.raises(RuntimeError, match="inside"):
-        await settled(future, None)
+        await await_to_end(future, None)
 
 
-async def test_cancelled_work_is_waited_for_and_its_result_not_lost() -> None:
-    future, late = pending(), list[str]()
-    task = await cancelled_while_running(future, late)
+async def test_cancelled_caller_waits_for_the_work_and_its_result_is_reported() -> None:
+    future, reported = pending(), list[str]()
+    task = await cancelled_while_running(future, reported)
     assert not task.done()
     future.set_result("done")
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(task, 5)
-    assert late == ["done"]
+    assert reported == ["done"]
 
 
-async def test_cancelled_work_is_waited_for_through_a_second_cancellation() -> None:
+async def test_cancelled_caller_waits_for_the_work_through_a_second_cancellation() -> None:
     future = pending()
     task = await cancelled_while_running(future)
     task.cancel()
@@ -135,19 +136,54 @@ async def test_cancelled_work_is_waited_for_through_a_second_cancellation() -> N
         await asyncio.wait_for(task, 5)
 
 
-async def test_timeout_that_waited_is_a_timeout_and_cancels_nothing_after_it() -> None:
+async def test_timeout_that_had_to_wait_is_a_timeout_and_cancels_nothing_after_it() -> None:
     future = pending()
     asyncio.get_running_loop().call_later(0.05, future.set_result, "done")
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01):
-            await settled(future, None)
+            await await_to_end(future, None)
     await asyncio.sleep(0)
 
 
-async def test_error_of_work_that_was_waited_for_gives_way_to_the_cancellation() -> None:
-    future, late = pending(), list[str]()
-    task = await cancelled_while_running(future, late)
+async def test_error_of_work_whose_caller_was_cancelled_gives_way_to_the_cancellation() -> None:
+    future, reported = pending(), list[str]()
+    task = await cancelled_while_running(future, reported)
     future.set_exception(RuntimeError("inside"))
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(task, 5)
-    assert late == []
+    assert reported == []
+
+
+async def test_work_that_has_not_begun_is_cancelled_with_its_caller() -> None:
+    future, reported = pending(), list[str]()
+    task = asyncio.create_task(await_to_end(future, reported.append, lambda: False))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, 5)
+    assert future.cancelled()
+    assert reported == []
+
+
+# --- at_once -------------------------------------------------------------------------------------
+
+
+async def test_results_at_once_are_in_the_order_of_what_was_asked() -> None:
+    async def answer(number: int) -> int:
+        await asyncio.sleep(0.01 * (3 - number))
+        return number
+
+    assert await at_once(*(answer(number) for number in range(3))) == [0, 1, 2]
+
+
+async def test_first_error_at_once_is_raised_when_all_have_ended() -> None:
+    ended: list[str] = []
+
+    async def fail(name: str, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        ended.append(name)
+        raise RuntimeError(name)
+
+    with pytest.raises(RuntimeError, match="first"):
+        await at_once(fail("first", 0.02), fail("second", 0.01), fail("third", 0.03))
+    assert ended == ["second", "first", "third"]

@@ -1,4 +1,4 @@
-"""A bounded map."""
+"""The map of limited size."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -24,11 +24,11 @@ def test_unknown_key_gives_none() -> None:
     assert filled(2, "a").get("b") is None
 
 
-def test_what_was_put_first_is_forgotten_first() -> None:
+def test_entry_put_first_is_forgotten_first() -> None:
     assert held(filled(2, "a", "b", "c"), "abc") == "bc"
 
 
-def test_what_was_used_last_is_kept() -> None:
+def test_entry_used_last_is_kept() -> None:
     lru = filled(2, "a", "b")
     lru.get("a")
     lru.put("c", "C")

@@ -1,4 +1,4 @@
-"""Locks that serve several event loops, and waiting that leaves nothing half done."""
+"""Locks that serve several event loops, and waiting that leaves no work half done."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
@@ -10,16 +10,20 @@ T = TypeVar("T")
 
 
 class LoopLocks:
-    """A lock for each key, made when first held and forgotten when nobody wants it."""
+    """A lock for each event loop and key, made when a task first wants it.
+
+    A lock that no task holds or waits for is removed, so any number of keys can be used over time.
+    """
 
     def __init__(self) -> None:
+        # A lock, and how many tasks hold it or wait for it.
         self._loops: WeakKeyDictionary[
             asyncio.AbstractEventLoop, dict[Hashable, tuple[asyncio.Lock, list[int]]]
         ] = WeakKeyDictionary()
 
     @asynccontextmanager
     async def hold(self, key: Hashable) -> AsyncIterator[None]:
-        """Hold the lock of *key* against other tasks of this event loop."""
+        """Hold the lock of *key*; it excludes other tasks of the same event loop only."""
         locks = self._loops.setdefault(asyncio.get_running_loop(), {})
         lock, users = locks.setdefault(key, (asyncio.Lock(), [0]))
         users[0] += 1
@@ -32,39 +36,54 @@ class LoopLocks:
                 del locks[key]
 
 
-async def settled(
+async def await_to_end(
     task: "asyncio.Future[T]",
-    late: Callable[[T], None] | None,
+    on_result_after_cancel: Callable[[T], None] | None,
     has_begun: Callable[[], bool] = lambda: True,
 ) -> T:
-    """Await *task*; a caller that is cancelled meanwhile leaves only when it has ended.
+    """Await *task*; if the caller is cancelled, first wait until *task* has ended.
 
-    *late* then gets its result, before the cancellation goes on.  A task that has not *begun*
-    what must not be cut short is cancelled, too.
+    Args:
+        task: The work to wait for.
+        on_result_after_cancel: Called with the result of *task* if the caller was cancelled,
+            before the cancellation goes on.
+        has_begun: Whether *task* has begun what must not be interrupted.  If not, *task* is
+            cancelled, too.
+
+    Raises:
+        asyncio.CancelledError: The caller was cancelled; an error of *task* is dropped then.
+        Exception: Whatever *task* raises.
     """
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
         if not has_begun():
             task.cancel()
-        await ended(lambda: asyncio.wait([task]), task.done)
-        if late is not None and not task.cancelled() and task.exception() is None:
-            late(task.result())
+        await wait_ignoring_cancel(lambda: asyncio.wait([task]), task.done)
+        if on_result_after_cancel is not None and not task.cancelled() and task.exception() is None:
+            on_result_after_cancel(task.result())
         raise
 
 
-async def ended(wait: Callable[[], Awaitable[object]], done: Callable[[], bool]) -> None:
-    """Wait until *done*, whoever cancels."""
-    while not done():
+async def wait_ignoring_cancel(
+    wait: Callable[[], Awaitable[object]], is_done: Callable[[], bool]
+) -> None:
+    """Await *wait*, again after each cancellation, until *is_done*."""
+    while not is_done():
         try:
             await wait()
         except asyncio.CancelledError:
             continue
 
 
-async def at_once(*asking: Awaitable[T]) -> list[T]:
-    """All results, once all are there.  Raises the first error."""
-    answers = await asyncio.gather(*asking, return_exceptions=True)
+async def at_once(*awaitables: Awaitable[T]) -> list[T]:
+    """Await all of *awaitables* at the same time and return their results, in order.
+
+    Raises:
+        BaseException: The first error among them, once all have ended; `asyncio.gather` would
+            raise while the others still run.
+    """
+    answers = await asyncio.gather(*awaitables, return_exceptions=True)
     results = []
     for answer in answers:
         if isinstance(answer, BaseException):

@@ -1,16 +1,22 @@
-"""Any async SQLAlchemy engine: the caller's own, or one for a server database."""
+"""Any SQLAlchemy `AsyncEngine`: the application's own, or ours for a server database.
+
+`AsyncEngineExecutor` runs transactions on it; `LoopBinding` keeps two event loops from using its
+connections at the same time.
+"""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+import os
+import threading
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
+from weakref import WeakMethod
 
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncEngine
-from sqlalchemy.pool import StaticPool
+from sqlalchemy.pool import NullPool, StaticPool
 
 from adk_secure_sessions.db.dialects import meaning, sqlite_sql, taking_any_text
-from adk_secure_sessions.db.loop_binding import LoopBinding
 from adk_secure_sessions.db.protocol import (
     Parameters,
     Row,
@@ -19,88 +25,107 @@ from adk_secure_sessions.db.protocol import (
     run_in_turn,
 )
 from adk_secure_sessions.errors import ConfigurationError
-from adk_secure_sessions.loops import LoopLocks, settled
+from adk_secure_sessions.loops import LoopLocks, await_to_end
 
-_LARGE = 900_000  # bytes; no server is set to take less
-_COUNTED = {"preserve_rowcount": True}  # of inserts too
+_LARGE = 900_000  # bytes; no server is configured to accept less in one packet
+_COUNT_ROWS = {"preserve_rowcount": True}  # of inserts, too
 
 
 class AsyncEngineExecutor:
-    """Runs each transaction in a task of its own, which a cancelled caller waits for."""
+    """Runs each call in a task of its own, which a cancelled caller waits for.
 
-    def __init__(self, engine: AsyncEngine, *, owned: bool) -> None:
+    See `protocol.Executor`.
+
+    Args:
+        engine: Where connections come from.
+        owns_engine: Whether the engine is ours: `close` disposes of it.
+    """
+
+    def __init__(self, engine: AsyncEngine, *, owns_engine: bool) -> None:
         self._engine = engine
-        self._owned = owned
-        self._sqlite = engine.dialect.name == "sqlite"
-        # One connection under all tasks: their transactions must not run into one another.
-        self._single = isinstance(engine.pool, StaticPool)
+        self._owns_engine = owns_engine
+        self._is_sqlite = engine.dialect.name == "sqlite"
+        # One connection for all tasks: without a lock, their transactions would become one.
+        self._has_one_connection = isinstance(engine.pool, StaticPool)
         self._locks = LoopLocks()
-        self._binding = LoopBinding(engine, owned=owned, bound=not self._sqlite)
+        self._binding = LoopBinding(
+            engine, owns_engine=owns_engine, connections_need_loop=not self._is_sqlite
+        )
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._begun: set[asyncio.Task[Any]] = set()  # those that have a connection
+        self._begun: set[asyncio.Task[Any]] = set()  # those of `_tasks` that have a connection
 
     async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
         return await self._shielded(
-            self._translating(lambda inner: _fetch(inner, query, parameters))
+            self._translating(lambda connection: _fetch(connection, query, parameters))
         )
 
     async def write(
-        self, transaction: Transaction[T], late: Callable[[T], None] | None = None
+        self,
+        transaction: Transaction[T],
+        on_commit_after_cancel: Callable[[T], None] | None = None,
     ) -> T:
-        return await self._shielded(self._transact(transaction), late)
+        return await self._shielded(self._transact(transaction), on_commit_after_cancel)
 
     async def define(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
-        def run(inner: sa.Connection) -> T:
-            with taking_any_text(inner):
-                return work(inner)
+        def run(connection: sa.Connection) -> T:
+            with taking_any_text(connection):
+                return work(connection)
 
-        return await self._shielded(self._translating(run, commit=commit, alone=self._sqlite))
+        return await self._shielded(
+            self._translating(run, commit=commit, exclusive=self._is_sqlite)
+        )
 
     async def close(self) -> None:
         if tasks := list(self._tasks):
             await asyncio.wait(tasks)
-        if self._owned:
+        if self._owns_engine:
             await self._release_all()
 
     async def _transact(self, transaction: Transaction[T]) -> T:
-        def work(inner: sa.Connection) -> T:
+        def work(connection: sa.Connection) -> T:
             return run_in_turn(
                 transaction(),
-                lambda query, parameters: _fetch(inner, query, parameters),
-                lambda statement, parameters: _write(inner, statement, parameters),
+                lambda query, parameters: _fetch(connection, query, parameters),
+                lambda statement, parameters: _write(connection, statement, parameters),
             )
 
-        return await self._translating(work, commit=True, alone=self._sqlite)
+        return await self._translating(work, commit=True, exclusive=self._is_sqlite)
 
     async def _translating(
-        self, work: Callable[[sa.Connection], T], *, commit: bool = False, alone: bool = False
+        self, work: Callable[[sa.Connection], T], *, commit: bool = False, exclusive: bool = False
     ) -> T:
+        """Run *work*; raise the driver's errors as `meaning` has them, without parameters."""
         try:
-            return await self._run(work, commit=commit, alone=alone)
+            return await self._run(work, commit=commit, exclusive=exclusive)
         except sa.exc.DBAPIError as error:
-            error.hide_parameters = True  # which a caller's engine need not
-            meant = meaning(error, lost=error.connection_invalidated)
-        except OSError as error:  # could not connect
+            error.hide_parameters = True  # the application's engine may show them
+            meant = meaning(error, connection_lost=error.connection_invalidated)
+        except OSError as error:  # the driver could not connect
             meant = meaning(error)
         raise meant
 
-    async def _run(self, work: Callable[[sa.Connection], T], *, commit: bool, alone: bool) -> T:
-        async with self._alone(alone), self._engine.connect() as connection:
-            self._begin()
-            if commit and self._sqlite:
+    async def _run(self, work: Callable[[sa.Connection], T], *, commit: bool, exclusive: bool) -> T:
+        async with self._turn(exclusive), self._engine.connect() as connection:
+            self._mark_begun()
+            if commit and self._is_sqlite:
                 await connection.run_sync(_begin_immediate)
             result = await connection.run_sync(work)
             if commit:
                 await connection.commit()
             return result
 
-    def _alone(self, needed: bool) -> AbstractAsyncContextManager[None]:
-        return self._locks.hold("connection") if needed or self._single else nullcontext()
+    def _turn(self, exclusive: bool) -> AbstractAsyncContextManager[None]:
+        """Exclude other tasks from the block, if *exclusive* or if there is one connection."""
+        if exclusive or self._has_one_connection:
+            return self._locks.hold("connection")
+        return nullcontext()
 
     async def _shielded(
-        self, work: Coroutine[Any, Any, T], late: Callable[[T], None] | None = None
+        self,
+        work: Coroutine[Any, Any, T],
+        on_commit_after_cancel: Callable[[T], None] | None = None,
     ) -> T:
-        # Cancelled between two statements, a transaction would stay open.
+        """Run *work* in a task: a cancellation in the middle would leave a transaction open."""
         try:
             self._enter()
         except ConfigurationError:
@@ -108,26 +133,27 @@ class AsyncEngineExecutor:
             raise
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
-        task.add_done_callback(self._done)
-        return await settled(task, late, lambda: task in self._begun)
+        task.add_done_callback(self._leave)
+        return await await_to_end(task, on_commit_after_cancel, lambda: task in self._begun)
 
-    def _begin(self) -> None:
+    def _mark_begun(self) -> None:
         if (task := asyncio.current_task()) in self._tasks:
             self._begun.add(task)
 
     def _enter(self) -> bool:
-        moved = self._binding.enter()
-        if moved and self._owned:
-            self._binding.close_at_end(self._release_all)
-        return moved
+        """Begin a call; returns whether it is the first in its event loop."""
+        is_first = self._binding.enter()
+        if is_first and self._owns_engine:
+            self._binding.close_at_end_of_loop(self._release_all)
+        return is_first
 
-    async def _release_all(self) -> None:
-        await self._engine.dispose()
-
-    def _done(self, task: asyncio.Task[Any]) -> None:
+    def _leave(self, task: asyncio.Task[Any]) -> None:
         self._binding.leave()
         self._tasks.discard(task)
         self._begun.discard(task)
+
+    async def _release_all(self) -> None:
+        await self._engine.dispose()
 
 
 def _fetch(
@@ -140,18 +166,24 @@ def _fetch(
 
 
 def _write(connection: sa.Connection, statement: sa.Executable, parameters: Parameters) -> int:
+    """Run one change and return how many rows it matched."""
     largest = max(
         (len(value) for value in parameters.values() if isinstance(value, bytes)), default=0
     )
     if largest > _LARGE and connection.dialect.name in ("mysql", "mariadb"):
         _check_packet(connection, largest)
-    return connection.execute(statement, parameters, execution_options=_COUNTED).rowcount
+    return connection.execute(statement, parameters, execution_options=_COUNT_ROWS).rowcount
 
 
 def _check_packet(connection: sa.Connection, size: int) -> None:
-    """Refuse what the server would not take: it answers that by closing the connection."""
+    """Reject a value that is too large for the server, which would just close the connection.
+
+    Raises:
+        ConfigurationError: A value of *size* bytes does not fit.
+    """
     limit = connection.scalar(sa.text("SELECT @@max_allowed_packet"))
-    if limit is not None and size + size // 25 + _LARGE // 1000 > limit:  # escapes take room
+    # Besides the value: escape characters in it, which the driver adds, and the rest of the packet.
+    if limit is not None and size + size // 25 + _LARGE // 1000 > limit:
         raise ConfigurationError(
             f"a value of {size} bytes does not fit into one packet of the database server: "
             f"raise its max_allowed_packet, which is {limit} bytes"
@@ -159,7 +191,96 @@ def _check_packet(connection: sa.Connection, size: int) -> None:
 
 
 def _begin_immediate(connection: sa.Connection) -> None:
-    # A deferred BEGIN that reads, then writes, is refused at once when another writes.
+    # A deferred BEGIN that reads and then writes fails at once if another process is writing: it
+    # cannot wait, because what it read is outdated.
     driver = connection.connection.driver_connection
     if not getattr(driver, "in_transaction", False):
         connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+
+class LoopBinding:
+    """Lets one event loop, in one process, use an engine at a time.
+
+    Args:
+        engine: The engine.
+        owns_engine: Whether the engine is ours, so that its connections may be thrown away.
+        connections_need_loop: Whether a connection works only in the event loop that opened it, as
+            connections of the drivers of servers do.
+    """
+
+    def __init__(
+        self, engine: AsyncEngine, *, owns_engine: bool, connections_need_loop: bool
+    ) -> None:
+        self._engine = engine
+        self._owns_engine = owns_engine
+        self._connections_need_loop = connections_need_loop
+        self._guard = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._pid = 0
+        self._calls = 0  # under way
+        self._at_end: AsyncGenerator[None] | None = None
+
+    def enter(self) -> bool:
+        """Begin a call; returns whether it is the first in its event loop.
+
+        Raises:
+            ConfigurationError: Another loop is using the engine, or left connections in it that
+                are not ours to throw away.
+        """
+        loop, pid = asyncio.get_running_loop(), os.getpid()
+        with self._guard:
+            is_first = loop is not self._loop or pid != self._pid
+            if is_first:
+                self._move(pid)
+                self._loop, self._pid = loop, pid
+            self._calls += 1
+        return is_first
+
+    def leave(self) -> None:
+        """End a call that `enter` began."""
+        with self._guard:
+            self._calls -= 1
+
+    def close_at_end_of_loop(self, close: Callable[[], Awaitable[None]]) -> None:
+        """Have the event loop await *close* before it ends.
+
+        ADK's `Runner.run` runs each call in a new event loop.  *close*, a bound method, is held
+        weakly: a loop that goes on must not keep a service alive that the application has dropped.
+        """
+        self._at_end = generator = _until_end_of_loop(WeakMethod(close))
+        try:
+            generator.__anext__().send(None)
+        except StopIteration:
+            pass  # the generator now waits at its yield
+
+    def _move(self, pid: int) -> None:
+        """Leave the event loop that used the engine so far, or raise ConfigurationError."""
+        keeps = self._connections_need_loop and not isinstance(self._engine.pool, NullPool)
+        alive = self._loop is not None and pid == self._pid and not self._loop.is_closed()
+        if alive and (self._calls or (keeps and self._owns_engine)):
+            raise ConfigurationError(
+                "the database connections belong to another event loop: make a service for "
+                "each loop that runs at the same time, or on SQLite pass db_url"
+            )
+        self._calls = 0
+        if self._loop is None or not keeps:
+            return
+        if not self._owns_engine:
+            raise ConfigurationError(
+                "db_engine still holds connections of another event loop or of a parent "
+                "process: make the engine where it is used, give it poolclass=NullPool, or "
+                "pass db_url"
+            )
+        # Connections that are left cannot be closed: their loop has ended, or they are a parent's.
+        self._engine.sync_engine.dispose(close=False)
+
+
+async def _until_end_of_loop(
+    closing: "WeakMethod[Callable[[], Awaitable[None]]]",
+) -> AsyncGenerator[None]:
+    # An event loop that ends closes the asynchronous generators that were begun in it.
+    try:
+        yield
+    finally:
+        if close := closing():
+            await close()

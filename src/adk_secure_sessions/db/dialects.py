@@ -1,4 +1,4 @@
-"""What differs from one database to the next: SQL text, and what their errors mean."""
+"""What differs from one database to the next: SQL text, locks, and the meaning of errors."""
 
 import functools
 import sqlite3
@@ -13,49 +13,52 @@ from adk_secure_sessions.db.protocol import Conflict, Disconnected, UniqueViolat
 
 _sqlite = sqlite.dialect(paramstyle="named")
 
-# By SQLSTATE, by SQLite's name, by the number of MySQL and MariaDB.
+# PostgreSQL's errors by SQLSTATE, SQLite's by name, those of MySQL and MariaDB by number.
 _UNIQUE: set[object] = {"23505", "SQLITE_CONSTRAINT_UNIQUE", "SQLITE_CONSTRAINT_PRIMARYKEY", 1062}
 _CONFLICT: set[object] = {
     "40001",  # serialization failure
     "40P01",  # deadlock
-    "55P03",  # lock not available, to who does not wait for it
+    "55P03",  # lock not available, after NOWAIT
     1205,  # lock wait timeout
     1213,  # deadlock
-    1020,  # the row has changed since the snapshot
+    1020,  # the row has changed since the transaction's snapshot
 }
-_GONE: set[object] = {
+_DISCONNECTED: set[object] = {
     "57P01",  # admin shutdown
     "57P02",  # crash shutdown
     "57P03",  # cannot connect now
-    "25006",  # read only: a primary no longer
+    "25006",  # read only: the server is no longer the primary
     1053,  # server shutdown in progress
     1927,  # connection was killed
     1290,  # read only
-    1792,  # a write in a read-only transaction
+    1792,  # write in a read-only transaction
     2003,  # cannot connect
-    2006,  # gone away
-    2013,  # lost
-    2055,  # lost
+    2006,  # server has gone away
+    2013,  # connection lost during a query
+    2055,  # connection lost
 }
+_CONNECTION_CLASS = "08"  # SQLSTATEs that begin so are connection exceptions
 _ADVISORY_LOCK = int.from_bytes(b"AKS init")
 _LOCK_TIMEOUT = 60  # seconds
 
 
 @functools.cache
 def sqlite_sql(statement: sa.Executable) -> str:
-    """*statement* as SQLite's SQL with named parameters, compiled once."""
+    """Compile *statement* to SQLite's SQL with named parameters, once for each statement."""
     assert isinstance(statement, sa.ClauseElement)
     return str(statement.compile(dialect=_sqlite))
 
 
 @contextmanager
 def exclusively(connection: sa.Connection) -> Iterator[None]:
-    """Change the schema while no other process of ours does, and commit.
+    """Let no other process of ours change the schema during the block.
 
-    A server that creates one table twice at once fails; SQLite's writers take turns anyway.
+    A server fails if two processes create one table at the same moment.  On PostgreSQL the lock
+    lasts until the caller commits.  On MySQL and MariaDB this commits before it releases the lock.
+    SQLite needs no lock of ours, since its writers take turns.
     """
     kind = connection.dialect.name
-    if kind == "postgresql":  # until the end of the transaction
+    if kind == "postgresql":  # held until the end of the transaction
         connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_ADVISORY_LOCK)))
     if kind not in ("mysql", "mariadb"):
         yield
@@ -70,17 +73,17 @@ def exclusively(connection: sa.Connection) -> Iterator[None]:
 
 
 def any_text(data: bytes) -> str:
-    """A text factory that takes any bytes.
+    """Decode text from SQLite, whatever bytes it has: a `text_factory`.
 
-    Text where a binary value belongs is to be refused by us, not by SQLite's decoder, which
-    quotes it.
+    SQLite stores text in any column, and an attacker may have put text where bytes belong.  Our
+    own checks must reject it: the error of SQLite's decoder would quote it.
     """
     return data.decode("utf-8", "backslashreplace")
 
 
 @contextmanager
 def taking_any_text(connection: sa.Connection) -> Iterator[None]:
-    """Use `any_text` on SQLite for a while: the connection may be another's."""
+    """Use `any_text` on a SQLite connection during the block; it may belong to the application."""
     if connection.dialect.name != "sqlite":
         yield
         return
@@ -93,20 +96,28 @@ def taking_any_text(connection: sa.Connection) -> Iterator[None]:
         driver.text_factory = text_factory
 
 
-def meaning(error: Exception, *, lost: bool = False) -> Exception:
-    """UniqueViolation, Conflict or Disconnected, if *error* means one of them; else itself.
+def meaning(error: Exception, *, connection_lost: bool = False) -> Exception:
+    """Translate a driver's error, bare or in one of SQLAlchemy's.
 
-    *lost* is what the driver knows of the connection.
+    Args:
+        error: The error.
+        connection_lost: Whether the driver knows that its connection is closed.
+
+    Returns:
+        UniqueViolation, Conflict or Disconnected if *error* means one of them; else *error*.
     """
     driver: Any = error.orig if isinstance(error, sa.exc.DBAPIError) else error
     state = getattr(driver, "sqlstate", None)
     codes = {state, getattr(driver, "sqlite_errorname", None)}
     codes.update(arg for arg in driver.args if isinstance(arg, int))
-    # Where there is no code, there was no server to give one.
-    silent = codes == {None} and isinstance(error, sa.exc.OperationalError)
-    silent = silent and not isinstance(driver, sqlite3.Error)
-    gone = silent or codes & _GONE or str(state).startswith("08")  # SQLSTATE's class of connections
-    if lost or gone or isinstance(driver, OSError):
+    # An operational error of a server's driver without a code: no server was there to give one.
+    unanswered = (
+        codes == {None}
+        and isinstance(error, sa.exc.OperationalError)
+        and not isinstance(driver, sqlite3.Error)
+    )
+    ended = codes & _DISCONNECTED or str(state).startswith(_CONNECTION_CLASS)
+    if connection_lost or unanswered or ended or isinstance(driver, OSError):
         return Disconnected(error)
     if codes & _UNIQUE:
         return UniqueViolation()

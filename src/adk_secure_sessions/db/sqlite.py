@@ -1,29 +1,97 @@
-"""SQLite by URL: threads of our own, so that a transaction costs one hop.
+"""SQLite by URL, on threads of our own: each operation takes one hop to a thread and back.
 
-One thread writes; others read beside it, thanks to WAL.  A database in memory has a single
-connection, and one thread does both.
+An append takes 20 hops in ADK's `DatabaseSessionService` and 8 in its `SqliteSessionService`.  The
+hops and the waiting for the disk are nearly all of the time.  This module in reading order:
+
+1. `SqliteExecutor` makes a `Job` of each call and puts it into the inbox of a thread.  One thread
+   writes, and two read beside it, which write-ahead logging allows.  A database in memory has a
+   single connection, so one thread does both.
+2. `WorkerThread` takes jobs from its inbox.  The writer takes all that wait, up to 64, runs them in
+   one `BEGIN IMMEDIATE` with a savepoint for each, and commits once.  50 tasks that append at once
+   get 3000 to 5600 appends a second; a commit for each append gave 2000, and ADK's service 100 to
+   200.
+3. `SqliteConnection` runs the steps of one transaction on the driver.
+4. The outcomes of a batch go back to the event loops of their callers, one call for each loop.
 """
 
 import asyncio
+import logging
 import os
 import sqlite3
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.db.protocol import Parameters, Row, T, Transaction
-from adk_secure_sessions.db.sqlite_threads import Job, WorkerThread, stop
+from adk_secure_sessions.db.dialects import any_text, meaning, sqlite_sql, taking_any_text
+from adk_secure_sessions.db.protocol import (
+    Parameters,
+    Row,
+    T,
+    Transaction,
+    UniqueViolation,
+    run_in_turn,
+)
 from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.loops import wait_ignoring_cancel
+
+logger = logging.getLogger(__name__)
 
 _READERS = 2
 _BUSY_TIMEOUT = 30.0  # seconds that another process may hold the write lock
+_BATCH = 64  # transactions in one commit, at most
+_EXIT_TIMEOUT = 5.0  # seconds for a thread to end
+
+
+# --- The executor -------------------------------------------------------------------------------
+
+
+def is_in_memory(url: sa.URL) -> bool:
+    """Whether this SQLite URL names a database in memory, or a temporary one, and no file."""
+    database = url.database or ""
+    memory = database in ("", ":memory:") or database.startswith("file::memory:")
+    return memory or url.query.get("mode") == "memory"
+
+
+def sqlite_executor(url: sa.URL, engine_kwargs: dict[str, Any]) -> "SqliteExecutor":
+    """Make the executor for a SQLite URL.
+
+    Args:
+        url: Its driver does not matter.
+        engine_kwargs: Options of `sqlalchemy.create_engine`.
+
+    Raises:
+        TypeError, ValueError, sqlalchemy.exc.ArgumentError: SQLAlchemy rejects the options.
+    """
+    memory = is_in_memory(url)
+    options = dict(engine_kwargs)
+    if memory:
+        options.setdefault("poolclass", sa.pool.StaticPool)
+    options["connect_args"] = {
+        "timeout": _BUSY_TIMEOUT,
+        "check_same_thread": False,
+        **options.get("connect_args", {}),
+    }
+    options["hide_parameters"] = True
+    engine = sa.create_engine(url.set(drivername="sqlite+pysqlite"), **options)
+    sa.event.listen(engine, "connect", _overwrite_deleted)
+    return SqliteExecutor(engine, memory=memory)
+
+
+def _overwrite_deleted(driver: sqlite3.Connection, _record: object) -> None:
+    # Without it, a page that SQLite splits keeps copies of rows, which a DELETE leaves there.
+    driver.execute("PRAGMA secure_delete = ON").close()
 
 
 class SqliteExecutor:
-    """Runs transactions on threads that the first of them starts."""
+    """Runs transactions on threads that the first call starts; see `protocol.Executor`.
+
+    It serves any number of event loops at once.  A database in a file survives `fork`: the child
+    starts threads of its own.
+    """
 
     def __init__(self, engine: sa.Engine, *, memory: bool) -> None:
         self._engine = engine
@@ -42,9 +110,13 @@ class SqliteExecutor:
         )
 
     async def write(
-        self, transaction: Transaction[T], late: Callable[[T], None] | None = None
+        self,
+        transaction: Transaction[T],
+        on_commit_after_cancel: Callable[[T], None] | None = None,
     ) -> T:
-        return await self._submit(lambda connection: connection.transact(transaction), late)
+        return await self._submit(
+            lambda connection: connection.transact(transaction), on_commit_after_cancel
+        )
 
     async def define(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
         return await self._submit(work, on_engine=True, commit=commit)
@@ -55,13 +127,13 @@ class SqliteExecutor:
             if self._finalizer is not None:
                 self._finalizer.detach()
         if threads:
-            await asyncio.to_thread(stop, threads)
+            await asyncio.to_thread(_stop, threads)
         self._engine.dispose()
 
     async def _submit(
         self,
         work: Callable[[Any], T],
-        late: Callable[[T], None] | None = None,
+        on_commit_after_cancel: Callable[[T], None] | None = None,
         *,
         reads: bool = False,
         on_engine: bool = False,
@@ -70,58 +142,300 @@ class SqliteExecutor:
         if os.getpid() != self._pid:
             self._after_fork()
         job = Job(work, on_engine=on_engine, commit=commit)
-        with self._lock:  # so that nothing is queued behind the end of a thread
+        with self._lock:  # so that `close` queues the end of a thread after every job
             threads = self._threads or self._start()
             candidates = threads[1:] if reads and len(threads) > 1 else threads[:1]
-            # The first that is idle: what it read last is still in its caches.
+            # The first idle thread: the pages that it read last are still in its cache.
             min(candidates, key=lambda thread: thread.inbox.waiting).inbox.put(job)
-        result: T = await job.outcome(late)
+        result: T = await job.outcome(on_commit_after_cancel)
         return result
 
-    def _start(self) -> list[WorkerThread]:
+    def _start(self) -> "list[WorkerThread]":
         readers = 0 if self._memory else _READERS
         self._threads = [WorkerThread(self._engine, writes=True)]
         self._threads += [WorkerThread(self._engine, writes=False) for _ in range(readers)]
-        self._finalizer = weakref.finalize(self, stop, self._threads)
+        self._finalizer = weakref.finalize(self, _stop, self._threads)
         return self._threads
 
     def _after_fork(self) -> None:
-        """Start anew in a child process: neither threads nor connections came along."""
+        """Forget threads and connections in a child process, which does not inherit them."""
         if self._memory:
             raise ConfigurationError(
                 "a database in memory does not survive a fork: "
-                "make the service in the child, or use a file"
+                "create the service in the child process, or use a file"
             )
         if self._finalizer is not None:
             self._finalizer.detach()
-        self._engine.dispose(close=False)  # the parent's connections are not ours to close
+        self._engine.dispose(close=False)  # closing them would take them from the parent
         self._forget_threads()
 
 
-def is_in_memory(url: sa.URL) -> bool:
-    """Whether that SQLite database is no file."""
-    database = url.database or ""
-    memory = database in ("", ":memory:") or database.startswith("file::memory:")
-    return memory or url.query.get("mode") == "memory"
+# --- Jobs and threads ----------------------------------------------------------------------------
 
 
-def sqlite_executor(url: sa.URL, engine_kwargs: dict[str, Any]) -> SqliteExecutor:
-    """The executor for a SQLite URL; *engine_kwargs* are those of `sqlalchemy.create_engine`."""
-    memory = is_in_memory(url)
-    options = dict(engine_kwargs)
-    if memory:
-        options.setdefault("poolclass", sa.pool.StaticPool)
-    options["connect_args"] = {
-        "timeout": _BUSY_TIMEOUT,
-        "check_same_thread": False,
-        **options.get("connect_args", {}),
-    }
-    options["hide_parameters"] = True
-    engine = sa.create_engine(url.set(drivername="sqlite+pysqlite"), **options)
-    sa.event.listen(engine, "connect", _overwrite_deleted)
-    return SqliteExecutor(engine, memory=memory)
+class Job:
+    """Work for a thread, and the future that its caller awaits.
+
+    Made in the caller's event loop.
+    """
+
+    __slots__ = ("_claim", "_ended", "_future", "_result", "commit", "loop", "on_engine", "work")
+
+    def __init__(self, work: Callable[[Any], Any], *, on_engine: bool, commit: bool) -> None:
+        self.work = work
+        self.on_engine = on_engine  # work takes a SQLAlchemy connection, not a SqliteConnection
+        self.commit = commit
+        self.loop = asyncio.get_running_loop()
+        self._future: asyncio.Future[Any] = self.loop.create_future()
+        self._claim = threading.Lock()
+        self._ended: asyncio.Event | None = None  # made by a cancellation that has to wait
+        self._result: list[Any] = []
+
+    def claim(self) -> bool:
+        """Return True to the first caller: the thread, to run it, or a cancellation, to stop it."""
+        return self._claim.acquire(blocking=False)
+
+    async def outcome(self, on_commit_after_cancel: Callable[[Any], None] | None) -> Any:
+        """Await the result; a cancellation stops work that has not begun, and waits for the rest.
+
+        This is `loops.await_to_end` without `asyncio.shield`, which costs a turn of the event loop.
+        """
+        try:
+            return await self._future
+        except asyncio.CancelledError:
+            if not self.claim():
+                self._ended = self._ended or asyncio.Event()
+                await wait_ignoring_cancel(self._ended.wait, lambda: bool(self._result))
+                result, error = self._result
+                if on_commit_after_cancel is not None and error is None:
+                    on_commit_after_cancel(result)
+            raise
+
+    def settle(self, result: Any, error: BaseException | None) -> None:
+        """Hand over the result or the error; called in the job's event loop."""
+        self._result = [result, error]  # for a cancellation that comes now, or came before
+        if self._future.done():
+            if self._ended is not None:
+                self._ended.set()
+        elif error is not None:
+            self._future.set_exception(error)
+        else:
+            self._future.set_result(result)
 
 
-def _overwrite_deleted(driver: sqlite3.Connection, _record: object) -> None:
-    """Or pages that are split keep copies of rows, which deleting these does not reach."""
-    driver.execute("PRAGMA secure_delete = ON").close()
+class _Inbox:
+    """The jobs that wait for a thread, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Job | None] = SimpleQueue()
+        self._ahead: list[Job | None] = []  # taken from the queue, but not for that batch
+        self._busy = False
+
+    @property
+    def waiting(self) -> int:
+        """About how many jobs a new one would wait for."""
+        return self._queue.qsize() + self._busy
+
+    def put(self, job: Job | None) -> None:
+        """Queue *job*; None ends the thread."""
+        self._queue.put(job)
+
+    def take(self, limit: int) -> list[Job]:
+        """Wait for jobs and return up to *limit* for one transaction; none to end the thread.
+
+        A job on the engine has a transaction of its own, and so is alone in its batch.
+        """
+        self._busy = False
+        job = self._ahead.pop() if self._ahead else self._queue.get()
+        self._busy = True
+        batch: list[Job] = []
+        while job is not None and not (batch and job.on_engine):
+            batch.append(job)
+            if job.on_engine or len(batch) == limit:
+                return batch
+            try:
+                job = self._queue.get_nowait()
+            except Empty:
+                return batch
+        if batch:
+            self._ahead.append(job)
+        return batch
+
+
+class WorkerThread:
+    """A thread, and a connection that the thread opens, uses and closes itself."""
+
+    def __init__(self, engine: sa.Engine, *, writes: bool) -> None:
+        self.inbox = _Inbox()
+        # A daemon: ADK's tools never close a service, and must be able to exit all the same.
+        self.thread = threading.Thread(
+            target=_serve,
+            args=(self.inbox, engine, writes),
+            name=f"adk-secure-sessions-{'writer' if writes else 'reader'}",
+            daemon=True,
+        )
+        self.thread.start()
+
+
+def _stop(threads: list[WorkerThread]) -> None:
+    """End *threads* once they have done all that is queued."""
+    for thread in threads:
+        thread.inbox.put(None)
+    for thread in threads:
+        thread.thread.join(_EXIT_TIMEOUT)
+
+
+class _Outcome(NamedTuple):
+    job: Job
+    result: Any
+    error: BaseException | None
+
+
+def _serve(inbox: _Inbox, engine: sa.Engine, writes: bool) -> None:
+    """Run jobs until the inbox says to end; the body of a thread."""
+    connection: SqliteConnection | None = None
+    while batch := inbox.take(_BATCH if writes else 1):
+        try:
+            batch = [job for job in batch if job.claim()]
+            if not batch:
+                continue
+            if batch[0].on_engine:
+                outcomes = [_run_on_engine(engine, batch[0])]
+            else:
+                connection = connection or _connect(engine, writes)
+                outcomes = _run_batch(connection, batch) if writes else [_run(connection, batch[0])]
+        except BaseException as error:
+            outcomes = [_Outcome(job, None, _translated(error)) for job in batch]
+        _deliver(outcomes)
+    if connection is not None:
+        connection.driver.close()
+
+
+def _run_batch(connection: "SqliteConnection", batch: list[Job]) -> list[_Outcome]:
+    """Run *batch* in one transaction; a job that raises takes back only its own changes."""
+    driver = connection.driver
+    outcomes: list[_Outcome] = []
+    try:
+        driver.execute("BEGIN IMMEDIATE")
+        for job in batch:
+            if len(batch) > 1:
+                driver.execute("SAVEPOINT one")
+            outcome = _run(connection, job)
+            outcomes.append(outcome)
+            if not driver.in_transaction:  # SQLite ended it, for example because the disk is full
+                raise outcome.error or sqlite3.OperationalError("the transaction was ended")
+            if len(batch) > 1:
+                if outcome.error is not None:
+                    driver.execute("ROLLBACK TO one")
+                driver.execute("RELEASE one")
+        commit = len(batch) > 1 or outcomes[0].error is None
+        driver.execute("COMMIT" if commit else "ROLLBACK")
+        return outcomes
+    except BaseException as error:
+        if driver.in_transaction:
+            driver.execute("ROLLBACK")
+        translated = _translated(error)
+        return [_Outcome(job, None, translated) for job in batch]
+
+
+def _run(connection: "SqliteConnection", job: Job) -> _Outcome:
+    try:
+        return _Outcome(job, job.work(connection), None)
+    except BaseException as error:
+        return _Outcome(job, None, _translated(error))
+
+
+def _run_on_engine(engine: sa.Engine, job: Job) -> _Outcome:
+    try:
+        with engine.connect() as connection:
+            if job.commit:
+                connection.exec_driver_sql("BEGIN IMMEDIATE")
+            with taking_any_text(connection):
+                result = job.work(connection)
+            if job.commit:
+                connection.commit()
+        return _Outcome(job, result, None)
+    except BaseException as error:
+        return _Outcome(job, None, error)
+
+
+# --- Connections ---------------------------------------------------------------------------------
+
+
+class SqliteConnection:
+    """Runs queries and transactions on the driver's connection, in the thread that owns it."""
+
+    __slots__ = ("driver",)
+
+    def __init__(self, driver: sqlite3.Connection) -> None:
+        self.driver = driver
+
+    def fetch(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
+        return self.driver.execute(sqlite_sql(query), parameters).fetchall()
+
+    def transact(self, transaction: Transaction[T]) -> T:
+        return run_in_turn(transaction(), self.fetch, self._run)
+
+    def _run(self, statement: sa.Executable, parameters: Parameters) -> int:
+        try:
+            return self.driver.execute(sqlite_sql(statement), parameters).rowcount
+        except sqlite3.IntegrityError as error:
+            meant = meaning(error)
+            if not isinstance(meant, UniqueViolation):
+                raise
+        raise meant
+
+
+def _connect(engine: sa.Engine, writes: bool) -> SqliteConnection:
+    pooled = engine.raw_connection()
+    driver = pooled.driver_connection
+    assert isinstance(driver, sqlite3.Connection)
+    if not isinstance(engine.pool, sa.pool.StaticPool):
+        pooled.detach()  # the thread keeps it: it must not count against the pool
+    driver.isolation_level = None  # `_run_batch` begins transactions, not the driver
+    driver.text_factory = any_text
+    if writes:
+        _enter_wal(driver)
+        driver.execute("PRAGMA synchronous = FULL")
+    else:
+        driver.execute("PRAGMA query_only = ON")
+    return SqliteConnection(driver)
+
+
+def _enter_wal(driver: sqlite3.Connection) -> None:
+    """Switch the file to write-ahead logging, so that readers do not wait for the writer."""
+    # While another process switches, too, SQLite answers "busy" without the busy timeout.
+    for attempt in range(100):
+        try:
+            driver.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorname != "SQLITE_BUSY" or attempt == 99:
+                raise
+            threading.Event().wait(0.05)
+
+
+# --- Outcomes ------------------------------------------------------------------------------------
+
+
+def _translated(error: BaseException) -> BaseException:
+    """Turn an error of the driver into SQLAlchemy's, without the statement and its parameters."""
+    if not isinstance(error, sqlite3.Error):
+        return error
+    return sa.exc.DBAPIError.instance(None, None, error, sqlite3.Error, hide_parameters=True)
+
+
+def _deliver(outcomes: list[_Outcome]) -> None:
+    by_loop: dict[asyncio.AbstractEventLoop, list[_Outcome]] = {}
+    for outcome in outcomes:
+        by_loop.setdefault(outcome.job.loop, []).append(outcome)
+    for loop, of_loop in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(_settle, of_loop)
+        except RuntimeError:  # the loop is closed: nobody waits any more
+            logger.debug("an event loop was closed before its transactions were answered")
+
+
+def _settle(outcomes: list[_Outcome]) -> None:
+    for job, result, error in outcomes:
+        job.settle(result, error)

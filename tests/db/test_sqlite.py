@@ -1,16 +1,20 @@
-"""The threads under a SQLite URL: one commit for many transactions, each on its own feet."""
+"""SQLite's threads: transactions share a commit, and each fails or is cancelled by itself.
+
+What every executor promises is tested in `test_executors`.
+"""
 
 import asyncio
 import gc
+import sqlite3
 import threading
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
 
-from adk_secure_sessions.db import sqlite_threads as threads
 from adk_secure_sessions.db.protocol import (
     Apply,
     Change,
@@ -18,8 +22,7 @@ from adk_secure_sessions.db.protocol import (
     Steps,
     UniqueViolation,
 )
-from adk_secure_sessions.db.sqlite import SqliteExecutor, sqlite_executor
-from adk_secure_sessions.db.sqlite_threads import Job
+from adk_secure_sessions.db.sqlite import Job, SqliteExecutor, sqlite_executor
 
 TABLE = sa.Table(
     "numbers", sa.MetaData(), sa.Column("n", sa.Integer, primary_key=True, autoincrement=False)
@@ -72,20 +75,18 @@ async def test_failing_transaction_takes_only_itself_back(numbers: SqliteExecuto
     await numbers.close()
 
 
-async def test_transactions_that_queue_up_share_a_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    executor = sqlite_executor(sa.make_url(f"sqlite:///{tmp_path}/numbers.db"), {})
-    await executor.define(TABLE.metadata.create_all, commit=True)
+async def test_transactions_that_queue_up_share_a_commit(tmp_path: Path) -> None:
     statements: list[str] = []
-    connect = threads._connect
 
-    def traced(engine: sa.Engine, writes: bool) -> threads.SqliteConnection:
-        connection = connect(engine, writes)
-        connection.driver.set_trace_callback(statements.append)
-        return connection
+    class Traced(sqlite3.Connection):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            self.set_trace_callback(statements.append)
 
-    monkeypatch.setattr(threads, "_connect", traced)
+    url = sa.make_url(f"sqlite:///{tmp_path}/numbers.db")
+    executor = sqlite_executor(url, {"connect_args": {"factory": Traced}})
+    await executor.define(TABLE.metadata.create_all, commit=True)
+    statements.clear()
     first = asyncio.ensure_future(executor.write(wait))  # meanwhile the others queue up
     await asyncio.sleep(0.05)
     await asyncio.gather(first, *(executor.write(partial(add, n)) for n in range(50)))
@@ -136,16 +137,16 @@ async def test_cancelled_while_it_runs_ends_first(numbers: SqliteExecutor) -> No
 
 
 async def test_cancelled_as_the_result_arrives_neither_hangs_nor_loses_it() -> None:
-    late: list[int] = []
+    reported: list[int] = []
     job = Job(lambda connection: 5, on_engine=False, commit=True)
-    task = asyncio.create_task(job.outcome(late.append))
+    task = asyncio.create_task(job.outcome(reported.append))
     await asyncio.sleep(0)
-    assert job.claimed()  # by the thread
+    assert job.claim()  # by the thread
     job.settle(5, None)
     task.cancel()  # before the task has seen it
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(task, 5)
-    assert late == [5]
+    assert reported == [5]
 
 
 async def test_timeout_of_a_running_transaction_is_still_a_timeout(

@@ -1,0 +1,210 @@
+"""An application's engine: one event loop and one process at a time, and its own settings."""
+
+import asyncio
+import gc
+import os
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+from sqlalchemy.pool import NullPool, StaticPool
+
+from adk_secure_sessions.db.async_engine import AsyncEngineExecutor, LoopBinding
+from adk_secure_sessions.errors import ConfigurationError
+from tests.db.support import apply, insert, stored, things
+
+
+def engine_without_a_server(**options: object) -> AsyncEngine:
+    """An engine whose connections need their event loop; it never opens one."""
+    return create_async_engine("postgresql+asyncpg://u:p@nowhere.invalid/d", **options)
+
+
+def binding(
+    *, owns_engine: bool, connections_need_loop: bool = True, engine: AsyncEngine | None = None
+) -> LoopBinding:
+    return LoopBinding(
+        engine or engine_without_a_server(),
+        owns_engine=owns_engine,
+        connections_need_loop=connections_need_loop,
+    )
+
+
+def call(one: LoopBinding) -> bool:
+    """A call that begins and ends in an event loop of its own; whether it was the first there."""
+
+    async def enter_and_leave() -> bool:
+        first = one.enter()
+        assert not one.enter()
+        one.leave()
+        one.leave()
+        return first
+
+    return asyncio.run(enter_and_leave())
+
+
+# --- LoopBinding ---------------------------------------------------------------------------------
+
+
+def test_engine_of_ours_serves_one_event_loop_after_the_other() -> None:
+    one = binding(owns_engine=True)
+    assert [call(one) for _ in range(3)] == [True] * 3
+
+
+def test_engine_of_the_application_serves_a_single_event_loop() -> None:
+    one = binding(owns_engine=False)
+    call(one)
+    with pytest.raises(ConfigurationError, match="still holds connections of another event loop"):
+        call(one)
+
+
+@pytest.mark.parametrize("owns_engine", [True, False])
+def test_engine_without_a_pool_serves_one_event_loop_after_the_other(owns_engine: bool) -> None:
+    one = binding(owns_engine=owns_engine, engine=engine_without_a_server(poolclass=NullPool))
+    assert [call(one) for _ in range(3)] == [True] * 3
+
+
+@pytest.mark.parametrize("owns_engine", [True, False])
+def test_connections_that_need_no_loop_serve_one_event_loop_after_the_other(
+    owns_engine: bool,
+) -> None:
+    one = binding(owns_engine=owns_engine, connections_need_loop=False)
+    assert [call(one) for _ in range(3)] == [True] * 3
+
+
+@pytest.mark.parametrize("connections_need_loop", [True, False])
+def test_second_event_loop_is_rejected_while_a_call_is_under_way(
+    connections_need_loop: bool,
+) -> None:
+    one = binding(owns_engine=True, connections_need_loop=connections_need_loop)
+
+    async def call_from_another_thread() -> None:
+        one.enter()
+        with pytest.raises(ConfigurationError, match="belong to another event loop"):
+            await asyncio.to_thread(call, one)
+        one.leave()
+
+    asyncio.run(call_from_another_thread())
+
+
+def test_second_event_loop_is_rejected_while_the_first_may_use_its_connections_again() -> None:
+    one = binding(owns_engine=True)
+    with asyncio.Runner() as runner:
+
+        async def enter_and_leave() -> None:
+            one.enter()
+            one.leave()
+
+        runner.run(enter_and_leave())
+        with pytest.raises(ConfigurationError, match="belong to another event loop"):
+            call(one)
+    assert call(one)  # once the first has ended
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="POSIX")
+def test_child_process_begins_anew_with_an_engine_of_ours_and_cannot_with_another() -> None:
+    for owns_engine in (True, False):
+        one = binding(owns_engine=owns_engine)
+        call(one)
+        child = os.fork()
+        if not child:
+            try:
+                code = 0 if call(one) else 2
+            except ConfigurationError:
+                code = 1
+            os._exit(code)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == (0 if owns_engine else 1)
+
+
+class Closing:
+    def __init__(self) -> None:
+        self.closed = 0
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+def test_event_loop_closes_at_its_end_what_it_was_asked_to() -> None:
+    one, closing = binding(owns_engine=True), Closing()
+
+    async def ask() -> None:
+        one.close_at_end_of_loop(closing.close)
+        await asyncio.sleep(0)
+        assert closing.closed == 0
+
+    asyncio.run(ask())
+    assert closing.closed == 1
+
+
+def test_event_loop_does_not_keep_alive_what_it_is_to_close() -> None:
+    one, closing = binding(owns_engine=True), Closing()
+    gone = weakref.ref(closing)
+
+    async def ask(close: Callable[[], object]) -> None:
+        one.close_at_end_of_loop(close)  # type: ignore[arg-type]
+
+    with asyncio.Runner() as runner:
+        runner.run(ask(closing.close))
+        del closing
+        gc.collect()
+        assert gone() is None
+
+
+# --- AsyncEngineExecutor -------------------------------------------------------------------------
+
+
+async def test_tasks_on_one_connection_do_not_share_a_transaction(tmp_path: Path) -> None:
+    url = f"sqlite+aiosqlite:///{tmp_path}/things.db"
+    engine = create_async_engine(url, poolclass=StaticPool)
+    executor = AsyncEngineExecutor(engine, owns_engine=False)
+    await executor.define(things.metadata.create_all, commit=True)
+
+    async def fail(number: int) -> None:
+        def work(connection: sa.Connection) -> None:
+            connection.execute(sa.insert(things), {"id": number, "value": b""})
+            raise RuntimeError("taken back")
+
+        with pytest.raises(RuntimeError, match="taken back"):
+            await executor.define(work, commit=True)
+
+    await asyncio.gather(
+        *(fail(number) for number in range(10)),
+        *(apply(executor, insert(number)) for number in range(10, 20)),
+    )
+    assert list(await stored(executor)) == list(range(10, 20))
+    await engine.dispose()
+
+
+async def test_parameters_are_hidden_though_the_engine_shows_them(tmp_path: Path) -> None:
+    engine = create_async_engine(f"sqlite+aiosqlite:///{tmp_path}/things.db", hide_parameters=False)
+    executor = AsyncEngineExecutor(engine, owns_engine=False)
+    with pytest.raises(sa.exc.OperationalError) as info:
+        await apply(executor, insert(88_123, b"secret"))
+    assert "88123" not in str(info.value)
+    assert "secret" not in str(info.value)
+    await engine.dispose()
+
+
+async def test_engine_of_the_application_is_not_closed(tmp_path: Path) -> None:
+    engine = create_async_engine(f"sqlite+aiosqlite:///{tmp_path}/things.db")
+    executor = AsyncEngineExecutor(engine, owns_engine=False)
+    await executor.define(things.metadata.create_all, commit=True)
+    await executor.close()
+    assert engine.pool.checkedin() == 1  # type: ignore[attr-defined]
+    await engine.dispose()
+
+
+def test_connections_of_sqlite_serve_event_loops_in_turn(tmp_path: Path) -> None:
+    engine = create_async_engine(f"sqlite+aiosqlite:///{tmp_path}/things.db")
+    executor = AsyncEngineExecutor(engine, owns_engine=False)
+
+    async def use(number: int) -> int:
+        await executor.define(things.metadata.create_all, commit=True)
+        await apply(executor, insert(number))
+        return len(await stored(executor))
+
+    assert [asyncio.run(use(number)) for number in range(3)] == [1, 2, 3]
+    asyncio.run(engine.dispose())

@@ -1,0 +1,180 @@
+"""From URLs and engines to executors.  `attacks` tests that errors tell no secret."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+
+from adk_secure_sessions.db.async_engine import AsyncEngineExecutor
+from adk_secure_sessions.db.connect import executors_for, wrapping_executors
+from adk_secure_sessions.db.postgresql import AsyncpgExecutor
+from adk_secure_sessions.db.protocol import Executor, Executors
+from adk_secure_sessions.db.sqlite import SqliteExecutor, is_in_memory
+from adk_secure_sessions.errors import ConfigurationError
+from tests.db.support import apply, insert, stored, things
+
+
+def executors(
+    url: Any = None, engine: Any = None, key_url: Any = None, key_engine: Any = None, **options: Any
+) -> Executors:
+    return executors_for(url, engine, key_url, key_engine, options)
+
+
+@pytest.fixture
+def engine() -> AsyncEngine:
+    return create_async_engine("sqlite+aiosqlite://")
+
+
+@pytest.mark.parametrize(
+    ("url", "kind"),
+    [
+        ("sqlite:///s.db", SqliteExecutor),
+        ("sqlite+pysqlite:///s.db", SqliteExecutor),
+        ("sqlite+aiosqlite:///s.db", SqliteExecutor),
+        (sa.URL.create("sqlite", database="s.db"), SqliteExecutor),
+        (":memory:", SqliteExecutor),
+        ("postgresql+asyncpg://u:p@h/d", AsyncpgExecutor),
+        ("postgresql+psycopg://u:p@h/d", AsyncEngineExecutor),
+        ("mysql+asyncmy://u:p@h/d", AsyncEngineExecutor),
+        ("mariadb+asyncmy://u:p@h/d", AsyncEngineExecutor),
+    ],
+)
+def test_url_leads_to_its_kind_of_executor(url: Any, kind: type) -> None:
+    found = executors(url)
+    assert type(found.data) is kind
+    assert found.keys is found.data
+
+
+def test_engine_leads_to_its_kind_of_executor(engine: AsyncEngine) -> None:
+    assert type(executors(engine=engine).data) is AsyncEngineExecutor
+    by_asyncpg = create_async_engine("postgresql+asyncpg://u:p@h/d")
+    assert type(executors(engine=by_asyncpg).data) is AsyncpgExecutor
+
+
+def test_key_database_has_an_executor_of_its_own(engine: AsyncEngine) -> None:
+    for found in (
+        executors("sqlite:///s.db", key_url="sqlite:///k.db"),
+        executors(":memory:", key_url=":memory:"),
+        executors("sqlite:///s.db", key_engine=engine),
+        executors(engine=engine, key_url="sqlite:///k.db"),
+    ):
+        assert found.has_key_database
+
+
+REJECTED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "nothing": ((), "exactly one of db_url and db_engine"),
+    "URL and engine": (("sqlite://", "engine"), "exactly one of db_url and db_engine"),
+    "two key databases": (
+        ("sqlite:///s.db", None, "sqlite:///k.db", "engine"),
+        "one of key_db_url and key_db_engine",
+    ),
+    "no URL": (("garbage",), "db_url is not a database URL"),
+    "no key URL": (("sqlite://", None, 5), "key_db_url is not a database URL"),
+    "no engine": ((None, 5), "db_engine must be a SQLAlchemy AsyncEngine, not int"),
+    "no key engine": (("sqlite://", None, None, 5), "key_db_engine must be a SQLAlchemy"),
+    "unknown driver of SQLite": (
+        ("sqlite+nosuch:///s.db",),
+        "not one of sqlite, sqlite\\+pysqlite",
+    ),
+    "unknown database": (("nosuch://h/d",), "names a database or driver that SQLAlchemy does not"),
+    "unknown driver": (("postgresql+nosuch://h/d",), "that SQLAlchemy does not know"),
+    "synchronous driver of PostgreSQL": (
+        ("postgresql+psycopg2://h/d",),
+        r"synchronous driver: write postgresql\+asyncpg|psycopg2.* not installed",
+    ),
+    "synchronous driver of MySQL": (
+        ("mysql+pymysql://h/d",),
+        r"synchronous driver: write mysql\+asyncmy://",
+    ),
+    "one URL twice": (("sqlite:///s.db", None, "sqlite:///s.db"), "another one"),
+    "one file by two paths": (("sqlite:///s.db", None, "sqlite:///./x/../s.db"), "another one"),
+    "one server with two passwords": (
+        ("postgresql+asyncpg://u:p@h/d", None, "postgresql+psycopg://u:q@h/d"),
+        "another one",
+    ),
+    "one engine twice": ((None, "engine", None, "engine"), "another one"),
+}
+
+
+@pytest.mark.parametrize("name", REJECTED)
+def test_rejected(name: str, engine: AsyncEngine) -> None:
+    arguments, text = REJECTED[name]
+    with pytest.raises(ConfigurationError, match=text):
+        executors(*(engine if one == "engine" else one for one in arguments))
+
+
+@pytest.mark.parametrize("url", ["sqlite://", "postgresql+asyncpg://u:p@h/d"])
+def test_option_that_sqlalchemy_does_not_know_is_named(url: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"does not go with these options.*nonsense"):
+        executors(url, nonsense=1)
+
+
+def test_options_do_not_go_with_an_engine(engine: AsyncEngine) -> None:
+    with pytest.raises(ConfigurationError, match="echo, pool_size: options of an engine go with"):
+        executors(engine=engine, pool_size=1, echo=True)
+
+
+@pytest.fixture
+def without_asyncpg(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if asyncpg were not installed."""
+    for name in [name for name in sys.modules if name.startswith("asyncpg")]:
+        monkeypatch.setitem(sys.modules, name, None)
+
+
+@pytest.mark.usefixtures("without_asyncpg")
+def test_driver_that_is_missing_is_named_with_what_to_install() -> None:
+    with pytest.raises(ConfigurationError, match=r"pip install 'adk-secure-sessions\[postgresql\]"):
+        executors("postgresql+asyncpg://u:p@h/d")
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("sqlite://", True),
+        ("sqlite:///:memory:", True),
+        ("sqlite:///file::memory:?cache=shared&uri=true", True),
+        ("sqlite:///file:name?mode=memory&uri=true", True),
+        ("sqlite:///s.db", False),
+        ("sqlite:///memory.db", False),
+    ],
+)
+def test_database_in_memory_is_known_by_its_url(url: str, expected: bool) -> None:
+    assert is_in_memory(sa.make_url(url)) is expected
+
+
+# --- the seam for tests --------------------------------------------------------------------------
+
+
+class Wrapper:
+    def __init__(self, executor: Executor) -> None:
+        self.executor = executor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.executor, name)
+
+
+async def test_executors_made_in_the_block_are_wrapped_and_work(tmp_path: Path) -> None:
+    wrap: Any = Wrapper
+    with wrapping_executors(wrap):
+        one = executors(f"sqlite:///{tmp_path}/one.db")
+        two = executors(f"sqlite:///{tmp_path}/two.db", key_url=f"sqlite:///{tmp_path}/keys.db")
+    after = executors(f"sqlite:///{tmp_path}/after.db")
+    assert isinstance(one.data, Wrapper)
+    assert one.keys is one.data
+    assert {type(two.data), type(two.keys)} == {Wrapper}
+    assert two.has_key_database
+    assert isinstance(after.data, SqliteExecutor)
+    await one.data.define(things.metadata.create_all, commit=True)
+    assert await apply(one.data, insert(1))
+    assert await stored(one.data) == {1: b"new"}
+    await one.close()
+
+
+def test_wrapping_ends_with_its_block_even_by_an_error() -> None:
+    wrap: Any = Wrapper
+    with pytest.raises(RuntimeError, match="inside"), wrapping_executors(wrap):
+        raise RuntimeError("inside")
+    assert isinstance(executors("sqlite://").data, SqliteExecutor)

@@ -1,0 +1,229 @@
+"""What `protocol.Executor` promises, on each kind of executor."""
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from adk_secure_sessions.db.protocol import (
+    Change,
+    Conflict,
+    Executor,
+    Read,
+    Steps,
+    UniqueViolation,
+)
+from tests.db.support import (
+    ALL,
+    INSERT,
+    apply,
+    applying,
+    delete,
+    insert,
+    on,
+    reading_then_applying,
+    stored,
+    update,
+)
+
+BEFORE = {1: b"old", 2: b"old"}
+
+
+@pytest.fixture
+async def filled(executor: Executor) -> Executor:
+    assert await apply(executor, insert(1, b"old"))
+    assert await apply(executor, insert(2, b"old"))
+    return executor
+
+
+# --- Apply ---------------------------------------------------------------------------------------
+
+MADE: list[tuple[Sequence[Change], dict[int, bytes]]] = [
+    ([insert(3)], {**BEFORE, 3: b"new"}),
+    ([update(1)], {**BEFORE, 1: b"changed"}),
+    ([update(1, b"old")], BEFORE),  # matched, if not changed
+    ([delete(1), insert(3), update(2)], {2: b"changed", 3: b"new"}),
+    (
+        [update(1), delete(9, must_match_row=False), insert(3)],
+        {1: b"changed", 2: b"old", 3: b"new"},
+    ),
+    ([update(1), delete(9, must_match_row=False)], {**BEFORE, 1: b"changed"}),
+    ([update(1, b"x\0y"), update(2, b"")], {1: b"x\0y", 2: b""}),
+]
+
+
+@pytest.mark.parametrize(("changes", "after"), MADE)
+async def test_changes_that_match_their_rows_are_made(
+    filled: Executor, changes: Sequence[Change], after: dict[int, bytes]
+) -> None:
+    assert await apply(filled, *changes) is True
+    assert await stored(filled) == after
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [update(9)],
+        [delete(9), insert(3), update(1)],
+        [update(9), delete(1, must_match_row=False)],
+        [update(9), insert(1)],  # which is there already, but is not tried
+    ],
+)
+async def test_first_change_that_matches_no_row_is_the_answer_false_and_changes_nothing(
+    filled: Executor, changes: Sequence[Change]
+) -> None:
+    assert await apply(filled, *changes) is False
+    assert await stored(filled) == BEFORE
+
+
+@pytest.mark.parametrize("position", [1, 2, 3])
+@pytest.mark.parametrize("miss", [update(9), delete(9)], ids=["update", "delete"])
+async def test_later_change_that_matches_no_row_is_a_conflict_and_stores_nothing(
+    filled: Executor, position: int, miss: Change
+) -> None:
+    changes = [update(1), insert(3), delete(2)]
+    changes.insert(position, miss)
+    with pytest.raises(Conflict):
+        await apply(filled, *changes)
+    assert await stored(filled) == BEFORE
+
+
+@pytest.mark.parametrize("position", range(3))
+async def test_row_that_is_there_already_is_a_unique_violation_and_stores_nothing(
+    filled: Executor, position: int
+) -> None:
+    changes = [update(2), insert(3)]
+    changes.insert(position, insert(1))
+    with pytest.raises(UniqueViolation):
+        await apply(filled, *changes)
+    assert await stored(filled) == BEFORE
+
+
+async def test_transaction_changes_what_it_has_read(filled: Executor) -> None:
+    def transaction() -> Steps[list[Any]]:
+        rows = yield Read(ALL, {})
+        yield from applying(*(update(row[0], row[1] + b"er") for row in rows))()
+        return [row[0] for row in rows]
+
+    assert await filled.write(transaction) == [1, 2]
+    assert await stored(filled) == {1: b"older", 2: b"older"}
+
+
+async def test_transaction_may_apply_again_after_the_answer_false(filled: Executor) -> None:
+    def transaction() -> Steps[bool]:
+        if (yield from applying(update(9), insert(3))()):
+            raise AssertionError
+        return (yield from applying(update(1))())
+
+    assert await filled.write(transaction) is True
+    assert await stored(filled) == {1: b"changed", 2: b"old"}
+
+
+async def test_transaction_that_raises_before_its_changes_stores_nothing(filled: Executor) -> None:
+    def transaction() -> Steps[bool]:
+        if (yield Read(ALL, {})):
+            raise RuntimeError("the transaction's own")
+        return (yield from applying(update(1))())
+
+    with pytest.raises(RuntimeError, match="the transaction's own"):
+        await filled.write(transaction)
+    assert await stored(filled) == BEFORE
+    assert await apply(filled, update(1))  # the connection is usable
+
+
+# --- errors --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("statement", ["SELECT", "INSERT"])
+async def test_error_of_the_database_is_sqlalchemys_without_parameters(
+    executor: Executor, statement: str
+) -> None:
+    secret = 8_812_345
+    table = sa.table("nowhere", sa.column("n", sa.BigInteger))
+    number = sa.bindparam("n", type_=sa.BigInteger)
+    asked: Awaitable[object]
+    if statement == "SELECT":
+        asked = executor.read(sa.select(table).where(table.c.n == number), {"n": secret})
+    else:
+        inserted = sa.insert(table).from_select(["n"], sa.select(number))
+        asked = apply(executor, Change(inserted, {"n": secret}))
+    with pytest.raises(sa.exc.DBAPIError) as info:
+        await asked
+    assert str(secret) not in str(info.value)
+    assert await stored(executor) == {}
+
+
+# --- define --------------------------------------------------------------------------------------
+
+
+def insert_one(connection: sa.Connection) -> str:
+    connection.execute(INSERT, {"id": 1, "value": b"x"})
+    return "done"
+
+
+@pytest.mark.parametrize("commit", [True, False])
+async def test_defined_work_is_stored_if_it_is_to_be_committed(
+    executor: Executor, commit: bool
+) -> None:
+    assert await executor.define(insert_one, commit=commit) == "done"
+    assert await stored(executor) == ({1: b"x"} if commit else {})
+
+
+async def test_defined_work_that_raises_stores_nothing(executor: Executor) -> None:
+    def work(connection: sa.Connection) -> None:
+        insert_one(connection)
+        raise RuntimeError("the work's own")
+
+    with pytest.raises(RuntimeError, match="the work's own"):
+        await executor.define(work, commit=True)
+    assert await stored(executor) == {}
+    assert await executor.define(insert_one, commit=True) == "done"
+
+
+# --- cancellation --------------------------------------------------------------------------------
+
+
+async def test_cancelled_write_is_stored_and_reported_or_neither(executor: Executor) -> None:
+    """Cancelled after so many turns of the event loop, or a little later."""
+    for moment in range(40):
+        reported: list[bool] = []
+        writing = asyncio.ensure_future(
+            executor.write(reading_then_applying(insert(moment)), reported.append)
+        )
+        for _ in range(moment % 20):
+            await asyncio.sleep(0.0005 if moment > 20 else 0)
+        writing.cancel()
+        try:
+            made = await writing
+        except asyncio.CancelledError:
+            made = bool(reported)
+        assert made is (moment in await stored(executor)), moment
+
+
+async def test_cancelled_read_leaves_the_executor_usable(filled: Executor) -> None:
+    for moment in range(20):
+        reading = asyncio.ensure_future(stored(filled))
+        for _ in range(moment):
+            await asyncio.sleep(0)
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+    assert await asyncio.gather(*(stored(filled) for _ in range(20))) == [BEFORE] * 20
+
+
+# --- close ---------------------------------------------------------------------------------------
+
+
+@on("sqlite", "aiosqlite-engine", "asyncpg", "asyncpg-engine", "psycopg", "asyncmy")
+async def test_closed_executor_opens_again(executor: Executor) -> None:
+    for number in range(3):
+        await apply(executor, insert(number))
+        await asyncio.gather(executor.close(), executor.close())
+    assert list(await stored(executor)) == [0, 1, 2]
+
+
+async def test_writes_at_once_are_all_stored(executor: Executor) -> None:
+    made = await asyncio.gather(*(apply(executor, insert(number)) for number in range(30)))
+    assert made == [True] * 30
+    assert len(await stored(executor)) == 30

@@ -1,0 +1,101 @@
+"""Queries, and several changes as one statement, as SQL for asyncpg.
+
+What such a statement does on a server is tested in `test_executors`.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+
+import pytest
+import sqlalchemy as sa
+
+from adk_secure_sessions.db.postgresql_sql import apply_sql, read_sql
+from adk_secure_sessions.storage import queries as sql
+from tests.db.support import ALL, DELETE, INSERT, UPDATE, things
+
+
+def test_parameters_are_numbered_in_order_through_all_changes() -> None:
+    text, sources = apply_sql(((UPDATE, True), (INSERT, True), (DELETE, False)))
+    assert sources == [(0, "value"), (0, "at_id"), (1, "id"), (1, "value"), (2, "at_id")]
+    assert re.findall(r"\$\d+", text) == [f"${n}" for n in range(1, 6)]
+    assert re.search(r"SET value=\$1::BYTEA WHERE things.id = \$2::BIGINT RETURNING 1\)", text)
+
+
+def test_repeated_name_is_one_parameter_within_a_change_and_another_in_the_next() -> None:
+    twice = sa.delete(things).where(
+        sa.or_(things.c.id == sa.bindparam("at_id"), -things.c.id == sa.bindparam("at_id"))
+    )
+    text, sources = apply_sql(((twice, True), (twice, True)))
+    assert sources == [(0, "at_id"), (1, "at_id")]
+    assert [text.count(f"${n}") for n in (1, 2, 3)] == [2, 2, 0]
+    text, names = read_sql(
+        sa.select(things).where(things.c.id.between(sa.bindparam("n"), sa.bindparam("n")))
+    )
+    assert names == ["n"]
+    assert "BETWEEN $1::BIGINT AND $1::BIGINT" in text
+
+
+def test_each_change_runs_only_if_the_last_before_it_that_must_match_a_row_did() -> None:
+    text, _ = apply_sql(((UPDATE, True), (DELETE, False), (INSERT, True), (DELETE, True)))
+    words = " ".join(text.split())
+    members = re.findall(r"change_(\d) AS \((.*?) RETURNING 1\)", words)
+    assert [
+        (number, re.findall(r"EXISTS \(SELECT 1 FROM change_(\d)\)", body))
+        for number, body in members
+    ] == [("0", []), ("1", ["0"]), ("2", ["0"]), ("3", ["2"])]
+    assert re.search(
+        r"CASE WHEN \(EXISTS \(SELECT 1 FROM change_0\)\) "
+        r"THEN 1 / \(SELECT count\(\*\) AS \w+ FROM change_3\) ELSE 0 END",
+        words,
+    )
+    assert "VALUES" not in words
+
+
+def test_lock_of_an_insert_from_a_select_stays_behind_the_guard() -> None:
+    """It holds off whoever erases the user until the session is there to be erased, too."""
+    text, _ = apply_sql(((UPDATE, True), (sql.INSERT_SESSION_OF_USER, True)))
+    words = " ".join(text.split())
+    assert "(EXISTS (SELECT 1 FROM change_0)) FOR KEY SHARE OF secure_users RETURNING 1)" in words
+
+
+def test_compiling_leaves_the_statements_as_they_were() -> None:
+    statements = (UPDATE, DELETE, sql.INSERT_SESSION_OF_USER)
+    before = [str(statement) for statement in statements]
+    apply_sql(tuple((statement, True) for statement in statements))
+    assert [str(statement) for statement in statements] == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ((), "first change"),
+        (((DELETE, False), (UPDATE, True)), "first change"),
+        (((INSERT.values(id=1), True),), "each column as a parameter"),
+        (((INSERT.values([{"id": 1}, {"id": 2}]), True),), "each column as a parameter"),
+        (((ALL, True),), "not Select"),
+        (((sa.text("DELETE FROM things"), True),), "not TextClause"),
+    ],
+)
+def test_changes_that_cannot_become_one_statement_are_rejected(
+    changes: tuple[tuple[sa.Executable, bool], ...], error: str
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=error):
+        apply_sql(changes)
+
+
+def queries_of_storage() -> Iterator[sa.SelectBase]:
+    for value in vars(sql).values():
+        for found in value.values() if isinstance(value, Mapping) else [value]:
+            if isinstance(found, sa.SelectBase):
+                yield found
+
+
+def test_every_value_of_the_queries_is_a_parameter() -> None:
+    """So each query is compiled once, and its text names no user."""
+    queries = list(queries_of_storage())
+    assert len(queries) > 10
+    for query in queries:
+        text, names = read_sql(query)
+        assert not re.search(r"(?<!:):(?!:)\w", text)
+        assert set(re.findall(r"\$\d+", text)) == {f"${n + 1}" for n in range(len(names))}
+        assert read_sql(query) is read_sql(query)  # compiled once
