@@ -20,7 +20,7 @@ from adk_secure_sessions import (
     WrongKeyError,
 )
 from adk_secure_sessions.db import async_engine, postgresql
-from adk_secure_sessions.db import sqlite_threads as threads
+from adk_secure_sessions.db import sqlite as threads
 from adk_secure_sessions.maintenance import Database, rotate_root, verify
 from tests.maintenance.support import (
     APP,

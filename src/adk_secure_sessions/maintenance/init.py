@@ -39,7 +39,7 @@ async def init(db: Database) -> Initialisation:
     await repeated(lambda: opening())
     data, keys = await _look(db)
     made = [data_before.missing_tables - data.missing_tables]
-    if db.executors.are_apart:
+    if db.executors.has_key_database:
         made.insert(0, keys_before.missing_tables - keys.missing_tables)
     known = {row.id for row in keys_before.keyring}
     return Initialisation(

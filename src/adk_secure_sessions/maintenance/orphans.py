@@ -60,13 +60,13 @@ async def find_data_keys(db: Database, problems: Problems, meter: Meter) -> None
         }
         for key_id, owner, _ in lost:
             if key_id in there or not isinstance(owner, bytes):
-                problems.add(data_keys.name, key_id, _LOST[db.executors.are_apart])
+                problems.add(data_keys.name, key_id, _LOST[db.executors.has_key_database])
         await meter.advance(len(rows))
 
 
 def _is_new(db: Database, created_at: object) -> bool:
     """Whether a key may still wait for its owner's row, which is another database's."""
-    if not db.executors.are_apart or not isinstance(created_at, int):
+    if not db.executors.has_key_database or not isinstance(created_at, int):
         return False
     return abs(time.time_ns() // 1000 - created_at) < _PATIENCE
 

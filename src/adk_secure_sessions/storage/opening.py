@@ -292,11 +292,11 @@ async def open_database(
             opened = await open_keyring(keys.keyring, backends.roots, root.key_id, database_id)
             missing = [DATA] if opened.current_id is None else []
         marks |= {FORMAT: str(FORMAT_VERSION), DATABASE_ID: database_id.hex()}
-        part = Part.KEYS if executors.are_apart else Part.ALL
+        part = Part.KEYS if executors.has_key_database else Part.ALL
         if opened is None or missing or not marks.keys() <= keys.meta.keys():
             fresh = await at_once(*(new_master(which, root, database_id, now) for which in missing))
             await _make(executors.keys, part, keys, marks, fresh)
-        elif executors.are_apart and not marks.keys() <= data.meta.keys():
+        elif executors.has_key_database and not marks.keys() <= data.meta.keys():
             await _make(executors.data, Part.DATA, data, marks, [])
         else:
             _warn(data, writes_plaintext)
@@ -345,7 +345,7 @@ async def _survey(executors: Executors, create_tables: bool) -> tuple[Survey, Su
 
     Raises ConfigurationError.
     """
-    if not executors.are_apart:
+    if not executors.has_key_database:
         survey = await _usable(executors.data.define(look, commit=False))
         check(survey, Part.ALL, create_tables)
         return survey, survey

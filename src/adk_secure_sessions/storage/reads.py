@@ -146,7 +146,7 @@ class ListAppSessions(_Read):
     async def attempt(self, attempt: Attempt, executors: Executors) -> list[View]:
         parameters = {"app_tag": self.who.app_tag}
         found = await self._read(attempt, executors, sql.SESSIONS_OF_APP, parameters)
-        if executors.are_apart:
+        if executors.has_key_database:
             tags = [row.tag for row in found.users]
             attempt.keys.load(await read_data_keys(executors.keys.read, tags))
         app = bindings.open_app(attempt, found)

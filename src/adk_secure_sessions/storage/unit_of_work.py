@@ -195,7 +195,7 @@ class UnitOfWork:
         """
         opened = self._opened or await self._open()
         who, retries = operation.who, Retries(writes=operation.writes)
-        separate = self.executors.are_apart
+        separate = self.executors.has_key_database
         reads_keys = operation.reads_keys or not opened.keys.knows(who.app_tag, who.user_tag)
         # Keys in a key database are not read together with the rows: the first time that one is
         # missing, it may have been made, or retired, between the two reads.

@@ -86,14 +86,14 @@ class _Write(Generic[T]):
         self.who = who
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> T:
-        return await executors.data.write(partial(self.steps, attempt), self.stored)
+        return await executors.data.write(partial(self.steps, attempt), self.on_commit_after_cancel)
 
     @abstractmethod
     def steps(self, attempt: Attempt) -> Steps[T]:
         """The transaction."""
 
-    def stored(self, result: T) -> None:
-        """Called with the result if the caller was cancelled while the transaction committed."""
+    def on_commit_after_cancel(self, result: T) -> None:
+        """Called with the result if the caller was cancelled while the transaction ran."""
 
 
 class CreateSession(_Write[Created]):
@@ -208,7 +208,7 @@ class AppendEvent(_Write[StoredSession]):
         # its connection may have stored it; then the session is not stale.
         self._sent: dict[bytes, StoredSession] = {}
 
-    def stored(self, result: StoredSession) -> None:
+    def on_commit_after_cancel(self, result: StoredSession) -> None:
         self._stored(result)
 
     def steps(self, attempt: Attempt) -> Steps[StoredSession]:
@@ -335,7 +335,7 @@ def _deletions(session: StoredSession) -> Changes:
     """
     at_row = {"at_id": session.id}
     changes = [
-        Change(sql.DELETE_EVENTS, at_row, any_number=True),
+        Change(sql.DELETE_EVENTS, at_row, must_match_row=False),
         Change(sql.DELETE_WITNESS, {"at_tag": session.tag}),
     ]
     if session.base_revision != NO_SNAPSHOT:
