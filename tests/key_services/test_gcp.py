@@ -58,7 +58,7 @@ async def test_request_that_arrived_otherwise_is_not_believed(
 ) -> None:
     cloud_kms.change = lambda response: setattr(response, field, False)
     error = await failure(key)
-    assert "did not arrive" in str(error)
+    assert "corrupted on the way" in str(error)
     assert error.retryable
     assert len(cloud_kms.operations) == 3
 
@@ -73,7 +73,7 @@ async def test_answer_that_arrived_otherwise_is_not_believed(
         setattr(response, field, b"x" + getattr(response, field)[1:])
 
     cloud_kms.change = change
-    with pytest.raises(KeyServiceError, match="did not arrive") as info:
+    with pytest.raises(KeyServiceError, match="corrupted on the way") as info:
         await (key.wrap(MASTER, PLACE) if field == "ciphertext" else key.unwrap(wrapped, PLACE))
     assert info.value.retryable
 
@@ -86,8 +86,8 @@ async def test_checksums_of_all_that_is_sent_are_sent(
     wrapped = await key.wrap(MASTER, PLACE)
     checksum: Callable[[bytes], int] = gcp._checksum
     monkeypatch.setattr(gcp, "_checksum", lambda data: checksum(data) ^ (data[1:] == PLACE))
-    assert "did not arrive" in str(await failure(key))
-    with pytest.raises(KeyServiceError, match="did not arrive"):
+    assert "corrupted on the way" in str(await failure(key))
+    with pytest.raises(KeyServiceError, match="corrupted on the way"):
         await key.unwrap(wrapped, PLACE)
 
 
@@ -95,10 +95,10 @@ async def test_checksums_of_all_that_is_sent_are_sent(
 
 CODES = {
     "PERMISSION_DENIED": ("useToEncrypt", False),
-    "UNAUTHENTICATED": ("credentials were refused", False),
+    "UNAUTHENTICATED": ("credentials were rejected", False),
     "NOT_FOUND": ("no such key", False),
     "FAILED_PRECONDITION": ("version is enabled", False),
-    "INVALID_ARGUMENT": ("Cloud KMS refuses", False),
+    "INVALID_ARGUMENT": ("Cloud KMS rejects the call", False),
     "RESOURCE_EXHAUSTED": ("quotas", True),
     "UNAVAILABLE": ("check its address", True),
     "INTERNAL": ("cannot answer now", True),
