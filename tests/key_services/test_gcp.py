@@ -2,7 +2,6 @@
 
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,17 +77,27 @@ async def test_answer_that_arrived_otherwise_is_not_believed(
     assert info.value.retryable
 
 
-async def test_checksums_of_all_that_is_sent_are_sent(
-    cloud_kms: CloudKms, key: GcpKmsKey, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("operation", "field"),
+    [
+        ("wrap", "plaintext"),
+        ("wrap", "additional_authenticated_data"),
+        ("unwrap", "ciphertext"),
+        ("unwrap", "additional_authenticated_data"),
+    ],
+)
+async def test_request_that_is_corrupted_on_the_way_is_noticed_by_its_checksum(
+    cloud_kms: CloudKms, key: GcpKmsKey, operation: str, field: str
 ) -> None:
-    from adk_secure_sessions.keys import gcp
+    value = MASTER if operation == "wrap" else await key.wrap(MASTER, PLACE)
 
-    wrapped = await key.wrap(MASTER, PLACE)
-    checksum: Callable[[bytes], int] = gcp._checksum
-    monkeypatch.setattr(gcp, "_checksum", lambda data: checksum(data) ^ (data[1:] == PLACE))
-    assert "corrupted on the way" in str(await failure(key))
-    with pytest.raises(KeyServiceError, match="corrupted on the way"):
-        await key.unwrap(wrapped, PLACE)
+    def corrupt(request: Any) -> None:
+        setattr(request, field, b"x" + getattr(request, field)[1:])
+
+    cloud_kms.change_request = corrupt
+    with pytest.raises(KeyServiceError, match="corrupted on the way") as info:
+        await getattr(key, operation)(value, PLACE)
+    assert info.value.retryable
 
 
 # --- failures ------------------------------------------------------------------------------------

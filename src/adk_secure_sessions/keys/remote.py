@@ -13,8 +13,6 @@ from adk_secure_sessions.errors import ConfigurationError, KeyServiceError, Reas
 
 TIMEOUT = 5.0  # seconds for each attempt
 ATTEMPTS = 3
-_PAUSE = 0.25  # seconds after the first attempt; doubled after each, less up to half as jitter
-_LONGEST_PAUSE = 2.0
 _KEY_ID_LENGTH = 255  # characters that the column holds
 
 
@@ -23,8 +21,14 @@ class RemoteKey(KeyMaterial):
 
     No connection stays open between two calls, so one object works in every event loop and in
     forked processes.  Two objects are equal if they ask the same service for the same key.
+
+    Attributes:
+        pause: Seconds after the first attempt; doubled after each, less up to half as jitter.
+        longest_pause: Seconds that it is never doubled beyond.
     """
 
+    pause: ClassVar = 0.25
+    longest_pause: ClassVar = 2.0
     _kind: ClassVar[bytes]  # the first byte of a wrapped key, authenticated with the rest
 
     def __init__(self, key_id: str, *address: object, timeout: float, attempts: int) -> None:
@@ -80,7 +84,7 @@ class RemoteKey(KeyMaterial):
         """Ask the service once, without a retry."""
 
     async def _ask(self, once: Callable[[], Awaitable[bytes]]) -> bytes:
-        pause = _PAUSE
+        pause = self.pause
         for _ in range(self._attempts - 1):
             try:
                 return await self._in_time(once)
@@ -89,7 +93,7 @@ class RemoteKey(KeyMaterial):
                     raise
             # Jitter, so that processes which start together do not ask again together.
             await asyncio.sleep(pause * random.uniform(0.5, 1))  # noqa: S311
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            pause = min(2 * pause, self.longest_pause)
         return await self._in_time(once)
 
     async def _in_time(self, once: Callable[[], Awaitable[bytes]]) -> bytes:
