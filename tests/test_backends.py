@@ -292,7 +292,7 @@ def test_two_root_keys_of_one_name_are_refused() -> None:
 
 @pytest.mark.parametrize("thing", [None, KEY, "key", object(), AesGcmBackend, StaticKey(KEY)])
 def test_what_is_no_backend_is_refused(thing: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"not an encryption backend|no key provider"):
+    with pytest.raises(ConfigurationError, match=r"not an encryption backend|is not a key provider"):
         register(thing, [])
 
 
@@ -305,7 +305,7 @@ def test_additional_thing_that_is_no_backend_is_refused() -> None:
 def test_backend_without_a_key_provider_is_refused(root_key: Any) -> None:
     backend = ThirdParty()
     backend.root_key = root_key
-    with pytest.raises(ConfigurationError, match="no key provider"):
+    with pytest.raises(ConfigurationError, match="is not a key provider"):
         register(backend, [])
 
 
@@ -399,12 +399,12 @@ FAULTS = {
     Clear: "stores plaintext",
     Framed: "stores plaintext",
     Unbound: "ignores the associated data",
-    Xor: "opens an altered record",
-    OneKey: "opens a record under another key",
-    Forgetful: "does not read back",
-    Raising: "does not read back",
-    Changing: "does not read back",
-    ReturnsNothing: "does not read back",
+    Xor: "decrypts a modified record",
+    OneKey: "decrypts a record with another key",
+    Forgetful: "does not decrypt what it encrypted",
+    Raising: "does not decrypt what it encrypted",
+    Changing: "does not decrypt what it encrypted",
+    ReturnsNothing: "does not decrypt what it encrypted",
 }
 
 
@@ -423,7 +423,7 @@ def test_cipher_that_cannot_encrypt_to_bytes_is_refused(cipher: type[ChaCha]) ->
 
 
 def test_additional_backend_is_tried_out_too() -> None:
-    with pytest.raises(ConfigurationError, match="opens an altered record"):
+    with pytest.raises(ConfigurationError, match="decrypts a modified record"):
         register(AesGcmBackend(KEY), [ThirdParty(cipher=Xor)])
 
 

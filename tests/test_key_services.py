@@ -6,13 +6,13 @@ import time
 import pytest
 
 from adk_secure_sessions import ConfigurationError, KeyServiceError, TamperedError
-from adk_secure_sessions.keys import remote as services
 from adk_secure_sessions.keys.remote import RemoteKey, check_private
 
 
 class Failing(RemoteKey):
     """Fails so many times, then answers."""
 
+    pause = 0.001
     _kind = b"?"
 
     def __init__(self, failures: int, *, attempts: int = 3, retryable: bool = True) -> None:
@@ -34,12 +34,13 @@ class Failing(RemoteKey):
         return await self._encrypt(sealed, associated_data)
 
 
-async def test_service_is_asked_again_after_growing_pauses(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(services, "_PAUSE", 0.1)
-    monkeypatch.setattr(services, "_LONGEST_PAUSE", 0.2)
-    key, began = Failing(3, attempts=4), time.perf_counter()
+class Slow(Failing):
+    pause = 0.1
+    longest_pause = 0.2
+
+
+async def test_service_is_asked_again_after_growing_pauses() -> None:
+    key, began = Slow(3, attempts=4), time.perf_counter()
     assert await key.wrap(b"key", b"") == b"?key"
     # Pauses of 0.1, 0.2 and again 0.2, each less up to a half.
     assert 0.25 <= time.perf_counter() - began < 0.25 * 2 + 0.5
@@ -47,8 +48,7 @@ async def test_service_is_asked_again_after_growing_pauses(
 
 
 @pytest.mark.parametrize("attempts", [1, 2, 3])
-async def test_attempts_are_bounded(monkeypatch: pytest.MonkeyPatch, attempts: int) -> None:
-    monkeypatch.setattr(services, "_PAUSE", 0.001)
+async def test_attempts_are_bounded(attempts: int) -> None:
     key = Failing(9, attempts=attempts)
     with pytest.raises(KeyServiceError, match="root key 'failing': it fails; check the test"):
         await key.wrap(b"key", b"")
@@ -62,8 +62,7 @@ async def test_failure_that_will_not_pass_is_not_tried_again() -> None:
     assert key.asked == 1
 
 
-async def test_service_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(services, "_PAUSE", 0.001)
+async def test_service_that_hangs_is_given_up() -> None:
     key = Failing(0)
     key.hangs = True
     with pytest.raises(KeyServiceError, match=r"gave no answer within 0\.05 s") as info:
@@ -72,9 +71,11 @@ async def test_service_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -
     assert key.asked == 3
 
 
-async def test_cancellation_in_a_pause_ends_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(services, "_PAUSE", 10)
-    key = Failing(9)
+async def test_cancellation_in_a_pause_ends_the_call() -> None:
+    class Patient(Failing):
+        pause = longest_pause = 10.0
+
+    key = Patient(9)
     call = asyncio.create_task(key.wrap(b"key", b""))
     while not key.asked:
         await asyncio.sleep(0)

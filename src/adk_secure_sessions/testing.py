@@ -1,4 +1,4 @@
-"""For tests of your own key provider: what every provider must do, tried out."""
+"""For the tests of your own key provider: checks of everything that a provider must do."""
 
 import asyncio
 import base64
@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from adk_secure_sessions.errors import DecryptionError, KeyServiceError, WrongKeyError
 from adk_secure_sessions.keys.providers import KeyProvider
 
-_PLACE = b"place"
+_CONTEXT = b"context"
 _AT_ONCE = 8
 
 
@@ -20,40 +20,41 @@ async def check_key_provider(
     hidden: Collection[str | bytes] = (),
     every: int = 1,
 ) -> None:
-    """Try out a key provider, as `EncryptedSessionService` and its enemies would use it.
+    """Check a key provider: use it as `EncryptedSessionService` does, and attack it.
 
-    It takes some hundred calls, less with `every`.
+    This makes some hundred calls; a larger `every` makes fewer.
 
     Args:
-        make: Makes a provider; called several times, always for the same root key.
-        other: The same, for another root key.
-        hidden: Secrets that it holds: keys, tokens, passwords.  They must not show.
-        every: Alter each so-manieth byte of a wrapped key; 1 is each.
+        make: Returns a new provider; called several times, always for the same root key.
+        other: Returns a provider for another root key.
+        hidden: Secrets that the provider holds, such as keys, tokens and passwords.  They must
+            not appear in its `repr`, its `key_id` or a pickle.
+        every: Modify every n-th byte of a wrapped key: 1 for each byte.
 
     Raises:
-        AssertionError: The first rule that it breaks.
+        AssertionError: Names the first rule that the provider breaks.
     """
     provider, key = make(), secrets.token_bytes(32)
     _check_key_id(make, provider)
-    wrapped = await provider.wrap(key, _PLACE)
+    wrapped = await provider.wrap(key, _CONTEXT)
     _check_wrap(key, wrapped)
-    _rule(await provider.wrap(key, _PLACE) != wrapped, "two wraps of one key must differ")
+    _rule(await provider.wrap(key, _CONTEXT) != wrapped, "two wraps of one key must differ")
     for length in (0, 1, 255, 1000):
-        place = secrets.token_bytes(length)
-        await _check_returned(make(), await provider.wrap(key, place), place, key)
-    for elsewhere in (b"", b"plac", b"placf", b"place\x00", b"\x00place", b"Place"):
-        await _refused(provider, wrapped, elsewhere, "other associated data")
-    await _check_altered(provider, wrapped, every)
+        context = secrets.token_bytes(length)
+        await _check_returned(make(), await provider.wrap(key, context), context, key)
+    for another in (b"", b"contex", b"contexu", b"context\x00", b"\x00context", b"Context"):
+        await _check_rejected(provider, wrapped, another, "other associated data")
+    await _check_modified(provider, wrapped, every)
     if other is not None:
-        await _refused(other(), wrapped, _PLACE, "what another root key wrapped")
-        strange = await other().wrap(key, _PLACE)
-        await _refused(provider, strange, _PLACE, "what another root key wrapped")
+        await _check_rejected(other(), wrapped, _CONTEXT, "what another root key wrapped")
+        theirs = await other().wrap(key, _CONTEXT)
+        await _check_rejected(provider, theirs, _CONTEXT, "what another root key wrapped")
     await _check_at_once(make())
     await _check_cancelled(provider, key)
-    # The services of one process may live in several event loops, one after the other.
+    # The services of one process may run in several event loops, one after another.
     again = await asyncio.to_thread(lambda: asyncio.run(_unwrap(provider, wrapped)))
     _rule(again == key, "must work in another event loop")
-    _rule(await provider.unwrap(wrapped, _PLACE) == key, "must work in its first loop again")
+    _rule(await provider.unwrap(wrapped, _CONTEXT) == key, "must work in its first loop again")
     _check_hidden(provider, hidden)
 
 
@@ -69,46 +70,51 @@ def _check_key_id(make: Callable[[], KeyProvider], provider: KeyProvider) -> Non
     _rule(make().key_id == key_id, "must have the same key_id each time it is made")
 
 
-async def _check_returned(provider: KeyProvider, wrapped: bytes, place: bytes, key: bytes) -> None:
+async def _check_returned(
+    provider: KeyProvider, wrapped: bytes, context: bytes, key: bytes
+) -> None:
     try:
-        again = await provider.unwrap(wrapped, place)
+        again = await provider.unwrap(wrapped, context)
     except (DecryptionError, WrongKeyError):
         again = b""
-    rule = f"must return the key, when it is made anew, with {len(place)} bytes of associated data"
+    rule = f"made again, must return the key, with {len(context)} bytes of associated data"
     _rule(again == key, rule)
 
 
 def _check_wrap(key: bytes, wrapped: bytes) -> None:
     _rule(isinstance(wrapped, bytes), "must wrap to bytes")
     for shown in (key, key.hex().encode(), base64.b64encode(key), base64.urlsafe_b64encode(key)):
-        _rule(shown not in wrapped, "must not show the key in its wrap")
+        _rule(shown not in wrapped, "must not show the key in what it wraps")
 
 
-async def _check_altered(provider: KeyProvider, wrapped: bytes, every: int) -> None:
-    altered = [wrapped[:length] for length in {0, 1, len(wrapped) // 2, len(wrapped) - 1}]
-    altered += [wrapped + b"\x00", b"\x00" + wrapped, bytes(len(wrapped))]
+async def _check_modified(provider: KeyProvider, wrapped: bytes, every: int) -> None:
+    modified = [wrapped[:length] for length in {0, 1, len(wrapped) // 2, len(wrapped) - 1}]
+    modified += [wrapped + b"\x00", b"\x00" + wrapped, bytes(len(wrapped))]
     for position in {*range(0, len(wrapped), every), len(wrapped) - 1}:
         for bit in (0x01, 0x80):
             changed = bytearray(wrapped)
             changed[position] ^= bit
-            altered.append(bytes(changed))
-    for start in range(0, len(altered), _AT_ONCE):
-        some = altered[start : start + _AT_ONCE]
-        await asyncio.gather(*(_refused(provider, one, _PLACE, "an altered wrap") for one in some))
+            modified.append(bytes(changed))
+    for start in range(0, len(modified), _AT_ONCE):
+        checks = (
+            _check_rejected(provider, one, _CONTEXT, "a modified wrapped key")
+            for one in modified[start : start + _AT_ONCE]
+        )
+        await asyncio.gather(*checks)
 
 
-async def _refused(provider: KeyProvider, wrapped: bytes, place: bytes, what: str) -> None:
+async def _check_rejected(provider: KeyProvider, wrapped: bytes, context: bytes, what: str) -> None:
     try:
-        await provider.unwrap(wrapped, place)
+        await provider.unwrap(wrapped, context)
     except (DecryptionError, WrongKeyError):
         return
     except KeyServiceError as error:
-        _rule(not error.retryable, f"must not have {what} asked for again")
+        _rule(not error.retryable, f"must not call the rejection of {what} retryable")
         return
     except Exception as error:
         name = type(error).__name__
-        _rule(False, f"must refuse {what} with TamperedError or WrongKeyError, not {name}")
-    _rule(False, f"must refuse {what}")
+        _rule(False, f"must reject {what} with TamperedError or WrongKeyError, not {name}")
+    _rule(False, f"must reject {what}")
 
 
 async def _check_at_once(provider: KeyProvider) -> None:
@@ -119,7 +125,7 @@ async def _check_at_once(provider: KeyProvider) -> None:
 
 
 async def _check_cancelled(provider: KeyProvider, key: bytes) -> None:
-    call = asyncio.ensure_future(provider.wrap(key, _PLACE))
+    call = asyncio.ensure_future(provider.wrap(key, _CONTEXT))
     await asyncio.sleep(0)
     stopped = call.cancel()
     await asyncio.wait([call])
@@ -127,7 +133,7 @@ async def _check_cancelled(provider: KeyProvider, key: bytes) -> None:
 
 
 async def _unwrap(provider: KeyProvider, wrapped: bytes) -> bytes:
-    return await provider.unwrap(wrapped, _PLACE)
+    return await provider.unwrap(wrapped, _CONTEXT)
 
 
 def _check_hidden(provider: KeyProvider, hidden: Collection[str | bytes]) -> None:

@@ -30,6 +30,7 @@ class Kms:
         self._moto: Any = DomainDispatcherApplication(create_backend_app)
         self.operations: list[str] = []  # of providers, in order
         self.contexts: list[dict[str, str]] = []
+        self.signers: list[tuple[str, str]] = []  # access key id and region of each signature
         self.failures: list[tuple[str, int]] = []  # code and status, for the next calls
         self.delay = 0.0  # seconds, before each answer
         self.port = 0
@@ -38,6 +39,7 @@ class Kms:
     def forget(self) -> None:
         self.operations.clear()
         self.contexts.clear()
+        self.signers.clear()
         self.failures.clear()
         self.delay = 0.0
 
@@ -75,6 +77,9 @@ class Kms:
         if operation in ("Encrypt", "Decrypt"):
             content = request.get_data()  # kept for moto
             self.operations.append(operation)
+            # AWS4-HMAC-SHA256 Credential=<key id>/<date>/<region>/kms/aws4_request, ...
+            access, _, region, *_ = request.headers["Authorization"].split("/")
+            self.signers.append((access.rpartition("=")[2], region))
             self.contexts.append(json.loads(content)["EncryptionContext"])
             time.sleep(self.delay)
             if self.failures:

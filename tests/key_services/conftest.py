@@ -2,12 +2,11 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from adk_secure_sessions import AwsKmsKey, GcpKmsKey, Pkcs11Key, VaultKey
-from adk_secure_sessions.keys import remote as services
+from adk_secure_sessions.keys.remote import RemoteKey
 from tests.key_services import aws, gcp
 from tests.key_services import softhsm as hsm
 from tests.key_services.support import Service
@@ -17,7 +16,7 @@ from tests.key_services.vault import Vault, running
 @pytest.fixture
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that is repeated is repeated at once."""
-    monkeypatch.setattr(services, "_PAUSE", 0.001)
+    monkeypatch.setattr(RemoteKey, "pause", 0.001)
 
 
 @pytest.fixture
@@ -120,18 +119,23 @@ def softhsm(monkeypatch: pytest.MonkeyPatch) -> hsm.SoftHsm:
 
 
 @pytest.fixture
-def pkcs11_service(softhsm: hsm.SoftHsm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
+def pkcs11_service(softhsm: hsm.SoftHsm) -> Iterator[Service]:
     asked = []
-    once = Pkcs11Key._in_session
 
-    def counted(self: Pkcs11Key, use: Any) -> bytes:
-        asked.append(use)
-        return once(self, use)
+    class Counted(Pkcs11Key):
+        """Counts what RemoteKey has it ask of the token."""
 
-    monkeypatch.setattr(Pkcs11Key, "_in_session", counted)
+        async def _encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
+            asked.append("encrypt")
+            return await super()._encrypt(plaintext, associated_data)
+
+        async def _decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
+            asked.append("decrypt")
+            return await super()._decrypt(sealed, associated_data)
+
     yield Service(
-        lambda: Pkcs11Key("clinic/a"),
-        lambda: Pkcs11Key("clinic/b"),
+        lambda: Counted("clinic/a"),
+        lambda: Counted("clinic/b"),
         [hsm.PIN],
         lambda: len(asked),
         softhsm.take_out,

@@ -34,7 +34,9 @@ class CloudKms:
         self.requests: list[Any] = []
         self.failures: list[str] = []  # names of status codes, for the next calls
         self.delay = 0.0  # seconds, before each answer
-        self.change: Callable[[Any], None] = lambda response: None  # what it does to its answers
+        # What happens to requests and answers on the way.
+        self.change_request: Callable[[Any], None] = lambda request: None
+        self.change: Callable[[Any], None] = lambda response: None
         self.port = 0
 
     def start(self) -> None:
@@ -73,6 +75,7 @@ class CloudKms:
             key = self.keys.get(asked.name)
             if key is None:
                 context.abort(grpc.StatusCode.NOT_FOUND, "no such key")
+            self.change_request(asked)
             said = answer(key, asked, context)
             self.change(said)
             return said

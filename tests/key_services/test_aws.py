@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import botocore.session
 import pytest
 from botocore.stub import Stubber
 
@@ -105,22 +106,23 @@ def test_name_that_is_none_is_refused_without_repeating_it(name: str) -> None:
     assert "needle" not in str(info.value)
 
 
-def test_region_is_that_of_the_arn_unless_another_is_given(
+async def test_region_is_that_of_the_arn_unless_another_is_given(
     kms: Kms, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def region(name: str, **options: Any) -> str:
-        return AwsKmsKey(name, endpoint_url=kms.address, **options)._region
+    async def region(name: str, **options: Any) -> str:
+        await failure(AwsKmsKey(name, endpoint_url=kms.address, **options))
+        return kms.signers[-1][1]
 
     elsewhere = ARN.replace(REGION, "us-east-1")
-    assert region(elsewhere) == "us-east-1"
-    assert region(elsewhere, region=REGION) == REGION
-    assert region("alias/clinic") == REGION
+    assert await region(elsewhere) == "us-east-1"
+    assert await region(elsewhere, region=REGION) == REGION
+    assert await region("alias/clinic") == REGION
     monkeypatch.delenv("AWS_DEFAULT_REGION")
     monkeypatch.setenv("AWS_REGION", "eu-west-3")
-    assert region("alias/clinic") == "eu-west-3"
+    assert await region("alias/clinic") == "eu-west-3"
     monkeypatch.delenv("AWS_REGION")
     with pytest.raises(ConfigurationError, match="AWS_REGION"):
-        region("alias/clinic")
+        await region("alias/clinic")
 
 
 def test_profile_that_is_missing_is_a_configuration_error(kms: Kms) -> None:
@@ -130,15 +132,17 @@ def test_profile_that_is_missing_is_a_configuration_error(kms: Kms) -> None:
         AwsKmsKey(ARN, profile="nobody")
 
 
-def test_profile_gives_region_and_credentials(
+async def test_profile_gives_region_and_credentials(
     kms: Kms, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "config"
-    file.write_text("[profile clinic]\nregion = ap-south-1\n")
+    credentials = "aws_access_key_id = AKIAOFPROFILE\naws_secret_access_key = needle\n"
+    file.write_text(f"[profile clinic]\nregion = ap-south-1\n{credentials}")
     monkeypatch.delenv("AWS_DEFAULT_REGION")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(file))
     key = AwsKmsKey("alias/clinic", profile="clinic", endpoint_url=kms.address)
-    assert key._region == "ap-south-1"
+    await failure(key)
+    assert kms.signers == [("AKIAOFPROFILE", "ap-south-1")]
 
 
 def test_address_at_which_keys_would_travel_in_clear_is_refused(
@@ -159,10 +163,10 @@ ANSWERS = {
     ("KMSInvalidStateException", 400): ("pending deletion", False),
     ("InvalidKeyUsageException", 400): ("symmetric", False),
     ("NotFoundException", 400): ("no such key", False),
-    ("UnrecognizedClientException", 400): ("credentials were refused", False),
-    ("ExpiredTokenException", 400): ("credentials were refused", False),
+    ("UnrecognizedClientException", 400): ("credentials were rejected", False),
+    ("ExpiredTokenException", 400): ("credentials were rejected", False),
     ("InvalidSignatureException", 400): ("clock", False),
-    ("ValidationException", 400): ("AWS KMS refuses (400)", False),
+    ("ValidationException", 400): ("AWS KMS rejects the call (400)", False),
     ("ThrottlingException", 400): ("quotas", True),
     ("KeyUnavailableException", 500): ("cannot answer now", True),
     ("KMSInternalException", 500): ("cannot answer now", True),
@@ -192,7 +196,8 @@ STUBBED = {"DisabledException": 1, "KMSInvalidStateException": 1, "ThrottlingExc
 async def test_failure_that_botocore_stubs_is_the_same(
     kms: Kms, key: AwsKmsKey, monkeypatch: pytest.MonkeyPatch, code: str, calls: int
 ) -> None:
-    client = key._client()
+    session = botocore.session.Session()
+    client = session.create_client("kms", region_name=REGION, endpoint_url=kms.address, **ACCESS)
     context = base64.b64encode(hashlib.sha256(b"\x03" + PLACE).digest()).decode()
     asked = {
         "KeyId": key.key_id.removeprefix("aws-kms:"),
@@ -203,7 +208,7 @@ async def test_failure_that_botocore_stubs_is_the_same(
     with Stubber(client) as stubber:
         for _ in range(calls):
             stubber.add_client_error("encrypt", code, "needle", 400, expected_params=asked)
-        monkeypatch.setattr(key, "_client", lambda: client)
+        monkeypatch.setattr(botocore.session.Session, "create_client", lambda *_, **__: client)
         monkeypatch.setattr(client, "close", lambda: None)
         error = await failure(key)
         stubber.assert_no_pending_responses()

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pkcs11
 import pytest
 
 from adk_secure_sessions import (
@@ -18,7 +19,6 @@ from adk_secure_sessions import (
     Pkcs11Key,
     key_provider,
 )
-from adk_secure_sessions.keys import pkcs11
 from tests.key_services.softhsm import PIN, SoftHsm
 from tests.key_services.support import MASTER, PLACE, failure
 from tests.processes import results
@@ -33,6 +33,31 @@ def key(softhsm: SoftHsm) -> Pkcs11Key:
 
 def named(label: str, **options: Any) -> Pkcs11Key:
     return Pkcs11Key(f"clinic/{label}", **options)
+
+
+def before_each_login(monkeypatch: pytest.MonkeyPatch, do: Callable[[str], object]) -> None:
+    """Have *do* called with the PIN before each login: SoftHSM never hangs, and counts nothing."""
+    load = pkcs11.lib
+
+    class Token:
+        def __init__(self, token: Any) -> None:
+            self._token = token
+
+        def open(self, user_pin: str) -> Any:
+            do(user_pin)
+            return self._token.open(user_pin=user_pin)
+
+    class Library:
+        def __init__(self, path: str) -> None:
+            self._library = load(path)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._library, name)
+
+        def get_token(self, **wanted: Any) -> Token:
+            return Token(self._library.get_token(**wanted))
+
+    monkeypatch.setattr(pkcs11, "lib", Library)
 
 
 async def test_wrap_has_the_documented_format(softhsm: SoftHsm, key: Pkcs11Key) -> None:
@@ -106,7 +131,7 @@ async def test_key_that_the_token_would_give_away_is_refused(softhsm: SoftHsm) -
     softhsm.new_key("extractable", EXTRACTABLE=True)
     softhsm.new_key("readable", SENSITIVE=False)
     for label in ("extractable", "readable"):
-        assert "gives this key away" in str(await failure(named(label)))
+        assert "key can be extracted from its token" in str(await failure(named(label)))
 
 
 async def test_key_of_another_length_is_refused(softhsm: SoftHsm) -> None:
@@ -133,14 +158,8 @@ async def test_wrong_pin_is_tried_once_only(
     softhsm: SoftHsm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens lock after a few, and a start asks for two keys at once."""
-    tried = []
-    session: Callable[[Any, str], Any] = pkcs11._session
-
-    def counted(token: Any, pin: str) -> Any:
-        tried.append(pin)
-        return session(token, pin)
-
-    monkeypatch.setattr(pkcs11, "_session", counted)
+    tried: list[str] = []
+    before_each_login(monkeypatch, tried.append)
     key = named("a", pin="needle")
     errors = await asyncio.gather(*(failure(key) for _ in range(3)))
     assert {"the PIN is wrong" in str(error) for error in errors} == {True}
@@ -178,33 +197,39 @@ async def test_token_that_is_taken_out_is_missed_at_the_next_start_only(
         assert len((await service.list_sessions(app_name="clinic")).sessions) == 20
 
 
-async def test_call_behind_one_that_hangs_is_given_up_in_time(key: Pkcs11Key) -> None:
-    free, held = threading.Event(), threading.Event()
+async def test_call_behind_one_that_hangs_is_given_up_in_time(
+    key: Pkcs11Key, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free, hangs = threading.Event(), threading.Event()
 
-    def hang() -> None:
-        with key._module.held(1.0):
-            held.set()
-            free.wait(10)
+    def hang(_pin: str) -> None:
+        hangs.set()
+        free.wait(10)
 
-    thread = threading.Thread(target=hang)
-    thread.start()
-    held.wait()
+    before_each_login(monkeypatch, hang)
+    hanging = asyncio.create_task(key.wrap(MASTER, PLACE))
+    while not hangs.is_set():
+        await asyncio.sleep(0.01)
     began = time.perf_counter()
     try:
         error = await failure(named("a", timeout=0.1, attempts=2))
     finally:
         free.set()
-        thread.join()
+        await hanging
     assert time.perf_counter() - began < 2
     assert error.retryable
 
 
-async def test_calls_leave_the_event_loop_free(key: Pkcs11Key) -> None:
-    with key._module.held(1.0):
-        call = asyncio.create_task(key.wrap(MASTER, PLACE))
-        for _ in range(10):
-            await asyncio.sleep(0.01)
-        assert not call.done()
+async def test_calls_leave_the_event_loop_free(
+    key: Pkcs11Key, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = threading.Event()
+    before_each_login(monkeypatch, lambda _pin: free.wait(10))
+    call = asyncio.create_task(key.wrap(MASTER, PLACE))
+    for _ in range(10):
+        await asyncio.sleep(0.01)
+    assert not call.done()
+    free.set()
     await call
 
 

@@ -1,4 +1,4 @@
-"""The backends that ship, and the protocol for others."""
+"""The backends of this library, and the protocol for others."""
 
 from adk_secure_sessions.backends.aes_gcm import AesGcmBackend
 from adk_secure_sessions.backends.fernet import FernetBackend

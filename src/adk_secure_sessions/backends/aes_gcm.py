@@ -1,18 +1,16 @@
-"""AES-256-GCM: the default, and the recommendation."""
+"""AES-256-GCM: the recommended backend."""
 
 import secrets
 
 from adk_secure_sessions.crypto.aead import KEY_LENGTH, Aes256Gcm
 from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.formats.records import Cipher
-from adk_secure_sessions.keys.providers import (
-    KeyProvider,
-)
+from adk_secure_sessions.keys.providers import KeyProvider
 from adk_secure_sessions.keys.specs import root_key
 
 
 class AesGcmBackend(KeyMaterial):
-    """Seals with AES-256-GCM under 96-bit random nonces.
+    """Encrypts with AES-256-GCM (NIST SP 800-38D) and random 96-bit nonces.
 
     Args:
         key: The root key: 32 bytes, base64 text, a key spec, or a key provider.
@@ -32,5 +30,9 @@ class AesGcmBackend(KeyMaterial):
         return secrets.token_bytes(KEY_LENGTH)
 
     def cipher(self, key: bytes) -> Cipher:
-        """Return the cipher for one data key of 32 bytes."""
+        """Return the cipher for `key`, a data key of 32 bytes.
+
+        Raises:
+            ValueError: `key` is of another length.
+        """
         return Aes256Gcm(key)

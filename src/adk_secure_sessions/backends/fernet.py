@@ -1,7 +1,7 @@
 """Fernet (https://github.com/fernet/spec): AES-128-CBC with HMAC-SHA-256.
 
-Fernet has no associated data, so a record's place enters through its key:
-HKDF-Expand(data key, info = associated data).
+Fernet has no associated data.  Each token is therefore encrypted with a key of its own, derived
+from both: HKDF-Expand-SHA-256 (RFC 5869) of the data key, with the associated data as `info`.
 """
 
 import secrets
@@ -14,16 +14,17 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.errors import TamperedError
 from adk_secure_sessions.formats.records import Cipher
-from adk_secure_sessions.keys.providers import (
-    KeyProvider,
-)
+from adk_secure_sessions.keys.providers import KeyProvider
 from adk_secure_sessions.keys.specs import root_key
 
 _KEY_LENGTH = 32
 
 
 class FernetCipher(KeyMaterial):
-    """Fernet tokens, stored as bytes: base64 text has several spellings of one token."""
+    """The cipher of one data key.
+
+    Tokens are stored as bytes: as base64 text, one token has several spellings.
+    """
 
     __slots__ = ("_key",)
 
@@ -33,11 +34,15 @@ class FernetCipher(KeyMaterial):
         self._key = key
 
     def encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
-        """Return a token's bytes: 0x80, time, IV, ciphertext, HMAC."""
+        """Return the bytes of a token: 0x80, time, IV, ciphertext, HMAC."""
         return urlsafe_b64decode(self._fernet(associated_data).encrypt(plaintext))
 
     def decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
-        """Raises TamperedError; a token's time is not checked, it never expires."""
+        """Return the plaintext of a token.  It never expires: its time is not checked.
+
+        Raises:
+            TamperedError: the key or the associated data is another, or *sealed* was modified.
+        """
         try:
             return self._fernet(associated_data).decrypt(urlsafe_b64encode(sealed))
         except InvalidToken:
@@ -50,7 +55,7 @@ class FernetCipher(KeyMaterial):
 
 
 class FernetBackend(KeyMaterial):
-    """Seals with Fernet: AES-128-CBC and HMAC-SHA-256.
+    """Encrypts with Fernet: AES-128-CBC, authenticated with HMAC-SHA-256.
 
     Args:
         key: The root key: a Fernet key (base64 text), 32 bytes, a key spec, or a key provider.
@@ -70,5 +75,9 @@ class FernetBackend(KeyMaterial):
         return secrets.token_bytes(_KEY_LENGTH)
 
     def cipher(self, key: bytes) -> Cipher:
-        """Return the cipher for one data key of 32 bytes."""
+        """Return the cipher for `key`, a data key of 32 bytes.
+
+        Raises:
+            ValueError: `key` is of another length.
+        """
         return FernetCipher(key)

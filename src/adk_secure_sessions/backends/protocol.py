@@ -1,4 +1,4 @@
-"""What a backend is: a cipher, and the root key that protects the keys it is used with."""
+"""The protocol of a backend: a cipher, and the root key that protects its keys."""
 
 from typing import Protocol, runtime_checkable
 
@@ -12,28 +12,28 @@ THIRD_PARTY_IDS = range(0x80, 0x100)
 class EncryptionBackend(Protocol):
     """A cipher, and the root key that protects the keys it is used with.
 
-    Anyone may write one; it need not inherit from this class.
+    Write your own as any class with these attributes; it need not inherit from this class.
     """
 
     @property
     def backend_id(self) -> int:
-        """Names this backend in every record; 0x80 to 0xFF for third parties; never changes."""
+        """Names this backend in every record: 0x80 to 0xFF for your own.  It must never change."""
         ...
 
     @property
     def name(self) -> str:
-        """A short name for messages."""
+        """A short name for error messages."""
         ...
 
     @property
     def root_key(self) -> KeyProvider:
-        """Wraps the master keys."""
+        """The provider that wraps the master keys."""
         ...
 
     def new_key(self) -> bytes:
-        """Return a new random data key, of whatever length `cipher` takes."""
+        """Return a new random data key, of the length that `cipher` needs."""
         ...
 
     def cipher(self, key: bytes, /) -> Cipher:
-        """Return the cipher for one data key; it may be called from several threads."""
+        """Return the cipher for a data key; several threads may use it at once."""
         ...

@@ -1,4 +1,4 @@
-"""The backends of one service: which writes, which may be read, and with which root keys."""
+"""The backends of one service: which one writes, which ones may be read, with which root keys."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -14,7 +14,13 @@ _SHIPPED = (AesGcmBackend, FernetBackend, NoOpBackend)
 
 
 class Backends(NamedTuple):
-    """Backends by id, root keys by key id."""
+    """The checked backends of one service.
+
+    Attributes:
+        writer: Encrypts all new records.
+        by_id: All backends whose records may be read, `writer` included, by backend id.
+        roots: Their root keys by root key id.
+    """
 
     writer: EncryptionBackend
     by_id: dict[int, EncryptionBackend]
@@ -22,11 +28,12 @@ class Backends(NamedTuple):
 
 
 def register(backend: object, additional: Sequence[object]) -> Backends:
-    """Check what a service was given.
+    """Check the backends that a service was given.
 
     Raises:
-        ConfigurationError: not a backend, an id that is taken or reserved, two root keys of
-            one name, or a third party's cipher that does not protect what it seals.
+        ConfigurationError: an object is not a backend; an id is reserved, or two backends share
+            it; two different root keys share a name; or a third party's cipher does not protect
+            what it encrypts.
     """
     by_id: dict[int, EncryptionBackend] = {}
     roots: dict[str, KeyProvider] = {}
@@ -53,7 +60,9 @@ def _checked(candidate: object) -> EncryptionBackend:
             "pass AesGcmBackend(key), or an object with the attributes of EncryptionBackend"
         )
     if not isinstance(candidate.root_key, KeyProvider):
-        raise ConfigurationError(f"the root_key of backend {candidate.name!r} is no key provider")
+        raise ConfigurationError(
+            f"the root_key of backend {candidate.name!r} is not a key provider"
+        )
     if isinstance(candidate, _SHIPPED):
         return candidate
     if candidate.backend_id not in THIRD_PARTY_IDS:
@@ -66,33 +75,40 @@ def _checked(candidate: object) -> EncryptionBackend:
 
 
 def _try_out(backend: EncryptionBackend) -> None:
-    """Write and read back, and have it refuse what an attacker would try."""
-    plaintext, where = b"plaintext " * 8, b"place"
-    key = _outcome(backend.new_key)
-    sealed = _outcome(lambda: backend.cipher(key or b"").encrypt(plaintext, where))
+    """Encrypt and decrypt with a third party's backend, and check that it rejects tampering.
 
-    def opened(key: bytes | None, sealed: bytes, where: bytes) -> bytes | None:
-        return _outcome(lambda: backend.cipher(key or b"").decrypt(sealed, where))
+    Raises:
+        ConfigurationError: it does not.
+    """
+    plaintext, context = b"plaintext " * 8, b"context"
+    key = _bytes_or_none(backend.new_key)
+    sealed = _bytes_or_none(lambda: backend.cipher(key or b"").encrypt(plaintext, context))
+
+    def decrypted(key: bytes | None, sealed: bytes, context: bytes) -> bytes | None:
+        return _bytes_or_none(lambda: backend.cipher(key or b"").decrypt(sealed, context))
 
     fault = None
-    if key is None or sealed is None or opened(key, sealed, where) != plaintext:
-        fault = "does not read back what it wrote"
+    if key is None or sealed is None or decrypted(key, sealed, context) != plaintext:
+        fault = "does not decrypt what it encrypted"
     elif plaintext in sealed:
         fault = "stores plaintext"
-    elif opened(key, sealed, b"elsewhere") is not None:
+    elif decrypted(key, sealed, b"another context") is not None:
         fault = "ignores the associated data, so records could be moved"
-    elif opened(key, sealed[:-1] + bytes([sealed[-1] ^ 1]), where) is not None:
-        fault = "opens an altered record"
-    elif opened(_outcome(backend.new_key), sealed, where) is not None:
-        fault = "opens a record under another key"
+    elif decrypted(key, sealed[:-1] + bytes([sealed[-1] ^ 1]), context) is not None:
+        fault = "decrypts a modified record"
+    elif decrypted(_bytes_or_none(backend.new_key), sealed, context) is not None:
+        fault = "decrypts a record with another key"
     if fault:
         raise ConfigurationError(f"backend {backend.name!r} {fault}")
 
 
-def _outcome(attempt: Callable[[], bytes]) -> bytes | None:
-    """The bytes that *attempt* gives; None for anything else, whose text is not to be shown."""
+def _bytes_or_none(call: Callable[[], bytes]) -> bytes | None:
+    """Return the bytes that *call* returns; None for anything else.
+
+    The text of an error is not shown: it may hold secrets.
+    """
     try:
-        result = attempt()
+        result = call()
     except Exception:
         return None
     return result if isinstance(result, bytes) else None

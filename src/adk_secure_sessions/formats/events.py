@@ -1,4 +1,7 @@
-"""Events as storage holds them: `length | google-adk version | JSON of the event`."""
+"""Events as storage holds them: `length of the version ‖ google-adk version ‖ JSON of the event`.
+
+Format: docs/format.md, "Events".
+"""
 
 import json
 import logging
@@ -18,13 +21,17 @@ _PREFIX = bytes([len(adk_version)]) + adk_version.encode("ascii")
 
 
 def encode(event: Event) -> bytes:
-    """Everything of *event* that is set; what JSON cannot hold becomes text, never an error."""
+    """Return *event* as storage holds it.
+
+    Fields that are None are left out.  A value without JSON form is replaced by its text, and a
+    warning is logged.
+    """
     try:
         data = event.model_dump_json(exclude_none=True, warnings=False).encode()
-        if b"null" not in data:  # which infinity and NaN become here, unlike below
+        if b"null" not in data:  # as infinity and NaN are written here, but not below
             return _PREFIX + data
     except Exception:
-        pass  # lone surrogates, or values with no JSON form such as callables
+        pass  # lone surrogates, or values without JSON form such as callables
     fields = event.model_dump(exclude_none=True, warnings=False)
     try:
         fields = to_jsonable_python(fields, bytes_mode="base64")
@@ -35,19 +42,20 @@ def encode(event: Event) -> bytes:
 
 
 def decode(plaintext: bytes, session_row: int, seq: int) -> Event:
-    """Return the event; the errors name its row.
+    """Return the event in *plaintext*, which `encode` made and which is authenticated.
 
     Raises:
-        ConfigurationError: the installed google-adk cannot read what another version wrote.
+        ConfigurationError: the installed google-adk cannot read an event of the version that
+            wrote it.  The message names its row, *session_row* and *seq*, and both versions.
     """
     end = 1 + plaintext[0]
     data = plaintext[end:]
     try:
         return _parse(data)
     except ValueError:
-        pass  # outside, or its text would hang on to ours as context, event included
+        pass  # raised outside of `except`, our error has no context: its text would hold the event
     try:
-        loaded: Any = json.loads(data)  # takes the lone surrogates that pydantic refuses
+        loaded: Any = json.loads(data)  # accepts lone surrogates, which pydantic rejects
         return Event.model_validate(loaded)
     except ValueError:
         pass

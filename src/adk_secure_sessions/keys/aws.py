@@ -1,4 +1,4 @@
-"""Root keys in AWS KMS, asked by botocore in a thread.
+"""Root keys in AWS KMS, which botocore calls in a thread.
 
 Format of a wrapped key: docs/format.md, "Key providers".
 """
@@ -18,15 +18,16 @@ from adk_secure_sessions.keys.remote import ATTEMPTS, TIMEOUT, RemoteKey, check_
 
 _ARN = r"arn:aws[a-z-]*:kms:(?P<region>[a-z0-9-]+):[0-9]{12}:(?:key|alias)/[\w/-]+"
 _NAME = re.compile(rf"(?:{_ARN}|alias/[\w/-]+|mrk-[0-9a-f]{{32}}|[0-9a-f-]{{36}})", re.ASCII)
-# What it is bound to; CloudTrail shows it, so no more than a hash.
+# The name in AWS's encryption context.  CloudTrail logs the value, so it is a hash.
 _CONTEXT = "adk-secure-sessions"
 
 _CREDENTIALS = (
-    "the credentials were refused",
+    "the credentials were rejected",
     "check that they are valid, their region, and this machine's clock",
 )
 _PENDING = ("the key cannot be used: disabled, pending deletion or import", "check its state")
-_REFUSED = {
+# By what the service reports: what has happened, and what to check.
+_ADVICE = {
     "AccessDeniedException": (
         "permission was denied",
         "check that the identity's policy and the key's allow kms:Encrypt and kms:Decrypt on it",
@@ -54,11 +55,11 @@ _RETRYABLE = {
     "ThrottlingException",
     "TooManyRequestsException",
 }
-_TOO_MANY, _SERVER_ERROR = 429, 500  # of HTTP
+_TOO_MANY, _SERVER_ERROR = 429, 500  # HTTP status codes
 
 
 class _Quiet(logging.Filter):
-    """Of this thread's calls, drops what botocore logs for debugging: keys in clear, too."""
+    """Drops botocore's debug messages about this module's calls: they show plaintext keys."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,30 +72,31 @@ class _Quiet(logging.Filter):
 _quiet = _Quiet()
 
 
-class _Owned(NamedTuple):
-    """What a process has made for itself: a fork makes it anew."""
+class _ProcessSession(NamedTuple):
+    """A session of botocore and its lock, of one process; a forked process makes its own."""
 
     pid: int
     lock: threading.Lock
-    session: Any
+    botocore: Any
 
 
 class AwsKmsKey(RemoteKey):
     """A symmetric key of AWS KMS; `aws-kms:ARN-or-alias`.
 
-    Credentials are found as by every AWS SDK: environment, profile, role of the machine.
+    Credentials are found as in every AWS SDK: environment, profile, role of the machine.
 
     Args:
-        key: An ARN of a key or an alias, `alias/NAME`, or a key's id.  An alias has to stay with
-            its key, since its name is what is stored.
-        region: Else the ARN's, else `AWS_REGION` or that of the profile.
-        profile: Of the AWS configuration files; else `AWS_PROFILE`.
-        endpoint_url: Else `AWS_ENDPOINT_URL_KMS`, else AWS.
+        key: The ARN of a key or an alias, `alias/NAME`, or a key's id.  Do not move an alias to
+            another key: its name is stored with what it wrapped.
+        region: By default the ARN's, then `AWS_DEFAULT_REGION` or the profile's, then `AWS_REGION`.
+        profile: A profile of the AWS configuration files; by default `AWS_PROFILE`.
+        endpoint_url: By default `AWS_ENDPOINT_URL_KMS`, then AWS's own.
         timeout: Seconds for each attempt.
-        attempts: How often to ask, where asking again may help.
+        attempts: How many attempts in all, if an error may go away; pauses of 0.25 s and more.
 
     Raises:
-        ConfigurationError: Something of that is missing or cannot be used.
+        ConfigurationError: An argument cannot be used, no region is known, or the extra `aws` is
+            not installed.
     """
 
     _kind = b"\x03"
@@ -115,13 +117,13 @@ class AwsKmsKey(RemoteKey):
         named = _NAME.fullmatch(key)
         if named is None:
             raise ConfigurationError("a key of AWS KMS is an ARN, alias/NAME or a key id")
-        where = (region, profile, endpoint_url)
-        super().__init__(f"aws-kms:{key}", *where, timeout=timeout, attempts=attempts)
+        address = (region, profile, endpoint_url)
+        super().__init__(f"aws-kms:{key}", *address, timeout=timeout, attempts=attempts)
         self._key = key
         self._profile = profile
         self._endpoint_url = endpoint_url
         self._region = region or named["region"]
-        self._owned: _Owned | None = None
+        self._current: _ProcessSession | None = None
         failure = None
         try:
             self._region = self._region or self._default_region()
@@ -138,7 +140,7 @@ class AwsKmsKey(RemoteKey):
         )
 
     async def _decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
-        # With the key named, AWS opens nothing that an attacker wrapped with a key of his.
+        # With the key named, AWS rejects what an attacker wrapped with a key of another account.
         return await asyncio.to_thread(
             self._call, "decrypt", "Plaintext", associated_data, CiphertextBlob=sealed
         )
@@ -154,14 +156,14 @@ class AwsKmsKey(RemoteKey):
                 said = ask(KeyId=self._key, EncryptionContext={_CONTEXT: digest}, **data)
                 return bytes(said[answer])
         except ClientError as error:
-            failure = self._refused(error.response)
+            failure = self._service_error(error.response)
         except BotoCoreError as error:
-            failure = self._broken(error)
+            failure = self._call_error(error)
         finally:
             _quiet.calling.now = False
         raise failure
 
-    def _refused(self, response: Any) -> Exception:
+    def _service_error(self, response: Any) -> Exception:
         code = str(response.get("Error", {}).get("Code"))
         status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         if code == "InvalidCiphertextException":
@@ -171,8 +173,8 @@ class AwsKmsKey(RemoteKey):
                 f"root key {self.key_id!r}: AWS KMS wrapped this with another key: if it is an "
                 "alias that was moved, move it back"
             )
-        if code in _REFUSED:
-            what, check = _REFUSED[code]
+        if code in _ADVICE:
+            what, check = _ADVICE[code]
             return self._failure(f"{what} ({code})", check)
         if code in _RETRYABLE or status == _TOO_MANY or status >= _SERVER_ERROR:
             return self._failure(
@@ -180,9 +182,11 @@ class AwsKmsKey(RemoteKey):
                 "check its status and quotas",
                 retryable=True,
             )
-        return self._failure(f"AWS KMS refuses ({status})", "check the kind and state of the key")
+        return self._failure(
+            f"AWS KMS rejects the call ({status})", "check the kind and state of the key"
+        )
 
-    def _broken(self, error: Exception) -> Exception:
+    def _call_error(self, error: Exception) -> Exception:
         from botocore import exceptions
 
         name = type(error).__name__
@@ -197,15 +201,15 @@ class AwsKmsKey(RemoteKey):
     def _client(self) -> Any:
         from botocore.config import Config
 
-        owned = self._own()
+        current = self._process_session()
         config = Config(
             connect_timeout=self._timeout,
             read_timeout=self._timeout,
-            retries={"total_max_attempts": 1},  # ours come on top
+            retries={"total_max_attempts": 1},  # RemoteKey tries again
             max_pool_connections=1,
         )
-        with owned.lock:
-            client = owned.session.create_client(
+        with current.lock:
+            client = current.botocore.create_client(
                 "kms", region_name=self._region, endpoint_url=self._endpoint_url, config=config
             )
             for name in list(logging.root.manager.loggerDict):
@@ -213,17 +217,19 @@ class AwsKmsKey(RemoteKey):
                     logging.getLogger(name).addFilter(_quiet)
         return client
 
-    def _own(self) -> _Owned:
+    def _process_session(self) -> _ProcessSession:
         from botocore.session import Session
 
-        owned = self._owned
-        if owned is None or owned.pid != os.getpid():
-            owned = _Owned(os.getpid(), threading.Lock(), Session(profile=self._profile))
-            self._owned = owned
-        return owned
+        current = self._current
+        if current is None or current.pid != os.getpid():
+            current = _ProcessSession(os.getpid(), threading.Lock(), Session(profile=self._profile))
+            self._current = current
+        return current
 
     def _default_region(self) -> str:
-        known = self._own().session.get_config_variable("region") or os.environ.get("AWS_REGION")
+        known = self._process_session().botocore.get_config_variable("region") or os.environ.get(
+            "AWS_REGION"
+        )
         if not known:
             raise ConfigurationError("no AWS region is known: give region, or set AWS_REGION")
         return str(known)

@@ -7,7 +7,7 @@ import asyncio
 import re
 from typing import TYPE_CHECKING, Any
 
-from adk_secure_sessions.errors import ConfigurationError, KeyServiceError, TamperedError
+from adk_secure_sessions.errors import ConfigurationError, KeyServiceError, Reason, TamperedError
 from adk_secure_sessions.keys.remote import ATTEMPTS, TIMEOUT, RemoteKey, need
 
 if TYPE_CHECKING:
@@ -18,12 +18,13 @@ _NAME = re.compile(
     r"projects/[\w.:-]+/locations/[\w-]+/keyRings/[\w-]+/cryptoKeys/[\w-]+", re.ASCII
 )
 _SCOPES = ("https://www.googleapis.com/auth/cloudkms",)
-_REFUSED = {
+# By what the service reports: what has happened, and what to check.
+_ADVICE = {
     "PermissionDenied": (
         "permission was denied",
         "check that the identity has cloudkms.cryptoKeyVersions.useToEncrypt and useToDecrypt",
     ),
-    "Unauthenticated": ("the credentials were refused", "check that they are valid"),
+    "Unauthenticated": ("the credentials were rejected", "check that they are valid"),
     "NotFound": ("there is no such key", "check its name, project and location"),
     "FailedPrecondition": (
         "the key cannot be used",
@@ -41,13 +42,13 @@ class GcpKmsKey(RemoteKey):
 
     Args:
         key: `projects/P/locations/L/keyRings/R/cryptoKeys/K`, without a version.
-        credentials: Of google-auth; else the application's default ones.
-        endpoint: Host, and port if it is not 443, instead of `cloudkms.googleapis.com`.
+        credentials: Credentials of google-auth; by default the application default credentials.
+        endpoint: Host, and port if it is not 443; by default `cloudkms.googleapis.com`.
         timeout: Seconds for each attempt.
-        attempts: How often to ask, where asking again may help.
+        attempts: How many attempts in all, if an error may go away; pauses of 0.25 s and more.
 
     Raises:
-        ConfigurationError: `key` is not of that form, or the extra is not installed.
+        ConfigurationError: `key` is not of that form, or the extra `gcp` is not installed.
     """
 
     _kind = b"\x04"
@@ -89,7 +90,7 @@ class GcpKmsKey(RemoteKey):
 
     async def _decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
         if not sealed:
-            raise TamperedError("not a key wrapped by Cloud KMS")
+            raise TamperedError("not a key wrapped by Cloud KMS", reason=Reason.MALFORMED)
         request = {
             "name": self._name,
             "ciphertext": sealed,
@@ -108,14 +109,16 @@ class GcpKmsKey(RemoteKey):
 
         try:
             credentials = self._credentials
-            if credentials is None:  # found by reading files, or by asking the machine's own host
+            if (
+                credentials is None
+            ):  # in a thread: it reads files, or asks the machine's metadata server
                 credentials = self._credentials = await asyncio.to_thread(_default_credentials)
             async with self._client(credentials) as client:
                 ask = getattr(client, operation)
                 return await ask(request=request, retry=None, timeout=self._timeout)
         except GoogleAuthError as error:
             failure: Exception = self._failure(
-                f"there are no credentials to be had ({type(error).__name__})",
+                f"no credentials were found ({type(error).__name__})",
                 "check the application default credentials",
                 retryable=bool(getattr(error, "retryable", False)),
             )
@@ -138,8 +141,8 @@ class GcpKmsKey(RemoteKey):
                 return self._corrupted()
             if operation == "decrypt":
                 return TamperedError()
-        if name in _REFUSED:
-            what, check = _REFUSED[name]
+        if name in _ADVICE:
+            what, check = _ADVICE[name]
             return self._failure(f"{what} ({name})", check)
         if name == "ServiceUnavailable":
             return self._unreachable(f"cannot be reached ({name})")
@@ -147,10 +150,12 @@ class GcpKmsKey(RemoteKey):
             return self._failure(
                 f"Cloud KMS cannot answer now ({name})", "check its quotas", retryable=True
             )
-        return self._failure(f"Cloud KMS refuses ({name})", "check the kind and state of the key")
+        return self._failure(
+            f"Cloud KMS rejects the call ({name})", "check the kind and state of the key"
+        )
 
     def _corrupted(self) -> KeyServiceError:
-        return self._failure("what was sent did not arrive as it was", "try again", retryable=True)
+        return self._failure("data was corrupted on the way", "try again", retryable=True)
 
 
 def _checksum(data: bytes) -> int:

@@ -1,4 +1,7 @@
-"""A root key made from a passphrase with Argon2id (RFC 9106)."""
+"""A root key that Argon2id (RFC 9106) derives from a passphrase.
+
+Format of a wrapped key: docs/format.md, "Key providers".
+"""
 
 import asyncio
 import hmac
@@ -12,7 +15,7 @@ from cryptography.hazmat.primitives.kdf.argon2 import Argon2id
 
 from adk_secure_sessions.crypto.aead import KEY_LENGTH, Aes256Gcm
 from adk_secure_sessions.crypto.key_material import KeyMaterial
-from adk_secure_sessions.errors import ConfigurationError, TamperedError
+from adk_secure_sessions.errors import ConfigurationError, Reason, TamperedError
 from adk_secure_sessions.keys.providers import PLAINTEXT_ROOT_KEY_ID
 
 PASSPHRASE_WRAP = b"\x02"
@@ -20,10 +23,10 @@ _SALT_LENGTH = 16
 _HEADER = Struct(f">c{_SALT_LENGTH}sIII")
 # RFC 9106, section 4, second recommended option: t=3, p=4, 64 MiB.
 _ITERATIONS, _LANES, _MEMORY_KIB = 3, 4, 64 * 1024
-# Read from the database before anything vouches for them: bounds on what they may cost.
+# The cost is read from the database before it is authenticated, so it needs a bound.
 _MAX_ITERATIONS, _MAX_LANES, _MAX_MEMORY_KIB = 64, 64, 4 * 1024 * 1024
-# Two that derive at once, with several lanes each, wait for one another for ever: OpenSSL gives
-# both threads of one pool.  Seen with cryptography 50.0.
+# Two derivations at once, with several lanes each, deadlock: OpenSSL gives both of them threads
+# of one pool.  Seen with cryptography 50.0.
 _one_at_a_time = threading.Lock()
 
 
@@ -37,14 +40,16 @@ if hasattr(os, "register_at_fork"):
 
 
 class PassphraseKey(KeyMaterial):
-    """A root key from a passphrase, by Argon2id; salt and cost lie beside each wrapped key.
+    """A root key that Argon2id derives from a passphrase.
+
+    Each wrapped key is stored with the salt and the cost that it needs.
 
     Args:
-        passphrase: Not empty; compared in Unicode's form NFC.
-        key_id: Tells two passphrases apart.  Not `none`, nor beginning with `key:`.
+        passphrase: Not empty; converted to Unicode normalization form C (NFC).
+        key_id: Tells two passphrases apart.  Not `none`, and it does not begin with `key:`.
 
     Raises:
-        ConfigurationError: One of them is not as said.
+        ConfigurationError: The passphrase is empty, or `key_id` is one of these.
     """
 
     __slots__ = ("_ciphers", "_new_header", "_passphrase", "key_id")
@@ -73,27 +78,33 @@ class PassphraseKey(KeyMaterial):
         return hash(self.key_id)
 
     async def wrap(self, key: bytes, associated_data: bytes) -> bytes:
-        """Wrap under the key of this object's first salt, so that a start derives once."""
+        """Wrap with the key of the first salt that this object met: one derivation per start.
+
+        Raises:
+            ConfigurationError: This build of `cryptography` has no Argon2id.
+        """
         header = next(iter(self._ciphers), self._new_header)
         cipher = await self._cipher(header)
         return header + cipher.encrypt(key, header + associated_data)
 
     async def unwrap(self, wrapped: bytes, associated_data: bytes) -> bytes:
-        """The inverse of `wrap`.
+        """Return the key in `wrapped`, which `wrap` returned.
 
         Raises:
-            TamperedError: Another passphrase or place, or an altered value.
+            TamperedError: The passphrase or `associated_data` is another, or `wrapped` was
+                modified; or the stored cost is more than 64 iterations, 64 lanes or 4 GiB.
+            ConfigurationError: This build of `cryptography` has no Argon2id.
         """
         header = wrapped[: _HEADER.size]
         if not header.startswith(PASSPHRASE_WRAP) or len(header) < _HEADER.size:
-            raise TamperedError("not a key wrapped by a passphrase")
+            raise TamperedError("not a key wrapped by a passphrase", reason=Reason.MALFORMED)
         cipher = await self._cipher(header)
         return cipher.decrypt(wrapped[_HEADER.size :], header + associated_data)
 
     async def _cipher(self, header: bytes) -> Aes256Gcm:
         cipher = self._ciphers.get(header)
         if cipher is None:
-            # 0.1-0.2 s of hashing: in a thread, or every other task would stand still.
+            # 0.1 to 0.2 s of hashing: in a thread, so that other tasks go on.
             cipher = await asyncio.to_thread(self._derive_once, header)
         return cipher
 
@@ -106,7 +117,10 @@ class PassphraseKey(KeyMaterial):
     def _derive(self, header: bytes) -> Aes256Gcm:
         _, salt, iterations, lanes, memory = _HEADER.unpack(header)
         if iterations > _MAX_ITERATIONS or lanes > _MAX_LANES or memory > _MAX_MEMORY_KIB:
-            raise TamperedError("the stored Argon2id cost is beyond what this service computes")
+            raise TamperedError(
+                "the stored Argon2id cost is beyond what this service computes",
+                reason=Reason.MALFORMED,
+            )
         try:
             kdf = Argon2id(
                 salt=salt, length=KEY_LENGTH, iterations=iterations, lanes=lanes, memory_cost=memory
@@ -117,5 +131,7 @@ class PassphraseKey(KeyMaterial):
                 "install a cryptography wheel (OpenSSL 3.2 or later)"
             ) from None
         except ValueError:
-            raise TamperedError("the stored Argon2id cost is not a possible one") from None
+            raise TamperedError(
+                "the stored Argon2id cost is not a possible one", reason=Reason.MALFORMED
+            ) from None
         return Aes256Gcm(kdf.derive(self._passphrase))

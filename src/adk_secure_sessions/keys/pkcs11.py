@@ -1,4 +1,4 @@
-"""Root keys in a hardware module (HSM), through PKCS#11.
+"""Root keys in a hardware security module (HSM), through PKCS#11.
 
 Format of a wrapped key: docs/format.md, "Key providers".
 """
@@ -12,20 +12,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from adk_secure_sessions.errors import ConfigurationError, KeyServiceError, TamperedError
+from adk_secure_sessions.errors import ConfigurationError, KeyServiceError, Reason, TamperedError
 from adk_secure_sessions.keys.providers import read_environment, read_private_file
 from adk_secure_sessions.keys.remote import ATTEMPTS, TIMEOUT, RemoteKey, need
 
 _KEY_BITS = 256
 _NONCE_LENGTH, _TAG_BITS = 12, 128
-_REFUSED = {
+# By what the service reports: what has happened, and what to check.
+_ADVICE = {
     "MechanismInvalid": ("the module has no AES-GCM", "use one that has CKM_AES_GCM"),
     "MechanismParamInvalid": (
-        "the module refuses our nonce",
-        "use one that lets its callers choose nonces for AES-GCM",
+        "the module rejects a nonce that its caller chose",
+        "use one that accepts nonces for AES-GCM",
     ),
     "MultipleTokensReturned": ("several tokens have this label", "give each its own label"),
-    "NoSuchToken": ("there is no token of this label", "check it, and that the token is in"),
+    "NoSuchToken": ("no token has this label", "check it, and that the token is plugged in"),
     "PinExpired": ("the PIN has expired", "set a new one"),
     "PinIncorrect": ("the PIN is wrong", "correct it: tokens lock after a few wrong ones"),
     "PinLocked": ("the PIN is locked", "have the security officer unlock it"),
@@ -34,15 +35,15 @@ _NOT_ALLOWED = (
     "the key may not be used",
     "check that it has CKA_ENCRYPT and CKA_DECRYPT, and is for this user",
 )
-_REFUSED |= dict.fromkeys(
+_ADVICE |= dict.fromkeys(
     ("KeyFunctionNotPermitted", "KeyTypeInconsistent", "UserNotLoggedIn"), _NOT_ALLOWED
 )
 
 
 class _Module:
-    """A library of a vendor's, loaded once in a process, and begun anew in each fork.
+    """A vendor's library: loaded once in a process, initialized again in each forked process.
 
-    It may serve one thread at a time: nobody told it of locks.
+    One thread at a time uses it: it was not asked for locks of its own (CKF_OS_LOCKING_OK).
     """
 
     def __init__(self, path: str) -> None:
@@ -53,10 +54,10 @@ class _Module:
 
     @contextmanager
     def held(self, seconds: float) -> Iterator[Any]:
-        """The library, for this thread alone.
+        """Hold the library for this thread.
 
         Raises:
-            TimeoutError: another call has not come back within *seconds*.
+            TimeoutError: another call has not returned within *seconds*.
         """
         import pkcs11
 
@@ -64,8 +65,8 @@ class _Module:
             raise TimeoutError
         try:
             library = pkcs11.lib(self.path)
-            # After a fork, what the parent did does not count; and many a library finds a token
-            # that was away, or a server, only when it begins again.
+            # A forked process must initialize it.  After a failure, many libraries find a token or
+            # a server again only if they are initialized again.
             if self._failed or self._pid not in (None, os.getpid()):
                 try:
                     library.finalize()
@@ -97,22 +98,23 @@ if hasattr(os, "register_at_fork"):
 
 
 class Pkcs11Key(RemoteKey):
-    """An AES-256 key that its token does not give away; `pkcs11:TOKEN/LABEL`.
+    """An AES-256 key that cannot be extracted from its token; `pkcs11:TOKEN/LABEL`.
 
-    Each call opens a session and closes it, so that a token may be taken out in between.
+    Each call opens a session and closes it, so a token may be unplugged between two calls.
 
     Args:
         key: `TOKEN/LABEL`, the labels of the token and the key.
-        module: Path of the vendor's library; else `PKCS11_MODULE`.
-        pin: Of the token's user; else that in `pin_file`, else `PKCS11_PIN`, else that in the
-            file that `PKCS11_PIN_FILE` names.
+        module: Path of the vendor's library; by default `PKCS11_MODULE`.
+        pin: The PIN of the token's user; by default from `pin_file`, then `PKCS11_PIN`, then from
+            the file that `PKCS11_PIN_FILE` names.
         pin_file: A file that only its owner may read.
-        key_id: Stored in clear with what is wrapped; else `pkcs11:` and `key`.
+        key_id: Stored as plaintext with each wrapped key; by default `pkcs11:` and `key`.
         timeout: Seconds for each attempt.
-        attempts: How often to ask, where asking again may help.
+        attempts: How many attempts in all, if an error may go away; pauses of 0.25 s and more.
 
     Raises:
-        ConfigurationError: Something of that is missing or cannot be used.
+        ConfigurationError: An argument is missing or cannot be used, or the extra `pkcs11` is not
+            installed.
     """
 
     _kind = b"\x06"
@@ -136,7 +138,7 @@ class Pkcs11Key(RemoteKey):
         super().__init__(key_id or f"pkcs11:{key}", path, timeout=timeout, attempts=attempts)
         self._module = _modules.setdefault(path, _Module(path))
         self._pin = pin or _find_pin(pin_file)
-        self._refused: KeyServiceError | None = None
+        self._pin_error: KeyServiceError | None = None
 
     async def _encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
         return await asyncio.to_thread(
@@ -153,8 +155,8 @@ class Pkcs11Key(RemoteKey):
 
         try:
             with self._module.held(self._timeout) as library:
-                if self._refused is not None:  # a wrong PIN is not tried again, or it locks
-                    raise self._refused
+                if self._pin_error is not None:  # a wrong PIN is not tried again: the token locks
+                    raise self._pin_error
                 with _session(library.get_token(token_label=self._token), self._pin) as session:
                     return use(self._key(session))
         except pkcs11.PKCS11Error as error:
@@ -171,11 +173,11 @@ class Pkcs11Key(RemoteKey):
         }
         found = [*session.get_objects(template)]
         if len(found) != 1:
-            raise self._failure(f"{len(found)} AES keys have this label", "let one have it")
+            raise self._failure(f"{len(found)} AES keys have this label", "give it to exactly one")
         (key,) = found
         if key[Attribute.EXTRACTABLE] or not key[Attribute.SENSITIVE]:
             raise self._failure(
-                "the token gives this key away",
+                "the key can be extracted from its token",
                 "make one that is CKA_SENSITIVE and not CKA_EXTRACTABLE",
             )
         if not (key[Attribute.ENCRYPT] and key[Attribute.DECRYPT]):
@@ -185,15 +187,15 @@ class Pkcs11Key(RemoteKey):
         return key
 
     def _explained(self, name: str) -> KeyServiceError:
-        if name == "PKCS11Error":  # the class that all are of: only for loading
+        if name == "PKCS11Error":  # the base class itself: raised by loading only
             return self._failure(
                 f"the library {self._module.path!r} cannot be loaded", "check module, PKCS11_MODULE"
             )
-        if name in _REFUSED:
-            what, check = _REFUSED[name]
+        if name in _ADVICE:
+            what, check = _ADVICE[name]
             failure = self._failure(f"{what} ({name})", check)
             if name.startswith("Pin"):
-                self._refused = failure
+                self._pin_error = failure
             return failure
         self._module.has_failed()
         return self._failure(
@@ -207,7 +209,7 @@ def _session(token: Any, pin: str) -> Iterator[Any]:
 
     try:
         session = token.open(user_pin=pin)
-    except UserAlreadyLoggedIn:  # by another part of this process: that holds for all of it
+    except UserAlreadyLoggedIn:  # by other code of this process: a login is for all of it
         session = token.open()
     with session:
         yield session
@@ -222,13 +224,14 @@ def _decrypt(key: Any, sealed: bytes, associated_data: bytes) -> bytes:
     from pkcs11 import PKCS11Error
 
     if len(sealed) < _NONCE_LENGTH + _TAG_BITS // 8:
-        raise TamperedError("not a key wrapped by a token")
+        raise TamperedError("not a key wrapped by a token", reason=Reason.MALFORMED)
     nonce, body = sealed[:_NONCE_LENGTH], sealed[_NONCE_LENGTH:]
     try:
         return bytes(key.decrypt(body, **_gcm(nonce, associated_data)))
     except PKCS11Error:
         pass
-    # Some say no more than "general error": does the key open what it has just sealed?
+    # Some tokens report any failure as "general error".  If the token fails on a new ciphertext,
+    # too, that error is raised: the token is broken, and nothing was tampered with.
     probe = _encrypt(key, bytes(_NONCE_LENGTH), b"")
     key.decrypt(probe[_NONCE_LENGTH:], **_gcm(probe[:_NONCE_LENGTH], b""))
     raise TamperedError()

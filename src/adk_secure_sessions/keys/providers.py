@@ -1,4 +1,4 @@
-"""Root keys: who wraps the master keys, and where that key comes from.
+"""Root keys (key-encryption keys, KEKs), which wrap the master keys, and where they come from.
 
 Format of a wrapped key: docs/format.md, "Key providers".
 """
@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
 from adk_secure_sessions.crypto.aead import KEY_LENGTH, Aes256Gcm
 from adk_secure_sessions.crypto.key_material import KeyMaterial
-from adk_secure_sessions.errors import ConfigurationError, TamperedError
+from adk_secure_sessions.errors import ConfigurationError, Reason, TamperedError
 
 RAW_KEY_WRAP = b"\x01"
 PLAINTEXT_ROOT_KEY_ID = "none"  # of `NoOpBackend`: the master keys are stored as plaintext
@@ -24,20 +24,22 @@ PLAINTEXT_ROOT_KEY_ID = "none"  # of `NoOpBackend`: the master keys are stored a
 
 @runtime_checkable
 class KeyProvider(Protocol):
-    """Holds one root key, or speaks for it; called a few times per process start.
+    """Wraps and unwraps master keys with one root key, which it holds or asks a service to use.
 
-    Anyone may write one; it need not inherit from this class.  `check_key_provider`, of
-    `adk_secure_sessions.testing`, tries it out.  Calls are made several at once, and from one
-    event loop after the other.
+    Write your own as any class with these attributes; it need not inherit from this class.
+    `adk_secure_sessions.testing.check_key_provider` tests it.  A provider is called a few times
+    when a process starts: several calls at once, and from one event loop after another.
     """
 
     @property
     def key_id(self) -> str:
-        """Names the root key, without secrets, up to 255 characters; stored in clear."""
+        """Names the root key in 1 to 255 characters; stored as plaintext, so it has no secrets."""
         ...
 
     async def wrap(self, key: bytes, associated_data: bytes, /) -> bytes:
-        """Encrypt a master key of 32 bytes; it opens only with the same `associated_data`.
+        """Encrypt `key`, a master key of 32 bytes, and authenticate `associated_data` with it.
+
+        The result needs the same `associated_data` to be decrypted.
 
         Raises:
             KeyServiceError: The key service failed.
@@ -45,17 +47,19 @@ class KeyProvider(Protocol):
         ...
 
     async def unwrap(self, wrapped: bytes, associated_data: bytes, /) -> bytes:
-        """The inverse of `wrap`.
+        """Return the key in `wrapped`, which `wrap` returned.
 
         Raises:
-            WrongKeyError: `wrapped` is not of this root key and place; or `TamperedError`.
+            TamperedError: Another root key wrapped it, `associated_data` is another, or `wrapped`
+                was modified.
+            WrongKeyError: The same, where a key service says that it is another key.
             KeyServiceError: The key service failed.
         """
         ...
 
 
 def generate_key() -> str:
-    """Return a new random root key: 32 bytes as base64 text, which every backend takes."""
+    """Return a new random root key: 32 bytes as base64 text, which every backend accepts."""
     return base64.urlsafe_b64encode(secrets.token_bytes(KEY_LENGTH)).decode()
 
 
@@ -63,7 +67,7 @@ def parse_key(key: bytes | str) -> bytes:
     """Return 32 key bytes from 32 bytes or from their base64 text, standard or URL-safe.
 
     Raises:
-        ConfigurationError: anything else; the message never repeats the key.
+        ConfigurationError: it is anything else; the message does not repeat it.
     """
     if isinstance(key, bytes | bytearray) and len(key) == KEY_LENGTH:
         return bytes(key)
@@ -89,13 +93,15 @@ def parse_key(key: bytes | str) -> bytes:
 
 
 def _derive(key: bytes, purpose: str, length: int) -> bytes:
-    # Never the caller's bytes themselves: they may serve another algorithm elsewhere.
+    # The root key itself is not used as a key: the user may use it with another algorithm, too.
     info = f"adk-secure-sessions/v1/{purpose}".encode()
     return HKDFExpand(SHA256(), length, info).derive(key)
 
 
 class StaticKey(KeyMaterial):
-    """A root key in the process; its `key_id` is `key:` and 16 hex digits, derived from it.
+    """A root key in this process's memory.
+
+    Its `key_id` is `key:` and 16 hexadecimal digits, which are derived from the key.
 
     Args:
         key: 32 bytes, or their base64 text, standard or URL-safe.
@@ -122,13 +128,13 @@ class StaticKey(KeyMaterial):
         return RAW_KEY_WRAP + self._cipher.encrypt(key, RAW_KEY_WRAP + associated_data)
 
     async def unwrap(self, wrapped: bytes, associated_data: bytes) -> bytes:
-        """The inverse of `wrap`.
+        """Return the key in `wrapped`, which `wrap` returned.
 
         Raises:
-            TamperedError: Another key or place, or an altered value.
+            TamperedError: The root key or `associated_data` is another, or `wrapped` was modified.
         """
         if not wrapped.startswith(RAW_KEY_WRAP):
-            raise TamperedError("not a key wrapped by a static root key")
+            raise TamperedError("not a key wrapped by a static root key", reason=Reason.MALFORMED)
         return self._cipher.decrypt(wrapped[1:], RAW_KEY_WRAP + associated_data)
 
 
@@ -155,7 +161,11 @@ class FileKey(StaticKey):
 
 
 def read_environment(name: str) -> str:
-    """The value of the environment variable *name*; unset or empty is a ConfigurationError."""
+    """Return the value of the environment variable *name*.
+
+    Raises:
+        ConfigurationError: it is not set, or empty.
+    """
     value = os.environ.get(name)
     if not value:
         raise ConfigurationError(f"the environment variable {name!r} is not set or is empty")
@@ -163,7 +173,11 @@ def read_environment(name: str) -> str:
 
 
 def read_private_file(path: Path) -> bytes:
-    """What is in a file of secrets that others may not read; else a ConfigurationError."""
+    """Return the first 4096 bytes of a file that holds a secret.
+
+    Raises:
+        ConfigurationError: it cannot be read, or (on POSIX) others may read or write it.
+    """
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())  # of the open file: no race with a rename

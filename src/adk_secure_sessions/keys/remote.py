@@ -1,4 +1,4 @@
-"""What all key services have in common: time-outs, retries, and errors that say what to check."""
+"""The base class of root keys in key services: timeouts, retries, and errors with advice."""
 
 import asyncio
 import importlib
@@ -9,31 +9,35 @@ from typing import ClassVar
 from urllib.parse import urlsplit
 
 from adk_secure_sessions.crypto.key_material import KeyMaterial
-from adk_secure_sessions.errors import ConfigurationError, KeyServiceError, TamperedError
+from adk_secure_sessions.errors import ConfigurationError, KeyServiceError, Reason, TamperedError
 
 TIMEOUT = 5.0  # seconds for each attempt
 ATTEMPTS = 3
-_PAUSE = 0.25  # seconds after the first attempt; doubled after each, less some jitter
-_LONGEST_PAUSE = 2.0
-_KEY_ID_LENGTH = 255  # what the column holds
+_KEY_ID_LENGTH = 255  # characters that the column holds
 
 
 class RemoteKey(KeyMaterial):
-    """A root key that never leaves its service, which is asked to encrypt and decrypt.
+    """A root key that never leaves its key service, which encrypts and decrypts with it.
 
-    Nothing is kept open between two calls: one object serves any event loop, and forked
-    processes.  `==` is true of two that would ask the same service for the same key.
+    No connection stays open between two calls, so one object works in every event loop and in
+    forked processes.  Two objects are equal if they ask the same service for the same key.
+
+    Attributes:
+        pause: Seconds after the first attempt; doubled after each, less up to half as jitter.
+        longest_pause: Seconds that it is never doubled beyond.
     """
 
-    _kind: ClassVar[bytes]  # the first byte of a wrap, authenticated with the rest
+    pause: ClassVar = 0.25
+    longest_pause: ClassVar = 2.0
+    _kind: ClassVar[bytes]  # the first byte of a wrapped key, authenticated with the rest
 
-    def __init__(self, key_id: str, *where: object, timeout: float, attempts: int) -> None:
+    def __init__(self, key_id: str, *address: object, timeout: float, attempts: int) -> None:
         if not 0 < len(key_id) <= _KEY_ID_LENGTH or not key_id.isprintable():
             raise ConfigurationError(f"a key_id has 1 to {_KEY_ID_LENGTH} printable characters")
         if not timeout > 0 or attempts < 1:
             raise ConfigurationError("timeout, in seconds, must be above 0, and attempts above 0")
         self.key_id = key_id
-        self._where = where
+        self._address = address
         self._timeout = timeout
         self._attempts = attempts
 
@@ -41,52 +45,55 @@ class RemoteKey(KeyMaterial):
         return (
             isinstance(other, RemoteKey)
             and type(other) is type(self)
-            and (other.key_id, other._where) == (self.key_id, self._where)
+            and (other.key_id, other._address) == (self.key_id, self._address)
         )
 
     def __hash__(self) -> int:
         return hash(self.key_id)
 
     async def wrap(self, key: bytes, associated_data: bytes) -> bytes:
-        """Have the service encrypt `key`, bound to `associated_data`.
+        """Have the key service encrypt `key` and authenticate `associated_data` with it.
 
         Raises:
-            KeyServiceError: It did not; the text says what to check.
+            KeyServiceError: The service did not; the message says what to check.
         """
         bound = self._kind + associated_data
         return self._kind + await self._ask(lambda: self._encrypt(key, bound))
 
     async def unwrap(self, wrapped: bytes, associated_data: bytes) -> bytes:
-        """The inverse of `wrap`.
+        """Return the key in `wrapped`, which `wrap` returned.
 
         Raises:
-            TamperedError: Another key or place, or an altered value; or `WrongKeyError`.
-            KeyServiceError: The service did not answer that; the text says what to check.
+            TamperedError: The root key or `associated_data` is another, or `wrapped` was modified.
+            WrongKeyError: The same, where the service says that it is another key.
+            KeyServiceError: The service did not answer that; the message says what to check.
         """
         if not wrapped.startswith(self._kind):
-            raise TamperedError("not a key wrapped by this kind of key service")
+            raise TamperedError(
+                "not a key wrapped by this kind of key service", reason=Reason.MALFORMED
+            )
         bound = self._kind + associated_data
         return await self._ask(lambda: self._decrypt(wrapped[1:], bound))
 
     @abstractmethod
     async def _encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
-        """Ask once."""
+        """Ask the service once, without a retry."""
 
     @abstractmethod
     async def _decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
-        """Ask once."""
+        """Ask the service once, without a retry."""
 
     async def _ask(self, once: Callable[[], Awaitable[bytes]]) -> bytes:
-        pause = _PAUSE
+        pause = self.pause
         for _ in range(self._attempts - 1):
             try:
                 return await self._in_time(once)
             except KeyServiceError as error:
                 if not error.retryable:
                     raise
-            # Jitter: processes that start together must not come back together.
+            # Jitter, so that processes which start together do not ask again together.
             await asyncio.sleep(pause * random.uniform(0.5, 1))  # noqa: S311
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            pause = min(2 * pause, self.longest_pause)
         return await self._in_time(once)
 
     async def _in_time(self, once: Callable[[], Awaitable[bytes]]) -> bytes:
@@ -98,7 +105,7 @@ class RemoteKey(KeyMaterial):
         raise self._unreachable(f"gave no answer within {self._timeout:g} s")
 
     def _failure(self, what: str, check: str, *, retryable: bool = False) -> KeyServiceError:
-        """*what* and *check* are words of ours: what a service says may hold what it was sent."""
+        """Return an error made of texts of ours: a service's text may repeat what it was sent."""
         return KeyServiceError(f"root key {self.key_id!r}: {what}; {check}", retryable=retryable)
 
     def _unreachable(self, what: str) -> KeyServiceError:
@@ -107,10 +114,10 @@ class RemoteKey(KeyMaterial):
 
 
 def need(extra: str, *modules: str) -> None:
-    """Import optional libraries, which only those who use them have.
+    """Import *modules*, which are installed with the package's optional *extra*.
 
     Raises:
-        ConfigurationError: one is missing.
+        ConfigurationError: one of them is missing.
     """
     missing = None
     for module in modules:
@@ -125,14 +132,14 @@ def need(extra: str, *modules: str) -> None:
 
 
 def check_private(url: str) -> None:
-    """Refuse an address at which keys would cross a network in clear.
+    """Reject an address of a key service at which keys would cross a network unencrypted.
 
     Raises:
-        ConfigurationError: neither https, nor http to this machine itself.
+        ConfigurationError: *url* is neither https, nor http to this machine itself.
     """
     parts = urlsplit(url)
     here = parts.hostname in ("127.0.0.1", "::1", "localhost")
     if not parts.hostname or (parts.scheme != "https" and not (here and parts.scheme == "http")):
         raise ConfigurationError(
-            "the address of a key service begins with https://; http:// only leads to this machine"
+            "the address of a key service begins with https://; http:// is only for this machine"
         )

@@ -1,4 +1,4 @@
-"""Key specs: text that names a root key without holding it, for URIs and command lines."""
+"""Key specs: text that names a root key and does not hold it, for URIs and command lines."""
 
 from collections.abc import Callable
 
@@ -30,12 +30,11 @@ _SCHEMES: dict[str, Callable[[str], KeyProvider]] = {
 def key_provider(spec: str) -> KeyProvider:
     """Return the provider that `spec` names, such as `env:NAME` or `file:PATH`.
 
-    All of them: `docs/configuration.md`, "Key specs".
+    All schemes: `docs/configuration.md`, "Key specs".
 
     Raises:
-        ConfigurationError: A scheme that is not known (the message does not repeat the spec,
-            which may be a misplaced key), a key that cannot be read, or a library that is not
-            installed.
+        ConfigurationError: The scheme is not known, the key cannot be read, or a library is not
+            installed.  The message does not repeat the spec, which may be a misplaced key.
     """
     scheme, colon, rest = spec.partition(":")
     make = _SCHEMES.get(scheme) if colon and rest else None
@@ -46,7 +45,11 @@ def key_provider(spec: str) -> KeyProvider:
 
 
 def root_key(key: bytes | str | KeyProvider) -> KeyProvider:
-    """Return *key* as a provider: 32 bytes, base64 text, a key spec, or a provider itself."""
+    """Return the provider for *key*: 32 bytes, base64 text, a key spec, or a provider itself.
+
+    Raises:
+        ConfigurationError: it is none of these, or cannot be read.
+    """
     if isinstance(key, str) and ":" in key:  # base64 has no colon
         return key_provider(key)
     if isinstance(key, bytes | bytearray | str):

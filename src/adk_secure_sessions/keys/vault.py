@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adk_secure_sessions.errors import ConfigurationError, KeyServiceError, TamperedError
+from adk_secure_sessions.errors import ConfigurationError, KeyServiceError, Reason, TamperedError
 from adk_secure_sessions.keys.providers import read_environment
 from adk_secure_sessions.keys.remote import ATTEMPTS, TIMEOUT, RemoteKey, check_private, need
 from adk_secure_sessions.loops import LoopLocks
@@ -27,13 +27,15 @@ _CIPHERTEXT = re.compile(r"vault:v([1-9][0-9]{0,8}):([A-Za-z0-9+/]+={0,2})")
 _VERSION_LENGTH = 4
 _DIGEST_LENGTH = 32
 _LOGIN_IS_NEEDED = 403
-# Of the answers that are not 200, those that may be another in a moment.
+# Status codes that may be another in a moment.
 _RETRYABLE = {412, 429, 472, 473, 500, 502, 503, 504}
 _SEALED = 503
-# What a server says of a request that it will never grant; not shown, only looked for.
+# Words in the answer to a request that will always be denied, and what they mean.  Vault gives
+# all of these the same status; its text is not shown.
+_TAMPERED = "tampered"
 _WORDS = {
-    "message authentication failed": "altered",
-    "invalid ciphertext": "altered",
+    "message authentication failed": _TAMPERED,
+    "invalid ciphertext": _TAMPERED,
     "is disallowed by policy": "min_decryption_version is above the version that wrapped it",
     "key not found": "there is no key of this name",
 }
@@ -43,21 +45,22 @@ class VaultKey(RemoteKey):
     """A key of the transit engine of Vault (1.13 or later) or OpenBao; `vault:MOUNT/KEY`.
 
     Args:
-        key: `MOUNT/KEY`, such as `transit/clinic`; an AEAD key, which does not derive.
-        address: `https://…`, or `http://` on this machine; else `VAULT_ADDR` is read.
-        namespace: Else `VAULT_NAMESPACE`, else none.
-        token: Else `VAULT_TOKEN`, unless one of the two below is given.
-        token_file: A file that holds the token and is read for each call: the sink of an agent.
-        role_id: To log in with AppRole; else `VAULT_ROLE_ID`.
-        secret_id: Goes with it; else `VAULT_SECRET_ID`.
-        approle_mount: Where AppRole is enabled.
-        ca_file: Certificates to trust instead of the system's; else `VAULT_CACERT`.
-        key_id: Stored in clear with what is wrapped; else `vault:` and `key`.
+        key: `MOUNT/KEY`, such as `transit/clinic`: an AEAD key without key derivation.
+        address: `https://…`, or `http://` on this machine; by default `VAULT_ADDR`.
+        namespace: By default `VAULT_NAMESPACE`, or none.
+        token: By default `VAULT_TOKEN`, unless `token_file` or `role_id` is given.
+        token_file: A file with the token, read for each call: the sink file of a Vault agent.
+        role_id: To log in with AppRole; by default `VAULT_ROLE_ID`.
+        secret_id: Belongs to `role_id`; by default `VAULT_SECRET_ID`.
+        approle_mount: The path at which AppRole is enabled.
+        ca_file: Certificates to trust instead of the system's; by default `VAULT_CACERT`.
+        key_id: Stored as plaintext with each wrapped key; by default `vault:` and `key`.
         timeout: Seconds for each attempt.
-        attempts: How often to ask, where asking again may help.
+        attempts: How many attempts in all, if an error may go away; pauses of 0.25 s and more.
 
     Raises:
-        ConfigurationError: Something of that is missing or cannot be used.
+        ConfigurationError: An argument is missing or cannot be used, or the extra `vault` is not
+            installed.
     """
 
     _kind = b"\x05"
@@ -106,21 +109,21 @@ class VaultKey(RemoteKey):
         self._logging_in = LoopLocks()
 
     async def _encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
-        # Servers before 1.13 ignore associated_data: with its hash inside, that is noticed.
+        # Servers before 1.13 ignore associated_data.  `_decrypt` notices by the hash inside.
         content = plaintext + hashlib.sha256(associated_data).digest()
         answer = await self._transit(
             "encrypt", plaintext=_text(content), associated_data=_text(associated_data)
         )
         ciphertext = _CIPHERTEXT.fullmatch(str(answer.get("ciphertext")))
         if ciphertext is None:
-            raise self._nonsense()
-        # The text itself could be altered without a change of its meaning.
+            raise self._unexpected_answer()
+        # Stored as bytes: Vault's text could be modified without a change of its meaning.
         return int(ciphertext[1]).to_bytes(_VERSION_LENGTH) + self._bytes(ciphertext[2])
 
     async def _decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
         version = int.from_bytes(sealed[:_VERSION_LENGTH])
-        if len(sealed) <= _VERSION_LENGTH or not version:  # Vault takes 0 for 1
-            raise TamperedError("not a key wrapped by Vault")
+        if len(sealed) <= _VERSION_LENGTH or not version:  # Vault reads 0 as 1
+            raise TamperedError("not a key wrapped by Vault", reason=Reason.MALFORMED)
         answer = await self._transit(
             "decrypt",
             ciphertext=f"vault:v{version}:{_text(sealed[_VERSION_LENGTH:])}",
@@ -155,7 +158,9 @@ class VaultKey(RemoteKey):
             assert self._token is not None
             return self._token
         async with self._logging_in.hold("login"):
-            if self._token is None or self._token == instead_of:  # nobody else was first
+            if (
+                self._token is None or self._token == instead_of
+            ):  # no other task has logged in meanwhile
                 self._token = await self._log_in(client, self._login)
             return self._token
 
@@ -172,10 +177,10 @@ class VaultKey(RemoteKey):
             token = self._part(response, "auth").get("client_token")
             if isinstance(token, str) and token:
                 return token
-            raise self._nonsense()
+            raise self._unexpected_answer()
         retryable = response.status_code in _RETRYABLE
         raise self._failure(
-            f"Vault refused the AppRole login ({response.status_code})",
+            f"Vault rejected the AppRole login ({response.status_code})",
             f"check role_id, secret_id (expired, used up?), {self._login_path} and the namespace",
             retryable=retryable,
         )
@@ -200,7 +205,7 @@ class VaultKey(RemoteKey):
     def _explained(self, response: "httpx.Response", operation: str) -> Exception:
         status = response.status_code
         found = next((means for words, means in _WORDS.items() if words in response.text), None)
-        if found == "altered" and operation == "decrypt":
+        if found == _TAMPERED and operation == "decrypt":
             return TamperedError()
         if status in _RETRYABLE:
             what = "is sealed or in maintenance" if status == _SEALED else "cannot answer now"
@@ -208,7 +213,9 @@ class VaultKey(RemoteKey):
                 f"Vault {what} ({status})", "check its status and its quotas", retryable=True
             )
         if found is not None:
-            return self._failure(f"Vault refuses ({status}): {found}", "check the key in Vault")
+            return self._failure(
+                f"Vault rejects the call ({status}): {found}", "check the key in Vault"
+            )
         if status == _LOGIN_IS_NEEDED:
             return self._failure(
                 "Vault denies permission (403)",
@@ -216,7 +223,7 @@ class VaultKey(RemoteKey):
                 f"{self._mount}/encrypt/{self._name} and {self._mount}/decrypt/{self._name}",
             )
         return self._failure(
-            f"Vault refuses ({status})",
+            f"Vault rejects the call ({status})",
             f"check the address, the namespace, that {self._mount} is a transit engine, and that "
             "the key is of type aes256-gcm96, aes128-gcm96 or chacha20-poly1305 and not derived",
         )
@@ -227,7 +234,7 @@ class VaultKey(RemoteKey):
         except (ValueError, KeyError, TypeError):
             part = None
         if not isinstance(part, dict):
-            raise self._nonsense()
+            raise self._unexpected_answer()
         return part
 
     def _bytes(self, text: object) -> bytes:
@@ -235,10 +242,10 @@ class VaultKey(RemoteKey):
             return base64.b64decode(str(text), validate=True)
         except binascii.Error:
             pass
-        raise self._nonsense()
+        raise self._unexpected_answer()
 
-    def _nonsense(self) -> KeyServiceError:
-        return self._failure("the answer is not one of a transit engine", "check the address")
+    def _unexpected_answer(self) -> KeyServiceError:
+        return self._failure("this is not the answer of a transit engine", "check the address")
 
 
 def _text(data: bytes) -> str:
@@ -250,7 +257,7 @@ def _trust(address: str, ca_file: str | os.PathLike[str] | None) -> ssl.SSLConte
         return False
     try:
         return ssl.create_default_context(cafile=ca_file)
-    except OSError:  # an SSLError is one, too
+    except OSError:  # SSLError is a subclass
         pass
     raise ConfigurationError(f"cannot read certificates from {os.fspath(ca_file or '')!r}")
 
