@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -24,6 +24,22 @@ from adk_secure_sessions.storage.survey import Survey
 
 # Rows are met once, one owner's after another's: to remember many would only take memory.
 _CACHED = 64
+
+
+class Limits(NamedTuple):
+    """How much one statement of maintenance reads or names, and how long it waits.
+
+    Attributes:
+        rows: Rows of apps, users and sessions that are read with their states.
+        headers: Rows of which only keys and record headers are read.
+        names: Rows that one statement names by their ids.
+        lock_wait: Seconds to wait for a lock, while services wait behind it.
+    """
+
+    rows: int = 100
+    headers: int = 500
+    names: int = 500
+    lock_wait: int = 5
 
 
 class Database:
@@ -60,6 +76,7 @@ class Database:
         self._backends = None if backend is None else register(backend, additional_backends)
         self.executors = executors_for(db_url, db_engine, key_db_url, key_db_engine, engine_kwargs)
         self._files = [_sqlite_file(url) for url in (db_url, key_db_url) if url is not None]
+        self.limits = Limits()
         self._keys: DataKeys | None = None
         self._store: Store | None = None
 
