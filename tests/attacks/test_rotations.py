@@ -330,7 +330,9 @@ async def test_replayed_checkpoint_does_not_pass_for_a_new_rotation(
         anew = await ROTATIONS[name](maintained, restart=True)
         assert anew.resumed is False
         assert anew.since >= began
-    rotated = [getattr(done, "rotated", 0) + getattr(done, "resealed", 0) for done in (again, anew)]
+    rotated = [
+        getattr(done, "rotated", 0) + getattr(done, "reencrypted", 0) for done in (again, anew)
+    ]
     assert rotated[0] == 0 < rotated[1]
 
 
@@ -341,9 +343,9 @@ async def test_forged_checkpoint_does_not_hide_records_of_another_backend(
     store(file_db, "data", await made_up(file_db, "data", now(), 1, LAST))
     async with Maintained(file_db.url, other, [file_db.backend()]) as maintained:
         done = await rotate_data(maintained)
-        assert (done.resumed, done.resealed, done.left > 0) == (True, 0, True)
+        assert (done.resumed, done.reencrypted, done.left > 0) == (True, 0, True)
         again = await rotate_data(maintained)  # from the start
-        assert (again.resealed, again.left) == (done.left, 0)
+        assert (again.reencrypted, again.left) == (done.left, 0)
 
 
 async def test_forged_checkpoint_does_not_hide_records_under_older_keys(
@@ -352,9 +354,9 @@ async def test_forged_checkpoint_does_not_hide_records_under_older_keys(
     store(file_db, "data", await made_up(file_db, "data", now(), 1, LAST))
     async with Maintained(file_db.url, file_db.backend()) as maintained:
         done = await rotate_data(maintained)
-        assert (done.resumed, done.resealed, done.left > 0) == (True, 0, True)
+        assert (done.resumed, done.reencrypted, done.left > 0) == (True, 0, True)
         again = await rotate_data(maintained)
-        assert (again.resealed, again.left) == (done.left, 0)
+        assert (again.reencrypted, again.left) == (done.left, 0)
 
 
 async def test_forged_checkpoint_does_not_hide_data_keys_under_another_master(

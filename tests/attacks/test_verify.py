@@ -6,6 +6,7 @@ from typing import NamedTuple
 import pytest
 
 from adk_secure_sessions import AesGcmBackend, FernetBackend
+from adk_secure_sessions.errors import Reason
 from adk_secure_sessions.maintenance import Database as Maintained
 from adk_secure_sessions.maintenance import Verification, verify
 from tests.attacks.support import Database, Older
@@ -183,7 +184,7 @@ async def test_verify_names_every_owner_of_another_backend(db: Database) -> None
     async with Maintained(db.url, other) as maintained:
         found = await verify(maintained)
         assert {one.table for one in found.problems} == {"secure_apps"}
-        assert "additional_backends" in found.problems[0].reason
+        assert found.problems[0].reason is Reason.UNKNOWN_BACKEND
         assert (found.bad, found.unchecked, found.sessions) == (2, 3 + len(EVERYBODY), 0)
     async with Maintained(db.url, other, [db.backend()]) as maintained:
         assert (await verify(maintained)).bad == 0

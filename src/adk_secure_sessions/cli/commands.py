@@ -84,7 +84,7 @@ def status(db: Database, as_json: bool, rows_per_second: float | None) -> None:
     """
     found = watched(db, "status", maintenance.status, rows_per_second=rows_per_second)
     show(found, as_json, status_lines(found))
-    if False in [one.opens for one in found.masters] + [one.genuine for one in found.unfinished]:
+    if False in [one.unwraps for one in found.masters] + [one.genuine for one in found.unfinished]:
         sys.exit(1)
 
 

@@ -13,7 +13,7 @@ from adk_secure_sessions.maintenance import (
     Retirement,
     RootRotation,
     Status,
-    Unfinished,
+    UnfinishedRotation,
 )
 
 _UNLISTED = "additional_backends"  # as reasons name what is not listed
@@ -34,7 +34,7 @@ def status_lines(found: Status) -> Iterator[str]:
                 f"under {one.root_key_id}",
                 f"of {_date(one.created_at)}",
                 f"{one.age / 86400:.0f} days old",
-                opens[one.opens],
+                opens[one.unwraps],
             )
             for one in found.masters
         ],
@@ -74,7 +74,7 @@ def root_rotation_lines(done: RootRotation, dry_run: bool) -> Iterator[str]:
         yield f"master key {number} {verb} by {done.root_key_id}"
     for number in done.unchanged:
         yield f"master key {number} was wrapped by it already"
-    for number in done.in_clear:
+    for number in done.plaintext:
         yield f"master key {number} is in clear, and was left so"
 
 
@@ -100,7 +100,7 @@ def data_rotation_lines(done: DataRotation, dry_run: bool) -> Iterator[str]:
     yield from problem_lines(done.problems, done.bad)
     verb = "would be sealed anew" if dry_run else "sealed anew"
     with_keys = "" if dry_run else f", with {counted(done.keys, 'new data key')}"
-    yield f"{verb}: {counted(done.resealed, 'record')}{with_keys}"
+    yield f"{verb}: {counted(done.reencrypted, 'record')}{with_keys}"
     if done.bad:
         yield f"cannot be opened, and left: {counted(done.bad, 'row')}"
     if dry_run:
@@ -130,7 +130,7 @@ def retirement_lines(done: Retirement, dry_run: bool) -> Iterator[str]:
 
 def problem_lines(problems: Sequence[Problem], count: int) -> Iterator[str]:
     for one in problems:
-        yield f"{one.table} row {one.row}: {one.reason}"
+        yield f"{one.table} row {one.row}: {one.detail}"
     if count > len(problems):
         yield f"and {count - len(problems)} more"
 
@@ -142,7 +142,7 @@ def _beginning(done: MasterRotation | DataRotation, dry_run: bool) -> Iterator[s
 
 
 def _next(done: MasterRotation | DataRotation) -> Iterator[str]:
-    if done.problems and all(_UNLISTED in one.reason for one in done.problems):
+    if done.problems and all(_UNLISTED in one.detail for one in done.problems):
         yield "next: this again, with --also-backend for the backend that sealed these rows"
     elif done.bad:
         yield "next: see what `verify` says, restore these rows from a backup, then this again"
@@ -163,7 +163,7 @@ def _percent(count: RecordCount) -> str:
     return f"{100 * count.newest // max(count.rows, 1)}%"  # 100 only if it is all
 
 
-def _unfinished(rotation: Unfinished) -> str:
+def _unfinished(rotation: UnfinishedRotation) -> str:
     if rotation.genuine is False or rotation.since is None:
         return f"{rotation.rotation}: what is stored of it was altered; --restart begins anew"
     unchecked = "" if rotation.genuine else "; not checked, which needs --key"

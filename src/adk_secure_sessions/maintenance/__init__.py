@@ -1,18 +1,17 @@
-"""Looking after a database of encrypted sessions, while services use it."""
+"""Maintain a database of encrypted sessions while services use it."""
 
-from adk_secure_sessions.maintenance.checkpoints import Unfinished
-from adk_secure_sessions.maintenance.coverage import DataKeyCount, RecordCount
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.engine import Progress
+from adk_secure_sessions.maintenance.engine import DataKeyCount, Progress, RecordCount
 from adk_secure_sessions.maintenance.erase import Erasure, erase_user
 from adk_secure_sessions.maintenance.init import Initialisation, init
-from adk_secure_sessions.maintenance.inspect import TABLES, Location, Sealed, inspect, lookup
+from adk_secure_sessions.maintenance.inspect import TABLES, Location, RecordHeader, inspect, lookup
 from adk_secure_sessions.maintenance.problems import Problem
 from adk_secure_sessions.maintenance.purge import Purge, purge
 from adk_secure_sessions.maintenance.retire import KeptKey, Retirement, retire
 from adk_secure_sessions.maintenance.rotate_data import DataRotation, rotate_data
 from adk_secure_sessions.maintenance.rotate_master import MasterRotation, rotate_master
 from adk_secure_sessions.maintenance.rotate_root import RootRotation, rotate_root
+from adk_secure_sessions.maintenance.rotation import UnfinishedRotation
 from adk_secure_sessions.maintenance.status import MasterKey, Status, status
 from adk_secure_sessions.maintenance.verify import Verification, verify
 
@@ -31,11 +30,11 @@ __all__ = [
     "Progress",
     "Purge",
     "RecordCount",
+    "RecordHeader",
     "Retirement",
     "RootRotation",
-    "Sealed",
     "Status",
-    "Unfinished",
+    "UnfinishedRotation",
     "Verification",
     "erase_user",
     "init",

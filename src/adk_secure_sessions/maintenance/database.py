@@ -3,7 +3,7 @@
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -30,6 +30,22 @@ T = TypeVar("T")
 
 # Commands meet each row once, one owner's after another's: remembering many only takes memory.
 _CACHED = 64
+
+
+class Limits(NamedTuple):
+    """How much one statement of maintenance reads or names, and how long it waits.
+
+    Attributes:
+        rows: Rows of apps, users and sessions that are read with their states.
+        headers: Rows of which only keys and record headers are read.
+        names: Rows that one statement names by their ids.
+        lock_wait: Seconds to wait for a lock, while services wait behind it.
+    """
+
+    rows: int = 100
+    headers: int = 500
+    names: int = 500
+    lock_wait: int = 5
 
 
 class Database:
@@ -75,6 +91,7 @@ class Database:
         )
         self._store = Store(self.unit, cached_sessions=_CACHED)
         self.has_keys = backend is not None
+        self.limits = Limits()
 
     @property
     def executors(self) -> Executors:

@@ -1,73 +1,84 @@
-"""Walking through a table in batches by its key, with progress and a limit on speed."""
+"""Walk tables in batches, count their rows by what encrypts them, and report progress."""
 
 import asyncio
 import functools
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.db.protocol import Row
+from adk_secure_sessions.formats.records import HEADER_LENGTH, header
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.storage import (
+    apps,
+    bases,
+    data_keys,
+    events,
+    read_data_keys,
     sessions,
+    users,
+    witnesses,
 )
 
+R = TypeVar("R")
 Progress = Callable[[int, int], None]
-Bounds = tuple[bool, bool]
-BATCH = 100  # rows of apps, users and sessions
+
+# --- walking -------------------------------------------------------------------------------------
+
+
+class Bounds(NamedTuple):
+    """Which limits a range has; each combination needs a statement of its own."""
+
+    has_after: bool
+    has_last: bool
 
 
 class Range(NamedTuple):
-    """Keys above *after*, up to *last*; None is no limit."""
+    """Keys above *after* and up to *last*; None is no limit."""
 
     after: int | bytes | None
     last: int | bytes | None
 
     @property
     def bounds(self) -> Bounds:
-        """Which limits there are: what a statement for this range has to have."""
-        return self.after is not None, self.last is not None
+        """Which of the two limits there are."""
+        return Bounds(self.after is not None, self.last is not None)
 
     @property
     def parameters(self) -> dict[str, object]:
+        """The limits, as the parameters that `within` names."""
         named = {"after": self.after, "last": self.last}
         return {name: value for name, value in named.items() if value is not None}
 
 
 def within(key: sa.ColumnElement[Any], bounds: Bounds) -> list[sa.ColumnElement[bool]]:
-    """Conditions that hold *key* in a range of these *bounds*."""
+    """Return the conditions that keep *key* within a range of these *bounds*."""
     conditions = []
-    if bounds[0]:
+    if bounds.has_after:
         conditions.append(key > sa.bindparam("after", type_=key.type))
-    if bounds[1]:
+    if bounds.has_last:
         conditions.append(key <= sa.bindparam("last", type_=key.type))
     return conditions
 
 
-@functools.cache
-def _boundary(key: sa.Column[Any], bounded: bool) -> sa.Select[Any]:
-    step = sa.bindparam("step", type_=sa.BigInteger)
-    query = sa.select(key).order_by(key).limit(sa.literal_column("1")).offset(step)
-    return query.where(*within(key, (bounded, False)))
-
-
 async def ranges(
-    db: Database, key: sa.Column[Any], size: int = BATCH, after: int | bytes | None = None
+    db: Database, key: sa.Column[Any], size: int, after: int | bytes | None = None
 ) -> AsyncIterator[Range]:
-    """Ranges of *key* that leave no value above *after* out, *size* rows in each but the last.
+    """Yield ranges of *key* that cover all values above *after*, *size* rows in all but the last.
 
-    The last key of a batch comes first, then whoever wants it reads up to there: MySQL takes
-    no LIMIT in a subquery.
+    Each step reads only the last key of the next *size* rows; the caller reads the rows up to
+    that key.  MySQL does not accept a LIMIT in a subquery, which would do both in one statement.
     """
     read = db.reader_of(key.table)
     while True:
-        at = Range(after, None)
-        query = _boundary(key, after is not None)
-        rows = await read(query, {**at.parameters, "step": size - 1})
-        # SQLite keeps any type in any column: whatever is no key of ours is read with the rest.
-        last = next((row[0] for row in rows if isinstance(row[0], int | bytes)), None)
+        query = _last_key(key, after is not None)
+        rows = await read(query, {**Range(after, None).parameters, "step": size - 1})
+        # SQLite stores any type in any column: a key of a wrong type ends no range, so that its
+        # row is read together with the rest.
+        last = next((found for (found,) in rows if isinstance(found, int | bytes)), None)
         yield Range(after, last)
         if last is None:
             return
@@ -78,23 +89,32 @@ async def batches(
     db: Database,
     key: sa.Column[Any],
     statement: Callable[[Bounds], sa.Executable],
-    size: int = BATCH,
-) -> AsyncIterator[list[Row]]:
-    """What *statement* finds in each range of *key*."""
+    row: Callable[..., R],
+    size: int,
+) -> AsyncIterator[list[R]]:
+    """Yield, for each range of *key*, the rows that *statement* finds, each made into a *row*."""
     read = db.reader_of(key.table)
-    async for keys in ranges(db, key, size):
-        yield list(await read(statement(keys.bounds), keys.parameters))
+    async for span in ranges(db, key, size):
+        found = await read(statement(span.bounds), span.parameters)
+        yield [row(*values) for values in found]
 
 
-def first(query: sa.Select[Any], limit: sa.ColumnElement[int]) -> sa.Select[Any]:
-    """The first *limit* rows of *query*."""
-    # Without an offset SQLAlchemy has SQLite take a parameter of its own for it.
-    none: sa.ColumnElement[int] = sa.literal_column("0")
-    return query.limit(limit).offset(none)
+def first_rows(query: sa.Select[Any], limit: sa.ColumnElement[int]) -> sa.Select[Any]:
+    """Restrict *query* to its first *limit* rows."""
+    # Without an offset, SQLAlchemy adds one for SQLite, as a parameter that the caller lacks.
+    zero: sa.ColumnElement[int] = sa.literal_column("0")
+    return query.limit(limit).offset(zero)
+
+
+@functools.cache
+def _last_key(key: sa.Column[Any], has_after: bool) -> sa.Select[Any]:
+    step = sa.bindparam("step", type_=sa.BigInteger)
+    query = sa.select(key).order_by(key).limit(sa.literal_column("1")).offset(step)
+    return query.where(*within(key, Bounds(has_after, False)))
 
 
 class Meter:
-    """Counts rows, reports them, and holds them to so many a second."""
+    """Counts rows, reports them to *progress*, and slows down to *rows_per_second*."""
 
     def __init__(self, progress: Progress | None, total: int, rows_per_second: float | None):
         self._progress = progress
@@ -104,9 +124,10 @@ class Meter:
         self._done = 0
 
     async def advance(self, rows: int = 1) -> None:
+        """Report *rows* more, and wait if they came too early."""
         self._done += rows
         if self._progress is not None and rows:
-            # Others write meanwhile: there may be more than there were.
+            # Services keep writing: there may be more rows than were counted at the start.
             self._total = max(self._total, self._done)
             self._progress(self._done, self._total)
         if self._rate:
@@ -115,23 +136,54 @@ class Meter:
                 await asyncio.sleep(ahead)
 
     def finish(self) -> None:
-        """There is no more, even if there were more at the start."""
+        """Report the end, even if fewer rows were found than were counted at the start."""
         if self._progress is not None:
             self._progress(self._done, self._done)
 
 
-async def count_events(db: Database) -> int:
-    """By what their sessions say: the table itself is large, and to count it takes long."""
-    ((number,),) = await db.read(_EVENTS, {})
-    return int(min(max(number or 0, 0), _MOST))  # altered, they may even add up to infinity
+# --- counting ------------------------------------------------------------------------------------
 
 
-_MOST = 10**15
-# Not as integers: SQLite fails where altered ones add up to more than 64 bits hold.
-_EVENTS = sa.select(sa.func.sum(sessions.c.revision * sa.literal_column("1.0")))
+class RecordCount(NamedTuple):
+    """How many rows of one table were encrypted by one backend.
+
+    Attributes:
+        table: Its name.
+        backend_id: As in the stored format; None for values that are no record of a known format.
+        rows: How many rows.
+        newest: How many of these are encrypted with their owner's newest data key.
+    """
+
+    table: str
+    backend_id: int | None
+    rows: int
+    newest: int
+
+
+class DataKeyCount(NamedTuple):
+    """How many data keys of one backend are wrapped by one data master.
+
+    Attributes:
+        backend_id: The backend that encrypts with these keys.
+        master_id: The data master; None if the wrapped keys do not name one.
+        keys: How many data keys.
+    """
+
+    backend_id: int
+    master_id: int | None
+    keys: int
+
+
+def header_of(column: sa.Column[Any]) -> sa.ColumnElement[Any]:
+    """The bytes of the record header in *column*, as SQL."""
+    # Literals: in GROUP BY, PostgreSQL takes two parameters of one value for two expressions.
+    one: sa.ColumnElement[int] = sa.literal_column("1")
+    length: sa.ColumnElement[int] = sa.literal_column(str(HEADER_LENGTH))
+    return sa.func.substr(column, one, length, type_=sa.LargeBinary)
 
 
 async def count_rows(db: Database, *tables: sa.Table) -> int:
+    """Count all rows of *tables*."""
     total = 0
     for table in tables:
         ((count,),) = await db.reader_of(table)(_count(table), {})
@@ -139,6 +191,166 @@ async def count_rows(db: Database, *tables: sa.Table) -> int:
     return total
 
 
+async def count_events(db: Database) -> int:
+    """Add up the events that sessions claim to have.
+
+    Counting the rows of `secure_events` itself takes long: the table is large.
+    """
+    ((number,),) = await db.read(_CLAIMED_EVENTS, {})
+    # If revisions were tampered with, their sum may even be infinite.
+    return int(min(max(number or 0, 0), _MOST_EVENTS))
+
+
+async def count_records(db: Database, meter: Meter, since: int = 0) -> tuple[RecordCount, ...]:
+    """Count rows by table and by the backend that their header names; nothing is decrypted.
+
+    A data key made before *since* does not count as an owner's newest.
+    """
+    counts: Counter[tuple[str, int | None]] = Counter()
+    newest: Counter[tuple[str, int | None]] = Counter()
+    for table, key, query in _COUNTED:
+        async for groups in batches(db, key, query, _RecordGroup, db.limits.headers):
+            keys = await _newest_keys(db, {group.owner for group in groups}, since)
+            for group in groups:
+                backend_id, key_id = header(group.header) or (None, None)
+                counts[table.name, backend_id] += group.rows
+                if key_id is not None and key_id == keys.get(group.owner):
+                    newest[table.name, backend_id] += group.rows
+            await meter.advance(sum(group.rows for group in groups))
+    return tuple(
+        RecordCount(table, backend_id, number, newest[table, backend_id])
+        for (table, backend_id), number in counts.items()
+    )
+
+
+async def count_data_keys(db: Database, meter: Meter) -> tuple[DataKeyCount, ...]:
+    """Count data keys by backend and by the data master that wraps them."""
+    counts: Counter[tuple[int, int | None]] = Counter()
+    size = db.limits.headers
+    async for groups in batches(db, data_keys.c.id, _data_keys, _DataKeyGroup, size):
+        for group in groups:
+            _, master_id = header(group.header) or (None, None)
+            counts[group.backend_id, master_id] += group.rows
+        await meter.advance(sum(group.rows for group in groups))
+    return tuple(DataKeyCount(*key, number) for key, number in counts.items())
+
+
+class _RecordGroup(NamedTuple):
+    """Rows of one owner under one header; *owner* is None where the owner's row is missing."""
+
+    owner: object
+    header: object
+    rows: int
+
+
+class _DataKeyGroup(NamedTuple):
+    """Data keys of one backend whose wrapped keys have one header."""
+
+    backend_id: int
+    header: object
+    rows: int
+
+
+async def _newest_keys(db: Database, owners: set[object], since: int) -> dict[object, int | None]:
+    """Map each owner to the id of its newest data key, or to None if it was made before *since*."""
+    rows = await read_data_keys(db.read_keys, owners)
+    # SQLite stores any type in any column.
+    numbered = [row for row in rows if isinstance(row.generation, int)]
+    newest = {row.owner: row for row in sorted(numbered, key=attrgetter("generation"))}
+    return {
+        owner: row.id if isinstance(row.created_at, int) and row.created_at >= since else None
+        for owner, row in newest.items()
+    }
+
+
+# --- statements that count -----------------------------------------------------------------------
+
+_MOST_EVENTS = 10**15
+# Multiplied by 1.0: SQLite fails if a sum of integers exceeds 64 bits, as it may if revisions
+# were tampered with.
+_CLAIMED_EVENTS = sa.select(sa.func.sum(sessions.c.revision * sa.literal_column("1.0")))
+
+
 @functools.cache
 def _count(table: sa.Table) -> sa.Select[Any]:
     return sa.select(sa.func.count()).select_from(table)
+
+
+@functools.cache
+def _data_keys(bounds: Bounds) -> sa.Select[Any]:
+    c = data_keys.c
+    query = sa.select(c.backend_id, header_of(c.wrapped), sa.func.count())
+    return query.where(*within(c.id, bounds)).group_by(c.backend_id, header_of(c.wrapped))
+
+
+def _by_owner(
+    column: sa.Column[Any], source: sa.FromClause, owner: sa.ColumnElement[Any]
+) -> sa.Select[Any]:
+    """Count rows of *source* by their owner and the header in *column*, as `_RecordGroup` has it"""
+    query = sa.select(owner, header_of(column), sa.func.count()).select_from(source)
+    return query.group_by(owner, header_of(column))
+
+
+def _with_user(table: sa.Table, session_row: sa.Column[Any]) -> sa.FromClause:
+    own = table.outerjoin(sessions, sessions.c.id == session_row)
+    return own.outerjoin(users, users.c.id == sessions.c.user_row)
+
+
+@functools.cache
+def _apps(bounds: Bounds) -> sa.Select[Any]:
+    return _by_owner(apps.c.state, apps, apps.c.tag).where(*within(apps.c.id, bounds))
+
+
+@functools.cache
+def _users(bounds: Bounds) -> sa.Select[Any]:
+    return _by_owner(users.c.state, users, users.c.tag).where(*within(users.c.id, bounds))
+
+
+@functools.cache
+def _sessions(bounds: Bounds) -> sa.Select[Any]:
+    source = sessions.outerjoin(users, users.c.id == sessions.c.user_row)
+    query = _by_owner(sessions.c.state, source, users.c.tag)
+    return query.where(*within(sessions.c.id, bounds))
+
+
+@functools.cache
+def _bases(bounds: Bounds) -> sa.Select[Any]:
+    row = bases.c.session_row
+    query = _by_owner(bases.c.state, _with_user(bases, row), users.c.tag)
+    return query.where(*within(row, bounds))
+
+
+@functools.cache
+def _events(bounds: Bounds) -> sa.Select[Any]:
+    row = events.c.session_row
+    query = _by_owner(events.c.event, _with_user(events, row), users.c.tag)
+    return query.where(*within(row, bounds))
+
+
+@functools.cache
+def _witnesses(bounds: Bounds) -> sa.Select[Any]:
+    """Count a session's witness for its user, and the witness of an app or user for itself."""
+    tag = witnesses.c.tag
+    source = witnesses.outerjoin(sessions, sessions.c.tag == tag)
+    source = source.outerjoin(users, users.c.id == sessions.c.user_row)
+    query = _by_owner(witnesses.c.seal, source, sa.func.coalesce(users.c.tag, tag))
+    return query.where(*within(tag, bounds))
+
+
+class _Counted(NamedTuple):
+    """A table, the key by which it is walked, and the query that counts it."""
+
+    table: sa.Table
+    key: sa.Column[Any]
+    query: Callable[[Bounds], sa.Executable]
+
+
+# Events and bases are walked by the ids of their sessions, so that no session is split.
+_COUNTED = (
+    _Counted(apps, apps.c.id, _apps),
+    _Counted(users, users.c.id, _users),
+    _Counted(sessions, sessions.c.id, _sessions),
+    _Counted(bases, sessions.c.id, _bases),
+    _Counted(events, sessions.c.id, _events),
+    _Counted(witnesses, witnesses.c.tag, _witnesses),
+)

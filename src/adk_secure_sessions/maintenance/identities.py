@@ -1,18 +1,12 @@
-"""The ids behind rows of `secure_sessions`, in batches."""
+"""The app, user and session behind each row of `secure_sessions`, decrypted in batches."""
 
 import functools
 from collections.abc import AsyncIterator, Mapping
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.db.protocol import Row
-from adk_secure_sessions.errors import (
-    Reason,
-    TamperedError,
-    UnknownKeyError,
-)
+from adk_secure_sessions.errors import Reason, TamperedError, UnknownKeyError
 from adk_secure_sessions.formats.records import decode_text, split_id
 from adk_secure_sessions.keys.data_keys import StagedKeys
 from adk_secure_sessions.maintenance.database import Database
@@ -29,109 +23,155 @@ from adk_secure_sessions.storage import (
 
 
 class Ids(NamedTuple):
-    """Whose session it is, as ADK names it."""
+    """The ids by which ADK names a session."""
 
     app_name: str
     user_id: str
     session_id: str
 
 
-class Located(NamedTuple):
-    """A row of `secure_sessions`: whose it is, or why that cannot be told."""
+class LocatedSession(NamedTuple):
+    """A row of `secure_sessions`: its ids, or the error that decrypting them raised."""
 
     row: int
     ids: Ids | None
     error: Exception | None = None
 
+    def known_ids(self) -> Ids:
+        """The ids.  Raises the error."""
+        if self.ids is None:
+            assert self.error is not None
+            raise self.error
+        return self.ids
 
-class Batch(NamedTuple):
-    keys: Range
-    sessions: list[Located]
+
+class LocatedSessions(NamedTuple):
+    """The sessions whose row ids are in the range *span*."""
+
+    span: Range
+    sessions: list[LocatedSession]
 
 
-class _User(NamedTuple):
+class SessionRow(NamedTuple):
+    """A row of `secure_sessions` as it is stored."""
+
+    id: int
+    user_row: int
+    revision: int
+    base_revision: int
+    created_at: int
+    updated_at: int
     tag: bytes
-    app_name: str
-    user_id: str
+    state: bytes
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The integer columns, in the order in which the session's context has them."""
+        return self[:6]
 
 
-async def identified(
-    db: Database, before: int | None = None, size: int = 100
-) -> AsyncIterator[Batch]:
-    """Each session, or each last updated *before*; nothing vouches for the time yet.
+class UserRow(NamedTuple):
+    """A row of `secure_users` as it is stored."""
 
-    What is returned was authenticated, but for events, bases and witnesses.
+    id: int
+    app_row: int
+    version: int
+    tag: bytes
+    state: bytes
+
+
+async def located_sessions(
+    db: Database, before: int | None = None
+) -> AsyncIterator[LocatedSessions]:
+    """Yield all sessions; with *before*, only those last updated before that time.
+
+    Sessions are selected by the stored time before it is authenticated.  Everything in a row with
+    ids is authenticated; its events, bases and witnesses are not read.
     """
-    async for keyset in ranges(db, sessions.c.id, size):
-        located = await _batch(db, keyset, before)
-        if any(isinstance(one.error, UnknownKeyError) for one in located):
-            # Keys are read after the rows: they may have been replaced in between.
-            located = await _batch(db, keyset, before)
-        yield Batch(keyset, located)
-
-
-async def _batch(db: Database, keyset: Range, before: int | None) -> list[Located]:
-    parameters = keyset.parameters if before is None else keyset.parameters | {"before": before}
-    found: dict[int, list[Row]] = {kind: [] for kind in range(3)}
-    for kind, *row in await db.read(_rows(keyset.bounds, before is not None), parameters):
-        found[kind].append(row)
-    staged = await db.keys_of(*(row[6] for row in found[_USER]))
-    app_names = {row[0]: row[6] for row in found[_APP]}
-    owners = {row[0]: (*row, app_names.get(row[1])) for row in found[_USER]}
-    in_order = sorted(found[_SESSION], key=itemgetter(0))
-    return [_located(row, owners, staged) for row in in_order]
-
-
-def _located(row: Row, owners: Mapping[int, Row], staged: StagedKeys) -> Located:
-    row_id, user_row, revision, base_revision, created_at, updated_at, tag, stored = row
-    try:
-        if user_row not in owners:
-            raise TamperedError(
-                "its user's row was removed", reason=Reason.MISSING, table=sessions.name, row=row_id
-            )
-        user = _open_user(owners[user_row], staged)
-        with naming(sessions.name, row_id):
-            numbers = (user_row, revision, base_revision, created_at, updated_at)
-            where = session_context(user.app_name, user.user_id, tag, row_id, *numbers)
-            session_id, _ = split_id(staged.open(user.tag, where, stored))
-    except UNREADABLE as error:
-        return Located(row_id, None, error)
-    return Located(row_id, Ids(user.app_name, user.user_id, session_id))
+    async for span in ranges(db, sessions.c.id, db.limits.rows):
+        yield LocatedSessions(span, await _located_with_present_keys(db, span, before))
 
 
 def app_name_of(stored: object) -> str:
-    """From the row of a user's app; None where there is none.  Raises TamperedError."""
+    """Decode the name in the row of a user's app; *stored* is None if there is no such row.
+
+    Raises TamperedError.
+    """
     if stored is None:
         raise TamperedError("its app's row was removed", reason=Reason.MISSING)
     return decode_text(stored)
 
 
-def _open_user(row: Row, staged: StagedKeys) -> _User:
-    row_id, app_row, version, *_, tag, stored, app_name_stored = row
-    with naming(users.name, row_id):
-        app_name = app_name_of(app_name_stored)
-        where = user_context(app_name, tag, row_id, app_row, version)
-        user_id, _ = split_id(staged.open(tag, where, stored))
-    return _User(tag, app_name, user_id)
+class _Found(NamedTuple):
+    """Sessions, with the users and the names of the apps that they refer to, by row id."""
+
+    sessions: list[SessionRow]
+    users: Mapping[int, UserRow]
+    app_names: Mapping[int, object]
+
+
+async def _located_with_present_keys(
+    db: Database, span: Range, before: int | None
+) -> list[LocatedSession]:
+    """Read the sessions, and read them again if keys were replaced between rows and keys."""
+    located = await _located(db, span, before)
+    if any(isinstance(one.error, UnknownKeyError) for one in located):
+        located = await _located(db, span, before)
+    return located
+
+
+async def _located(db: Database, span: Range, before: int | None) -> list[LocatedSession]:
+    found = await _read(db, span, before)
+    keys = await db.keys_of(*(user.tag for user in found.users.values()))
+    in_order = sorted(found.sessions, key=lambda row: row.id)
+    return [_locate(row, found, keys) for row in in_order]
+
+
+def _locate(row: SessionRow, found: _Found, keys: StagedKeys) -> LocatedSession:
+    try:
+        user = found.users.get(row.user_row)
+        if user is None:
+            raise TamperedError(
+                "its user's row was removed", reason=Reason.MISSING, table=sessions.name, row=row.id
+            )
+        with naming(users.name, user.id):
+            app_name = app_name_of(found.app_names.get(user.app_row))
+            context = user_context(app_name, user.tag, user.id, user.app_row, user.version)
+            user_id, _ = split_id(keys.open(user.tag, context, user.state))
+        with naming(sessions.name, row.id):
+            context = session_context(app_name, user_id, row.tag, *row.numbers)
+            session_id, _ = split_id(keys.open(user.tag, context, row.state))
+    except UNREADABLE as error:
+        return LocatedSession(row.id, None, error)
+    return LocatedSession(row.id, Ids(app_name, user_id, session_id))
+
+
+# --- rows ----------------------------------------------------------------------------------------
+
+
+async def _read(db: Database, span: Range, before: int | None) -> _Found:
+    parameters = span.parameters if before is None else span.parameters | {"before": before}
+    found_sessions, found_users, app_names = [], {}, {}
+    query = _sessions_users_apps(span.bounds, before is not None)
+    for kind, *values in await db.read(query, parameters):
+        if kind == _SESSION:
+            found_sessions.append(SessionRow(*values))
+        elif kind == _USER:
+            row_id, app_row, version, *_padding, tag, state = values
+            found_users[row_id] = UserRow(row_id, app_row, version, tag, state)
+        else:
+            row_id, *_padding, app_name, _ = values
+            app_names[row_id] = app_name
+    return _Found(found_sessions, found_users, app_names)
 
 
 _SESSION, _USER, _APP = range(3)
 _NUMBERS, _BLOBS = 6, 2
 
 
-def _member(kind: int, numbers: list[Any], blobs: list[Any]) -> sa.Select[Any]:
-    """Columns `kind, 6 numbers, 2 blobs`, padded."""
-    zero: sa.ColumnElement[int] = sa.literal_column("0")
-    padded = numbers + [zero] * (_NUMBERS - len(numbers))
-    padded += blobs + [sa.cast(sa.null(), sa.LargeBinary)] * (_BLOBS - len(blobs))
-    columns = (column.label(f"c{number}") for number, column in enumerate(padded))
-    label: sa.ColumnElement[int] = sa.literal_column(str(kind))
-    return sa.select(label.label("kind"), *columns)
-
-
 @functools.cache
-def _rows(bounds: Bounds, by_time: bool) -> sa.CompoundSelect[Any]:
-    """Sessions, their users and apps, by one statement: others write meanwhile."""
+def _sessions_users_apps(bounds: Bounds, by_time: bool) -> sa.CompoundSelect[Any]:
+    """Sessions, their users and apps, by one statement: services write meanwhile."""
     s, u = sessions.c, users.c
     numbers = [s.id, s.user_row, s.revision, s.base_revision, s.created_at, s.updated_at]
     own = _member(_SESSION, numbers, [s.tag, s.state]).where(*within(s.id, bounds))
@@ -145,3 +185,13 @@ def _rows(bounds: Bounds, by_time: bool) -> sa.CompoundSelect[Any]:
             apps.c.id.in_(sa.select(u.app_row).where(theirs))
         ),
     )
+
+
+def _member(kind: int, numbers: list[Any], blobs: list[Any]) -> sa.Select[Any]:
+    """Columns `kind, 6 numbers, 2 blobs`, padded."""
+    zero: sa.ColumnElement[int] = sa.literal_column("0")
+    padded = numbers + [zero] * (_NUMBERS - len(numbers))
+    padded += blobs + [sa.cast(sa.null(), sa.LargeBinary)] * (_BLOBS - len(blobs))
+    columns = (column.label(f"c{number}") for number, column in enumerate(padded))
+    label: sa.ColumnElement[int] = sa.literal_column(str(kind))
+    return sa.select(label.label("kind"), *columns)

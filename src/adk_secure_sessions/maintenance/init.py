@@ -1,8 +1,9 @@
-"""Making a database ready before the first service starts on it."""
+"""Prepare a database before the first service starts on it."""
 
 from functools import partial
 from typing import NamedTuple
 
+from adk_secure_sessions.db.protocol import Executor
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.storage import (
     Survey,
@@ -14,11 +15,11 @@ from adk_secure_sessions.storage import (
 
 
 class Initialisation(NamedTuple):
-    """What `init` did.
+    """What `init` made.
 
     Attributes:
-        tables: Those that it made.
-        masters: Ids of the master keys that it made.
+        tables: The tables.
+        masters: The ids of the master keys.
     """
 
     tables: tuple[str, ...]
@@ -26,18 +27,18 @@ class Initialisation(NamedTuple):
 
 
 async def init(db: Database) -> Initialisation:
-    """Make the tables and the master keys where there are none yet, as a service's start does.
+    """Make the tables and the master keys if they do not exist, as the start of a service does.
 
     Raises:
-        ConfigurationError: The database cannot be used; it was left as it was.
-        WrongKeyError: It has master keys, which the root keys do not open.
+        ConfigurationError: The database cannot be used; it was left unchanged.
+        WrongKeyError: The database has master keys that the root keys do not unwrap.
         KeyServiceError: The key provider failed.
     """
     backends = db.backends
     opening = partial(open_database, db.executors, backends, True)
-    data_before, keys_before = await _look(db)
+    data_before, keys_before = await _survey_both(db)
     await repeated(lambda: opening())
-    data, keys = await _look(db)
+    data, keys = await _survey_both(db)
     made = [data_before.missing_tables - data.missing_tables]
     if db.executors.has_key_database:
         made.insert(0, keys_before.missing_tables - keys.missing_tables)
@@ -50,10 +51,10 @@ async def init(db: Database) -> Initialisation:
     )
 
 
-async def _look(db: Database) -> tuple[Survey, Survey]:
-    """At the data, and at the keys."""
-    data, keys = [
-        await repeated(lambda: executor.define(look, commit=False))  # noqa: B023
-        for executor in db.executors
-    ]
-    return data, keys
+async def _survey_both(db: Database) -> tuple[Survey, Survey]:
+    """Look at the database of the data and at that of the keys, which may be the same."""
+
+    async def survey(executor: Executor) -> Survey:
+        return await repeated(lambda: executor.define(look, commit=False))
+
+    return await survey(db.executors.data), await survey(db.executors.keys)

@@ -1,4 +1,4 @@
-"""Rows by ids, which only the index key can tell, and what rows say of themselves."""
+"""Find the rows of given ids, and read what records say of themselves."""
 
 import functools
 from typing import Any, NamedTuple
@@ -7,9 +7,8 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.records import header
-from adk_secure_sessions.maintenance.coverage import start_of
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.engine import first
+from adk_secure_sessions.maintenance.engine import first_rows, header_of
 from adk_secure_sessions.storage import (
     apps,
     bases,
@@ -28,9 +27,10 @@ class Location(NamedTuple):
 
     Attributes:
         table: Its table.
-        tag: By which it is found, in hexadecimal; the row of `secure_witnesses` has the same,
-            and the rows of `secure_data_keys` have it as `owner` (not for sessions).
-        row: Its id; None: there is none.
+        tag: The blind index of the ids, in hexadecimal.  The version witness in
+            `secure_witnesses` has the same tag, and so have the data keys of an app or user in
+            `secure_data_keys`, as `owner`.
+        row: Its id; None if there is no such row.
     """
 
     table: str
@@ -38,16 +38,17 @@ class Location(NamedTuple):
     row: int | None
 
 
-class Sealed(NamedTuple):
-    """What a sealed value says of itself; nothing vouches for it.
+class RecordHeader(NamedTuple):
+    """What a stored record says of itself; this is not authenticated.
 
     Attributes:
-        row: The primary key; of a witness, the tag in hexadecimal.
-        column: Which holds the value.
-        backend_id: As in the stored format; None: no record of a format that is known.
-        key_id: Which key sealed it: a data key, or of a data key a master.
-        root_key_id: Of a master key, instead of these two.
-        length: Bytes, all of it.
+        row: The row's primary key; of a witness, the tag in hexadecimal.
+        column: The column that holds the record.
+        backend_id: The backend that encrypted it; None if it is no record of a known format, or
+            a master key.
+        key_id: The key that encrypted it: a data key, or for a data key a master key.
+        root_key_id: The root key that wraps a master key.
+        length: The length of the whole record in bytes.
     """
 
     row: str
@@ -58,7 +59,7 @@ class Sealed(NamedTuple):
     length: int
 
 
-_SEALED = {
+_RECORDS = {
     table.name: (table, column)
     for table, column in (
         (keyring, keyring.c.wrapped),
@@ -71,17 +72,17 @@ _SEALED = {
         (witnesses, witnesses.c.seal),
     )
 }
-TABLES = tuple(_SEALED)
+TABLES = tuple(_RECORDS)
 
 
 async def lookup(
     db: Database, app_name: str, user_id: str | None = None, session_id: str | None = None
 ) -> tuple[Location, ...]:
-    """Find the rows of an app, and of its user and that user's session if they are given.
+    """Find the rows of an app and, if their ids are given, of its user and that user's session.
 
     Raises:
-        ConfigurationError: A session without a user, or the database cannot be used.
-        WrongKeyError: The root keys do not open it.
+        ConfigurationError: A session was given without a user, or the database cannot be used.
+        WrongKeyError: The root keys do not decrypt the keyring.
     """
     if session_id is not None and user_id is None:
         raise ConfigurationError("the ids of sessions are each user's own: give the user, too")
@@ -93,39 +94,40 @@ async def lookup(
         wanted.append((sessions, who.session_tag))
     found = []
     for table, tag in wanted:
-        rows = await db.read(_by_tag(table), {"tag": tag})
-        found.append(Location(table.name, tag.hex(), rows[0][0] if rows else None))
+        ids = [row_id for (row_id,) in await db.read(_by_tag(table), {"tag": tag})]
+        found.append(Location(table.name, tag.hex(), ids[0] if ids else None))
     return tuple(found)
 
 
 async def inspect(
     db: Database, table: str, row: str | int | None = None, *, limit: int = 20
-) -> tuple[Sealed, ...]:
-    """Read the headers of records, without any key.
+) -> tuple[RecordHeader, ...]:
+    """Read the headers of records; no key is needed.
 
     Args:
         db: The database; it needs no backend.
-        table: One of those with sealed values, such as `secure_events`.
-        row: The primary key: a number, of events that of their session; of a witness its tag
-            in hexadecimal.  None for the first rows of the table.
-        limit: So many rows at most.
+        table: A table that holds records, such as `secure_events`.
+        row: The primary key: a number, which for events is their session's; for a witness, its
+            tag in hexadecimal.  None for the first rows of the table.
+        limit: At most so many rows.
 
     Raises:
-        ConfigurationError: No such table, or no such key; or the database cannot be used.
+        ConfigurationError: There is no such table, or the key is malformed; or the database
+            cannot be used.
     """
-    if table not in _SEALED:
-        raise ConfigurationError(f"no table of sealed values: take one of {', '.join(TABLES)}")
+    if table not in _RECORDS:
+        raise ConfigurationError(f"not a table of records: take one of {', '.join(TABLES)}")
     await db.survey()
     parameters: dict[str, object] = {"limit": limit}
     if row is not None:
         parameters["row"] = _key(table, row)
-    sealed, column = _SEALED[table]
-    rows = await db.reader_of(sealed)(_headers(table, row is not None), parameters)
+    source, column = _RECORDS[table]
+    rows = await db.reader_of(source)(_headers(table, row is not None), parameters)
     made = []
     for length, start, root_key_id, *key in rows:
-        backend_id, key_id = (None, None) if table == keyring.name else header(start) or (None,) * 2
+        backend_id, key_id = (None, None) if source is keyring else header(start) or (None, None)
         name = ", ".join(part.hex() if isinstance(part, bytes) else str(part) for part in key)
-        made.append(Sealed(name, column.name, backend_id, key_id, root_key_id, length))
+        made.append(RecordHeader(name, column.name, backend_id, key_id, root_key_id, length))
     return tuple(made)
 
 
@@ -145,13 +147,13 @@ def _by_tag(table: sa.Table) -> sa.Select[Any]:
 
 @functools.cache
 def _headers(name: str, one: bool) -> sa.Select[Any]:
-    table, column = _SEALED[name]
+    table, column = _RECORDS[name]
     key = list(table.primary_key.columns)
     root: sa.ColumnElement[Any] = sa.cast(sa.null(), sa.String(255))
     if table is keyring:
         root = keyring.c.root_key_id
     length = sa.func.length(column)
-    query = sa.select(length, start_of(column), root, *key).order_by(*key)
+    query = sa.select(length, header_of(column), root, *key).order_by(*key)
     if one:
         query = query.where(key[0] == sa.bindparam("row", type_=key[0].type))
-    return first(query, sa.bindparam("limit", type_=sa.BigInteger))
+    return first_rows(query, sa.bindparam("limit", type_=sa.BigInteger))

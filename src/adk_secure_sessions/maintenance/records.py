@@ -1,36 +1,33 @@
-"""The records of one app or user, in batches, each with the place that it is bound to."""
+"""The records of one app or user: read in batches with their contexts, and re-encrypted."""
 
 import functools
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 
 from adk_secure_sessions.db.protocol import Row
-from adk_secure_sessions.formats.records import decode_text, split_id
+from adk_secure_sessions.errors import SecureSessionError
+from adk_secure_sessions.formats.records import HEADER_LENGTH, decode_text, header, split_id
 from adk_secure_sessions.keys.data_keys import StagedKeys
-from adk_secure_sessions.maintenance.coverage import start_of
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.engine import Range, first, within
-from adk_secure_sessions.maintenance.problems import UNREADABLE, Problems
-from adk_secure_sessions.maintenance.resealing import (
-    APPS,
-    BASES,
-    EVENTS,
-    SESSIONS,
-    USERS,
-    WITNESSES,
-    Record,
-    Sealed,
-    chunks,
-    read,
+from adk_secure_sessions.maintenance.engine import (
+    Bounds,
+    Range,
+    first_rows,
+    header_of,
+    within,
 )
+from adk_secure_sessions.maintenance.identities import SessionRow, UserRow
+from adk_secure_sessions.maintenance.problems import UNREADABLE, Problems
 from adk_secure_sessions.storage import (
     Identity,
     app_context,
     apps,
+    bases,
     event_context,
+    events,
     naming,
     session_context,
     sessions,
@@ -38,18 +35,57 @@ from adk_secure_sessions.storage import (
     user_context,
     users,
     witness_context,
+    witnesses,
 )
 
-_SESSIONS = 100  # at once
-_HEADS = 1000  # keys and lengths at once
+R = TypeVar("R", bound=tuple[Any, ...])
+Key = tuple[Any, ...]  # of a row: the values of its primary key
 
-_APP_COLUMNS = (apps.c.tag, apps.c.version, apps.c.state, apps.c.app_name)
-_USER_COLUMNS = (users.c.app_row, users.c.tag, users.c.version, users.c.state)
-_WITNESS_COLUMNS = (WITNESSES.table.c.number, WITNESSES.column)
+_RECORDS = 64  # read, or replaced, by one statement
+_BYTES = 4 * 1024 * 1024  # of the records in memory at once, unless a single one is larger
+_SIZES = 1000  # keys and lengths of records that one statement reads
+
+# --- records and their contexts ------------------------------------------------------------------
 
 
-class Owner(NamedTuple):
-    """Whose records they are; *user_id* is None for an app."""
+class RecordColumn(NamedTuple):
+    """A column that holds records, the key of its rows, and what every write of a row changes."""
+
+    table: sa.Table
+    value: sa.Column[Any]
+    key: tuple[sa.Column[Any], ...]
+    version: sa.Column[Any] | None
+
+
+APPS = RecordColumn(apps, apps.c.state, (apps.c.id,), apps.c.version)
+USERS = RecordColumn(users, users.c.state, (users.c.id,), users.c.version)
+SESSIONS = RecordColumn(sessions, sessions.c.state, (sessions.c.id,), sessions.c.revision)
+BASES = RecordColumn(bases, bases.c.state, (bases.c.session_row,), bases.c.revision)
+EVENTS = RecordColumn(events, events.c.event, (events.c.session_row, events.c.seq), None)
+WITNESSES = RecordColumn(witnesses, witnesses.c.seal, (witnesses.c.tag,), witnesses.c.number)
+
+
+class Record(NamedTuple):
+    """A stored record.
+
+    *context* makes the associated data that the record is bound to, or raises DecryptionError.
+    """
+
+    column: RecordColumn
+    key: Key
+    version: int
+    context: Callable[[], bytes]
+    stored: bytes
+
+    @property
+    def name(self) -> str:
+        """The primary key of its row, for messages."""
+        parts = (part.hex() if isinstance(part, bytes) else str(part) for part in self.key)
+        return ", ".join(parts)
+
+
+class OwnerIds(NamedTuple):
+    """The app or user that owns records; *user_id* is None for an app."""
 
     tag: bytes
     row: int
@@ -57,171 +93,370 @@ class Owner(NamedTuple):
     user_id: str | None
 
 
-class Batch(NamedTuple):
-    """Some of a user's sessions: their ids, their own records and witnesses."""
+class SessionBatch(NamedTuple):
+    """Some sessions of a user: their ids by row, and their own records and witnesses.
+
+    *rows* counts them with their events; *span* is the range of their row ids.
+    """
 
     sessions: dict[int, str]
     records: list[Record]
-    rows: int  # with their events
-    keys: Range
+    rows: int
+    span: Range
 
 
-async def open_app(
+async def read_app(
     db: Database, keys: StagedKeys, row_id: int
-) -> tuple[Owner, list[Record]] | None:
-    """An app and its own records; None if it is gone.  Raises DecryptionError."""
-    rows = await read(db, APPS, [(row_id,)], _APP_COLUMNS)
+) -> tuple[OwnerIds, list[Record]] | None:
+    """Read an app's own record and witness.
+
+    Returns None if the app was deleted.  Raises DecryptionError.
+    """
+    rows = await _read(db, APPS, [(row_id,)], _AppRow)
     if not rows:
         return None
-    _, tag, version, stored, name = rows[0]
+    row = rows[0]
     with naming(apps.name, row_id):
-        app_name = decode_text(name)
-        where = app_context(app_name, tag, row_id, version)
-        keys.open(tag, where, stored)
-    owner = Owner(tag, row_id, app_name, None)
-    record = Record(APPS, (row_id,), version, lambda: where, stored)
-    return owner, [record, *await _witnesses(db, app_name, [tag])]
+        app_name = decode_text(row.app_name)
+        context = app_context(app_name, row.tag, row_id, row.version)
+        keys.open(row.tag, context, row.state)
+    owner = OwnerIds(row.tag, row_id, app_name, None)
+    record = Record(APPS, (row_id,), row.version, lambda: context, row.state)
+    return owner, [record, *await _witness_records(db, app_name, [row.tag])]
 
 
-async def open_user(
+async def read_user(
     db: Database, keys: StagedKeys, row_id: int, app_name: str
-) -> tuple[Owner, list[Record]] | None:
-    """A user and the user's own records; None if the user is gone.  Raises DecryptionError."""
-    rows = await read(db, USERS, [(row_id,)], _USER_COLUMNS)
+) -> tuple[OwnerIds, list[Record]] | None:
+    """Read a user's own record and witness.
+
+    Returns None if the user was deleted.  Raises DecryptionError.
+    """
+    rows = await _read(db, USERS, [(row_id,)], UserRow)
     if not rows:
         return None
-    _, app_row, tag, version, stored = rows[0]
+    row = rows[0]
     with naming(users.name, row_id):
-        where = user_context(app_name, tag, row_id, app_row, version)
-        user_id, _ = split_id(keys.open(tag, where, stored))
-    owner = Owner(tag, row_id, app_name, user_id)
-    record = Record(USERS, (row_id,), version, lambda: where, stored)
-    return owner, [record, *await _witnesses(db, app_name, [tag])]
+        context = user_context(app_name, row.tag, row_id, row.app_row, row.version)
+        user_id, _ = split_id(keys.open(row.tag, context, row.state))
+    owner = OwnerIds(row.tag, row_id, app_name, user_id)
+    record = Record(USERS, (row_id,), row.version, lambda: context, row.state)
+    return owner, [record, *await _witness_records(db, app_name, [row.tag])]
 
 
 async def session_batches(
-    db: Database, keys: StagedKeys, owner: Owner, problems: Problems
-) -> AsyncIterator[Batch]:
-    """A user's sessions in the order of their row ids; those that cannot be opened are named."""
+    db: Database, keys: StagedKeys, owner: OwnerIds, problems: Problems
+) -> AsyncIterator[SessionBatch]:
+    """Yield a user's sessions by their row ids; those that cannot be decrypted are reported."""
     after = -1
+    query = _sessions_of_user(db.limits.rows)
     while True:
-        rows = await db.read(_of_user(), {"user_row": owner.row, "after": after})
+        found = await db.read(query, {"user_row": owner.row, "after": after})
+        rows = [SessionRow(*values) for values in found]
         if not rows:
             return
-        opened, found, tags = {}, [], []
+        ids, records, tags = {}, [], []
         for row in rows:
             try:
-                session_id, record = _session(keys, owner, row)
+                ids[row.id], record = _session_record(keys, owner, row)
             except UNREADABLE as error:
-                problems.refused(error, sessions.name, row[0])
+                problems.add_error(error, sessions.name, row.id)
                 continue
-            opened[row[0]] = session_id
-            found.append(record)
-            tags.append(row[6])
-        found += await _witnesses(db, owner.app_name, tags)
-        revisions = sum(row[2] for row in rows if isinstance(row[2], int))
-        keys_read = Range(after, rows[-1][0])
-        yield Batch(opened, found, 2 * len(rows) + revisions, keys_read)
-        after = rows[-1][0]
+            records.append(record)
+            tags.append(row.tag)
+        records += await _witness_records(db, owner.app_name, tags)
+        revisions = sum(row.revision for row in rows if isinstance(row.revision, int))
+        last = rows[-1].id
+        yield SessionBatch(ids, records, 2 * len(rows) + revisions, Range(after, last))
+        after = last
 
 
-async def base_chunks(
-    db: Database, owner: Owner, batch: Batch, start: bytes
+async def base_batches(
+    db: Database, owner: OwnerIds, batch: SessionBatch, current: bytes
 ) -> AsyncIterator[list[Record]]:
-    """The bases of these sessions whose header is not *start*."""
-    async for keys in _chunks(db, BASES, owner, batch, start):
-        rows = await read(db, BASES, keys, (BASES.table.c.revision, BASES.column))
-        yield [_base(owner, batch, *row) for row in rows]
+    """Yield the bases of these sessions whose record does not begin with *current*, a header."""
+    async for keys in _keys_of_others(db, BASES, owner, batch, current):
+        rows = await _read(db, BASES, keys, _BaseRow)
+        yield [_base_record(owner, batch, row) for row in rows]
 
 
-async def event_chunks(
-    db: Database, owner: Owner, batch: Batch, start: bytes
+async def event_batches(
+    db: Database, owner: OwnerIds, batch: SessionBatch, current: bytes
 ) -> AsyncIterator[list[Record]]:
-    """Their events whose header is not *start*."""
-    async for keys in _chunks(db, EVENTS, owner, batch, start):
-        rows = await read(db, EVENTS, keys, (EVENTS.table.c.time, EVENTS.column))
-        yield [_event(owner, batch, *row) for row in rows]
+    """Yield the events of these sessions whose record does not begin with *current*, a header."""
+    async for keys in _keys_of_others(db, EVENTS, owner, batch, current):
+        rows = await _read(db, EVENTS, keys, _EventRow)
+        yield [_event_record(owner, batch, row) for row in rows]
 
 
-async def _chunks(
-    db: Database, kind: Sealed, owner: Owner, batch: Batch, start: bytes
-) -> AsyncIterator[list[tuple[Any, ...]]]:
-    """Keys of such rows, so many that memory holds their records."""
-    parameters = {**batch.keys.parameters, "user_row": owner.row, "start": start}
-    at = [-1] * len(kind.key)
-    while True:
-        places = {f"at_{place}": value for place, value in enumerate(at)}
-        rows = await db.read(_others(kind), parameters | places)
-        sizes = [(tuple(key), size) for *key, size in rows if key[0] in batch.sessions]
-        for keys in chunks(sizes):
-            yield keys
-        if len(rows) < _HEADS:
-            return
-        *at, _ = rows[-1]
+class _AppRow(NamedTuple):
+    id: int
+    tag: bytes
+    version: int
+    state: bytes
+    app_name: bytes
 
 
-def _session(keys: StagedKeys, owner: Owner, row: Row) -> tuple[str, Record]:
-    row_id, *numbers, tag, stored = row
+class _BaseRow(NamedTuple):
+    session_row: int
+    revision: int
+    state: bytes
+
+
+class _EventRow(NamedTuple):
+    session_row: int
+    seq: int
+    time: int
+    event: bytes
+
+
+class _WitnessRow(NamedTuple):
+    tag: bytes
+    number: int
+    seal: bytes
+
+
+def _session_record(keys: StagedKeys, owner: OwnerIds, row: SessionRow) -> tuple[str, Record]:
+    """Return the session's id and its record.  Raises DecryptionError."""
     assert owner.user_id is not None
-    with naming(sessions.name, row_id):
-        where = session_context(owner.app_name, owner.user_id, tag, row_id, *numbers)
-        session_id, _ = split_id(keys.open(owner.tag, where, stored))
-    return session_id, Record(SESSIONS, (row_id,), numbers[1], lambda: where, stored)
+    with naming(sessions.name, row.id):
+        context = session_context(owner.app_name, owner.user_id, row.tag, *row.numbers)
+        session_id, _ = split_id(keys.open(owner.tag, context, row.state))
+    return session_id, Record(SESSIONS, (row.id,), row.revision, lambda: context, row.state)
 
 
-async def _witnesses(db: Database, app_name: str, tags: Iterable[bytes]) -> list[Record]:
-    rows = await read(db, WITNESSES, [(tag,) for tag in tags], _WITNESS_COLUMNS)
-    return [
-        Record(WITNESSES, (tag,), number, partial(witness_context, app_name, tag, number), seal)
-        for tag, number, seal in rows
-    ]
+def _base_record(owner: OwnerIds, batch: SessionBatch, row: _BaseRow) -> Record:
+    who = _identity(owner, batch.sessions[row.session_row])
+    context = partial(snapshot_context, who, row.session_row, row.revision)
+    return Record(BASES, (row.session_row,), row.revision, context, row.state)
 
 
-def _base(owner: Owner, batch: Batch, session_row: int, revision: int, stored: bytes) -> Record:
-    who = _identity(owner, batch.sessions[session_row])
-    where = partial(snapshot_context, who, session_row, revision)
-    return Record(BASES, (session_row,), revision, where, stored)
+def _event_record(owner: OwnerIds, batch: SessionBatch, row: _EventRow) -> Record:
+    who = _identity(owner, batch.sessions[row.session_row])
+    context = partial(event_context, who, row.session_row, row.seq, row.time)
+    return Record(EVENTS, (row.session_row, row.seq), 0, context, row.event)
 
 
-def _event(
-    owner: Owner, batch: Batch, session_row: int, seq: int, time: int, stored: bytes
-) -> Record:
-    who = _identity(owner, batch.sessions[session_row])
-    where = partial(event_context, who, session_row, seq, time)
-    return Record(EVENTS, (session_row, seq), 0, where, stored)
+async def _witness_records(db: Database, app_name: str, tags: Iterable[bytes]) -> list[Record]:
+    records = []
+    for row in await _read(db, WITNESSES, [(tag,) for tag in tags], _WitnessRow):
+        context = partial(witness_context, app_name, row.tag, row.number)
+        records.append(Record(WITNESSES, (row.tag,), row.number, context, row.seal))
+    return records
 
 
-def _identity(owner: Owner, session_id: str) -> Identity:
+def _identity(owner: OwnerIds, session_id: str) -> Identity:
     assert owner.user_id is not None
     return Identity(owner.app_name, owner.user_id, session_id, b"", owner.tag, b"")
 
 
+# --- re-encrypting -------------------------------------------------------------------------------
+
+
+class _Decrypted(NamedTuple):
+    """A record that is to be re-encrypted."""
+
+    record: Record
+    context: bytes
+    plaintext: bytes
+
+
+class Reencryptor:
+    """Re-encrypts records of one owner after another, and counts them."""
+
+    def __init__(self, db: Database, problems: Problems, *, dry_run: bool) -> None:
+        self._db = db
+        self._problems = problems
+        self._dry_run = dry_run
+        self.count = 0
+
+    async def reencrypt(
+        self, keys: StagedKeys, owner: bytes, records: Iterable[Record], target: int | None
+    ) -> None:
+        """Re-encrypt those of *records* that are not under *target*, the owner's current key.
+
+        A record that cannot be decrypted is reported and left unchanged.  A record that another
+        process changed meanwhile is left as it is.  The others are read back and decrypted before
+        they are counted.
+
+        Args:
+            keys: The data keys of *owner*.
+            owner: The tag of the app or user.
+            records: Records of that owner.
+            target: The id of the current key; None in a dry run, if there is no such key yet.
+
+        Raises:
+            SecureSessionError: a record that was written does not read back.
+        """
+        old: list[_Decrypted] = []
+        for record in records:
+            table = record.column.table.name
+            try:
+                with naming(table, record.name):
+                    if _key_id(record.stored) != target:
+                        context = record.context()
+                        plaintext = keys.open(owner, context, record.stored)
+                        old.append(_Decrypted(record, context, plaintext))
+            except UNREADABLE as error:
+                self._problems.add_error(error, table, record.name)
+        if self._dry_run or not old:
+            self.count += len(old)
+            return
+        new = [keys.seal(owner, one.context, one.plaintext) for one in old]
+        changes = [(one.record, sealed) for one, sealed in zip(old, new, strict=True)]
+        await self._db.change(partial(_replace, changes))
+        stored = await self._read_back([one.record for one in old])
+        for one, sealed in zip(old, new, strict=True):
+            table = one.record.column.table.name
+            if stored.get((table, one.record.key)) == sealed:
+                if keys.open(owner, one.context, sealed) != one.plaintext:
+                    raise SecureSessionError(
+                        f"{table} row {one.record.name} does not read back as it was written"
+                    )
+                self.count += 1
+
+    async def _read_back(self, records: list[Record]) -> dict[tuple[str, Key], bytes]:
+        found = {}
+        for column in dict.fromkeys(record.column for record in records):
+            keys = [record.key for record in records if record.column is column]
+            columns = (*column.key, column.value)
+            for *key, stored in await _select(self._db, column, keys, columns):
+                found[column.table.name, tuple(key)] = stored
+        return found
+
+
+def _key_id(stored: object) -> int | None:
+    """The id of the data key that a record names; None for a value that is no record."""
+    found = header(stored)
+    return found[1] if found else None
+
+
+# --- statements ----------------------------------------------------------------------------------
+
+
+async def _keys_of_others(
+    db: Database, column: RecordColumn, owner: OwnerIds, batch: SessionBatch, current: bytes
+) -> AsyncIterator[list[Key]]:
+    """Yield the keys of records that do not begin with *current*, in groups that fit memory."""
+    parameters = {**batch.span.parameters, "user_row": owner.row, "current": current}
+    at: Sequence[int] = [-1] * len(column.key)
+    while True:
+        after = {f"after_{number}": value for number, value in enumerate(at)}
+        rows = await db.read(_others(column), parameters | after)
+        sizes = [(tuple(key), size) for *key, size in rows if key[0] in batch.sessions]
+        for keys in _fitting(sizes):
+            yield keys
+        if len(rows) < _SIZES:
+            return
+        *at, _ = rows[-1]
+
+
+def _fitting(sizes: Iterable[tuple[Key, int]]) -> Iterator[list[Key]]:
+    """Group keys so that memory holds the records of a group; *sizes* are in bytes."""
+    group: list[Key] = []
+    total = 0
+    for key, size in sizes:
+        if group and (len(group) == _RECORDS or total + size > _BYTES):
+            yield group
+            group, total = [], 0
+        group.append(key)
+        total += size
+    if group:
+        yield group
+
+
+async def _read(db: Database, column: RecordColumn, keys: Sequence[Key], row: type[R]) -> list[R]:
+    """Read the rows with these keys; the fields of *row* are the columns."""
+    columns = tuple(column.table.c[name] for name in row._fields)  # type: ignore[attr-defined]
+    return [row(*values) for values in await _select(db, column, keys, columns)]
+
+
+async def _select(
+    db: Database, column: RecordColumn, keys: Sequence[Key], of: tuple[sa.Column[Any], ...]
+) -> list[Row]:
+    rows: list[Row] = []
+    for start in range(0, len(keys), _RECORDS):
+        part = list(keys[start : start + _RECORDS])
+        part += part[:1] * (_RECORDS - len(part))  # one statement, however many keys there are
+        parameters = {
+            f"k{number}_{position}": value
+            for number, key in enumerate(part)
+            for position, value in enumerate(key)
+        }
+        rows += await db.read(_by_keys(column, of), parameters)
+    return rows
+
+
 @functools.cache
-def _of_user() -> sa.Select[Any]:
+def _by_keys(column: RecordColumn, of: tuple[sa.Column[Any], ...]) -> sa.Select[Any]:
+    wanted = [
+        sa.and_(
+            *(
+                part == sa.bindparam(f"k{number}_{position}", type_=part.type)
+                for position, part in enumerate(column.key)
+            )
+        )
+        for number in range(_RECORDS)
+    ]
+    return sa.select(*of).where(sa.or_(*wanted))
+
+
+@functools.cache
+def _sessions_of_user(limit: int) -> sa.Select[Any]:
     c = sessions.c
-    columns = (c.id, c.user_row, c.revision, c.base_revision, c.created_at, c.updated_at)
-    query = sa.select(*columns, c.tag, c.state)
+    query = sa.select(*(c[name] for name in SessionRow._fields))
     query = query.where(c.user_row == sa.bindparam("user_row"), c.id > sa.bindparam("after"))
-    return first(query.order_by(c.id), sa.literal_column(str(_SESSIONS)))
+    return first_rows(query.order_by(c.id), sa.literal_column(str(limit)))
 
 
 @functools.cache
-def _others(kind: Sealed) -> sa.Select[Any]:
-    """Keys and lengths of records of a user's sessions whose header is not `start`."""
-    *_, last = kind.key
-    at = [sa.bindparam(f"at_{place}", type_=sa.BigInteger) for place in range(len(kind.key))]
-    later = last > at[-1]
-    if len(kind.key) > 1:
-        session_row = kind.key[0]
-        later = sa.or_(session_row > at[0], sa.and_(session_row == at[0], later))
+def _others(column: RecordColumn) -> sa.Select[Any]:
+    """Keys and lengths of records of a user's sessions that do not begin with `current`."""
+    *_, last = column.key
+    after = [
+        sa.bindparam(f"after_{number}", type_=sa.BigInteger) for number in range(len(column.key))
+    ]
+    later = last > after[-1]
+    if len(column.key) > 1:
+        session_row = column.key[0]
+        later = sa.or_(session_row > after[0], sa.and_(session_row == after[0], later))
     query = (
-        sa.select(*kind.key, sa.func.length(kind.column))
-        .select_from(kind.table.join(sessions, sessions.c.id == kind.key[0]))
+        sa.select(*column.key, sa.func.length(column.value))
+        .select_from(column.table.join(sessions, sessions.c.id == column.key[0]))
         .where(
             sessions.c.user_row == sa.bindparam("user_row"),
-            *within(sessions.c.id, (True, True)),
-            start_of(kind.column) != sa.bindparam("start", type_=sa.LargeBinary),
+            *within(sessions.c.id, Bounds(True, True)),
+            header_of(column.value) != sa.bindparam("current", type_=sa.LargeBinary),
             later,
         )
     )
-    return first(query.order_by(*kind.key), sa.literal_column(str(_HEADS)))
+    return first_rows(query.order_by(*column.key), sa.literal_column(str(_SIZES)))
+
+
+def _replace(changes: list[tuple[Record, bytes]], connection: sa.Connection) -> None:
+    for column in dict.fromkeys(record.column for record, _ in changes):
+        parameters = []
+        for record, sealed in changes:
+            if record.column is column:
+                values = {f"at_{number}": value for number, value in enumerate(record.key)}
+                values |= {"at_version": record.version, "at_header": record.stored[:HEADER_LENGTH]}
+                parameters.append({**values, "new": sealed})
+        connection.execute(_swap(column), parameters)
+
+
+@functools.cache
+def _swap(column: RecordColumn) -> sa.Update:
+    """Replace a record if it is still the one that was read (compare-and-swap).
+
+    The row's version and the record's header tell.  Every write of a row changes its version, and
+    every re-encryption of one version changes the key that the header names.
+    """
+    conditions = [
+        part == sa.bindparam(f"at_{number}", type_=part.type)
+        for number, part in enumerate(column.key)
+    ]
+    if column.version is not None:
+        conditions.append(column.version == sa.bindparam("at_version"))
+    conditions.append(header_of(column.value) == sa.bindparam("at_header", type_=sa.LargeBinary))
+    new = sa.bindparam("new", type_=column.value.type)
+    return sa.update(column.table).where(*conditions).values({column.value: new})

@@ -1,4 +1,4 @@
-"""Another data master: the data keys, one or a few for each user and app, are wrapped anew."""
+"""Replace the data master: wrap all data keys, a few for each user and app, with a new one."""
 
 import time
 from functools import partial
@@ -22,32 +22,38 @@ from adk_secure_sessions.keys.keyring import (
     unwrap_master_key,
 )
 from adk_secure_sessions.keys.providers import PLAINTEXT_ROOT_KEY_ID
-from adk_secure_sessions.maintenance.checkpoints import ANOTHER, Checkpoint, Checkpoints, is_since
-from adk_secure_sessions.maintenance.coverage import count_data_keys
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.engine import Meter, Progress, count_rows, ranges, within
-from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
+from adk_secure_sessions.maintenance.engine import (
+    Bounds,
+    Meter,
+    Progress,
+    count_data_keys,
+    count_rows,
+    ranges,
+    within,
+)
+from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem
+from adk_secure_sessions.maintenance.rotation import OVERLAPPED, Checkpoint, Rotation, is_since
 from adk_secure_sessions.storage import (
     DATA_KEYS,
     data_keys,
     keyring,
 )
 
-_BATCH = 500
-_PASSES = 3
-
 
 class MasterRotation(NamedTuple):
-    """What `rotate_master` did, or would do.
+    """What `rotate_master` did; after a dry run, what it would do.
 
     Attributes:
-        master_id: The data master that is to wrap all data keys; None: it is yet to be made.
+        master_id: The data master that wraps all data keys now; None in a dry run, if it would
+            have to be made.
         since: When the rotation began, in microseconds since 1970, UTC.
-        resumed: Whether a run before this one began it; the database says so.
-        rotated: Data keys that another wrapped.
-        left: Data keys that another master still wraps.
-        bad: Of these, such as cannot be unwrapped; they were left alone.
-        problems: The first 1000 of them.
+        resumed: Whether it continued a rotation that an earlier run began, as the stored
+            checkpoint says.
+        rotated: How many data keys were wrapped again.
+        left: How many data keys another master still wraps.
+        bad: How many of these cannot be unwrapped; they were left unchanged.
+        problems: The first 1000 of the bad ones.
     """
 
     master_id: int | None
@@ -69,138 +75,134 @@ async def rotate_master(
 ) -> MasterRotation:
     """Make a new data master under the root key of `backend`, and wrap all data keys with it.
 
-    In batches, each key only if it is still as it was read; services that run go on, and take
-    up the new master when they meet it.  A run that was killed is continued by the next.  The
-    old masters stay until `retire`.
+    Data keys are replaced in batches, each only if it is still as it was read.  Running services
+    continue, and take up the new master when they meet it.  The next run continues one that was
+    killed.  The old masters stay until `retire`.
 
     Args:
         db: The database, with all root keys that its master keys need.
         dry_run: Unwrap all data keys, and write nothing.
-        restart: Begin anew, although a rotation before did not end.
-        progress: Called with the number of data keys done, and of all.
-        rows_per_second: Go no faster.
+        restart: Begin a new rotation, even if an earlier one has not ended.
+        progress: Called with the number of data keys done and the number of all data keys.
+        rows_per_second: Wrap at most so many data keys in a second.
 
     Raises:
         WrongKeyError: A root key is missing or wrong.
-        SecureSessionError: Another rotation was begun meanwhile; what this one did stays.
+        SecureSessionError: Another rotation was started meanwhile; what this one did stays.
         KeyServiceError: The key provider failed.
         ConfigurationError: The database cannot be used, or `backend` has no root key.
-        TamperedError: What is stored of the rotation before was altered.
+        TamperedError: The checkpoint of the earlier rotation was modified.
     """
     if db.backends.writer.root_key.key_id == PLAINTEXT_ROOT_KEY_ID:
         raise ConfigurationError("NoOpBackend has no root key to wrap a master with")
     await db.keys()
-    run = _Run(db, dry_run, Meter(progress, await _total(db), rows_per_second))
-    return await run.rotate(restart)
+    run = _Run(db, dry_run=dry_run)
+    await run.run(restart=restart, progress=progress, rows_per_second=rows_per_second)
+    return run.result()
 
 
-class _Run:
-    def __init__(self, db: Database, dry_run: bool, meter: Meter) -> None:
-        self._db = db
-        self._dry_run = dry_run
-        self._meter = meter
-        self._checkpoints = Checkpoints(db, "master", dry_run=dry_run)
-        self._problems = Problems()
+class _Run(Rotation):
+    def __init__(self, db: Database, *, dry_run: bool) -> None:
+        super().__init__(db, "master", dry_run=dry_run)
+        self._master_id: int | None = None
         self._rotated = 0
 
-    async def rotate(self, restart: bool) -> MasterRotation:
-        at = await self._checkpoints.begin(restart=restart)
-        master_id = await self._master(at.since)
-        left = 0
-        for _ in range(_PASSES):
-            await self._walk(master_id, at)
-            left = await self._left(master_id)
-            if left <= self._problems.count or self._dry_run:
-                break
-            at = Checkpoint(at.since)  # another process wrapped some meanwhile
-        await self._checkpoints.end(at.since, complete=not (left or self._problems.count))
-        self._meter.finish()
-        found = self._problems
+    def result(self) -> MasterRotation:
         return MasterRotation(
-            master_id,
-            at.since,
+            self._master_id,
+            self._since,
             self._checkpoints.resumed,
             self._rotated,
-            left,
-            found.count,
-            tuple(found.kept),
+            self._left,
+            self._problems.count,
+            tuple(self._problems.kept),
         )
 
-    async def _master(self, since: int) -> int | None:
-        """The newest master of this rotation, made if there is none yet."""
+    async def _count_rows(self) -> int:
+        return await count_rows(self._db, data_keys)
+
+    async def _begin(self) -> None:
+        """Find the newest master of this rotation, or make it."""
         root, keys = self._db.backends.writer.root_key, await self._db.keys()
         while True:
             rows = (await self._db.survey()).keyring
-            mine = [row for row in rows if row.purpose == DATA and row.root_key_id == root.key_id]
-            newest = max(mine, key=lambda row: (row.created_at, row.id), default=None)
-            if newest is not None and is_since(since, newest.created_at):
+            fitting = [
+                row for row in rows if row.purpose == DATA and row.root_key_id == root.key_id
+            ]
+            newest = max(fitting, key=lambda row: (row.created_at, row.id), default=None)
+            if newest is not None and is_since(self._since, newest.created_at):
                 await self._db.renew_keyring()
-                return newest.id
+                self._master_id = newest.id
+                return
             if self._dry_run:
-                return None
+                return
             database_id = keys.keyring.database_id
-            now = max(since, time.time_ns() // 1000)
+            now = max(self._since, time.time_ns() // 1000)
             fresh = await new_master(DATA, root, database_id, now)
-            await unwrap_master_key(
-                fresh, {root.key_id: root}, database_id
-            )  # or it would open nothing
+            # Check that it can be unwrapped, before anything is wrapped with it.
+            await unwrap_master_key(fresh, {root.key_id: root}, database_id)
             await self._db.change_keys(partial(_add, fresh, len(rows)))
 
-    async def _walk(self, master_id: int | None, at: Checkpoint) -> None:
-        keys = await self._db.keys()
-        self._problems = Problems()
+    async def _walk(self, at: Checkpoint) -> None:
+        masters = (await self._db.keys()).keyring
+        current = (WRAP_BACKEND_ID, self._master_id)
         after = at.after if at.after >= 0 else None
-        async for keyset in ranges(self._db, data_keys.c.id, _BATCH, after):
-            found = await self._db.read_keys(_rows(keyset.bounds), keyset.parameters)
-            rows = [DataKeyRow(*row) for row in found]
-            old = [row for row in rows if header(row.wrapped) != (WRAP_BACKEND_ID, master_id)]
-            await self._wrap(old, keys.keyring, master_id)
+        async for span in ranges(self._db, data_keys.c.id, self._db.limits.headers, after):
+            found = await self._db.read_keys(_rows(span.bounds), span.parameters)
+            rows = [DataKeyRow(*values) for values in found]
+            await self._wrap([row for row in rows if header(row.wrapped) != current], masters)
             await self._meter.advance(len(rows))
-            if isinstance(keyset.last, int):
-                await self._checkpoints.save(at._replace(after=keyset.last))
+            if isinstance(span.last, int):
+                await self._checkpoints.save(at._replace(after=span.last))
 
-    async def _wrap(self, rows: list[DataKeyRow], masters: Keyring, master_id: int | None) -> None:
-        changed: dict[int, DataKeyRow] = {}
-        opened: dict[int, bytes] = {}
+    async def _wrap(self, rows: list[DataKeyRow], masters: Keyring) -> None:
+        """Wrap *rows* with the new master, and read them back before they are counted."""
+        old: dict[int, DataKeyRow] = {}
+        keys: dict[int, bytes] = {}
         for row in rows:
             try:
-                opened[row.id] = unwrap_data_key(row, masters)
+                keys[row.id] = unwrap_data_key(row, masters)
             except UNREADABLE as error:
-                self._problems.refused(error, data_keys.name, row.id)
+                self._problems.add_error(error, data_keys.name, row.id)
             else:
-                changed[row.id] = row
-        if self._dry_run or not changed:
-            self._rotated += len(changed)
+                old[row.id] = row
+        if self._dry_run or not old:
+            self._rotated += len(old)
             return
+        master_id = self._master_id
         assert master_id is not None, "only a dry run has none"
         new = {
-            key: wrap_data_key(row, masters, master_id, opened[key]) for key, row in changed.items()
+            key_id: wrap_data_key(row, masters, master_id, keys[key_id])
+            for key_id, row in old.items()
         }
-        pairs = [(row, new[key]) for key, row in changed.items()]
+        pairs = [(row, new[row.id]) for row in old.values()]
         await self._db.change_keys(partial(_rewrap, pairs, master_id))
-        span = {"after": min(changed) - 1, "last": max(changed)}
-        stored = await self._db.read_keys(_rows((True, True)), span)
+        span = {"after": min(old) - 1, "last": max(old)}
+        stored = await self._db.read_keys(_rows(Bounds(True, True)), span)
         for row in (DataKeyRow(*values) for values in stored):
             if row == new.get(row.id):
-                if unwrap_data_key(row, masters) != opened[row.id]:
-                    raise SecureSessionError(f"data key {row.id} does not read back as it was")
+                if unwrap_data_key(row, masters) != keys[row.id]:
+                    raise SecureSessionError(
+                        f"data key {row.id} does not read back as it was written"
+                    )
                 self._rotated += 1
 
-    async def _left(self, master_id: int | None) -> int:
+    async def _count_left(self) -> int:
         if self._dry_run:
             return self._rotated + self._problems.count
-        if master_id not in {row.id for row in (await self._db.survey()).keyring}:
-            raise SecureSessionError(f"master key {master_id} was dropped meanwhile: {ANOTHER}")
+        if self._master_id not in {row.id for row in (await self._db.survey()).keyring}:
+            raise SecureSessionError(
+                f"master key {self._master_id} was retired meanwhile: {OVERLAPPED}"
+            )
         counts = await count_data_keys(self._db, Meter(None, 0, None))
-        return sum(one.keys for one in counts if one.master_id != master_id)
+        return sum(one.keys for one in counts if one.master_id != self._master_id)
 
-
-async def _total(db: Database) -> int:
-    return await count_rows(db, data_keys)
+    def _may_walk_again(self) -> bool:
+        return self._left > self._problems.count  # another process wrapped some meanwhile
 
 
 def _add(row: MasterKeyRow, known: int, connection: sa.Connection) -> None:
-    """Add *row*, unless another run was first; services notice by the number of rows."""
+    """Add *row*, unless another run was first; the number of rows tells services of the change."""
     if connection.scalar(sa.select(sa.func.count()).select_from(keyring)) == known:
         connection.execute(sa.insert(keyring).values(row._asdict()))
 
@@ -208,6 +210,7 @@ def _add(row: MasterKeyRow, known: int, connection: sa.Connection) -> None:
 def _rewrap(
     pairs: list[tuple[DataKeyRow, DataKeyRow]], master_id: int, connection: sa.Connection
 ) -> None:
+    """Replace each old row of *pairs* by the new one, if it is still as it was read."""
     parameters = [
         {"at_id": old.id, "at_wrapped": old.wrapped, "new": new.wrapped, "master_id": master_id}
         for old, new in pairs
@@ -220,13 +223,13 @@ _REWRAP = (
     .where(
         data_keys.c.id == sa.bindparam("at_id"),
         data_keys.c.wrapped == sa.bindparam("at_wrapped", type_=data_keys.c.wrapped.type),
-        # Another run's `retire` may have dropped the master before it wrapped anything.
+        # `retire` may have deleted the master before it wrapped anything.
         sa.select(sa.literal_column("1")).where(keyring.c.id == sa.bindparam("master_id")).exists(),
     )
     .values(wrapped=sa.bindparam("new", type_=data_keys.c.wrapped.type))
 )
 
 
-def _rows(bounds: tuple[bool, bool]) -> sa.Select[Any]:
+def _rows(bounds: Bounds) -> sa.Select[Any]:
     key = data_keys.c.id
     return DATA_KEYS.where(*within(key, bounds)).order_by(key)

@@ -1,4 +1,4 @@
-"""Another root key: the master keys, which are a few, are wrapped anew."""
+"""Replace the root key: wrap the master keys, which are a few, with another one."""
 
 import asyncio
 from functools import partial
@@ -21,61 +21,61 @@ _CHANGED = "secure_keyring was changed meanwhile, perhaps by another rotation: s
 
 
 class RootRotation(NamedTuple):
-    """What `rotate_root` did, or would do.
+    """What `rotate_root` did; after a dry run, what it would do.
 
     Attributes:
-        root_key_id: The root key that is to wrap them.
-        rotated: Ids of the master keys that were under another root key.
-        unchanged: Of those that were under this one already.
-        in_clear: Of those that `NoOpBackend` stored in clear; anybody may know them, and they
-            are left as they are.
+        root_key_id: The root key that wraps the master keys now.
+        rotated: Ids of the master keys that another root key wrapped before.
+        unchanged: Ids of the master keys that this root key wrapped already.
+        plaintext: Ids of the master keys that `NoOpBackend` stored as plaintext.  They stay as
+            they are: whoever could read the database may know them.
     """
 
     root_key_id: str
     rotated: tuple[int, ...]
     unchanged: tuple[int, ...]
-    in_clear: tuple[int, ...]
+    plaintext: tuple[int, ...]
 
 
 async def rotate_root(db: Database, *, dry_run: bool = False) -> RootRotation:
-    """Wrap the master keys with the root key of `backend`, which `additional_backends` unwrap.
+    """Wrap the master keys with the root key of `backend`; `additional_backends` unwrap them.
 
-    All of them in one transaction, and only if they are still as they were read: a process
-    killed meanwhile leaves all or none.  Services that run go on; those that start need the
-    new root key.  Run again, it finds nothing to do.
+    One transaction replaces all of them, if they are still as they were read: a process that is
+    killed meanwhile leaves all or none replaced.  Running services continue; a service that
+    starts needs the new root key.  A second run finds nothing to do.
 
     Args:
-        db: The database; `backend` has the new root key, `additional_backends` the old.
+        db: The database; `backend` has the new root key, `additional_backends` the old one.
         dry_run: Unwrap and wrap, to see that all root keys work, and write nothing.
 
     Raises:
         WrongKeyError: A root key is missing or wrong; nothing was written.
         KeyServiceError: A key provider failed; nothing was written.
         SecureSessionError: The keyring changed meanwhile; nothing was written.
-        ConfigurationError: The database cannot be used, or the new root key is none.
+        ConfigurationError: The database cannot be used, or `backend` has no root key.
     """
     root = db.backends.writer.root_key
     if root.key_id == PLAINTEXT_ROOT_KEY_ID:
         raise ConfigurationError("NoOpBackend has no root key to rotate to: give another backend")
     survey = await db.survey()
-    assert survey.database_id is not None, "it is refused otherwise"
+    assert survey.database_id is not None, "survey() rejects such a database"
     rows = survey.keyring
-    clear = [row for row in rows if row.root_key_id == PLAINTEXT_ROOT_KEY_ID]
+    plaintext = [row for row in rows if row.root_key_id == PLAINTEXT_ROOT_KEY_ID]
     old = [row for row in rows if row.root_key_id not in (PLAINTEXT_ROOT_KEY_ID, root.key_id)]
     done = [row for row in rows if row.root_key_id == root.key_id]
-    # Those, too, or a wrong key of the right name would go unnoticed.
+    # Unwrap these, too, or a wrong key under the right name would go unnoticed.
     await at_once(*(unwrap_master_key(row, db.backends.roots, survey.database_id) for row in done))
     new = await at_once(*(_rewrapped(db, row, root, survey.database_id) for row in old))
     if new and not dry_run:
-        await _store(db, old, new)
-    ids = [tuple(row.id for row in group) for group in (old, done, clear)]
+        await _write_until_answered(db, old, new)
+    ids = [tuple(row.id for row in group) for group in (old, done, plaintext)]
     return RootRotation(root.key_id, *ids)
 
 
 async def _rewrapped(
     db: Database, row: MasterKeyRow, root: KeyProvider, database_id: bytes
 ) -> MasterKeyRow:
-    """*row* under *root*, which has been seen to unwrap it again."""
+    """Return *row* wrapped with *root*, after checking that *root* unwraps it again."""
     key = await unwrap_master_key(row, db.backends.roots, database_id)
     fresh = await wrap_master_key(row, root, database_id, key)
     if await unwrap_master_key(fresh, {root.key_id: root}, database_id) != key:
@@ -83,7 +83,10 @@ async def _rewrapped(
     return fresh
 
 
-async def _store(db: Database, old: list[MasterKeyRow], new: list[MasterKeyRow]) -> None:
+async def _write_until_answered(
+    db: Database, old: list[MasterKeyRow], new: list[MasterKeyRow]
+) -> None:
+    """Replace *old* by *new*, and write again if the connection was lost before the answer."""
     pauses = iter(_PAUSES)
     while True:
         try:
@@ -97,14 +100,15 @@ async def _store(db: Database, old: list[MasterKeyRow], new: list[MasterKeyRow])
             if pause is None:
                 raise lost.error from None
         await asyncio.sleep(pause)
-        # What was sent before the connection was lost may be stored, or not.
+        # What was sent before the connection was lost may have been committed.
         stored = (await db.survey()).keyring
         if all(row in stored for row in new):
             return
 
 
 def _replace(old: list[MasterKeyRow], new: list[MasterKeyRow]) -> Steps[bool]:
-    made: bool = yield Apply(
+    """Replace all rows; return False, or raise Conflict, if one of them has changed."""
+    replaced: bool = yield Apply(
         [
             Change(
                 _REPLACE,
@@ -119,7 +123,7 @@ def _replace(old: list[MasterKeyRow], new: list[MasterKeyRow]) -> Steps[bool]:
             for before, after in zip(old, new, strict=True)
         ]
     )
-    return made
+    return replaced
 
 
 _REPLACE = (

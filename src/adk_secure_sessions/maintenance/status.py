@@ -1,4 +1,4 @@
-"""What a database holds, told from what is not secret."""
+"""Count what a database holds, without decrypting it."""
 
 import time
 from typing import NamedTuple
@@ -6,15 +6,18 @@ from typing import NamedTuple
 from adk_secure_sessions.errors import DecryptionError, WrongKeyError
 from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.keys.keyring import MasterKeyRow, unwrap_master_key
-from adk_secure_sessions.maintenance.checkpoints import Unfinished, unfinished
-from adk_secure_sessions.maintenance.coverage import (
+from adk_secure_sessions.maintenance.database import Database
+from adk_secure_sessions.maintenance.engine import (
     DataKeyCount,
+    Meter,
+    Progress,
     RecordCount,
     count_data_keys,
+    count_events,
     count_records,
+    count_rows,
 )
-from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.engine import Meter, Progress, count_events, count_rows
+from adk_secure_sessions.maintenance.rotation import UnfinishedRotation, unfinished
 from adk_secure_sessions.storage import (
     apps,
     bases,
@@ -31,10 +34,10 @@ class MasterKey(NamedTuple):
     Attributes:
         id: Its id.
         purpose: `data` or `index`.
-        root_key_id: Names the root key that wraps it; `none` is in clear.
-        created_at: Microseconds since 1970, UTC.
-        age: Seconds.
-        opens: Whether the root keys that were given open it; None where none was given.
+        root_key_id: The root key that wraps it; `none` if it is stored as plaintext.
+        created_at: When it was made, in microseconds since 1970, UTC.
+        age: How long ago that was, in seconds.
+        unwraps: Whether the root keys that were given unwrap it; None if none was given.
     """
 
     id: int
@@ -42,19 +45,20 @@ class MasterKey(NamedTuple):
     root_key_id: str
     created_at: int
     age: float
-    opens: bool | None
+    unwraps: bool | None
 
 
 class Status(NamedTuple):
     """What `status` found.
 
     Attributes:
-        format_version: As stored.
-        has_plaintext_records: Whether `NoOpBackend` has written there; nothing vouches for it.
-        masters: The keyring.
-        data_keys: By backend, and by the master that wraps them.
-        records: By table and backend.
-        unfinished: Rotations that have not ended.
+        format_version: The version of the stored format, as stored.
+        has_plaintext_records: Whether `NoOpBackend` has written to the database, as it claims;
+            this is not authenticated.
+        masters: The master keys.
+        data_keys: How many data keys there are, by backend and by the master that wraps them.
+        records: How many records there are, by table and backend.
+        unfinished: The rotations that have not ended.
     """
 
     format_version: str
@@ -62,26 +66,26 @@ class Status(NamedTuple):
     masters: tuple[MasterKey, ...]
     data_keys: tuple[DataKeyCount, ...]
     records: tuple[RecordCount, ...]
-    unfinished: tuple[Unfinished, ...]
+    unfinished: tuple[UnfinishedRotation, ...]
 
 
 async def status(
     db: Database, *, progress: Progress | None = None, rows_per_second: float | None = None
 ) -> Status:
-    """Count rows and keys.  No key is needed, and nothing is opened but, with keys, the keyring.
+    """Count rows and keys; no key is needed, and no record is decrypted.
 
     Args:
-        db: The database; with a backend, it is told of each master whether that opens it, and
-            of an unfinished rotation whether it is genuine.
-        progress: Called with the number of rows done, and of all.
-        rows_per_second: Go no faster.
+        db: The database.  If it has a backend, the result also says which master keys it unwraps,
+            and whether an unfinished rotation is genuine.
+        progress: Called with the number of rows done and the number of all rows.
+        rows_per_second: Count at most so many rows in a second.
 
     Raises:
-        ConfigurationError: It cannot be used, or is not ours yet.
+        ConfigurationError: The database cannot be used, or holds no encrypted sessions yet.
         KeyServiceError: The key provider failed.
     """
     survey = await db.survey()
-    assert survey.database_id is not None, "it is refused otherwise"
+    assert survey.database_id is not None, "survey() rejects such a database"
     masters = [await _master(db, row, survey.database_id) for row in survey.keyring]
     total = await count_rows(db, apps, users, sessions, bases, witnesses, data_keys)
     meter = Meter(progress, total + await count_events(db), rows_per_second)
@@ -100,21 +104,21 @@ async def status(
 
 
 async def _master(db: Database, row: MasterKeyRow, database_id: bytes) -> MasterKey:
-    opens = None
+    unwraps = None
     if db.has_keys:
         try:
             await unwrap_master_key(row, db.backends.roots, database_id)
-            opens = True
+            unwraps = True
         except (WrongKeyError, DecryptionError):
-            opens = False
-    # SQLite keeps any type in any column.
+            unwraps = False
+    # SQLite stores any type in any column.
     created_at = row.created_at if isinstance(row.created_at, int) else 0
     age = time.time() - created_at / 1_000_000
-    return MasterKey(row.id, row.purpose, row.root_key_id, created_at, age, opens)
+    return MasterKey(row.id, row.purpose, row.root_key_id, created_at, age, unwraps)
 
 
 async def _index(db: Database) -> BlindIndex | None:
-    """What authenticates checkpoints, if the root keys open it."""
+    """Return the key that authenticates checkpoints, if the root keys decrypt the keyring."""
     if not db.has_keys:
         return None
     try:

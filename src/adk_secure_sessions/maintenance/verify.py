@@ -1,31 +1,33 @@
-"""Opening everything, to say what cannot be."""
+"""Decrypt every record and check that rows belong together; report those that do not."""
 
 import functools
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.db.protocol import Row, T
-from adk_secure_sessions.errors import (
-    Reason,
-    TamperedError,
-    UnknownKeyError,
-)
+from adk_secure_sessions.db.protocol import T
+from adk_secure_sessions.errors import Reason, TamperedError, UnknownKeyError
 from adk_secure_sessions.formats.records import binary, decode_text
-from adk_secure_sessions.maintenance import orphans
+from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import (
     Bounds,
     Meter,
     Progress,
+    Range,
     batches,
     count_events,
     count_rows,
     within,
 )
-from adk_secure_sessions.maintenance.identities import Located, app_name_of, identified
+from adk_secure_sessions.maintenance.identities import (
+    LocatedSession,
+    app_name_of,
+    located_sessions,
+)
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
 from adk_secure_sessions.storage import (
     OWNERS,
@@ -35,28 +37,39 @@ from adk_secure_sessions.storage import (
     RowCache,
     Store,
     apps,
+    bases,
+    chunks,
     data_keys,
+    events,
     identify,
+    is_one_of,
     naming,
+    numbered,
     open_app,
     open_user_row,
+    read_data_keys,
     sessions,
     users,
     witnesses,
 )
+
+# Microseconds in which a data key may wait for its owner's row in the other database; also what
+# clocks differ by.
+_GRACE = 600_000_000
 
 
 class Verification(NamedTuple):
     """What `verify` found.
 
     Attributes:
-        apps: Rows that were opened, and are as they were written; so for users and sessions.
-        users: See `apps`.
-        sessions: See `apps`; with their states, their history and their witnesses.
-        events: Those of these sessions.
-        unchecked: Users and sessions whose app or user cannot be opened: nothing can tell.
+        apps: How many rows of apps were decrypted and are as they were written.
+        users: The same for users.
+        sessions: The same for sessions, each with its state, events and witness.
+        events: How many events these sessions have.
+        unchecked: Users and sessions that could not be checked, because the row of their app or
+            user cannot be decrypted.
         bad: How many rows are not as they were written, or belong to nothing.
-        problems: The first 1000 of them.
+        problems: The first 1000 of these.
     """
 
     apps: int
@@ -71,146 +84,166 @@ class Verification(NamedTuple):
 async def verify(
     db: Database, *, progress: Progress | None = None, rows_per_second: float | None = None
 ) -> Verification:
-    """Open every record, and check that nothing was altered, moved, removed or added.
+    """Decrypt every record, and check that no row was modified, moved, removed or added.
 
-    A row that is bad is left alone, and the rest goes on.  Services may write meanwhile: each
-    session is read by one statement.  Memory holds one session's events at a time.  Whether
-    the JSON in a record makes an event for google-adk is not tried.
+    A bad row is reported and left unchanged, and the check continues.  Services may write
+    meanwhile: each session is read by one statement.  Memory holds the events of one session at a
+    time.  Whether the JSON of an event is a valid event of google-adk is not checked.
 
     Args:
         db: The database, with every backend and root key whose records it may hold.
-        progress: Called with the number of rows done, and of all.
-        rows_per_second: Go no faster.
+        progress: Called with the number of rows done and the number of all rows.
+        rows_per_second: Check at most so many rows in a second.
 
     Raises:
-        WrongKeyError: The root keys do not open it.
-        ConfigurationError: It cannot be used, or is not ours yet.
+        WrongKeyError: The root keys do not decrypt the keyring.
+        ConfigurationError: The database cannot be used, or holds no encrypted sessions yet.
     """
-    run = _Run(db, await db.store(), progress, rows_per_second)
-    await run.open_keys()
+    store, index = await db.store(), (await db.keys()).keyring.index
+    total = await count_rows(db, apps, users, sessions, witnesses, data_keys)
+    meter = Meter(progress, total + await count_events(db), rows_per_second)
+    run = _Run(db, store, index, meter)
     await run.check_apps()
     await run.check_users()
     await run.check_sessions()
-    await orphans.find_witnesses(db, run.problems, run.meter)
-    await orphans.find_data_keys(db, run.problems, run.meter)
-    run.meter.finish()
+    await _find_witnesses_of_nothing(db, run.problems, meter)
+    await _find_data_keys_of_nobody(db, run.problems, meter)
+    meter.finish()
     return run.result()
 
 
+class _AppRow(NamedTuple):
+    id: int
+    app_name: bytes
+
+
+class _UserRow(NamedTuple):
+    """*app_name* is that of the app's row, None if there is no such row."""
+
+    id: int
+    app_row: int
+    tag: bytes
+    app_name: bytes | None
+
+
+class _WitnessRow(NamedTuple):
+    tag: bytes
+    is_owned: int
+
+
+class _DataKeyRow(NamedTuple):
+    id: int
+    owner: object
+    created_at: object
+
+
 class _Run:
-    def __init__(
-        self, db: Database, store: Store, progress: Progress | None, rate: float | None
-    ) -> None:
+    """Counts what it checks; rows behind a bad one are not checked and not reported."""
+
+    def __init__(self, db: Database, store: Store, index: BlindIndex, meter: Meter) -> None:
         self.problems = Problems()
-        self.meter = Meter(progress, 0, rate)
-        self._progress = progress
-        self._rate = rate
         self._db = db
         self._store = store
+        self._index = index
+        self._meter = meter
         self._bad_apps: set[int] = set()
-        self._opened = dict.fromkeys(("apps", "users", "sessions", "events"), 0)
-        self._unchecked = 0
-
-    async def open_keys(self) -> None:
-        self._keys = await self._db.keys()
-        total = await count_rows(self._db, apps, users, sessions, witnesses, data_keys)
-        total += await count_events(self._db)
-        self.meter = Meter(self._progress, total, self._rate)
+        self._apps = self._users = self._sessions = self._events = self._unchecked = 0
 
     def result(self) -> Verification:
-        found = self.problems
         return Verification(
-            **self._opened, unchecked=self._unchecked, bad=found.count, problems=tuple(found.kept)
+            self._apps,
+            self._users,
+            self._sessions,
+            self._events,
+            self._unchecked,
+            self.problems.count,
+            tuple(self.problems.kept),
         )
 
     async def check_apps(self) -> None:
-        async for rows in batches(self._db, apps.c.id, _apps):
-            for row_id, app_name in rows:
+        async for rows in batches(self._db, apps.c.id, _apps, _AppRow, self._db.limits.rows):
+            for row in rows:
                 try:
-                    await _settled(partial(self._check_app, row_id, app_name))
+                    await _again_if_keys_changed(partial(self._check_app, row))
                 except UNREADABLE as error:
-                    self._bad_apps.add(row_id)
-                    self.problems.refused(error, apps.name, row_id)
+                    self._bad_apps.add(row.id)
+                    self.problems.add_error(error, apps.name, row.id)
                 else:
-                    self._opened["apps"] += 1
-                await self.meter.advance()
+                    self._apps += 1
+                await self._meter.advance()
 
     async def check_users(self) -> None:
-        async for rows in batches(self._db, users.c.id, _users):
+        async for rows in batches(self._db, users.c.id, _users, _UserRow, self._db.limits.rows):
             for row in rows:
-                if row[1] in self._bad_apps:
-                    self.problems.expect(users.name, row[0])
+                if row.app_row in self._bad_apps:
+                    self.problems.suppress(users.name, row.id)
                     self._unchecked += 1
                 else:
                     await self._count_user(row)
-                await self.meter.advance()
+                await self._meter.advance()
 
     async def check_sessions(self) -> None:
-        async for batch in identified(self._db):
+        async for batch in located_sessions(self._db):
             for located in batch.sessions:
                 await self._check_session(located)
-            await orphans.find_in_sessions(self._db, batch.keys, self.problems)
+            await _find_rows_of_no_session(self._db, batch.span, self.problems)
 
-    async def _check_app(self, row_id: int, stored_name: bytes) -> None:
-        with naming(apps.name, row_id):
-            app_name = decode_text(stored_name)
-        context, found = await self._read(app_name)
+    async def _check_app(self, row: _AppRow) -> None:
+        with naming(apps.name, row.id):
+            app_name = decode_text(row.app_name)
+        context, found = await self._read_owners(app_name)
         app = open_app(context, found)
-        if app is None or app.id != row_id:
+        if app is None or app.id != row.id:
             raise TamperedError(
-                "its tag was modified", reason=Reason.WRONG_OWNER, table=apps.name, row=row_id
+                "its tag was modified", reason=Reason.WRONG_OWNER, table=apps.name, row=row.id
             )
 
-    async def _count_user(self, row: Row) -> None:
+    async def _count_user(self, row: _UserRow) -> None:
         try:
-            self._opened["users"] += await _settled(partial(self._check_user, row))
+            self._users += await _again_if_keys_changed(partial(self._check_user, row))
         except UNREADABLE as error:
-            self.problems.refused(error, users.name, row[0])
-            self.problems.expect(users.name, row[0])
+            self.problems.add_error(error, users.name, row.id)
+            self.problems.suppress(users.name, row.id)
 
-    async def _check_user(self, row: Row) -> bool:
-        """Whether it is still there."""
-        row_id, _, tag, stored_name = row
-        with naming(users.name, row_id):
-            app_name = app_name_of(stored_name)
-            binary(tag)
-        context, found = await self._read(app_name, tag)
+    async def _check_user(self, row: _UserRow) -> bool:
+        """Whether the user was not deleted meanwhile."""
+        with naming(users.name, row.id):
+            app_name = app_name_of(row.app_name)
+            tag = binary(row.tag)
+        context, found = await self._read_owners(app_name, tag)
         if not found.users:
-            return False  # deleted meanwhile
+            return False
         user = open_user_row(context, found, found.users[0])
-        who = identify(self._keys.keyring.index, app_name, user.user_id)
-        if who.user_tag != tag:
+        if self._index.user(app_name, user.user_id) != tag:
             raise TamperedError(
-                "its tag is another user's", reason=Reason.WRONG_OWNER, table=users.name, row=row_id
+                "its tag is another user's", reason=Reason.WRONG_OWNER, table=users.name, row=row.id
             )
         return True
 
-    async def _check_session(self, located: Located) -> None:
+    async def _check_session(self, located: LocatedSession) -> None:
         rows = 1
         try:
-            if located.ids is None:
-                assert located.error is not None
-                raise located.error
             # As a service reads it, and all of it by one statement.
-            found = await self._store.get(*located.ids, _no_decoding)
+            found = await self._store.get(*located.known_ids(), _undecoded)
             if found is not None:  # else it was deleted meanwhile
-                self._opened["sessions"] += 1
-                self._opened["events"] += len(found[1])
-                rows += len(found[1])
+                _, history = found
+                self._sessions += 1
+                self._events += len(history)
+                rows += len(history)
         except UNREADABLE as error:
-            self._unchecked += self.problems.refused(error, sessions.name, located.row)
-        await self.meter.advance(rows)
+            self._unchecked += self.problems.add_error(error, sessions.name, located.row)
+        await self._meter.advance(rows)
 
-    async def _read(self, app_name: str, user_tag: bytes = b"") -> tuple[Attempt, Found]:
-        """An app's row, or a user's too, with witnesses and keys."""
-        who = identify(self._keys.keyring.index, app_name)._replace(user_tag=user_tag)
+    async def _read_owners(self, app_name: str, user_tag: bytes = b"") -> tuple[Attempt, Found]:
+        """Read an app's row, and a user's if *user_tag* is given, with their witnesses and keys."""
+        who = identify(self._index, app_name)._replace(user_tag=user_tag)
         found = Found(await self._db.read(OWNERS[False], who.tags()))
         keys = await self._db.keys_of(who.app_tag, user_tag)
         return Attempt(who, keys, RowCache(0), KeySource.QUERY, is_first=False), found
 
 
-async def _settled(check: Callable[[], Awaitable[T]]) -> T:
-    """Keys are read after the rows: they may have been replaced in between."""
+async def _again_if_keys_changed(check: Callable[[], Awaitable[T]]) -> T:
+    """Run *check*, and run it again if keys were replaced between its rows and its keys."""
     try:
         return await check()
     except UnknownKeyError:
@@ -218,8 +251,67 @@ async def _settled(check: Callable[[], Awaitable[T]]) -> T:
     return await check()
 
 
-def _no_decoding(plaintext: bytes, session_row: int, seq: int) -> None:
+def _undecoded(plaintext: bytes, session_row: int, seq: int) -> None:
     return None
+
+
+# --- rows that belong to nothing: no row that a service reads leads to them -----------------------
+
+
+async def _find_rows_of_no_session(db: Database, span: Range, problems: Problems) -> None:
+    """Report events and bases whose session, by its id in *span*, does not exist."""
+    for session_row, count in await db.read(_events_of_none(span.bounds), span.parameters):
+        detail = f"{count} events belong to no session"
+        problems.add(events.name, session_row, Reason.MISSING, detail)
+    for (session_row,) in await db.read(_bases_of_none(span.bounds), span.parameters):
+        problems.add(bases.name, session_row, Reason.MISSING, "it belongs to no session")
+
+
+async def _find_witnesses_of_nothing(db: Database, problems: Problems, meter: Meter) -> None:
+    """Report witnesses whose app, user or session does not exist."""
+    detail = "the row whose version it proves was removed"
+    size = db.limits.headers
+    async for rows in batches(db, witnesses.c.tag, _witnesses, _WitnessRow, size):
+        for row in rows:
+            if not row.is_owned:
+                name = row.tag.hex() if isinstance(row.tag, bytes) else "?"
+                problems.add(witnesses.name, name, Reason.MISSING, detail)
+        await meter.advance(len(rows))
+
+
+async def _find_data_keys_of_nobody(db: Database, problems: Problems, meter: Meter) -> None:
+    """Report data keys whose app or user does not exist."""
+    detail = "its owner's row was removed"
+    if db.executors.has_key_database:
+        detail += ", or a process ended before it could write that row"
+    size = db.limits.headers
+    async for rows in batches(db, data_keys.c.id, _data_keys, _DataKeyRow, size):
+        known = await _existing_owners(db, {row.owner for row in rows})
+        lost = [row for row in rows if row.owner not in known and not _may_be_new(db, row)]
+        # An erasure deletes the keys before the owner's row: such keys are gone by now.
+        there = {key.id for key in await read_data_keys(db.read_keys, [row.owner for row in lost])}
+        for row in lost:
+            if row.id in there or not isinstance(row.owner, bytes):
+                problems.add(data_keys.name, row.id, Reason.MISSING, detail)
+        await meter.advance(len(rows))
+
+
+def _may_be_new(db: Database, row: _DataKeyRow) -> bool:
+    """Whether its owner's row may yet be written: a key in a key database is stored first."""
+    if not db.executors.has_key_database or not isinstance(row.created_at, int):
+        return False
+    return abs(time.time_ns() // 1000 - row.created_at) < _GRACE
+
+
+async def _existing_owners(db: Database, tags: Iterable[object]) -> set[object]:
+    """Return those of *tags* that are the tag of an app or a user."""
+    found: set[object] = set()
+    for chunk in chunks({tag for tag in tags if isinstance(tag, bytes)}):
+        found |= {tag for (tag,) in await db.read(_owners(len(chunk)), numbered(chunk))}
+    return found
+
+
+# --- statements ----------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -234,3 +326,44 @@ def _users(bounds: Bounds) -> sa.Select[Any]:
     query = sa.select(c.id, c.app_row, c.tag, apps.c.app_name)
     query = query.select_from(users.outerjoin(apps, apps.c.id == c.app_row))
     return query.where(*within(c.id, bounds)).order_by(c.id)
+
+
+@functools.cache
+def _events_of_none(bounds: Bounds) -> sa.Select[Any]:
+    """Ids of sessions that do not exist, and how many events each has."""
+    row = events.c.session_row
+    query = sa.select(row, sa.func.count())
+    query = query.where(*within(row, bounds), ~_exists(sessions.c.id == row))
+    return query.group_by(row).order_by(row)
+
+
+@functools.cache
+def _bases_of_none(bounds: Bounds) -> sa.Select[Any]:
+    row = bases.c.session_row
+    query = sa.select(row).where(*within(row, bounds), ~_exists(sessions.c.id == row))
+    return query.order_by(row)
+
+
+@functools.cache
+def _witnesses(bounds: Bounds) -> sa.Select[Any]:
+    tag = witnesses.c.tag
+    owned = sa.or_(*(_exists(table.c.tag == tag) for table in (apps, users, sessions)))
+    owned = sa.case((owned, sa.literal_column("1")), else_=sa.literal_column("0"))
+    return sa.select(tag, owned).where(*within(tag, bounds)).order_by(tag)
+
+
+@functools.cache
+def _data_keys(bounds: Bounds) -> sa.Select[Any]:
+    c = data_keys.c
+    return sa.select(c.id, c.owner, c.created_at).where(*within(c.id, bounds)).order_by(c.id)
+
+
+@functools.cache
+def _owners(number: int) -> sa.CompoundSelect[Any]:
+    """Those of *number* tags that are the tag of an app or a user."""
+    tags = (table.c.tag for table in (apps, users))
+    return sa.union_all(*(sa.select(tag).where(is_one_of(tag, number)) for tag in tags))
+
+
+def _exists(*conditions: sa.ColumnElement[bool]) -> sa.ColumnElement[bool]:
+    return sa.select(sa.literal_column("1")).where(*conditions).exists()
