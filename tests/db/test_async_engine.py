@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
-from sqlalchemy.pool import NullPool, StaticPool
+from sqlalchemy.pool import AsyncAdaptedQueuePool, NullPool, StaticPool
 
 from adk_secure_sessions.db.async_engine import AsyncEngineExecutor, LoopBinding
 from adk_secure_sessions.errors import ConfigurationError
@@ -189,11 +189,13 @@ async def test_parameters_are_hidden_though_the_engine_shows_them(tmp_path: Path
 
 
 async def test_engine_of_the_application_is_not_closed(tmp_path: Path) -> None:
-    engine = create_async_engine(f"sqlite+aiosqlite:///{tmp_path}/things.db")
+    url = f"sqlite+aiosqlite:///{tmp_path}/things.db"
+    engine = create_async_engine(url, poolclass=AsyncAdaptedQueuePool)
     executor = AsyncEngineExecutor(engine, owns_engine=False)
     await executor.define(things.metadata.create_all, commit=True)
     await executor.close()
-    assert engine.pool.checkedin() == 1  # type: ignore[attr-defined]
+    assert isinstance(engine.pool, AsyncAdaptedQueuePool)
+    assert engine.pool.checkedin() == 1
     await engine.dispose()
 
 

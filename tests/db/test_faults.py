@@ -36,11 +36,19 @@ def faulty(executor: Executor) -> FaultyExecutor:
     return FaultyExecutor(executor)
 
 
-ERRORS = [lost(), Conflict(), UniqueViolation(), RuntimeError("planned"), asyncio.CancelledError()]
-
-
-@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-@pytest.mark.parametrize("point", [Point.READ, Point.APPLY, Point.WRITE], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    ("point", "error"),
+    [
+        (Point.READ, lost()),
+        (Point.WRITE, lost()),
+        (Point.APPLY, lost()),
+        (Point.APPLY, Conflict()),
+        (Point.APPLY, UniqueViolation()),
+        (Point.APPLY, RuntimeError("planned")),
+        (Point.APPLY, asyncio.CancelledError()),
+    ],
+    ids=lambda one: one.name if isinstance(one, Point) else type(one).__name__,
+)
 async def test_error_before_a_point_of_a_write_is_raised_and_nothing_is_stored(
     faulty: FaultyExecutor, point: Point, error: BaseException
 ) -> None:

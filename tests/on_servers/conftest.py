@@ -1,4 +1,4 @@
-"""Services on real servers; what they promise on every database is tested in `conformance`."""
+"""Services on real servers.  `conformance` tests what they promise on every database."""
 
 import pytest
 
@@ -14,7 +14,7 @@ kind = each_kind("encrypted-postgresql", "encrypted-mariadb")
 
 @pytest.fixture
 def server(request: pytest.FixtureRequest, kind: Kind) -> Server:
-    """The one on which `url` is."""
+    """The server that `url` is on."""
     assert kind.server is not None
     found: Server = request.getfixturevalue(kind.server)
     return found

@@ -1,4 +1,9 @@
-"""A proxy between a service and its server that cuts connections at a given moment."""
+"""A proxy between a service and its server that cuts connections at a given moment.
+
+How it works: `proxy_before(url)` listens on a Unix socket and passes all bytes on to the server,
+message by message.  After `cut(how, number)`, it cuts the connection once, at the client's message
+of that number.  `leave` says whether it came to that: a test increases the number until it did not.
+"""
 
 import asyncio
 import tempfile
@@ -11,7 +16,7 @@ import sqlalchemy as sa
 
 
 class Cut(Enum):
-    """When a connection is cut, seen from what the client sends."""
+    """When a connection is cut, relative to a message of the client."""
 
     BEFORE = "before the server gets it"
     AT_ONCE = "when the server has got it"
@@ -19,7 +24,7 @@ class Cut(Enum):
 
 
 class Proxy:
-    """Passes everything on, until it is told to cut."""
+    """Passes everything on until it is told to cut."""
 
     def __init__(self, address: Path) -> None:
         self._address = address
@@ -29,11 +34,11 @@ class Proxy:
         self._writers: set[asyncio.StreamWriter] = set()
 
     def cut(self, how: Cut, number: int) -> None:
-        """Cut once, at the client's message of this number (from 0) from now on."""
+        """Cut once, at the client's message of this *number* from now on, counted from 0."""
         self._how, self._countdown = how, number
 
     def leave(self) -> bool:
-        """Cut no more; whether the cut that was asked for has been made."""
+        """Do not cut any more; return whether the cut was made."""
         made, self._countdown = self._countdown < 0, -1
         return made
 
@@ -85,8 +90,8 @@ class Proxy:
 
 @asynccontextmanager
 async def proxy_before(url: sa.URL) -> AsyncIterator[tuple[Proxy, sa.URL]]:
-    """A proxy before the server of *url*, which listens on a Unix socket, and the URL by it."""
-    # Not pytest's: a socket's path has to be short.
+    """Run a proxy before the server of *url*, on a Unix socket; yield it and a URL by it."""
+    # Not pytest's directory: a socket's path has to be short.
     with tempfile.TemporaryDirectory(prefix="proxy-") as directory:
         if socket := url.query.get("unix_socket"):
             address, front = Path(str(socket)), Path(directory, "socket")

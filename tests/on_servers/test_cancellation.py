@@ -1,4 +1,4 @@
-"""Callers that are cancelled, in any moment: nothing is left behind on the server."""
+"""Callers that are cancelled at any moment leave nothing behind on the server."""
 
 import asyncio
 import gc
@@ -30,7 +30,7 @@ MOMENTS = 30  # more than there are connections, and than an operation has turns
 
 @pytest.fixture
 async def service(url: URL) -> AsyncIterator[BaseSessionService]:
-    """A small pool, so that what is not given back is missed."""
+    """A service with a small pool, so that a connection that is not given back is missed."""
     async with EncryptedSessionService(
         url, AesGcmBackend(KEY), pool_size=POOL_SIZE, pool_timeout=20
     ) as service:
@@ -45,16 +45,16 @@ async def _nothing_is_left_behind(
     async with asyncio.timeout(30):
         while await asyncio.to_thread(server.connections, url, in_transaction=True):
             await asyncio.sleep(0.01)
-        # Every connection of the pool is to be had, all at once; nothing is locked.
+        # Every connection of the pool can be used at the same time, and no row is locked.
         await asyncio.gather(*(create(service, None, user_id="last") for _ in range(8)))
-        # What was given up is closed soon; by psycopg only when it is collected as garbage.
+        # Abandoned connections are closed soon; psycopg's only by the garbage collector.
         while len(await asyncio.to_thread(server.connections, url)) > POOL_SIZE:
             gc.collect()
             await asyncio.sleep(0.01)
 
 
 async def cancelled(operation: Awaitable[object], moment: int) -> None:
-    """Cancel *operation* after so many turns of the event loop, every third time later."""
+    """Cancel *operation* after *moment* turns of the event loop; every third time later."""
     task = asyncio.ensure_future(operation)
     if moment % 3 == 2:
         await asyncio.sleep(moment / 5000)
@@ -112,7 +112,7 @@ async def test_cancelled_append_is_stored_whole_or_not_at_all(
         stored = await reload(service, session)
         assert len(stored.events) in (len(before.events), len(before.events) + 1)
         assert (stored == before) is (len(stored.events) == len(before.events))
-        if session != stored:  # it was stored, and its caller could not be told
+        if session != stored:  # stored, but the caller was not told
             assert session == before
             with refused_as_stale():
                 await service.append_event(session, event("late"))

@@ -1,4 +1,4 @@
-"""One service in several event loops, one after the other and at once."""
+"""One service in several event loops, one after the other and at the same time."""
 
 import asyncio
 import gc
@@ -41,7 +41,7 @@ async def go_on(service: EncryptedSessionService, session: Session | None) -> Se
 
 
 def all_gone(server: Server, url: URL) -> bool:
-    """Whether the server soon has no connection to *url* any more."""
+    """Return whether the server soon has no connection to *url* any more."""
     for _ in range(200):
         gc.collect()
         if not server.connections(url):
@@ -52,7 +52,7 @@ def all_gone(server: Server, url: URL) -> bool:
 
 @pytest.fixture
 def no_resource_is_left() -> Callable[[], None]:
-    """Fails if a socket or a loop is found unclosed."""
+    """A function that fails if a socket or an event loop was not closed."""
 
     def check() -> None:
         with warnings.catch_warnings(record=True) as caught:
@@ -116,7 +116,7 @@ def test_service_is_closed_in_one_loop_and_opened_again_in_the_next(
     no_resource_is_left()
 
 
-def test_loops_at_once_in_two_threads_work_or_are_refused(url: URL, server: Server) -> None:
+def test_loops_at_once_in_two_threads_work_or_are_rejected(url: URL, server: Server) -> None:
     service = by_url(url)
     first_is_in, second_is_done = threading.Event(), threading.Event()
     outcomes: list[Any] = []
@@ -152,28 +152,28 @@ def test_loops_at_once_in_two_threads_work_or_are_refused(url: URL, server: Serv
     assert all_gone(server, url)
 
 
-def test_loops_that_take_turns_leave_no_connections_behind_or_are_refused(
+def test_loops_that_take_turns_leave_no_connections_behind_or_are_rejected(
     url: URL, server: Server
 ) -> None:
-    """Two threads, each with a loop for itself, may well never meet inside the service."""
+    """Two threads, each with an event loop, may never be inside the service at once."""
     service = by_url(url)
     with asyncio.Runner() as one, asyncio.Runner() as other:
         session = one.run(create(service))
-        refusal = "another event loop"  # unless it says another thing
+        rejection = "another event loop"  # unless there is one with another text
         for _ in range(30):
             try:
                 other.run(reload(service, session))
             except ConfigurationError as error:
-                refusal = str(error)
+                rejection = str(error)
                 break
             one.run(reload(service, session))
-        assert "event loop" in refusal
+        assert "event loop" in rejection
         assert len(server.connections(url)) < 10
         one.run(go_on(service, session))
     assert all_gone(server, url)
 
 
-def test_engine_in_a_second_loop_is_refused_with_what_to_do(url: URL) -> None:
+def test_engine_in_a_second_loop_is_rejected_with_advice(url: URL) -> None:
     async def first() -> tuple[AsyncEngine, EncryptedSessionService, Session]:
         engine = create_async_engine(url)
         service = by_engine(engine)

@@ -1,4 +1,4 @@
-"""Events of many megabytes, and a server that does not take them."""
+"""Events of many megabytes, and a server that does not accept them."""
 
 from collections.abc import Iterator
 
@@ -30,9 +30,9 @@ async def test_event_of_twenty_megabytes_is_stored_and_read_back(
 
 @pytest.fixture
 def narrow(mariadb: servers.MariaDB) -> Iterator[URL]:
-    """A database whose server takes little at once; new connections then have that limit."""
+    """A database whose server accepts packets of one megabyte on new connections."""
     if mariadb.directory is None:
-        pytest.skip("the server is not ours to set up")
+        pytest.skip("the server is not private: its settings stay as they are")
     with mariadb.database() as url, mariadb.admin.connect() as admin:
         (before,) = admin.exec_driver_sql("SELECT @@global.max_allowed_packet").one()
         admin.exec_driver_sql(f"SET GLOBAL max_allowed_packet = {MEGABYTE}")
@@ -42,7 +42,7 @@ def narrow(mariadb: servers.MariaDB) -> Iterator[URL]:
             admin.exec_driver_sql(f"SET GLOBAL max_allowed_packet = {before}")
 
 
-async def test_event_that_the_server_does_not_take_is_an_error_and_nothing_is_stored(
+async def test_event_that_the_server_does_not_accept_is_an_error_and_nothing_is_stored(
     narrow: URL,
 ) -> None:
     async with KINDS["encrypted-mariadb"].open(narrow) as service:

@@ -1,4 +1,4 @@
-"""Connections that are lost: between operations, and in each moment of one."""
+"""Connections that are lost between operations, and at each moment of an operation."""
 
 import asyncio
 import itertools
@@ -28,7 +28,7 @@ kind = each_kind(
     *("encrypted-postgresql", "encrypted-mariadb"),
     soak=["encrypted-postgresql-engine", "encrypted-psycopg", "encrypted-mariadb-engine"],
 )
-LARGE = "x" * 10_000  # too much for an overlay: it goes into the session's base row
+LARGE = "x" * 10_000  # too large for an overlay: it is stored in the snapshot
 STATES: dict[str, dict[str, Any]] = {
     "nothing": {},
     "session": {"k": 1},
@@ -38,7 +38,7 @@ STATES: dict[str, dict[str, Any]] = {
 
 
 def each_cut(*ways: Cut) -> pytest.MarkDecorator:
-    """Cut in these *ways*, and in the others, too, if there is time."""
+    """Cut in these *ways*; under `make soak` in the others, too."""
     rest = [pytest.param(way, marks=pytest.mark.soak) for way in Cut if way not in ways]
     return pytest.mark.parametrize("how", [*ways, *rest], ids=lambda way: way.name)
 
@@ -54,8 +54,9 @@ async def each_moment(
 ) -> None:
     """Run *operation* again and again, the connection cut one message later each time.
 
-    It is given how often it was run before.  A connection knows a statement or has to prepare
-    it first: what is run without a cut in between makes the connection know.
+    *operation* is given how often it was run before.  A connection that has prepared a statement
+    sends other messages than one that has not: the second time, each run with a cut follows a run
+    without one, which prepares the statements.
     """
     runs = itertools.count()
     for known in (False, True):
@@ -64,11 +65,11 @@ async def each_moment(
                 await operation(next(runs))
             proxy.cut(how, number)
             await operation(next(runs))
-            if not proxy.leave():  # it had ended before
+            if not proxy.leave():  # the operation ended before that message
                 assert number >= at_least
                 break
         else:
-            raise AssertionError("it never ends")
+            raise AssertionError("the operation never ends")
 
 
 async def test_connections_that_the_server_ended_meanwhile_disturb_nobody(
@@ -134,7 +135,7 @@ async def test_append_to_a_session_that_was_just_created_is_stored_once(
 async def test_append_that_is_still_waiting_at_the_server_is_not_stored_twice(
     by_proxy: tuple[Proxy, BaseSessionService], server: Server, url: URL
 ) -> None:
-    """The second attempt finds nothing yet, and sends the event once more."""
+    """The second attempt does not find the event yet, and sends it again."""
     proxy, service = by_proxy
     session = await create(service)
     await service.append_event(session, event("one"))

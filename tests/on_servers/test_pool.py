@@ -1,4 +1,4 @@
-"""The pool of connections, and the options that a caller has for it."""
+"""The pool of connections, and the options that an application has for it."""
 
 import asyncio
 from typing import Any
@@ -38,7 +38,7 @@ async def test_many_tasks_share_few_connections(url: URL, server: Server) -> Non
         working = asyncio.ensure_future(together(*(converse(service, n) for n in range(50))))
         await asyncio.gather(working, watch(working))
     assert max(seen) == 2
-    while server.connections(url):  # closed by now, which the server may not have noticed
+    while server.connections(url):  # closed by now, but the server may not have noticed
         await asyncio.sleep(0.01)
 
 
@@ -84,7 +84,7 @@ async def test_option_of_sqlalchemy_s_pool_works(
 
 
 async def test_statements_need_not_be_prepared_by_name(kind: Kind, url: URL) -> None:
-    """Between us and PostgreSQL there may be a PgBouncer that forgets them."""
+    """A PgBouncer before PostgreSQL may forget them."""
     if kind.driver != "postgresql+asyncpg":
         pytest.skip("an option of asyncpg")
     options = {"connect_args": {"statement_cache_size": 0}, "pool_size": 2}

@@ -1,4 +1,4 @@
-"""A server that goes away and comes back, or that was never there."""
+"""A server that stops and starts again, or that was never there."""
 
 import asyncio
 from collections import Counter
@@ -28,7 +28,7 @@ from tests.conformance.support import (
 
 kind = each_kind("encrypted-postgresql", soak=["encrypted-mariadb", "encrypted-psycopg"])
 LOST = (OSError, sa.exc.SQLAlchemyError)
-# What was committed is to be there after a crash, unlike on the servers of other tests.
+# Unlike on the servers of other tests, committed data must survive a crash.
 PRIVATE: dict[str, Callable[[], AbstractContextManager[servers.Server]]] = {
     "postgresql": partial(servers.postgresql, "-csynchronous_commit=on"),
     "mariadb": partial(servers.mariadb, "--innodb-flush-log-at-trx-commit=2"),
@@ -37,7 +37,7 @@ PRIVATE: dict[str, Callable[[], AbstractContextManager[servers.Server]]] = {
 
 @pytest.fixture(scope="module")
 def private() -> Iterator[Callable[[str], servers.Server]]:
-    """Servers of this module's own, started when first wanted."""
+    """Servers for this module alone, started when a test first wants them."""
     with ExitStack() as stack:
         running: dict[str, servers.Server] = {}
 
@@ -97,7 +97,7 @@ async def test_server_restarted_during_operations_loses_nothing_and_stores_nothi
             try:
                 await service.append_event(session, one)
                 returned[one.id] += 1
-            except STALE:  # an append that raised was stored all the same
+            except STALE:  # an earlier append raised, but was stored
                 assert raised
                 session = await read(n)
             except LOST:
@@ -139,7 +139,7 @@ async def test_server_restarted_during_operations_loses_nothing_and_stores_nothi
     assert len(raised) <= 24, "an append is to try again for seconds before it raises"
 
 
-async def test_server_that_is_not_there_is_an_error_and_no_more_once_it_is_back(
+async def test_server_that_is_down_is_an_error_until_it_is_back(
     service: BaseSessionService, kind: Kind, url: URL, server: servers.Server
 ) -> None:
     session = await create(service)
