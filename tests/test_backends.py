@@ -292,7 +292,9 @@ def test_two_root_keys_of_one_name_are_refused() -> None:
 
 @pytest.mark.parametrize("thing", [None, KEY, "key", object(), AesGcmBackend, StaticKey(KEY)])
 def test_what_is_no_backend_is_refused(thing: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"not an encryption backend|is not a key provider"):
+    with pytest.raises(
+        ConfigurationError, match=r"not an encryption backend|is not a key provider"
+    ):
         register(thing, [])
 
 
