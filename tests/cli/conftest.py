@@ -3,7 +3,7 @@ import base64
 
 import pytest
 
-from adk_secure_sessions.cli.opening import DB_VARIABLE
+from adk_secure_sessions.cli.options import DB_VARIABLE
 from tests.maintenance.conftest import file_url, place, url
 from tests.maintenance.support import NEW, OLD, fill
 

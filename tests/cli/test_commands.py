@@ -13,7 +13,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions import AesGcmBackend
 from adk_secure_sessions.cli import output
-from adk_secure_sessions.cli.opening import DB_VARIABLE
+from adk_secure_sessions.cli.options import DB_VARIABLE
 from tests.cli.support import commands, on, run
 from tests.maintenance.support import NEW, OLD, fill, query, run_sql
 
@@ -25,20 +25,20 @@ def test_database_is_looked_after_from_its_making(url: str, place: sa.URL) -> No
     assert made.code == 0
     assert len(made.json["tables"]) == 9
     again = run("init", *on(url))
-    assert (again.code, again.stdout) == (0, "all of it was there already\n")
+    assert (again.code, again.stdout) == (0, "tables and master keys exist already\n")
     asyncio.run(fill(url))
     told = run("status", *on(url, None))
     assert told.code == 0
     assert "secure_events" in told.stdout
     assert "12 under newest key" in told.stdout
-    assert "opens" not in told.stdout
-    assert "opens" in run("status", *on(url)).stdout
+    assert "unwrapped" not in told.stdout
+    assert "unwrapped" in run("status", *on(url)).stdout
     wrong = run("status", *on(url, "env:NEW_KEY"))
-    assert (wrong.code, "does not open" in wrong.stdout) == (1, True)
+    assert (wrong.code, "cannot be unwrapped" in wrong.stdout) == (1, True)
     checked = run("verify", *on(url))
     assert checked == (
         0,
-        "opened 1 app, 2 users and 4 sessions with 12 events\nnothing is wrong with them\n",
+        "decrypted 1 app, 2 users and 4 sessions with 12 events\nall rows are intact\n",
         "",
     )
     rotated = run("rotate", "root", *on(url, "env:NEW_KEY"), "--also-key", "env:OLD_KEY", "--json")
@@ -75,13 +75,13 @@ def test_verify_exits_with_1_and_names_the_row(filled: str, place: sa.URL) -> No
     assert purged.code == 0  # a session is deleted though its history has a gap
 
 
-def test_purge_exits_with_1_where_a_row_cannot_be_opened(file: str, tmp_path: Path) -> None:
+def test_purge_exits_with_1_where_a_row_cannot_be_decrypted(file: str, tmp_path: Path) -> None:
     place = sa.URL.create("sqlite", database=f"{tmp_path}/sessions.db")
     first = "(SELECT min(id) FROM secure_sessions)"
     run_sql(place, f"UPDATE secure_sessions SET created_at = 7 WHERE id = {first}")
     said = run("purge", *on(file), "--older-than", "2w")
     assert said.code == 1
-    assert "deleted: 3 sessions\ncannot be opened, and left: 1 session" in said.stdout
+    assert "deleted: 3 sessions\ncannot be decrypted, and kept: 1 session" in said.stdout
 
 
 def test_backends_are_named(file_url: str) -> None:
@@ -94,7 +94,7 @@ def test_backends_are_named(file_url: str) -> None:
     assert both.code == 0
 
 
-def test_database_in_clear_needs_no_key(file_url: str) -> None:
+def test_plaintext_database_needs_no_key(file_url: str) -> None:
     assert run("init", "--db", file_url, "--backend", "no-op").code == 0
     assert run("verify", "--db", file_url, "--backend", "no-op").code == 0
     refused = run("verify", *on(file_url))
@@ -185,7 +185,7 @@ def test_progress_on_a_terminal_is_a_bar_with_rate_and_time_left(
 ) -> None:
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
-    monkeypatch.setattr(output, "_REFRESH", 0.0)
+    monkeypatch.setattr(output, "BAR_EVERY", 0.0)
     with output.progress("verify") as report:
         for done in range(0, 101, 25):
             report(done, 100)
@@ -200,7 +200,7 @@ def test_progress_on_a_terminal_is_a_bar_with_rate_and_time_left(
 def test_progress_elsewhere_is_a_line_now_and_then(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(output, "_LINE_EVERY", 0.0)
+    monkeypatch.setattr(output, "LINE_EVERY", 0.0)
     with output.progress("verify") as report:
         report(1, 2000)
     assert capsys.readouterr().err == "verify: 1 of 2,000 rows\n"

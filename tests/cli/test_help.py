@@ -9,7 +9,7 @@ import pytest
 
 from adk_secure_sessions import maintenance
 from adk_secure_sessions.cli import main
-from adk_secure_sessions.cli.opening import DB_VARIABLE
+from adk_secure_sessions.cli.options import DB_VARIABLE
 from tests.cli.support import commands, run
 from tests.pages import DOCS
 

@@ -1,4 +1,4 @@
-"""Nothing that users say, and no key, is in what the commands print, however it is logged."""
+"""The commands print no plaintext and no key, whatever the log level and the tampering."""
 
 import asyncio
 import io
@@ -26,7 +26,7 @@ from tests.cli.support import run
 
 KEY, OTHER = generate_key(), generate_key()
 WHO: dict[str, Any] = {"app_name": APP, "user_id": USER, "session_id": SESSION}
-SPOILT = [  # a statement, and whether the database can still be opened at all
+TAMPERED = [  # after some of these, no command opens the database
     "UPDATE secure_events SET event = CAST('{\"text\": 1}' AS BLOB)",
     "UPDATE secure_events SET event = substr(event, 1, length(event) - 1)",
     "UPDATE secure_sessions SET state = x'414b53010300000000000000007b7d', revision = 'x'",
@@ -48,7 +48,7 @@ SPOILT = [  # a statement, and whether the database can still be opened at all
 
 @pytest.fixture
 def log() -> Iterator[io.StringIO]:
-    """All that any logger says."""
+    """The text of all loggers."""
     with all_logged() as text, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield text
@@ -62,15 +62,15 @@ async def fill(path: Path) -> None:
         await service.append_event(session, new_event(state() | large_state()))
 
 
-@pytest.mark.parametrize("spoilt", ["", *SPOILT])
-def test_commands_print_nothing_that_is_sealed_and_no_key(
-    spoilt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: io.StringIO
+@pytest.mark.parametrize("tampered", ["", *TAMPERED])
+def test_commands_print_no_plaintext_and_no_key(
+    tampered: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: io.StringIO
 ) -> None:
     path = tmp_path / "sessions.db"
     asyncio.run(fill(path))
-    if spoilt:
+    if tampered:
         with closing(sqlite3.connect(path, isolation_level=None)) as connection:
-            connection.execute(spoilt)
+            connection.execute(tampered)
     for name, key in (("root", KEY), ("other", OTHER)):
         (tmp_path / f"{name}.key").write_text(key)
         (tmp_path / f"{name}.key").chmod(0o600)
@@ -117,11 +117,11 @@ def test_commands_print_nothing_that_is_sealed_and_no_key(
     assert FileKey("root.key").key_id in text
 
 
-def test_verify_says_of_each_spoilt_row_what_it_is(tmp_path: Path) -> None:
-    """Every way to spoil one is met by another message, and none ends the run."""
+def test_verify_names_the_table_of_each_tampered_row(tmp_path: Path) -> None:
+    """None of them ends the run."""
     (tmp_path / "root.key").write_text(KEY)
     (tmp_path / "root.key").chmod(0o600)
-    for number, statement in enumerate(SPOILT[:4] + SPOILT[5:9]):
+    for number, statement in enumerate(TAMPERED[:4] + TAMPERED[5:9]):
         path = tmp_path / f"{number}.db"
         asyncio.run(fill(path))
         with closing(sqlite3.connect(path, isolation_level=None)) as connection:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
-from adk_secure_sessions.cli.opening import DB_VARIABLE, KEY_DB_VARIABLE
+from adk_secure_sessions.cli.options import DB_VARIABLE, KEY_DB_VARIABLE
 from adk_secure_sessions.errors import Reason
 from adk_secure_sessions.maintenance import (
     Database,
@@ -163,7 +163,7 @@ def test_commands_take_the_key_database(
     on = ["--db", data, "--key-db", keys]
     made = run("init", *on, *key, "--json")
     assert (made.code, len(made.json["tables"])) == (0, 10)
-    assert run("init", *on, *key).stdout == "all of it was there already\n"
+    assert run("init", *on, *key).stdout == "tables and master keys exist already\n"
     asyncio.run(fill(files))
     environment = {DB_VARIABLE: data, KEY_DB_VARIABLE: keys}
     assert run("verify", *key, **environment).code == 0

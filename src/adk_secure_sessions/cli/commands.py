@@ -1,4 +1,4 @@
-"""The commands that make, look at and clear up a database."""
+"""The commands that create, inspect and clean up a database."""
 
 import os
 import re
@@ -9,10 +9,10 @@ from functools import partial
 import click
 
 from adk_secure_sessions import maintenance
-from adk_secure_sessions.cli.opening import failures, on_database, run, watched, with_keys
+from adk_secure_sessions.cli.options import on_database, with_dry_run, with_keys, with_speed
 from adk_secure_sessions.cli.output import backend_name, counted, show, table
-from adk_secure_sessions.cli.program import main, with_dry_run, with_speed
-from adk_secure_sessions.cli.wording import problem_lines, status_lines
+from adk_secure_sessions.cli.program import main, one_line_errors, run, run_with_progress
+from adk_secure_sessions.cli.text import problem_lines, status_lines
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.keys.providers import StaticKey, generate_key
 from adk_secure_sessions.maintenance import Database
@@ -28,9 +28,11 @@ def _age(context: click.Context, parameter: click.Parameter, value: str) -> time
 
 
 @main.command()
-@click.option("--output", metavar="FILE", help="Write it to a new file that only you may read.")
+@click.option(
+    "--output", metavar="FILE", help="Write the key to a new file that only you may read."
+)
 def keygen(output: str | None) -> None:
-    """Make a new root key: 32 random bytes, as base64 text.
+    """Generate a root key: 32 random bytes, as base64 text.
 
     \b
     Example:
@@ -40,12 +42,12 @@ def keygen(output: str | None) -> None:
     if output is None:
         click.echo(key)
         return
-    with failures():
+    with one_line_errors():
         try:
             file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:
             raise ConfigurationError(
-                f"{output!r} is there already, and a key is not overwritten"
+                f"{output!r} exists already, and a key is not overwritten"
             ) from None
         with os.fdopen(file, "w") as stream:
             stream.write(f"{key}\n")
@@ -56,16 +58,16 @@ def keygen(output: str | None) -> None:
 @with_keys(required=True)
 @on_database
 def init(db: Database, as_json: bool) -> None:
-    """Make tables and master keys where there are none yet; again, it changes nothing.
+    """Create the tables and master keys that are missing.  Run again, it changes nothing.
 
     \b
     Example:
       adk-secure-sessions init --db sqlite:///sessions.db --key file:root.key
     """
     made = run(db, maintenance.init)
-    lines = [f"made the table {name}" for name in made.tables]
-    lines += [f"made master key {number}" for number in made.masters]
-    show(made, as_json, lines or ["all of it was there already"])
+    lines = [f"created table {name}" for name in made.tables]
+    lines += [f"created master key {number}" for number in made.masters]
+    show(made, as_json, lines or ["tables and master keys exist already"])
 
 
 @main.command()
@@ -73,16 +75,16 @@ def init(db: Database, as_json: bool) -> None:
 @with_keys(required=False)
 @on_database
 def status(db: Database, as_json: bool, rows_per_second: float | None) -> None:
-    """Count rows and keys by what seals them.  No key is needed.
+    """Count rows and keys by the key that encrypts them.  No root key is needed.
 
-    With --key it says which master keys that opens, and exits 1 if one is not; or if what the
-    database says of an unfinished rotation was altered.
+    With --key, it also says which master keys can be unwrapped, and exits 1 if one cannot, or if
+    the stored progress of an unfinished rotation was tampered with.
 
     \b
     Example:
       adk-secure-sessions status --db sqlite:///sessions.db
     """
-    found = watched(db, "status", maintenance.status, rows_per_second=rows_per_second)
+    found = run_with_progress(db, "status", maintenance.status, rows_per_second=rows_per_second)
     show(found, as_json, status_lines(found))
     if False in [one.unwraps for one in found.masters] + [one.genuine for one in found.unfinished]:
         sys.exit(1)
@@ -93,22 +95,22 @@ def status(db: Database, as_json: bool, rows_per_second: float | None) -> None:
 @with_keys(required=True)
 @on_database
 def verify(db: Database, as_json: bool, rows_per_second: float | None) -> None:
-    """Open every record, and name the rows that were altered, moved, removed or added.
+    """Decrypt every record, and name the rows that were modified, moved, removed or added.
 
-    Exits 1 if there are any.  They are left alone.
+    Exits 1 if there are any.  They are left unchanged.
 
     \b
     Example:
       adk-secure-sessions verify --db sqlite:///sessions.db --key file:root.key
     """
-    found = watched(db, "verify", maintenance.verify, rows_per_second=rows_per_second)
+    found = run_with_progress(db, "verify", maintenance.verify, rows_per_second=rows_per_second)
     lines = [
         *problem_lines(found.problems, found.bad),
-        f"opened {counted(found.apps, 'app')}, {counted(found.users, 'user')} and "
+        f"decrypted {counted(found.apps, 'app')}, {counted(found.users, 'user')} and "
         f"{counted(found.sessions, 'session')} with {counted(found.events, 'event')}",
-        f"bad: {counted(found.bad, 'row')}; not to be checked for that: {found.unchecked}"
+        f"bad: {counted(found.bad, 'row')}; could not be checked because of them: {found.unchecked}"
         if found.bad
-        else "nothing is wrong with them",
+        else "all rows are intact",
     ]
     show(found, as_json, lines)
     if found.bad or found.unchecked:
@@ -122,7 +124,7 @@ def verify(db: Database, as_json: bool, rows_per_second: float | None) -> None:
 @with_keys(required=True)
 @on_database
 def lookup(db: Database, as_json: bool, app: str, user: str | None, session: str | None) -> None:
-    """Find the rows of an app, a user, a session: their ids and tags.
+    """Find the rows of an app, a user and a session: their ids and tags.
 
     \b
     Example:
@@ -140,12 +142,20 @@ def lookup(db: Database, as_json: bool, app: str, user: str | None, session: str
 @main.command()
 @click.argument("table_name", metavar="TABLE", type=click.Choice(maintenance.TABLES))
 @click.option(
-    "--row", metavar="KEY", help="Its id; of events their session's, of a witness its tag."
+    "--row",
+    metavar="KEY",
+    help="Id of a row; for events, of their session; for a witness, its tag.",
 )
-@click.option("--limit", type=click.IntRange(min=1), default=20, show_default=True, help="So many.")
+@click.option(
+    "--limit",
+    type=click.IntRange(min=1),
+    default=20,
+    show_default=True,
+    help="At most so many rows.",
+)
 @on_database
 def inspect(db: Database, as_json: bool, table_name: str, row: str | None, limit: int) -> None:
-    """Show what sealed values say of themselves: backend, key id, length.  No key is needed.
+    """Show the headers of encrypted values: backend, key id, length.  No root key is needed.
 
     \b
     Example:
@@ -171,7 +181,7 @@ def inspect(db: Database, as_json: bool, table_name: str, row: str | None, limit
     required=True,
     callback=_age,
     metavar="AGE",
-    help="Such as 90d: s, m, h, d or w.",
+    help="A number and s, m, h, d or w, such as 90d.",
 )
 @with_dry_run
 @with_speed
@@ -184,9 +194,9 @@ def purge(
     dry_run: bool,
     rows_per_second: float | None,
 ) -> None:
-    """Delete sessions whose last event is longer ago, with all their events.
+    """Delete sessions whose last event is older than AGE, with all their events.
 
-    Exits 1 if there are some that cannot be opened: they are left alone.
+    Exits 1 if some of them cannot be decrypted: they are kept.
 
     \b
     Example:
@@ -194,14 +204,14 @@ def purge(
           --older-than 90d --dry-run
     """
     purging = partial(maintenance.purge, older_than=older_than, dry_run=dry_run)
-    done = watched(db, "purge", purging, rows_per_second=rows_per_second)
+    done = run_with_progress(db, "purge", purging, rows_per_second=rows_per_second)
     verb = "would be deleted" if dry_run else "deleted"
     lines = [*problem_lines(done.problems, len(done.problems))]
     lines.append(f"{verb}: {counted(done.deleted, 'session')}")
     if done.kept:
-        lines.append(f"used meanwhile, and left: {counted(done.kept, 'session')}")
+        lines.append(f"updated meanwhile, and kept: {counted(done.kept, 'session')}")
     if done.bad:
-        lines.append(f"cannot be opened, and left: {counted(done.bad, 'session')}")
+        lines.append(f"cannot be decrypted, and kept: {counted(done.bad, 'session')}")
     show(done, as_json, lines)
     if done.bad:
         sys.exit(1)

@@ -1,18 +1,82 @@
-"""The program that all commands belong to, and options that several of them have."""
+"""The program that all commands belong to: it runs their work and turns errors into one line."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import click
+import sqlalchemy as sa
 
-with_speed = click.option(
-    "--rows-per-second", type=click.FloatRange(min=0, min_open=True), help="Go no faster."
-)
-with_dry_run = click.option("--dry-run", is_flag=True, help="Only say what would be done.")
+from adk_secure_sessions.cli.output import progress, without_controls
+from adk_secure_sessions.errors import SecureSessionError
+from adk_secure_sessions.maintenance import Database
+
+T = TypeVar("T")
+
+# Modules of drivers.  The text of their errors is about the call; it never holds values.
+_DRIVERS = ("asyncpg", "asyncmy", "psycopg", "sqlite3", "aiosqlite")
 
 
 @click.group()
 @click.version_option(package_name="adk-secure-sessions")
 def main() -> None:
-    """Look after databases of encrypted sessions.
+    """Maintain databases of encrypted sessions.
 
-    Exit status: 0 all is well, 1 something is bad or left to do, 2 wrong use, key or
+    Exit status: 0 success, 1 something is wrong or left to do, 2 wrong usage, key or
     configuration.
     """
+
+
+class Failure(click.ClickException):
+    """Ends the command with one line on stderr."""
+
+    exit_code = 2
+
+
+def run(db: Database, work: Callable[[Database], Awaitable[T]]) -> T:
+    """Return the result of *work* on *db*.
+
+    Raises:
+        Failure: as `one_line_errors` does.
+    """
+
+    async def opened() -> T:
+        async with db:
+            return await work(db)
+
+    with one_line_errors():
+        return asyncio.run(opened())
+
+
+def run_with_progress(
+    db: Database,
+    label: str,
+    work: Callable[..., Awaitable[T]],
+    *,
+    unit: str = "rows",
+    **options: Any,
+) -> T:
+    """Return the result of *work* on *db*, and show its progress, counted in *unit*."""
+    with progress(label, unit) as report:
+        return run(db, lambda opened: work(opened, progress=report, **options))
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Turn errors of this library, of the operating system and of databases into a Failure."""
+    try:
+        yield
+    except (SecureSessionError, OSError) as error:
+        message = str(error)
+    except sa.exc.DBAPIError as error:
+        message = f"the database: {error.orig}"
+    except sa.exc.SQLAlchemyError as error:
+        message = str(error)
+    except Exception as error:
+        if not type(error).__module__.startswith(_DRIVERS):
+            raise
+        message = f"the database: {error}"
+    else:
+        return
+    raise Failure(without_controls(" ".join(message.split())))

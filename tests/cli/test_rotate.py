@@ -12,8 +12,8 @@ import pytest
 import sqlalchemy as sa
 
 from adk_secure_sessions import AesGcmBackend, FernetBackend
-from adk_secure_sessions.cli import opening, output
-from adk_secure_sessions.cli.wording import retirement_lines
+from adk_secure_sessions.cli import output, program
+from adk_secure_sessions.cli.text import retirement_lines
 from adk_secure_sessions.maintenance import KeptKey, Retirement, rotate_data, rotate_master
 from adk_secure_sessions.storage.schema import metadata
 from tests.cli.support import Said, commands, on, run
@@ -30,8 +30,8 @@ def all_rows(place: sa.URL) -> dict[str, list[Any]]:
     }
 
 
-def spoil_events(place: sa.URL) -> int:
-    """So many records cannot be opened then."""
+def break_events(place: sa.URL) -> int:
+    """Overwrite event 1 of each session; return the number of these records."""
     return run_sql(place, "UPDATE secure_events SET event = :bad WHERE seq = 1", bad=b"junk")
 
 
@@ -60,13 +60,13 @@ def test_every_key_and_the_backend_are_replaced_one_after_the_other(
     )
     assert master.stdout == (
         f"now wrapped by master key {newest}: 3 data keys\n"
-        "next: `retire` drops the keys that were replaced\n"
+        "next: `retire` removes the keys that were replaced\n"
     )
     data = run("rotate", "data", *new, "--rows-per-second", "100000")
     assert data == (
         0,
-        "sealed anew: 26 records, with 3 new data keys\n"
-        "next: `retire` drops the keys that were replaced\n",
+        "re-encrypted: 26 records, with 3 new data keys\n"
+        "next: `retire` removes the keys that were replaced\n",
         "",
     )
     told = run("status", "--db", url).stdout
@@ -77,10 +77,10 @@ def test_every_key_and_the_backend_are_replaced_one_after_the_other(
         ("secure_events", "12", "12"),
         ("secure_witnesses", "7", "7"),
     ]
-    assert "not ended" not in told
+    assert "unfinished" not in told
     retired = run("retire", "--db", url, "--rows-per-second", "100000")
-    assert retired == (0, "dropped: 3 data keys and 1 master key\n", "")
-    assert run("retire", "--db", url).stdout == "dropped: 0 data keys and 0 master keys\n"
+    assert retired == (0, "removed: 3 data keys and 1 master key\n", "")
+    assert run("retire", "--db", url).stdout == "removed: 0 data keys and 0 master keys\n"
     assert "fernet" not in run("status", "--db", url).stdout
     checked = run("verify", *on(url, "env:NEW_KEY"))  # with neither the old key nor the old backend
     assert (checked.code, "4 sessions with 12 events" in checked.stdout) == (0, True)
@@ -100,48 +100,52 @@ def test_dry_run_says_what_would_be_done_and_writes_nothing(
         0,
         {
             "rotate master": "would be wrapped by a new master key: 3 data keys\n",
-            "rotate data": "would be sealed anew: 26 records\n",
-            "retire": "would be dropped: 3 data keys and 0 master keys\n",
+            "rotate data": "would be re-encrypted: 26 records\n",
+            "retire": "would be removed: 3 data keys and 0 master keys\n",
         }[name],
         "",
     )
 
 
-def test_database_in_clear_is_moved_to_a_real_backend(file_url: str) -> None:
+def test_plaintext_database_is_moved_to_an_encrypting_backend(file_url: str) -> None:
     asyncio.run(fill(file_url, clear_backend()))
     new = [*on(file_url), "--also-backend", "no-op"]
     assert run("rotate", "master", *new).code == 0
     assert run("rotate", "data", *new).code == 0
     assert run("retire", "--db", file_url).code == 0
     told = run("status", *on(file_url))
-    # Its index master stays in clear: a database that began so needs NoOpBackend listed.
-    assert (told.code, told.stdout.count("does not open"), "no-op" in told.stdout) == (1, 1, False)
+    # Its index master key stays plaintext, so NoOpBackend has to stay listed.
+    assert (told.code, told.stdout.count("cannot be unwrapped"), "no-op" in told.stdout) == (
+        1,
+        1,
+        False,
+    )
     assert run("verify", *new).code == 0
 
 
 # --- what is left --------------------------------------------------------------------------------
 
 
-def test_records_that_cannot_be_opened_are_named_and_counted_by_table(
+def test_records_that_cannot_be_decrypted_are_named_and_counted_by_table(
     filled: str, place: sa.URL
 ) -> None:
-    assert spoil_events(place) == 4
+    assert break_events(place) == 4
     said = run("rotate", "data", *on(filled))
     named = re.findall(
         r"^secure_events row \d+, 1: not an encrypted record$", said.stdout, re.MULTILINE
     )
     assert (said.code, len(named)) == (1, 4)
-    assert said.stdout.partition("sealed anew")[2] == (
+    assert said.stdout.partition("re-encrypted")[2] == (
         ": 22 records, with 3 new data keys\n"
-        "cannot be opened, and left: 4 rows\n"
+        "cannot be decrypted, and left unchanged: 4 rows\n"
         "left under older keys: 4 records\n"
         "  secure_events  4\n"
-        "next: see what `verify` says, restore these rows from a backup, then this again\n"
+        "next: see what `verify` says, restore these rows from a backup, then run this again\n"
     )
     as_json = run("rotate", "data", *on(filled), "--json")
     assert as_json.code == 1
     assert (as_json.json["left"], as_json.json["left_in"]) == (4, [["secure_events", 4]])
-    assert (as_json.json["resumed"], as_json.json["resealed"]) == (True, 0)
+    assert (as_json.json["resumed"], as_json.json["reencrypted"]) == (True, 0)
     assert run("rotate", "data", *on(filled), "--dry-run").code == 1
 
 
@@ -169,7 +173,7 @@ def rotate_while_another_backend_writes(file: str, monkeypatch: pytest.MonkeyPat
                 thread.submit(asyncio.run, writing).result()
 
     with monkeypatch.context() as patch:
-        patch.setattr(opening, "progress", lambda *_: nullcontext(write_meanwhile))
+        patch.setattr(program, "progress", lambda *_: nullcontext(write_meanwhile))
         return run("rotate", "data", *on(file), *WITH_FERNET)
 
 
@@ -179,19 +183,19 @@ def test_records_that_services_go_on_writing_with_another_backend_are_left(
     said = rotate_while_another_backend_writes(file, monkeypatch)
     assert said.code == 1
     assert re.search(r"^left under older keys: \d+ records\n  secure_", said.stdout, re.MULTILINE)
-    assert "cannot be opened" not in said.stdout
+    assert "cannot be decrypted" not in said.stdout
     assert said.stdout.endswith(
-        "next: this again, once all services write with the same backend and root key\n"
+        "next: once all services write with the same backend and root key, run this again\n"
     )
 
 
-def test_bad_rows_are_told_of_though_each_pass_leaves_something_to_do(
+def test_bad_rows_are_counted_though_each_pass_leaves_something_to_do(
     file: str, file_place: sa.URL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bad = spoil_events(file_place)
+    bad = break_events(file_place)
     said = rotate_while_another_backend_writes(file, monkeypatch)
     assert said.code == 1
-    assert f"cannot be opened, and left: {bad} rows\n" in said.stdout
+    assert f"cannot be decrypted, and left unchanged: {bad} rows\n" in said.stdout
 
 
 def test_data_keys_that_cannot_be_unwrapped_are_named_and_counted(
@@ -203,15 +207,15 @@ def test_data_keys_that_cannot_be_unwrapped_are_named_and_counted(
     assert said.code == 1
     assert said.stdout.startswith(f"secure_data_keys row {first}: ")
     assert said.stdout.partition(": 2 data keys\n")[2] == (
-        "cannot be unwrapped, and left: 1 data key\n"
-        "still wrapped by another: 1 data key\n"
-        "next: see what `verify` says, restore these rows from a backup, then this again\n"
+        "cannot be unwrapped, and left unchanged: 1 data key\n"
+        "still wrapped by another master key: 1 data key\n"
+        "next: see what `verify` says, restore these rows from a backup, then run this again\n"
     )
     assert run("rotate", "master", *on(filled), "--dry-run").code == 1
 
 
 def test_keys_that_are_still_needed_are_kept_and_say_by_what(filled: str, place: sa.URL) -> None:
-    spoil_events(place)
+    break_events(place)
     run("rotate", "data", *on(filled))
     said = run("retire", "--db", filled)
     assert said.code == 1
@@ -219,10 +223,10 @@ def test_keys_that_are_still_needed_are_kept_and_say_by_what(filled: str, place:
         r"^secure_data_keys row \d+ is kept: 2 rows of secure_events$", said.stdout, re.MULTILINE
     )
     assert len(kept) == 2
-    assert said.stdout.partition("dropped")[2] == (
+    assert said.stdout.partition("removed")[2] == (
         ": 1 data key and 0 master keys\n"
         "kept: 2 older keys\n"
-        "next: `rotate data` for what is under them, then this again\n"
+        "next: `rotate data` re-encrypts the records under them; then run `retire` again\n"
     )
     as_json = run("retire", "--db", filled, "--dry-run", "--json")
     assert (as_json.code, as_json.json["kept"]) == (1, 2)
@@ -238,9 +242,9 @@ def test_master_that_still_wraps_a_key_is_kept(file: str, file_place: sa.URL) ->
     assert run("retire", "--db", file) == (
         1,
         f"secure_keyring row {master} is kept: 1 row of secure_data_keys\n"
-        "dropped: 0 data keys and 0 master keys\n"
+        "removed: 0 data keys and 0 master keys\n"
         "kept: 1 older key\n"
-        "next: `rotate master` for what they wrap, then this again\n",
+        "next: `rotate master` wraps the data keys under them; then run `retire` again\n",
         "",
     )
 
@@ -250,7 +254,9 @@ def test_keys_of_an_owner_whose_row_is_gone_are_kept(file: str, file_place: sa.U
     run_sql(file_place, "DELETE FROM secure_users")
     said = run("retire", "--db", file)
     assert said.code == 1
-    reason = " is kept: one before it is needed, or what needs it cannot be told: see `verify`\n"
+    reason = (
+        " is kept: an older key is needed, or the rows that need it are unknown: see `verify`\n"
+    )
     assert said.stdout.count(reason) == 2
 
 
@@ -264,12 +270,12 @@ def test_keys_beyond_the_first_are_counted() -> None:
 
 
 @pytest.mark.parametrize("name", ROTATIONS)
-def test_rotation_that_did_not_end_is_told_of_and_continued(name: str, filled: str) -> None:
+def test_unfinished_rotation_is_shown_and_continued(name: str, filled: str) -> None:
     asyncio.run(interrupt(filled, ROTATIONS[name]))
     told = run("status", "--db", filled)
     heading, line = told.stdout.splitlines()[-2:]
-    assert (told.code, heading) == (0, "rotations that have not ended")
-    assert re.fullmatch(rf"  {name}: {BEGUN}; not checked, which needs --key", line)
+    assert (told.code, heading) == (0, "unfinished rotations")
+    assert re.fullmatch(rf"  {name}: {BEGUN}; not verified: that needs --key", line)
     checked = run("status", *on(filled))
     assert checked.code == 0
     assert re.fullmatch(rf"  {name}: {BEGUN}", checked.stdout.splitlines()[-1])
@@ -280,19 +286,19 @@ def test_rotation_that_did_not_end_is_told_of_and_continued(name: str, filled: s
 
     would = run("rotate", name, *on(filled), "--dry-run")
     assert re.match(
-        rf"would go on with the rotation {BEGUN}; --restart begins anew\n", would.stdout
+        rf"would continue the rotation {BEGUN}; --restart begins a new one\n", would.stdout
     )
     done = run("rotate", name, *on(filled))
     assert done.code == 0
-    assert re.match(rf"went on with the rotation {BEGUN}; --restart begins anew\n", done.stdout)
-    assert "not ended" not in run("status", "--db", filled).stdout
+    assert re.match(rf"continues the rotation {BEGUN}; --restart begins a new one\n", done.stdout)
+    assert "unfinished" not in run("status", "--db", filled).stdout
     again = run("rotate", name, *on(filled), "--json").json
     assert again["resumed"] is False
     assert again["since"] > unfinished["since"]
 
 
 @pytest.mark.parametrize("name", ROTATIONS)
-def test_rotation_that_did_not_end_is_begun_anew_if_asked_for(name: str, file: str) -> None:
+def test_unfinished_rotation_is_begun_again_with_restart(name: str, file: str) -> None:
     asyncio.run(interrupt(file, ROTATIONS[name]))
     (unfinished,) = run("status", "--db", file, "--json").json["unfinished"]
     done = run("rotate", name, *on(file), "--restart", "--json").json
@@ -300,7 +306,7 @@ def test_rotation_that_did_not_end_is_begun_anew_if_asked_for(name: str, file: s
     assert done["since"] > unfinished["since"]
 
 
-ALTERED: dict[str, Callable[[str], str]] = {
+TAMPERED: dict[str, Callable[[str], str]] = {
     "its time": lambda value: "1" + value,
     "its row": lambda value: value.replace(" 0 -1 ", " 1 9223372036854775807 "),
     "its seal": lambda value: value[:-1] + ("0" if value[-1] != "0" else "1"),
@@ -309,26 +315,28 @@ ALTERED: dict[str, Callable[[str], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", ALTERED)
+@pytest.mark.parametrize("what", TAMPERED)
 @pytest.mark.parametrize("name", ROTATIONS)
-def test_rotation_whose_checkpoint_was_altered_is_refused(
+def test_rotation_whose_checkpoint_was_tampered_with_is_rejected(
     name: str, what: str, file: str, file_place: sa.URL
 ) -> None:
     asyncio.run(interrupt(file, ROTATIONS[name]))
     ((value,),) = query(file_place, "SELECT value FROM secure_meta WHERE name LIKE 'rotation.%'")
-    altered = ALTERED[what](value)
-    assert altered != value
-    run_sql(file_place, "UPDATE secure_meta SET value = :v WHERE name LIKE 'rotation.%'", v=altered)
+    tampered = TAMPERED[what](value)
+    assert tampered != value
+    run_sql(
+        file_place, "UPDATE secure_meta SET value = :v WHERE name LIKE 'rotation.%'", v=tampered
+    )
     told = run("status", *on(file))
     assert (told.code, told.stdout.splitlines()[-1]) == (
         1,
-        f"  {name}: what is stored of it was altered; --restart begins anew",
+        f"  {name}: its stored progress was tampered with; --restart begins a new rotation",
     )
     before = all_rows(file_place)
     for more in ([], ["--dry-run"]):
         refused = run("rotate", name, *on(file), *more)
         assert (refused.code, refused.stdout) == (2, "")
-        assert f"secure_meta row rotation.{name}: it was altered" in refused.stderr
+        assert f"secure_meta row rotation.{name}: " in refused.stderr
         assert "--restart" in refused.stderr
     assert all_rows(file_place) == before
     assert run("rotate", name, *on(file), "--restart").code == 0
@@ -353,7 +361,7 @@ def test_rotation_with_a_wrong_key_writes_nothing(name: str, file: str, file_pla
     assert all_rows(file_place) == before
 
 
-def test_master_under_no_root_key_is_refused(file_url: str) -> None:
+def test_master_key_under_no_root_key_is_rejected(file_url: str) -> None:
     asyncio.run(fill(file_url, clear_backend()))
     refused = run("rotate", "master", "--db", file_url, "--backend", "no-op")
     assert (refused.code, "no root key" in refused.stderr) == (2, True)
@@ -364,14 +372,14 @@ def test_backend_that_was_not_listed_is_asked_for(file_url: str) -> None:
     said = run("rotate", "data", *on(file_url), "--backend", "fernet")
     assert said.code == 1
     assert said.stdout.splitlines()[-1] == (
-        "next: this again, with --also-backend for the backend that sealed these rows"
+        "next: run this again with --also-backend, for the backend that encrypted these rows"
     )
 
 
 def test_progress_of_retire_counts_owners(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], file: str
 ) -> None:
-    monkeypatch.setattr(output, "_LINE_EVERY", 0.0)
+    monkeypatch.setattr(output, "LINE_EVERY", 0.0)
     run("rotate", "data", *on(file))
     said = run("retire", "--db", file)
     assert said.stderr.splitlines()[-1] == "retire: 3 of 3 owners"
@@ -386,7 +394,7 @@ def test_rotation_from_clear_without_a_master_under_the_root_key_says_what_to_do
 
 
 @pytest.mark.parametrize(
-    ("spoilt", "code"),
+    ("tampered", "code"),
     [
         ("UPDATE secure_keyring SET purpose = x'00'", 2),
         (
@@ -396,18 +404,18 @@ def test_rotation_from_clear_without_a_master_under_the_root_key_says_what_to_do
         ),
         ("UPDATE secure_data_keys SET generation = 'text' WHERE generation = 1", 1),
     ],
-    ids=["no data master", "a time that is text", "a generation that is text"],
+    ids=["no data master key", "a time that is text", "a generation that is text"],
 )
-def test_retire_drops_nothing_where_an_altered_table_does_not_tell_which_key_is_the_newest(
-    spoilt: str, code: int, file: str, file_place: sa.URL
+def test_retire_removes_nothing_if_a_tampered_table_hides_which_key_is_the_newest(
+    tampered: str, code: int, file: str, file_place: sa.URL
 ) -> None:
     for name in ROTATIONS:
         run("rotate", name, *on(file))
-    assert run_sql(file_place, spoilt)
+    assert run_sql(file_place, tampered)
     before = all_rows(file_place)
     said = run("retire", "--db", file)
     assert (said.code, "Traceback" in said.stderr) == (code, False)
-    if "data_keys" in spoilt:
+    if "data_keys" in tampered:
         assert all_rows(file_place)["secure_data_keys"] == before["secure_data_keys"]
     else:
         assert all_rows(file_place)["secure_keyring"] == before["secure_keyring"]

@@ -1,11 +1,13 @@
-"""Results in words."""
+"""Results as lines of text."""
 
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 
 from adk_secure_sessions.cli.output import backend_name, counted, table
+from adk_secure_sessions.errors import Reason
 from adk_secure_sessions.maintenance import (
     DataRotation,
+    Erasure,
     KeptKey,
     MasterRotation,
     Problem,
@@ -16,16 +18,14 @@ from adk_secure_sessions.maintenance import (
     UnfinishedRotation,
 )
 
-_UNLISTED = "additional_backends"  # as reasons name what is not listed
-_NO_REFERENCES = "one before it is needed, or what needs it cannot be told: see `verify`"
 _INDENT = "  "
 
 
 def status_lines(found: Status) -> Iterator[str]:
-    clear = "; some records are, or were, in clear" if found.has_plaintext_records else ""
-    yield f"format {found.format_version}{clear}"
+    plaintext = "; some records are, or were, plaintext" if found.has_plaintext_records else ""
+    yield f"format {found.format_version}{plaintext}"
     yield "master keys"
-    opens = {None: "", True: "opens", False: "does not open"}
+    unwraps = {None: "", True: "unwrapped", False: "cannot be unwrapped"}
     yield from table(
         [
             (
@@ -34,7 +34,7 @@ def status_lines(found: Status) -> Iterator[str]:
                 f"under {one.root_key_id}",
                 f"of {_date(one.created_at)}",
                 f"{one.age / 86400:.0f} days old",
-                opens[one.unwraps],
+                unwraps[one.unwraps],
             )
             for one in found.masters
         ],
@@ -63,7 +63,7 @@ def status_lines(found: Status) -> Iterator[str]:
         _INDENT,
     )
     if found.unfinished:
-        yield "rotations that have not ended"
+        yield "unfinished rotations"
     for rotation in found.unfinished:
         yield f"{_INDENT}{_unfinished(rotation)}"
 
@@ -73,13 +73,13 @@ def root_rotation_lines(done: RootRotation, dry_run: bool) -> Iterator[str]:
     for number in done.rotated:
         yield f"master key {number} {verb} by {done.root_key_id}"
     for number in done.unchanged:
-        yield f"master key {number} was wrapped by it already"
+        yield f"master key {number} was already wrapped by {done.root_key_id}"
     for number in done.plaintext:
-        yield f"master key {number} is in clear, and was left so"
+        yield f"master key {number} is stored as plaintext, and was left so"
 
 
 def master_rotation_lines(done: MasterRotation, dry_run: bool) -> Iterator[str]:
-    yield from _beginning(done, dry_run)
+    yield from _resumed(done, dry_run)
     yield from problem_lines(done.problems, done.bad)
     if dry_run:
         master = "a new master key" if done.master_id is None else f"master key {done.master_id}"
@@ -87,22 +87,22 @@ def master_rotation_lines(done: MasterRotation, dry_run: bool) -> Iterator[str]:
     else:
         yield f"now wrapped by master key {done.master_id}: {counted(done.rotated, 'data key')}"
     if done.bad:
-        yield f"cannot be unwrapped, and left: {counted(done.bad, 'data key')}"
+        yield f"cannot be unwrapped, and left unchanged: {counted(done.bad, 'data key')}"
     if dry_run:
         return
     if done.left:
-        yield f"still wrapped by another: {counted(done.left, 'data key')}"
+        yield f"still wrapped by another master key: {counted(done.left, 'data key')}"
     yield from _next(done)
 
 
 def data_rotation_lines(done: DataRotation, dry_run: bool) -> Iterator[str]:
-    yield from _beginning(done, dry_run)
+    yield from _resumed(done, dry_run)
     yield from problem_lines(done.problems, done.bad)
-    verb = "would be sealed anew" if dry_run else "sealed anew"
+    verb = "would be re-encrypted" if dry_run else "re-encrypted"
     with_keys = "" if dry_run else f", with {counted(done.keys, 'new data key')}"
     yield f"{verb}: {counted(done.reencrypted, 'record')}{with_keys}"
     if done.bad:
-        yield f"cannot be opened, and left: {counted(done.bad, 'row')}"
+        yield f"cannot be decrypted, and left unchanged: {counted(done.bad, 'row')}"
     if dry_run:
         return
     if done.left:
@@ -116,16 +116,40 @@ def retirement_lines(done: Retirement, dry_run: bool) -> Iterator[str]:
         yield f"{one.table} row {one.id} is kept: {_references(one)}"
     if done.kept > len(done.examples):
         yield f"and {done.kept - len(done.examples)} more"
-    verb = "would be dropped" if dry_run else "dropped"
+    verb = "would be removed" if dry_run else "removed"
     data, masters = counted(done.data_keys, "data key"), counted(len(done.masters), "master key")
     yield f"{verb}: {data} and {masters}"
     if done.kept:
         yield f"kept: {counted(done.kept, 'older key')}"
         tables = {one.table for one in done.examples}
         if "secure_data_keys" in tables:
-            yield "next: `rotate data` for what is under them, then this again"
+            yield "next: `rotate data` re-encrypts the records under them; then run `retire` again"
         if "secure_keyring" in tables:
-            yield "next: `rotate master` for what they wrap, then this again"
+            yield "next: `rotate master` wraps the data keys under them; then run `retire` again"
+
+
+def erasure_lines(done: Erasure, dry_run: bool) -> Iterator[str]:
+    if done.rows:
+        verb = "would be deleted" if dry_run else "deleted"
+        yield (
+            f"{verb}: {counted(done.data_keys, 'data key')}, {counted(done.users, 'user')}, "
+            f"{counted(done.sessions, 'session')} and {counted(done.events, 'event')}"
+        )
+    else:
+        yield "there is no such user"
+    if missing := missing_from(done):
+        yield f"{missing} was missing: `verify` names rows that are left of the user, if any are"
+    if done.cleared:
+        yield "freed space does not hold the wrapped data key"
+    elif not dry_run:
+        yield f"freed space may hold the wrapped data key: {done.obstacle}"
+
+
+def missing_from(done: Erasure) -> str:
+    """Return what was missing of a user who was not missing altogether; or nothing."""
+    if not done.rows or (done.users and done.data_keys):
+        return ""
+    return "the data key" if done.users else "the user's own row"
 
 
 def problem_lines(problems: Sequence[Problem], count: int) -> Iterator[str]:
@@ -135,38 +159,39 @@ def problem_lines(problems: Sequence[Problem], count: int) -> Iterator[str]:
         yield f"and {count - len(problems)} more"
 
 
-def _beginning(done: MasterRotation | DataRotation, dry_run: bool) -> Iterator[str]:
+def _resumed(done: MasterRotation | DataRotation, dry_run: bool) -> Iterator[str]:
     if done.resumed:
-        verb = "would go on" if dry_run else "went on"
-        yield f"{verb} with the rotation begun {_time(done.since)}; --restart begins anew"
+        verb = "would continue" if dry_run else "continues"
+        yield f"{verb} the rotation begun {_time(done.since)}; --restart begins a new one"
 
 
 def _next(done: MasterRotation | DataRotation) -> Iterator[str]:
-    if done.problems and all(_UNLISTED in one.detail for one in done.problems):
-        yield "next: this again, with --also-backend for the backend that sealed these rows"
+    if done.problems and all(one.reason is Reason.UNKNOWN_BACKEND for one in done.problems):
+        yield "next: run this again with --also-backend, for the backend that encrypted these rows"
     elif done.bad:
-        yield "next: see what `verify` says, restore these rows from a backup, then this again"
+        yield "next: see what `verify` says, restore these rows from a backup, then run this again"
     elif done.left:
-        yield "next: this again, once all services write with the same backend and root key"
+        yield "next: once all services write with the same backend and root key, run this again"
     else:
-        yield "next: `retire` drops the keys that were replaced"
+        yield "next: `retire` removes the keys that were replaced"
 
 
 def _references(key: KeptKey) -> str:
-    rows = (f"{counted(number, 'row')} of {name}" for name, number in key.references)
-    return (
-        ", ".join(rows) or "one before it is needed, or what needs it cannot be told: see `verify`"
-    )
+    rows = ", ".join(f"{counted(number, 'row')} of {name}" for name, number in key.references)
+    return rows or "an older key is needed, or the rows that need it are unknown: see `verify`"
 
 
 def _percent(count: RecordCount) -> str:
-    return f"{100 * count.newest // max(count.rows, 1)}%"  # 100 only if it is all
+    return f"{100 * count.newest // max(count.rows, 1)}%"  # 100 only if it is all of them
 
 
 def _unfinished(rotation: UnfinishedRotation) -> str:
     if rotation.genuine is False or rotation.since is None:
-        return f"{rotation.rotation}: what is stored of it was altered; --restart begins anew"
-    unchecked = "" if rotation.genuine else "; not checked, which needs --key"
+        return (
+            f"{rotation.rotation}: its stored progress was tampered with; "
+            "--restart begins a new rotation"
+        )
+    unchecked = "" if rotation.genuine else "; not verified: that needs --key"
     return f"{rotation.rotation}: begun {_time(rotation.since)}{unchecked}"
 
 
@@ -174,11 +199,11 @@ def _time(microseconds: int) -> str:
     try:
         return f"{datetime.fromtimestamp(microseconds / 1e6, UTC):%Y-%m-%d %H:%M} UTC"
     except (ValueError, OverflowError, OSError):
-        return "at no possible time"
+        return "at an impossible time"
 
 
 def _date(microseconds: int) -> str:
     try:
         return f"{datetime.fromtimestamp(microseconds / 1e6, UTC):%Y-%m-%d}"
     except (ValueError, OverflowError, OSError):
-        return "no possible time"
+        return "an impossible time"

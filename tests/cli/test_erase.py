@@ -33,7 +33,7 @@ def test_erased_user_is_counted_and_not_named(url: str, place: sa.URL) -> None: 
     assert (done.code, done.stderr) == (0, "")
     assert first == "deleted: 1 data key, 1 user, 2 sessions and 6 events"
     may = "freed space may hold the wrapped data key: the table of the data keys was not rewritten"
-    assert second == ("freed space holds none of the data key" if kind == "sqlite" else may)
+    assert second == ("freed space does not hold the wrapped data key" if kind == "sqlite" else may)
     assert query(place, "SELECT count(*) FROM secure_users") == [(1,)]
     again = run("erase-user", "--db", url, *ADA)
     assert (again.code, again.stdout.splitlines()[0]) == (0, "there is no such user")
@@ -72,7 +72,7 @@ def test_what_was_missing_is_said_and_exits_with_1(
     for option in (["--dry-run"], []):
         said = run("erase-user", "--db", file_url, *ADA, *option)
         assert said.code == 1
-        assert f"\n{missing} was not there: verify names what is left" in said.stdout
+        assert f"\n{missing} was missing: `verify` names rows that are left" in said.stdout
     assert query(place, "SELECT count(*) FROM secure_sessions") == [(0,)]
     assert run("verify", "--db", file_url, "--key", "env:OLD_KEY").code == 0
 

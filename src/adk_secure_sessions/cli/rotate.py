@@ -1,4 +1,4 @@
-"""The commands that replace keys, and drop those that were replaced."""
+"""The commands that replace keys, and that remove replaced keys."""
 
 import sys
 from functools import partial
@@ -7,10 +7,10 @@ from typing import Any
 import click
 
 from adk_secure_sessions import maintenance
-from adk_secure_sessions.cli.opening import on_database, run, watched, with_keys
+from adk_secure_sessions.cli.options import on_database, with_dry_run, with_keys, with_speed
 from adk_secure_sessions.cli.output import show
-from adk_secure_sessions.cli.program import main, with_dry_run, with_speed
-from adk_secure_sessions.cli.wording import (
+from adk_secure_sessions.cli.program import main, run, run_with_progress
+from adk_secure_sessions.cli.text import (
     data_rotation_lines,
     master_rotation_lines,
     retirement_lines,
@@ -19,7 +19,7 @@ from adk_secure_sessions.cli.wording import (
 from adk_secure_sessions.maintenance import Database, DataRotation, MasterRotation
 
 _with_restart = click.option(
-    "--restart", is_flag=True, help="Begin anew, although a rotation before did not end."
+    "--restart", is_flag=True, help="Begin a new rotation, even if the last one is unfinished."
 )
 
 
@@ -33,9 +33,9 @@ def rotate() -> None:
 @with_keys(required=True)
 @on_database
 def root(db: Database, as_json: bool, dry_run: bool) -> None:
-    """Wrap the master keys with the root key --key, which --also-key unwraps.
+    """Wrap the master keys with the root key --key instead of --also-key.
 
-    Services that run go on; those that start need the new root key.
+    Running services are not interrupted.  Services that start need the new root key.
 
     \b
     Example:
@@ -53,18 +53,19 @@ def root(db: Database, as_json: bool, dry_run: bool) -> None:
 @with_keys(required=True)
 @on_database
 def master(db: Database, as_json: bool, dry_run: bool, **options: Any) -> None:
-    """Make a new data master, and wrap all data keys with it: a row for each user and app.
+    """Create a new data master key, and wrap the data keys of all users and apps with it.
 
-    Services that run go on.  Killed, it is continued by the next run.  Exits 1 if data keys are
-    left under another master.
+    Running services are not interrupted.  If this command is killed, the next run continues its
+    work.  Exits 1 if data keys are left under another data master key.
 
     \b
     Example:
       adk-secure-sessions rotate master --db sqlite:///sessions.db --key file:root.key
     """
-    done = watched(db, "rotate master", maintenance.rotate_master, dry_run=dry_run, **options)
+    work = partial(maintenance.rotate_master, dry_run=dry_run)
+    done = run_with_progress(db, "rotate master", work, **options)
     show(done, as_json, master_rotation_lines(done, dry_run))
-    _end(done, dry_run)
+    _exit(done, dry_run)
 
 
 @rotate.command()
@@ -74,22 +75,23 @@ def master(db: Database, as_json: bool, dry_run: bool, **options: Any) -> None:
 @with_keys(required=True)
 @on_database
 def data(db: Database, as_json: bool, dry_run: bool, **options: Any) -> None:
-    """Give each user and app a new data key of --backend, and seal every record with it.
+    """Create new data keys of --backend for all users and apps, and re-encrypt their records.
 
-    Services that run go on.  Killed, it is continued by the next run.  Exits 1 if records are
-    left under older keys, or of another backend.
+    Running services are not interrupted.  If this command is killed, the next run continues its
+    work.  Exits 1 if records are left under older keys, or of another backend.
 
     \b
     Example:
       adk-secure-sessions rotate data --db sqlite:///sessions.db --key file:root.key \\
           --backend aesgcm --also-backend fernet
     """
-    done = watched(db, "rotate data", maintenance.rotate_data, dry_run=dry_run, **options)
+    work = partial(maintenance.rotate_data, dry_run=dry_run)
+    done = run_with_progress(db, "rotate data", work, **options)
     show(done, as_json, data_rotation_lines(done, dry_run))
-    _end(done, dry_run)
+    _exit(done, dry_run)
 
 
-def _end(done: MasterRotation | DataRotation, dry_run: bool) -> None:
+def _exit(done: MasterRotation | DataRotation, dry_run: bool) -> None:
     if done.bad or (done.left and not dry_run):
         sys.exit(1)
 
@@ -99,16 +101,16 @@ def _end(done: MasterRotation | DataRotation, dry_run: bool) -> None:
 @with_speed
 @on_database
 def retire(db: Database, as_json: bool, dry_run: bool, **options: Any) -> None:
-    """Drop the data keys and data masters that were replaced, and that nothing refers to.
+    """Remove the data keys and data master keys that were replaced and are no longer needed.
 
-    No key is needed.  Exits 1 if some are still referred to: they are kept.
+    No root key is needed.  Exits 1 if some of them are still needed: they are kept.
 
     \b
     Example:
       adk-secure-sessions retire --db sqlite:///sessions.db
     """
-    retiring = partial(maintenance.retire, dry_run=dry_run)
-    done = watched(db, "retire", retiring, unit="owners", **options)
+    work = partial(maintenance.retire, dry_run=dry_run)
+    done = run_with_progress(db, "retire", work, unit="owners", **options)
     show(done, as_json, retirement_lines(done, dry_run))
     if done.kept:
         sys.exit(1)

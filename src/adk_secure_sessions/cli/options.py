@@ -1,0 +1,124 @@
+"""Options that several commands have, and the database and backends that they name."""
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import click
+
+from adk_secure_sessions.backends import (
+    AesGcmBackend,
+    EncryptionBackend,
+    FernetBackend,
+    NoOpBackend,
+)
+from adk_secure_sessions.cli.program import one_line_errors
+from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.keys.providers import KeyProvider
+from adk_secure_sessions.keys.specs import key_provider
+from adk_secure_sessions.maintenance import Database
+
+Command = Callable[..., Any]
+
+DB_VARIABLE = "ADK_SECURE_SESSIONS_DB"
+KEY_DB_VARIABLE = "ADK_SECURE_SESSIONS_KEY_DB"
+_CIPHERS: dict[str, Callable[[KeyProvider], EncryptionBackend]] = {
+    "aesgcm": AesGcmBackend,
+    "fernet": FernetBackend,
+}
+_NO_OP = "no-op"
+_BACKENDS = click.Choice([*_CIPHERS, _NO_OP])
+
+with_speed = click.option(
+    "--rows-per-second",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Process at most this many rows per second.",
+)
+with_dry_run = click.option("--dry-run", is_flag=True, help="Say what would be done; do nothing.")
+
+
+def on_database(command: Command) -> Command:
+    """Add the options of every command that has a database: it gets `db` and `as_json`."""
+
+    @click.option("--db", envvar=DB_VARIABLE, required=True, metavar="URL", help=_DB_HELP)
+    @click.option("--key-db", envvar=KEY_DB_VARIABLE, metavar="URL", help=_KEY_DB_HELP)
+    @click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
+    @functools.wraps(command)
+    def run(db: str, key_db: str | None, **options: Any) -> Any:
+        options.setdefault("backends", ())
+        with one_line_errors():
+            database = Database(db, *options.pop("backends"), key_db_url=key_db)
+        return command(db=database, **options)
+
+    return run
+
+
+def with_keys(*, required: bool) -> Callable[[Command], Command]:
+    """Add the options for root keys and backends; it stands above `on_database`."""
+
+    def decorate(command: Command) -> Command:
+        @click.option(
+            "--backend", type=_BACKENDS, default="aesgcm", show_default=True, help=_BACKEND_HELP
+        )
+        @click.option("--key", metavar="SPEC", help=_KEY_HELP)
+        @click.option("--also-key", multiple=True, metavar="SPEC", help=_ALSO_KEY_HELP)
+        @click.option("--also-backend", multiple=True, type=_BACKENDS, help=_ALSO_BACKEND_HELP)
+        @functools.wraps(command)
+        def run(
+            backend: str,
+            key: str | None,
+            also_key: Sequence[str],
+            also_backend: Sequence[str],
+            **options: Any,
+        ) -> Any:
+            specs = [spec for spec in (key, *also_key) if spec is not None]
+            if key is None and backend != _NO_OP and (required or specs):
+                raise click.UsageError("give --key SPEC, which names the root key")
+            names = [backend, *also_backend]
+            # A command that can do without keys gets no backend, unless one was asked for.
+            backends: tuple[Any, ...] = ()
+            if required or specs or _NO_OP in names:
+                with one_line_errors():
+                    backends = _backends(names, specs)
+            return command(backends=backends, **options)
+
+        return run
+
+    return decorate
+
+
+def _backends(
+    names: list[str], specs: list[str]
+) -> tuple[EncryptionBackend, Sequence[EncryptionBackend]]:
+    """Return the writing backend and the others: each of *names* with each root key of *specs*."""
+    roots = [_root(spec) for spec in specs]
+    made: list[EncryptionBackend] = []
+    for name in dict.fromkeys(names):
+        if name == _NO_OP:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the help says what the warning would
+                made.append(NoOpBackend())
+        else:
+            made += [_CIPHERS[name](root) for root in roots]
+    # Beside no-op alone, a root key still unwraps master keys: with whichever cipher.
+    if not set(names) - {_NO_OP}:
+        made += [AesGcmBackend(root) for root in roots]
+    return made[0], made[1:]
+
+
+def _root(spec: str) -> KeyProvider:
+    if ":" not in spec:
+        raise ConfigurationError(
+            "a key is named by a key spec such as env:NAME or file:PATH, and never given itself: "
+            "others can read command lines"
+        )
+    return key_provider(spec)
+
+
+_DB_HELP = f"URL of the database, such as sqlite:///sessions.db; by default from {DB_VARIABLE}."
+_KEY_DB_HELP = f"URL of the key database, if there is one; by default from {KEY_DB_VARIABLE}."
+_BACKEND_HELP = "Backend with which the services write; no-op stores plaintext and needs no key."
+_KEY_HELP = "Key spec of the root key: env:NAME, file:PATH and others; never the key itself."
+_ALSO_KEY_HELP = "Another root key that may wrap master keys; repeatable."
+_ALSO_BACKEND_HELP = "Another backend whose records may be decrypted; repeatable."
