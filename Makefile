@@ -26,6 +26,7 @@ endef
 
 # Silences the warning that mkdocs-material will not support mkdocs 2.
 export NO_MKDOCS_2_WARNING := 1
+export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /|/' | \
@@ -47,8 +48,10 @@ lint: .venv/.installed ## check rules and formatting with ruff
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: .venv/.installed ## check all Python files with mypy --strict
+types: .venv/.installed ## mypy --strict on all Python files; every public name has a known type
 	$(BIN)/mypy
+	report=$$(PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pyright --verifytypes adk_secure_sessions --ignoreexternal) || \
+	  { echo "$$report" | grep error; exit 1; }
 
 site: .venv/.installed ## build the documentation into site/; broken links are errors
 	$(BIN)/mkdocs build --strict --quiet

@@ -96,9 +96,9 @@ class DecryptionError(SecureSessionError):
     ) -> None:
         super().__init__(detail if table is None else f"{table} row {row}: {detail}")
         self.detail = detail
-        self.reason = self._reason if reason is None else reason
+        self.reason: Reason = self._reason if reason is None else reason
         self.table = table
-        self.row = None if row is None else str(row)
+        self.row: str | None = None if row is None else str(row)
 
     def located(self, table: str, row: object) -> Self:
         """Return a copy whose message names that row.

@@ -68,7 +68,7 @@ class FernetBackend(KeyMaterial):
     name = "fernet"
 
     def __init__(self, key: bytes | str | KeyProvider) -> None:
-        self.root_key = root_key(key)
+        self.root_key: KeyProvider = root_key(key)
 
     def new_key(self) -> bytes:
         """Return 32 random bytes."""

@@ -4,7 +4,7 @@ import warnings
 
 from adk_secure_sessions.errors import PlaintextRefusedError, Reason
 from adk_secure_sessions.formats.records import NOOP_BACKEND_ID, Cipher
-from adk_secure_sessions.keys.providers import PLAINTEXT_ROOT_KEY_ID
+from adk_secure_sessions.keys.providers import PLAINTEXT_ROOT_KEY_ID, KeyProvider
 
 _PLAINTEXT_WRAP = b"\x00"
 
@@ -54,7 +54,7 @@ class NoOpBackend:
             "NoOpBackend stores sessions as plaintext: it is for benchmarks and for leaving",
             stacklevel=2,
         )
-        self.root_key = _NoRootKey()
+        self.root_key: KeyProvider = _NoRootKey()
 
     def new_key(self) -> bytes:
         """Return an empty key: nothing is encrypted with it."""

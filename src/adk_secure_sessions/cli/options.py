@@ -30,12 +30,14 @@ _CIPHERS: dict[str, Callable[[KeyProvider], EncryptionBackend]] = {
 _NO_OP = "no-op"
 _BACKENDS = click.Choice([*_CIPHERS, _NO_OP])
 
-with_speed = click.option(
+with_speed: Callable[[Command], Command] = click.option(
     "--rows-per-second",
     type=click.FloatRange(min=0, min_open=True),
     help="Process at most this many rows per second.",
 )
-with_dry_run = click.option("--dry-run", is_flag=True, help="Say what would be done; do nothing.")
+with_dry_run: Callable[[Command], Command] = click.option(
+    "--dry-run", is_flag=True, help="Say what would be done; do nothing."
+)
 
 
 def on_database(command: Command) -> Command:

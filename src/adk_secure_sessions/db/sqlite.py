@@ -38,7 +38,7 @@ from adk_secure_sessions.db.protocol import (
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.loops import wait_ignoring_cancel
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 _READERS = 2
 _BUSY_TIMEOUT = 30.0  # seconds that another process may hold the write lock
@@ -182,10 +182,12 @@ class Job:
     __slots__ = ("_claim", "_ended", "_future", "_result", "commit", "loop", "on_engine", "work")
 
     def __init__(self, work: Callable[[Any], Any], *, on_engine: bool, commit: bool) -> None:
-        self.work = work
-        self.on_engine = on_engine  # work takes a SQLAlchemy connection, not a SqliteConnection
-        self.commit = commit
-        self.loop = asyncio.get_running_loop()
+        self.work: Callable[[Any], Any] = work
+        self.on_engine: bool = (
+            on_engine  # work takes a SQLAlchemy connection, not a SqliteConnection
+        )
+        self.commit: bool = commit
+        self.loop: asyncio.AbstractEventLoop = asyncio.get_running_loop()
         self._future: asyncio.Future[Any] = self.loop.create_future()
         self._claim = threading.Lock()
         self._ended: asyncio.Event | None = None  # made by a cancellation that has to wait
@@ -266,9 +268,9 @@ class WorkerThread:
     """A thread, and a connection that the thread opens, uses and closes itself."""
 
     def __init__(self, engine: sa.Engine, *, writes: bool) -> None:
-        self.inbox = _Inbox()
+        self.inbox: _Inbox = _Inbox()
         # A daemon: ADK's tools never close a service, and must be able to exit all the same.
-        self.thread = threading.Thread(
+        self.thread: threading.Thread = threading.Thread(
             target=_serve,
             args=(self.inbox, engine, writes),
             name=f"adk-secure-sessions-{'writer' if writes else 'reader'}",
@@ -368,7 +370,7 @@ class SqliteConnection:
     __slots__ = ("driver",)
 
     def __init__(self, driver: sqlite3.Connection) -> None:
-        self.driver = driver
+        self.driver: sqlite3.Connection = driver
 
     def fetch(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
         return self.driver.execute(sqlite_sql(query), parameters).fetchall()

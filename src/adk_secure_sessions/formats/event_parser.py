@@ -25,7 +25,7 @@ from google.adk.events import Event
 from google.genai import types
 from pydantic_core import SchemaValidator
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 Parser = Callable[[bytes], Event]
 
@@ -53,7 +53,7 @@ class EventParser:
 
     def __init__(self) -> None:
         self._fast = _proven_parser()
-        self.is_fast = self._fast is not None
+        self.is_fast: bool = self._fast is not None
 
     def __call__(self, data: bytes) -> Event:
         if self._fast is None or b"null" in data:  # `Part.__init__` drops nulls

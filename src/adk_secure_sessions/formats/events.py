@@ -14,7 +14,7 @@ from pydantic_core import PydanticSerializationError, to_jsonable_python
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.event_parser import EventParser
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 _parse = EventParser()
 _PREFIX = bytes([len(adk_version)]) + adk_version.encode("ascii")

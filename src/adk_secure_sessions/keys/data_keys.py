@@ -78,13 +78,13 @@ class DataKey(KeyMaterial):
     )
 
     def __init__(self, row: DataKeyRow, master_id: int, cipher: Cipher) -> None:
-        self.id = row.id
-        self.owner = row.owner
-        self.generation = row.generation
-        self.backend_id = row.backend_id
-        self.created_at = row.created_at
-        self.master_id = master_id  # the data master key that wraps it
-        self.cipher = cipher
+        self.id: int = row.id
+        self.owner: bytes = row.owner
+        self.generation: int = row.generation
+        self.backend_id: int = row.backend_id
+        self.created_at: int = row.created_at
+        self.master_id: int = master_id  # the data master key that wraps it
+        self.cipher: Cipher = cipher
 
 
 class StaleKeyring(Exception):
@@ -109,9 +109,9 @@ class OwnerKeys(KeyMaterial):
     def __init__(
         self, by_id: Mapping[int, DataKey], current: DataKey | None, newest_generation: int
     ) -> None:
-        self.by_id = by_id
-        self.current = current
-        self.newest_generation = newest_generation
+        self.by_id: Mapping[int, DataKey] = by_id
+        self.current: DataKey | None = current
+        self.newest_generation: int = newest_generation
 
 
 class DataKeys(KeyMaterial):
@@ -130,7 +130,7 @@ class DataKeys(KeyMaterial):
     ) -> None:
         self.keyring = keyring
         self.backends = backends
-        self.writer = backends[writer_id]
+        self.writer: CipherFactory = backends[writer_id]
         self.by_owner: Lru[bytes, OwnerKeys] = Lru(limit)
         self.owners: Lru[int, bytes] = Lru(limit)
 
@@ -163,7 +163,7 @@ class StagedKeys:
         self._cached: dict[bytes, OwnerKeys] = {}
         self._owners: dict[int, bytes] = {}  # by key id
         self._rejected: dict[bytes, DecryptionError] = {}
-        self.has_new_keys = False
+        self.has_new_keys: bool = False
 
     def load(self, rows: Iterable[DataKeyRow]) -> None:
         """Unwrap *rows*, which are all data keys of each owner among them.

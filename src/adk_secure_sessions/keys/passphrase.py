@@ -59,7 +59,7 @@ class PassphraseKey(KeyMaterial):
             raise ConfigurationError("the passphrase is empty")
         if not key_id or key_id == PLAINTEXT_ROOT_KEY_ID or key_id.startswith("key:"):
             raise ConfigurationError("this key_id stands for another kind of root key")
-        self.key_id = key_id
+        self.key_id: str = key_id
         # The same characters typed on another system must give the same bytes.
         self._passphrase = unicodedata.normalize("NFC", passphrase).encode("utf-8", "surrogatepass")
         self._new_header = _HEADER.pack(

@@ -114,7 +114,7 @@ class StaticKey(KeyMaterial):
 
     def __init__(self, key: bytes | str) -> None:
         raw = parse_key(key)
-        self.key_id = f"key:{_derive(raw, 'key-id', 8).hex()}"
+        self.key_id: str = f"key:{_derive(raw, 'key-id', 8).hex()}"
         self._cipher = Aes256Gcm(_derive(raw, "wrap", KEY_LENGTH))
 
     def __eq__(self, other: object) -> bool:

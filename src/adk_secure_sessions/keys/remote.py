@@ -27,8 +27,8 @@ class RemoteKey(KeyMaterial):
         longest_pause: Seconds that it is never doubled beyond.
     """
 
-    pause: ClassVar = 0.25
-    longest_pause: ClassVar = 2.0
+    pause: ClassVar[float] = 0.25
+    longest_pause: ClassVar[float] = 2.0
     _kind: ClassVar[bytes]  # the first byte of a wrapped key, authenticated with the rest
 
     def __init__(self, key_id: str, *address: object, timeout: float, attempts: int) -> None:

@@ -82,7 +82,7 @@ class Database:
         backends = None if backend is None else register(backend, additional_backends)
         executors = executors_for(db_url, db_engine, key_db_url, key_db_engine, engine_kwargs)
         self._files = [_sqlite_file(url) for url in (db_url, key_db_url) if url is not None]
-        self.unit = UnitOfWork(
+        self.unit: UnitOfWork = UnitOfWork(
             executors,
             backends,
             self._open_keyring,
@@ -90,8 +90,8 @@ class Database:
             cached_keys=_CACHED,
         )
         self._store = Store(self.unit, cached_sessions=_CACHED)
-        self.has_keys = backend is not None
-        self.limits = Limits()
+        self.has_keys: bool = backend is not None
+        self.limits: Limits = Limits()
 
     @property
     def executors(self) -> Executors:

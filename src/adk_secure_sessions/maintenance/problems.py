@@ -38,7 +38,7 @@ class Problems:
     """Counts all problems, and keeps the first 1000 of them."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count: int = 0
         self.kept: list[Problem] = []
         self._named: set[tuple[str, str]] = set()
 

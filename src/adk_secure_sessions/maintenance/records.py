@@ -268,7 +268,7 @@ class Reencryptor:
         self._db = db
         self._problems = problems
         self._dry_run = dry_run
-        self.count = 0
+        self.count: int = 0
 
     async def reencrypt(
         self, keys: StagedKeys, owner: bytes, records: Iterable[Record], target: int | None

@@ -125,7 +125,7 @@ class Checkpoints:
         self._db = db
         self._name = f"{_PREFIX}{name}"
         self._dry_run = dry_run
-        self.resumed = False
+        self.resumed: bool = False
 
     async def begin(self, *, restart: bool) -> Checkpoint:
         """Return the stored checkpoint; if there is none, or with *restart*, store a new one.

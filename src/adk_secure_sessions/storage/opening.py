@@ -41,7 +41,7 @@ from adk_secure_sessions.storage.schema import (
 
 T = TypeVar("T")
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 8
 # The error names with which SQLite says that a file cannot be used.

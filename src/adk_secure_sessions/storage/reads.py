@@ -18,7 +18,7 @@ from adk_secure_sessions.storage.queries import EVENT_SEQ, EVENT_TIME, Found, Qu
 from adk_secure_sessions.storage.schema import sessions, users
 from adk_secure_sessions.storage.unit_of_work import read_data_keys
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 E = TypeVar("E")
 

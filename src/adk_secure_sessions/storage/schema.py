@@ -27,7 +27,7 @@ from adk_secure_sessions.keys.blind_index import TAG_LENGTH
 
 FORMAT_VERSION = 1
 
-metadata = MetaData()
+metadata: MetaData = MetaData()
 
 # MySQL indexes no BLOB without a length, and its BLOB ends at 64 KiB.
 _TAG = LargeBinary().with_variant(VARBINARY(TAG_LENGTH), "mysql", "mariadb")
@@ -39,14 +39,14 @@ def _key_column(name: str) -> Column[int]:
     return Column(name, _KEY, primary_key=True, autoincrement=False)
 
 
-meta = Table(
+meta: Table = Table(
     "secure_meta",
     metadata,
     Column("name", String(64), primary_key=True),
     Column("value", String(255), nullable=False),
 )
 
-keyring = Table(
+keyring: Table = Table(
     "secure_keyring",
     metadata,
     _key_column("id"),
@@ -56,7 +56,7 @@ keyring = Table(
     Column("wrapped", _RECORD, nullable=False),
 )
 
-data_keys = Table(
+data_keys: Table = Table(
     "secure_data_keys",
     metadata,
     _key_column("id"),
@@ -68,7 +68,7 @@ data_keys = Table(
     UniqueConstraint("owner", "generation", name="secure_data_keys_owner"),
 )
 
-apps = Table(
+apps: Table = Table(
     "secure_apps",
     metadata,
     _key_column("id"),
@@ -78,7 +78,7 @@ apps = Table(
     Column("state", _RECORD, nullable=False),
 )
 
-users = Table(
+users: Table = Table(
     "secure_users",
     metadata,
     _key_column("id"),
@@ -88,7 +88,7 @@ users = Table(
     Column("state", _RECORD, nullable=False),
 )
 
-witnesses = Table(
+witnesses: Table = Table(
     "secure_witnesses",
     metadata,
     Column("tag", _TAG, primary_key=True),
@@ -97,7 +97,7 @@ witnesses = Table(
     sqlite_with_rowid=False,
 )
 
-sessions = Table(
+sessions: Table = Table(
     "secure_sessions",
     metadata,
     _key_column("id"),
@@ -110,7 +110,7 @@ sessions = Table(
     Column("state", _RECORD, nullable=False),
 )
 
-bases = Table(
+bases: Table = Table(
     "secure_bases",
     metadata,
     _key_column("session_row"),
@@ -118,7 +118,7 @@ bases = Table(
     Column("state", _RECORD, nullable=False),
 )
 
-events = Table(
+events: Table = Table(
     "secure_events",
     metadata,
     _key_column("session_row"),
