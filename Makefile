@@ -54,7 +54,7 @@ types: .venv/.installed ## mypy --strict on all Python files; every public name 
 	  { echo "$$report" | grep error; exit 1; }
 
 site: .venv/.installed ## build the documentation into site/; broken links are errors
-	$(BIN)/mkdocs build --strict --quiet
+	$(BIN)/mkdocs build --strict
 
 docs: .venv/.installed ## serve the documentation at http://127.0.0.1:8000 and rebuild it on every change
 	$(BIN)/mkdocs serve --strict
