@@ -1,4 +1,4 @@
-"""AES-256-GCM as everything here uses it."""
+"""AES-256-GCM: round trips, and everything that it rejects."""
 
 from unittest import mock
 
@@ -21,7 +21,7 @@ def test_what_was_encrypted_is_decrypted(plaintext: bytes, aad: bytes) -> None:
 
 
 @given(st.binary(), st.binary(), st.binary())
-def test_other_associated_data_is_refused(plaintext: bytes, aad: bytes, other: bytes) -> None:
+def test_other_associated_data_is_rejected(plaintext: bytes, aad: bytes, other: bytes) -> None:
     sealed = CIPHER.encrypt(plaintext, aad)
     if aad != other:
         with pytest.raises(TamperedError):
@@ -38,40 +38,40 @@ def test_sealed_value_is_nonce_ciphertext_and_tag() -> None:
     assert sealed == nonce + AESGCM(KEY).encrypt(nonce, b"plaintext", b"aad")
 
 
-def test_every_altered_bit_is_refused() -> None:
+def test_every_modified_bit_is_rejected() -> None:
     sealed = CIPHER.encrypt(b"plaintext", b"aad")
     for position in range(len(sealed) * 8):
-        altered = bytearray(sealed)
-        altered[position // 8] ^= 1 << position % 8
+        modified = bytearray(sealed)
+        modified[position // 8] ^= 1 << position % 8
         with pytest.raises(TamperedError):
-            CIPHER.decrypt(bytes(altered), b"aad")
+            CIPHER.decrypt(bytes(modified), b"aad")
 
 
-def test_every_shortened_value_is_refused() -> None:
+def test_every_shortened_value_is_rejected() -> None:
     sealed = CIPHER.encrypt(b"plaintext", b"aad")
     for length in range(len(sealed)):
         with pytest.raises(TamperedError):
             CIPHER.decrypt(sealed[:length], b"aad")
 
 
-def test_another_key_is_refused() -> None:
+def test_another_key_is_rejected() -> None:
     with pytest.raises(TamperedError):
         Aes256Gcm(bytes(32)).decrypt(CIPHER.encrypt(b"plaintext", b"aad"), b"aad")
 
 
 @pytest.mark.parametrize("length", [0, 16, 24, 31, 33, 64])
-def test_key_of_another_length_is_refused(length: int) -> None:
+def test_key_of_another_length_is_rejected(length: int) -> None:
     with pytest.raises(ValueError, match=f"{KEY_LENGTH} bytes, got {length}"):
         Aes256Gcm(bytes(length))
 
 
-def test_no_nonce_comes_twice() -> None:
+def test_no_nonce_is_used_twice() -> None:
     count = 20_000
     nonces = {CIPHER.encrypt(b"", b"")[:NONCE_LENGTH] for _ in range(count)}
     assert len(nonces) == count
 
 
-def test_refusal_hides_its_cause() -> None:
+def test_rejection_hides_its_cause() -> None:
     with pytest.raises(TamperedError) as info:
         CIPHER.decrypt(bytes(40), b"")
     assert info.value.__context__ is None

@@ -93,7 +93,7 @@ async def test_new_service_reads_what_the_example_wrote(
     assert [event.id for event in session.events] == ["e-0", "e-1", "e-2"]
 
 
-async def test_nothing_that_the_example_wrote_is_in_clear(
+async def test_nothing_that_the_example_wrote_is_plaintext(
     make: Callable[[KeyProvider], EncryptionBackend], path: Path
 ) -> None:
     await write(path, make(StaticKey(ROOT)))
@@ -120,7 +120,7 @@ TAMPERING = {
 
 
 @pytest.mark.parametrize("sql", TAMPERING.values(), ids=TAMPERING)
-async def test_tampering_with_what_the_example_wrote_is_refused(
+async def test_tampering_with_what_the_example_wrote_is_rejected(
     make: Callable[[KeyProvider], EncryptionBackend], path: Path, sql: str
 ) -> None:
     await write(path, make(StaticKey(ROOT)))
@@ -131,7 +131,7 @@ async def test_tampering_with_what_the_example_wrote_is_refused(
     assert "needle" not in str(info.value)
 
 
-async def test_example_under_another_root_key_is_refused(
+async def test_example_under_another_root_key_is_rejected(
     make: Callable[[KeyProvider], EncryptionBackend], path: Path
 ) -> None:
     await write(path, make(StaticKey(ROOT)))

@@ -1,4 +1,4 @@
-"""The three backends that ship, and what the registry lets in."""
+"""The three backends of this library, and which backends the registry accepts."""
 
 import copy
 import itertools
@@ -54,79 +54,79 @@ shipped = pytest.mark.parametrize("backend", SHIPPED.values(), ids=SHIPPED)
 
 
 @shipped
-@given(plaintext=st.binary(), place=st.binary())
+@given(plaintext=st.binary(), context=st.binary())
 def test_what_a_cipher_encrypts_a_new_cipher_of_the_key_decrypts(
-    backend: EncryptionBackend, plaintext: bytes, place: bytes
+    backend: EncryptionBackend, plaintext: bytes, context: bytes
 ) -> None:
     key = backend.new_key()
-    sealed = backend.cipher(key).encrypt(plaintext, place)
-    assert backend.cipher(key).decrypt(sealed, place) == plaintext
+    sealed = backend.cipher(key).encrypt(plaintext, context)
+    assert backend.cipher(key).decrypt(sealed, context) == plaintext
 
 
 @sealing
-@given(place=st.binary(), other=st.binary())
+@given(context=st.binary(), other=st.binary())
 def test_cipher_is_bound_to_the_associated_data(
-    backend: EncryptionBackend, place: bytes, other: bytes
+    backend: EncryptionBackend, context: bytes, other: bytes
 ) -> None:
     cipher = backend.cipher(DATA_KEY)
-    sealed = cipher.encrypt(b"plaintext", place)
-    if place != other:
+    sealed = cipher.encrypt(b"plaintext", context)
+    if context != other:
         with pytest.raises(TamperedError):
             cipher.decrypt(sealed, other)
 
 
 @sealing
-def test_cipher_refuses_every_altered_byte(backend: EncryptionBackend) -> None:
+def test_cipher_rejects_every_modified_byte(backend: EncryptionBackend) -> None:
     cipher = backend.cipher(DATA_KEY)
-    sealed = cipher.encrypt(b"plaintext", b"place")
+    sealed = cipher.encrypt(b"plaintext", b"context")
     for position, change in itertools.product(range(len(sealed)), (1, 0x80)):
-        altered = bytearray(sealed)
-        altered[position] ^= change
+        modified = bytearray(sealed)
+        modified[position] ^= change
         with pytest.raises(TamperedError):
-            cipher.decrypt(bytes(altered), b"place")
+            cipher.decrypt(bytes(modified), b"context")
 
 
 @sealing
-def test_cipher_refuses_every_shortened_and_lengthened_value(backend: EncryptionBackend) -> None:
+def test_cipher_rejects_every_shortened_and_lengthened_value(backend: EncryptionBackend) -> None:
     cipher = backend.cipher(DATA_KEY)
-    sealed = cipher.encrypt(b"plaintext", b"place")
+    sealed = cipher.encrypt(b"plaintext", b"context")
     for wrong in (
         *(sealed[:length] for length in range(len(sealed))),
         sealed + b"\x00",
         sealed * 2,
     ):
         with pytest.raises(TamperedError):
-            cipher.decrypt(wrong, b"place")
+            cipher.decrypt(wrong, b"context")
 
 
 @sealing
-def test_cipher_refuses_another_key(backend: EncryptionBackend) -> None:
-    sealed = backend.cipher(DATA_KEY).encrypt(b"plaintext", b"place")
+def test_cipher_rejects_another_key(backend: EncryptionBackend) -> None:
+    sealed = backend.cipher(DATA_KEY).encrypt(b"plaintext", b"context")
     with pytest.raises(TamperedError):
-        backend.cipher(backend.new_key()).decrypt(sealed, b"place")
+        backend.cipher(backend.new_key()).decrypt(sealed, b"context")
 
 
 @sealing
 def test_cipher_hides_the_plaintext_and_its_own_errors(backend: EncryptionBackend) -> None:
     cipher = backend.cipher(DATA_KEY)
-    sealed = cipher.encrypt(b"plaintext " * 10, b"place")
+    sealed = cipher.encrypt(b"plaintext " * 10, b"context")
     assert b"plaintext" not in sealed
     with pytest.raises(TamperedError) as info:
-        cipher.decrypt(sealed, b"elsewhere")
+        cipher.decrypt(sealed, b"another context")
     assert info.value.__context__ is None
 
 
 @sealing
-def test_no_two_sealed_values_begin_alike(backend: EncryptionBackend) -> None:
+def test_no_nonce_or_iv_is_used_twice(backend: EncryptionBackend) -> None:
     """Nonce or IV: the first 12 bytes, or 16 after a version byte and the time."""
     cipher, count = backend.cipher(DATA_KEY), 2_000
     part = slice(0, 12) if backend.backend_id == 1 else slice(9, 25)
-    assert len({cipher.encrypt(b"same", b"place")[part] for _ in range(count)}) == count
+    assert len({cipher.encrypt(b"same", b"context")[part] for _ in range(count)}) == count
 
 
 @sealing
 @pytest.mark.parametrize("length", [0, 16, 31, 33])
-def test_data_key_of_another_length_is_refused(backend: EncryptionBackend, length: int) -> None:
+def test_data_key_of_another_length_is_rejected(backend: EncryptionBackend, length: int) -> None:
     with pytest.raises(ValueError, match=f"32 bytes, got {length}"):
         backend.cipher(bytes(length))
 
@@ -138,15 +138,15 @@ def test_new_data_keys_are_random(backend: EncryptionBackend) -> None:
     assert {len(key) for key in keys} == {32}
 
 
-def test_fernet_body_is_a_token_in_bytes_under_a_key_of_its_place() -> None:
-    body = FernetBackend(KEY).cipher(DATA_KEY).encrypt(b"plaintext", b"place")
+def test_fernet_body_is_a_token_in_bytes_with_a_key_of_its_context() -> None:
+    body = FernetBackend(KEY).cipher(DATA_KEY).encrypt(b"plaintext", b"context")
     assert body[0] == 0x80
     assert len(body) == 1 + 8 + 16 + 16 + 32
     with pytest.raises(TamperedError):  # the same token, as text
-        FernetBackend(KEY).cipher(DATA_KEY).decrypt(urlsafe_b64encode(body), b"place")
+        FernetBackend(KEY).cipher(DATA_KEY).decrypt(urlsafe_b64encode(body), b"context")
     direct = urlsafe_b64decode(Fernet(urlsafe_b64encode(DATA_KEY)).encrypt(b"plaintext"))
     with pytest.raises(TamperedError):
-        FernetBackend(KEY).cipher(DATA_KEY).decrypt(direct, b"place")
+        FernetBackend(KEY).cipher(DATA_KEY).decrypt(direct, b"context")
 
 
 # --- the backends themselves ---------------------------------------------------------------------
@@ -177,7 +177,9 @@ def test_backend_takes_each_form_of_a_key(
 
 @pytest.mark.parametrize("make", [AesGcmBackend, FernetBackend])
 @pytest.mark.parametrize("key", [None, 5, b"short", "short", object(), ""])
-def test_backend_refuses_what_is_no_key(make: Callable[[Any], EncryptionBackend], key: Any) -> None:
+def test_backend_rejects_a_value_that_is_no_key(
+    make: Callable[[Any], EncryptionBackend], key: Any
+) -> None:
     with pytest.raises(ConfigurationError):
         make(key)
 
@@ -198,16 +200,16 @@ def test_no_op_warns_where_it_is_built() -> None:
     assert caught[0].filename == __file__
 
 
-def test_no_op_stores_in_clear() -> None:
+def test_no_op_stores_plaintext() -> None:
     assert no_op().new_key() == b""
-    assert no_op().cipher(b"").encrypt(b"plaintext", b"place") == b"plaintext"
+    assert no_op().cipher(b"").encrypt(b"plaintext", b"context") == b"plaintext"
 
 
-async def test_no_op_refuses_a_key_that_is_wrapped() -> None:
-    root, wrapped = no_op().root_key, await StaticKey(KEY).wrap(DATA_KEY, b"place")
-    assert await root.unwrap(await root.wrap(DATA_KEY, b"place"), b"place") == DATA_KEY
+async def test_no_op_rejects_a_key_that_is_wrapped() -> None:
+    root, wrapped = no_op().root_key, await StaticKey(KEY).wrap(DATA_KEY, b"context")
+    assert await root.unwrap(await root.wrap(DATA_KEY, b"context"), b"context") == DATA_KEY
     with pytest.raises(PlaintextRefusedError):
-        await root.unwrap(wrapped, b"place")
+        await root.unwrap(wrapped, b"context")
 
 
 # --- the registry --------------------------------------------------------------------------------
@@ -249,7 +251,7 @@ class OtherThirdParty(ThirdParty):
 
 
 @pytest.mark.parametrize("backend_id", [THIRD_PARTY_IDS[0], THIRD_PARTY_IDS[-1]])
-def test_third_party_backend_is_let_in(backend_id: int) -> None:
+def test_third_party_backend_is_accepted(backend_id: int) -> None:
     backend = ThirdParty(backend_id)
     assert register(backend, []).writer is backend
 
@@ -263,48 +265,48 @@ def test_first_backend_writes_and_all_may_be_read() -> None:
 
 
 @pytest.mark.parametrize("backend_id", [0, 1, 2, 3, 0x7F, 0x100, -1, "x", None])
-def test_third_party_backend_with_a_reserved_id_is_refused(backend_id: Any) -> None:
+def test_third_party_backend_with_a_reserved_id_is_rejected(backend_id: Any) -> None:
     with pytest.raises(ConfigurationError, match="0x80 to 0xff"):
         register(ThirdParty(backend_id), [])
 
 
 @pytest.mark.parametrize("others", [[OtherThirdParty()], [AesGcmBackend(KEY), OtherThirdParty()]])
-def test_two_backends_of_one_id_are_refused(others: list[EncryptionBackend]) -> None:
+def test_two_backends_of_one_id_are_rejected(others: list[EncryptionBackend]) -> None:
     with pytest.raises(ConfigurationError, match="'theirs' and 'others' share the id 0x80"):
         register(ThirdParty(), others)
 
 
-def test_one_backend_with_two_root_keys_is_let_in() -> None:
+def test_one_backend_with_two_root_keys_is_accepted() -> None:
     """As while one root key replaces another."""
     old, new = AesGcmBackend(generate_key()), AesGcmBackend(generate_key())
     assert register(new, [old]).roots.keys() == {old.root_key.key_id, new.root_key.key_id}
 
 
-def test_one_root_key_for_two_backends_is_let_in() -> None:
+def test_one_root_key_for_two_backends_is_accepted() -> None:
     assert len(register(AesGcmBackend(KEY), [FernetBackend(KEY)]).roots) == 1
 
 
-def test_two_root_keys_of_one_name_are_refused() -> None:
+def test_two_root_keys_of_one_name_are_rejected() -> None:
     backends = [AesGcmBackend(PassphraseKey(word)) for word in ("one", "another")]
     with pytest.raises(ConfigurationError, match="two different root keys are called 'passphrase'"):
         register(backends[0], backends[1:])
 
 
 @pytest.mark.parametrize("thing", [None, KEY, "key", object(), AesGcmBackend, StaticKey(KEY)])
-def test_what_is_no_backend_is_refused(thing: Any) -> None:
+def test_object_that_is_no_backend_is_rejected(thing: Any) -> None:
     with pytest.raises(
         ConfigurationError, match=r"not an encryption backend|is not a key provider"
     ):
         register(thing, [])
 
 
-def test_additional_thing_that_is_no_backend_is_refused() -> None:
+def test_additional_object_that_is_no_backend_is_rejected() -> None:
     with pytest.raises(ConfigurationError, match="not an encryption backend"):
         register(AesGcmBackend(KEY), [object()])
 
 
 @pytest.mark.parametrize("root_key", [None, KEY, "text"])
-def test_backend_without_a_key_provider_is_refused(root_key: Any) -> None:
+def test_backend_without_a_key_provider_is_rejected(root_key: Any) -> None:
     backend = ThirdParty()
     backend.root_key = root_key
     with pytest.raises(ConfigurationError, match="is not a key provider"):
@@ -320,7 +322,7 @@ class Clear(ChaCha):
 
 
 class Framed(ChaCha):
-    """Authentic, but in clear."""
+    """Authenticates the plaintext and does not encrypt it."""
 
     def encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
         return plaintext + super().encrypt(b"", associated_data + plaintext)
@@ -339,7 +341,7 @@ class Unbound(ChaCha):
 
 
 class Xor(ChaCha):
-    """Bound to key and place by nothing that an attacker could not undo."""
+    """Bound to key and context only by XOR, which an attacker can undo."""
 
     def __init__(self, key: bytes) -> None:
         super().__init__(key)
@@ -351,8 +353,8 @@ class Xor(ChaCha):
 
     def decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
         inner = bytes(a ^ b for a, b in zip(sealed, itertools.cycle(self._key), strict=False))
-        place, bar, plaintext = inner.partition(b"|")
-        if not bar or place != associated_data:
+        context, bar, plaintext = inner.partition(b"|")
+        if not bar or context != associated_data:
             raise ValueError
         return plaintext
 
@@ -363,7 +365,7 @@ class OneKey(ChaCha):
 
 
 class Forgetful(ChaCha):
-    """Reads back only what the same object wrote."""
+    """Decrypts only what the same object encrypted."""
 
     def __init__(self, key: bytes) -> None:
         super().__init__(ChaCha20Poly1305.generate_key())
@@ -411,31 +413,31 @@ FAULTS = {
 
 
 @pytest.mark.parametrize(("cipher", "fault"), FAULTS.items(), ids=[c.__name__ for c in FAULTS])
-def test_faulty_cipher_is_refused_by_its_fault(cipher: type[ChaCha], fault: str) -> None:
+def test_faulty_cipher_is_rejected_by_its_fault(cipher: type[ChaCha], fault: str) -> None:
     with pytest.raises(ConfigurationError, match=fault) as info:
         register(ThirdParty(cipher=cipher), [])
     assert "7Qx" not in str(info.value)
 
 
 @pytest.mark.parametrize("cipher", [FailsToEncrypt, ReturnsText])
-def test_cipher_that_cannot_encrypt_to_bytes_is_refused(cipher: type[ChaCha]) -> None:
+def test_cipher_that_cannot_encrypt_to_bytes_is_rejected(cipher: type[ChaCha]) -> None:
     with pytest.raises(ConfigurationError) as info:
         register(ThirdParty(cipher=cipher), [])
     assert "7Qx" not in str(info.value)
 
 
-def test_additional_backend_is_tried_out_too() -> None:
+def test_additional_backend_is_checked_too() -> None:
     with pytest.raises(ConfigurationError, match="decrypts a modified record"):
         register(AesGcmBackend(KEY), [ThirdParty(cipher=Xor)])
 
 
-def test_service_refuses_a_faulty_backend_before_it_touches_the_database(tmp_path: Any) -> None:
+def test_service_rejects_a_faulty_backend_before_it_touches_the_database(tmp_path: Any) -> None:
     path = tmp_path / "sessions.db"
     with pytest.raises(ConfigurationError, match="ignores the associated data"):
         EncryptedSessionService(f"sqlite:///{path}", ThirdParty(cipher=Unbound))
     assert not path.exists()
 
 
-def test_service_without_a_backend_is_refused() -> None:
+def test_service_without_a_backend_is_rejected() -> None:
     with pytest.raises(ConfigurationError, match="give a backend"):
         EncryptedSessionService(":memory:")

@@ -1,4 +1,4 @@
-"""What pages say of names, defaults and messages is what there is."""
+"""Names, defaults and messages on the pages are those of the code."""
 
 import ast
 import inspect
@@ -16,7 +16,7 @@ ATTACKS = ROOT / "tests" / "attacks"
 
 
 def cells(page: str) -> list[list[str]]:
-    """The rows of a page's tables, their heads included."""
+    """Return the rows of a page's tables, with their heads."""
     lines = (DOCS / page).read_text(encoding="utf-8").splitlines()
     rows = [line.strip("|").split("|") for line in lines if line.startswith("|")]
     assert len(rows) > 2, "no table found: an empty one must not pass as success"
@@ -104,7 +104,7 @@ def test_configuration_gives_every_message_that_is_logged() -> None:
 
 @pytest.mark.parametrize("name", adk_secure_sessions.__all__)
 def test_reference_has_the_public_name(name: str) -> None:
-    """Errors have a page of their own, to which the other leads."""
+    """Errors are on a page of their own, which the API page links."""
     api, errors = ((DOCS / page).read_text(encoding="utf-8") for page in ("api.md", "errors.md"))
     assert f"[`{name}`][adk_secure_sessions.{name}]" in api
     page = errors if name.endswith("Error") or name == "Reason" else api

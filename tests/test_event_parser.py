@@ -1,4 +1,4 @@
-"""The faster way to read events gives what the public one gives, or is not taken."""
+"""The faster parser of events returns what the public call returns, or it is not used."""
 
 import json
 from collections import Counter
@@ -24,7 +24,7 @@ PLAIN = b'{"author":"user","id":"e","invocation_id":"i","timestamp":1.5}'
 
 @pytest.fixture
 def public_calls(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """What was given to the public call since."""
+    """What the public call is called with, from now on."""
     calls: list[bytes] = []
     original = Event.model_validate_json
 
@@ -37,16 +37,16 @@ def public_calls(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 
 
 def json_of(event: Event) -> bytes:
-    """As it is stored, but for the version before it."""
+    """Return the JSON of *event* as it is stored."""
     stored = encode(event)
     return stored[1 + stored[0] :]
 
 
-def test_installed_adk_has_the_faster_way() -> None:
+def test_installed_versions_have_the_faster_parser() -> None:
     assert EventParser().is_fast
 
 
-def test_samples_are_read_as_the_public_call_reads_them() -> None:
+def test_samples_are_parsed_as_by_the_public_call() -> None:
     parser = EventParser()
     samples = {name: make() for name, make in CORPUS.items()} | dict(of_every_field())
     stored = {name: json_of(sample) for name, sample in samples.items()}
@@ -59,7 +59,7 @@ def test_samples_are_read_as_the_public_call_reads_them() -> None:
     assert parser.is_fast
 
 
-def test_most_samples_are_read_without_the_public_call(public_calls: list[bytes]) -> None:
+def test_most_samples_are_parsed_without_the_public_call(public_calls: list[bytes]) -> None:
     parser = EventParser()
     del public_calls[:]
     for make in CORPUS.values():
@@ -136,7 +136,7 @@ def outcome(parse: Callable[[bytes], Event], data: bytes) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of values that are of no enumeration
-def test_random_events_are_read_or_refused_as_by_the_public_call() -> None:
+def test_random_events_are_parsed_or_rejected_as_by_the_public_call() -> None:
     random = Random(1)
     parser = EventParser()
     read = Counter[bool]()
@@ -163,7 +163,7 @@ def test_random_events_are_read_or_refused_as_by_the_public_call() -> None:
     ],
     ids=str,
 )
-def test_unusual_word_takes_the_public_call(
+def test_unusual_field_is_left_to_the_public_call(
     extra: dict[str, Any], public_calls: list[bytes]
 ) -> None:
     parser = EventParser()
@@ -188,7 +188,7 @@ def test_unusual_word_takes_the_public_call(
         b'{"author": "\xff"}',
     ],
 )
-def test_error_is_the_public_call_s(data: bytes) -> None:
+def test_error_is_that_of_the_public_call(data: bytes) -> None:
     expected = outcome(Event.model_validate_json, data)
     result = outcome(EventParser(), data)
     assert type(result) is type(expected)
@@ -225,7 +225,7 @@ def with_hook_in_content(schema: Any, hook: Callable[[Any], Any]) -> Any:
     return copy
 
 
-def test_pydantic_that_does_not_know_the_flag_leaves_the_public_call(
+def test_pydantic_without_the_flag_gets_the_public_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def validator(schema: Any) -> None:
@@ -235,7 +235,7 @@ def test_pydantic_that_does_not_know_the_flag_leaves_the_public_call(
     assert is_slow(EventParser())
 
 
-def test_schema_of_an_unknown_kind_leaves_the_public_call_and_logs_it(
+def test_unknown_type_of_schema_gets_the_public_call_and_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(Event, "__pydantic_core_schema__", {"type": "model-of-later"})
@@ -263,7 +263,7 @@ def models(schema: Any) -> Iterator[dict[str, Any]]:
         (types.GenerateContentResponseUsageMetadata, "total_token_count"),
     ],
 )
-def test_field_that_is_read_differently_leaves_the_public_call(
+def test_field_that_is_parsed_differently_gets_the_public_call(
     monkeypatch: pytest.MonkeyPatch, model: type, name: str
 ) -> None:
     def validator(schema: Any, **options: Any) -> Any:
@@ -281,7 +281,7 @@ def test_field_that_is_read_differently_leaves_the_public_call(
     assert is_slow(EventParser())
 
 
-def test_schema_that_takes_anything_leaves_the_public_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parser_that_accepts_anything_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     class Careless:
         def __init__(self, *arguments: Any, **options: Any) -> None:
             self._validator = SchemaValidator(*arguments, **options)
@@ -296,8 +296,10 @@ def test_schema_that_takes_anything_leaves_the_public_call(monkeypatch: pytest.M
     assert is_slow(EventParser())
 
 
-def test_public_call_that_accepts_hardly_any_sample_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if events had to have something of which the samples know nothing."""
+def test_parser_is_not_used_if_hardly_any_sample_is_accepted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As if events needed something that no sample has."""
     refusing = SchemaValidator({"type": "is-instance", "cls": Event})
     monkeypatch.setattr(event_parser, "SchemaValidator", lambda *_, **__: refusing)
     original = Event.model_validate_json

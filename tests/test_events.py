@@ -36,7 +36,7 @@ def test_plaintext_is_version_and_json() -> None:
     assert fields["content"]["parts"] == [{"text": "Grüße 🌱"}]
 
 
-def test_what_is_not_set_is_not_stored() -> None:
+def test_fields_that_are_none_are_not_stored() -> None:
     _, fields = parsed(events.encode(made("text")))
     assert "error_code" not in fields
     assert None not in fields.values()
@@ -69,7 +69,7 @@ def test_event_survives_storage(event: Event) -> None:
 
 
 @pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
-def test_number_that_json_does_not_know_survives_storage(number: float) -> None:
+def test_number_without_a_json_form_survives_storage(number: float) -> None:
     stored = roundtrip(made(actions=EventActions(state_delta={"a": number})))
     loaded = stored.actions.state_delta["a"]
     assert loaded == number or (math.isnan(loaded) and math.isnan(number))
@@ -111,7 +111,7 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize("data", UNREADABLE.values(), ids=UNREADABLE)
-def test_event_of_another_release_is_refused_by_both_versions_names(data: bytes) -> None:
+def test_unreadable_event_names_both_versions(data: bytes) -> None:
     with pytest.raises(ConfigurationError) as info:
         events.decode(b"\x0599.99" + data, 1, 0)
     assert ROW in str(info.value)
@@ -120,7 +120,7 @@ def test_event_of_another_release_is_refused_by_both_versions_names(data: bytes)
 
 
 @pytest.mark.parametrize("data", UNREADABLE.values(), ids=UNREADABLE)
-def test_refusal_of_an_event_does_not_repeat_it(data: bytes) -> None:
+def test_error_about_an_event_does_not_repeat_it(data: bytes) -> None:
     with pytest.raises(ConfigurationError) as info:
         events.decode(b"\x0599.99" + data, 1, 0)
     assert "7Qx" not in str(info.value)

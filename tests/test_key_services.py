@@ -1,4 +1,4 @@
-"""Patience with key services: how often they are asked, how long, and when no more."""
+"""Timeouts and retries of key services, and the addresses they may have."""
 
 import asyncio
 import time
@@ -39,7 +39,7 @@ class Slow(Failing):
     longest_pause = 0.2
 
 
-async def test_service_is_asked_again_after_growing_pauses() -> None:
+async def test_service_is_called_again_after_growing_pauses() -> None:
     key, began = Slow(3, attempts=4), time.perf_counter()
     assert await key.wrap(b"key", b"") == b"?key"
     # Pauses of 0.1, 0.2 and again 0.2, each less up to a half.
@@ -55,14 +55,14 @@ async def test_attempts_are_bounded(attempts: int) -> None:
     assert key.asked == attempts
 
 
-async def test_failure_that_will_not_pass_is_not_tried_again() -> None:
+async def test_call_that_fails_for_good_is_not_repeated() -> None:
     key = Failing(9, retryable=False)
     with pytest.raises(KeyServiceError):
         await key.unwrap(b"?key", b"")
     assert key.asked == 1
 
 
-async def test_service_that_hangs_is_given_up() -> None:
+async def test_service_that_hangs_times_out() -> None:
     key = Failing(0)
     key.hangs = True
     with pytest.raises(KeyServiceError, match=r"gave no answer within 0\.05 s") as info:
@@ -85,8 +85,8 @@ async def test_cancellation_in_a_pause_ends_the_call() -> None:
     assert key.asked == 1
 
 
-async def test_time_limit_of_the_caller_is_the_callers() -> None:
-    """It is no failure of the service, and not tried again."""
+async def test_timeout_of_the_caller_stays_a_timeout() -> None:
+    """It is not an error of the key service, and the call is not repeated."""
     key = Failing(0)
     key.hangs = True
     with pytest.raises(TimeoutError):
@@ -95,7 +95,7 @@ async def test_time_limit_of_the_caller_is_the_callers() -> None:
     assert key.asked == 1
 
 
-async def test_wrap_of_another_kind_is_refused_without_a_call() -> None:
+async def test_key_wrapped_by_another_kind_is_rejected_without_a_call() -> None:
     key = Failing(0)
     with pytest.raises(TamperedError):
         await key.unwrap(b"!key", b"")
@@ -105,7 +105,7 @@ async def test_wrap_of_another_kind_is_refused_without_a_call() -> None:
 @pytest.mark.parametrize(
     "url", ["https://kms.example", "http://127.0.0.1:8200", "http://[::1]:1", "http://localhost"]
 )
-def test_address_that_keeps_keys_private_is_taken(url: str) -> None:
+def test_address_that_keeps_keys_private_is_accepted(url: str) -> None:
     check_private(url)
 
 
@@ -114,6 +114,6 @@ def test_address_that_keeps_keys_private_is_taken(url: str) -> None:
     ["", "kms.example", "http://kms.example", "http://localhost.example", "ftp://localhost",
      "http://127.0.0.1@kms.example", "https://"],
 )  # fmt: skip
-def test_address_that_does_not_is_refused(url: str) -> None:
+def test_address_that_does_not_is_rejected(url: str) -> None:
     with pytest.raises(ConfigurationError):
         check_private(url)

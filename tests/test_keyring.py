@@ -1,4 +1,4 @@
-"""Master keys and data keys: each opened by its own key only, and never tried against another."""
+"""The keyring and data keys: each key is unwrapped by the key it names, and by no other."""
 
 import asyncio
 import copy
@@ -43,10 +43,10 @@ from adk_secure_sessions.keys.keyring import (
 DATABASE = bytes(range(16))
 ROOT, OTHER = StaticKey(bytes(range(32))), StaticKey(bytes(32))
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # that it stores in clear
+    warnings.simplefilter("ignore")  # NoOpBackend warns when it is made
     CLEAR = NoOpBackend().root_key
 ADA, BOB = b"tag of ada......", b"tag of bob......"
-PLACE = b"place"
+CONTEXT = b"context"
 
 
 class KeyService:
@@ -66,7 +66,7 @@ class KeyService:
 
 
 async def made(*roots: KeyProvider) -> list[MasterKeyRow]:
-    """An index master, and a data master for each of *roots*, by age."""
+    """Make an index master key, and a data master key for each of *roots*, the oldest first."""
     rows = [await new_master(INDEX, roots[0], DATABASE, 0)]
     return rows + [await new_master(DATA, root, DATABASE, age) for age, root in enumerate(roots)]
 
@@ -81,15 +81,15 @@ async def opened(
 # --- the keyring ---------------------------------------------------------------------------------
 
 
-async def test_keyring_opens_with_its_root_key() -> None:
+async def test_keyring_is_unwrapped_by_its_root_key() -> None:
     rows = await made(ROOT)
     keyring = await opened(rows, ROOT)
     assert keyring.current_id == rows[1].id
     keyring.master(rows[1].id)
 
 
-async def test_key_service_is_asked_for_all_masters_at_once() -> None:
-    """Each answer is waited for once, however many there are."""
+async def test_key_service_is_called_for_all_master_keys_at_once() -> None:
+    """A start waits as long as for one call, however many master keys there are."""
 
     class Patient(StaticKey):
         waiting = 0
@@ -105,26 +105,26 @@ async def test_key_service_is_asked_for_all_masters_at_once() -> None:
         await opened(rows, Patient(bytes(range(32))))
 
 
-async def test_master_that_is_not_there_is_unknown() -> None:
+async def test_missing_data_master_key_is_unknown() -> None:
     keyring = await opened(await made(ROOT), ROOT)
     with pytest.raises(UnknownKeyError, match="no data master key 5"):
         keyring.master(5)
 
 
-async def test_newest_master_of_the_writing_root_key_wraps_new_data_keys() -> None:
+async def test_newest_master_key_of_the_writing_root_key_wraps_new_data_keys() -> None:
     rows = [*(await made(ROOT, OTHER, ROOT)), await new_master(DATA, OTHER, DATABASE, 9)]
     assert (await opened(rows, ROOT, OTHER)).current_id == rows[3].id
     assert (await opened(rows[::-1], ROOT, OTHER)).current_id == rows[3].id
     assert (await opened(rows, OTHER, ROOT)).current_id == rows[4].id
 
 
-async def test_root_key_listed_first_has_new_data_keys_wrapped_by_the_masters_there_are() -> None:
+async def test_root_key_listed_first_makes_no_master_keys_of_its_own() -> None:
     rows = await made(ROOT, ROOT)
     assert (await opened(rows, OTHER, ROOT)).current_id == rows[2].id
     assert (await opened(rows, ROOT, OTHER)).current_id == rows[2].id
 
 
-async def test_master_in_clear_wraps_no_data_key_of_another_writer() -> None:
+async def test_plaintext_master_key_wraps_no_data_key_of_another_writer() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         clear = NoOpBackend().root_key
@@ -140,7 +140,7 @@ async def test_root_key_that_is_not_listed_is_named() -> None:
         await opened(await made(ROOT), OTHER)
 
 
-async def test_row_that_claims_another_root_key_is_refused() -> None:
+async def test_row_that_claims_another_root_key_is_rejected() -> None:
     rows = [row._replace(root_key_id=OTHER.key_id) for row in await made(ROOT)]
     with pytest.raises(WrongKeyError, match="does not unwrap master key"):
         await opened(rows, ROOT, OTHER)
@@ -151,13 +151,13 @@ async def test_row_that_claims_another_root_key_is_refused() -> None:
     [{"id": 7}, {"purpose": DATA}, {"created_at": 7}, {"wrapped": b""}, {"wrapped": b"\x01" * 61}],
     ids=str,
 )
-async def test_altered_row_is_refused(change: dict[str, Any]) -> None:
+async def test_modified_row_is_rejected(change: dict[str, Any]) -> None:
     rows = await made(ROOT)
     with pytest.raises(WrongKeyError, match="does not unwrap master key"):
         await opened([rows[0]._replace(**change), rows[1]], ROOT)
 
 
-async def test_wraps_of_two_rows_cannot_be_exchanged() -> None:
+async def test_wrapped_keys_of_two_rows_cannot_be_exchanged() -> None:
     index, data = await made(ROOT)
     exchanged = [
         index._replace(wrapped=data.wrapped),
@@ -167,17 +167,17 @@ async def test_wraps_of_two_rows_cannot_be_exchanged() -> None:
         await opened(exchanged, ROOT)
 
 
-async def test_keyring_of_another_database_is_refused() -> None:
+async def test_keyring_of_another_database_is_rejected() -> None:
     with pytest.raises(WrongKeyError):
         await opened(await made(ROOT), ROOT, database_id=bytes(16))
 
 
-async def test_keyring_without_an_index_master_is_refused() -> None:
+async def test_keyring_without_an_index_master_is_rejected() -> None:
     with pytest.raises(WrongKeyError, match="restore secure_keyring"):
         await opened((await made(ROOT))[1:], ROOT)
 
 
-async def test_keyring_in_clear_is_refused() -> None:
+async def test_plaintext_keyring_is_rejected() -> None:
     rows = [row._replace(root_key_id="none", wrapped=b"\x00" * 33) for row in await made(ROOT)]
     with pytest.raises(PlaintextRefusedError, match="NoOpBackend"):
         await opened(rows, ROOT)
@@ -200,7 +200,7 @@ async def test_failing_key_service_is_reported_without_its_text(answer: Any) -> 
         await new_master(DATA, KeyService(answer), DATABASE, 0)
 
 
-async def test_key_service_that_may_be_asked_again_says_so() -> None:
+async def test_retryable_error_of_a_key_service_stays_retryable() -> None:
     with pytest.raises(KeyServiceError) as info:
         await opened(await made(ROOT), KeyService(KeyServiceError("busy", retryable=True)))
     assert info.value.retryable
@@ -226,7 +226,7 @@ AES, FERNET = AesGcmBackend(ROOT), FernetBackend(ROOT)
 
 
 async def store(writer: int = 1, *listed: int, limit: int = 100) -> DataKeys:
-    """The data keys of one process, on a keyring of its own."""
+    """Return the data keys of one process, under a new keyring."""
     keyring = await opened(await made(ROOT), ROOT)
     return on(keyring, writer, *listed, limit=limit)
 
@@ -240,48 +240,48 @@ def loaded(keys: DataKeys, *rows: DataKeyRow) -> StagedKeys:
     staged = StagedKeys(keys)
     staged.load(rows)
     for row in rows:
-        staged.current(row.owner)  # what was refused is held against its owner
+        staged.current(row.owner)  # raises what `load` rejected
     return staged
 
 
-async def test_new_data_key_seals_and_is_opened_again_after_a_restart() -> None:
+async def test_record_of_a_new_data_key_is_decrypted_after_a_restart() -> None:
     keys = await store()
     staged = StagedKeys(keys)
     row = staged.new(ADA)
-    stored = staged.seal(ADA, PLACE, b"plaintext")
+    stored = staged.seal(ADA, CONTEXT, b"plaintext")
     later = loaded(on(keys.keyring, 1), row)
-    assert later.open(ADA, PLACE, stored) == b"plaintext"
+    assert later.open(ADA, CONTEXT, stored) == b"plaintext"
 
 
-async def test_data_key_is_known_to_others_only_once_it_is_published() -> None:
+async def test_data_key_is_unknown_to_other_transactions_until_it_is_published() -> None:
     keys = await store()
     staged = StagedKeys(keys)
     staged.new(ADA)
-    stored = staged.seal(ADA, PLACE, b"plaintext")
+    stored = staged.seal(ADA, CONTEXT, b"plaintext")
     with pytest.raises(UnknownKeyError):
-        StagedKeys(keys).open(ADA, PLACE, stored)
+        StagedKeys(keys).open(ADA, CONTEXT, stored)
     assert StagedKeys(keys).current(ADA) is None
     assert not keys.knows(ADA)
     staged.publish()
-    assert StagedKeys(keys).open(ADA, PLACE, stored) == b"plaintext"
+    assert StagedKeys(keys).open(ADA, CONTEXT, stored) == b"plaintext"
     assert keys.knows(ADA)
 
 
-async def test_record_of_another_owner_is_refused() -> None:
+async def test_record_of_another_owner_is_rejected() -> None:
     staged = StagedKeys(await store())
     staged.new(ADA), staged.new(BOB)
     with pytest.raises(TamperedError, match="another owner"):
-        staged.open(BOB, PLACE, staged.seal(ADA, PLACE, b""))
+        staged.open(BOB, CONTEXT, staged.seal(ADA, CONTEXT, b""))
 
 
-async def test_record_at_another_place_is_refused() -> None:
+async def test_record_in_another_context_is_rejected() -> None:
     staged = StagedKeys(await store())
     staged.new(ADA)
     with pytest.raises(TamperedError):
-        staged.open(ADA, b"elsewhere", staged.seal(ADA, PLACE, b""))
+        staged.open(ADA, b"another context", staged.seal(ADA, CONTEXT, b""))
 
 
-async def test_generations_follow_each_other_and_the_last_one_seals() -> None:
+async def test_highest_generation_encrypts() -> None:
     keys = await store()
     staged = StagedKeys(keys)
     rows = [staged.new(ADA) for _ in range(3)]
@@ -292,7 +292,7 @@ async def test_generations_follow_each_other_and_the_last_one_seals() -> None:
         assert current.id == rows[2].id
 
 
-async def test_key_of_another_backend_does_not_seal_and_counts_as_a_generation() -> None:
+async def test_key_of_another_backend_is_not_usable_and_counts_as_a_generation() -> None:
     first = await store(1)
     row = StagedKeys(first).new(ADA)
     for listed in ((1,), ()):
@@ -301,17 +301,17 @@ async def test_key_of_another_backend_does_not_seal_and_counts_as_a_generation()
         assert staged.new(ADA).generation == 1
 
 
-async def test_record_of_a_backend_that_is_not_listed_is_refused_by_its_id() -> None:
+async def test_record_of_a_backend_that_is_not_listed_is_rejected_by_its_id() -> None:
     first = await store(1)
     writer = StagedKeys(first)
     row = writer.new(ADA)
-    stored = writer.seal(ADA, PLACE, b"")
+    stored = writer.seal(ADA, CONTEXT, b"")
     with pytest.raises(UnknownKeyError, match=r"backend 1.*additional_backends"):
-        loaded(on(first.keyring, 2), row).open(ADA, PLACE, stored)
-    assert loaded(on(first.keyring, 2, 1), row).open(ADA, PLACE, stored) == b""
+        loaded(on(first.keyring, 2), row).open(ADA, CONTEXT, stored)
+    assert loaded(on(first.keyring, 2, 1), row).open(ADA, CONTEXT, stored) == b""
 
 
-async def test_data_key_under_an_older_master_seals_on_while_a_newer_one_wraps_new_keys() -> None:
+async def test_data_key_under_an_older_master_key_stays_usable() -> None:
     rows = await made(ROOT, ROOT)
     old = StagedKeys(on(await opened(rows[:2], ROOT), 1)).new(ADA)
     staged = loaded(on(await opened(rows, ROOT), 1), old)
@@ -321,7 +321,7 @@ async def test_data_key_under_an_older_master_seals_on_while_a_newer_one_wraps_n
     assert unpack(staged.new(BOB).wrapped)[1] == rows[2].id
 
 
-async def test_data_key_under_a_master_in_clear_does_not_seal() -> None:
+async def test_data_key_under_a_plaintext_master_key_is_not_usable() -> None:
     rows = await made(ROOT, CLEAR)
     row = StagedKeys(on(await opened(rows, CLEAR, ROOT), 1)).new(ADA)
     assert unpack(row.wrapped)[1] == rows[2].id
@@ -330,7 +330,7 @@ async def test_data_key_under_a_master_in_clear_does_not_seal() -> None:
     assert moved.new(ADA).generation == 1
 
 
-async def test_master_that_is_not_known_asks_for_the_keyring_once() -> None:
+async def test_unknown_data_master_key_needs_the_keyring_again() -> None:
     rows = await made(ROOT, ROOT)
     row = StagedKeys(on(await opened(rows, ROOT), 1)).new(ADA)
     keys = on(await opened(rows[:2], ROOT), 1)
@@ -342,7 +342,7 @@ async def test_master_that_is_not_known_asks_for_the_keyring_once() -> None:
     assert loaded(keys, row).current(ADA) is not None
 
 
-async def test_keyring_that_is_read_again_unwraps_only_what_is_new() -> None:
+async def test_keyring_that_is_read_again_unwraps_only_new_master_keys() -> None:
     rows = await made(ROOT, ROOT)
     known = await opened(rows[:2], ROOT)
     asked: list[bytes] = []
@@ -362,13 +362,13 @@ async def test_keyring_that_is_read_again_unwraps_only_what_is_new() -> None:
     assert len(asked) == 1
 
 
-async def test_key_follows_its_own_records_and_older_ones_but_none_newer_or_unknown() -> None:
+async def test_current_key_is_as_new_as_its_own_and_older_records_only() -> None:
     keys = await store()
     writer = StagedKeys(keys)
     rows, sealed = [], []
     for _ in range(3):
         rows.append(writer.new(ADA))
-        sealed.append(writer.seal(ADA, PLACE, b""))
+        sealed.append(writer.seal(ADA, CONTEXT, b""))
     staged = loaded(keys, *rows[:2])
     assert staged.is_as_new_as(ADA)
     assert staged.is_as_new_as(ADA, sealed[0], sealed[1])
@@ -376,18 +376,18 @@ async def test_key_follows_its_own_records_and_older_ones_but_none_newer_or_unkn
     assert not staged.is_as_new_as(BOB)
 
 
-async def test_key_of_the_writing_backend_does_not_follow_a_newer_one_of_another() -> None:
+async def test_current_key_is_not_as_new_as_a_newer_one_of_another_backend() -> None:
     first = await store(1)
     row = StagedKeys(first).new(ADA)
     other = loaded(on(first.keyring, 2, 1), row)
     newer = other.new(ADA)
-    sealed = other.seal(ADA, PLACE, b"")
+    sealed = other.seal(ADA, CONTEXT, b"")
     staged = loaded(on(first.keyring, 1, 2), row, newer)
     assert staged.is_as_new_as(ADA)
     assert not staged.is_as_new_as(ADA, sealed)
 
 
-async def test_keys_of_an_owner_that_is_gone_are_forgotten() -> None:
+async def test_forgotten_owner_has_no_cached_keys() -> None:
     keys = await store()
     staged = StagedKeys(keys)
     staged.new(ADA), staged.new(BOB)
@@ -397,7 +397,7 @@ async def test_keys_of_an_owner_that_is_gone_are_forgotten() -> None:
     assert keys.knows(BOB)
 
 
-async def test_data_key_of_another_database_is_refused_naming_its_row() -> None:
+async def test_data_key_of_another_database_is_rejected_naming_its_row() -> None:
     row = StagedKeys(await store()).new(ADA)
     with pytest.raises(DecryptionError, match=f"secure_data_keys row {row.id}"):
         loaded(await store(), row)
@@ -408,7 +408,7 @@ async def test_data_key_of_another_database_is_refused_naming_its_row() -> None:
     [{"owner": BOB}, {"id": 5}, {"generation": 1}, {"backend_id": 2}, {"created_at": 5}],
     ids=str,
 )
-async def test_data_key_in_an_altered_row_is_refused(change: dict[str, Any]) -> None:
+async def test_data_key_in_a_modified_row_is_rejected(change: dict[str, Any]) -> None:
     keys = await store(1, 2)
     row = StagedKeys(keys).new(ADA)
     with pytest.raises(TamperedError, match="secure_data_keys row"):
@@ -416,22 +416,22 @@ async def test_data_key_in_an_altered_row_is_refused(change: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("limit", [1, 2])
-async def test_forgotten_data_key_is_unknown_rather_than_another(limit: int) -> None:
+async def test_evicted_data_key_is_unknown(limit: int) -> None:
     keys = await store(limit=limit)
     writer = StagedKeys(keys)
     rows = [writer.new(owner) for owner in (ADA, BOB, b"tag of eve......")]
-    stored = writer.seal(ADA, PLACE, b"plaintext")
+    stored = writer.seal(ADA, CONTEXT, b"plaintext")
     loaded(keys, *rows).publish()
     with pytest.raises(UnknownKeyError):
-        StagedKeys(keys).open(ADA, PLACE, stored)
-    assert loaded(keys, rows[0]).open(ADA, PLACE, stored) == b"plaintext"
+        StagedKeys(keys).open(ADA, CONTEXT, stored)
+    assert loaded(keys, rows[0]).open(ADA, CONTEXT, stored) == b"plaintext"
 
 
-# --- keeping to themselves -----------------------------------------------------------------------
+# --- no key is shown -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("attempt", [pickle.dumps, copy.copy, copy.deepcopy])
-async def test_opened_keys_cannot_be_pickled_or_copied(attempt: Any) -> None:
+async def test_unwrapped_keys_cannot_be_pickled_or_copied(attempt: Any) -> None:
     keys = await store()
     staged = StagedKeys(keys)
     staged.new(ADA)
@@ -440,7 +440,7 @@ async def test_opened_keys_cannot_be_pickled_or_copied(attempt: Any) -> None:
             attempt(holder)
 
 
-async def test_opened_keys_show_nothing() -> None:
+async def test_repr_of_unwrapped_keys_shows_nothing() -> None:
     keys = await store()
     assert repr(keys) == "<DataKeys>"
     assert repr(keys.keyring) == "<Keyring>"

@@ -1,4 +1,4 @@
-"""Root keys: where they come from, what they wrap, and that they show themselves to nobody."""
+"""Root keys in the process: their forms, what they wrap, and that no text shows them."""
 
 import asyncio
 import base64
@@ -102,7 +102,7 @@ REFUSED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("key", REFUSED.values(), ids=REFUSED)
-def test_what_is_no_key_is_refused_without_repeating_it(key: Any) -> None:
+def test_value_that_is_no_key_is_rejected_without_repeating_it(key: Any) -> None:
     with pytest.raises(ConfigurationError, match="key") as info:
         parse_key(key)
     shown = str(info.value)
@@ -118,7 +118,7 @@ def test_wrong_length_is_named() -> None:
         parse_key(base64.b64encode(bytes(16)).decode())
 
 
-def test_generated_keys_are_taken_and_never_the_same() -> None:
+def test_generated_keys_are_valid_and_never_the_same() -> None:
     keys = {generate_key() for _ in range(100)}
     assert len({parse_key(key) for key in keys}) == 100
 
@@ -126,41 +126,41 @@ def test_generated_keys_are_taken_and_never_the_same() -> None:
 # --- static keys ---------------------------------------------------------------------------------
 
 
-async def test_wrapped_key_is_unwrapped_at_its_place_only() -> None:
+async def test_wrapped_key_is_unwrapped_with_its_associated_data_only() -> None:
     key = StaticKey(KEY)
-    wrapped = await key.wrap(MASTER, b"place")
+    wrapped = await key.wrap(MASTER, b"context")
     assert MASTER not in wrapped
-    assert await StaticKey(TEXT).unwrap(wrapped, b"place") == MASTER
+    assert await StaticKey(TEXT).unwrap(wrapped, b"context") == MASTER
     with pytest.raises(TamperedError):
-        await key.unwrap(wrapped, b"elsewhere")
+        await key.unwrap(wrapped, b"another context")
     with pytest.raises(TamperedError):
-        await StaticKey(MASTER).unwrap(wrapped, b"place")
+        await StaticKey(MASTER).unwrap(wrapped, b"context")
 
 
-async def test_every_altered_byte_of_a_wrapped_key_is_refused() -> None:
+async def test_every_modified_byte_of_a_wrapped_key_is_rejected() -> None:
     key = StaticKey(KEY)
-    wrapped = await key.wrap(MASTER, b"place")
+    wrapped = await key.wrap(MASTER, b"context")
     for position in range(len(wrapped)):
-        altered = bytearray(wrapped)
-        altered[position] ^= 1
+        modified = bytearray(wrapped)
+        modified[position] ^= 1
         with pytest.raises(TamperedError):
-            await key.unwrap(bytes(altered), b"place")
+            await key.unwrap(bytes(modified), b"context")
 
 
-async def test_every_shortened_wrapped_key_is_refused() -> None:
+async def test_every_shortened_wrapped_key_is_rejected() -> None:
     key = StaticKey(KEY)
-    wrapped = await key.wrap(MASTER, b"place")
+    wrapped = await key.wrap(MASTER, b"context")
     for length in range(len(wrapped)):
         with pytest.raises(TamperedError):
-            await key.unwrap(wrapped[:length], b"place")
+            await key.unwrap(wrapped[:length], b"context")
 
 
-async def test_wrapping_twice_gives_two_wraps() -> None:
+async def test_one_key_is_wrapped_differently_each_time() -> None:
     key = StaticKey(KEY)
     assert await key.wrap(MASTER, b"") != await key.wrap(MASTER, b"")
 
 
-def test_key_id_names_the_key_and_tells_nothing_of_it() -> None:
+def test_key_id_is_stable_and_holds_nothing_of_the_key() -> None:
     assert StaticKey(KEY).key_id == StaticKey(TEXT).key_id
     assert StaticKey(KEY).key_id != StaticKey(MASTER).key_id
     assert StaticKey(KEY).key_id.removeprefix("key:") not in KEY.hex()
@@ -210,21 +210,21 @@ def key_file(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("content", [KEY, TEXT.encode(), TEXT.encode() + b"\r\n"])
-def test_key_file_is_read_whatever_its_form(key_file: Path, content: bytes) -> None:
+def test_key_file_is_read_in_every_form(key_file: Path, content: bytes) -> None:
     key_file.write_bytes(content)
     assert FileKey(key_file) == FileKey(str(key_file)) == StaticKey(KEY)
 
 
 @posix
 @pytest.mark.parametrize("mode", [0o600, 0o400])
-def test_key_file_that_only_its_owner_may_read_is_taken(key_file: Path, mode: int) -> None:
+def test_key_file_that_only_its_owner_may_read_is_accepted(key_file: Path, mode: int) -> None:
     key_file.chmod(mode)
     assert FileKey(key_file) == StaticKey(KEY)
 
 
 @posix
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o620, 0o602, 0o660, 0o666, 0o777])
-def test_key_file_that_others_may_use_is_refused(key_file: Path, mode: int) -> None:
+def test_key_file_that_others_may_use_is_rejected(key_file: Path, mode: int) -> None:
     key_file.chmod(mode)
     with pytest.raises(ConfigurationError, match="chmod 600"):
         FileKey(key_file)
@@ -245,13 +245,13 @@ def test_missing_key_file_is_named(tmp_path: Path) -> None:
         FileKey(tmp_path / "missing.key")
 
 
-def test_directory_in_place_of_a_key_file_is_refused(tmp_path: Path) -> None:
+def test_directory_in_place_of_a_key_file_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="cannot read the key file"):
         FileKey(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"needle", b"needle" * 10_000])
-def test_key_file_without_a_key_is_refused_without_repeating_it(
+def test_key_file_without_a_key_is_rejected_without_repeating_it(
     key_file: Path, content: bytes
 ) -> None:
     key_file.write_bytes(content)
@@ -264,17 +264,17 @@ def test_key_file_without_a_key_is_refused_without_repeating_it(
 
 
 @pytest.mark.usefixtures("cheap")
-async def test_passphrase_unwraps_what_it_wrapped_at_its_place_only() -> None:
-    wrapped = await PassphraseKey(WORDS).wrap(MASTER, b"place")
-    assert await PassphraseKey(WORDS).unwrap(wrapped, b"place") == MASTER
+async def test_passphrase_unwraps_with_the_same_associated_data_only() -> None:
+    wrapped = await PassphraseKey(WORDS).wrap(MASTER, b"context")
+    assert await PassphraseKey(WORDS).unwrap(wrapped, b"context") == MASTER
     with pytest.raises(TamperedError):
-        await PassphraseKey(WORDS).unwrap(wrapped, b"elsewhere")
+        await PassphraseKey(WORDS).unwrap(wrapped, b"another context")
     with pytest.raises(TamperedError):
-        await PassphraseKey(WORDS + " ").unwrap(wrapped, b"place")
+        await PassphraseKey(WORDS + " ").unwrap(wrapped, b"context")
 
 
-async def test_passphrase_takes_the_documented_cost() -> None:
-    wrapped = await PassphraseKey(WORDS).wrap(MASTER, b"place")
+async def test_passphrase_uses_the_documented_cost() -> None:
+    wrapped = await PassphraseKey(WORDS).wrap(MASTER, b"context")
     version, _, *cost = struct.unpack(">B16sIII", wrapped[:29])
     assert version == 2
     assert cost == [3, 4, 65536]
@@ -290,7 +290,7 @@ async def test_passphrase_may_be_typed_composed_or_decomposed(form: Any) -> None
 
 @pytest.mark.usefixtures("cheap")
 @pytest.mark.parametrize("words", ["\ufb01re", "\uff12"])
-async def test_passphrase_is_not_normalised_further_than_that(words: str) -> None:
+async def test_passphrase_is_not_normalised_to_nfkc(words: str) -> None:
     wrapped = await PassphraseKey(words).wrap(MASTER, b"")
     with pytest.raises(TamperedError):
         await PassphraseKey(unicodedata.normalize("NFKC", words)).unwrap(wrapped, b"")
@@ -303,7 +303,7 @@ async def test_passphrase_of_any_characters_works() -> None:
         assert await PassphraseKey(words).unwrap(wrapped, b"") == MASTER
 
 
-def test_empty_passphrase_is_refused() -> None:
+def test_empty_passphrase_is_rejected() -> None:
     with pytest.raises(ConfigurationError, match="empty"):
         PassphraseKey("")
 
@@ -339,15 +339,15 @@ async def test_service_with_a_passphrase_derives_once_per_start(tmp_path: Path) 
             assert derive.call_count == 1
 
 
-async def test_passphrases_at_once_wait_for_each_other_and_end() -> None:
-    """At their full cost: with several lanes, two derivations at once never ended."""
+async def test_two_derivations_at_once_do_not_deadlock() -> None:
+    """At full cost: with several lanes, two derivations at once never ended."""
     keys = [PassphraseKey(WORDS) for _ in range(2)]
     wrapped = await asyncio.gather(*(key.wrap(MASTER, b"") for key in keys))
     again = PassphraseKey(WORDS)
     assert await asyncio.gather(*(again.unwrap(one, b"") for one in wrapped)) == [MASTER] * 2
 
 
-async def test_deriving_leaves_the_event_loop_free() -> None:
+async def test_event_loop_runs_on_during_a_derivation() -> None:
     ticks = 0
 
     async def tick() -> None:
@@ -377,7 +377,7 @@ def stored(cost: tuple[int, int, int]) -> bytes:
 
 
 @pytest.mark.parametrize("cost", EXPENSIVE.values(), ids=EXPENSIVE)
-async def test_stored_cost_beyond_the_limits_is_refused_before_it_is_paid(
+async def test_stored_cost_beyond_the_limits_is_rejected_before_it_is_paid(
     cost: tuple[int, int, int],
 ) -> None:
     began = time.perf_counter()
@@ -391,13 +391,13 @@ async def test_stored_cost_beyond_the_limits_is_refused_before_it_is_paid(
 
 
 @pytest.mark.parametrize("cost", IMPOSSIBLE.values(), ids=IMPOSSIBLE)
-async def test_impossible_stored_cost_is_refused(cost: tuple[int, int, int]) -> None:
+async def test_impossible_stored_cost_is_rejected(cost: tuple[int, int, int]) -> None:
     with pytest.raises(TamperedError, match="cost"):
         await PassphraseKey(WORDS).unwrap(stored(cost), b"")
 
 
 @pytest.mark.parametrize("length", [0, 1, 17, 28, 29, 40])
-async def test_shortened_wrap_by_passphrase_is_refused(length: int) -> None:
+async def test_shortened_wrap_by_passphrase_is_rejected(length: int) -> None:
     with pytest.raises(TamperedError):
         await PassphraseKey(WORDS).unwrap(stored((1, 1, 8))[:length], b"")
 
@@ -411,7 +411,7 @@ async def test_build_without_argon2_says_what_to_install() -> None:
         await PassphraseKey(WORDS).wrap(MASTER, b"")
 
 
-def test_passphrases_are_told_apart_by_words_and_name() -> None:
+def test_passphrases_differ_by_words_and_name() -> None:
     assert PassphraseKey(WORDS) == PassphraseKey(WORDS)
     assert hash(PassphraseKey(WORDS)) == hash(PassphraseKey(WORDS))
     assert PassphraseKey(WORDS) != PassphraseKey("others")
@@ -455,7 +455,7 @@ def test_path_in_a_spec_may_hold_colons(key_file: Path) -> None:
         "a:b:c",
     ],
 )
-def test_spec_that_is_none_is_refused_without_repeating_it(spec: str) -> None:
+def test_spec_that_is_none_is_rejected_without_repeating_it(spec: str) -> None:
     with pytest.raises(ConfigurationError, match=r"env:.*file:.*passphrase-env:") as info:
         key_provider(spec)
     assert "needle" not in str(info.value)
@@ -483,13 +483,13 @@ def test_backends_take_specs_and_providers(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("key", [None, 7, object(), ["needle"], StaticKey])
-def test_what_gives_no_root_key_is_refused(key: Any) -> None:
+def test_value_that_names_no_root_key_is_rejected(key: Any) -> None:
     with pytest.raises(ConfigurationError) as info:
         root_key(key)
     assert "needle" not in str(info.value)
 
 
-# --- keeping to themselves -----------------------------------------------------------------------
+# --- no key is shown -----------------------------------------------------------------------------
 
 PROVIDERS: dict[str, Callable[[], KeyProvider]] = {
     "static": lambda: StaticKey(KEY),

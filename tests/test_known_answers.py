@@ -28,9 +28,9 @@ FERNET = load("fernet_spec.json")
 assert NIST, "an empty vector file must not pass as success"
 assert all(FERNET[kind] for kind in ("generate", "verify", "invalid"))
 
-# Readers must not let stored tokens expire (docs/format.md): these two are as good as any.
+# Stored tokens do not expire (docs/format.md), so these two are valid.
 ABOUT_TIME = {"far-future TS (unacceptable clock skew)", "expired TTL"}
-# Stored tokens are bytes: there is no base64 to be wrong.
+# Stored tokens are bytes, so their base64 cannot be wrong.
 ABOUT_TEXT = {"invalid base64"}
 REFUSED = [case for case in FERNET["invalid"] if case["desc"] not in ABOUT_TIME | ABOUT_TEXT]
 IN_TIME = [case for case in FERNET["invalid"] if case["desc"] in ABOUT_TIME]
@@ -44,7 +44,7 @@ def description(case: Json) -> str:
 
 
 @pytest.mark.parametrize("case", NIST, ids=description)
-def test_nist_case_opens_or_is_refused_as_named(case: Json) -> None:
+def test_nist_case_is_decrypted_or_rejected_as_named(case: Json) -> None:
     cipher = Aes256Gcm(bytes.fromhex(case["key"]))
     sealed = bytes.fromhex(case["iv"] + case["ciphertext"] + case["tag"])
     aad = bytes.fromhex(case["aad"])
@@ -56,7 +56,7 @@ def test_nist_case_opens_or_is_refused_as_named(case: Json) -> None:
 
 
 @pytest.mark.parametrize("case", [c for c in NIST if c["expect"] == "ok"], ids=description)
-def test_sealing_a_nist_case_gives_its_exact_bytes(case: Json) -> None:
+def test_encrypting_a_nist_case_gives_its_exact_bytes(case: Json) -> None:
     cipher = Aes256Gcm(bytes.fromhex(case["key"]))
     with mock.patch("os.urandom", return_value=bytes.fromhex(case["iv"])):
         sealed = cipher.encrypt(bytes.fromhex(case["plaintext"]), bytes.fromhex(case["aad"]))
@@ -74,7 +74,7 @@ def test_nist_cases_cover_both_outcomes_and_all_lengths() -> None:
 
 
 class SpecCipher(FernetCipher):
-    """Our cipher, but for the token's key: the specification gives that itself."""
+    """Our cipher with the token's key as the specification gives it, not derived."""
 
     def __init__(self, secret: str) -> None:
         super().__init__(urlsafe_b64decode(secret))
@@ -101,13 +101,13 @@ def test_stored_body_is_the_specified_token_as_bytes(case: Json) -> None:
 
 
 @pytest.mark.parametrize("case", [*FERNET["generate"], *FERNET["verify"]], ids=description)
-def test_specified_token_is_opened(case: Json) -> None:
+def test_specified_token_is_decrypted(case: Json) -> None:
     body = urlsafe_b64decode(case["token"])
     assert SpecCipher(case["secret"]).decrypt(body, b"").decode() == case["src"]
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=description)
-def test_specified_invalid_token_is_refused(case: Json) -> None:
+def test_specified_invalid_token_is_rejected(case: Json) -> None:
     with pytest.raises(InvalidToken):
         Fernet(case["secret"]).decrypt(case["token"])
     with pytest.raises(TamperedError):
@@ -115,7 +115,7 @@ def test_specified_invalid_token_is_refused(case: Json) -> None:
 
 
 @pytest.mark.parametrize("case", IN_TIME, ids=description)
-def test_token_that_is_invalid_for_its_time_only_is_opened(case: Json) -> None:
+def test_token_that_is_invalid_for_its_time_only_is_decrypted(case: Json) -> None:
     with pytest.raises(InvalidToken):
         Fernet(case["secret"]).decrypt_at_time(case["token"], case["ttl_sec"], seconds(case))
     opened = SpecCipher(case["secret"]).decrypt(urlsafe_b64decode(case["token"]), b"")

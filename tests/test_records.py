@@ -1,4 +1,4 @@
-"""Records and places: the header, what is refused, and places that share no bytes."""
+"""Records: their header, their context, and what is rejected."""
 
 import struct
 from typing import Any
@@ -22,7 +22,7 @@ TEXTS = st.text(st.characters(codec=None), max_size=12)  # lone surrogates among
 PARTS = st.lists(TEXTS | st.binary(max_size=12), max_size=4).map(tuple)
 NUMBERS = st.lists(INT64, max_size=6).map(tuple)
 CIPHER = Aes256Gcm(bytes(32))
-WHERE = context(("event", "clinic", "ada"), 1, 2)
+CONTEXT = context(("event", "clinic", "ada"), 1, 2)
 
 
 class Misbehaving:
@@ -39,11 +39,11 @@ class Misbehaving:
     decrypt = encrypt
 
 
-# --- places --------------------------------------------------------------------------------------
+# --- contexts ------------------------------------------------------------------------------------
 
 
 def parse(joined: bytes) -> tuple[list[bytes], tuple[int, ...]]:
-    """The parts and the numbers, from nothing but the bytes."""
+    """Return the parts and the numbers of a context, from its bytes alone."""
     chunks = []
     while joined:
         end = 4 + struct.unpack(">I", joined[:4])[0]
@@ -54,7 +54,7 @@ def parse(joined: bytes) -> tuple[list[bytes], tuple[int, ...]]:
 
 
 @given(PARTS, NUMBERS)
-def test_place_can_be_taken_apart_again(
+def test_context_can_be_parsed_again(
     parts: tuple[str | bytes, ...], numbers: tuple[int, ...]
 ) -> None:
     as_bytes = [records.encode_text(part) if isinstance(part, str) else part for part in parts]
@@ -74,23 +74,23 @@ def test_place_can_be_taken_apart_again(
         (context((), -1), context((), 2**63 - 1)),
     ],
 )
-def test_places_that_look_alike_share_no_bytes(one: bytes, other: bytes) -> None:
+def test_similar_contexts_have_different_bytes(one: bytes, other: bytes) -> None:
     assert one != other
 
 
 @pytest.mark.parametrize("number", [None, "1", b"1", 1.0, 2**63, -(2**63) - 1])
-def test_place_refuses_what_no_integer_column_holds(number: Any) -> None:
+def test_context_rejects_what_no_integer_column_holds(number: Any) -> None:
     with pytest.raises(TamperedError):
         context(("event",), number)
 
 
 @pytest.mark.parametrize("part", [None, 1, 1.5])
-def test_place_refuses_what_no_text_column_holds(part: Any) -> None:
+def test_context_rejects_what_no_text_column_holds(part: Any) -> None:
     with pytest.raises(TamperedError):
         context(("event", part), 1)
 
 
-def test_place_of_as_many_numbers_as_any_row_has_can_be_made() -> None:
+def test_context_takes_as_many_numbers_as_any_row_has() -> None:
     assert len(context(("session",), *range(6))) == 4 + 7 + 4 + 48
 
 
@@ -103,7 +103,7 @@ def test_text_survives_encoding(text: str) -> None:
 
 
 @given(TEXTS, st.binary())
-def test_identifier_and_rest_are_told_apart(identifier: str, rest: bytes) -> None:
+def test_id_and_rest_are_split_again(identifier: str, rest: bytes) -> None:
     assert records.split_id(records.with_id(identifier, rest)) == (identifier, rest)
 
 
@@ -111,65 +111,65 @@ def test_identifier_and_rest_are_told_apart(identifier: str, rest: bytes) -> Non
 
 
 @given(st.integers(0, 255), st.integers(0, 2**63 - 1), st.binary(), st.binary())
-def test_record_opens_at_its_place(
-    backend_id: int, key_id: int, where: bytes, plaintext: bytes
+def test_record_is_decrypted_in_its_context(
+    backend_id: int, key_id: int, associated: bytes, plaintext: bytes
 ) -> None:
-    stored = seal(CIPHER, backend_id, key_id, where, plaintext)
+    stored = seal(CIPHER, backend_id, key_id, associated, plaintext)
     assert unpack(stored) == (backend_id, key_id)
-    assert open_record(stored, where, CIPHER) == plaintext
+    assert open_record(stored, associated, CIPHER) == plaintext
 
 
 def test_record_begins_with_the_documented_header() -> None:
-    assert seal(CIPHER, 0x80, 0x0102, WHERE, b"")[:HEADER_LENGTH].hex() == (
+    assert seal(CIPHER, 0x80, 0x0102, CONTEXT, b"")[:HEADER_LENGTH].hex() == (
         "414b5301800000000000000102"
     )
 
 
-def assert_refused(stored: bytes) -> None:
-    """By its header if that is malformed, by the cipher otherwise."""
+def assert_rejected(stored: bytes) -> None:
+    """By `unpack` if the header is malformed, by the cipher otherwise."""
     try:
         unpack(stored)
     except (TamperedError, PlaintextRefusedError):
         return
     with pytest.raises(TamperedError):
-        open_record(stored, WHERE, CIPHER)
+        open_record(stored, CONTEXT, CIPHER)
 
 
-def test_every_altered_byte_of_a_record_is_refused() -> None:
-    stored = seal(CIPHER, 1, 7, WHERE, b"plaintext")
+def test_every_modified_byte_of_a_record_is_rejected() -> None:
+    stored = seal(CIPHER, 1, 7, CONTEXT, b"plaintext")
     for position in range(len(stored)):
         for change in (1, 0x80, 0xFF):
-            altered = bytearray(stored)
-            altered[position] ^= change
-            assert_refused(bytes(altered))
+            modified = bytearray(stored)
+            modified[position] ^= change
+            assert_rejected(bytes(modified))
 
 
-def test_every_shortened_record_is_refused() -> None:
-    stored = seal(CIPHER, 1, 7, WHERE, b"plaintext")
+def test_every_shortened_record_is_rejected() -> None:
+    stored = seal(CIPHER, 1, 7, CONTEXT, b"plaintext")
     for length in range(len(stored)):
-        assert_refused(stored[:length])
+        assert_rejected(stored[:length])
 
 
 @pytest.mark.parametrize("stored", [None, "", b""])
-def test_missing_value_is_refused(stored: Any) -> None:
+def test_removed_value_is_rejected(stored: Any) -> None:
     with pytest.raises(TamperedError, match="removed"):
         unpack(stored)
 
 
 @pytest.mark.parametrize("stored", ['{"a": 1}', "AKS\x01 as text", b'{"a": 1}', 1, 1.5, b"AK"])
-def test_plaintext_where_a_record_belongs_is_refused(stored: Any) -> None:
+def test_plaintext_where_a_record_belongs_is_rejected(stored: Any) -> None:
     with pytest.raises(PlaintextRefusedError):
         unpack(stored)
 
 
 @pytest.mark.parametrize("stored", [b"AKS", b"AKS\x01", b"AKS\x01" + bytes(8)])
-def test_record_without_a_whole_header_is_refused(stored: bytes) -> None:
+def test_record_without_a_whole_header_is_rejected(stored: bytes) -> None:
     with pytest.raises(TamperedError, match="header"):
         unpack(stored)
 
 
 @pytest.mark.parametrize("version", [0, 2, 0x31, 0xFF])
-def test_record_of_another_version_is_refused(version: int) -> None:
+def test_record_of_another_version_is_rejected(version: int) -> None:
     with pytest.raises(TamperedError, match="header"):
         unpack(b"AKS" + bytes([version]) + bytes(40))
 
@@ -185,7 +185,7 @@ def test_header_is_read_without_the_rest_of_the_record(rest: bytes) -> None:
     [None, "", b"", "AKS\x01 and more text", 1, b'{"a": 1, "b": 2}', b"AKS\x01" + bytes(8)]
     + [b"AKS" + bytes([version]) + bytes(40) for version in (0, 2, 0xFF)],
 )
-def test_value_without_a_header_is_none_of_any_backend(stored: Any) -> None:
+def test_value_without_a_whole_header_has_no_backend(stored: Any) -> None:
     assert records.header(stored) is None
 
 
@@ -195,20 +195,20 @@ def test_value_without_a_header_is_none_of_any_backend(stored: Any) -> None:
 @pytest.mark.parametrize("result", [None, "text", ValueError("a secret")])
 def test_cipher_that_fails_to_encrypt_stores_nothing(result: Any) -> None:
     with pytest.raises(SecureSessionError, match="backend 128 failed to encrypt") as info:
-        seal(Misbehaving(result), 0x80, 1, WHERE, b"a secret")
+        seal(Misbehaving(result), 0x80, 1, CONTEXT, b"a secret")
     assert "secret" not in str(info.value)
     assert info.value.__context__ is None
 
 
 @pytest.mark.parametrize("result", [None, "text", ValueError("a secret"), KeyError("a secret")])
-def test_cipher_that_fails_to_decrypt_is_a_refusal(result: Any) -> None:
+def test_error_of_a_cipher_that_decrypts_is_a_rejection(result: Any) -> None:
     with pytest.raises(TamperedError) as info:
-        open_record(seal(CIPHER, 0x80, 1, WHERE, b""), WHERE, Misbehaving(result))
+        open_record(seal(CIPHER, 0x80, 1, CONTEXT, b""), CONTEXT, Misbehaving(result))
     assert "secret" not in str(info.value)
     assert info.value.__context__ is None
 
 
-def test_refusal_of_ours_passes_through_unchanged() -> None:
+def test_decryption_error_of_a_cipher_passes_unchanged() -> None:
     refusal = UnknownKeyError("as raised")
     with pytest.raises(UnknownKeyError, match="as raised"):
-        open_record(seal(CIPHER, 0x80, 1, WHERE, b""), WHERE, Misbehaving(refusal))
+        open_record(seal(CIPHER, 0x80, 1, CONTEXT, b""), CONTEXT, Misbehaving(refusal))

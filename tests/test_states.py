@@ -1,4 +1,4 @@
-"""State by scope, and as JSON."""
+"""States: their scopes, and their JSON."""
 
 import datetime
 import json
@@ -58,7 +58,7 @@ def test_merge_is_the_inverse_of_split() -> None:
     assert states.merge(*states.split(state)) == state
 
 
-def test_json_values_share_nothing_with_the_caller() -> None:
+def test_json_values_are_copies() -> None:
     value = {"deep": [1]}
     copy = to_json_values({"a": value})
     value["deep"].append(2)
@@ -71,10 +71,10 @@ def test_merge_leaves_its_arguments_alone() -> None:
     assert session == {"a": 1}
 
 
-# --- what JSON cannot hold -----------------------------------------------------------------------
+# --- values without a JSON form ------------------------------------------------------------------
 
 
-def test_values_with_a_json_form_take_it() -> None:
+def test_values_with_a_json_form_are_stored_in_it() -> None:
     when = datetime.datetime(2024, 1, 2, 3, 4, 5)
     state = {"when": when, "pair": (1, 2), "some": {1}}
     expected = {"when": when.isoformat(), "pair": [1, 2], "some": [1]}
@@ -139,7 +139,7 @@ def test_empty_state_is_stored_as_an_empty_object() -> None:
     assert loads(b"{}") == {}
 
 
-def test_each_loading_gives_values_of_its_own() -> None:
+def test_two_loads_share_no_values() -> None:
     stored = dumps({"a": [1]})
     loads(stored)["a"].append(2)
     assert loads(stored) == {"a": [1]}
@@ -151,5 +151,5 @@ def test_order_of_keys_is_kept() -> None:
     assert list(loads(dumps({"b": 1, "a": 2}))) == ["b", "a"]
 
 
-def test_no_space_is_spent() -> None:
+def test_json_has_no_spaces() -> None:
     assert not re.search(rb"\s", dumps({"a": [1, {"b": 2}], "c": None}))

@@ -1,4 +1,4 @@
-"""The test kit for key providers: it passes ours, and finds the fault of each that has one."""
+"""The test kit for key providers: ours pass, and each faulty provider fails by its fault."""
 
 import asyncio
 from collections.abc import Callable
@@ -34,7 +34,7 @@ async def test_passphrase_keeps_every_rule(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 class Faulty:
-    """A provider that would be right, were it not for its heirs."""
+    """A correct provider; each subclass breaks one rule."""
 
     key_id = "faulty"
 
@@ -74,7 +74,7 @@ class Unbound(Faulty):
 
 
 class HalfBound(Faulty):
-    """As a service that compares without regard to case."""
+    """Like a service that ignores upper and lower case."""
 
     async def wrap(self, key: bytes, associated_data: bytes) -> bytes:
         return await self.key.wrap(key, associated_data.lower())
@@ -100,7 +100,7 @@ class Textual(Faulty):
 
 
 class Malleable(Faulty):
-    """As one that stores text in which some bits have no meaning."""
+    """Ignores its first byte, like text in which some bits have no meaning."""
 
     async def wrap(self, key: bytes, associated_data: bytes) -> bytes:
         return b"?" + await self.key.wrap(key, associated_data)
@@ -208,7 +208,7 @@ async def test_fault_is_found(fault: str, faulty: Callable[[], KeyProvider]) -> 
         await check_key_provider(faulty, hidden=["needle"])
 
 
-async def test_key_that_opens_anothers_wraps_is_found() -> None:
+async def test_key_that_unwraps_what_another_wrapped_is_found() -> None:
     with pytest.raises(AssertionError, match="what another root key wrapped"):
         await check_key_provider(lambda: StaticKey(KEY), lambda: StaticKey(KEY))
 

@@ -1,4 +1,4 @@
-"""Google ADK sessions, stored encrypted: a drop-in for `DatabaseSessionService`."""
+"""Encrypted storage for Google ADK sessions: a drop-in for `DatabaseSessionService`."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +68,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # With it comes google-adk, which takes seconds that the command line need not wait for.
+    # Imported on first use: google-adk takes seconds, and the command line does without it.
     if name == "EncryptedSessionService":
         from adk_secure_sessions.service import EncryptedSessionService
 

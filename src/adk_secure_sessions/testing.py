@@ -32,7 +32,8 @@ async def check_key_provider(
         every: Modify every n-th byte of a wrapped key: 1 for each byte.
 
     Raises:
-        AssertionError: Names the first rule that the provider breaks.
+        AssertionError: Names the first rule that the provider breaks.  Errors of the provider,
+            where its call has to succeed, are raised as they are.
     """
     provider, key = make(), secrets.token_bytes(32)
     _check_key_id(make, provider)

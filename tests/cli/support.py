@@ -10,7 +10,7 @@ from adk_secure_sessions.cli import main
 
 
 class Said(NamedTuple):
-    """What a command ended with, and what it printed."""
+    """The exit status of a command, and what it printed."""
 
     code: int
     stdout: str
@@ -29,12 +29,12 @@ def run(*arguments: str, **environment: str) -> Said:
 
 
 def on(db: str, key: str | None = "env:OLD_KEY") -> list[str]:
-    """Options that name a database, and the root key."""
+    """Return the options for a database and a root key."""
     return ["--db", db, *(["--key", key] if key else [])]
 
 
 def commands() -> dict[str, click.Command]:
-    """All that do something, by what is typed."""
+    """Return all commands by the words that call them."""
     found: dict[str, click.Command] = {}
     groups: list[tuple[str, click.Group]] = [("", main)]
     while groups:

@@ -1,4 +1,4 @@
-"""Each command, on each kind of database: what it prints, and how it ends."""
+"""Each command, on each kind of database: what it prints, and its exit status."""
 
 import asyncio
 import base64
@@ -20,7 +20,7 @@ from tests.maintenance.support import NEW, OLD, fill, query, run_sql
 # --- all of them ---------------------------------------------------------------------------------
 
 
-def test_database_is_looked_after_from_its_making(url: str, place: sa.URL) -> None:
+def test_every_command_works_on_a_database_from_init_to_purge(url: str, place: sa.URL) -> None:
     made = run("init", *on(url), "--json")
     assert made.code == 0
     assert len(made.json["tables"]) == 9
@@ -43,10 +43,10 @@ def test_database_is_looked_after_from_its_making(url: str, place: sa.URL) -> No
     )
     rotated = run("rotate", "root", *on(url, "env:NEW_KEY"), "--also-key", "env:OLD_KEY", "--json")
     assert (rotated.code, len(rotated.json["rotated"])) == (0, 2)
-    refused = run("verify", *on(url))
-    assert (refused.code, refused.stdout) == (2, "")
-    assert refused.stderr.count("\n") == 1
-    assert AesGcmBackend(NEW).root_key.key_id in refused.stderr
+    rejected = run("verify", *on(url))
+    assert (rejected.code, rejected.stdout) == (2, "")
+    assert rejected.stderr.count("\n") == 1
+    assert AesGcmBackend(NEW).root_key.key_id in rejected.stderr
     found = run(
         "lookup", *on(url, "env:NEW_KEY"), "--app", "clinic", "--user", "bob", "--session", "s1"
     )
@@ -97,8 +97,8 @@ def test_backends_are_named(file_url: str) -> None:
 def test_plaintext_database_needs_no_key(file_url: str) -> None:
     assert run("init", "--db", file_url, "--backend", "no-op").code == 0
     assert run("verify", "--db", file_url, "--backend", "no-op").code == 0
-    refused = run("verify", *on(file_url))
-    assert (refused.code, "plaintext by NoOpBackend" in refused.stderr) == (2, True)
+    rejected = run("verify", *on(file_url))
+    assert (rejected.code, "as plaintext by NoOpBackend" in rejected.stderr) == (2, True)
     assert run("verify", *on(file_url), "--backend", "no-op").code == 0
 
 

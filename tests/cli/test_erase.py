@@ -1,4 +1,4 @@
-"""`erase-user`: what it prints, and how it ends."""
+"""`erase-user`: what it prints, and its exit status."""
 
 import asyncio
 import base64
@@ -60,7 +60,7 @@ def test_erased_user_is_counted_and_not_named(url: str, place: sa.URL) -> None: 
     ("table", "missing"),
     [("secure_users", "the user's own row"), ("secure_data_keys", "the data key")],
 )
-def test_what_was_missing_is_said_and_exits_with_1(
+def test_missing_key_or_row_is_reported_and_exits_with_1(
     file_url: str,  # noqa: F811
     table: str,
     missing: str,

@@ -1,4 +1,4 @@
-"""docs/cli.md and the help of each command say all there is, and their examples work."""
+"""docs/cli.md and the help are complete, and the examples in the help work."""
 
 import re
 import shlex

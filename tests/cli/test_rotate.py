@@ -1,4 +1,4 @@
-"""`rotate` and `retire`, on each kind of database: what they print, and how they end."""
+"""`rotate` and `retire`, on each kind of database: what they print, and their exit status."""
 
 import asyncio
 import itertools
@@ -40,12 +40,10 @@ def file_place(file: str) -> sa.URL:
     return sa.make_url(file).set(drivername="sqlite")
 
 
-# --- all that there is to do ---------------------------------------------------------------------
+# --- whole rotations -----------------------------------------------------------------------------
 
 
-def test_every_key_and_the_backend_are_replaced_one_after_the_other(
-    url: str, place: sa.URL
-) -> None:
+def test_every_key_and_the_backend_are_replaced_in_turn(url: str, place: sa.URL) -> None:
     asyncio.run(fill(url, FernetBackend(OLD)))
     assert run("status", "--db", url).stdout.count("fernet") == 6
     both = [*on(url, "env:NEW_KEY"), "--also-key", "env:OLD_KEY", *WITH_FERNET]
@@ -123,7 +121,7 @@ def test_plaintext_database_is_moved_to_an_encrypting_backend(file_url: str) -> 
     assert run("verify", *new).code == 0
 
 
-# --- what is left --------------------------------------------------------------------------------
+# --- rows that are left --------------------------------------------------------------------------
 
 
 def test_records_that_cannot_be_decrypted_are_named_and_counted_by_table(
@@ -214,7 +212,7 @@ def test_data_keys_that_cannot_be_unwrapped_are_named_and_counted(
     assert run("rotate", "master", *on(filled), "--dry-run").code == 1
 
 
-def test_keys_that_are_still_needed_are_kept_and_say_by_what(filled: str, place: sa.URL) -> None:
+def test_keys_that_are_still_needed_are_kept_with_the_reason(filled: str, place: sa.URL) -> None:
     break_events(place)
     run("rotate", "data", *on(filled))
     said = run("retire", "--db", filled)
@@ -233,7 +231,7 @@ def test_keys_that_are_still_needed_are_kept_and_say_by_what(filled: str, place:
     assert as_json.json["examples"][0]["references"] == [["secure_events", 2]]
 
 
-def test_master_that_still_wraps_a_key_is_kept(file: str, file_place: sa.URL) -> None:
+def test_master_key_that_still_wraps_a_data_key_is_kept(file: str, file_place: sa.URL) -> None:
     ((first,),) = query(file_place, "SELECT min(id) FROM secure_data_keys")
     ((master,),) = query(file_place, "SELECT id FROM secure_keyring WHERE purpose = 'data'")
     bad = "CAST(substr(wrapped, 1, 20) AS BLOB)"
@@ -334,10 +332,10 @@ def test_rotation_whose_checkpoint_was_tampered_with_is_rejected(
     )
     before = all_rows(file_place)
     for more in ([], ["--dry-run"]):
-        refused = run("rotate", name, *on(file), *more)
-        assert (refused.code, refused.stdout) == (2, "")
-        assert f"secure_meta row rotation.{name}: " in refused.stderr
-        assert "--restart" in refused.stderr
+        rejected = run("rotate", name, *on(file), *more)
+        assert (rejected.code, rejected.stdout) == (2, "")
+        assert f"secure_meta row rotation.{name}: " in rejected.stderr
+        assert "--restart" in rejected.stderr
     assert all_rows(file_place) == before
     assert run("rotate", name, *on(file), "--restart").code == 0
     assert run("verify", *on(file)).code == 0
@@ -354,20 +352,20 @@ def test_retire_takes_no_key() -> None:
 @pytest.mark.parametrize("name", ROTATIONS)
 def test_rotation_with_a_wrong_key_writes_nothing(name: str, file: str, file_place: sa.URL) -> None:
     before = all_rows(file_place)
-    refused = run("rotate", name, *on(file, "env:NEW_KEY"))
-    assert (refused.code, refused.stdout, refused.stderr.count("\n")) == (2, "", 1)
-    assert AesGcmBackend(OLD).root_key.key_id in refused.stderr
+    rejected = run("rotate", name, *on(file, "env:NEW_KEY"))
+    assert (rejected.code, rejected.stdout, rejected.stderr.count("\n")) == (2, "", 1)
+    assert AesGcmBackend(OLD).root_key.key_id in rejected.stderr
     assert run("rotate", name, "--db", file).code == 2
     assert all_rows(file_place) == before
 
 
 def test_master_key_under_no_root_key_is_rejected(file_url: str) -> None:
     asyncio.run(fill(file_url, clear_backend()))
-    refused = run("rotate", "master", "--db", file_url, "--backend", "no-op")
-    assert (refused.code, "no root key" in refused.stderr) == (2, True)
+    rejected = run("rotate", "master", "--db", file_url, "--backend", "no-op")
+    assert (rejected.code, "no root key" in rejected.stderr) == (2, True)
 
 
-def test_backend_that_was_not_listed_is_asked_for(file_url: str) -> None:
+def test_backend_that_is_not_listed_is_named_as_the_next_step(file_url: str) -> None:
     asyncio.run(fill(file_url))
     said = run("rotate", "data", *on(file_url), "--backend", "fernet")
     assert said.code == 1
@@ -385,12 +383,12 @@ def test_progress_of_retire_counts_owners(
     assert said.stderr.splitlines()[-1] == "retire: 3 of 3 owners"
 
 
-def test_rotation_from_clear_without_a_master_under_the_root_key_says_what_to_do(
+def test_rotation_from_plaintext_without_a_data_master_key_says_what_to_do(
     file_url: str,
 ) -> None:
     asyncio.run(fill(file_url, clear_backend()))
-    refused = run("rotate", "data", *on(file_url), "--also-backend", "no-op")
-    assert (refused.code, "rotate master" in refused.stderr) == (2, True)
+    rejected = run("rotate", "data", *on(file_url), "--also-backend", "no-op")
+    assert (rejected.code, "rotate master" in rejected.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(

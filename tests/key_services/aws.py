@@ -1,4 +1,4 @@
-"""AWS KMS as moto plays it, over HTTP; what it does not play is put in front of it."""
+"""AWS KMS by moto, over HTTP, with the errors and delays that moto lacks in front of it."""
 
 import io
 import json
@@ -24,7 +24,7 @@ class Quiet(WSGIRequestHandler):
 
 
 class Kms:
-    """The server: counts what it is asked, and fails as it is told."""
+    """The server: it records calls, and fails when a test says so."""
 
     def __init__(self) -> None:
         self._moto: Any = DomainDispatcherApplication(create_backend_app)
@@ -84,7 +84,7 @@ class Kms:
             time.sleep(self.delay)
             if self.failures:
                 code, status = self.failures.pop(0)
-                # Servers may repeat what they were sent: ours must not repeat that.
+                # A server may repeat what it was sent.  Our errors must not.
                 text = json.dumps({"__type": code, "message": f"needle {content!r}"})
                 return Response(text, status)(environ, start_response)
             environ["wsgi.input"] = io.BytesIO(content)

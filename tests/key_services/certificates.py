@@ -1,4 +1,4 @@
-"""Certificates that nobody else trusts."""
+"""Self-signed certificates for the servers of these tests."""
 
 import datetime
 import ipaddress
@@ -15,7 +15,7 @@ class Certificate(NamedTuple):
     public: bytes
 
     def write(self, directory: Path) -> tuple[Path, Path]:
-        """What a client trusts, and what a server needs."""
+        """Write what a client trusts and what a server needs, and return both paths."""
         ours, both = directory / "ca.pem", directory / "both.pem"
         ours.write_bytes(self.public)
         both.write_bytes(self.private + self.public)
@@ -23,7 +23,7 @@ class Certificate(NamedTuple):
 
 
 def certificate() -> Certificate:
-    """Of `localhost`, made by itself, for an hour."""
+    """Return a self-signed certificate of `localhost` that is valid for an hour."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
     now = datetime.datetime.now(datetime.UTC)

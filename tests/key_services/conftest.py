@@ -15,13 +15,13 @@ from tests.key_services.vault import Vault, running
 
 @pytest.fixture
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call that is repeated is repeated at once."""
+    """Calls are repeated without a pause."""
     monkeypatch.setattr(RemoteKey, "pause", 0.001)
 
 
 @pytest.fixture
 def vault(monkeypatch: pytest.MonkeyPatch) -> Iterator[Vault]:
-    """A server with the keys `clinic` and `other`; none of this machine's settings."""
+    """A server with the keys `clinic` and `other`; this machine's settings are hidden."""
     for name in ("ADDR", "TOKEN", "NAMESPACE", "ROLE_ID", "SECRET_ID", "CACERT"):
         monkeypatch.delenv(f"VAULT_{name}", raising=False)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
@@ -53,7 +53,7 @@ def moto() -> Iterator[aws.Kms]:
 
 @pytest.fixture
 def kms(moto: aws.Kms, monkeypatch: pytest.MonkeyPatch) -> aws.Kms:
-    """AWS as this machine's environment would describe it, which is otherwise left alone."""
+    """AWS, with credentials in the environment; this machine's own settings are hidden."""
     for name in list(os.environ):
         if name.startswith("AWS_"):
             monkeypatch.delenv(name)
@@ -123,7 +123,7 @@ def pkcs11_service(softhsm: hsm.SoftHsm) -> Iterator[Service]:
     asked = []
 
     class Counted(Pkcs11Key):
-        """Counts what RemoteKey has it ask of the token."""
+        """Records the calls that RemoteKey makes."""
 
         async def _encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
             asked.append("encrypt")

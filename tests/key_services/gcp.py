@@ -70,7 +70,7 @@ class CloudKms:
             if "authorization" not in dict(context.invocation_metadata()):
                 context.abort(grpc.StatusCode.UNAUTHENTICATED, "no credentials")
             if self.failures:
-                # Servers may repeat what they were sent: ours must not repeat that.
+                # A server may repeat what it was sent.  Our errors must not.
                 context.abort(grpc.StatusCode[self.failures.pop(0)], f"needle {asked.name}")
             key = self.keys.get(asked.name)
             if key is None:
@@ -117,7 +117,7 @@ class CloudKms:
 
 @functools.cache
 def _trusted() -> tuple[bytes, bytes]:
-    """The one certificate that gRPC trusts in this process: it reads the variable once."""
+    """Return the certificate that gRPC trusts in this process: it reads the variable once."""
     made = certificate()
     directory = Path(tempfile.mkdtemp(prefix="gcp-"))
     atexit.register(shutil.rmtree, directory)
@@ -127,7 +127,7 @@ def _trusted() -> tuple[bytes, bytes]:
 
 @functools.cache
 def service_account() -> str:
-    """A key file such as Google gives; nothing has to be asked for to use it."""
+    """Return a key file as Google issues it; using it needs no call."""
     private = rsa.generate_private_key(65537, 2048).private_bytes(
         serialization.Encoding.PEM,
         serialization.PrivateFormat.PKCS8,

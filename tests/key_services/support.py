@@ -1,4 +1,4 @@
-"""A key service under test, whatever its kind."""
+"""What the tests of all key services share."""
 
 import asyncio
 import time
@@ -10,7 +10,7 @@ import pytest
 from adk_secure_sessions import KeyProvider, KeyServiceError
 
 MASTER = bytes(range(32))
-PLACE = b"place"
+CONTEXT = b"context"
 
 
 @dataclass
@@ -18,17 +18,17 @@ class Service:
     """A running key service, and the providers that ask it."""
 
     make: Callable[[], KeyProvider]
-    other: Callable[[], KeyProvider]  # of another key
-    hidden: list[str | bytes]  # what no provider of it may show
-    calls: Callable[[], int]  # how often it was asked to encrypt or decrypt
-    stop: Callable[[], None]  # it can be reached no more
+    other: Callable[[], KeyProvider]  # for another key
+    hidden: list[str | bytes]  # secrets that no provider may show
+    calls: Callable[[], int]  # how many calls it got
+    stop: Callable[[], None]  # from then on it cannot be reached
     every: int = 1  # for check_key_provider
 
 
 async def failure(key: KeyProvider) -> KeyServiceError:
-    """What wrapping with *key* fails with; nothing of what the service says is in it."""
+    """Return the error of wrapping with *key*, which repeats nothing that the service said."""
     with pytest.raises(KeyServiceError) as info:
-        await key.wrap(MASTER, PLACE)
+        await key.wrap(MASTER, CONTEXT)
     error: BaseException | None = info.value
     while error is not None:
         assert "needle" not in str(error)
@@ -38,8 +38,8 @@ async def failure(key: KeyProvider) -> KeyServiceError:
 
 
 async def cancel_while_asked(key: KeyProvider, asked: Sized) -> None:
-    """Cancel a call once the service has been *asked*: it ends at once, and is not repeated."""
-    call = asyncio.ensure_future(key.wrap(MASTER, PLACE))
+    """Cancel a call that the service has *asked*: it ends at once, and is not repeated."""
+    call = asyncio.ensure_future(key.wrap(MASTER, CONTEXT))
     while not asked:
         await asyncio.sleep(0.01)
     began = time.perf_counter()

@@ -21,7 +21,7 @@ from adk_secure_sessions import (
     key_provider,
 )
 from tests.key_services.aws import ACCESS, REGION, Kms
-from tests.key_services.support import MASTER, PLACE, cancel_while_asked, failure
+from tests.key_services.support import CONTEXT, MASTER, cancel_while_asked, failure
 
 ARN = f"arn:aws:kms:{REGION}:123456789012:key/1234abcd-12ab-34cd-56ef-1234567890ab"
 
@@ -38,17 +38,17 @@ def key(kms: Kms) -> AwsKmsKey:
 
 
 async def test_wrap_has_the_documented_format(kms: Kms, key: AwsKmsKey) -> None:
-    wrapped = await key.wrap(MASTER, PLACE)
+    wrapped = await key.wrap(MASTER, CONTEXT)
     assert wrapped[:1] == b"\x03"
-    digest = base64.b64encode(hashlib.sha256(b"\x03" + PLACE).digest()).decode()
+    digest = base64.b64encode(hashlib.sha256(b"\x03" + CONTEXT).digest()).decode()
     context = {"adk-secure-sessions": digest}
     said = kms.admin.decrypt(CiphertextBlob=wrapped[1:], EncryptionContext=context)
     assert said["Plaintext"] == MASTER
     assert said["KeyId"] == key.key_id.removeprefix("aws-kms:")
 
 
-async def test_log_of_aws_shows_nothing_of_the_place(kms: Kms, key: AwsKmsKey) -> None:
-    """CloudTrail keeps the context in clear."""
+async def test_log_of_aws_shows_nothing_of_the_context(kms: Kms, key: AwsKmsKey) -> None:
+    """CloudTrail logs the encryption context as plaintext."""
     await key.unwrap(await key.wrap(MASTER, b"clinic, ada"), b"clinic, ada")
     assert len(kms.contexts) == 2
     for name, value in (pair for context in kms.contexts for pair in context.items()):
@@ -60,9 +60,9 @@ async def test_debugging_log_shows_no_key(
     kms: Kms, key: AwsKmsKey, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    wrapped = await key.wrap(MASTER, PLACE)
-    assert await key.unwrap(wrapped, PLACE) == MASTER
-    kms.admin.list_keys()  # the user's own calls are logged as ever
+    wrapped = await key.wrap(MASTER, CONTEXT)
+    assert await key.unwrap(wrapped, CONTEXT) == MASTER
+    kms.admin.list_keys()  # the user's own calls are still logged
     assert "botocore.endpoint" in {record.name for record in caplog.records}
     for form in (base64.b64encode(MASTER).decode(), MASTER.hex(), repr(MASTER)):
         assert form not in caplog.text
@@ -77,12 +77,12 @@ async def test_alias_names_its_key(kms: Kms, monkeypatch: pytest.MonkeyPatch) ->
     kms.admin.create_alias(AliasName="alias/moved", TargetKeyId=arn)
     key = key_provider("aws-kms:alias/moved")
     assert key.key_id == "aws-kms:alias/moved"
-    wrapped = await key.wrap(MASTER, PLACE)
-    assert await key_provider(f"aws-kms:{arn}").unwrap(wrapped, PLACE) == MASTER
+    wrapped = await key.wrap(MASTER, CONTEXT)
+    assert await key_provider(f"aws-kms:{arn}").unwrap(wrapped, CONTEXT) == MASTER
     kms.admin.update_alias(AliasName="alias/moved", TargetKeyId=kms.new_key())
-    # moto says AccessDeniedException, AWS IncorrectKeyException: see below.
+    # moto answers AccessDeniedException, AWS IncorrectKeyException: see below.
     with pytest.raises(KeyServiceError, match="permission was denied"):
-        await key.unwrap(wrapped, PLACE)
+        await key.unwrap(wrapped, CONTEXT)
 
 
 @pytest.mark.parametrize(
@@ -93,14 +93,14 @@ async def test_alias_names_its_key(kms: Kms, monkeypatch: pytest.MonkeyPatch) ->
         "mrk-1234abcd12ab34cd56ef1234567890ab",
     ],
 )  # fmt: skip
-def test_every_way_to_name_a_key_is_taken(kms: Kms, name: str) -> None:
+def test_every_form_of_a_key_name_is_accepted(kms: Kms, name: str) -> None:
     assert AwsKmsKey(name, endpoint_url=kms.address).key_id == f"aws-kms:{name}"
 
 
 @pytest.mark.parametrize(
     "name", ["", "clinic", "needle", "arn:aws:s3:::clinic", f"{ARN} ", f"{ARN}\n", "alias/", "é"]
 )
-def test_name_that_is_none_is_refused_without_repeating_it(name: str) -> None:
+def test_invalid_name_is_rejected_without_repeating_it(name: str) -> None:
     with pytest.raises(ConfigurationError, match="alias/NAME") as info:
         AwsKmsKey(name)
     assert "needle" not in str(info.value)
@@ -145,7 +145,7 @@ async def test_profile_gives_region_and_credentials(
     assert kms.signers == [("AKIAOFPROFILE", "ap-south-1")]
 
 
-def test_address_at_which_keys_would_travel_in_clear_is_refused(
+def test_address_at_which_keys_would_travel_unencrypted_is_rejected(
     monkeypatch: pytest.MonkeyPatch, kms: Kms
 ) -> None:
     with pytest.raises(ConfigurationError, match="https://"):
@@ -188,7 +188,7 @@ async def test_failure_says_what_to_check_and_whether_to_try_again(
     assert len(kms.operations) == (3 if retryable else 1)
 
 
-# moto plays none of these three; botocore's own stub also holds the call to AWS's model of it.
+# moto has none of these three.  botocore's stub also checks the call against AWS's model.
 STUBBED = {"DisabledException": 1, "KMSInvalidStateException": 1, "ThrottlingException": 3}
 
 
@@ -198,7 +198,7 @@ async def test_failure_that_botocore_stubs_is_the_same(
 ) -> None:
     session = botocore.session.Session()
     client = session.create_client("kms", region_name=REGION, endpoint_url=kms.address, **ACCESS)
-    context = base64.b64encode(hashlib.sha256(b"\x03" + PLACE).digest()).decode()
+    context = base64.b64encode(hashlib.sha256(b"\x03" + CONTEXT).digest()).decode()
     asked = {
         "KeyId": key.key_id.removeprefix("aws-kms:"),
         "EncryptionContext": {"adk-secure-sessions": context},
@@ -217,19 +217,19 @@ async def test_failure_that_botocore_stubs_is_the_same(
     assert not kms.operations
 
 
-async def test_throttled_call_is_made_again(kms: Kms, key: AwsKmsKey) -> None:
+async def test_throttled_call_is_repeated(kms: Kms, key: AwsKmsKey) -> None:
     kms.failures = [("ThrottlingException", 400), ("KMSInternalException", 500)]
-    assert await key.unwrap(await key.wrap(MASTER, PLACE), PLACE) == MASTER
+    assert await key.unwrap(await key.wrap(MASTER, CONTEXT), CONTEXT) == MASTER
 
 
-async def test_key_that_was_wrapped_by_another_is_said_to_be(kms: Kms, key: AwsKmsKey) -> None:
-    wrapped = await key.wrap(MASTER, PLACE)
+async def test_key_that_another_key_wrapped_is_a_wrong_key(kms: Kms, key: AwsKmsKey) -> None:
+    wrapped = await key.wrap(MASTER, CONTEXT)
     kms.failures = [("IncorrectKeyException", 400)]
     with pytest.raises(WrongKeyError, match="alias that was moved"):
-        await key.unwrap(wrapped, PLACE)
+        await key.unwrap(wrapped, CONTEXT)
     kms.failures = [("InvalidCiphertextException", 400)]
     with pytest.raises(TamperedError):
-        await key.unwrap(wrapped, PLACE)
+        await key.unwrap(wrapped, CONTEXT)
 
 
 async def test_missing_credentials_are_named(kms: Kms, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +241,7 @@ async def test_missing_credentials_are_named(kms: Kms, monkeypatch: pytest.Monke
     assert kms.operations == []
 
 
-async def test_server_that_is_not_there_cannot_be_reached(kms: Kms, key: AwsKmsKey) -> None:
+async def test_missing_server_cannot_be_reached(kms: Kms, key: AwsKmsKey) -> None:
     kms.stop()
     error = await failure(key)
     kms.start()
@@ -249,7 +249,7 @@ async def test_server_that_is_not_there_cannot_be_reached(kms: Kms, key: AwsKmsK
     assert error.retryable
 
 
-async def test_slow_server_is_given_up_in_time(kms: Kms) -> None:
+async def test_slow_server_times_out(kms: Kms) -> None:
     kms.delay = 1.0
     key = AwsKmsKey(kms.new_key(), endpoint_url=kms.address, timeout=0.1, attempts=2)
     began = time.perf_counter()
@@ -265,9 +265,9 @@ async def test_call_that_is_cancelled_ends_at_once_and_is_not_repeated(
     await cancel_while_asked(key, kms.operations)
 
 
-async def test_calls_leave_the_event_loop_free(kms: Kms, key: AwsKmsKey) -> None:
+async def test_event_loop_runs_on_during_a_call(kms: Kms, key: AwsKmsKey) -> None:
     kms.delay = 0.2
-    call = asyncio.create_task(key.wrap(MASTER, PLACE))
+    call = asyncio.create_task(key.wrap(MASTER, CONTEXT))
     ticks = 0
     while not call.done():
         await asyncio.sleep(0.005)

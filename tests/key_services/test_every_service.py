@@ -1,4 +1,4 @@
-"""What holds of every key service, with real services of ours on top."""
+"""What every key service has to do, also for a session service on top of it."""
 
 import asyncio
 import base64
@@ -41,7 +41,7 @@ async def test_debugging_log_shows_no_secret(
     caplog.set_level(logging.DEBUG)
     master = secrets.token_bytes(32)
     key = key_service.make()
-    assert await key.unwrap(await key.wrap(master, b"place"), b"place") == master
+    assert await key.unwrap(await key.wrap(master, b"context"), b"context") == master
     for secret in (base64.b64encode(master).decode(), master.hex(), repr(master)):
         assert secret not in caplog.text
     assert [secret for secret in key_service.hidden if str(secret) in caplog.text] == []
@@ -53,7 +53,7 @@ def test_providers_of_one_key_are_equal(key_service: Service) -> None:
     assert key_service.make() != key_service.other()
 
 
-async def test_start_asks_four_times_at_most_and_operations_never(
+async def test_start_calls_four_times_at_most_and_operations_never(
     key_service: Service, tmp_path: Path
 ) -> None:
     for _ in range(2):  # the first makes the keys, the second finds them
@@ -71,7 +71,9 @@ async def test_two_backends_may_have_one_key(key_service: Service, tmp_path: Pat
         await service.create_session(**WHO)
 
 
-async def test_another_key_does_not_open_the_database(key_service: Service, tmp_path: Path) -> None:
+async def test_another_key_does_not_unwrap_the_keyring(
+    key_service: Service, tmp_path: Path
+) -> None:
     async with EncryptedSessionService(url(tmp_path), AesGcmBackend(key_service.make())) as service:
         await service.create_session(**WHO)
     other = key_service.other()
@@ -80,7 +82,7 @@ async def test_another_key_does_not_open_the_database(key_service: Service, tmp_
             await service.list_sessions(app_name="clinic")
 
 
-async def test_altered_keyring_is_refused(key_service: Service, tmp_path: Path) -> None:
+async def test_tampered_keyring_is_rejected(key_service: Service, tmp_path: Path) -> None:
     async with EncryptedSessionService(url(tmp_path), AesGcmBackend(key_service.make())) as service:
         await service.prepare_tables()
     with contextlib.closing(sqlite3.connect(tmp_path / "sessions.db")) as database, database:
@@ -92,7 +94,7 @@ async def test_altered_keyring_is_refused(key_service: Service, tmp_path: Path) 
             await service.prepare_tables()
 
 
-async def test_running_service_goes_on_without_the_key_service(
+async def test_running_service_works_without_the_key_service(
     key_service: Service, tmp_path: Path
 ) -> None:
     backend = AesGcmBackend(key_service.make())

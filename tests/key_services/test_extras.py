@@ -14,7 +14,7 @@ from adk_secure_sessions import (
     VaultKey,
 )
 
-# What is missing, the extra that brings it, and who asks for it.
+# The missing module, the extra that installs it, and the key that needs it.
 MISSING: dict[str, tuple[str, str, Callable[[], KeyProvider]]] = {
     "aws": ("botocore", "aws", lambda: AwsKmsKey("alias/clinic")),
     "gcp": ("google.cloud.kms", "gcp", lambda: GcpKmsKey("projects/p")),

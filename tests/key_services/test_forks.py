@@ -1,4 +1,4 @@
-"""Providers in processes that are forked from one that has used them."""
+"""Providers in processes that were forked after their first use."""
 
 import asyncio
 import os
@@ -17,7 +17,7 @@ MASTER = bytes(range(32))
 def test_vault_answers_forks(vault: Vault) -> None:
     job = (with_vault, vault.address, vault.role_id, vault.secret_id)
     assert results(job) == [[0]]
-    # The token that the parent got by logging in is good for its fork, too.
+    # The fork uses the token that its parent got by logging in.
     assert vault.requests.count("auth/approle/login") == 1
 
 
@@ -39,13 +39,13 @@ def with_aws(
 
 
 def fork_and_unwrap(say: Callable[[object], None], key: KeyProvider) -> None:
-    wrapped = asyncio.run(key.wrap(MASTER, b"place"))
+    wrapped = asyncio.run(key.wrap(MASTER, b"context"))
     if pid := os.fork():
         _, status = os.waitpid(pid, 0)
-        asyncio.run(key.unwrap(wrapped, b"place"))  # the parent's goes on as well
+        asyncio.run(key.unwrap(wrapped, b"context"))  # the parent still works, too
         say(os.waitstatus_to_exitcode(status))
     else:
-        opened = asyncio.run(key.unwrap(wrapped, b"place"))
+        opened = asyncio.run(key.unwrap(wrapped, b"context"))
         os._exit(opened != MASTER)
 
 

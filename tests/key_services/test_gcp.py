@@ -15,7 +15,7 @@ from adk_secure_sessions import (
     key_provider,
 )
 from tests.key_services.gcp import RING, CloudKms, service_account
-from tests.key_services.support import MASTER, PLACE, cancel_while_asked, failure
+from tests.key_services.support import CONTEXT, MASTER, cancel_while_asked, failure
 
 pytestmark = pytest.mark.usefixtures("no_pauses")
 
@@ -26,10 +26,10 @@ def key(cloud_kms: CloudKms) -> GcpKmsKey:
 
 
 async def test_wrap_has_the_documented_format(cloud_kms: CloudKms, key: GcpKmsKey) -> None:
-    wrapped = await key.wrap(MASTER, PLACE)
+    wrapped = await key.wrap(MASTER, CONTEXT)
     aead = cloud_kms.keys[f"{RING}/a"]
     assert wrapped[:1] == b"\x04"
-    assert aead.decrypt(wrapped[1:13], wrapped[13:], b"\x04" + PLACE) == MASTER
+    assert aead.decrypt(wrapped[1:13], wrapped[13:], b"\x04" + CONTEXT) == MASTER
 
 
 def test_spec_names_a_key(cloud_kms: CloudKms) -> None:
@@ -40,7 +40,7 @@ def test_spec_names_a_key(cloud_kms: CloudKms) -> None:
     "name",
     ["", "a", "needle", f"{RING}/", f"{RING}/a/cryptoKeyVersions/1", f"/{RING}/a", f"{RING}/a\n"],
 )
-def test_name_that_is_none_is_refused_without_repeating_it(name: str) -> None:
+def test_invalid_name_is_rejected_without_repeating_it(name: str) -> None:
     with pytest.raises(ConfigurationError, match="projects/P/") as info:
         GcpKmsKey(name)
     assert "needle" not in str(info.value)
@@ -52,7 +52,7 @@ def test_name_that_is_none_is_refused_without_repeating_it(name: str) -> None:
 @pytest.mark.parametrize(
     "field", ["verified_plaintext_crc32c", "verified_additional_authenticated_data_crc32c"]
 )
-async def test_request_that_arrived_otherwise_is_not_believed(
+async def test_request_that_the_server_did_not_verify_is_rejected(
     cloud_kms: CloudKms, key: GcpKmsKey, field: str
 ) -> None:
     cloud_kms.change = lambda response: setattr(response, field, False)
@@ -63,17 +63,17 @@ async def test_request_that_arrived_otherwise_is_not_believed(
 
 
 @pytest.mark.parametrize("field", ["ciphertext", "plaintext"])
-async def test_answer_that_arrived_otherwise_is_not_believed(
+async def test_corrupted_answer_is_rejected(
     cloud_kms: CloudKms, key: GcpKmsKey, field: str
 ) -> None:
-    wrapped = await key.wrap(MASTER, PLACE)
+    wrapped = await key.wrap(MASTER, CONTEXT)
 
     def change(response: Any) -> None:
         setattr(response, field, b"x" + getattr(response, field)[1:])
 
     cloud_kms.change = change
     with pytest.raises(KeyServiceError, match="corrupted on the way") as info:
-        await (key.wrap(MASTER, PLACE) if field == "ciphertext" else key.unwrap(wrapped, PLACE))
+        await (key.wrap(MASTER, CONTEXT) if field == "ciphertext" else key.unwrap(wrapped, CONTEXT))
     assert info.value.retryable
 
 
@@ -89,14 +89,14 @@ async def test_answer_that_arrived_otherwise_is_not_believed(
 async def test_request_that_is_corrupted_on_the_way_is_noticed_by_its_checksum(
     cloud_kms: CloudKms, key: GcpKmsKey, operation: str, field: str
 ) -> None:
-    value = MASTER if operation == "wrap" else await key.wrap(MASTER, PLACE)
+    value = MASTER if operation == "wrap" else await key.wrap(MASTER, CONTEXT)
 
     def corrupt(request: Any) -> None:
         setattr(request, field, b"x" + getattr(request, field)[1:])
 
     cloud_kms.change_request = corrupt
     with pytest.raises(KeyServiceError, match="corrupted on the way") as info:
-        await getattr(key, operation)(value, PLACE)
+        await getattr(key, operation)(value, CONTEXT)
     assert info.value.retryable
 
 
@@ -128,12 +128,14 @@ async def test_failure_says_what_to_check_and_whether_to_try_again(
     assert len(cloud_kms.operations) == (3 if retryable else 1)
 
 
-async def test_call_is_made_again_where_that_may_help(cloud_kms: CloudKms, key: GcpKmsKey) -> None:
+async def test_call_is_repeated_after_a_retryable_error(
+    cloud_kms: CloudKms, key: GcpKmsKey
+) -> None:
     cloud_kms.failures = ["RESOURCE_EXHAUSTED", "UNAVAILABLE"]
-    assert await key.unwrap(await key.wrap(MASTER, PLACE), PLACE) == MASTER
+    assert await key.unwrap(await key.wrap(MASTER, CONTEXT), CONTEXT) == MASTER
 
 
-async def test_key_that_is_not_there_is_named(cloud_kms: CloudKms) -> None:
+async def test_missing_key_is_named(cloud_kms: CloudKms) -> None:
     error = await failure(GcpKmsKey(f"{RING}/missing", endpoint=cloud_kms.endpoint))
     assert "no such key" in str(error)
 
@@ -156,18 +158,18 @@ async def test_credentials_may_be_given(
     credentials = made.from_service_account_info(json.loads(service_account()))
     monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS")
     key = GcpKmsKey(f"{RING}/a", endpoint=cloud_kms.endpoint, credentials=credentials)
-    assert await key.unwrap(await key.wrap(MASTER, PLACE), PLACE) == MASTER
+    assert await key.unwrap(await key.wrap(MASTER, CONTEXT), CONTEXT) == MASTER
 
 
-async def test_shortened_wrap_is_refused_without_a_call(
+async def test_shortened_wrap_is_rejected_without_a_call(
     cloud_kms: CloudKms, key: GcpKmsKey
 ) -> None:
     with pytest.raises(TamperedError):
-        await key.unwrap(b"\x04", PLACE)
+        await key.unwrap(b"\x04", CONTEXT)
     assert cloud_kms.operations == []
 
 
-async def test_slow_server_is_given_up_in_time(cloud_kms: CloudKms) -> None:
+async def test_slow_server_times_out(cloud_kms: CloudKms) -> None:
     cloud_kms.delay = 1.5
     key = GcpKmsKey(f"{RING}/a", endpoint=cloud_kms.endpoint, timeout=0.2, attempts=2)
     began = time.perf_counter()

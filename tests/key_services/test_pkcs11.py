@@ -20,7 +20,7 @@ from adk_secure_sessions import (
     key_provider,
 )
 from tests.key_services.softhsm import PIN, SoftHsm
-from tests.key_services.support import MASTER, PLACE, failure
+from tests.key_services.support import CONTEXT, MASTER, failure
 from tests.processes import results
 
 pytestmark = pytest.mark.usefixtures("no_pauses")
@@ -63,10 +63,10 @@ def before_each_login(monkeypatch: pytest.MonkeyPatch, do: Callable[[str], objec
 async def test_wrap_has_the_documented_format(softhsm: SoftHsm, key: Pkcs11Key) -> None:
     from pkcs11 import GCMParams, Mechanism
 
-    wrapped = await key.wrap(MASTER, PLACE)
+    wrapped = await key.wrap(MASTER, CONTEXT)
     assert (wrapped[:1], len(wrapped)) == (b"\x06", 1 + 12 + 32 + 16)
     with softhsm.token.open(user_pin=PIN) as session:
-        parameters = GCMParams(wrapped[1:13], b"\x06" + PLACE, 128)
+        parameters = GCMParams(wrapped[1:13], b"\x06" + CONTEXT, 128)
         found = session.get_key(label="a")
         opened = found.decrypt(
             wrapped[13:], mechanism=Mechanism.AES_GCM, mechanism_param=parameters
@@ -80,12 +80,12 @@ async def test_wrap_has_the_documented_format(softhsm: SoftHsm, key: Pkcs11Key) 
 async def test_spec_names_a_key(softhsm: SoftHsm) -> None:
     key = key_provider("pkcs11:clinic/a")
     assert key.key_id == "pkcs11:clinic/a"
-    assert await key.unwrap(await key.wrap(MASTER, PLACE), PLACE) == MASTER
+    assert await key.unwrap(await key.wrap(MASTER, CONTEXT), CONTEXT) == MASTER
     assert named("a", key_id="the old token").key_id == "the old token"
 
 
 @pytest.mark.parametrize("name", ["", "clinic", "clinic/", "/a"])
-def test_name_that_is_none_is_refused(softhsm: SoftHsm, name: str) -> None:
+def test_invalid_name_is_rejected(softhsm: SoftHsm, name: str) -> None:
     with pytest.raises(ConfigurationError, match="TOKEN/LABEL"):
         Pkcs11Key(name)
 
@@ -105,10 +105,10 @@ async def test_pin_may_be_in_a_private_file(
     file = tmp_path / "pin"
     file.write_text(f"{PIN}\n")
     file.chmod(0o600)
-    await named("a", pin_file=file).wrap(MASTER, PLACE)
+    await named("a", pin_file=file).wrap(MASTER, CONTEXT)
     monkeypatch.delenv("PKCS11_PIN")
     monkeypatch.setenv("PKCS11_PIN_FILE", str(file))
-    await named("a").wrap(MASTER, PLACE)
+    await named("a").wrap(MASTER, CONTEXT)
     file.write_bytes(b"needle\xff")
     with pytest.raises(ConfigurationError, match="does not hold a PIN") as info:
         named("a")
@@ -127,26 +127,26 @@ async def test_library_that_cannot_be_loaded_is_named(softhsm: SoftHsm) -> None:
 # --- keys and PINs -------------------------------------------------------------------------------
 
 
-async def test_key_that_the_token_would_give_away_is_refused(softhsm: SoftHsm) -> None:
+async def test_key_that_can_be_extracted_is_rejected(softhsm: SoftHsm) -> None:
     softhsm.new_key("extractable", EXTRACTABLE=True)
     softhsm.new_key("readable", SENSITIVE=False)
     for label in ("extractable", "readable"):
         assert "key can be extracted from its token" in str(await failure(named(label)))
 
 
-async def test_key_of_another_length_is_refused(softhsm: SoftHsm) -> None:
+async def test_key_of_another_length_is_rejected(softhsm: SoftHsm) -> None:
     softhsm.new_key("short", bits=128)
     assert "128 bits" in str(await failure(named("short")))
 
 
-async def test_key_that_may_not_encrypt_is_refused(softhsm: SoftHsm) -> None:
+async def test_key_that_may_not_encrypt_is_rejected(softhsm: SoftHsm) -> None:
     softhsm.new_key("idle", ENCRYPT=False)
     error = await failure(named("idle"))
     assert "may not be used" in str(error)
     assert not error.retryable
 
 
-async def test_labels_that_name_nothing_or_too_much_are_said_to(softhsm: SoftHsm) -> None:
+async def test_label_of_no_key_or_of_two_is_reported(softhsm: SoftHsm) -> None:
     softhsm.new_key("twice")
     softhsm.new_key("twice")
     assert "2 AES keys" in str(await failure(named("twice")))
@@ -157,7 +157,7 @@ async def test_labels_that_name_nothing_or_too_much_are_said_to(softhsm: SoftHsm
 async def test_wrong_pin_is_tried_once_only(
     softhsm: SoftHsm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens lock after a few, and a start asks for two keys at once."""
+    """Tokens lock after a few wrong PINs, and a start makes two calls at once."""
     tried: list[str] = []
     before_each_login(monkeypatch, tried.append)
     key = named("a", pin="needle")
@@ -166,18 +166,18 @@ async def test_wrong_pin_is_tried_once_only(
     assert len(tried) == 1
 
 
-async def test_session_of_another_part_of_the_process_is_no_obstacle(
+async def test_login_by_other_code_of_the_process_does_not_matter(
     softhsm: SoftHsm, key: Pkcs11Key
 ) -> None:
     with softhsm.token.open(user_pin=PIN):
-        wrapped = await key.wrap(MASTER, PLACE)
-    assert await key.unwrap(wrapped, PLACE) == MASTER
+        wrapped = await key.wrap(MASTER, CONTEXT)
+    assert await key.unwrap(wrapped, CONTEXT) == MASTER
 
 
-# --- tokens that go, calls that hang, forks ------------------------------------------------------
+# --- unplugged tokens, calls that hang, forks ----------------------------------------------------
 
 
-async def test_token_that_is_taken_out_is_missed_at_the_next_start_only(
+async def test_unplugged_token_is_needed_at_the_next_start_only(
     softhsm: SoftHsm, tmp_path: Path
 ) -> None:
     url = f"sqlite:///{tmp_path / 'sessions.db'}"
@@ -197,7 +197,7 @@ async def test_token_that_is_taken_out_is_missed_at_the_next_start_only(
         assert len((await service.list_sessions(app_name="clinic")).sessions) == 20
 
 
-async def test_call_behind_one_that_hangs_is_given_up_in_time(
+async def test_call_behind_one_that_hangs_times_out(
     key: Pkcs11Key, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free, hangs = threading.Event(), threading.Event()
@@ -207,7 +207,7 @@ async def test_call_behind_one_that_hangs_is_given_up_in_time(
         free.wait(10)
 
     before_each_login(monkeypatch, hang)
-    hanging = asyncio.create_task(key.wrap(MASTER, PLACE))
+    hanging = asyncio.create_task(key.wrap(MASTER, CONTEXT))
     while not hangs.is_set():
         await asyncio.sleep(0.01)
     began = time.perf_counter()
@@ -220,12 +220,12 @@ async def test_call_behind_one_that_hangs_is_given_up_in_time(
     assert error.retryable
 
 
-async def test_calls_leave_the_event_loop_free(
+async def test_event_loop_runs_on_during_a_call(
     key: Pkcs11Key, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = threading.Event()
     before_each_login(monkeypatch, lambda _pin: free.wait(10))
-    call = asyncio.create_task(key.wrap(MASTER, PLACE))
+    call = asyncio.create_task(key.wrap(MASTER, CONTEXT))
     for _ in range(10):
         await asyncio.sleep(0.01)
     assert not call.done()
@@ -233,7 +233,7 @@ async def test_calls_leave_the_event_loop_free(
     await call
 
 
-def test_fork_goes_on_with_a_module_of_its_own(softhsm: SoftHsm) -> None:
+def test_forked_process_initializes_the_module_again(softhsm: SoftHsm) -> None:
     environment = {name: os.environ[name] for name in ("SOFTHSM2_CONF", "PKCS11_MODULE")}
     assert results((fork_and_unwrap, environment)) == [[0]]
 
@@ -241,11 +241,11 @@ def test_fork_goes_on_with_a_module_of_its_own(softhsm: SoftHsm) -> None:
 def fork_and_unwrap(say: Callable[[object], None], environment: dict[str, str]) -> None:
     os.environ.update(environment)
     key = Pkcs11Key("clinic/a", pin=PIN)
-    wrapped = asyncio.run(key.wrap(MASTER, PLACE))
+    wrapped = asyncio.run(key.wrap(MASTER, CONTEXT))
     if pid := os.fork():
         _, status = os.waitpid(pid, 0)
-        asyncio.run(key.unwrap(wrapped, PLACE))  # the parent's goes on as well
+        asyncio.run(key.unwrap(wrapped, CONTEXT))  # the parent still works, too
         say(os.waitstatus_to_exitcode(status))
     else:
-        opened = asyncio.run(key.unwrap(wrapped, PLACE))
+        opened = asyncio.run(key.unwrap(wrapped, CONTEXT))
         os._exit(opened != MASTER)

@@ -18,7 +18,7 @@ from adk_secure_sessions import (
     key_provider,
 )
 from tests.key_services.certificates import certificate
-from tests.key_services.support import MASTER, PLACE, cancel_while_asked, failure
+from tests.key_services.support import CONTEXT, MASTER, cancel_while_asked, failure
 from tests.key_services.vault import Vault, new_key, running
 
 pytestmark = pytest.mark.usefixtures("no_pauses")
@@ -43,48 +43,48 @@ def with_approle(vault: Vault, **options: Any) -> VaultKey:
 
 async def test_wrap_has_the_documented_format(vault: Vault, key: VaultKey) -> None:
     vault.keys["", "transit", "clinic"].versions.append(new_key())
-    wrapped = await key.wrap(MASTER, PLACE)
+    wrapped = await key.wrap(MASTER, CONTEXT)
     assert wrapped[:5] == bytes([5, 0, 0, 0, 2])
     content = (
         vault.keys["", "transit", "clinic"]
         .versions[1]
-        .decrypt(wrapped[5:17], wrapped[17:], b"\x05" + PLACE)
+        .decrypt(wrapped[5:17], wrapped[17:], b"\x05" + CONTEXT)
     )
-    assert content == MASTER + hashlib.sha256(b"\x05" + PLACE).digest()
+    assert content == MASTER + hashlib.sha256(b"\x05" + CONTEXT).digest()
 
 
-async def test_rotated_key_opens_what_its_older_version_wrapped(
+async def test_rotated_key_unwraps_what_its_older_version_wrapped(
     vault: Vault, key: VaultKey
 ) -> None:
-    old = await key.wrap(MASTER, PLACE)
+    old = await key.wrap(MASTER, CONTEXT)
     vault.keys["", "transit", "clinic"].versions.append(new_key())
-    new = await key.wrap(MASTER, PLACE)
-    assert await key.unwrap(old, PLACE) == await key.unwrap(new, PLACE) == MASTER
+    new = await key.wrap(MASTER, CONTEXT)
+    assert await key.unwrap(old, CONTEXT) == await key.unwrap(new, CONTEXT) == MASTER
 
 
 async def test_version_that_is_no_longer_allowed_is_named(vault: Vault, key: VaultKey) -> None:
-    wrapped = await key.wrap(MASTER, PLACE)
+    wrapped = await key.wrap(MASTER, CONTEXT)
     vault.keys["", "transit", "clinic"].versions.append(new_key())
     vault.keys["", "transit", "clinic"].min_decryption_version = 2
     with pytest.raises(KeyServiceError, match="min_decryption_version") as info:
-        await key.unwrap(wrapped, PLACE)
+        await key.unwrap(wrapped, CONTEXT)
     assert not info.value.retryable
 
 
-async def test_version_nought_is_refused_though_vault_takes_it(vault: Vault, key: VaultKey) -> None:
-    wrapped = await key.wrap(MASTER, PLACE)
+async def test_version_0_is_rejected_though_vault_accepts_it(vault: Vault, key: VaultKey) -> None:
+    wrapped = await key.wrap(MASTER, CONTEXT)
     with pytest.raises(TamperedError):
-        await key.unwrap(wrapped[:1] + bytes(4) + wrapped[5:], PLACE)
+        await key.unwrap(wrapped[:1] + bytes(4) + wrapped[5:], CONTEXT)
 
 
 async def test_server_that_ignores_the_associated_data_is_noticed(
     vault: Vault, key: VaultKey
 ) -> None:
     vault.ignores_associated_data = True
-    wrapped = await key.wrap(MASTER, PLACE)
-    assert await key.unwrap(wrapped, PLACE) == MASTER
+    wrapped = await key.wrap(MASTER, CONTEXT)
+    assert await key.unwrap(wrapped, CONTEXT) == MASTER
     with pytest.raises(TamperedError):
-        await key.unwrap(wrapped, b"elsewhere")
+        await key.unwrap(wrapped, b"another context")
 
 
 # --- tokens, AppRole, namespaces -----------------------------------------------------------------
@@ -92,16 +92,16 @@ async def test_server_that_ignores_the_associated_data_is_noticed(
 
 async def test_approle_logs_in_once_for_calls_made_at_once(vault: Vault) -> None:
     key = with_approle(vault)
-    await asyncio.gather(*(key.wrap(MASTER, PLACE) for _ in range(4)))
+    await asyncio.gather(*(key.wrap(MASTER, CONTEXT) for _ in range(4)))
     assert vault.requests.count("auth/approle/login") == 1
     assert len(vault.requests) == 5
 
 
 async def test_expired_token_of_an_approle_is_replaced(vault: Vault) -> None:
     key = with_approle(vault)
-    wrapped = await key.wrap(MASTER, PLACE)
+    wrapped = await key.wrap(MASTER, CONTEXT)
     vault.tokens.clear()
-    assert await asyncio.gather(*(key.unwrap(wrapped, PLACE) for _ in range(3))) == [MASTER] * 3
+    assert await asyncio.gather(*(key.unwrap(wrapped, CONTEXT) for _ in range(3))) == [MASTER] * 3
     assert vault.requests.count("auth/approle/login") == 2
 
 
@@ -117,9 +117,9 @@ async def test_wrong_secret_id_is_a_failure_that_says_what_to_check(vault: Vault
     assert not error.retryable
 
 
-async def test_login_is_tried_again_where_that_may_help(vault: Vault) -> None:
+async def test_login_is_repeated_after_a_retryable_error(vault: Vault) -> None:
     vault.failures = [503]
-    await with_approle(vault).wrap(MASTER, PLACE)
+    await with_approle(vault).wrap(MASTER, CONTEXT)
 
 
 async def test_token_in_a_file_is_read_for_each_call(vault: Vault, tmp_path: Path) -> None:
@@ -129,14 +129,14 @@ async def test_token_in_a_file_is_read_for_each_call(vault: Vault, tmp_path: Pat
     file.write_text("hvs.old\n")
     assert "token is valid" in str(await failure(key))
     file.write_text(vault.root_token + "\n")
-    await key.wrap(MASTER, PLACE)
+    await key.wrap(MASTER, CONTEXT)
 
 
 async def test_namespace_is_sent(vault: Vault) -> None:
     vault.add_key("clinic", namespace="team")
-    wrapped = await with_token(vault, namespace="team").wrap(MASTER, PLACE)
+    wrapped = await with_token(vault, namespace="team").wrap(MASTER, CONTEXT)
     with pytest.raises(TamperedError):
-        await with_token(vault).unwrap(wrapped, PLACE)
+        await with_token(vault).unwrap(wrapped, CONTEXT)
     assert "namespace" in str(await failure(with_token(vault, namespace="nowhere")))
     assert with_token(vault, namespace="team") != with_token(vault)
 
@@ -150,11 +150,11 @@ async def test_environment_names_server_and_credentials(
     monkeypatch.setenv("VAULT_TOKEN", vault.root_token)
     key = key_provider("vault:deep/transit/clinic")
     assert key.key_id == "vault:deep/transit/clinic"
-    await key.wrap(MASTER, PLACE)
+    await key.wrap(MASTER, CONTEXT)
     monkeypatch.delenv("VAULT_TOKEN")
     monkeypatch.setenv("VAULT_ROLE_ID", vault.role_id)
     monkeypatch.setenv("VAULT_SECRET_ID", vault.secret_id)
-    await key_provider("vault:deep/transit/clinic").wrap(MASTER, PLACE)
+    await key_provider("vault:deep/transit/clinic").wrap(MASTER, CONTEXT)
 
 
 @pytest.mark.parametrize("missing", ["VAULT_ADDR", "VAULT_TOKEN", "VAULT_SECRET_ID"])
@@ -173,7 +173,7 @@ def test_variable_that_is_missing_is_named(
 @pytest.mark.parametrize(
     "name", ["clinic", "/clinic", "transit/", "transit//clinic", "a/../b", "a/b?c", "a/b c", "é/b"]
 )
-def test_name_that_is_none_is_refused(name: str) -> None:
+def test_invalid_name_is_rejected(name: str) -> None:
     with pytest.raises(ConfigurationError, match="MOUNT/KEY"):
         VaultKey(name, address="http://127.0.0.1", token="needle")
 
@@ -182,7 +182,7 @@ def test_name_that_is_none_is_refused(name: str) -> None:
     "address",
     ["http://vault.example:8200", "vault.example", "ftp://127.0.0.1", "http://127.0.0.1.example"],
 )
-def test_address_at_which_keys_would_travel_in_clear_is_refused(address: str) -> None:
+def test_address_at_which_keys_would_travel_unencrypted_is_rejected(address: str) -> None:
     with pytest.raises(ConfigurationError, match="https://"):
         VaultKey("transit/clinic", address=address, token="needle")
 
@@ -227,9 +227,9 @@ async def test_missing_key_is_named(vault: Vault, key: VaultKey) -> None:
     assert "no key of this name" in str(await failure(key))
 
 
-async def test_sealed_server_is_asked_again_until_it_is_not(vault: Vault, key: VaultKey) -> None:
+async def test_call_is_repeated_while_vault_is_sealed(vault: Vault, key: VaultKey) -> None:
     vault.failures = [503, 429]
-    assert await key.unwrap(await key.wrap(MASTER, PLACE), PLACE) == MASTER
+    assert await key.unwrap(await key.wrap(MASTER, CONTEXT), CONTEXT) == MASTER
     vault.sealed = True
     error = await failure(with_token(vault, attempts=1))
     assert "is sealed" in str(error)
@@ -246,18 +246,18 @@ async def test_sealed_server_is_asked_again_until_it_is_not(vault: Vault, key: V
         b'{"data": {"ciphertext": 7}, "auth": {"client_token": ""}}',
     ],
 )  # fmt: skip
-async def test_answer_of_something_else_is_refused(
+async def test_answer_of_another_kind_of_server_is_rejected(
     vault: Vault, key: VaultKey, answer: bytes
 ) -> None:
-    wrapped = await key.wrap(MASTER, PLACE)
+    wrapped = await key.wrap(MASTER, CONTEXT)
     vault.answer = answer
     assert "check the address" in str(await failure(key))
     assert "check the address" in str(await failure(with_approle(vault)))
     with pytest.raises((KeyServiceError, TamperedError)):
-        await key.unwrap(wrapped, PLACE)
+        await key.unwrap(wrapped, CONTEXT)
 
 
-async def test_server_that_is_not_there_cannot_be_reached(key: VaultKey, vault: Vault) -> None:
+async def test_missing_server_cannot_be_reached(key: VaultKey, vault: Vault) -> None:
     vault.stop()
     error = await failure(key)
     vault.start()
@@ -265,14 +265,14 @@ async def test_server_that_is_not_there_cannot_be_reached(key: VaultKey, vault: 
     assert error.retryable
 
 
-async def test_server_that_is_back_is_reached(key: VaultKey, vault: Vault) -> None:
-    wrapped = await key.wrap(MASTER, PLACE)
+async def test_restarted_server_is_reached_again(key: VaultKey, vault: Vault) -> None:
+    wrapped = await key.wrap(MASTER, CONTEXT)
     vault.stop()
     vault.start()
-    assert await key.unwrap(wrapped, PLACE) == MASTER
+    assert await key.unwrap(wrapped, CONTEXT) == MASTER
 
 
-async def test_slow_server_is_given_up_in_time(vault: Vault) -> None:
+async def test_slow_server_times_out(vault: Vault) -> None:
     vault.delay = 1.0
     key = with_token(vault, timeout=0.05, attempts=2)
     began = time.perf_counter()
@@ -288,7 +288,7 @@ async def test_call_that_is_cancelled_ends_at_once_and_is_not_repeated(vault: Va
 
 
 @pytest.mark.parametrize("options", [{"timeout": 0}, {"timeout": -1}, {"attempts": 0}])
-def test_impossible_patience_is_refused(vault: Vault, options: dict[str, Any]) -> None:
+def test_impossible_timeout_or_attempts_are_rejected(vault: Vault, options: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match="timeout"):
         with_token(vault, **options)
 
@@ -314,9 +314,9 @@ def tls_vault(vault: Vault, ca_file: Path) -> Iterator[Vault]:
 async def test_server_is_trusted_by_its_certificate_only(
     tls_vault: Vault, ca_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await with_token(tls_vault, ca_file=ca_file).wrap(MASTER, PLACE)
+    await with_token(tls_vault, ca_file=ca_file).wrap(MASTER, CONTEXT)
     monkeypatch.setenv("VAULT_CACERT", str(ca_file))
-    await with_token(tls_vault).wrap(MASTER, PLACE)
+    await with_token(tls_vault).wrap(MASTER, CONTEXT)
     monkeypatch.delenv("VAULT_CACERT")
     error = await failure(with_token(tls_vault))
     assert "is not trusted" in str(error)
@@ -333,15 +333,15 @@ def test_certificates_that_cannot_be_read_are_named(tls_vault: Vault, tmp_path: 
 # --- the server of these tests -------------------------------------------------------------------
 
 
-async def test_rewrap_refuses_what_was_wrapped_with_associated_data(
+async def test_rewrap_rejects_what_was_wrapped_with_associated_data(
     vault: Vault, key: VaultKey
 ) -> None:
-    """As Vault does, which docs/root-key.md tells."""
+    """As Vault does, and as docs/root-key.md says."""
     import base64
 
     import httpx
 
-    wrapped = await key.wrap(MASTER, PLACE)
+    wrapped = await key.wrap(MASTER, CONTEXT)
     async with httpx.AsyncClient(headers={"X-Vault-Token": vault.root_token}) as client:
         response = await client.post(
             f"{vault.address}/v1/transit/rewrap/clinic",

@@ -55,7 +55,7 @@ def new_key() -> AESGCM:
 
 @dataclass
 class Vault:
-    """One server; keys are known by namespace, mount and name."""
+    """One server; its keys are found by namespace, mount and name."""
 
     tls: ssl.SSLContext | None = None
     keys: dict[tuple[str, str, str], TransitKey] = field(default_factory=dict)
@@ -65,11 +65,11 @@ class Vault:
     root_token: str = field(default_factory=lambda: f"hvs.{secrets.token_hex(12)}")
     token_lifetime: float = 60.0
     requests: list[str] = field(default_factory=list)  # the paths, in order
-    failures: list[int] = field(default_factory=list)  # what the next requests are answered with
+    failures: list[int] = field(default_factory=list)  # status codes for the next requests
     delay: float = 0.0  # seconds, before each answer
     sealed: bool = False
     ignores_associated_data: bool = False  # as Vault before 1.13
-    answer: bytes | None = None  # instead of any answer of its own
+    answer: bytes | None = None  # sent instead of every answer
     port: int = 0
 
     def start(self) -> None:
@@ -98,7 +98,7 @@ class Vault:
         self.requests.append(path)
         time.sleep(self.delay)
         if self.failures:
-            # Servers may repeat what they were sent: ours must not repeat that.
+            # A server may repeat what it was sent.  Our errors must not.
             return self.failures.pop(0), {"errors": [f"needle {json.dumps(body)}"]}
         if self.sealed:
             return 503, {"errors": ["Vault is sealed"]}
@@ -145,7 +145,7 @@ class Http(ThreadingHTTPServer):
     request_queue_size = 64
 
     def handle_error(self, *_: object) -> None:
-        """A client that has gone is no error here."""
+        """Ignore clients that have disconnected."""
 
 
 class Handler(BaseHTTPRequestHandler):
