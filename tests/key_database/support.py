@@ -1,4 +1,9 @@
-"""A database and its key database, side by side."""
+"""A database and its key database, as a `Pair` of URLs.
+
+`pair` (conftest.py) runs a test on several kinds of the two, `files` on two SQLite files.
+`service` and `maintained` open both together; `query` and `run_sql` reach one of them behind the
+services' backs.
+"""
 
 import sqlite3
 from contextlib import closing
@@ -25,7 +30,7 @@ _ASYNC = {
 
 
 class Pair(NamedTuple):
-    """Where the data is, and where its keys; as a test reaches them behind the services' back."""
+    """The URL of the data and that of its keys, for plain SQL behind the services' backs."""
 
     data: sa.URL
     keys: sa.URL
@@ -74,13 +79,13 @@ def tables(place: sa.URL) -> set[str]:
 
 
 def everything(*places: sa.URL) -> object:
-    """All rows of SQLite files; None of one that is not there."""
+    """All rows of SQLite files; None for a file that does not exist."""
     files = [Path(place.database or "") for place in places]
     return [dump(file) if file.exists() else None for file in files]
 
 
 def settle(place: sa.URL) -> None:
-    """Have all of a SQLite database in its one file."""
+    """Move what is in the write-ahead log of a SQLite database into its file."""
     with closing(sqlite3.connect(place.database or "")) as connection:
         assert connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0] == 0
 

@@ -1,4 +1,4 @@
-"""Erasing a user whose keys are in another database."""
+"""Erasing a user whose keys are in a key database."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from adk_secure_sessions.maintenance import erase_user, verify
 from tests.key_database.support import APP, Pair, count, create, event, find, query, run_sql
 
 
-async def test_erased_user_is_gone_from_both(pair: Pair) -> None:
+async def test_erased_user_is_gone_from_both_databases(pair: Pair) -> None:
     async with pair.service() as service:
         for user in ("ada", "bob"):
             session = await create(service, user)
@@ -20,12 +20,12 @@ async def test_erased_user_is_gone_from_both(pair: Pair) -> None:
             assert (await verify(db)).problems == ()
         assert count(pair.keys, "secure_data_keys") == pair.owners() == 2
         assert await find(service) is None
-        await create(service)  # begins anew
+        await create(service)  # a new user
         assert (await find(service, "bob")) is not None
     assert count(pair.keys, "secure_data_keys") == pair.owners() == 3
 
 
-async def test_erasure_that_was_killed_after_the_keys_is_ended_by_the_next(pair: Pair) -> None:
+async def test_erasure_that_was_killed_after_the_keys_is_completed_by_the_next(pair: Pair) -> None:
     async with pair.service() as service:
         await create(service)
     run_sql(

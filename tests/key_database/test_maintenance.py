@@ -1,4 +1,4 @@
-"""Looking after two databases as one."""
+"""Maintenance of a database and its key database."""
 
 import asyncio
 import base64
@@ -10,12 +10,11 @@ import pytest
 
 from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
 from adk_secure_sessions.cli.opening import DB_VARIABLE, KEY_DB_VARIABLE
+from adk_secure_sessions.errors import Reason
 from adk_secure_sessions.maintenance import (
     Database,
-    identities,
     inspect,
     lookup,
-    orphans,
     purge,
     retire,
     rotate_data,
@@ -24,8 +23,7 @@ from adk_secure_sessions.maintenance import (
     status,
     verify,
 )
-from adk_secure_sessions.maintenance import engine as walking
-from adk_secure_sessions.storage import owner_keys
+from adk_secure_sessions.maintenance.database import Limits
 from tests.cli.support import run
 from tests.key_database.support import (
     APP,
@@ -46,15 +44,6 @@ from tests.key_database.support import (
 USERS = [f"u{n}" for n in range(7)]
 
 
-@pytest.fixture
-def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(walking.batches, "__defaults__", (3,))
-    monkeypatch.setattr(walking.ranges, "__defaults__", (3, None))
-    monkeypatch.setattr(identities.identified, "__defaults__", (None, 3))
-    monkeypatch.setattr(orphans, "_BATCH", 3)
-    monkeypatch.setattr(owner_keys, "_MANY", 3)
-
-
 async def fill(pair: Pair, users: list[str] = USERS) -> None:
     async with pair.service() as service:
         for user in users:
@@ -62,9 +51,13 @@ async def fill(pair: Pair, users: list[str] = USERS) -> None:
             await service.append_event(session, event(n=1))
 
 
-async def test_all_of_it_is_counted_and_checked(pair: Pair, small_batches: None) -> None:
+async def test_rows_of_both_databases_are_counted_and_checked_in_several_batches(
+    pair: Pair,
+) -> None:
+    few = Limits(rows=3, headers=3)
     await fill(pair)
     async with pair.maintained(None) as db:
+        db.limits = few
         found = await status(db)
         shown = [await inspect(db, f"secure_{name}") for name in ("keyring", "data_keys", "users")]
     assert {(one.table, one.rows, one.newest) for one in found.records} == {
@@ -78,12 +71,13 @@ async def test_all_of_it_is_counted_and_checked(pair: Pair, small_batches: None)
     assert len(found.masters) == 2
     assert [len(rows) for rows in shown] == [2, 8, 7]
     async with pair.maintained() as db:
+        db.limits = few
         checked = await verify(db)
         assert (checked.users, checked.sessions, checked.events) == (7, 7, 7)
         assert (checked.bad, checked.unchecked, checked.problems) == (0, 0, ())
         where = await lookup(db, APP, "u3", "s")
         assert all(one.row is not None for one in where)
-        assert {one.opens for one in (await status(db)).masters} == {True}
+        assert {one.unwraps for one in (await status(db)).masters} == {True}
         assert (await purge(db, timedelta(days=1))).deleted == 7
     assert count(pair.data, "secure_sessions") == 0
 
@@ -108,8 +102,8 @@ async def test_every_key_is_replaced(pair: Pair) -> None:
         assert await find(service) is not None
 
 
-async def test_verify_names_a_data_key_of_no_owner_once_it_is_not_new(files: Pair) -> None:
-    """All rows of a user may have been removed, which nothing else tells."""
+async def test_verify_reports_a_data_key_without_an_owner_once_it_is_not_new(files: Pair) -> None:
+    """All rows of a user may have been removed, and only the key is left to show it."""
     keys = "SELECT id FROM secure_data_keys"
     async with files.service() as service:
         await create(service)
@@ -127,7 +121,8 @@ async def test_verify_names_a_data_key_of_no_owner_once_it_is_not_new(files: Pai
             run_sql(files.keys, later, d=hours * 3_600_000_000, id=bob[0])
             (problem,) = (await verify(db)).problems
             assert (problem.table, problem.row) == ("secure_data_keys", str(bob[0]))
-            assert "before it could write" in problem.reason
+            assert problem.reason is Reason.MISSING
+            assert "before it could write" in problem.detail
 
 
 async def test_verify_raises_no_alarm_while_services_write(pair: Pair) -> None:

@@ -1,4 +1,4 @@
-"""Two databases are made together, and only the two that were made together are used together."""
+"""A database and its key database are made together, and are used only with each other."""
 
 import asyncio
 import os
@@ -18,8 +18,6 @@ from adk_secure_sessions import (
     WrongKeyError,
 )
 from adk_secure_sessions.maintenance import Database, init, status
-from adk_secure_sessions.storage import opening as setup
-from adk_secure_sessions.storage.survey import Part
 from tests.key_database.support import (
     KEY,
     OTHER,
@@ -34,6 +32,7 @@ from tests.key_database.support import (
     run_sql,
     tables,
 )
+from tests.maintenance.dying import Statements, dying
 from tests.maintenance.support import clear_backend
 from tests.processes import children, results
 
@@ -58,10 +57,10 @@ async def start(db_url: Any = None, key_db_url: Any = None, **options: Any) -> N
         await service.prepare_tables()
 
 
-# --- making them ---------------------------------------------------------------------------------
+# --- making the two ------------------------------------------------------------------------------
 
 
-async def test_each_database_gets_its_tables_and_says_what_it_holds(pair: Pair) -> None:
+async def test_each_database_gets_its_tables_and_a_mark_of_what_it_holds(pair: Pair) -> None:
     await start(**pair.urls)
     assert (tables(pair.data), tables(pair.keys)) == (OF_DATA, OF_KEYS)
     data, keys = marks(pair.data), marks(pair.keys)
@@ -74,7 +73,7 @@ async def test_each_database_gets_its_tables_and_says_what_it_holds(pair: Pair) 
     assert query(pair.keys, "SELECT * FROM secure_keyring") == before
 
 
-async def test_init_says_what_it_made_in_both(pair: Pair) -> None:
+async def test_init_reports_what_it_made_in_both(pair: Pair) -> None:
     async with pair.maintained() as db:
         made = await init(db)
         assert sorted(made.tables) == sorted([*OF_KEYS, *OF_DATA])
@@ -94,11 +93,11 @@ async def test_engines_of_the_caller_are_used_and_left_open(pair: Pair) -> None:
         await engine.dispose()
 
 
-async def test_databases_in_memory_are_two() -> None:
+async def test_two_databases_in_memory_are_distinct() -> None:
     await start(":memory:", ":memory:")
 
 
-async def test_database_in_clear_says_so_in_both(files: Pair) -> None:
+async def test_no_op_backend_marks_both_databases_as_plaintext(files: Pair) -> None:
     async with EncryptedSessionService(**files.urls, backend=clear_backend()) as service:
         await service.prepare_tables()
     assert marks(files.data)["plaintext"] == marks(files.keys)["plaintext"] == "1"
@@ -124,25 +123,20 @@ async def test_services_starting_at_once_agree(files: Pair) -> None:
     assert count(files.keys, "secure_keyring") == 2
 
 
-def die_before_the_data(say: Say, urls: dict[str, str]) -> None:
-    make: Any = setup._make
-
-    async def die(executor: Any, part: Part, *rest: Any) -> None:
-        if part is Part.DATA:
-            say("the keys are there")
-            os.kill(os.getpid(), signal.SIGKILL)
-        await make(executor, part, *rest)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(setup, "_make", die)
-        asyncio.run(start(**urls))
+def start_and_die(say: Say, urls: dict[str, Any]) -> None:
+    """Start a service, but die before it makes the first table of the data."""
+    first = Statements(1, "CREATE TABLE secure_apps")
+    service = dying(lambda: EncryptedSessionService(**urls, backend=AesGcmBackend(KEY)), first)
+    asyncio.run(service.prepare_tables())
+    say("ended")
 
 
-async def test_start_goes_on_where_a_killed_one_ended(pair: Pair) -> None:
-    with children((die_before_the_data, pair.urls)) as (child,):
-        assert await asyncio.to_thread(next, child.said()) == "the keys are there"
+async def test_start_continues_where_a_killed_one_ended(pair: Pair) -> None:
+    with children((start_and_die, pair.urls)) as (child,):
+        assert await asyncio.to_thread(list, child.said()) == []
         await asyncio.to_thread(child.process.join)
         assert child.process.exitcode == -signal.SIGKILL
+    assert count(pair.keys, "secure_keyring") == 2
     masters = query(pair.keys, "SELECT * FROM secure_keyring")
     assert tables(pair.data) == set()
     await start(**pair.urls)
@@ -150,18 +144,18 @@ async def test_start_goes_on_where_a_killed_one_ended(pair: Pair) -> None:
     assert marks(pair.data)["database_id"] == marks(pair.keys)["database_id"]
 
 
-async def test_wrong_root_key_is_refused_at_the_start(pair: Pair) -> None:
+async def test_wrong_root_key_is_rejected_at_the_start(pair: Pair) -> None:
     await start(**pair.urls)
     async with pair.service(OTHER) as service:
         with pytest.raises(WrongKeyError):
             await service.prepare_tables()
 
 
-# --- what is no pair -----------------------------------------------------------------------------
+# --- databases that do not belong together -------------------------------------------------------
 
 
 class Places:
-    """SQLite databases of every kind, all of them opened with the same root key."""
+    """SQLite databases of every kind, all with the same root key."""
 
     def __init__(self, directory: Path) -> None:
         self.pair = pair_in(directory)
@@ -186,7 +180,7 @@ async def places(tmp_path: Path) -> Places:
 
 
 Wrong = Callable[[Places], tuple[sa.URL, sa.URL | None]]
-NO_PAIR: dict[str, tuple[Wrong, str]] = {
+MISMATCHES: dict[str, tuple[Wrong, str]] = {
     "data without its keys": (lambda p: (p.pair.data, None), "give that as key_db_url"),
     "keys without their data": (lambda p: (p.pair.keys, None), "this is a key database"),
     "keys in place of data": (lambda p: (p.other.keys, p.pair.keys), "db_url leads to a key"),
@@ -202,11 +196,11 @@ NO_PAIR: dict[str, tuple[Wrong, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", NO_PAIR)
-async def test_databases_that_are_no_pair_are_refused_and_left_alone(
+@pytest.mark.parametrize("name", MISMATCHES)
+async def test_databases_that_do_not_belong_together_are_rejected_and_left_unchanged(
     places: Places, name: str
 ) -> None:
-    wrong, text = NO_PAIR[name]
+    wrong, text = MISMATCHES[name]
     data, keys = wrong(places)
     before = everything(*places.all)
     urls = for_service(data), None if keys is None else for_service(keys)
@@ -239,7 +233,7 @@ async def test_databases_that_are_no_pair_are_refused_and_left_alone(
         ("keys", "DROP TABLE secure_data_keys", "secure_data_keys was removed"),
     ],
 )
-async def test_database_that_was_altered_is_refused_and_nothing_is_made_in_its_place(
+async def test_tampered_database_is_rejected_and_nothing_is_made_in_its_place(
     files: Pair, where: str, statement: str, text: str
 ) -> None:
     async with files.service() as service:
@@ -251,7 +245,7 @@ async def test_database_that_was_altered_is_refused_and_nothing_is_made_in_its_p
     assert everything(*files) == before
 
 
-async def test_missing_tables_are_not_made_if_that_is_not_wanted(files: Pair) -> None:
+async def test_missing_tables_are_not_made_without_create_tables(files: Pair) -> None:
     with pytest.raises(ConfigurationError, match="docs/sql"):
         await start(**files.urls, create_tables=False)
     assert (tables(files.data), tables(files.keys)) == (set(), set())
@@ -260,7 +254,7 @@ async def test_missing_tables_are_not_made_if_that_is_not_wanted(files: Pair) ->
 # --- arguments -----------------------------------------------------------------------------------
 
 
-async def test_one_database_as_both_is_refused(tmp_path: Path) -> None:
+async def test_one_database_as_both_is_rejected(tmp_path: Path) -> None:
     file = f"{tmp_path}/s.db"
     url = f"sqlite+aiosqlite:///{file}"
     os.symlink(file, f"{tmp_path}/link.db")
@@ -280,7 +274,7 @@ async def test_one_database_as_both_is_refused(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["link.db"]
 
 
-async def test_one_database_by_two_names_is_refused_once_it_is_opened(tmp_path: Path) -> None:
+async def test_one_database_by_two_names_is_rejected_once_it_is_opened(tmp_path: Path) -> None:
     Path(tmp_path / "s.db").touch()
     os.link(tmp_path / "s.db", tmp_path / "hard.db")
     urls = f"sqlite:///{tmp_path}/s.db", f"sqlite:///{tmp_path}/hard.db"
@@ -288,7 +282,7 @@ async def test_one_database_by_two_names_is_refused_once_it_is_opened(tmp_path: 
         await start(*urls)
 
 
-async def test_arguments_that_cannot_be_used_are_refused_by_their_name(files: Pair) -> None:
+async def test_unusable_arguments_are_rejected_by_their_name(files: Pair) -> None:
     data = files.urls["db_url"]
     wrong: Any = 5
     engine = create_async_engine("sqlite+aiosqlite://")
@@ -303,7 +297,7 @@ async def test_arguments_that_cannot_be_used_are_refused_by_their_name(files: Pa
     await engine.dispose()
 
 
-async def test_directory_of_the_key_database_that_is_missing_is_named_so(files: Pair) -> None:
+async def test_missing_directory_of_the_key_database_is_reported_as_such(files: Pair) -> None:
     nowhere = f"sqlite:///{files.keys.database}/no/keys.db"
     with pytest.raises(ConfigurationError, match="key database's SQLite file cannot be used"):
         await start(files.urls["db_url"], nowhere)

@@ -1,35 +1,13 @@
 """Rows and keys are read one after the other: what happens in between does no harm."""
 
-from collections.abc import Awaitable, Callable
+import time
 from typing import Any
 
 import pytest
 
-from adk_secure_sessions import EncryptedSessionService
-from adk_secure_sessions.db.protocol import Executor, Executors
-from adk_secure_sessions.maintenance import orphans, retire, rotate_data, verify
-from adk_secure_sessions.maintenance.engine import Meter
-from adk_secure_sessions.maintenance.problems import Problems
-from tests.key_database.support import APP, Pair, create, event, find, query, run_sql
-
-Then = Callable[[int], Awaitable[None]]
-
-
-class Interrupted:
-    """An executor that reads only after *then*, which is told how often it was."""
-
-    def __init__(self, executor: Executor, then: Then) -> None:
-        self._executor = executor
-        self._then = then
-        self.count = 0
-
-    async def read(self, *arguments: Any) -> Any:
-        self.count += 1
-        await self._then(self.count)
-        return await self._executor.read(*arguments)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._executor, name)
+from adk_secure_sessions.maintenance import erase_user, retire, rotate_data, verify
+from tests.faults import Point, with_faults
+from tests.key_database.support import APP, Pair, count, create, event, find, query
 
 
 async def fill(pair: Pair) -> None:
@@ -40,7 +18,7 @@ async def fill(pair: Pair) -> None:
 
 
 async def replace_keys(pair: Pair) -> None:
-    """Other data keys, and none of those before."""
+    """Make other data keys, and delete all that there were."""
     async with pair.maintained() as db:
         assert (await rotate_data(db)).left == 0
         assert (await retire(db)).data_keys == 4
@@ -50,102 +28,119 @@ def generations(pair: Pair) -> set[int]:
     return {number for (number,) in query(pair.keys, "SELECT generation FROM secure_data_keys")}
 
 
-def interrupt(service: EncryptedSessionService, which: str, then: Then) -> Interrupted:
-    """Run *then* before reads of the data, or of the keys."""
-    executors: Executors = service._store._executors
-    inner: Any = Interrupted(getattr(executors, which), then)
-    service._store._executors = executors._replace(**{which: inner})
-    return inner  # type: ignore[no-any-return]
+READS: dict[str, Any] = {
+    "get": find,
+    "list": lambda service: service.list_sessions(app_name=APP, user_id="ada"),
+    "user state": lambda service: service.get_user_state(app_name=APP, user_id="ada"),
+}
 
 
-async def test_keys_that_were_replaced_before_the_rows_are_read_are_read_again(
-    files: Pair,
+@pytest.mark.parametrize("name", READS)
+async def test_keys_that_are_replaced_before_the_rows_are_read_are_read_again(
+    name: str, files: Pair
 ) -> None:
     await fill(files)
-
-    async def then(number: int) -> None:
-        if number == 1:
-            await replace_keys(files)
-
-    for reading in (
-        lambda service: find(service),
-        lambda service: service.list_sessions(app_name=APP, user_id="ada"),
-        lambda service: service.get_user_state(app_name=APP, user_id="ada"),
-    ):
-        async with files.service() as service:
-            data = interrupt(service, "data", then)
-            assert await reading(service) is not None
-            assert data.count == 2
-    assert generations(files) == {3}
-
-
-async def test_keys_that_were_replaced_after_the_rows_are_read_are_read_again(
-    files: Pair,
-) -> None:
-    await fill(files)
-
-    async def then(number: int) -> None:
-        if number == 2:  # the first is of the app's
-            await replace_keys(files)
-
-    async with files.service() as service:
-        keys = interrupt(service, "keys", then)
-        assert len((await service.list_sessions(app_name=APP)).sessions) == 3
-        assert keys.count == 4
+    service, faults = with_faults(files.service)
+    faults.data.before(Point.READ, lambda: replace_keys(files))  # the keys have been read by then
+    async with service:
+        assert await READS[name](service) is not None
+        assert faults.data.counts[Point.READ] == 2
     assert generations(files) == {1}
 
 
-async def test_what_a_process_knows_needs_no_key_database(files: Pair) -> None:
+async def test_keys_that_are_replaced_after_the_rows_are_read_are_read_again(files: Pair) -> None:
     await fill(files)
+    service, faults = with_faults(files.service)
+    # Listing an app reads the app's keys, the rows, and then the keys of the users.
+    faults.keys.before(Point.READ, lambda: replace_keys(files), nth=2)
+    async with service:
+        assert len((await service.list_sessions(app_name=APP)).sessions) == 3
+        assert faults.keys.counts[Point.READ] == 4
+    assert generations(files) == {1}
 
-    async def gone(number: int) -> None:
-        raise OSError("the key database cannot be reached")
 
-    async with files.service() as service:
+async def test_operations_on_known_users_need_no_key_database(files: Pair) -> None:
+    await fill(files)
+    service, faults = with_faults(files.service)
+    async with service:
         session = await find(service)
         assert session is not None
-        keys = interrupt(service, "keys", gone)
-        service._store._state.attempts._executors = service._store._executors  # type: ignore[union-attr]
+        unreachable = OSError("the key database cannot be reached")
+        plan = faults.keys.before(Point.READ, unreachable, nth=None)
         await service.append_event(session, event(n=2, **{"user:n": 1, "app:n": 1}))
         await create(service, name="another")
         assert await find(service) is not None
         assert len((await service.list_sessions(app_name=APP, user_id="ada")).sessions) == 2
-        assert keys.count == 0
+        assert plan.happened == 0
         with pytest.raises(OSError, match="reached"):
             await find(service, "bob")
 
 
-async def test_verify_raises_no_alarm_where_keys_are_replaced_after_each_row_is_read(
+async def test_verify_raises_no_alarm_if_keys_are_replaced_after_each_row_is_read(
     files: Pair,
 ) -> None:
     await fill(files)
+    db, faults = with_faults(files.maintained)
+    reads = 0
 
-    async def then(number: int) -> None:
-        if number % 2:
+    async def replace_every_second_time() -> None:  # the other reads are those that try again
+        nonlocal reads
+        reads += 1
+        if reads % 2:
             await replace_keys(files)
 
-    async with files.maintained() as db:
+    async with db:
         await db.keys()
-        inner: Any = Interrupted(db.executors.keys, then)
-        db.executors = db.executors._replace(keys=inner)
+        faults.keys.before(Point.READ, replace_every_second_time, nth=None)
         found = await verify(db)
     assert (found.problems, found.users, found.sessions) == ((), 3, 3)
     assert min(generations(files)) > 4
 
 
-async def test_user_erased_while_keys_are_checked_is_no_alarm(files: Pair) -> None:
+async def test_verify_raises_no_alarm_if_a_user_is_erased_while_keys_are_checked(
+    files: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # An hour ago: the owner of a new key may still be about to be written.  There is no other way
+    # to an older key, whose time is authenticated.
+    now = time.time_ns
+    with monkeypatch.context() as clock:
+        clock.setattr(time, "time_ns", lambda: now() - 3600 * 10**9)
+        await fill(files)
+
+    async def erase_ada() -> None:
+        async with files.maintained() as another:
+            assert (await erase_user(another, APP, "ada")).users == 1
+
+    db, faults = with_faults(files.maintained)
+
+    def reads_owners_of_keys(step: Any, rows: Any) -> bool:  # the last query of the data
+        return str(step.query).startswith("SELECT secure_apps.tag \nFROM secure_apps")
+
+    plan = faults.data.before(Point.READ, erase_ada, when=reads_owners_of_keys)
+    async with db:
+        assert (await verify(db)).problems == ()
+    assert plan.happened
+
+
+async def test_rotation_keeps_no_key_for_a_user_who_is_erased_meanwhile(files: Pair) -> None:
+    """The key is stored in one database, after the user was erased from both."""
     await fill(files)
-    hour = "UPDATE secure_data_keys SET created_at = created_at - 3600000000"
-    run_sql(files.keys, hour)
 
-    async def then(number: int) -> None:
-        ((tag,),) = query(files.data, "SELECT tag FROM secure_users ORDER BY id LIMIT 1")
-        run_sql(files.keys, "DELETE FROM secure_data_keys WHERE owner = :tag", tag=tag)
-        run_sql(files.data, "DELETE FROM secure_users WHERE tag = :tag", tag=tag)
+    async def erase_ada() -> None:
+        async with files.maintained() as another:
+            assert (await erase_user(another, APP, "ada")).users == 1
 
-    problems = Problems()
-    async with files.maintained() as db:
-        inner: Any = Interrupted(db.executors.data, then)
-        db.executors = db.executors._replace(data=inner)
-        await orphans.find_data_keys(db, problems, Meter(None, 0, None))
-    assert (problems.count, inner.count) == (0, 1)
+    ((ada,),) = query(files.data, "SELECT min(id) FROM secure_users")
+
+    def reads_ada(step: Any, rows: Any) -> bool:
+        return "secure_users.state" in str(step.query) and ada in [row[0] for row in rows]
+
+    db, faults = with_faults(files.maintained)
+    plan = faults.data.after(Point.READ, erase_ada, when=reads_ada)
+    async with db:
+        assert (await rotate_data(db)).bad == 0
+        assert plan.happened
+        assert (await verify(db)).problems == ()
+    assert count(files.keys, "secure_data_keys") == 2 * files.owners() == 2 * 3
+    async with files.service() as service:
+        await create(service)

@@ -1,4 +1,4 @@
-"""What only servers do."""
+"""Connections that only servers lose."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.servers import Server
 pytestmark = pytest.mark.parametrize("pair", ["postgresql mariadb"], indirect=True)
 
 
-async def test_connections_to_both_that_were_lost_are_made_anew(
+async def test_lost_connections_to_both_databases_are_opened_again(
     pair: Pair, postgresql: Server, mariadb: Server
 ) -> None:
     async with pair.service() as service:

@@ -1,4 +1,4 @@
-"""A service whose keys are in another database: what it does, and what is where."""
+"""A service whose keys are in a key database: what it does, and where it stores what."""
 
 import asyncio
 import os
@@ -17,8 +17,7 @@ from adk_secure_sessions import (
     StaticKey,
     UnknownKeyError,
 )
-from adk_secure_sessions.storage import owner_keys
-from adk_secure_sessions.storage.unit_of_work import Attempts
+from tests.faults import Point, with_faults
 from tests.key_database.support import (
     APP,
     KEY,
@@ -38,7 +37,7 @@ Say = Callable[[object], None]
 
 
 async def use(pair: Pair) -> None:
-    """All that a service does, by one that knows no key yet for each."""
+    """Do all that a service does, each time with one that knows no key yet."""
     async with pair.service() as service:
         session = await create(service, state={"user:u": 1, "app:a": 1})
         for n in range(3):
@@ -61,12 +60,12 @@ async def use(pair: Pair) -> None:
         assert await find(service) is None
 
 
-async def test_service_does_all_it_does_elsewhere(pair: Pair) -> None:
+async def test_service_does_all_it_does_without_a_key_database(pair: Pair) -> None:
     await use(pair)
     assert count(pair.keys, "secure_data_keys") == pair.owners() == 2
 
 
-async def test_data_alone_is_not_opened(files: Pair, tmp_path: Path) -> None:
+async def test_data_without_its_key_database_is_rejected(files: Pair, tmp_path: Path) -> None:
     await use(files)
     assert "secure_data_keys" not in tables(files.data)
     alone = EncryptedSessionService(files.urls["db_url"], AesGcmBackend(KEY))
@@ -75,10 +74,7 @@ async def test_data_alone_is_not_opened(files: Pair, tmp_path: Path) -> None:
             await find(service)
 
 
-async def test_all_users_of_an_app_are_listed_whose_keys_are_read_in_batches(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(owner_keys, "_MANY", 3)
+async def test_all_users_of_an_app_are_listed(pair: Pair) -> None:
     users = [f"u{n}" for n in range(8)]
     async with pair.service() as service:
         for user in users:
@@ -99,8 +95,19 @@ async def test_all_users_of_an_app_are_listed_whose_keys_are_read_in_batches(
         assert len((await service.list_sessions(app_name=APP)).sessions) == 7
 
 
+async def test_more_users_are_listed_than_one_statement_reads_keys_of(files: Pair) -> None:
+    users = [f"u{n:03}" for n in range(401)]  # a statement reads the keys of 200
+    async with files.service() as service:
+        await asyncio.gather(*(create(service, user) for user in users))
+    reading, faults = with_faults(files.service)
+    async with reading:
+        listed = (await reading.list_sessions(app_name=APP)).sessions
+        assert sorted(session.user_id for session in listed) == users
+        assert faults.keys.counts[Point.READ] == 1 + 3  # of the app, of the users
+
+
 class CountingKey(StaticKey):
-    """Says how often it was asked."""
+    """Remembers what it was asked."""
 
     def __init__(self) -> None:
         super().__init__(KEY)
@@ -131,7 +138,7 @@ async def test_root_key_is_asked_at_the_start_and_not_again(files: Pair) -> None
 # --- keys ----------------------------------------------------------------------------------------
 
 
-async def test_key_is_stored_before_what_it_seals(files: Pair) -> None:
+async def test_key_is_stored_before_what_it_encrypts(files: Pair) -> None:
     """A key database that is copied after the data has all keys of that copy."""
     async with files.service() as service:
         await service.prepare_tables()
@@ -145,14 +152,14 @@ async def test_key_is_stored_before_what_it_seals(files: Pair) -> None:
     assert (count(files.keys, "secure_data_keys"), files.owners()) == (2, 2)
 
 
-async def test_another_backend_makes_the_next_generation_where_the_keys_are(pair: Pair) -> None:
+async def test_another_backend_stores_the_next_generation_in_the_key_database(pair: Pair) -> None:
     aes, fernet = AesGcmBackend(KEY), FernetBackend(OTHER)
     async with pair.service() as service:
         await create(service)
     async with EncryptedSessionService(
         **pair.urls, backend=aes, additional_backends=[fernet]
     ) as first:
-        assert await find(first) is not None  # it knows the keys that there are
+        assert await find(first) is not None  # it knows the present keys
         async with EncryptedSessionService(
             **pair.urls, backend=fernet, additional_backends=[aes]
         ) as second:
@@ -167,7 +174,7 @@ async def test_another_backend_makes_the_next_generation_where_the_keys_are(pair
         await first.append_event(found, event(n=2))
 
 
-async def test_users_whose_keys_were_removed_are_refused_and_get_no_new_ones(pair: Pair) -> None:
+async def test_users_whose_keys_were_removed_are_rejected_and_get_no_new_ones(pair: Pair) -> None:
     async with pair.service() as service:
         await create(service)
         await create(service, "bob")
@@ -198,31 +205,20 @@ async def test_processes_that_are_the_first_of_a_user_agree_on_one_key(pair: Pai
     assert count(pair.keys, "secure_data_keys") == pair.owners() == 2
 
 
-def die_with_the_key(say: Say, urls: dict[str, Any]) -> None:
-    make: Any = Attempts._make_key
-
-    async def die(*arguments: Any) -> None:
-        await make(*arguments)
-        say("there is a key")
-        if len(said) == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        said.append(1)
-
-    said: list[int] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Attempts, "_make_key", die)
-        asyncio.run(create_the_first(urls))
+def create_and_die(say: Say, urls: dict[str, Any]) -> None:
+    """Create a session, but die once the key of the app and that of the user are stored."""
+    service, faults = with_faults(
+        lambda: EncryptedSessionService(**urls, backend=AesGcmBackend(KEY))
+    )
+    faults.keys.after(Point.WRITE, lambda: say("a key is stored"), nth=None)
+    faults.keys.after(Point.WRITE, lambda: os.kill(os.getpid(), signal.SIGKILL), nth=2)
+    asyncio.run(create(service))
 
 
-async def create_the_first(urls: dict[str, Any]) -> None:
-    async with EncryptedSessionService(**urls, backend=AesGcmBackend(KEY)) as service:
-        await create(service)
-
-
-async def test_process_killed_between_key_and_row_leaves_a_key_that_is_used(pair: Pair) -> None:
-    with children((die_with_the_key, pair.urls)) as (child,):
+async def test_key_whose_process_was_killed_before_it_wrote_the_row_is_used(pair: Pair) -> None:
+    with children((create_and_die, pair.urls)) as (child,):
         said = await asyncio.to_thread(list, child.said())
-        assert said == ["there is a key"] * 2  # the app's, and the user's
+        assert said == ["a key is stored"] * 2  # the app's, and the user's
         child.process.join()
         assert child.process.exitcode == -signal.SIGKILL
     keys = sorted(query(pair.keys, "SELECT id FROM secure_data_keys"))

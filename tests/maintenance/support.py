@@ -1,4 +1,10 @@
-"""Databases to look after, and what is in them."""
+"""Databases for the tests of maintenance, and their content.
+
+`url` (conftest.py) is an empty database for services, and `place` the same one for plain SQL behind
+their backs: `run_sql` changes it and `query` reads it.  `fill` has a service write sessions, events
+and states; `interrupt` leaves a rotation unfinished.  Two more helpers end or disturb a run at a
+chosen statement: tests/faults.py in this process, dying.py in a process that is killed there.
+"""
 
 import warnings
 from collections.abc import Sequence
@@ -60,7 +66,7 @@ async def fill(
 
 
 async def interrupt(url: str, rotate: Any) -> None:
-    """Begin a rotation that ends with an error."""
+    """Begin a rotation, and end it with an error when it first reports progress."""
 
     class Stop(Exception):
         pass
@@ -74,7 +80,7 @@ async def interrupt(url: str, rotate: Any) -> None:
 
 
 def run_sql(place: sa.URL, statement: str, **values: Any) -> int:
-    """Change the database behind everybody's back; how many rows that met."""
+    """Change the database behind the services' backs; return how many rows that matched."""
     engine = sa.create_engine(place)
     with closing(engine.connect()) as connection:
         met = connection.execute(sa.text(statement), values).rowcount

@@ -1,4 +1,4 @@
-"""Rotations that have not ended: what is stored of them, and who is told."""
+"""Checkpoints: what is stored of a rotation that has not ended, and where it is reported."""
 
 import sqlite3
 from contextlib import closing
@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from adk_secure_sessions import AesGcmBackend
 from adk_secure_sessions.maintenance import (
     Database,
-    Unfinished,
+    UnfinishedRotation,
     rotate_data,
     rotate_master,
     status,
@@ -36,7 +36,7 @@ async def test_checkpoint_is_stored_as_the_format_says(
         }
 
 
-async def test_status_names_rotations_that_have_not_ended(url: str, place: sa.URL) -> None:
+async def test_status_lists_rotations_that_have_not_ended(url: str, place: sa.URL) -> None:
     await fill(url, AES)
     async with Database(url, AES) as db:
         assert (await status(db)).unfinished == ()
@@ -48,10 +48,10 @@ async def test_status_names_rotations_that_have_not_ended(url: str, place: sa.UR
             ("master", True),
         ]
         run_sql(place, "UPDATE secure_meta SET value = 'x' WHERE name = 'rotation.data'")
-        assert (await status(db)).unfinished == (Unfinished("data", None, False), master)
-    for backend in (None, AesGcmBackend(NEW)):  # nothing that opens the index master
+        assert (await status(db)).unfinished == (UnfinishedRotation("data", None, False), master)
+    for backend in (None, AesGcmBackend(NEW)):  # neither unwraps the index master
         async with Database(url, backend) as db:
-            unchecked = (Unfinished("data", None, None), master._replace(genuine=None))
+            unchecked = (UnfinishedRotation("data", None, None), master._replace(genuine=None))
             assert (await status(db)).unfinished == unchecked
 
 

@@ -1,4 +1,4 @@
-"""What an erasure leaves in the database's files, read byte by byte."""
+"""Erasures leave no copies of deleted rows in the database's files, which are read as bytes."""
 
 import asyncio
 import sqlite3
@@ -12,7 +12,8 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
-from adk_secure_sessions.maintenance import Database, clearing, erase_user
+from adk_secure_sessions.maintenance import Database, erase_user
+from adk_secure_sessions.maintenance.database import Limits
 from tests.attacks.needles import files_of
 from tests.maintenance.support import APP, OLD, event, fill, query
 from tests.servers import MariaDB, PostgreSQL, Server, unavailable
@@ -77,8 +78,8 @@ def present(path: Path, values: list[bytes]) -> int:
     return sum(value in content for value in values)
 
 
-async def test_sqlite_keeps_no_bytes_of_what_was_erased(path: Path) -> None:
-    """Neither in free space, nor in copies that were left when pages were split, nor in the log."""
+async def test_sqlite_files_hold_no_bytes_of_erased_rows(path: Path) -> None:
+    """Not in free space, not in copies left by split pages, and not in the write-ahead log."""
     url = f"sqlite+aiosqlite:///{path}"
     async with EncryptedSessionService(url, BACKEND, connect_args=CARELESS) as service:
         await talk(service)
@@ -109,20 +110,20 @@ async def test_rewriting_a_sqlite_file_clears_what_a_careless_engine_left(path: 
         assert present(path, values) == 0
 
 
-async def test_reader_of_the_log_is_no_obstacle_to_erasing_but_to_clearing(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_reader_of_the_log_prevents_clearing_and_does_not_prevent_erasing(
+    path: Path,
 ) -> None:
-    monkeypatch.setattr(clearing, "_PATIENCE", 0)
     url = f"sqlite+aiosqlite:///{path}"
     await fill(url, users=["ada"], sessions=1)
     async with Database(url, BACKEND) as db:
+        db.limits = Limits(lock_wait=0)
         values = sealed_of_one(path)
         with closing(sqlite3.connect(path, isolation_level=None)) as reader:
             reader.execute("BEGIN")
             reader.execute("SELECT count(*) FROM secure_events").fetchone()
             found = await erase_user(db, APP, "ada")
             assert (found.users, found.cleared) == (1, False)
-            assert "others used the database" in found.obstacle
+            assert "other connections used the database" in found.obstacle
             assert present(path, values) == len(values)
         assert (await erase_user(db, APP, "ada")).cleared
         assert present(path, values) == 0
@@ -225,10 +226,9 @@ def _account(server: PostgreSQL, place: sa.URL) -> Iterator[sa.URL]:
 
 
 @pytest.mark.parametrize("kind", ["postgresql", "mariadb"])
-async def test_rewriting_gives_up_where_somebody_uses_the_table(
-    kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+async def test_rewriting_gives_up_while_another_transaction_uses_the_table(
+    kind: str, request: pytest.FixtureRequest
 ) -> None:
-    monkeypatch.setattr(clearing, "_PATIENCE", 1)
     server: Server = request.getfixturevalue(kind)
     driver = {"postgresql": "postgresql+asyncpg", "mariadb": "mariadb+asyncmy"}[kind]
     with _file_per_table(server), server.database() as place:
@@ -236,11 +236,12 @@ async def test_rewriting_gives_up_where_somebody_uses_the_table(
         await fill(url, users=["ada"], sessions=1)
         engine = sa.create_engine(place)
         async with Database(url, BACKEND) as db:
+            db.limits = Limits(lock_wait=1)
             with engine.begin() as connection:
                 connection.exec_driver_sql("SELECT * FROM secure_keyring, secure_data_keys").all()
                 found = await erase_user(db, APP, "ada", rewrite=True)
                 assert (found.users, found.cleared) == (1, False)
-                said = "others used" if kind == "postgresql" else "Lock wait timeout exceeded"
+                said = "other connections" if kind == "postgresql" else "Lock wait timeout exceeded"
                 assert said in found.obstacle
             assert (await erase_user(db, APP, "ada", rewrite=True)).cleared
         engine.dispose()

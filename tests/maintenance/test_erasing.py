@@ -1,9 +1,7 @@
-"""Erasing a user: nothing of theirs is left, and all that others have."""
+"""Erasing a user: nothing of that user is left, and everything of the others."""
 
 import asyncio
-import importlib
-import os
-import signal
+import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -13,7 +11,6 @@ import pytest
 import sqlalchemy as sa
 from google.adk.errors.session_not_found_error import SessionNotFoundError
 from sqlalchemy.ext.asyncio import create_async_engine
-from sqlalchemy.util import await_only
 
 from adk_secure_sessions import (
     AesGcmBackend,
@@ -22,26 +19,23 @@ from adk_secure_sessions import (
     SecureSessionError,
     WrongKeyError,
 )
-from adk_secure_sessions.db import async_engine, postgresql
 from adk_secure_sessions.maintenance import (
     Database,
     Erasure,
     erase_user,
     lookup,
-    rotate_data,
     status,
     verify,
 )
-from adk_secure_sessions.maintenance import erase as erasing
-from adk_secure_sessions.storage import queries as sql
+from adk_secure_sessions.maintenance.database import Limits
 from adk_secure_sessions.storage.schema import metadata
+from tests.faults import Point, with_faults
 from tests.maintenance.conftest import DRIVERS
+from tests.maintenance.dying import Statements, dying
 from tests.maintenance.support import APP, NEW, OLD, event, fill, query, run_sql
 from tests.on_servers.proxy import Cut, proxy_before
 from tests.processes import children
 from tests.servers import PostgreSQL, Server
-
-data_rotation: Any = importlib.import_module("adk_secure_sessions.maintenance.rotate_data")
 
 Say = Callable[[object], None]
 BACKEND = AesGcmBackend(OLD)
@@ -50,12 +44,12 @@ NOTHING = (0, 0, 0, 0, 0, 0)
 
 
 def counts(found: Erasure) -> tuple[int, ...]:
-    """Without what became of the files."""
+    """The counts alone, without `cleared` and `obstacle`."""
     return found[:6]
 
 
 def rows(place: sa.URL) -> dict[str, set[tuple[Any, ...]]]:
-    """All there is."""
+    """All rows of all tables."""
     engine = sa.create_engine(place)
     with closing(engine.connect()) as connection:
         found = {
@@ -83,7 +77,9 @@ async def assert_clean(url: str) -> None:
         assert (found.bad, found.unchecked, found.problems) == (0, 0, ())
 
 
-async def test_nothing_of_the_user_is_left_and_all_of_others(url: str, place: sa.URL) -> None:
+async def test_erasure_deletes_all_rows_of_the_user_and_none_of_others(
+    url: str, place: sa.URL
+) -> None:
     await fill(url, users=["bob"], sessions=3)
     bobs = rows(place)
     await fill(url, users=["ada"], sessions=3)
@@ -93,14 +89,17 @@ async def test_nothing_of_the_user_is_left_and_all_of_others(url: str, place: sa
         assert counts(found) == (1, 1, 3, 0, 9, 4)
         assert found.rows == 18
         assert rows(place) == bobs != both
-        assert (await lookup(db, APP, "ada", "s0"))[1:] != ()
-        assert [one.row for one in (await lookup(db, APP, "ada", "s0"))[1:]] == [None, None]
+        app, *of_ada = await lookup(db, APP, "ada", "s0")
+        assert app.row is not None
+        assert [one.row for one in of_ada] == [None, None]
         assert (await erase_user(db, APP, "ada")).rows == 0
         assert rows(place) == bobs
     await assert_clean(url)
 
 
-async def test_large_states_go_and_another_app_keeps_its_own(url: str) -> None:
+async def test_erasure_deletes_large_states_and_leaves_the_same_ids_of_another_app(
+    url: str,
+) -> None:
     await fill_with_large_state(url)
     async with Database(url, BACKEND) as db:
         assert counts(await erase_user(db, APP, "ada")) == (1, 1, 4, 1, 9, 5)
@@ -113,7 +112,7 @@ async def test_large_states_go_and_another_app_keeps_its_own(url: str) -> None:
 
 
 @pytest.mark.parametrize("driver", ["memory", "aiosqlite", "psycopg"])
-async def test_it_works_on_an_engine_of_the_callers(
+async def test_erasure_works_on_an_engine_of_the_caller(
     driver: str, file_url: str, request: pytest.FixtureRequest
 ) -> None:
     if driver != "psycopg":
@@ -154,7 +153,7 @@ async def test_dry_run_counts_the_same_and_deletes_nothing(url: str, place: sa.U
         assert counts(await erase_user(db, APP, "ada", dry_run=True)) == NOTHING
 
 
-async def test_user_that_there_is_not_is_no_error(url: str, place: sa.URL) -> None:
+async def test_erasing_a_user_who_does_not_exist_is_no_error(url: str, place: sa.URL) -> None:
     await fill(url)
     before = rows(place)
     async with Database(url, BACKEND) as db:
@@ -162,17 +161,17 @@ async def test_user_that_there_is_not_is_no_error(url: str, place: sa.URL) -> No
             assert counts(await erase_user(db, app, user)) == NOTHING
         wrong: Any
         for wrong in (None, 7, b"ada"):
-            with pytest.raises(ConfigurationError, match="are text"):
+            with pytest.raises(ConfigurationError, match="must be text"):
                 await erase_user(db, APP, wrong)
     assert rows(place) == before
 
 
-async def test_more_sessions_than_one_statement_names(
-    url: str, place: sa.URL, monkeypatch: pytest.MonkeyPatch
+async def test_user_with_more_sessions_than_one_statement_names_is_erased(
+    url: str, place: sa.URL
 ) -> None:
-    monkeypatch.setattr(erasing, "_CHUNK", 2)
     await fill(url, sessions=5)
     async with Database(url, BACKEND) as db:
+        db.limits = Limits(names=2)
         assert counts(await erase_user(db, APP, "ada")) == (1, 1, 5, 0, 15, 6)
     assert query(place, "SELECT count(*) FROM secure_sessions") == [(5,)]
     await assert_clean(url)
@@ -187,28 +186,31 @@ async def test_wrong_root_key_erases_nothing(file_url: str) -> None:
         assert (await erase_user(db, APP, "ada")).users == 1
 
 
-# --- rows that were altered ----------------------------------------------------------------------
+# --- rows that were tampered with ----------------------------------------------------------------
 
-HERS = "(SELECT id FROM secure_users WHERE tag = :tag)"
+OF_USER = "(SELECT id FROM secure_users WHERE tag = :tag)"
 WHOLE = (1, 1, 1, 0, 2, 2)
-ALTERED = {  # whose rows an attacker spoilt, how, and what is then found of them
+TAMPERED = {  # a user for each: how their rows are tampered with, and what is then deleted
     "none": ("UPDATE secure_users SET version = version WHERE tag = :tag", WHOLE),
     "user removed": ("DELETE FROM secure_users WHERE tag = :tag", (1, 0, 1, 0, 2, 2)),
     "user retagged": ("UPDATE secure_users SET tag = :junk WHERE tag = :tag", WHOLE),
-    "user spoilt": ("UPDATE secure_users SET state = :junk WHERE tag = :tag", WHOLE),
+    "user modified": ("UPDATE secure_users SET state = :junk WHERE tag = :tag", WHOLE),
     "key removed": ("DELETE FROM secure_data_keys WHERE owner = :tag", (0, 1, 1, 0, 2, 2)),
-    "key spoilt": ("UPDATE secure_data_keys SET wrapped = :junk WHERE owner = :tag", WHOLE),
+    "key modified": ("UPDATE secure_data_keys SET wrapped = :junk WHERE owner = :tag", WHOLE),
     "witness removed": ("DELETE FROM secure_witnesses WHERE tag = :tag", (1, 1, 1, 0, 2, 1)),
-    "session spoilt": (f"UPDATE secure_sessions SET state = :junk WHERE user_row = {HERS}", WHOLE),
+    "session modified": (
+        f"UPDATE secure_sessions SET state = :junk WHERE user_row = {OF_USER}",
+        WHOLE,
+    ),
 }
 
 
-async def test_rows_that_cannot_be_opened_are_erased(url: str, place: sa.URL) -> None:
+async def test_rows_that_cannot_be_decrypted_are_erased(url: str, place: sa.URL) -> None:
     await fill(url, users=["bob"])
     bobs = rows(place)
-    await fill(url, users=[*ALTERED], sessions=1, events=2)
+    await fill(url, users=[*TAMPERED], sessions=1, events=2)
     async with Database(url, BACKEND) as db:
-        for name, (statement, expected) in ALTERED.items():
+        for name, (statement, expected) in TAMPERED.items():
             _, theirs = await lookup(db, APP, name)
             values = {"tag": bytes.fromhex(theirs.tag), "junk": b"junk"}
             bound = {key: value for key, value in values.items() if f":{key}" in statement}
@@ -218,8 +220,8 @@ async def test_rows_that_cannot_be_opened_are_erased(url: str, place: sa.URL) ->
     assert rows(place) == bobs
 
 
-async def test_text_where_a_tag_belongs_is_no_obstacle(file_url: str) -> None:
-    """SQLite keeps any type in any column."""
+async def test_session_whose_tag_is_text_is_erased(file_url: str) -> None:
+    """SQLite stores any type in any column."""
     await fill(file_url, users=["ada"])
     place = sa.make_url(file_url).set(drivername="sqlite")
     run_sql(place, "UPDATE secure_sessions SET tag = CAST(tag AS TEXT)")
@@ -227,11 +229,11 @@ async def test_text_where_a_tag_belongs_is_no_obstacle(file_url: str) -> None:
         assert counts(await erase_user(db, APP, "ada")) == (1, 1, 2, 0, 6, 3)
 
 
-# --- coming back ---------------------------------------------------------------------------------
+# --- returning -----------------------------------------------------------------------------------
 
 
-async def test_who_comes_back_is_a_new_user_to_every_service(url: str, place: sa.URL) -> None:
-    """Also to those that had opened the old key and the old session."""
+async def test_user_who_returns_is_a_new_user_to_every_service(url: str, place: sa.URL) -> None:
+    """Also to services that have the old key and the old session in memory."""
     who: dict[str, Any] = {"app_name": APP, "user_id": "ada"}
     first, second = (EncryptedSessionService(url, BACKEND) for _ in range(2))
     async with first, second:
@@ -274,49 +276,29 @@ on_servers = pytest.mark.parametrize("place", DRIVERS, indirect=True)  # SQLite 
 @on_servers
 @pytest.mark.parametrize("known", ["user", "user and session"])
 async def test_user_who_is_erased_between_a_read_and_its_write_is_a_new_one(
-    url: str, place: sa.URL, known: str, monkeypatch: pytest.MonkeyPatch
+    url: str, place: sa.URL, known: str
 ) -> None:
     await fill(url, users=["ada"], sessions=1)
-    erased: list[Erasure] = []
 
     async def erase() -> None:
         async with Database(url, BACKEND) as db:
-            erased.append(await erase_user(db, APP, "ada"))
+            assert (await erase_user(db, APP, "ada")).sessions == 1
 
-    module = postgresql if url.startswith("postgresql") else async_engine
-    fetch: Any = module._fetch  # the same module has the transactions read by it
-
-    def is_first_read_of_a_write(query: object) -> bool:
-        return query in sql.SESSION_WITHOUT_EVENTS.values() and not erased
-
-    async def fetch_then_erase(connection: Any, query: Any, parameters: Any) -> Any:
-        found = await fetch(connection, query, parameters)
-        if is_first_read_of_a_write(query):
-            await erase()
-        return found
-
-    def fetch_then_wait(connection: Any, query: Any, parameters: Any) -> Any:
-        found = fetch(connection, query, parameters)
-        if is_first_read_of_a_write(query):
-            await_only(erase())
-        return found
-
-    hook: Any = fetch_then_erase if module is postgresql else fetch_then_wait
     who: dict[str, Any] = {"app_name": APP, "user_id": "ada"}
     async with EncryptedSessionService(url, BACKEND) as service:
         held = await service.get_session(**who, session_id="s0")
         assert held is not None
-        async with EncryptedSessionService(url, BACKEND) as fresh:
+        fresh, faults = with_faults(lambda: EncryptedSessionService(url, BACKEND))
+        async with fresh:
             await fresh.prepare_tables()
-            monkeypatch.setattr(module, "_fetch", hook)
+            plan = faults.data.after(Point.READ, erase)
             if known == "user":
                 made = await fresh.create_session(**who, session_id="new", state={"k": 1})
                 assert made.state == {"k": 1}
             else:
                 with pytest.raises(SessionNotFoundError):
                     await fresh.append_event(held, event(9, k=1))
-        assert [one.sessions for one in erased] == [1]
-        monkeypatch.undo()
+        assert plan.happened
         await service.create_session(**who, session_id="s0", state={"n": 1})
         found = await service.list_sessions(**who)
         assert len(found.sessions) == (2 if known == "user" else 1)
@@ -324,37 +306,50 @@ async def test_user_who_is_erased_between_a_read_and_its_write_is_a_new_one(
     await assert_clean(url)
 
 
+def create_two(say: Say, url: str, directory: Path) -> None:
+    """Create a session and, once the file `go` exists, another one without reading anything."""
+
+    async def main() -> None:
+        async with EncryptedSessionService(url, BACKEND) as service:
+            await service.create_session(app_name=APP, user_id="ada", session_id="old")
+            say("ready")
+            while not (directory / "go").exists():
+                await asyncio.sleep(0.01)
+            await service.create_session(app_name=APP, user_id="ada", session_id="new")
+            (directory / "created").touch()
+
+    asyncio.run(main())
+
+
 @on_servers
 async def test_session_that_is_made_while_an_erasure_commits_waits_for_it(
-    url: str, place: sa.URL, monkeypatch: pytest.MonkeyPatch
+    url: str, place: sa.URL, tmp_path: Path
 ) -> None:
-    run, has_run, go_on = erasing._Attempt.run, asyncio.Event(), asyncio.Event()
+    db, faults = with_faults(lambda: Database(url, BACKEND))
+    with children((create_two, url, tmp_path)) as (child,):
+        said = child.said()
+        assert await asyncio.to_thread(next, said) == "ready"
 
-    def run_and_wait(attempt: Any, steps: Any) -> None:
-        run(attempt, steps)
-        has_run.set()
-        await_only(go_on.wait())
+        def hold_the_transaction() -> None:
+            (tmp_path / "go").touch()
+            time.sleep(0.3)
+            assert not (tmp_path / "created").exists(), "it did not wait for the erasure"
 
-    async with EncryptedSessionService(url, BACKEND) as service, Database(url, BACKEND) as db:
-        # Known to the service: it makes another without reading anything.
-        await service.create_session(app_name=APP, user_id="ada", session_id="old")
-        with monkeypatch.context() as patch:
-            patch.setattr(erasing._Attempt, "run", run_and_wait)
-            erasure = asyncio.ensure_future(erase_user(db, APP, "ada"))
-            await has_run.wait()
-            creation = asyncio.ensure_future(
-                service.create_session(app_name=APP, user_id="ada", session_id="new")
-            )
-            await asyncio.sleep(0.2)
-            go_on.set()
-            await asyncio.gather(erasure, creation)
+        async with db:
+            await db.keys()
+            plan = faults.data.after(Point.WORK, hold_the_transaction)
+            await erase_user(db, APP, "ada")
+        assert plan.happened
+        assert await asyncio.to_thread(list, said) == []
+    assert (tmp_path / "created").exists()
+    async with EncryptedSessionService(url, BACKEND) as service:
         found = await service.list_sessions(app_name=APP, user_id="ada")
         assert [session.id for session in found.sessions] == ["new"]
     assert query(place, "SELECT count(*) FROM secure_data_keys") == [(2,)]
     await assert_clean(url)
 
 
-async def test_event_that_is_on_its_way_when_an_erasure_begins_is_erased(
+async def test_event_whose_append_is_running_when_an_erasure_begins_is_erased(
     url: str, place: sa.URL
 ) -> None:
     await fill(url, users=["ada"], sessions=1)
@@ -404,7 +399,9 @@ def create_and_append(say: Say, url: str, name: str, number: int) -> None:
     asyncio.run(main())
 
 
-async def test_services_that_write_meanwhile_leave_nothing_behind(url: str, place: sa.URL) -> None:
+async def test_services_that_write_during_erasures_leave_no_row_behind(
+    url: str, place: sa.URL
+) -> None:
     await fill(url, users=["bob"])
     bobs = rows(place)
     jobs = [(create_and_append, url, f"p{n}", 20) for n in range(3)]
@@ -419,7 +416,8 @@ async def test_services_that_write_meanwhile_leave_nothing_behind(url: str, plac
             async with Database(url, BACKEND) as other:
                 found = await verify(other)
                 assert found.problems == ()
-            last = await erase_user(db, APP, "ada")
+            await erase_user(db, APP, "ada")
+            assert (await erase_user(db, APP, "ada")).rows == 0
     assert erased, "nothing was erased while they wrote"
     left = rows(place)
     app_rows = {"secure_apps", "secure_witnesses"}  # the app's state has changed
@@ -429,59 +427,21 @@ async def test_services_that_write_meanwhile_leave_nothing_behind(url: str, plac
     async with EncryptedSessionService(url, BACKEND) as service:
         new = await service.create_session(app_name=APP, user_id="ada", session_id="p0-0")
         assert {key for key in new.state if not key.startswith("app:")} == set()
-    assert last.users <= 1
 
 
-async def test_rotation_makes_no_key_for_a_user_who_is_erased_meanwhile(
-    url: str, place: sa.URL, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await fill(url)
-    make_key, erased = data_rotation._Run._with_key, False
-
-    async def erase_first(run: Any, keys: Any, owner: bytes) -> Any:
-        nonlocal erased
-        async with Database(url, BACKEND) as db:
-            if not erased and owner == bytes.fromhex((await lookup(db, APP, "ada"))[1].tag):
-                erased = (await erase_user(db, APP, "ada")).users == 1
-        return await make_key(run, keys, owner)
-
-    monkeypatch.setattr(data_rotation._Run, "_with_key", erase_first)
-    async with Database(url, BACKEND) as db:
-        assert (await rotate_data(db)).bad == 0
-        assert erased
-    assert query(place, "SELECT count(*) FROM secure_data_keys") == [(4,)]  # app and bob, twice
-    await assert_clean(url)
-    async with EncryptedSessionService(url, BACKEND) as service:
-        await service.create_session(app_name=APP, user_id="ada")
+# --- killed, disconnected ------------------------------------------------------------------------
 
 
-# --- killed, cut off -----------------------------------------------------------------------------
+CLEARING = "wal_checkpoint|pg_relation_filenode|innodb_file_per_table"
 
 
-def erase_and_die(say: Say, url: str, number: int) -> None:
-    """Killed before the deletion of that number; at 0 once all is committed."""
-    module: Any = erasing
-    delete, clear, left = erasing._Attempt._delete, module.clear, [number]
-
-    def die() -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def delete_or_die(*arguments: Any) -> None:
-        left[0] -= 1
-        if not left[0]:
-            die()
-        delete(*arguments)
-
-    async def die_or_clear(*arguments: Any, **options: Any) -> Any:
-        if not number:
-            die()
-        return await clear(*arguments, **options)
-
-    module._Attempt._delete, module.clear = delete_or_die, die_or_clear
+def erase_and_die(say: Say, url: str, pattern: str, number: int) -> None:
+    """Erase, but die before the statement of that number, of those that contain *pattern*."""
+    db = dying(lambda: Database(url, BACKEND), Statements(number, pattern), url)
 
     async def main() -> None:
-        async with Database(url, BACKEND) as db:
-            await erase_user(db, APP, "ada")
+        async with db:
+            await erase_user(db, APP, "ada", rewrite=True)
         say("ended")
 
     asyncio.run(main())
@@ -492,17 +452,17 @@ async def test_erasure_that_is_killed_has_done_all_or_nothing(url: str, place: s
     bobs = rows(place)
     await fill(url, users=["ada"], sessions=1)
     before = rows(place)
-    for number in (1, 2, 4, 7, 10):  # the second round begins with the eighth
-        with children((erase_and_die, url, number)) as (child,):
+    for number in (1, 2, 4, 7, 10):  # the second round begins with the eighth deletion
+        with children((erase_and_die, url, "^DELETE", number)) as (child,):
             assert await asyncio.to_thread(list, child.said()) == []
         assert rows(place) == before
-    with children((erase_and_die, url, 0)) as (child,):
+    with children((erase_and_die, url, CLEARING, 1)) as (child,):  # all is committed
         assert await asyncio.to_thread(list, child.said()) == []
     assert rows(place) == bobs
 
 
 @pytest.mark.parametrize("kind", DRIVERS)
-async def test_erasure_whose_answer_is_lost_tells_what_it_deleted(
+async def test_erasure_whose_answer_is_lost_reports_what_it_deleted(
     kind: str, request: pytest.FixtureRequest
 ) -> None:
     server: Server = request.getfixturevalue(kind)
@@ -521,31 +481,26 @@ async def test_erasure_whose_answer_is_lost_tells_what_it_deleted(
     pytest.fail("it never ends")
 
 
-# --- key tables in another database --------------------------------------------------------------
+# --- key database --------------------------------------------------------------------------------
 
 
-async def test_keys_that_are_apart_go_first_and_for_good(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_keys_in_a_key_database_are_deleted_first_and_for_good(tmp_path: Path) -> None:
     data, keys = (
         sa.URL.create("sqlite", database=f"{tmp_path}/{name}.db") for name in ("data", "keys")
     )
-    apart: dict[str, Any] = {"db_url": data, "key_db_url": keys, "backend": BACKEND}
-    async with EncryptedSessionService(**apart) as service:
+    both: dict[str, Any] = {"db_url": data, "key_db_url": keys, "backend": BACKEND}
+    async with EncryptedSessionService(**both) as service:
         for user in ("ada", "bob"):
             for _ in range(2):
                 session = await service.create_session(app_name=APP, user_id=user)
                 for n in range(3):
                     await service.append_event(session, event(n))
-
-    def fail(attempt: object) -> None:
-        raise RuntimeError("no more")
-
-    async with Database(**apart) as db:
-        with monkeypatch.context() as patch:
-            patch.setattr(erasing._Attempt, "delete_rows", fail)
-            with pytest.raises(RuntimeError):
-                await erase_user(db, APP, "ada")
+    db, faults = with_faults(lambda: Database(**both))
+    async with db:
+        await db.keys()
+        faults.data.before(Point.WORK, RuntimeError("the process ends"))
+        with pytest.raises(RuntimeError, match="the process ends"):
+            await erase_user(db, APP, "ada")
         assert query(keys, "SELECT count(*) FROM secure_data_keys") == [(2,)]
         assert query(data, "SELECT count(*) FROM secure_users") == [(2,)]
         assert counts(await erase_user(db, APP, "ada", dry_run=True)) == (0, 1, 2, 0, 6, 3)

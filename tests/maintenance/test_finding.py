@@ -16,7 +16,7 @@ from tests.maintenance.support import APP, NEW, OLD, fill, query
 BACKEND = AesGcmBackend(OLD)
 
 
-async def test_rows_of_a_user_and_a_session_are_found(url: str, place: sa.URL) -> None:
+async def test_lookup_finds_the_rows_of_a_user_and_a_session(url: str, place: sa.URL) -> None:
     await fill(url)
     async with Database(url, BACKEND) as db:
         app, user, session = await lookup(db, APP, "bob", "s1")
@@ -32,13 +32,13 @@ async def test_rows_of_a_user_and_a_session_are_found(url: str, place: sa.URL) -
     assert nobody[1].tag != session.tag
 
 
-async def test_lookup_of_a_session_needs_its_user(file_url: str) -> None:
+async def test_lookup_of_a_session_without_its_user_is_rejected(file_url: str) -> None:
     async with Database(file_url, BACKEND) as db:
         with pytest.raises(ConfigurationError, match="give the user"):
             await lookup(db, APP, session_id="s1")
 
 
-async def test_headers_are_read_without_a_key(url: str, place: sa.URL) -> None:
+async def test_inspect_reads_headers_without_a_key(url: str, place: sa.URL) -> None:
     await fill(url)
     (row, length), *_ = query(
         place,
@@ -67,7 +67,7 @@ async def test_headers_are_read_without_a_key(url: str, place: sa.URL) -> None:
                 await inspect(db, table, name)
 
 
-async def test_init_makes_what_is_missing_and_says_so(url: str, place: sa.URL) -> None:
+async def test_init_makes_and_reports_what_is_missing(url: str, place: sa.URL) -> None:
     async with Database(url, BACKEND) as db:
         made = await init(db)
         assert set(made.tables) == {*metadata.tables}

@@ -1,7 +1,6 @@
-"""A rotation that is killed at any statement leaves every row readable, and the next goes on."""
+"""A run that is killed at any statement leaves every row readable, and the next one continues."""
 
 import asyncio
-import os
 import shutil
 import signal
 import sqlite3
@@ -13,7 +12,6 @@ import pytest
 import sqlalchemy as sa
 
 from adk_secure_sessions import AesGcmBackend, FernetBackend
-from adk_secure_sessions.db.async_engine import AsyncEngineExecutor
 from adk_secure_sessions.maintenance import (
     Database,
     retire,
@@ -23,10 +21,11 @@ from adk_secure_sessions.maintenance import (
     status,
     verify,
 )
+from tests.maintenance.dying import Statements, dying
 from tests.maintenance.support import NEW, OLD, fill, query
 from tests.processes import children
 
-# By what a process is to do: the function, what writes from then on, and what is read besides.
+# What a process does: the function, the backend that writes, and the others that it reads.
 OLD_BACKEND = FernetBackend(OLD)
 JOBS: dict[str, tuple[Any, Any, tuple[Any, ...]]] = {
     "root": (rotate_root, FernetBackend(NEW), (OLD_BACKEND,)),
@@ -34,8 +33,8 @@ JOBS: dict[str, tuple[Any, Any, tuple[Any, ...]]] = {
     "data": (rotate_data, AesGcmBackend(OLD), (OLD_BACKEND,)),
     "retire": (retire, AesGcmBackend(OLD), (OLD_BACKEND,)),
 }
-# So many statements end one run.  On SQLite each of them; on a server, where a transaction that
-# lost its client is taken back all the same, some of them.
+# By how many statements a run gets further than the one before.  On a server, where a transaction
+# is rolled back wherever its client dies, not every statement has to be tried.
 STEP = {"sqlite": 1, "postgresql": 9, "mariadb": 9}
 
 
@@ -44,49 +43,29 @@ def open_database(url: str, job: str) -> Database:
     return Database(url, backend, others)
 
 
-def run_until(say: Callable[[object], None], url: str, job: str, last: int) -> None:
-    """Do it, but for statement number *last*, before which the process is killed."""
-    count = 0
-
-    def statement(*_: object) -> None:
-        nonlocal count
-        count += 1
-        if count == last:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    if url.startswith("sqlite"):
-        sa.event.listen(
-            sa.Engine, "connect", lambda driver, _: driver.set_trace_callback(statement)
-        )
-    else:
-        sa.event.listen(sa.Engine, "before_cursor_execute", statement)
-        enter = AsyncEngineExecutor._enter
-
-        def counting(self: AsyncEngineExecutor) -> bool:
-            statement()
-            return enter(self)
-
-        AsyncEngineExecutor._enter = counting  # type: ignore[method-assign]
+def run_and_die(say: Callable[[object], None], url: str, job: str, last: int) -> None:
+    """Do it, but die before statement number *last*; say so if there are fewer."""
+    db = dying(lambda: open_database(url, job), Statements(last), url)
 
     async def main() -> None:
-        async with open_database(url, job) as db:
+        async with db:
             await JOBS[job][0](db)
 
     asyncio.run(main())
-    say(count)
+    say("ended")
 
 
 def killed(url: str, job: str, last: int) -> bool:
-    """Whether it was, rather than ended before."""
-    with children((run_until, url, job, last)) as (child,):
+    """Run it in a process; whether that was killed before it ended."""
+    with children((run_and_die, url, job, last)) as (child,):
         said = list(child.said())
         child.process.join()
         assert child.process.exitcode == (0 if said else -signal.SIGKILL)
     return not said
 
 
-async def end(url: str, job: str) -> Any:
-    """Everything is readable; then the next run ends what this one began."""
+async def complete(url: str, job: str) -> Any:
+    """Check that everything is readable; then have the next run end what this one began."""
     async with open_database(url, job) as db:
         found = await verify(db)
         assert found.bad == found.unchecked == 0, found.problems
@@ -111,7 +90,7 @@ async def prepare(url: str, job: str) -> None:
     ("job", "step"),
     [("data", 5), *(pytest.param(job, 1, marks=pytest.mark.soak) for job in JOBS)],
 )
-async def test_run_that_is_killed_at_any_statement_is_ended_by_the_next(
+async def test_run_that_is_killed_at_any_statement_is_completed_by_the_next(
     job: str, step: int, tmp_path: Path
 ) -> None:
     original, copy = tmp_path / "original.db", tmp_path / "copy.db"
@@ -125,28 +104,28 @@ async def test_run_that_is_killed_at_any_statement_is_ended_by_the_next(
             break
         kills += 1
         at += step
-        await end(url, job)
+        await complete(url, job)
     assert kills > 10
 
 
 @pytest.mark.parametrize("job", JOBS)
-async def test_run_that_is_killed_again_and_again_comes_to_its_end(
+async def test_run_that_is_killed_again_and_again_is_completed(
     job: str, url: str, place: sa.URL
 ) -> None:
-    """Each run does a little more than the one before, on what that one left."""
+    """Each run gets a little further than the one before."""
     await prepare(url, job)
     step = STEP[place.get_backend_name()]
     last = 12
     while killed(url, job, last):
         last += step
-    done = await end(url, job)
+    done = await complete(url, job)
     if job in ("master", "data"):
         names = query(place, "SELECT name FROM secure_meta WHERE name LIKE 'rotation%'")
         assert not names
         assert done.left == 0
 
 
-async def test_run_goes_on_where_the_one_before_was_killed(tmp_path: Path) -> None:
+async def test_run_continues_where_the_one_before_was_killed(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/sessions.db"
     await fill(url, OLD_BACKEND, users=[f"user {n}" for n in range(5)])
     keys = "SELECT count(*) FROM secure_data_keys WHERE backend_id = 1"
@@ -162,4 +141,4 @@ async def test_run_goes_on_where_the_one_before_was_killed(tmp_path: Path) -> No
         done = await rotate_data(db)
     assert done.since == since
     assert done.keys == 6 - made
-    assert 0 < done.resealed < 6 * 2 + 10 * 5
+    assert 0 < done.reencrypted < 6 * 2 + 10 * 5

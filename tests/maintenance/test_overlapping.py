@@ -1,6 +1,6 @@
-"""Rotations, retirements and services in one another's way: nothing is under a key that is gone."""
+"""Rotations, retirements and services that overlap: no record is left under a deleted key."""
 
-import importlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,169 +9,148 @@ import sqlalchemy as sa
 from adk_secure_sessions import (
     AesGcmBackend,
     EncryptedSessionService,
+    EncryptionBackend,
     FernetBackend,
     SecureSessionError,
 )
-from adk_secure_sessions.db import postgresql as asyncpg_executor
 from adk_secure_sessions.maintenance import (
     Database,
     erase_user,
     lookup,
-    resealing,
     retire,
     rotate_data,
     rotate_master,
     verify,
 )
-from adk_secure_sessions.maintenance import records as owners
+from adk_secure_sessions.maintenance.database import Limits
+from tests.faults import Faults, Point, with_faults
 from tests.maintenance.support import APP, OLD, event, fill, query
 from tests.servers import Server
-
-data_rotation: Any = importlib.import_module("adk_secure_sessions.maintenance.rotate_data")
-master_keys: Any = importlib.import_module("adk_secure_sessions.maintenance.rotate_master")
 
 AES, FERNET = AesGcmBackend(OLD), FernetBackend(OLD)
 
 
 class Killed(BaseException):
-    """Ends a run as a signal would, where nothing runs afterwards."""
+    """Ends a run as a signal would: nothing catches it."""
 
 
-async def is_whole(url: str, *backends: Any) -> None:
+def maintained(url: str) -> tuple[Database, Faults]:
+    return with_faults(lambda: Database(url, AES))
+
+
+def of(text: str) -> Callable[[Any, Any], bool]:
+    """Queries that contain *text*."""
+    return lambda step, answer: text in str(step.query)
+
+
+async def assert_whole(url: str, *backends: EncryptionBackend) -> None:
     async with Database(url, backends[0], backends[1:]) as db:
         found = await verify(db)
     assert (found.bad, found.unchecked) == (0, 0), found.problems
 
 
-@pytest.fixture
-def one_session_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owners, "_SESSIONS", 1)
-    monkeypatch.setattr(owners, "_of_user", owners._of_user.__wrapped__)
+async def rotate_until_the_second_session(url: str) -> None:
+    """Kill a rotation when the user and the first session are under the new key."""
 
-
-async def rotate_until_the_second_session(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From then on the user and the first session are under the newest key, the second is not."""
-    reseal, sessions = data_rotation._Run._reseal, 0
-
-    async def killed(run: Any, keys: Any, owner: Any, records: Any) -> None:
-        nonlocal sessions
-        sessions += any(record.kind is resealing.SESSIONS for record in records)
-        if sessions == 2:
+    def kill(done: int, total: int) -> None:
+        if done == 2 + 2 + 3:  # of the app, of the user, of the first session: each with a witness
             raise Killed
-        await reseal(run, keys, owner, records)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(data_rotation._Run, "_reseal", killed)
-        async with Database(url, AES) as db:
-            with pytest.raises(Killed):
-                await rotate_data(db, restart=True)
+    async with Database(url, AES) as db:
+        db.limits = Limits(rows=1)
+        with pytest.raises(Killed):
+            await rotate_data(db, restart=True, progress=kill)
 
 
-async def test_key_that_a_service_may_use_in_place_of_an_older_one_is_kept(
-    url: str, one_session_at_once: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_key_that_a_service_may_use_in_place_of_an_older_one_is_kept(url: str) -> None:
     """Two rotations that were killed left three generations; nothing is under the middle one."""
     await fill(url, AES, users=["ada"], sessions=2, events=1)
     async with EncryptedSessionService(url, AES) as service:
-        await rotate_until_the_second_session(url, monkeypatch)
+        await rotate_until_the_second_session(url)
         found = {}
         async with Database(url, AES) as db:
             for name in ("s0", "s1"):
-                (*_, place) = await lookup(db, APP, "ada", name)
+                (*_, location) = await lookup(db, APP, "ada", name)
                 session = await service.get_session(app_name=APP, user_id="ada", session_id=name)
-                assert session is not None  # and with it the second generation is known
-                found[place.row] = session
-        await rotate_until_the_second_session(url, monkeypatch)
+                assert session is not None  # now the service knows the second generation, too
+                found[location.row] = session
+        await rotate_until_the_second_session(url)
         async with Database(url) as db:
             retired = await retire(db)
         assert [one.references != () for one in retired.examples] == [True, False]
         await service.append_event(found[max(row for row in found if row)], event(9))
-    await is_whole(url, AES)
+    await assert_whole(url, AES)
 
 
-async def test_two_rotations_of_the_master_wrap_nothing_with_one_that_was_dropped(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_master_that_another_rotation_retired_wraps_no_data_key(url: str) -> None:
     await fill(url)
-    walk, walks = master_keys._Run._walk, 0
+    db, faults = maintained(url)
+    wrapped_keys = of("secure_data_keys.wrapped")
 
-    async def interrupted(run: Any, *arguments: Any) -> None:
-        nonlocal walks
-        walks += 1
-        if walks == 2:
-            raise Killed
-        if walks == 1:  # its master is there, and has wrapped nothing
-            async with Database(url, AES) as another:
-                with pytest.raises(Killed):
-                    await rotate_master(another, restart=True)
-                assert (await retire(another)).masters
-        await walk(run, *arguments)
+    async def rotate_until_the_master_is_made() -> None:
+        another, its_faults = maintained(url)
+        its_faults.keys.before(Point.READ, Killed(), when=wrapped_keys)
+        async with another:
+            with pytest.raises(Killed):
+                await rotate_master(another, restart=True)
+            assert (await retire(another)).masters
 
-    monkeypatch.setattr(master_keys._Run, "_walk", interrupted)
-    async with Database(url, AES) as db:
-        with pytest.raises(SecureSessionError, match="another was begun meanwhile"):
+    # By then the master of the first rotation is stored, and has wrapped nothing.
+    plan = faults.keys.before(Point.READ, rotate_until_the_master_is_made, when=wrapped_keys)
+    async with db:
+        with pytest.raises(SecureSessionError, match="another rotation was started meanwhile"):
             await rotate_master(db)
-    await is_whole(url, AES)
+    assert plan.happened
+    await assert_whole(url, AES)
     async with Database(url, AES) as db:
         assert (await rotate_master(db)).left == 0
-    await is_whole(url, AES)
+    await assert_whole(url, AES)
 
 
-async def test_two_rotations_of_data_keys_leave_nothing_under_one_that_was_dropped(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_overlapping_rotations_leave_no_record_under_a_retired_data_key(url: str) -> None:
     await fill(url, AES, users=["ada"], sessions=1, events=1)
-    change, stage = Database.change, 0
+    db, faults = maintained(url)
+    whole_events = of("secure_events.time")
 
-    async def interrupted(db: Any, work: Any, **options: Any) -> Any:
-        nonlocal stage
-        replaces = getattr(work, "func", None) is resealing._replace
-        if replaces and work.args[0][0][0].kind is resealing.EVENTS:
-            stage += 1
-            if stage == 2:
-                raise Killed
-            if stage == 1:  # sealed anew, but not yet stored
-                async with Database(url, AES) as another:
-                    with pytest.raises(Killed):
-                        await rotate_data(another, restart=True)
-                    await retire(another)
-        return await change(db, work, **options)
+    async def rotate_until_the_events_and_retire() -> None:
+        another, its_faults = maintained(url)
+        its_faults.data.after(Point.READ, Killed(), when=whole_events)
+        async with another:
+            with pytest.raises(Killed):
+                await rotate_data(another, restart=True)
+            await retire(another)
 
-    monkeypatch.setattr(Database, "change", interrupted)
-    async with Database(url, AES) as db:
-        with pytest.raises(SecureSessionError, match="another was begun meanwhile"):
+    # Between the read of the events and the write of what they are re-encrypted to.
+    plan = faults.data.after(Point.READ, rotate_until_the_events_and_retire, when=whole_events)
+    async with db:
+        with pytest.raises(SecureSessionError, match="another rotation was started meanwhile"):
             await rotate_data(db)
-    await is_whole(url, AES)
+    assert plan.happened
+    await assert_whole(url, AES)
 
 
 async def test_key_of_another_backend_that_is_retired_as_a_service_writes_is_not_used(
-    postgresql: Server, monkeypatch: pytest.MonkeyPatch
+    postgresql: Server,
 ) -> None:
-    """Between its read, which finds the key still there, and its changes."""
-    fetch, armed = asyncpg_executor._fetch, False
-
-    async def fetch_then_retire(*arguments: Any) -> Any:
-        nonlocal armed
-        rows = await fetch(*arguments)
-        if armed and any(row[0] == 3 for row in rows):  # data keys
-            armed = False
-            async with Database(url) as db:
-                assert (await retire(db)).kept == 0
-        return rows
-
-    monkeypatch.setattr(asyncpg_executor, "_fetch", fetch_then_retire)
+    """Between the read, which finds the key still stored, and the changes."""
     with postgresql.database() as place:
         url = place.set(drivername="postgresql+asyncpg").render_as_string(hide_password=False)
+
+        async def retire_all() -> None:
+            async with Database(url) as db:
+                assert (await retire(db)).kept == 0
+
         await fill(url, FERNET, users=["ada"], sessions=1)
-        async with EncryptedSessionService(url, FERNET, [AES]) as service:
+        service, faults = with_faults(lambda: EncryptedSessionService(url, FERNET, [AES]))
+        async with service:
             async with Database(url, AES, [FERNET]) as db:
                 await rotate_data(db)
             session = await service.get_session(app_name=APP, user_id="ada", session_id="s0")
             assert session is not None
-            armed = True
+            plan = faults.data.after(Point.READ, retire_all, when=of("secure_data_keys"))
             await service.append_event(session, event(9))
-            assert not armed
-        await is_whole(url, FERNET, AES)
+            assert plan.happened
+        await assert_whole(url, FERNET, AES)
 
 
 async def test_key_that_a_service_of_another_backend_holds_is_kept(url: str, place: sa.URL) -> None:
@@ -188,19 +167,29 @@ async def test_key_that_a_service_of_another_backend_holds_is_kept(url: str, pla
         assert query(place, "SELECT count(*) FROM secure_data_keys") == keys
         (kept,) = (await retire(db)).examples
         assert dict(kept.references)["secure_events"] == 1
-    await is_whole(url, FERNET, AES)
+    await assert_whole(url, FERNET, AES)
 
 
-async def test_key_is_made_for_nobody_who_was_erased(url: str, place: sa.URL) -> None:
-    await fill(url, AES, users=["ada"])
-    async with Database(url, AES) as db:
-        ((owner,),) = query(place, "SELECT tag FROM secure_users")
-        run = data_rotation._Run(db, False, None, None)
-        run._since = 2**62
-        keys = await db.keys_of(bytes(owner))
-        row = keys.new(bytes(owner), run._since)
-        await erase_user(db, APP, "ada")
-        assert not await run._insert(bytes(owner), row._asdict() | keys.keyring_now())
-    assert query(place, "SELECT count(*) FROM secure_data_keys") == [(1,)]  # the app's
+async def test_rotation_makes_no_key_for_a_user_who_is_erased_meanwhile(
+    url: str, place: sa.URL
+) -> None:
+    await fill(url)
+    db, faults = maintained(url)
+
+    async def erase_ada() -> None:
+        async with Database(url, AES) as another:
+            assert (await erase_user(another, APP, "ada")).users == 1
+
+    ((ada,),) = query(place, "SELECT min(id) FROM secure_users")
+
+    def reads_ada(step: Any, rows: Any) -> bool:
+        return "secure_users.state" in str(step.query) and ada in [row[0] for row in rows]
+
+    plan = faults.data.after(Point.READ, erase_ada, when=reads_ada)
+    async with db:
+        assert (await rotate_data(db)).bad == 0
+    assert plan.happened
+    assert query(place, "SELECT count(*) FROM secure_data_keys") == [(4,)]  # app and bob, twice
+    await assert_whole(url, AES)
     async with EncryptedSessionService(url, AES) as service:
         await service.create_session(app_name=APP, user_id="ada")

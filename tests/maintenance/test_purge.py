@@ -1,17 +1,14 @@
-"""`purge` deletes what is old, and nothing that was used meanwhile."""
+"""`purge` deletes old sessions, and none that was used meanwhile."""
 
-import importlib
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import sqlalchemy as sa
 
 from adk_secure_sessions import AesGcmBackend, ConfigurationError, EncryptedSessionService
 from adk_secure_sessions.maintenance import Database, Problem, purge, verify
+from tests.faults import Point, with_faults
 from tests.maintenance.support import APP, OLD, event, fill, query, run_sql
-
-purging: Any = importlib.import_module("adk_secure_sessions.maintenance.purge")
 
 BACKEND = AesGcmBackend(OLD)
 LONG_AGO = timedelta(days=90)  # tests/maintenance/support.py dates its events in 2023
@@ -29,7 +26,7 @@ async def left(url: str) -> list[str]:
         return sorted(f"{session.user_id} {session.id}" for session in listing.sessions)
 
 
-async def test_old_sessions_go_with_all_that_is_theirs(url: str, place: sa.URL) -> None:
+async def test_old_sessions_are_deleted_with_their_events(url: str, place: sa.URL) -> None:
     await fill_old_and_new(url)
     seen: list[tuple[int, int]] = []
     async with Database(url, BACKEND) as db:
@@ -45,31 +42,25 @@ async def test_old_sessions_go_with_all_that_is_theirs(url: str, place: sa.URL) 
     assert query(place, "SELECT count(*) FROM secure_users") == [(2,)]
 
 
-async def test_session_that_is_used_meanwhile_stays(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_session_that_is_used_while_a_purge_runs_is_kept(url: str) -> None:
     await fill_old_and_new(url)
-    delete, used = purging._delete, False
 
-    async def use_first(store: Any, ids: Any, *rest: Any) -> bool:
-        nonlocal used
-        if (ids.user_id, ids.session_id) == ("bob", "s1"):
-            used = True
-            async with EncryptedSessionService(url, BACKEND) as service:
-                session = await service.get_session(**ids._asdict())
-                assert session is not None
-                await service.append_event(session, event(100_000_000))
-        return bool(await delete(store, ids, *rest))
+    async def use() -> None:
+        async with EncryptedSessionService(url, BACKEND) as service:
+            session = await service.get_session(app_name=APP, user_id="bob", session_id="s1")
+            assert session is not None
+            await service.append_event(session, event(100_000_000))
 
-    monkeypatch.setattr(purging, "_delete", use_first)
-    async with Database(url, BACKEND) as db:
+    db, faults = with_faults(lambda: Database(url, BACKEND))
+    plan = faults.data.before(Point.WRITE, use)  # by then all old sessions have been found
+    async with db:
         assert await purge(db, timedelta(days=1)) == (5, 1, 0, ())
+        assert plan.happened
         assert (await verify(db)).bad == 0
-    assert used
     assert await left(url) == ["ada today", "bob s1"]
 
 
-async def test_old_session_that_cannot_be_opened_is_named_and_left_alone(
+async def test_old_session_that_cannot_be_decrypted_is_reported_and_left_unchanged(
     url: str, place: sa.URL
 ) -> None:
     await fill_old_and_new(url)
@@ -85,7 +76,7 @@ async def test_old_session_that_cannot_be_opened_is_named_and_left_alone(
     assert query(place, "SELECT count(*) FROM secure_sessions") == [(2,)]
 
 
-async def test_age_that_is_negative_is_refused(file_url: str) -> None:
+async def test_negative_age_is_rejected(file_url: str) -> None:
     async with Database(file_url, BACKEND) as db:
         with pytest.raises(ConfigurationError, match="negative"):
             await purge(db, timedelta(days=-1))

@@ -1,11 +1,8 @@
-"""Another root key, while services run: nothing is lost, and the old one opens nothing after."""
+"""Another root key, while services run: nothing is lost, and the old one unwraps nothing after."""
 
 import asyncio
-import importlib
-import os
-import signal
+import threading
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -19,9 +16,9 @@ from adk_secure_sessions import (
     StaticKey,
     WrongKeyError,
 )
-from adk_secure_sessions.db import async_engine, postgresql
-from adk_secure_sessions.db import sqlite_threads as threads
 from adk_secure_sessions.maintenance import Database, rotate_root, verify
+from tests.faults import Point, with_faults
+from tests.maintenance.dying import Statements, dying
 from tests.maintenance.support import (
     APP,
     NEW,
@@ -34,8 +31,6 @@ from tests.maintenance.support import (
     run_sql,
 )
 from tests.processes import children
-
-root_keys: Any = importlib.import_module("adk_secure_sessions.maintenance.rotate_root")
 
 KEYRING = "SELECT id, purpose, root_key_id, created_at, wrapped FROM secure_keyring ORDER BY id"
 Say = Callable[[object], None]
@@ -62,7 +57,7 @@ async def test_rotated_database_opens_with_the_new_root_key_and_not_with_the_old
     before = query(place, KEYRING)
     async with Database(url, new(), [old()]) as db:
         done = await rotate_root(db)
-        assert (len(done.rotated), done.unchanged, done.in_clear) == (2, (), ())
+        assert (len(done.rotated), done.unchanged, done.plaintext) == (2, (), ())
         again = await rotate_root(db)
         assert (again.rotated, sorted(again.unchanged)) == ((), sorted(done.rotated))
     after = query(place, KEYRING)
@@ -76,7 +71,7 @@ async def test_rotated_database_opens_with_the_new_root_key_and_not_with_the_old
         assert len((await rotate_root(db)).unchanged) == 2
 
 
-async def test_dry_run_tries_the_keys_and_writes_nothing(url: str, place: sa.URL) -> None:
+async def test_dry_run_tries_the_root_keys_and_writes_nothing(url: str, place: sa.URL) -> None:
     await fill(url)
     before = query(place, KEYRING)
     async with Database(url, new(), [old()]) as db:
@@ -134,17 +129,18 @@ async def test_root_key_listed_first_rotates_nothing_by_itself(url: str, place: 
     assert query(place, "SELECT count(*) FROM secure_data_keys") == [(4,)]
 
 
-async def test_of_two_rotations_at_once_one_wins(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_of_two_rotations_at_once_one_succeeds_and_the_other_says_so(url: str) -> None:
     await fill(url)
-    store, both_read = root_keys._store, asyncio.Barrier(2)
+    barrier = threading.Barrier(2)
 
-    async def wait_for_the_other(*arguments: Any) -> None:
-        await both_read.wait()
-        await store(*arguments)
+    async def both_have_read() -> None:
+        barrier.wait()
 
-    monkeypatch.setattr(root_keys, "_store", wait_for_the_other)
     backends = (new(), AesGcmBackend(OTHER))
-    one, two = (Database(url, backend, [old()]) for backend in backends)
+    one, its_faults = with_faults(lambda: Database(url, backends[0], [old()]))
+    two, other_faults = with_faults(lambda: Database(url, backends[1], [old()]))
+    for faults in (its_faults, other_faults):
+        faults.keys.before(Point.WRITE, both_have_read)
     async with one, two:
         outcomes = await asyncio.gather(rotate_root(one), rotate_root(two), return_exceptions=True)
     (error,) = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
@@ -153,20 +149,20 @@ async def test_of_two_rotations_at_once_one_wins(url: str, monkeypatch: pytest.M
     await assert_readable(url, backends[outcomes.index(error) ^ 1])
 
 
-async def test_keys_in_clear_are_left_as_they_are(file_url: str) -> None:
+async def test_master_keys_stored_as_plaintext_are_left_unchanged(file_url: str) -> None:
     clear = clear_backend()
     await fill(file_url, clear)
     await fill(file_url, old(), others=[clear], users=["eve"])
     async with Database(file_url, new(), [old(), clear]) as db:
         done = await rotate_root(db)
-        assert (len(done.rotated), len(done.in_clear)) == (1, 2)
+        assert (len(done.rotated), len(done.plaintext)) == (1, 2)
         assert (await verify(db)).bad == 0
     async with Database(file_url, clear, [new()]) as db:
         with pytest.raises(ConfigurationError, match="no root key to rotate to"):
             await rotate_root(db)
 
 
-async def test_wrong_old_root_key_is_refused(file_url: str) -> None:
+async def test_wrong_old_root_key_is_rejected(file_url: str) -> None:
     await fill(file_url)
     async with Database(file_url, new(), [AesGcmBackend(OTHER)]) as db:
         with pytest.raises(WrongKeyError, match=old().root_key.key_id):
@@ -174,7 +170,7 @@ async def test_wrong_old_root_key_is_refused(file_url: str) -> None:
     await assert_readable(file_url, old())
 
 
-async def test_new_root_key_that_does_not_unwrap_what_it_wraps_is_refused(file_url: str) -> None:
+async def test_new_root_key_that_does_not_unwrap_what_it_wraps_is_rejected(file_url: str) -> None:
     class OneWay(StaticKey):
         async def unwrap(self, wrapped: bytes, associated_data: bytes) -> bytes:
             return bytes(32)
@@ -194,7 +190,7 @@ async def test_new_root_key_that_does_not_unwrap_what_it_wraps_is_refused(file_u
     await assert_readable(file_url, old())
 
 
-async def test_row_that_was_altered_stops_it(url: str, place: sa.URL) -> None:
+async def test_keyring_row_that_was_modified_stops_the_rotation(url: str, place: sa.URL) -> None:
     await fill(url)
     run_sql(place, "UPDATE secure_keyring SET created_at = 7 WHERE purpose = 'data'")
     before = query(place, KEYRING)
@@ -206,80 +202,42 @@ async def test_row_that_was_altered_stops_it(url: str, place: sa.URL) -> None:
 
 # --- killed --------------------------------------------------------------------------------------
 
-# What sends one statement, on each kind of database.
-_SENDERS = {
-    "sqlite": (threads.SqliteConnection, "_run"),
-    "mariadb": (async_engine, "_write"),
-    "postgresql": (postgresql, "_follow"),
-}
+
+# What may leave one of the two rows replaced; "" is a statement that goes to asyncpg directly.
+WRITES = "^(BEGIN|UPDATE|COMMIT|$)"
 
 
-def rotate_and_die(say: Say, url: str, number: int, after: bool) -> None:
-    """Killed before, or after, the statement of that number; never, if there are fewer."""
-    where, name = _SENDERS[sa.make_url(url).get_backend_name()]
-    real: Any = getattr(where, name)
-    sent = 0
-
-    def die(now: bool) -> None:
-        if sent == number and now:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def send(*arguments: Any) -> Any:
-        nonlocal sent
-        sent += 1
-        die(not after)
-        result = real(*arguments)
-        die(after)
-        return result
-
-    async def follow(*arguments: Any) -> Any:
-        nonlocal sent
-        sent += 1
-        die(not after)
-        result = await real(*arguments)
-        die(after)
-        return result
-
-    setattr(where, name, follow if name == "_follow" else send)
+def rotate_and_die(say: Say, url: str, number: int) -> None:
+    """Rotate, but die before the write of that number; say so if there are fewer."""
+    db = dying(lambda: Database(url, new(), [old()]), Statements(number, WRITES), url)
 
     async def main() -> None:
-        async with Database(url, new(), [old()]) as db:
+        async with db:
             await rotate_root(db)
 
     asyncio.run(main())
-    say(sent)
+    say("ended")
 
 
 async def test_rotation_that_is_killed_at_any_statement_leaves_all_or_nothing(
     url: str, place: sa.URL
 ) -> None:
     await fill(url)
-    before = query(place, KEYRING)
-    kinds: set[str] = set()
-    for number in range(1, 10):
-        for after in (False, True):
-            said = await asyncio.to_thread(_said_by, url, number, after)
-            roots = {row[2] for row in query(place, KEYRING)}
-            assert len(roots) == 1, "rows under both root keys"
-            await assert_readable(url, new(), old())
-            kinds |= roots
-            if said:
-                assert said == [number - 1]  # it ended, having sent fewer
-                assert number > 1, "nothing was tried"
-                assert new().root_key.key_id in kinds
-                return
-            for row in before:  # as it was
-                run_sql(
-                    place,
-                    "UPDATE secure_keyring SET root_key_id = :root, wrapped = :wrapped "
-                    "WHERE id = :id",
-                    root=row[2],
-                    wrapped=row[4],
-                    id=row[0],
-                )
-    pytest.fail("it never ended")
-
-
-def _said_by(url: str, number: int, after: bool) -> list[object]:
-    with children((rotate_and_die, url, number, after)) as (child,):
-        return list(child.said())
+    old_id, new_id = old().root_key.key_id, new().root_key.key_id
+    seen: list[str] = []
+    said: list[str] = []
+    for number in range(1, 100):
+        with children((rotate_and_die, url, number)) as (child,):
+            said = await asyncio.to_thread(list, child.said())
+        roots = {row[2] for row in query(place, KEYRING)}
+        assert len(roots) == 1, "rows under both root keys"
+        seen += roots
+        await assert_readable(url, new(), old())
+        if said:
+            break
+        if new_id in roots:
+            async with Database(url, old(), [new()]) as db:
+                await rotate_root(db)
+    assert said == ["ended"]
+    assert seen[-1] == new_id
+    assert old_id in seen[:-1], "it was never killed before the end"

@@ -16,8 +16,6 @@ from adk_secure_sessions import (
     FernetBackend,
     TamperedError,
 )
-from adk_secure_sessions.db import postgresql as asyncpg_executor
-from adk_secure_sessions.db.postgresql import AsyncpgExecutor
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.maintenance import (
     Database,
@@ -29,16 +27,26 @@ from adk_secure_sessions.maintenance import (
     verify,
 )
 from adk_secure_sessions.storage.schema import metadata
-from tests.maintenance.support import APP, OLD, clear_backend, event, fill, query, run_sql
+from tests.faults import Point, with_faults
+from tests.maintenance.support import (
+    APP,
+    OLD,
+    clear_backend,
+    event,
+    fill,
+    interrupt,
+    query,
+    run_sql,
+)
 from tests.processes import children
 from tests.servers import Server
 
-AES, FERNET, CLEAR = AesGcmBackend(OLD), FernetBackend(OLD), clear_backend()
-BIG = "x" * 20_000  # a state that has a base
+AES, FERNET, NO_OP = AesGcmBackend(OLD), FernetBackend(OLD), clear_backend()
+BIG = "x" * 20_000  # a state that is stored as a snapshot
 
 
 async def stored(url: str, *backends: EncryptionBackend) -> dict[str, Any]:
-    """All that a service without a past reads, as JSON."""
+    """All sessions as a new service reads them, as JSON."""
     async with EncryptedSessionService(url, backends[0], backends[1:]) as service:
         listed = await service.list_sessions(app_name=APP)
         return {
@@ -61,7 +69,7 @@ def keys_of(place: sa.URL) -> set[int]:
     return {row[0] for row in query(place, "SELECT id FROM secure_data_keys")}
 
 
-async def is_whole(url: str, *backends: EncryptionBackend) -> None:
+async def assert_whole(url: str, *backends: EncryptionBackend) -> None:
     async with Database(url, backends[0], backends[1:]) as db:
         found = await verify(db)
     assert found.bad == found.unchecked == 0, found.problems
@@ -80,7 +88,7 @@ async def filled(url: str, backend: EncryptionBackend = AES, **more: Any) -> Non
 # --- the data master -----------------------------------------------------------------------------
 
 
-async def test_new_master_wraps_all_data_keys_and_the_old_one_is_retired(
+async def test_new_master_wraps_all_data_keys_and_old_one_is_retired(
     url: str, place: sa.URL
 ) -> None:
     await filled(url)
@@ -98,10 +106,10 @@ async def test_new_master_wraps_all_data_keys_and_the_old_one_is_retired(
     for name in ("secure_apps", "secure_users", "secure_sessions", "secure_events"):
         assert after[name] == records[name]
     assert await stored(url, AES) == before
-    await is_whole(url, AES)
+    await assert_whole(url, AES)
 
 
-async def test_service_that_runs_notices_a_new_master_though_the_old_one_is_gone(
+async def test_running_service_takes_up_a_new_master_after_the_old_one_is_retired(
     url: str, place: sa.URL
 ) -> None:
     await filled(url)
@@ -109,10 +117,10 @@ async def test_service_that_runs_notices_a_new_master_though_the_old_one_is_gone
         session = await running.create_session(app_name=APP, user_id="ada")
         await rotate_master(db)
         assert (await retire(db)).masters
-        await running.append_event(session, event(0))  # with the key that it knows
-        await running.create_session(app_name=APP, user_id="bob")  # with one that it does not
-        await running.create_session(app_name=APP, user_id="eve")  # with one that it makes
-    await is_whole(url, AES)
+        await running.append_event(session, event(0))  # with a data key it knows
+        await running.create_session(app_name=APP, user_id="bob")  # with one it does not know
+        await running.create_session(app_name=APP, user_id="eve")  # with one it makes
+    await assert_whole(url, AES)
     masters = {row[0] for row in query(place, "SELECT id FROM secure_keyring")}
     async with Database(url, AES) as db:
         assert {one.master_id for one in (await status(db)).data_keys} <= masters
@@ -147,23 +155,25 @@ async def test_key_service_is_asked_once_for_a_new_master(file_url: str) -> None
     assert asked == 3
 
 
-async def test_rotation_of_the_master_needs_a_root_key(file_url: str) -> None:
-    await filled(file_url, CLEAR)
-    async with Database(file_url, CLEAR) as db:
+async def test_master_rotation_without_a_root_key_is_rejected(file_url: str) -> None:
+    await filled(file_url, NO_OP)
+    async with Database(file_url, NO_OP) as db:
         with pytest.raises(ConfigurationError, match="no root key"):
             await rotate_master(db)
 
 
-async def test_master_in_clear_is_replaced_by_one_under_a_root_key(url: str, place: sa.URL) -> None:
-    await filled(url, CLEAR)
-    async with Database(url, AES, [CLEAR]) as db:
+async def test_plaintext_master_is_replaced_by_one_under_a_root_key(
+    url: str, place: sa.URL
+) -> None:
+    await filled(url, NO_OP)
+    async with Database(url, AES, [NO_OP]) as db:
         await rotate_master(db)
         assert (await rotate_data(db)).left == 0
         retired = await retire(db)
     assert len(retired.masters) == 1
     (root,) = query(place, "SELECT root_key_id FROM secure_keyring WHERE purpose = 'data'")
     assert root[0] == AES.root_key.key_id
-    await is_whole(url, AES, CLEAR)  # the index master is still in clear
+    await assert_whole(url, AES, NO_OP)  # the index master is still stored as plaintext
 
 
 # --- data keys and backends ----------------------------------------------------------------------
@@ -172,19 +182,19 @@ MOVES: list[tuple[EncryptionBackend, EncryptionBackend]] = [
     (AES, AES),
     (FERNET, AES),
     (AES, FERNET),
-    (CLEAR, AES),
-    (AES, CLEAR),
+    (NO_OP, AES),
+    (AES, NO_OP),
 ]
 
 
 @pytest.mark.parametrize(("old", "new"), MOVES, ids=lambda backend: backend.name)
-async def test_every_record_is_sealed_anew_and_the_old_keys_are_retired(
+async def test_every_record_is_reencrypted_and_the_old_keys_are_retired(
     old: EncryptionBackend, new: EncryptionBackend, url: str, place: sa.URL
 ) -> None:
     await filled(url, old)
     before, keys = await stored(url, old), keys_of(place)
     others = [old] if old.root_key != new.root_key or type(old) is not type(new) else []
-    if old is CLEAR or new is CLEAR:  # its master is to be there first
+    if old is NO_OP or new is NO_OP:  # a service has to make its master first
         async with EncryptedSessionService(url, new, others) as service:
             await service.prepare_tables()
     async with Database(url, new, others) as db:
@@ -193,12 +203,12 @@ async def test_every_record_is_sealed_anew_and_the_old_keys_are_retired(
         found = await status(db)
         assert all(one.rows == one.newest for one in found.records)
         assert {one.backend_id for one in found.records} == {new.backend_id}
-        assert done.resealed == sum(one.rows for one in found.records)
+        assert done.reencrypted == sum(one.rows for one in found.records)
         retired = await retire(db)
         assert (retired.data_keys, retired.kept) == (3, 0)
     assert not keys & keys_of(place)
     assert await stored(url, new, *others) == before
-    await is_whole(url, new, *others)
+    await assert_whole(url, new, *others)
 
 
 async def test_old_backend_need_not_be_listed_after_the_move(url: str) -> None:
@@ -206,10 +216,10 @@ async def test_old_backend_need_not_be_listed_after_the_move(url: str) -> None:
     async with Database(url, AES, [FERNET]) as db:
         await rotate_data(db)
         await retire(db)
-    await is_whole(url, AES)
+    await assert_whole(url, AES)
 
 
-async def test_second_rotation_begins_anew_and_an_ended_one_leaves_no_checkpoint(
+async def test_second_rotation_replaces_all_keys_again_and_leaves_no_checkpoint(
     url: str, place: sa.URL
 ) -> None:
     await filled(url)
@@ -217,7 +227,7 @@ async def test_second_rotation_begins_anew_and_an_ended_one_leaves_no_checkpoint
         first = await rotate_data(db)
         second = await rotate_data(db)
         assert second.since > first.since
-        assert (second.keys, second.resealed) == (first.keys, first.resealed)
+        assert (second.keys, second.reencrypted) == (first.keys, first.reencrypted)
         assert (await retire(db)).data_keys == 6
     assert not query(place, "SELECT name FROM secure_meta WHERE name LIKE 'rotation%'")
 
@@ -233,7 +243,7 @@ async def test_dry_run_changes_nothing(rotate: Any, url: str, place: sa.URL) -> 
         assert (rows(place), query(place, "SELECT * FROM secure_meta")) == before
         done = await rotate(db)
     if rotate is rotate_data:
-        assert planned.resealed == done.resealed == planned.left
+        assert planned.reencrypted == done.reencrypted == planned.left
     if rotate is rotate_master:
         assert planned.rotated == done.rotated == planned.left
     if rotate is retire:
@@ -250,12 +260,10 @@ async def test_progress_counts_up_to_all_and_rate_is_kept(file_url: str) -> None
         assert seen[-1][0] == seen[-1][1]
 
 
-# --- services go on ------------------------------------------------------------------------------
+# --- running services ----------------------------------------------------------------------------
 
 
-async def test_service_with_an_old_key_in_memory_loses_nothing_once_that_is_retired(
-    url: str, place: sa.URL
-) -> None:
+async def test_service_with_a_retired_key_in_memory_loses_nothing(url: str, place: sa.URL) -> None:
     await filled(url)
     async with EncryptedSessionService(url, AES) as running:
         session = await running.create_session(app_name=APP, user_id="ada", state={"user:n": 0})
@@ -270,7 +278,7 @@ async def test_service_with_an_old_key_in_memory_loses_nothing_once_that_is_reti
         await running.create_session(
             app_name=APP, user_id="bob", session_id="later", state={"user:n": 1}
         )
-    await is_whole(url, AES)
+    await assert_whole(url, AES)
     async with Database(url, AES) as db:
         assert all(one.rows == one.newest for one in (await status(db)).records)
     assert len(await stored(url, AES)) == 9
@@ -294,10 +302,10 @@ async def test_services_with_different_backends_share_a_database_while_keys_are_
             if n == 2:
                 await rotate_data(db)
                 await retire(db)
-    await is_whole(url, AES, FERNET)
+    await assert_whole(url, AES, FERNET)
 
 
-async def test_service_of_another_backend_does_not_seal_with_its_key_once_that_is_retired(
+async def test_service_of_another_backend_does_not_encrypt_with_its_retired_key(
     url: str,
 ) -> None:
     await filled(url, FERNET)
@@ -307,63 +315,56 @@ async def test_service_of_another_backend_does_not_seal_with_its_key_once_that_i
     ):
         await rotate_data(db)
         session = await running.get_session(app_name=APP, user_id="ada", session_id="s0")
-        assert session is not None  # now it knows the old key, and the new one
+        assert session is not None  # now the service knows the old key and the new one
         assert (await retire(db)).kept == 0
         await running.append_event(session, event(9))
         await running.create_session(app_name=APP, user_id="ada", state={"user:n": 1})
-    await is_whole(url, AES, FERNET)
+    await assert_whole(url, AES, FERNET)
 
 
-async def append(service: EncryptedSessionService, **delta: object) -> None:
-    session = await service.get_session(app_name=APP, user_id="ada", session_id="s0")
-    assert session is not None
-    await service.append_event(session, event(9, **delta))
+WRITES = [
+    ("create", ""),
+    ("create", "user:"),
+    ("create", "app:"),
+    ("append", "user:"),
+    ("append", "app:"),
+]
 
 
-async def create(service: EncryptedSessionService, **state: object) -> None:
-    await service.create_session(app_name=APP, user_id="ada", state=state)
-
-
-@pytest.mark.parametrize(
-    ("write", "scope"),
-    [(create, ""), (create, "user:"), (create, "app:"), (append, "user:"), (append, "app:")],
-)
-async def test_write_between_whose_read_and_changes_keys_are_retired_is_made_with_the_new_one(
-    write: Any, scope: str, postgresql: Server, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("write", "scope"), WRITES)
+async def test_write_is_repeated_if_keys_are_replaced_between_its_read_and_its_changes(
+    write: str, scope: str, postgresql: Server
 ) -> None:
-    fetch, armed = asyncpg_executor._fetch, False
+    """On PostgreSQL, where a write holds no transaction open in between."""
+    with postgresql.database() as place:
+        url = place.set(drivername="postgresql+asyncpg").render_as_string(hide_password=False)
 
-    async def fetch_then_rotate(*arguments: Any) -> Any:
-        nonlocal armed
-        rows = await fetch(*arguments)
-        if armed:
-            armed = False
+        async def replace_keys() -> None:
             async with Database(url, AES) as db:
                 await rotate_data(db)
                 assert (await retire(db)).kept == 0
-        return rows
 
-    class Store(AsyncpgExecutor):
-        async def _transact(self, transaction: Any) -> Any:
-            nonlocal armed
-            armed = first.pop()
-            return await super()._transact(transaction)
-
-    with postgresql.database() as place:
-        url = place.set(drivername="postgresql+asyncpg").render_as_string(hide_password=False)
         await filled(url)
-        monkeypatch.setattr(asyncpg_executor, "_fetch", fetch_then_rotate)
-        async with EncryptedSessionService(url, AES, session_cache_size=1) as service:
-            await service.prepare_tables()
-            first = [False, False, False, True]
-            service._store._executors.data.__class__ = Store
-            await write(service, **{f"{scope}n": 1})
-            assert len(first) < 3, "it was to be tried again"
-        await is_whole(url, AES)
+        service, faults = with_faults(
+            lambda: EncryptedSessionService(url, AES, session_cache_size=1)
+        )
+        async with service:
+            state: dict[str, object] = {f"{scope}n": 1}
+            session = await service.get_session(app_name=APP, user_id="ada", session_id="s0")
+            assert session is not None
+            plan = faults.data.after(Point.READ, replace_keys)
+            before = faults.data.counts[Point.WRITE]
+            if write == "create":
+                await service.create_session(app_name=APP, user_id="ada", state=state)
+            else:
+                await service.append_event(session, event(9, **state))
+            assert plan.happened
+            assert faults.data.counts[Point.WRITE] - before > 1, "it was not repeated"
+        await assert_whole(url, AES)
 
 
 def converse(say: Callable[[object], None], url: str, stop: str, name: str) -> None:
-    """Use sessions until the file *stop* is there; say how many events were appended."""
+    """Use sessions until the file *stop* exists; say how many events were appended."""
 
     async def talk(service: EncryptedSessionService, task: int) -> int:
         for n in itertools.count():
@@ -390,7 +391,7 @@ def converse(say: Callable[[object], None], url: str, stop: str, name: str) -> N
     say(asyncio.run(main()))
 
 
-async def test_processes_go_on_while_everything_is_rotated(
+async def test_processes_lose_nothing_while_everything_is_rotated(
     url: str, place: sa.URL, tmp_path: Path
 ) -> None:
     await filled(url)
@@ -407,28 +408,30 @@ async def test_processes_go_on_while_everything_is_rotated(
         finally:
             stop.touch()
         for child in running:
-            (appended,) = child.said()  # and it complained of nothing
+            (appended,) = child.said()  # and wrote nothing to stderr
             assert appended > 0
-    await is_whole(url, AES)
+    await assert_whole(url, AES)
     async with Database(url, AES) as db:
         await rotate_data(db)
         await rotate_master(db)
         assert (await retire(db)).kept == 0
     assert len(query(place, "SELECT id FROM secure_keyring")) == 2
-    await is_whole(url, AES)
+    await assert_whole(url, AES)
 
 
-# --- what cannot be opened -----------------------------------------------------------------------
+# --- rows that cannot be decrypted ---------------------------------------------------------------
 
 
-async def test_row_that_cannot_be_opened_is_named_and_left_alone(url: str, place: sa.URL) -> None:
+async def test_row_that_cannot_be_decrypted_is_reported_and_left_unchanged(
+    url: str, place: sa.URL
+) -> None:
     await filled(url)
     (row, *_) = query(place, "SELECT session_row, seq, event FROM secure_events WHERE seq = 1")
-    spoilt = bytes(row[2][:-1]) + bytes([row[2][-1] ^ 1])
+    modified = bytes(row[2][:-1]) + bytes([row[2][-1] ^ 1])
     run_sql(
         place,
         "UPDATE secure_events SET event = :e WHERE session_row = :r AND seq = 1",
-        e=spoilt,
+        e=modified,
         r=row[0],
     )
     async with Database(url, AES) as db:
@@ -441,20 +444,20 @@ async def test_row_that_cannot_be_opened_is_named_and_left_alone(url: str, place
         assert (retired.data_keys, retired.kept) == (2, 1)
         assert retired.examples[0].references == (("secure_events", 1),)
         again = await rotate_data(db)
-        assert (again.since, again.keys, again.resealed) == (done.since, 0, 0)
+        assert (again.since, again.keys, again.reencrypted) == (done.since, 0, 0)
     found = query(
         place, f"SELECT event FROM secure_events WHERE session_row = {row[0]} AND seq = 1"
     )
-    assert bytes(found[0][0]) == spoilt
+    assert bytes(found[0][0]) == modified
 
 
-async def test_data_key_that_cannot_be_unwrapped_is_named_and_left_alone(
+async def test_data_key_that_cannot_be_unwrapped_is_reported_and_left_unchanged(
     url: str, place: sa.URL
 ) -> None:
     await filled(url)
     (key, *_) = query(place, "SELECT id, wrapped FROM secure_data_keys ORDER BY id")
-    spoilt = bytes(key[1][:-1]) + bytes([key[1][-1] ^ 1])
-    run_sql(place, "UPDATE secure_data_keys SET wrapped = :w WHERE id = :i", w=spoilt, i=key[0])
+    modified = bytes(key[1][:-1]) + bytes([key[1][-1] ^ 1])
+    run_sql(place, "UPDATE secure_data_keys SET wrapped = :w WHERE id = :i", w=modified, i=key[0])
     async with Database(url, AES) as db:
         done = await rotate_master(db)
         assert (done.rotated, done.left, done.bad) == (2, 1, 1)
@@ -464,7 +467,7 @@ async def test_data_key_that_cannot_be_unwrapped_is_named_and_left_alone(
         retired = await retire(db)
         assert (retired.masters, retired.kept) == ((), 1)
     found = query(place, f"SELECT wrapped FROM secure_data_keys WHERE id = {key[0]}")
-    assert bytes(found[0][0]) == spoilt
+    assert bytes(found[0][0]) == modified
 
 
 async def test_row_that_names_no_key_keeps_all_keys_of_its_owner(url: str, place: sa.URL) -> None:
@@ -484,7 +487,7 @@ async def test_row_that_names_no_key_keeps_all_keys_of_its_owner(url: str, place
         ("UPDATE secure_keyring SET created_at = 'x' WHERE purpose = 'data'", 2),
     ],
 )
-async def test_keys_whose_rows_were_altered_are_all_kept(
+async def test_keys_whose_rows_were_modified_are_all_kept(
     statement: str, kept: int, tmp_path: Path, file_url: str
 ) -> None:
     await filled(file_url)
@@ -513,7 +516,7 @@ async def test_keys_whose_rows_were_altered_are_all_kept(
         ),
     ],
 )
-async def test_number_that_is_none_keeps_no_other_row_from_its_rotation(
+async def test_malformed_number_prevents_the_rotation_of_no_other_row(
     statement: str, table: str, tmp_path: Path, file_url: str
 ) -> None:
     await filled(file_url)
@@ -524,28 +527,12 @@ async def test_number_that_is_none_keeps_no_other_row_from_its_rotation(
     assert done.bad == done.left == bad
 
 
-async def test_checkpoint_that_was_altered_is_refused(tmp_path: Path, file_url: str) -> None:
+async def test_checkpoint_that_was_modified_is_rejected(tmp_path: Path, file_url: str) -> None:
     place = sa.URL.create("sqlite", database=f"{tmp_path}/sessions.db")
     await filled(file_url)
-    await interrupted(file_url)
+    await interrupt(file_url, rotate_data)
     run_sql(place, "UPDATE secure_meta SET value = '1' || value WHERE name = 'rotation.data'")
     async with Database(file_url, AES) as db:
         with pytest.raises(TamperedError, match=r"secure_meta row rotation\.data"):
             await rotate_data(db)
         assert (await rotate_data(db, restart=True)).left == 0
-
-
-async def interrupted(url: str) -> int:
-    """Begin a rotation that ends with an error; when it began."""
-
-    class Stop(Exception):
-        pass
-
-    def stop(done: int, total: int) -> None:
-        if done > 8:
-            raise Stop
-
-    async with Database(url, AES) as db:
-        with pytest.raises(Stop):
-            await rotate_data(db, progress=stop)
-    return 0

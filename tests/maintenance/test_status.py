@@ -1,4 +1,4 @@
-"""`status` counts rows by what sealed them, without a key."""
+"""`status` counts rows by what encrypted them, without a key."""
 
 import pytest
 import sqlalchemy as sa
@@ -17,10 +17,10 @@ async def test_status_counts_rows_by_table_and_backend_without_a_key(
     await fill(url, FERNET, others=[AES], users=["ada"], name="f")
     async with Database(url) as db:
         found = await status(db)
-    assert (found.format_version, found.has_clear_records) == ("1", False)
+    assert (found.format_version, found.has_plaintext_records) == ("1", False)
     assert sorted(found.records, key=str) == sorted(
         [
-            # Of ada's rows and the app's, only what Fernet wrote is under their newest keys.
+            # Ada and the app have newer keys of Fernet: what AES-GCM wrote for them is not newest.
             RecordCount("secure_apps", 1, 1, 1),
             RecordCount("secure_users", 1, 2, 1),
             RecordCount("secure_sessions", 1, 4, 2),
@@ -39,31 +39,31 @@ async def test_status_counts_rows_by_table_and_backend_without_a_key(
     }
     assert [one.purpose for one in found.masters if one.id == master] == ["data"]
     assert {one.root_key_id for one in found.masters} == {AES.root_key.key_id}
-    assert all(one.opens is None and 0 <= one.age < 600 for one in found.masters)
+    assert all(one.unwraps is None and 0 <= one.age < 600 for one in found.masters)
 
 
-async def test_status_tells_which_masters_the_keys_open(file_url: str) -> None:
+async def test_status_tells_which_masters_the_root_keys_unwrap(file_url: str) -> None:
     await fill(file_url, AES)
-    for backend, opens in ((AES, True), (AesGcmBackend(OTHER), False)):
+    for backend, unwraps in ((AES, True), (AesGcmBackend(OTHER), False)):
         async with Database(file_url, backend) as db:
-            assert {one.opens for one in (await status(db)).masters} == {opens}
+            assert {one.unwraps for one in (await status(db)).masters} == {unwraps}
 
 
-async def test_status_tells_of_records_in_clear(file_url: str) -> None:
-    clear = clear_backend()
-    await fill(file_url, clear)
-    await fill(file_url, AES, others=[clear], users=["eve"])
+async def test_status_tells_of_plaintext_records(file_url: str) -> None:
+    no_op = clear_backend()
+    await fill(file_url, no_op)
+    await fill(file_url, AES, others=[no_op], users=["eve"])
     async with Database(file_url, AES) as db:
         found = await status(db)
-    assert found.has_clear_records
-    assert {one.root_key_id: one.opens for one in found.masters} == {
+    assert found.has_plaintext_records
+    assert {one.root_key_id: one.unwraps for one in found.masters} == {
         "none": False,
         AES.root_key.key_id: True,
     }
     assert {one.backend_id for one in found.records} == {1, 3}
 
 
-async def test_status_counts_what_is_no_record(url: str, place: sa.URL) -> None:
+async def test_status_counts_values_that_are_no_records(url: str, place: sa.URL) -> None:
     await fill(url, AES)
     assert run_sql(place, "UPDATE secure_users SET state = :junk", junk=b"{}") == 2
     async with Database(url) as db:
@@ -80,7 +80,7 @@ async def test_status_reports_progress_to_the_end(url: str) -> None:
     assert seen[-1] == (rows, rows)
 
 
-async def test_status_of_nothing_says_how_to_begin(file_url: str) -> None:
+async def test_status_without_a_database_says_what_to_do(file_url: str) -> None:
     async with Database(file_url) as db:
         with pytest.raises(ConfigurationError, match="there is no file"):
             await status(db)

@@ -1,4 +1,4 @@
-"""What `verify` counts; what it finds is in tests/attacks/test_verify.py."""
+"""`verify` counts what it decrypts; tests/attacks/test_verify.py has what it finds."""
 
 import asyncio
 import time
@@ -17,22 +17,16 @@ from adk_secure_sessions import (
     FernetBackend,
     WrongKeyError,
 )
-from adk_secure_sessions.maintenance import Database, identities, rotate_root, status, verify
-from adk_secure_sessions.maintenance import engine as walking
+from adk_secure_sessions.maintenance import Database, rotate_root, status, verify
+from adk_secure_sessions.maintenance.database import Limits
 from tests.maintenance.support import APP, NEW, OLD, event, fill
 
 
-@pytest.fixture
-def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(walking.batches, "__defaults__", (3,))
-    monkeypatch.setattr(walking.ranges, "__defaults__", (3, None))
-    monkeypatch.setattr(identities.identified, "__defaults__", (None, 3))
-
-
-async def test_verify_counts_what_it_opened(url: str, small_batches: None) -> None:
+async def test_verify_counts_what_it_decrypted_in_several_batches(url: str) -> None:
     await fill(url, users=[f"u{n}" for n in range(7)])
     seen: list[tuple[int, int]] = []
     async with Database(url, AesGcmBackend(OLD)) as db:
+        db.limits = Limits(rows=3, headers=3)
         found = await verify(db, progress=lambda done, total: seen.append((done, total)))
     assert (found.apps, found.users, found.sessions, found.events) == (1, 7, 14, 42)
     assert (found.bad, found.unchecked, found.problems) == (0, 0, ())
@@ -77,7 +71,7 @@ async def test_verify_raises_no_alarm_while_services_write(url: str) -> None:
             stopped.set()
 
 
-async def test_verify_needs_the_right_root_key(file_url: str) -> None:
+async def test_verify_rejects_a_wrong_root_key(file_url: str) -> None:
     await fill(file_url)
     async with Database(file_url, AesGcmBackend(NEW)) as db:
         with pytest.raises(WrongKeyError):
@@ -107,7 +101,7 @@ async def test_engine_of_the_caller_is_used_and_left_open(url: str) -> None:
     await engine.dispose()
 
 
-async def test_verify_keeps_to_its_limit(file_url: str) -> None:
+async def test_verify_keeps_to_its_limit_of_rows_per_second(file_url: str) -> None:
     await fill(file_url)
     began = time.monotonic()
     async with Database(file_url, AesGcmBackend(OLD)) as db:
@@ -133,14 +127,14 @@ async def test_verify_takes_no_more_memory_for_more_sessions(file_url: str) -> N
     assert await peak() < few * 1.5  # of four times as many
 
 
-async def test_database_that_is_not_there_is_not_made(tmp_path: Path, file_url: str) -> None:
+async def test_missing_sqlite_file_is_not_created(tmp_path: Path, file_url: str) -> None:
     async with Database(file_url, AesGcmBackend(OLD)) as db:
         with pytest.raises(ConfigurationError, match="there is no file"):
             await verify(db)
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_database_that_is_not_ours_yet_is_left_alone(url: str) -> None:
+async def test_database_without_our_tables_is_left_unchanged(url: str) -> None:
     path = url.partition("///")[2]
     if path:
         Path(path).touch()
