@@ -125,8 +125,10 @@ async def test_services_starting_at_once_agree(files: Pair) -> None:
 
 def start_and_die(say: Say, urls: dict[str, Any]) -> None:
     """Start a service, but die before it makes the first table of the data."""
-    first = Statements(1, "CREATE TABLE secure_apps")
-    service = dying(lambda: EncryptedSessionService(**urls, backend=AesGcmBackend(KEY)), first)
+    first_of_data = Statements(len(OF_KEYS) + 1, "CREATE TABLE")
+    service = dying(
+        lambda: EncryptedSessionService(**urls, backend=AesGcmBackend(KEY)), first_of_data
+    )
     asyncio.run(service.prepare_tables())
     say("ended")
 
@@ -181,17 +183,17 @@ async def places(tmp_path: Path) -> Places:
 
 Wrong = Callable[[Places], tuple[sa.URL, sa.URL | None]]
 MISMATCHES: dict[str, tuple[Wrong, str]] = {
-    "data without its keys": (lambda p: (p.pair.data, None), "give that as key_db_url"),
+    "data without its keys": (lambda p: (p.pair.data, None), "pass that as key_db_url"),
     "keys without their data": (lambda p: (p.pair.keys, None), "this is a key database"),
-    "keys in place of data": (lambda p: (p.other.keys, p.pair.keys), "db_url leads to a key"),
-    "the two swapped": (lambda p: (p.pair.keys, p.pair.data), "leads to"),
-    "keys beside data": (lambda p: (p.whole, p.pair.keys), "leave key_db_url out"),
-    "new keys beside data": (lambda p: (p.whole, p.new.keys), "leave key_db_url out"),
-    "another's keys": (lambda p: (p.pair.data, p.other.keys), "that of another database"),
+    "keys in place of data": (lambda p: (p.other.keys, p.pair.keys), "db_url names a key"),
+    "the two swapped": (lambda p: (p.pair.keys, p.pair.data), "names a"),
+    "keys beside data": (lambda p: (p.whole, p.pair.keys), "omit key_db_url"),
+    "new keys beside data": (lambda p: (p.whole, p.new.keys), "omit key_db_url"),
+    "another's keys": (lambda p: (p.pair.data, p.other.keys), "belongs to another database"),
     "all of a database as keys": (lambda p: (p.pair.data, p.whole), "keys of their own"),
     "all of a database as new keys": (lambda p: (p.new.data, p.whole), "keys of their own"),
-    "data as keys": (lambda p: (p.pair.data, p.other.data), "whose keys are in another"),
-    "new keys": (lambda p: (p.pair.data, p.new.keys), "restore it from a backup"),
+    "data as keys": (lambda p: (p.pair.data, p.other.data), "whose keys are in a key database"),
+    "new keys": (lambda p: (p.pair.data, p.new.keys), "restore the key database from a backup"),
     "new data": (lambda p: (p.new.data, p.pair.keys), "check db_url"),
 }
 
@@ -229,7 +231,7 @@ async def test_databases_that_do_not_belong_together_are_rejected_and_left_uncha
         ("data", "DROP TABLE secure_events", "secure_events was removed"),
         ("keys", "DELETE FROM secure_meta WHERE name = 'holds'", "keys of their own"),
         ("keys", "DELETE FROM secure_meta", "no format version"),
-        ("keys", "UPDATE secure_meta SET value = 'data' WHERE name = 'holds'", "in another"),
+        ("keys", "UPDATE secure_meta SET value = 'data' WHERE name = 'holds'", "in a key database"),
         ("keys", "DROP TABLE secure_data_keys", "secure_data_keys was removed"),
     ],
 )
@@ -278,7 +280,7 @@ async def test_one_database_by_two_names_is_rejected_once_it_is_opened(tmp_path:
     Path(tmp_path / "s.db").touch()
     os.link(tmp_path / "s.db", tmp_path / "hard.db")
     urls = f"sqlite:///{tmp_path}/s.db", f"sqlite:///{tmp_path}/hard.db"
-    with pytest.raises(ConfigurationError, match="leads to a key database"):
+    with pytest.raises(ConfigurationError, match="names a key database"):
         await start(*urls)
 
 

@@ -10,15 +10,14 @@ from typing import Any, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.errors import DecryptionError
-from adk_secure_sessions.formats.records import HEADER_LENGTH, unpack
+from adk_secure_sessions.formats.records import HEADER_LENGTH, header
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.storage.owner_keys import keys_of
-from adk_secure_sessions.storage.schema import (
+from adk_secure_sessions.storage import (
     apps,
     bases,
     data_keys,
     events,
+    read_data_keys,
     sessions,
     users,
     witnesses,
@@ -175,14 +174,6 @@ class DataKeyCount(NamedTuple):
     keys: int
 
 
-def header(stored: Any) -> tuple[int, int] | None:
-    """Return the backend id and key id of a record of which *stored* is at least the header."""
-    try:
-        return unpack(stored)
-    except DecryptionError:
-        return None
-
-
 def header_of(column: sa.Column[Any]) -> sa.ColumnElement[Any]:
     """The bytes of the record header in *column*, as SQL."""
     # Literals: in GROUP BY, PostgreSQL takes two parameters of one value for two expressions.
@@ -262,7 +253,7 @@ class _DataKeyGroup(NamedTuple):
 
 async def _newest_keys(db: Database, owners: set[object], since: int) -> dict[object, int | None]:
     """Map each owner to the id of its newest data key, or to None if it was made before *since*."""
-    rows = await keys_of(db.read_keys, owners)
+    rows = await read_data_keys(db.read_keys, owners)
     # SQLite stores any type in any column.
     numbered = [row for row in rows if isinstance(row.generation, int)]
     newest = {row.owner: row for row in sorted(numbered, key=attrgetter("generation"))}

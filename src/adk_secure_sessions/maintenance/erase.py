@@ -13,11 +13,11 @@ from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.records import pack
 from adk_secure_sessions.maintenance.database import Database, Limits, see_what_is_committed
 from adk_secure_sessions.maintenance.engine import header_of
-from adk_secure_sessions.storage.rows import identify
-from adk_secure_sessions.storage.schema import (
+from adk_secure_sessions.storage import (
     bases,
     data_keys,
     events,
+    identify,
     sessions,
     users,
     witnesses,
@@ -25,7 +25,7 @@ from adk_secure_sessions.storage.schema import (
 
 
 class Erasure(NamedTuple):
-    """What `erase_user` deleted; after a dry run, what it would delete.
+    """The result of `erase_user`, or what a dry run expects it to be.
 
     Attributes:
         data_keys: All generations of the user's data key.

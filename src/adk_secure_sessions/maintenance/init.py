@@ -4,15 +4,18 @@ from functools import partial
 from typing import NamedTuple
 
 from adk_secure_sessions.db.protocol import Executor
-from adk_secure_sessions.db.retries import repeated
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.storage.opening import open_database
-from adk_secure_sessions.storage.schema import metadata
-from adk_secure_sessions.storage.survey import Survey, look
+from adk_secure_sessions.storage import (
+    Survey,
+    look,
+    metadata,
+    open_database,
+    repeated,
+)
 
 
 class Initialisation(NamedTuple):
-    """What `init` made.
+    """The result of `init`: what it made.
 
     Attributes:
         tables: The tables.
@@ -34,7 +37,7 @@ async def init(db: Database) -> Initialisation:
     backends = db.backends
     opening = partial(open_database, db.executors, backends, True)
     data_before, keys_before = await _survey_both(db)
-    await repeated(lambda first: opening())
+    await repeated(opening)
     data, keys = await _survey_both(db)
     made = [data_before.missing_tables - data.missing_tables]
     if db.executors.has_key_database:
@@ -52,6 +55,6 @@ async def _survey_both(db: Database) -> tuple[Survey, Survey]:
     """Look at the database of the data and at that of the keys, which may be the same."""
 
     async def survey(executor: Executor) -> Survey:
-        return await repeated(lambda first: executor.define(look, commit=False))
+        return await repeated(lambda: executor.define(look, commit=False))
 
     return await survey(db.executors.data), await survey(db.executors.keys)

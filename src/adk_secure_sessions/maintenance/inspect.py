@@ -6,14 +6,15 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.formats.records import header
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.engine import first_rows, header, header_of
-from adk_secure_sessions.storage.rows import identify
-from adk_secure_sessions.storage.schema import (
+from adk_secure_sessions.maintenance.engine import first_rows, header_of
+from adk_secure_sessions.storage import (
     apps,
     bases,
     data_keys,
     events,
+    identify,
     keyring,
     sessions,
     users,
@@ -38,7 +39,7 @@ class Location(NamedTuple):
 
 
 class RecordHeader(NamedTuple):
-    """What a stored record says of itself; this is not authenticated.
+    """The header of a stored record, which is not authenticated.
 
     Attributes:
         row: The row's primary key; of a witness, the tag in hexadecimal.

@@ -9,30 +9,34 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.db.protocol import Row
 from adk_secure_sessions.errors import SecureSessionError
-from adk_secure_sessions.formats.records import HEADER_LENGTH, decode_text, unprefixed
+from adk_secure_sessions.formats.records import HEADER_LENGTH, decode_text, header, split_id
 from adk_secure_sessions.keys.data_keys import StagedKeys
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import (
     Bounds,
     Range,
     first_rows,
-    header,
     header_of,
     within,
 )
-from adk_secure_sessions.maintenance.identities import SessionRow, UserRow
+from adk_secure_sessions.maintenance.identities import SessionColumns, UserColumns
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problems
-from adk_secure_sessions.storage.bindings import (
-    app_place,
-    base_place,
-    event_place,
+from adk_secure_sessions.storage import (
+    Identity,
+    app_context,
+    apps,
+    bases,
+    event_context,
+    events,
     naming,
-    session_place,
-    user_place,
-    witness_place,
+    session_context,
+    sessions,
+    snapshot_context,
+    user_context,
+    users,
+    witness_context,
+    witnesses,
 )
-from adk_secure_sessions.storage.rows import Identity
-from adk_secure_sessions.storage.schema import apps, bases, events, sessions, users, witnesses
 
 R = TypeVar("R", bound=tuple[Any, ...])
 Key = tuple[Any, ...]  # of a row: the values of its primary key
@@ -56,7 +60,7 @@ class RecordColumn(NamedTuple):
 APPS = RecordColumn(apps, apps.c.state, (apps.c.id,), apps.c.version)
 USERS = RecordColumn(users, users.c.state, (users.c.id,), users.c.version)
 SESSIONS = RecordColumn(sessions, sessions.c.state, (sessions.c.id,), sessions.c.revision)
-BASES = RecordColumn(bases, bases.c.state, (bases.c.session_row,), bases.c.revision)
+SNAPSHOTS = RecordColumn(bases, bases.c.state, (bases.c.session_row,), bases.c.revision)
 EVENTS = RecordColumn(events, events.c.event, (events.c.session_row, events.c.seq), None)
 WITNESSES = RecordColumn(witnesses, witnesses.c.seal, (witnesses.c.tag,), witnesses.c.number)
 
@@ -108,13 +112,13 @@ async def read_app(
 
     Returns None if the app was deleted.  Raises DecryptionError.
     """
-    rows = await _read(db, APPS, [(row_id,)], _AppRow)
+    rows = await _read(db, APPS, [(row_id,)], AppColumns)
     if not rows:
         return None
     row = rows[0]
     with naming(apps.name, row_id):
         app_name = decode_text(row.app_name)
-        context = app_place(app_name, row.tag, row_id, row.version)
+        context = app_context(app_name, row.tag, row_id, row.version)
         keys.open(row.tag, context, row.state)
     owner = OwnerIds(row.tag, row_id, app_name, None)
     record = Record(APPS, (row_id,), row.version, lambda: context, row.state)
@@ -128,13 +132,13 @@ async def read_user(
 
     Returns None if the user was deleted.  Raises DecryptionError.
     """
-    rows = await _read(db, USERS, [(row_id,)], UserRow)
+    rows = await _read(db, USERS, [(row_id,)], UserColumns)
     if not rows:
         return None
     row = rows[0]
     with naming(users.name, row_id):
-        context = user_place(app_name, row.tag, row_id, row.app_row, row.version)
-        user_id, _ = unprefixed(keys.open(row.tag, context, row.state))
+        context = user_context(app_name, row.tag, row_id, row.app_row, row.version)
+        user_id, _ = split_id(keys.open(row.tag, context, row.state))
     owner = OwnerIds(row.tag, row_id, app_name, user_id)
     record = Record(USERS, (row_id,), row.version, lambda: context, row.state)
     return owner, [record, *await _witness_records(db, app_name, [row.tag])]
@@ -148,7 +152,7 @@ async def session_batches(
     query = _sessions_of_user(db.limits.rows)
     while True:
         found = await db.read(query, {"user_row": owner.row, "after": after})
-        rows = [SessionRow(*values) for values in found]
+        rows = [SessionColumns(*values) for values in found]
         if not rows:
             return
         ids, records, tags = {}, [], []
@@ -167,25 +171,25 @@ async def session_batches(
         after = last
 
 
-async def base_batches(
+async def snapshot_batches(
     db: Database, owner: OwnerIds, batch: SessionBatch, current: bytes
 ) -> AsyncIterator[list[Record]]:
-    """Yield the bases of these sessions whose record does not begin with *current*, a header."""
-    async for keys in _keys_of_others(db, BASES, owner, batch, current):
-        rows = await _read(db, BASES, keys, _BaseRow)
-        yield [_base_record(owner, batch, row) for row in rows]
+    """Yield the snapshots of these sessions that have another header than *current*."""
+    async for keys in _keys_of_others(db, SNAPSHOTS, owner, batch, current):
+        rows = await _read(db, SNAPSHOTS, keys, SnapshotColumns)
+        yield [_snapshot_record(owner, batch, row) for row in rows]
 
 
 async def event_batches(
     db: Database, owner: OwnerIds, batch: SessionBatch, current: bytes
 ) -> AsyncIterator[list[Record]]:
-    """Yield the events of these sessions whose record does not begin with *current*, a header."""
+    """Yield the events of these sessions that have another header than *current*."""
     async for keys in _keys_of_others(db, EVENTS, owner, batch, current):
-        rows = await _read(db, EVENTS, keys, _EventRow)
+        rows = await _read(db, EVENTS, keys, EventColumns)
         yield [_event_record(owner, batch, row) for row in rows]
 
 
-class _AppRow(NamedTuple):
+class AppColumns(NamedTuple):
     id: int
     tag: bytes
     version: int
@@ -193,50 +197,50 @@ class _AppRow(NamedTuple):
     app_name: bytes
 
 
-class _BaseRow(NamedTuple):
+class SnapshotColumns(NamedTuple):
     session_row: int
     revision: int
     state: bytes
 
 
-class _EventRow(NamedTuple):
+class EventColumns(NamedTuple):
     session_row: int
     seq: int
     time: int
     event: bytes
 
 
-class _WitnessRow(NamedTuple):
+class WitnessColumns(NamedTuple):
     tag: bytes
     number: int
     seal: bytes
 
 
-def _session_record(keys: StagedKeys, owner: OwnerIds, row: SessionRow) -> tuple[str, Record]:
+def _session_record(keys: StagedKeys, owner: OwnerIds, row: SessionColumns) -> tuple[str, Record]:
     """Return the session's id and its record.  Raises DecryptionError."""
     assert owner.user_id is not None
     with naming(sessions.name, row.id):
-        context = session_place(owner.app_name, owner.user_id, row.tag, *row.numbers)
-        session_id, _ = unprefixed(keys.open(owner.tag, context, row.state))
+        context = session_context(owner.app_name, owner.user_id, row.tag, *row.numbers)
+        session_id, _ = split_id(keys.open(owner.tag, context, row.state))
     return session_id, Record(SESSIONS, (row.id,), row.revision, lambda: context, row.state)
 
 
-def _base_record(owner: OwnerIds, batch: SessionBatch, row: _BaseRow) -> Record:
+def _snapshot_record(owner: OwnerIds, batch: SessionBatch, row: SnapshotColumns) -> Record:
     who = _identity(owner, batch.sessions[row.session_row])
-    context = partial(base_place, who, row.session_row, row.revision)
-    return Record(BASES, (row.session_row,), row.revision, context, row.state)
+    context = partial(snapshot_context, who, row.session_row, row.revision)
+    return Record(SNAPSHOTS, (row.session_row,), row.revision, context, row.state)
 
 
-def _event_record(owner: OwnerIds, batch: SessionBatch, row: _EventRow) -> Record:
+def _event_record(owner: OwnerIds, batch: SessionBatch, row: EventColumns) -> Record:
     who = _identity(owner, batch.sessions[row.session_row])
-    context = partial(event_place, who, row.session_row, row.seq, row.time)
+    context = partial(event_context, who, row.session_row, row.seq, row.time)
     return Record(EVENTS, (row.session_row, row.seq), 0, context, row.event)
 
 
 async def _witness_records(db: Database, app_name: str, tags: Iterable[bytes]) -> list[Record]:
     records = []
-    for row in await _read(db, WITNESSES, [(tag,) for tag in tags], _WitnessRow):
-        context = partial(witness_place, app_name, row.tag, row.number)
+    for row in await _read(db, WITNESSES, [(tag,) for tag in tags], WitnessColumns):
+        context = partial(witness_context, app_name, row.tag, row.number)
         records.append(Record(WITNESSES, (row.tag,), row.number, context, row.seal))
     return records
 
@@ -333,7 +337,7 @@ def _key_id(stored: object) -> int | None:
 async def _keys_of_others(
     db: Database, column: RecordColumn, owner: OwnerIds, batch: SessionBatch, current: bytes
 ) -> AsyncIterator[list[Key]]:
-    """Yield the keys of records that do not begin with *current*, in groups that fit memory."""
+    """Yield the keys of records with another header than *current*, in groups that fit memory."""
     parameters = {**batch.span.parameters, "user_row": owner.row, "current": current}
     at: Sequence[int] = [-1] * len(column.key)
     while True:
@@ -400,14 +404,14 @@ def _by_keys(column: RecordColumn, of: tuple[sa.Column[Any], ...]) -> sa.Select[
 @functools.cache
 def _sessions_of_user(limit: int) -> sa.Select[Any]:
     c = sessions.c
-    query = sa.select(*(c[name] for name in SessionRow._fields))
+    query = sa.select(*(c[name] for name in SessionColumns._fields))
     query = query.where(c.user_row == sa.bindparam("user_row"), c.id > sa.bindparam("after"))
     return first_rows(query.order_by(c.id), sa.literal_column(str(limit)))
 
 
 @functools.cache
 def _others(column: RecordColumn) -> sa.Select[Any]:
-    """Keys and lengths of records of a user's sessions that do not begin with `current`."""
+    """Keys and lengths of records of a user's sessions that have another header than `current`."""
     *_, last = column.key
     after = [
         sa.bindparam(f"after_{number}", type_=sa.BigInteger) for number in range(len(column.key))

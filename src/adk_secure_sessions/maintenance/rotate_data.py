@@ -9,7 +9,6 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.backends import NoOpBackend
 from adk_secure_sessions.db.protocol import Apply, Change, Conflict, Steps, UniqueViolation
-from adk_secure_sessions.db.retries import repeated
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.records import binary, pack
 from adk_secure_sessions.keys.data_keys import DataKey, StagedKeys
@@ -29,21 +28,27 @@ from adk_secure_sessions.maintenance.records import (
     OwnerIds,
     Record,
     Reencryptor,
-    base_batches,
     event_batches,
     read_app,
     read_user,
     session_batches,
+    snapshot_batches,
 )
 from adk_secure_sessions.maintenance.rotation import Checkpoint, Rotation, is_since
-from adk_secure_sessions.storage import queries as sql
-from adk_secure_sessions.storage.bindings import naming
-from adk_secure_sessions.storage.opening import mark_clear
-from adk_secure_sessions.storage.schema import apps, data_keys, sessions, users
+from adk_secure_sessions.storage import (
+    INSERT_KEY,
+    apps,
+    data_keys,
+    mark_plaintext,
+    naming,
+    repeated,
+    sessions,
+    users,
+)
 
 
 class DataRotation(NamedTuple):
-    """What `rotate_data` did; after a dry run, what it would do.
+    """The result of `rotate_data`, or what a dry run expects it to be.
 
     Attributes:
         since: When the rotation began, in microseconds since 1970, UTC.  Data keys made before
@@ -106,12 +111,12 @@ async def rotate_data(
             "the keyring has no data master except one stored as plaintext, which protects "
             "nothing: run `rotate master` first"
         )
-    run = _Run(db, dry_run=dry_run)
+    run = _DataRotationRun(db, dry_run=dry_run)
     await run.run(restart=restart, progress=progress, rows_per_second=rows_per_second)
     return run.result()
 
 
-class _OwnerRow(NamedTuple):
+class _OwnerTag(NamedTuple):
     """An app or a user; *app_name* is None if there is no row of the app."""
 
     id: int
@@ -119,7 +124,7 @@ class _OwnerRow(NamedTuple):
     app_name: object
 
 
-class _Run(Rotation):
+class _DataRotationRun(Rotation):
     def __init__(self, db: Database, *, dry_run: bool) -> None:
         super().__init__(db, "data", dry_run=dry_run)
         self._keys = 0
@@ -151,7 +156,7 @@ class _Run(Rotation):
             after = at.after if stage == at.stage and at.after >= 0 else None
             async for span in ranges(self._db, table.c.id, self._db.limits.rows, after):
                 found = await self._db.read(query(span.bounds), span.parameters)
-                for row in (_OwnerRow(*values) for values in found):
+                for row in (_OwnerTag(*values) for values in found):
                     try:
                         await self._rotate_owner(table, row)
                     except UNREADABLE as error:
@@ -160,7 +165,7 @@ class _Run(Rotation):
                     await self._checkpoints.save(Checkpoint(at.since, stage, span.last))
         self._reencrypted += self._reencryptor.count
 
-    async def _rotate_owner(self, table: sa.Table, row: _OwnerRow) -> None:
+    async def _rotate_owner(self, table: sa.Table, row: _OwnerTag) -> None:
         with naming(table.name, row.id):
             keys = await self._db.keys_of(binary(row.tag))
         if table is apps:
@@ -184,7 +189,7 @@ class _Run(Rotation):
         async for batch in session_batches(self._db, keys, owner, self._problems):
             # Sessions before their events: from then on, no event is appended with an older key.
             await self._reencrypt(keys, owner, batch.records)
-            async for records in base_batches(self._db, owner, batch, header):
+            async for records in snapshot_batches(self._db, owner, batch, header):
                 await self._reencrypt(keys, owner, records)
             rows = batch.rows
             async for records in event_batches(self._db, owner, batch, header):
@@ -201,21 +206,24 @@ class _Run(Rotation):
     def _target(self, keys: StagedKeys, owner: bytes) -> DataKey | None:
         """The key that the records of *owner* are re-encrypted with, if it has been made."""
         current = keys.current(owner)
-        if current is None or not keys.is_newest(owner):
+        if current is None or not keys.current_is_newest(owner):
             return None
         return current if is_since(self._since, current.created_at) else None
 
     async def _with_target(self, keys: StagedKeys, owner: bytes) -> StagedKeys:
         """Return the keys of *owner*, with one that was made since the rotation began."""
 
-        async def attempt(first: bool) -> StagedKeys:
-            staged = keys if first else await self._db.keys_of(owner)
+        known: StagedKeys | None = keys
+
+        async def attempt() -> StagedKeys:
+            nonlocal known
+            staged, known = known or await self._db.keys_of(owner), None
             if self._target(staged, owner):
                 return staged
             row = staged.new(owner, self._since)
-            values = row._asdict() | staged.keyring_now()
+            values = row._asdict() | staged.keyring_guard()
             if isinstance(self._db.backends.writer, NoOpBackend):
-                await self._db.change(mark_clear)
+                await self._db.change(mark_plaintext)
             try:
                 self._keys += await self._insert(owner, values)
             except (Conflict, UniqueViolation):
@@ -257,7 +265,7 @@ class _Run(Rotation):
 
 
 def _insert_in_key_database(values: dict[str, object]) -> Steps[None]:
-    if not (yield Apply([Change(sql.INSERT_KEY, values)])):
+    if not (yield Apply([Change(INSERT_KEY, values)])):
         raise Conflict
 
 
@@ -267,7 +275,7 @@ def _insert_beside_owner(
     if not _exists(owner, connection):
         return False
     counted = {"preserve_rowcount": True}
-    if connection.execute(sql.INSERT_KEY, values, execution_options=counted).rowcount != 1:
+    if connection.execute(INSERT_KEY, values, execution_options=counted).rowcount != 1:
         raise Conflict
     return True
 

@@ -7,20 +7,21 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
+from adk_secure_sessions.formats.records import header
 from adk_secure_sessions.keys.data_keys import (
     WRAP_BACKEND_ID,
     DataKeyRow,
-    unwrapped,
-    wrapped,
+    unwrap_data_key,
+    wrap_data_key,
 )
 from adk_secure_sessions.keys.keyring import (
-    CLEAR_ROOT,
     DATA,
     Keyring,
     MasterKeyRow,
     new_master,
-    unwrap,
+    unwrap_master_key,
 )
+from adk_secure_sessions.keys.providers import PLAINTEXT_ROOT_KEY_ID
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import (
     Bounds,
@@ -28,18 +29,20 @@ from adk_secure_sessions.maintenance.engine import (
     Progress,
     count_data_keys,
     count_rows,
-    header,
     ranges,
     within,
 )
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem
 from adk_secure_sessions.maintenance.rotation import OVERLAPPED, Checkpoint, Rotation, is_since
-from adk_secure_sessions.storage.owner_keys import DATA_KEYS
-from adk_secure_sessions.storage.schema import data_keys, keyring
+from adk_secure_sessions.storage import (
+    DATA_KEYS,
+    data_keys,
+    keyring,
+)
 
 
 class MasterRotation(NamedTuple):
-    """What `rotate_master` did; after a dry run, what it would do.
+    """The result of `rotate_master`, or what a dry run expects it to be.
 
     Attributes:
         master_id: The data master that wraps all data keys now; None in a dry run, if it would
@@ -49,7 +52,7 @@ class MasterRotation(NamedTuple):
             checkpoint says.
         rotated: How many data keys were wrapped again.
         left: How many data keys another master still wraps.
-        bad: How many of these cannot be unwrapped; they were left unchanged.
+        bad: How many of these cannot be unwrap_data_key; they were left unchanged.
         problems: The first 1000 of the bad ones.
     """
 
@@ -90,15 +93,15 @@ async def rotate_master(
         ConfigurationError: The database cannot be used, or `backend` has no root key.
         TamperedError: The checkpoint of the earlier rotation was modified.
     """
-    if db.backends.writer.root_key.key_id == CLEAR_ROOT:
+    if db.backends.writer.root_key.key_id == PLAINTEXT_ROOT_KEY_ID:
         raise ConfigurationError("NoOpBackend has no root key to wrap a master with")
     await db.keys()
-    run = _Run(db, dry_run=dry_run)
+    run = _MasterRotationRun(db, dry_run=dry_run)
     await run.run(restart=restart, progress=progress, rows_per_second=rows_per_second)
     return run.result()
 
 
-class _Run(Rotation):
+class _MasterRotationRun(Rotation):
     def __init__(self, db: Database, *, dry_run: bool) -> None:
         super().__init__(db, "master", dry_run=dry_run)
         self._master_id: int | None = None
@@ -136,8 +139,8 @@ class _Run(Rotation):
             database_id = keys.keyring.database_id
             now = max(self._since, time.time_ns() // 1000)
             fresh = await new_master(DATA, root, database_id, now)
-            # Check that it can be unwrapped, before anything is wrapped with it.
-            await unwrap(fresh, {root.key_id: root}, database_id)
+            # Check that it can be unwrap_data_key, before anything is wrapped with it.
+            await unwrap_master_key(fresh, {root.key_id: root}, database_id)
             await self._db.change_keys(partial(_add, fresh, len(rows)))
 
     async def _walk(self, at: Checkpoint) -> None:
@@ -158,7 +161,7 @@ class _Run(Rotation):
         keys: dict[int, bytes] = {}
         for row in rows:
             try:
-                keys[row.id] = unwrapped(row, masters)
+                keys[row.id] = unwrap_data_key(row, masters)
             except UNREADABLE as error:
                 self._problems.add_error(error, data_keys.name, row.id)
             else:
@@ -168,16 +171,14 @@ class _Run(Rotation):
             return
         master_id = self._master_id
         assert master_id is not None, "only a dry run has none"
-        new = {
-            key_id: wrapped(row, masters, master_id, keys[key_id]) for key_id, row in old.items()
-        }
+        new = {row.id: wrap_data_key(row, masters, master_id, keys[row.id]) for row in old.values()}
         pairs = [(row, new[row.id]) for row in old.values()]
         await self._db.change_keys(partial(_rewrap, pairs, master_id))
         span = {"after": min(old) - 1, "last": max(old)}
         stored = await self._db.read_keys(_rows(Bounds(True, True)), span)
         for row in (DataKeyRow(*values) for values in stored):
             if row == new.get(row.id):
-                if unwrapped(row, masters) != keys[row.id]:
+                if unwrap_data_key(row, masters) != keys[row.id]:
                     raise SecureSessionError(
                         f"data key {row.id} does not read back as it was written"
                     )

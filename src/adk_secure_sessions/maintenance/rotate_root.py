@@ -8,18 +8,20 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.db.protocol import Apply, Change, Conflict, Disconnected, Steps
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
-from adk_secure_sessions.keys.keyring import CLEAR_ROOT, MasterKeyRow, unwrap, wrap
-from adk_secure_sessions.keys.providers import KeyProvider
+from adk_secure_sessions.keys.keyring import MasterKeyRow, unwrap_master_key, wrap_master_key
+from adk_secure_sessions.keys.providers import PLAINTEXT_ROOT_KEY_ID, KeyProvider
 from adk_secure_sessions.loops import at_once
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.storage.schema import keyring
+from adk_secure_sessions.storage import (
+    keyring,
+)
 
 _PAUSES = (0.2, 1.0, 2.0)  # seconds, after a lost connection
 _CHANGED = "secure_keyring was changed meanwhile, perhaps by another rotation: see `status`"
 
 
 class RootRotation(NamedTuple):
-    """What `rotate_root` did; after a dry run, what it would do.
+    """The result of `rotate_root`, or what a dry run expects it to be.
 
     Attributes:
         root_key_id: The root key that wraps the master keys now.
@@ -53,16 +55,16 @@ async def rotate_root(db: Database, *, dry_run: bool = False) -> RootRotation:
         ConfigurationError: The database cannot be used, or `backend` has no root key.
     """
     root = db.backends.writer.root_key
-    if root.key_id == CLEAR_ROOT:
+    if root.key_id == PLAINTEXT_ROOT_KEY_ID:
         raise ConfigurationError("NoOpBackend has no root key to rotate to: give another backend")
     survey = await db.survey()
     assert survey.database_id is not None, "survey() rejects such a database"
     rows = survey.keyring
-    plaintext = [row for row in rows if row.root_key_id == CLEAR_ROOT]
-    old = [row for row in rows if row.root_key_id not in (CLEAR_ROOT, root.key_id)]
+    plaintext = [row for row in rows if row.root_key_id == PLAINTEXT_ROOT_KEY_ID]
+    old = [row for row in rows if row.root_key_id not in (PLAINTEXT_ROOT_KEY_ID, root.key_id)]
     done = [row for row in rows if row.root_key_id == root.key_id]
     # Unwrap these, too, or a wrong key under the right name would go unnoticed.
-    await at_once(*(unwrap(row, db.backends.roots, survey.database_id) for row in done))
+    await at_once(*(unwrap_master_key(row, db.backends.roots, survey.database_id) for row in done))
     new = await at_once(*(_rewrapped(db, row, root, survey.database_id) for row in old))
     if new and not dry_run:
         await _write_until_answered(db, old, new)
@@ -74,9 +76,9 @@ async def _rewrapped(
     db: Database, row: MasterKeyRow, root: KeyProvider, database_id: bytes
 ) -> MasterKeyRow:
     """Return *row* wrapped with *root*, after checking that *root* unwraps it again."""
-    key = await unwrap(row, db.backends.roots, database_id)
-    fresh = await wrap(row, root, database_id, key)
-    if await unwrap(fresh, {root.key_id: root}, database_id) != key:
+    key = await unwrap_master_key(row, db.backends.roots, database_id)
+    fresh = await wrap_master_key(row, root, database_id, key)
+    if await unwrap_master_key(fresh, {root.key_id: root}, database_id) != key:
         raise SecureSessionError(f"root key {root.key_id!r} does not unwrap what it wraps")
     return fresh
 

@@ -14,7 +14,11 @@ from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import Meter, Progress
 from adk_secure_sessions.maintenance.problems import Problems
-from adk_secure_sessions.storage.schema import data_keys, keyring, meta
+from adk_secure_sessions.storage import (
+    data_keys,
+    keyring,
+    meta,
+)
 
 _PREFIX = "rotation."  # of the names of checkpoints in `secure_meta`
 _PASSES = 3

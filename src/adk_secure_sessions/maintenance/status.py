@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from adk_secure_sessions.errors import DecryptionError, WrongKeyError
 from adk_secure_sessions.keys.blind_index import BlindIndex
-from adk_secure_sessions.keys.keyring import MasterKeyRow, unwrap
+from adk_secure_sessions.keys.keyring import MasterKeyRow, unwrap_master_key
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import (
     DataKeyCount,
@@ -18,7 +18,14 @@ from adk_secure_sessions.maintenance.engine import (
     count_rows,
 )
 from adk_secure_sessions.maintenance.rotation import UnfinishedRotation, unfinished
-from adk_secure_sessions.storage.schema import apps, bases, data_keys, sessions, users, witnesses
+from adk_secure_sessions.storage import (
+    apps,
+    bases,
+    data_keys,
+    sessions,
+    users,
+    witnesses,
+)
 
 
 class MasterKey(NamedTuple):
@@ -42,7 +49,7 @@ class MasterKey(NamedTuple):
 
 
 class Status(NamedTuple):
-    """What `status` found.
+    """The result of `status`.
 
     Attributes:
         format_version: The version of the stored format, as stored.
@@ -88,7 +95,7 @@ async def status(
     index = await _index(db) if any(unfinished(survey.meta, None)) else None
     return Status(
         str(survey.format_version),
-        survey.has_clear_records,
+        survey.has_plaintext_records,
         tuple(masters),
         keys,
         records,
@@ -100,7 +107,7 @@ async def _master(db: Database, row: MasterKeyRow, database_id: bytes) -> Master
     unwraps = None
     if db.has_keys:
         try:
-            await unwrap(row, db.backends.roots, database_id)
+            await unwrap_master_key(row, db.backends.roots, database_id)
             unwraps = True
         except (WrongKeyError, DecryptionError):
             unwraps = False
