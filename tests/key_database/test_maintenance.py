@@ -93,8 +93,8 @@ async def test_every_key_is_replaced(pair: Pair) -> None:
         assert (await rotate_master(db)).rotated == 2
         rotated = await rotate_data(db)
         assert (rotated.keys, rotated.left, rotated.bad) == (2, 0, 0)
-        dropped = await retire(db)
-        assert (dropped.data_keys, len(dropped.masters)) == (2, 1)
+        retired = await retire(db)
+        assert (retired.data_keys, len(retired.masters)) == (2, 1)
         assert (await verify(db)).bad == 0
     assert query(pair.keys, "SELECT generation FROM secure_data_keys") == [(1,), (1,)]
     assert {name for name in marks(pair.data) if "rotation" in name} == set()
@@ -117,7 +117,7 @@ async def test_verify_reports_a_data_key_without_an_owner_once_it_is_not_new(fil
     later = "UPDATE secure_data_keys SET created_at = created_at + :d WHERE id = :id"
     async with files.maintained() as db:
         assert (await verify(db)).problems == ()  # bob may be just about to be written
-        for hours in (-1, 2):  # whatever the clocks say
+        for hours in (-1, 2):  # a clock may be behind or ahead
             run_sql(files.keys, later, d=hours * 3_600_000_000, id=bob[0])
             (problem,) = (await verify(db)).problems
             assert (problem.table, problem.row) == ("secure_data_keys", str(bob[0]))

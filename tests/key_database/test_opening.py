@@ -125,8 +125,10 @@ async def test_services_starting_at_once_agree(files: Pair) -> None:
 
 def start_and_die(say: Say, urls: dict[str, Any]) -> None:
     """Start a service, but die before it makes the first table of the data."""
-    first = Statements(1, "CREATE TABLE secure_apps")
-    service = dying(lambda: EncryptedSessionService(**urls, backend=AesGcmBackend(KEY)), first)
+    first_of_data = Statements(len(OF_KEYS) + 1, "CREATE TABLE")
+    service = dying(
+        lambda: EncryptedSessionService(**urls, backend=AesGcmBackend(KEY)), first_of_data
+    )
     asyncio.run(service.prepare_tables())
     say("ended")
 

@@ -50,7 +50,7 @@ async def talk(service: EncryptedSessionService, events: int = 1) -> None:
     await asyncio.gather(*map(one, USERS))
 
 
-def sealed_of(path: Path, tags: list[bytes]) -> list[bytes]:
+def records_of(path: Path, tags: list[bytes]) -> list[bytes]:
     """Wrapped data keys and pieces of events of these users."""
     with closing(sqlite3.connect(path)) as connection:
         found = []
@@ -84,7 +84,7 @@ async def test_sqlite_files_hold_no_bytes_of_erased_rows(path: Path) -> None:
     async with EncryptedSessionService(url, BACKEND, connect_args=CARELESS) as service:
         await talk(service)
         async with Database(url, BACKEND, connect_args=CARELESS) as db:
-            values = sealed_of(path, await tags_of(db, ERASED))
+            values = records_of(path, await tags_of(db, ERASED))
             assert present(path, values) == len(values)
             for user in ERASED:
                 found = await erase_user(db, APP, user)
@@ -92,7 +92,7 @@ async def test_sqlite_files_hold_no_bytes_of_erased_rows(path: Path) -> None:
             # While the service keeps the log open.
             assert files_of(path)["sessions.db-wal"] == b""
             assert present(path, values) == 0
-            left = sealed_of(path, await tags_of(db, USERS[1::2]))
+            left = records_of(path, await tags_of(db, USERS[1::2]))
             assert present(path, left) == len(left)
 
 
@@ -103,7 +103,7 @@ async def test_rewriting_a_sqlite_file_clears_what_a_careless_engine_left(path: 
         await talk(service, events=0)
     await engine.dispose()
     async with Database(url, BACKEND) as db:
-        values = sealed_of(path, await tags_of(db, ERASED))
+        values = records_of(path, await tags_of(db, ERASED))
         for user in ERASED:
             await erase_user(db, APP, user)
         assert (await erase_user(db, APP, "nobody", rewrite=True)).cleared
@@ -117,7 +117,7 @@ async def test_reader_of_the_log_prevents_clearing_and_does_not_prevent_erasing(
     await fill(url, users=["ada"], sessions=1)
     async with Database(url, BACKEND) as db:
         db.limits = Limits(lock_wait=0)
-        values = sealed_of_one(path)
+        values = records_of_one(path)
         with closing(sqlite3.connect(path, isolation_level=None)) as reader:
             reader.execute("BEGIN")
             reader.execute("SELECT count(*) FROM secure_events").fetchone()
@@ -134,7 +134,7 @@ async def test_reader_of_the_log_prevents_clearing_and_does_not_prevent_erasing(
         assert timeout == 30_000  # as it was
 
 
-def sealed_of_one(path: Path) -> list[bytes]:
+def records_of_one(path: Path) -> list[bytes]:
     with closing(sqlite3.connect(path)) as connection:
         rows = connection.execute(
             "SELECT wrapped FROM secure_data_keys WHERE owner IN (SELECT tag FROM secure_users)"

@@ -150,14 +150,14 @@ async def test_of_two_rotations_at_once_one_succeeds_and_the_other_says_so(url: 
 
 
 async def test_master_keys_stored_as_plaintext_are_left_unchanged(file_url: str) -> None:
-    clear = clear_backend()
-    await fill(file_url, clear)
-    await fill(file_url, old(), others=[clear], users=["eve"])
-    async with Database(file_url, new(), [old(), clear]) as db:
+    no_op = clear_backend()
+    await fill(file_url, no_op)
+    await fill(file_url, old(), others=[no_op], users=["eve"])
+    async with Database(file_url, new(), [old(), no_op]) as db:
         done = await rotate_root(db)
         assert (len(done.rotated), len(done.plaintext)) == (1, 2)
         assert (await verify(db)).bad == 0
-    async with Database(file_url, clear, [new()]) as db:
+    async with Database(file_url, no_op, [new()]) as db:
         with pytest.raises(ConfigurationError, match="no root key to rotate to"):
             await rotate_root(db)
 

@@ -1,4 +1,4 @@
-"""Master keys, data keys and backends replaced while services go on."""
+"""Master keys, data keys and backends are replaced while services run."""
 
 import asyncio
 import itertools
@@ -345,21 +345,19 @@ async def test_write_is_repeated_if_keys_are_replaced_between_its_read_and_its_c
                 assert (await retire(db)).kept == 0
 
         await filled(url)
-        service, faults = with_faults(
-            lambda: EncryptedSessionService(url, AES, session_cache_size=0)
-        )
+        state: dict[str, object] = {f"{scope}n": 1}
+        service, faults = with_faults(lambda: EncryptedSessionService(url, AES))
         async with service:
-            state: dict[str, object] = {f"{scope}n": 1}
-            session = await service.get_session(app_name=APP, user_id="ada", session_id="s0")
-            assert session is not None
-            plan = faults.data.after(Point.READ, replace_keys)
-            before = faults.data.counts[Point.WRITE]
-            if write == "create":
+            if write == "create":  # by a service that knows nothing, so that it has to read
+                plan = faults.data.after(Point.READ, replace_keys)
                 await service.create_session(app_name=APP, user_id="ada", state=state)
             else:
+                session = await service.get_session(app_name=APP, user_id="ada", session_id="s0")
+                assert session is not None
+                plan = faults.data.after(Point.READ, replace_keys)
                 await service.append_event(session, event(9, **state))
             assert plan.happened
-            assert faults.data.counts[Point.WRITE] - before > 1, "it was not repeated"
+            assert faults.data.counts[Point.WRITE] > 1, "it was not repeated"
         await assert_whole(url, AES)
 
 

@@ -25,7 +25,7 @@ from adk_secure_sessions.storage import (
 
 
 class Erasure(NamedTuple):
-    """What `erase_user` deleted; after a dry run, what it would delete.
+    """The result of `erase_user`, or what a dry run expects it to be.
 
     Attributes:
         data_keys: All generations of the user's data key.

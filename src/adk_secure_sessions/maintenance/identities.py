@@ -22,7 +22,7 @@ from adk_secure_sessions.storage import (
 )
 
 
-class Ids(NamedTuple):
+class SessionIds(NamedTuple):
     """The ids by which ADK names a session."""
 
     app_name: str
@@ -34,10 +34,10 @@ class LocatedSession(NamedTuple):
     """A row of `secure_sessions`: its ids, or the error that decrypting them raised."""
 
     row: int
-    ids: Ids | None
+    ids: SessionIds | None
     error: Exception | None = None
 
-    def known_ids(self) -> Ids:
+    def known_ids(self) -> SessionIds:
         """The ids.  Raises the error."""
         if self.ids is None:
             assert self.error is not None
@@ -52,7 +52,7 @@ class LocatedSessions(NamedTuple):
     sessions: list[LocatedSession]
 
 
-class SessionRow(NamedTuple):
+class SessionColumns(NamedTuple):
     """A row of `secure_sessions` as it is stored."""
 
     id: int
@@ -70,7 +70,7 @@ class SessionRow(NamedTuple):
         return self[:6]
 
 
-class UserRow(NamedTuple):
+class UserColumns(NamedTuple):
     """A row of `secure_users` as it is stored."""
 
     id: int
@@ -86,7 +86,7 @@ async def located_sessions(
     """Yield all sessions; with *before*, only those last updated before that time.
 
     Sessions are selected by the stored time before it is authenticated.  Everything in a row with
-    ids is authenticated; its events, bases and witnesses are not read.
+    ids is authenticated; its events, snapshot and witness are not read.
     """
     async for span in ranges(db, sessions.c.id, db.limits.rows):
         yield LocatedSessions(span, await _located_with_present_keys(db, span, before))
@@ -102,11 +102,11 @@ def app_name_of(stored: object) -> str:
     return decode_text(stored)
 
 
-class _Found(NamedTuple):
+class _SessionsAndOwners(NamedTuple):
     """Sessions, with the users and the names of the apps that they refer to, by row id."""
 
-    sessions: list[SessionRow]
-    users: Mapping[int, UserRow]
+    sessions: list[SessionColumns]
+    users: Mapping[int, UserColumns]
     app_names: Mapping[int, object]
 
 
@@ -127,7 +127,7 @@ async def _located(db: Database, span: Range, before: int | None) -> list[Locate
     return [_locate(row, found, keys) for row in in_order]
 
 
-def _locate(row: SessionRow, found: _Found, keys: StagedKeys) -> LocatedSession:
+def _locate(row: SessionColumns, found: _SessionsAndOwners, keys: StagedKeys) -> LocatedSession:
     try:
         user = found.users.get(row.user_row)
         if user is None:
@@ -143,26 +143,26 @@ def _locate(row: SessionRow, found: _Found, keys: StagedKeys) -> LocatedSession:
             session_id, _ = split_id(keys.open(user.tag, context, row.state))
     except UNREADABLE as error:
         return LocatedSession(row.id, None, error)
-    return LocatedSession(row.id, Ids(app_name, user_id, session_id))
+    return LocatedSession(row.id, SessionIds(app_name, user_id, session_id))
 
 
 # --- rows ----------------------------------------------------------------------------------------
 
 
-async def _read(db: Database, span: Range, before: int | None) -> _Found:
+async def _read(db: Database, span: Range, before: int | None) -> _SessionsAndOwners:
     parameters = span.parameters if before is None else span.parameters | {"before": before}
     found_sessions, found_users, app_names = [], {}, {}
     query = _sessions_users_apps(span.bounds, before is not None)
     for kind, *values in await db.read(query, parameters):
         if kind == _SESSION:
-            found_sessions.append(SessionRow(*values))
+            found_sessions.append(SessionColumns(*values))
         elif kind == _USER:
             row_id, app_row, version, *_padding, tag, state = values
-            found_users[row_id] = UserRow(row_id, app_row, version, tag, state)
+            found_users[row_id] = UserColumns(row_id, app_row, version, tag, state)
         else:
             row_id, *_padding, app_name, _ = values
             app_names[row_id] = app_name
-    return _Found(found_sessions, found_users, app_names)
+    return _SessionsAndOwners(found_sessions, found_users, app_names)
 
 
 _SESSION, _USER, _APP = range(3)

@@ -15,7 +15,7 @@ from adk_secure_sessions.storage import (
 
 
 class Initialisation(NamedTuple):
-    """What `init` made.
+    """The result of `init`: what it made.
 
     Attributes:
         tables: The tables.
@@ -37,7 +37,7 @@ async def init(db: Database) -> Initialisation:
     backends = db.backends
     opening = partial(open_database, db.executors, backends, True)
     data_before, keys_before = await _survey_both(db)
-    await repeated(lambda: opening())
+    await repeated(opening)
     data, keys = await _survey_both(db)
     made = [data_before.missing_tables - data.missing_tables]
     if db.executors.has_key_database:

@@ -39,7 +39,7 @@ class Location(NamedTuple):
 
 
 class RecordHeader(NamedTuple):
-    """What a stored record says of itself; this is not authenticated.
+    """The header of a stored record, which is not authenticated.
 
     Attributes:
         row: The row's primary key; of a witness, the tag in hexadecimal.

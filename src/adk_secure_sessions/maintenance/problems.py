@@ -11,8 +11,8 @@ from adk_secure_sessions.storage import (
 )
 
 _KEPT = 1000
-# What opening a row may raise.  Only a row by NoOpBackend, which authenticates nothing, raises
-# the last two.
+# Errors of opening a row.  Only a row of NoOpBackend, which authenticates nothing, raises the last
+# two.
 UNREADABLE = (DecryptionError, struct.error, UnicodeDecodeError)
 # A single row of these tables keeps many other rows from being decrypted.
 _SHARED = (apps.name, users.name, data_keys.name)

@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import Meter, Progress
-from adk_secure_sessions.maintenance.identities import Ids, located_sessions
+from adk_secure_sessions.maintenance.identities import SessionIds, located_sessions
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
 from adk_secure_sessions.storage import (
     Store,
@@ -19,7 +19,7 @@ from adk_secure_sessions.storage import (
 
 
 class Purge(NamedTuple):
-    """What `purge` did; after a dry run, what it would do.
+    """The result of `purge`, or what a dry run expects it to be.
 
     Attributes:
         deleted: How many sessions were deleted, with their events.
@@ -81,7 +81,7 @@ async def purge(
     return Purge(deleted, kept, bad, tuple(problems.kept))
 
 
-async def _delete(store: Store, ids: Ids, before: int, dry_run: bool) -> bool:
+async def _delete(store: Store, ids: SessionIds, before: int, dry_run: bool) -> bool:
     """Delete the session if it is still old; return whether it was, or would be, deleted."""
     if not dry_run:
         return await store.delete(*ids, before=before)

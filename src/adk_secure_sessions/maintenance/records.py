@@ -19,7 +19,7 @@ from adk_secure_sessions.maintenance.engine import (
     header_of,
     within,
 )
-from adk_secure_sessions.maintenance.identities import SessionRow, UserRow
+from adk_secure_sessions.maintenance.identities import SessionColumns, UserColumns
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problems
 from adk_secure_sessions.storage import (
     Identity,
@@ -60,7 +60,7 @@ class RecordColumn(NamedTuple):
 APPS = RecordColumn(apps, apps.c.state, (apps.c.id,), apps.c.version)
 USERS = RecordColumn(users, users.c.state, (users.c.id,), users.c.version)
 SESSIONS = RecordColumn(sessions, sessions.c.state, (sessions.c.id,), sessions.c.revision)
-BASES = RecordColumn(bases, bases.c.state, (bases.c.session_row,), bases.c.revision)
+SNAPSHOTS = RecordColumn(bases, bases.c.state, (bases.c.session_row,), bases.c.revision)
 EVENTS = RecordColumn(events, events.c.event, (events.c.session_row, events.c.seq), None)
 WITNESSES = RecordColumn(witnesses, witnesses.c.seal, (witnesses.c.tag,), witnesses.c.number)
 
@@ -112,7 +112,7 @@ async def read_app(
 
     Returns None if the app was deleted.  Raises DecryptionError.
     """
-    rows = await _read(db, APPS, [(row_id,)], _AppRow)
+    rows = await _read(db, APPS, [(row_id,)], AppColumns)
     if not rows:
         return None
     row = rows[0]
@@ -132,7 +132,7 @@ async def read_user(
 
     Returns None if the user was deleted.  Raises DecryptionError.
     """
-    rows = await _read(db, USERS, [(row_id,)], UserRow)
+    rows = await _read(db, USERS, [(row_id,)], UserColumns)
     if not rows:
         return None
     row = rows[0]
@@ -152,7 +152,7 @@ async def session_batches(
     query = _sessions_of_user(db.limits.rows)
     while True:
         found = await db.read(query, {"user_row": owner.row, "after": after})
-        rows = [SessionRow(*values) for values in found]
+        rows = [SessionColumns(*values) for values in found]
         if not rows:
             return
         ids, records, tags = {}, [], []
@@ -171,25 +171,25 @@ async def session_batches(
         after = last
 
 
-async def base_batches(
+async def snapshot_batches(
     db: Database, owner: OwnerIds, batch: SessionBatch, current: bytes
 ) -> AsyncIterator[list[Record]]:
-    """Yield the bases of these sessions whose record does not begin with *current*, a header."""
-    async for keys in _keys_of_others(db, BASES, owner, batch, current):
-        rows = await _read(db, BASES, keys, _BaseRow)
-        yield [_base_record(owner, batch, row) for row in rows]
+    """Yield the snapshots of these sessions that have another header than *current*."""
+    async for keys in _keys_of_others(db, SNAPSHOTS, owner, batch, current):
+        rows = await _read(db, SNAPSHOTS, keys, SnapshotColumns)
+        yield [_snapshot_record(owner, batch, row) for row in rows]
 
 
 async def event_batches(
     db: Database, owner: OwnerIds, batch: SessionBatch, current: bytes
 ) -> AsyncIterator[list[Record]]:
-    """Yield the events of these sessions whose record does not begin with *current*, a header."""
+    """Yield the events of these sessions that have another header than *current*."""
     async for keys in _keys_of_others(db, EVENTS, owner, batch, current):
-        rows = await _read(db, EVENTS, keys, _EventRow)
+        rows = await _read(db, EVENTS, keys, EventColumns)
         yield [_event_record(owner, batch, row) for row in rows]
 
 
-class _AppRow(NamedTuple):
+class AppColumns(NamedTuple):
     id: int
     tag: bytes
     version: int
@@ -197,26 +197,26 @@ class _AppRow(NamedTuple):
     app_name: bytes
 
 
-class _BaseRow(NamedTuple):
+class SnapshotColumns(NamedTuple):
     session_row: int
     revision: int
     state: bytes
 
 
-class _EventRow(NamedTuple):
+class EventColumns(NamedTuple):
     session_row: int
     seq: int
     time: int
     event: bytes
 
 
-class _WitnessRow(NamedTuple):
+class WitnessColumns(NamedTuple):
     tag: bytes
     number: int
     seal: bytes
 
 
-def _session_record(keys: StagedKeys, owner: OwnerIds, row: SessionRow) -> tuple[str, Record]:
+def _session_record(keys: StagedKeys, owner: OwnerIds, row: SessionColumns) -> tuple[str, Record]:
     """Return the session's id and its record.  Raises DecryptionError."""
     assert owner.user_id is not None
     with naming(sessions.name, row.id):
@@ -225,13 +225,13 @@ def _session_record(keys: StagedKeys, owner: OwnerIds, row: SessionRow) -> tuple
     return session_id, Record(SESSIONS, (row.id,), row.revision, lambda: context, row.state)
 
 
-def _base_record(owner: OwnerIds, batch: SessionBatch, row: _BaseRow) -> Record:
+def _snapshot_record(owner: OwnerIds, batch: SessionBatch, row: SnapshotColumns) -> Record:
     who = _identity(owner, batch.sessions[row.session_row])
     context = partial(snapshot_context, who, row.session_row, row.revision)
-    return Record(BASES, (row.session_row,), row.revision, context, row.state)
+    return Record(SNAPSHOTS, (row.session_row,), row.revision, context, row.state)
 
 
-def _event_record(owner: OwnerIds, batch: SessionBatch, row: _EventRow) -> Record:
+def _event_record(owner: OwnerIds, batch: SessionBatch, row: EventColumns) -> Record:
     who = _identity(owner, batch.sessions[row.session_row])
     context = partial(event_context, who, row.session_row, row.seq, row.time)
     return Record(EVENTS, (row.session_row, row.seq), 0, context, row.event)
@@ -239,7 +239,7 @@ def _event_record(owner: OwnerIds, batch: SessionBatch, row: _EventRow) -> Recor
 
 async def _witness_records(db: Database, app_name: str, tags: Iterable[bytes]) -> list[Record]:
     records = []
-    for row in await _read(db, WITNESSES, [(tag,) for tag in tags], _WitnessRow):
+    for row in await _read(db, WITNESSES, [(tag,) for tag in tags], WitnessColumns):
         context = partial(witness_context, app_name, row.tag, row.number)
         records.append(Record(WITNESSES, (row.tag,), row.number, context, row.seal))
     return records
@@ -337,7 +337,7 @@ def _key_id(stored: object) -> int | None:
 async def _keys_of_others(
     db: Database, column: RecordColumn, owner: OwnerIds, batch: SessionBatch, current: bytes
 ) -> AsyncIterator[list[Key]]:
-    """Yield the keys of records that do not begin with *current*, in groups that fit memory."""
+    """Yield the keys of records with another header than *current*, in groups that fit memory."""
     parameters = {**batch.span.parameters, "user_row": owner.row, "current": current}
     at: Sequence[int] = [-1] * len(column.key)
     while True:
@@ -404,14 +404,14 @@ def _by_keys(column: RecordColumn, of: tuple[sa.Column[Any], ...]) -> sa.Select[
 @functools.cache
 def _sessions_of_user(limit: int) -> sa.Select[Any]:
     c = sessions.c
-    query = sa.select(*(c[name] for name in SessionRow._fields))
+    query = sa.select(*(c[name] for name in SessionColumns._fields))
     query = query.where(c.user_row == sa.bindparam("user_row"), c.id > sa.bindparam("after"))
     return first_rows(query.order_by(c.id), sa.literal_column(str(limit)))
 
 
 @functools.cache
 def _others(column: RecordColumn) -> sa.Select[Any]:
-    """Keys and lengths of records of a user's sessions that do not begin with `current`."""
+    """Keys and lengths of records of a user's sessions that have another header than `current`."""
     *_, last = column.key
     after = [
         sa.bindparam(f"after_{number}", type_=sa.BigInteger) for number in range(len(column.key))

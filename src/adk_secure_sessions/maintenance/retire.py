@@ -48,7 +48,7 @@ class KeptKey(NamedTuple):
 
 
 class Retirement(NamedTuple):
-    """What `retire` did; after a dry run, what it would do.
+    """The result of `retire`, or what a dry run expects it to be.
 
     Attributes:
         data_keys: How many data keys were deleted.
@@ -114,21 +114,21 @@ async def retire(
 Headers = Counter[tuple[str, bytes]]  # rows by table and by the header of their record
 
 
-class _OwnersKeys(NamedTuple):
+class _OlderKeys(NamedTuple):
     """The older data keys of one owner."""
 
     kept: list[KeptKey]
     unused: list[DataKeyRow]
 
 
-class _OwnersRow(NamedTuple):
+class _OwnerRow(NamedTuple):
     """The row of an app or user."""
 
     table: sa.Table
     id: int
 
 
-async def _retire_data_keys(db: Database, owner: bytes, dry_run: bool) -> _OwnersKeys:
+async def _retire_data_keys(db: Database, owner: bytes, dry_run: bool) -> _OlderKeys:
     """Delete the unused keys of *owner*."""
     if db.key_executor is db.executor:
         return await db.change(partial(_retire_beside_data, owner, dry_run), commit=not dry_run)
@@ -142,11 +142,11 @@ async def _retire_data_keys(db: Database, owner: bytes, dry_run: bool) -> _Owner
     return keys
 
 
-def _retire_beside_data(owner: bytes, dry_run: bool, connection: sa.Connection) -> _OwnersKeys:
+def _retire_beside_data(owner: bytes, dry_run: bool, connection: sa.Connection) -> _OlderKeys:
     """Delete the unused keys of *owner*, in a transaction that other holders of a key wait for."""
     query = DATA_KEYS.where(data_keys.c.owner == owner)
     see_what_is_committed(connection)
-    row = _owners_row(owner, dry_run, connection)
+    row = _owner_row(owner, dry_run, connection)
     # The lock waits for a transaction that holds one of the keys.
     found = connection.execute(query if dry_run else query.with_for_update())
     rows = [DataKeyRow(*values) for values in found]
@@ -156,7 +156,7 @@ def _retire_beside_data(owner: bytes, dry_run: bool, connection: sa.Connection) 
     return keys
 
 
-def _sort_out(rows: list[DataKeyRow], headers: Headers | None) -> _OwnersKeys:
+def _sort_out(rows: list[DataKeyRow], headers: Headers | None) -> _OlderKeys:
     """Tell which of an owner's keys are still needed.
 
     A key that is newer than one with rows under it is needed, too: a process that knows it may be
@@ -168,10 +168,10 @@ def _sort_out(rows: list[DataKeyRow], headers: Headers | None) -> _OwnersKeys:
             owner's records cannot be found.
     """
     if not all(map(_is_sound, rows)):
-        return _OwnersKeys([KeptKey(data_keys.name, row.id, ()) for row in rows], [])
+        return _OlderKeys([KeptKey(data_keys.name, row.id, ()) for row in rows], [])
     older = sorted(rows, key=attrgetter("generation"))[:-1]  # empty, if keys were deleted meanwhile
     if headers is None:
-        return _OwnersKeys([KeptKey(data_keys.name, row.id, ()) for row in older], [])
+        return _OlderKeys([KeptKey(data_keys.name, row.id, ()) for row in older], [])
     named = {pack(row.backend_id, row.id): row.id for row in rows}
     unknown = [(table, number) for (table, head), number in headers.items() if head not in named]
     kept: list[KeptKey] = []
@@ -186,7 +186,7 @@ def _sort_out(rows: list[DataKeyRow], headers: Headers | None) -> _OwnersKeys:
             kept.append(KeptKey(data_keys.name, row.id, (*under, *unknown)))
         else:
             unused.append(row)
-    return _OwnersKeys(kept, unused)
+    return _OlderKeys(kept, unused)
 
 
 def _delete(rows: list[DataKeyRow], connection: sa.Connection) -> None:
@@ -204,21 +204,21 @@ def _is_sound(row: DataKeyRow) -> bool:
 def _references(owner: bytes, dry_run: bool, connection: sa.Connection) -> Headers | None:
     """Count the records of *owner*; None if the owner has no row."""
     see_what_is_committed(connection)
-    row = _owners_row(owner, dry_run, connection)
+    row = _owner_row(owner, dry_run, connection)
     return None if row is None else _count_headers(owner, row, connection)
 
 
-def _owners_row(owner: bytes, dry_run: bool, connection: sa.Connection) -> _OwnersRow | None:
+def _owner_row(owner: bytes, dry_run: bool, connection: sa.Connection) -> _OwnerRow | None:
     """Find the row of *owner*, and lock it: a transaction that adds a session is waited for."""
     for table in (apps, users):
         query = sa.select(table.c.id).where(table.c.tag == owner)
         row_id = connection.scalar(query if dry_run else query.with_for_update())
         if row_id is not None:
-            return _OwnersRow(table, row_id)
+            return _OwnerRow(table, row_id)
     return None
 
 
-def _count_headers(owner: bytes, row: _OwnersRow, connection: sa.Connection) -> Headers:
+def _count_headers(owner: bytes, row: _OwnerRow, connection: sa.Connection) -> Headers:
     counts: Headers = Counter()
     for name, query in _queries_by_header(owner, row):
         for head, number in connection.execute(query):
@@ -226,7 +226,7 @@ def _count_headers(owner: bytes, row: _OwnersRow, connection: sa.Connection) -> 
     return counts
 
 
-def _queries_by_header(owner: bytes, row: _OwnersRow) -> Iterator[tuple[str, sa.Select[Any]]]:
+def _queries_by_header(owner: bytes, row: _OwnerRow) -> Iterator[tuple[str, sa.Select[Any]]]:
     """Yield each table that has records of *owner*, with the query that counts them by header."""
 
     def by_header(column: sa.Column[Any], *where: sa.ColumnElement[bool]) -> sa.Select[Any]:
@@ -249,14 +249,14 @@ def _queries_by_header(owner: bytes, row: _OwnersRow) -> Iterator[tuple[str, sa.
 # --- data masters --------------------------------------------------------------------------------
 
 
-class _Masters(NamedTuple):
+class _OlderMasters(NamedTuple):
     """The older data masters."""
 
     kept: list[KeptKey]
     unused: list[MasterKeyRow]
 
 
-def _retire_masters(dry_run: bool, connection: sa.Connection) -> _Masters:
+def _retire_masters(dry_run: bool, connection: sa.Connection) -> _OlderMasters:
     """Delete the older data masters that wrap no data key."""
     see_what_is_committed(connection)
     if connection.dialect.name == "postgresql" and not dry_run:
@@ -268,7 +268,7 @@ def _retire_masters(dry_run: bool, connection: sa.Connection) -> _Masters:
     if not rows:
         raise WrongKeyError("the keyring holds no data master: restore secure_keyring")
     if not all(isinstance(row.created_at, int) for row in rows):
-        return _Masters([KeptKey(keyring.name, row.id, ()) for row in rows], [])
+        return _OlderMasters([KeptKey(keyring.name, row.id, ()) for row in rows], [])
     older = sorted(rows, key=attrgetter("created_at", "id"))[:-1]
     head = header_of(data_keys.c.wrapped)
     by_header = sa.select(head, sa.func.count()).group_by(head)
@@ -285,7 +285,7 @@ def _retire_masters(dry_run: bool, connection: sa.Connection) -> _Masters:
     if unused and not dry_run:
         ids = [row.id for row in unused]
         connection.execute(sa.delete(keyring).where(keyring.c.id.in_(ids)))
-    return _Masters(kept, unused)
+    return _OlderMasters(kept, unused)
 
 
 # --- statements ----------------------------------------------------------------------------------

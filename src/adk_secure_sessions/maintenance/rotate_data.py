@@ -28,11 +28,11 @@ from adk_secure_sessions.maintenance.records import (
     OwnerIds,
     Record,
     Reencryptor,
-    base_batches,
     event_batches,
     read_app,
     read_user,
     session_batches,
+    snapshot_batches,
 )
 from adk_secure_sessions.maintenance.rotation import Checkpoint, Rotation, is_since
 from adk_secure_sessions.storage import (
@@ -48,7 +48,7 @@ from adk_secure_sessions.storage import (
 
 
 class DataRotation(NamedTuple):
-    """What `rotate_data` did; after a dry run, what it would do.
+    """The result of `rotate_data`, or what a dry run expects it to be.
 
     Attributes:
         since: When the rotation began, in microseconds since 1970, UTC.  Data keys made before
@@ -111,12 +111,12 @@ async def rotate_data(
             "the keyring has no data master except one stored as plaintext, which protects "
             "nothing: run `rotate master` first"
         )
-    run = _Run(db, dry_run=dry_run)
+    run = _DataRotationRun(db, dry_run=dry_run)
     await run.run(restart=restart, progress=progress, rows_per_second=rows_per_second)
     return run.result()
 
 
-class _OwnerRow(NamedTuple):
+class _OwnerTag(NamedTuple):
     """An app or a user; *app_name* is None if there is no row of the app."""
 
     id: int
@@ -124,7 +124,7 @@ class _OwnerRow(NamedTuple):
     app_name: object
 
 
-class _Run(Rotation):
+class _DataRotationRun(Rotation):
     def __init__(self, db: Database, *, dry_run: bool) -> None:
         super().__init__(db, "data", dry_run=dry_run)
         self._keys = 0
@@ -156,7 +156,7 @@ class _Run(Rotation):
             after = at.after if stage == at.stage and at.after >= 0 else None
             async for span in ranges(self._db, table.c.id, self._db.limits.rows, after):
                 found = await self._db.read(query(span.bounds), span.parameters)
-                for row in (_OwnerRow(*values) for values in found):
+                for row in (_OwnerTag(*values) for values in found):
                     try:
                         await self._rotate_owner(table, row)
                     except UNREADABLE as error:
@@ -165,7 +165,7 @@ class _Run(Rotation):
                     await self._checkpoints.save(Checkpoint(at.since, stage, span.last))
         self._reencrypted += self._reencryptor.count
 
-    async def _rotate_owner(self, table: sa.Table, row: _OwnerRow) -> None:
+    async def _rotate_owner(self, table: sa.Table, row: _OwnerTag) -> None:
         with naming(table.name, row.id):
             keys = await self._db.keys_of(binary(row.tag))
         if table is apps:
@@ -189,7 +189,7 @@ class _Run(Rotation):
         async for batch in session_batches(self._db, keys, owner, self._problems):
             # Sessions before their events: from then on, no event is appended with an older key.
             await self._reencrypt(keys, owner, batch.records)
-            async for records in base_batches(self._db, owner, batch, header):
+            async for records in snapshot_batches(self._db, owner, batch, header):
                 await self._reencrypt(keys, owner, records)
             rows = batch.rows
             async for records in event_batches(self._db, owner, batch, header):

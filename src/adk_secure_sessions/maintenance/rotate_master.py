@@ -42,7 +42,7 @@ from adk_secure_sessions.storage import (
 
 
 class MasterRotation(NamedTuple):
-    """What `rotate_master` did; after a dry run, what it would do.
+    """The result of `rotate_master`, or what a dry run expects it to be.
 
     Attributes:
         master_id: The data master that wraps all data keys now; None in a dry run, if it would
@@ -96,12 +96,12 @@ async def rotate_master(
     if db.backends.writer.root_key.key_id == PLAINTEXT_ROOT_KEY_ID:
         raise ConfigurationError("NoOpBackend has no root key to wrap a master with")
     await db.keys()
-    run = _Run(db, dry_run=dry_run)
+    run = _MasterRotationRun(db, dry_run=dry_run)
     await run.run(restart=restart, progress=progress, rows_per_second=rows_per_second)
     return run.result()
 
 
-class _Run(Rotation):
+class _MasterRotationRun(Rotation):
     def __init__(self, db: Database, *, dry_run: bool) -> None:
         super().__init__(db, "master", dry_run=dry_run)
         self._master_id: int | None = None
@@ -171,10 +171,7 @@ class _Run(Rotation):
             return
         master_id = self._master_id
         assert master_id is not None, "only a dry run has none"
-        new = {
-            key_id: wrap_data_key(row, masters, master_id, keys[key_id])
-            for key_id, row in old.items()
-        }
+        new = {row.id: wrap_data_key(row, masters, master_id, keys[row.id]) for row in old.values()}
         pairs = [(row, new[row.id]) for row in old.values()]
         await self._db.change_keys(partial(_rewrap, pairs, master_id))
         span = {"after": min(old) - 1, "last": max(old)}

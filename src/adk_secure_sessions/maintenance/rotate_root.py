@@ -21,7 +21,7 @@ _CHANGED = "secure_keyring was changed meanwhile, perhaps by another rotation: s
 
 
 class RootRotation(NamedTuple):
-    """What `rotate_root` did; after a dry run, what it would do.
+    """The result of `rotate_root`, or what a dry run expects it to be.
 
     Attributes:
         root_key_id: The root key that wraps the master keys now.

@@ -49,7 +49,7 @@ class MasterKey(NamedTuple):
 
 
 class Status(NamedTuple):
-    """What `status` found.
+    """The result of `status`.
 
     Attributes:
         format_version: The version of the stored format, as stored.

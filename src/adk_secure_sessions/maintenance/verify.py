@@ -59,7 +59,7 @@ _GRACE = 600_000_000
 
 
 class Verification(NamedTuple):
-    """What `verify` found.
+    """The result of `verify`.
 
     Attributes:
         apps: How many rows of apps were decrypted and are as they were written.
@@ -102,7 +102,7 @@ async def verify(
     store, index = await db.store(), (await db.keys()).keyring.index
     total = await count_rows(db, apps, users, sessions, witnesses, data_keys)
     meter = Meter(progress, total + await count_events(db), rows_per_second)
-    run = _Run(db, store, index, meter)
+    run = _Verifier(db, store, index, meter)
     await run.check_apps()
     await run.check_users()
     await run.check_sessions()
@@ -112,12 +112,12 @@ async def verify(
     return run.result()
 
 
-class _AppRow(NamedTuple):
+class _AppName(NamedTuple):
     id: int
     app_name: bytes
 
 
-class _UserRow(NamedTuple):
+class _UserTag(NamedTuple):
     """*app_name* is that of the app's row, None if there is no such row."""
 
     id: int
@@ -126,18 +126,18 @@ class _UserRow(NamedTuple):
     app_name: bytes | None
 
 
-class _WitnessRow(NamedTuple):
+class _WitnessTag(NamedTuple):
     tag: bytes
     is_owned: int
 
 
-class _DataKeyRow(NamedTuple):
+class _DataKeyOwner(NamedTuple):
     id: int
     owner: object
     created_at: object
 
 
-class _Run:
+class _Verifier:
     """Counts what it checks; rows behind a bad one are not checked and not reported."""
 
     def __init__(self, db: Database, store: Store, index: BlindIndex, meter: Meter) -> None:
@@ -161,7 +161,7 @@ class _Run:
         )
 
     async def check_apps(self) -> None:
-        async for rows in batches(self._db, apps.c.id, _apps, _AppRow, self._db.limits.rows):
+        async for rows in batches(self._db, apps.c.id, _apps, _AppName, self._db.limits.rows):
             for row in rows:
                 try:
                     await _again_if_keys_changed(partial(self._check_app, row))
@@ -173,7 +173,7 @@ class _Run:
                 await self._meter.advance()
 
     async def check_users(self) -> None:
-        async for rows in batches(self._db, users.c.id, _users, _UserRow, self._db.limits.rows):
+        async for rows in batches(self._db, users.c.id, _users, _UserTag, self._db.limits.rows):
             for row in rows:
                 if row.app_row in self._bad_apps:
                     self.problems.suppress(users.name, row.id)
@@ -188,32 +188,32 @@ class _Run:
                 await self._check_session(located)
             await _find_rows_of_no_session(self._db, batch.span, self.problems)
 
-    async def _check_app(self, row: _AppRow) -> None:
+    async def _check_app(self, row: _AppName) -> None:
         with naming(apps.name, row.id):
             app_name = decode_text(row.app_name)
-        context, found = await self._read_owners(app_name)
-        app = open_app(context, found)
+        attempt, found = await self._read_owners(app_name)
+        app = open_app(attempt, found)
         if app is None or app.id != row.id:
             raise TamperedError(
                 "its tag was modified", reason=Reason.WRONG_OWNER, table=apps.name, row=row.id
             )
 
-    async def _count_user(self, row: _UserRow) -> None:
+    async def _count_user(self, row: _UserTag) -> None:
         try:
             self._users += await _again_if_keys_changed(partial(self._check_user, row))
         except UNREADABLE as error:
             self.problems.add_error(error, users.name, row.id)
             self.problems.suppress(users.name, row.id)
 
-    async def _check_user(self, row: _UserRow) -> bool:
+    async def _check_user(self, row: _UserTag) -> bool:
         """Whether the user was not deleted meanwhile."""
         with naming(users.name, row.id):
             app_name = app_name_of(row.app_name)
             tag = binary(row.tag)
-        context, found = await self._read_owners(app_name, tag)
+        attempt, found = await self._read_owners(app_name, tag)
         if not found.users:
             return False
-        user = open_user_row(context, found, found.users[0])
+        user = open_user_row(attempt, found, found.users[0])
         if self._index.user(app_name, user.user_id) != tag:
             raise TamperedError(
                 "its tag is another user's", reason=Reason.WRONG_OWNER, table=users.name, row=row.id
@@ -271,7 +271,7 @@ async def _find_witnesses_of_nothing(db: Database, problems: Problems, meter: Me
     """Report witnesses whose app, user or session does not exist."""
     detail = "the row whose version it proves was removed"
     size = db.limits.headers
-    async for rows in batches(db, witnesses.c.tag, _witnesses, _WitnessRow, size):
+    async for rows in batches(db, witnesses.c.tag, _witnesses, _WitnessTag, size):
         for row in rows:
             if not row.is_owned:
                 name = row.tag.hex() if isinstance(row.tag, bytes) else "?"
@@ -285,7 +285,7 @@ async def _find_data_keys_of_nobody(db: Database, problems: Problems, meter: Met
     if db.executors.has_key_database:
         detail += ", or a process ended before it could write that row"
     size = db.limits.headers
-    async for rows in batches(db, data_keys.c.id, _data_keys, _DataKeyRow, size):
+    async for rows in batches(db, data_keys.c.id, _data_keys, _DataKeyOwner, size):
         known = await _existing_owners(db, {row.owner for row in rows})
         lost = [row for row in rows if row.owner not in known and not _may_be_new(db, row)]
         # An erasure deletes the keys before the owner's row: such keys are gone by now.
@@ -296,7 +296,7 @@ async def _find_data_keys_of_nobody(db: Database, problems: Problems, meter: Met
         await meter.advance(len(rows))
 
 
-def _may_be_new(db: Database, row: _DataKeyRow) -> bool:
+def _may_be_new(db: Database, row: _DataKeyOwner) -> bool:
     """Whether its owner's row may yet be written: a key in a key database is stored first."""
     if not db.executors.has_key_database or not isinstance(row.created_at, int):
         return False
