@@ -97,8 +97,8 @@ def test_backends_are_named(file_url: str) -> None:
 def test_plaintext_database_needs_no_key(file_url: str) -> None:
     assert run("init", "--db", file_url, "--backend", "no-op").code == 0
     assert run("verify", "--db", file_url, "--backend", "no-op").code == 0
-    rejected = run("verify", *on(file_url))
-    assert (rejected.code, "as plaintext by NoOpBackend" in rejected.stderr) == (2, True)
+    refused = run("verify", *on(file_url))
+    assert (refused.code, "plaintext by NoOpBackend" in refused.stderr) == (2, True)
     assert run("verify", *on(file_url), "--backend", "no-op").code == 0
 
 

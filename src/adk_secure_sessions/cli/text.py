@@ -146,7 +146,7 @@ def erasure_lines(done: Erasure, dry_run: bool) -> Iterator[str]:
 
 
 def missing_from(done: Erasure) -> str:
-    """Return what was missing of a user who was not missing altogether; or nothing."""
+    """Return the part of a user that was missing, or nothing if all or none of it was there."""
     if not done.rows or (done.users and done.data_keys):
         return ""
     return "the data key" if done.users else "the user's own row"

@@ -40,7 +40,7 @@ _LEAVES = {"any": {}, "bool": True, "bytes": "AAEC_w==", "float": 1.5, "int": 1,
 # Where the public call accepts fewer of the samples, they prove too little.
 _LEAST_ACCEPTED = 0.9
 _DEPTH = 2  # of models that contain themselves
-# Both are made up where they are missing, and then differ from one call to the next.
+# An id and a time are generated where they are missing, and differ from one call to the next.
 _START = {"author": "agent", "invocation_id": "i", "id": "e", "timestamp": 1700000000.25}
 
 

@@ -53,7 +53,7 @@ def decode(plaintext: bytes, session_row: int, seq: int) -> Event:
     try:
         return _parse(data)
     except ValueError:
-        pass  # raised outside of `except`, our error has no context: its text would hold the event
+        pass  # our error is raised below: here it would keep this one, whose text holds the event
     try:
         loaded: Any = json.loads(data)  # accepts lone surrogates, which pydantic rejects
         return Event.model_validate(loaded)

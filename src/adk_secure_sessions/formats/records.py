@@ -133,7 +133,7 @@ def seal(cipher: Cipher, backend_id: int, key_id: int, context: bytes, plaintext
         sealed = cipher.encrypt(plaintext, start + context)
         if isinstance(sealed, bytes):
             return start + sealed
-    except Exception as error:  # of a third party's cipher; its text may repeat the plaintext
+    except Exception as error:  # of a third party's cipher: its text may repeat the plaintext
         failure = type(error).__name__
     raise SecureSessionError(f"backend {backend_id} failed to encrypt: {failure}")
 

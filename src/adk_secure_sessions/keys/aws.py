@@ -26,7 +26,7 @@ _CREDENTIALS = (
     "check that they are valid, their region, and this machine's clock",
 )
 _PENDING = ("the key cannot be used: disabled, pending deletion or import", "check its state")
-# By what the service reports: what has happened, and what to check.
+# What has happened and what to check, by what the service reports.
 _ADVICE = {
     "AccessDeniedException": (
         "permission was denied",

@@ -18,7 +18,7 @@ _NAME = re.compile(
     r"projects/[\w.:-]+/locations/[\w-]+/keyRings/[\w-]+/cryptoKeys/[\w-]+", re.ASCII
 )
 _SCOPES = ("https://www.googleapis.com/auth/cloudkms",)
-# By what the service reports: what has happened, and what to check.
+# What has happened and what to check, by what the service reports.
 _ADVICE = {
     "PermissionDenied": (
         "permission was denied",
@@ -109,9 +109,8 @@ class GcpKmsKey(RemoteKey):
 
         try:
             credentials = self._credentials
-            if (
-                credentials is None
-            ):  # in a thread: it reads files, or asks the machine's metadata server
+            if credentials is None:
+                # In a thread: it reads files, or asks the machine's metadata server.
                 credentials = self._credentials = await asyncio.to_thread(_default_credentials)
             async with self._client(credentials) as client:
                 ask = getattr(client, operation)

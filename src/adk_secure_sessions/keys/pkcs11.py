@@ -18,7 +18,7 @@ from adk_secure_sessions.keys.remote import ATTEMPTS, TIMEOUT, RemoteKey, need
 
 _KEY_BITS = 256
 _NONCE_LENGTH, _TAG_BITS = 12, 128
-# By what the service reports: what has happened, and what to check.
+# What has happened and what to check, by what the service reports.
 _ADVICE = {
     "MechanismInvalid": ("the module has no AES-GCM", "use one that has CKM_AES_GCM"),
     "MechanismParamInvalid": (

@@ -30,8 +30,8 @@ _LOGIN_IS_NEEDED = 403
 # Status codes that may be another in a moment.
 _RETRYABLE = {412, 429, 472, 473, 500, 502, 503, 504}
 _SEALED = 503
-# Words in the answer to a request that will always be denied, and what they mean.  Vault gives
-# all of these the same status; its text is not shown.
+# Parts of the text of an error, and what they mean: Vault has one status for all of these.  The
+# text itself is not shown.
 _TAMPERED = "tampered"
 _WORDS = {
     "message authentication failed": _TAMPERED,
@@ -158,9 +158,8 @@ class VaultKey(RemoteKey):
             assert self._token is not None
             return self._token
         async with self._logging_in.hold("login"):
-            if (
-                self._token is None or self._token == instead_of
-            ):  # no other task has logged in meanwhile
+            # Unless another task has logged in meanwhile.
+            if self._token is None or self._token == instead_of:
                 self._token = await self._log_in(client, self._login)
             return self._token
 
