@@ -1,8 +1,8 @@
+"""Servers for the whole run, and what holds for every test."""
+
 import gc
 import threading
-import zlib
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from coverage import Coverage
@@ -11,44 +11,61 @@ from greenlet import getcurrent
 from tests import servers
 
 _SERVERS = ("postgresql", "mariadb")
-_HERE = Path(__file__).parent
+# Maintenance and its commands run on SQLite and, by default, on one server: the one listed here
+# for the file.  `make soak` runs them on the other one, too.  A file that is not listed runs on
+# both.  What differs between databases is in `db` and `storage`, whose tests run on all of them.
+_SERVER_OF_FILE = {
+    "maintenance/test_checkpoints.py": "postgresql",
+    "maintenance/test_clearing.py": "mariadb",
+    "maintenance/test_erasing.py": "postgresql",
+    "maintenance/test_finding.py": "postgresql",
+    "maintenance/test_kills.py": "mariadb",
+    "maintenance/test_overlapping.py": "mariadb",
+    "maintenance/test_purge.py": "postgresql",
+    "maintenance/test_root_keys.py": "mariadb",
+    "maintenance/test_rotations.py": "postgresql",
+    "maintenance/test_status.py": "mariadb",
+    "maintenance/test_verify.py": "mariadb",
+    "cli/test_commands.py": "postgresql",
+    "cli/test_erasing.py": "mariadb",
+    "cli/test_rotating.py": "mariadb",
+}
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Maintenance runs on SQLite and, test by test, on one of the servers; `make soak`: on both.
-
-    What differs from one to the next is in storage, whose tests run on all of them.
-    """
     for item in items:
-        if not {_HERE / "maintenance", _HERE / "cli"} & set(item.path.parents):
+        listed = _SERVER_OF_FILE.get("/".join(item.path.parts[-2:]))
+        if listed is None or not isinstance(item, pytest.Function):
             continue
-        parts = item.nodeid.replace("]", "-").replace("[", "-").split("-")
-        on = next((part for part in parts if part in _SERVERS), None)
-        if on is not None:
-            turn = zlib.crc32(item.nodeid.replace(on, "").encode()) % len(_SERVERS)
-            if on != _SERVERS[turn]:
-                item.add_marker(pytest.mark.soak)
+        parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        if any(server in parameters for server in _SERVERS if server != listed):
+            item.add_marker(pytest.mark.soak)
 
 
 def pytest_collection_finish() -> None:
-    """What is imported and collected by now stays: let the garbage collector pass it by."""
+    """Exempt all that was imported and collected from garbage collection, which is then faster."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _greenlets_outlive_their_threads() -> Iterator[None]:
-    """Under coverage, which refers to them weakly: its callback must not run as a thread ends.
+    """Avoid an endless loop under coverage, caused by a bug of Python 3.11.
 
-    That is in a pending call of the main thread.  If another thread ends then, Python 3.11 comes
-    back to the first line of a function that is traced for ever; python/cpython#118095 is alike.
+    Coverage keeps weak references to greenlets.  When a thread ends, its greenlet dies, and
+    coverage's callback runs in the main thread at an arbitrary moment.  If another thread ends at
+    that moment, Python 3.11 returns to the first line of a traced function again and again
+    (python/cpython#118095 is similar).  If the greenlets never die, the callback never runs.
+
+    `Thread._bootstrap_inner` is a private name.  It is patched because `run` is the only public
+    method that each thread calls, and subclasses override that.
     """
     kept: list[object] = []
     bootstrap = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
 
-    def keep_and_run(thread: threading.Thread) -> None:  # `run` may be a subclass's
-        kept.extend([getcurrent()] * 2)  # a single reference might be taken for a leaked one
+    def keep_and_run(thread: threading.Thread) -> None:
+        kept.extend([getcurrent()] * 2)  # greenlet takes a single reference for a leaked one
         bootstrap(thread)
 
     with pytest.MonkeyPatch.context() as patch:

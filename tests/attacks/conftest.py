@@ -1,46 +1,30 @@
-import zlib
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from tests.attacks.databases import SERVERS, choose
 from tests.attacks.replica import Replica
-from tests.attacks.support import Database, Older
+from tests.attacks.support import Database, OlderCopy
 from tests.attacks.world import BACKENDS
 from tests.servers import MariaDB, PostgreSQL
 
-SERVERS = ["postgresql", "mariadb"]
-ONE_IN = 4
 _HERE = Path(__file__).parent
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "also_on(*databases, cases): where an attack also runs; tests/attacks/databases"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of each test's attacks, one in four runs with Fernet and on a server; all in `make soak`.
-
-    The format is the same everywhere, and with AES-256-GCM on SQLite they all run.
-    """
-    attacks: dict[str, list[str]] = {}
-    for item in items:
-        if _HERE not in item.path.parents:
-            continue
-        parts = item.nodeid.replace("]", "-").replace("[", "-").split("-")
-        on = next((part for part in (*SERVERS, "fernet") if part in parts), None)
-        if on is None:
-            continue
-        item.add_marker(pytest.mark.no_cover)  # it reaches no code that the others do not
-        test, attack = item.nodeid.partition("[")[0], item.nodeid.replace(on, "")
-        known = attacks.setdefault(test, [])
-        if attack not in known:
-            known.append(attack)
-        number = known.index(attack)
-        turn = number // ONE_IN + zlib.crc32(test.encode())
-        if number % ONE_IN or on not in ("fernet", SERVERS[turn % len(SERVERS)]):
-            item.add_marker(pytest.mark.soak)
+    choose([item for item in items if _HERE in item.path.parents])
 
 
-# One for all attacks: making tables takes longer than most attacks do.
+# One database on each server for all attacks: making tables takes longer than most attacks do.
 
 
 @pytest.fixture(scope="session")
@@ -68,7 +52,7 @@ def database(request: pytest.FixtureRequest, path: Path, where: str, backend: st
 
 @pytest.fixture(params=[*BACKENDS, *SERVERS])
 def db(request: pytest.FixtureRequest, path: Path) -> Database:
-    """The database under attack: a file, sealed by each backend in turn, and on each server."""
+    """The database under attack: a SQLite file of each backend, and AES-256-GCM on each server."""
     if request.param in SERVERS:
         return database(request, path, request.param, "aesgcm")
     return database(request, path, "url", request.param)
@@ -76,29 +60,29 @@ def db(request: pytest.FixtureRequest, path: Path) -> Database:
 
 @pytest.fixture(params=["url", "engine", *SERVERS])
 def typed_db(request: pytest.FixtureRequest, path: Path) -> Database:
-    """Read by our own threads, and by a caller's engine, which converts types."""
+    """For values of other types: our SQLite threads, the caller's engine, which converts types."""
     return database(request, path, request.param, "aesgcm")
 
 
 @pytest.fixture(params=["url", *SERVERS])
 def aes_db(request: pytest.FixtureRequest, path: Path) -> Database:
-    """Where the cipher makes no difference."""
+    """For attacks to which the cipher makes no difference."""
     return database(request, path, request.param, "aesgcm")
 
 
 @pytest.fixture(params=list(BACKENDS))
 def file_db(request: pytest.FixtureRequest, path: Path) -> Database:
-    """Where it is the file that matters."""
+    """For attacks on the SQLite file itself."""
     return database(request, path, "url", request.param)
 
 
 @pytest.fixture(params=SERVERS)
 def server_db(request: pytest.FixtureRequest, path: Path) -> Database:
-    """Where there is no file."""
+    """For attacks that also have a test of their own on a SQLite file."""
     return database(request, path, request.param, "aesgcm")
 
 
 @pytest.fixture
-def older(db: Database, tmp_path: Path) -> Older:
-    """What an attacker kept from earlier."""
+def older(db: Database, tmp_path: Path) -> OlderCopy:
+    """What an attacker copied earlier."""
     return db.older(tmp_path)

@@ -1,4 +1,13 @@
-"""Distinctive texts to plant, and a search that finds them however they are written."""
+"""Distinctive texts (canaries) to plant, and a search that finds them however they are written.
+
+How it works.  `needle("user id")` is a text that comes up nowhere by chance.  `state`,
+`large_state` and `new_event` put one into every place where users' data can be: each id, key and
+value of a state, each field of an event.  A test stores them, provokes errors and logs, and calls
+`found_in` with the bytes of every file, log and error: it returns the needles that it finds, as
+they are or in hexadecimal, base64, JSON or UTF-16.  The set must be empty.  So that an empty set
+proves something, each such test also finds the name of the app, which is stored as plaintext, and
+a control finds every needle under `NoOpBackend`.
+"""
 
 import base64
 import io
@@ -29,7 +38,7 @@ LOGGERS = [
     "google_adk",
     "google.adk",
 ]
-APP = "an-app-in-clear"  # app names are not secret: finding it shows that the search works
+APP = "app-name-as-plaintext"  # not secret: finding it shows that the search works
 
 
 def needle(name: str) -> str:
@@ -38,7 +47,7 @@ def needle(name: str) -> str:
 
 # In ids
 USER, SESSION = needle("user id"), needle("session id")
-# By `state`, `new_event` and `Awkward`, below
+# Planted by `state`, `large_state`, `new_event` and `Awkward`
 NAMES = [
     "session key",
     "session value",
@@ -81,7 +90,7 @@ def large_state() -> dict[str, Any]:
 
 
 class Awkward:
-    """Has no JSON form, and shows its secret to whoever prints it."""
+    """Has no JSON form, and shows a needle wherever it is printed."""
 
     def __repr__(self) -> str:
         return needle("object")
@@ -111,11 +120,11 @@ def new_event(delta: dict[str, Any], *, with_bytes: bool = True, **metadata: Any
 
 
 def encodings(text: str) -> list[bytes]:
-    """The ways in which *text* may stand in a file or a log."""
+    """The bytes that *text* may have in a file or a log."""
     data = text.encode()
     forms = [data, data.hex().encode(), data.hex().upper().encode()]
     forms += [text.encode("utf-16-le"), text.encode("utf-16-be"), json.dumps(text)[1:-1].encode()]
-    for shift, start in ((0, 0), (1, 2), (2, 3)):  # by where it stands in what was encoded
+    for shift, start in ((0, 0), (1, 2), (2, 3)):  # base64 depends on the offset, modulo 3
         for encode in (base64.b64encode, base64.urlsafe_b64encode):
             forms.append(encode(b"\0" * shift + data)[start:-4])
     return forms
@@ -125,26 +134,26 @@ FORMS = {text: encodings(text) for text in NEEDLES}
 
 
 def found_in(data: bytes | str) -> set[str]:
-    """The needles in *data*, in whatever form."""
+    """Return the needles that are in *data*, in any of their encodings."""
     data = data if isinstance(data, bytes) else data.encode("utf-8", "surrogatepass")
     return {text for text, forms in FORMS.items() if any(form in data for form in forms)}
 
 
 def files_of(path: Path) -> dict[str, bytes]:
-    """The database and whatever SQLite keeps beside it."""
+    """The contents of a SQLite database, its write-ahead log and its other files, by name."""
     return {
         file.name: file.read_bytes() for file in path.parent.iterdir() if path.name in file.name
     }
 
 
 def all_of(error: BaseException) -> str:
-    """An error as a log would have it, chain and all, and what else it carries."""
+    """An error as a log shows it, with its chain, and the attributes that it carries."""
     return "".join([*traceback.format_exception(error), *texts_of(error)])
 
 
 @contextmanager
 def all_logged() -> Iterator[io.StringIO]:
-    """All that any logger says, down to DEBUG; what is done to loggers meanwhile is undone."""
+    """Collect what every logger writes, from DEBUG on; restore the loggers afterwards."""
     text = io.StringIO()
     handler = logging.StreamHandler(text)
     handler.setFormatter(logging.Formatter("%(name)s %(levelname)s %(message)s %(args)r"))

@@ -1,4 +1,11 @@
-"""A SQLite file's tables on a server: what an attack does to the file is carried over there."""
+"""The tables of a SQLite file on a server, so that one attack runs on every database.
+
+How it works.  Attacks are written in SQLite's SQL and change a SQLite file.  A `Replica` keeps a
+server's tables equal to that file: `push` writes to the server the tables whose rows have changed,
+`pull` writes to the file what a service has changed on the server.  Some values cannot exist on a
+server, such as text in a column of numbers.  Then the server cannot be attacked that way, and
+`push` skips the test with the server's reason.
+"""
 
 import sqlite3
 from contextlib import closing
@@ -12,50 +19,47 @@ from adk_secure_sessions.storage.schema import metadata
 
 Rows = list[tuple[Any, ...]]
 
-_REFUSALS = {"DataError", "IntegrityError"}  # and their subclasses, of either driver
-_HELD_BY = {sa.BigInteger: int, sa.String: str, sa.LargeBinary: bytes}
+_REJECTIONS = {"DataError", "IntegrityError"}  # and their subclasses, of either driver
+_PYTHON_TYPES = {sa.BigInteger: int, sa.String: str, sa.LargeBinary: bytes}
 
 
 class Replica:
-    """Keeps one database on a server like a SQLite file, in both directions.
-
-    What the server itself refuses, as text in a column of numbers, is skipped by name.
-    """
+    """One database on a server, kept equal to a SQLite file in both directions."""
 
     def __init__(self, url: sa.URL, driver: str) -> None:
-        """*url* for the attacker; the service under attack has another *driver*."""
+        """The attacker connects to *url*; the service under attack uses another *driver*."""
         self.url = url.set(drivername=driver)
         self._engine = sa.create_engine(url)
         self._name = driver.partition("+")[0]
-        self._known: dict[str, Rows] = {}  # what both hold, as far as is known
-        self._as_made = False  # but for the constraints of some tables
+        self._known: dict[str, Rows] = {}  # rows of the file and the server when last equal
+        self._schema_is_ours = False  # except for the tables in `_lifted`
         self._lifted: set[str] = set()
 
     def close(self) -> None:
         self._engine.dispose()
 
     def reset(self) -> None:
-        """Have our tables as we make them, whatever is in them."""
-        if self._as_made and not self._lifted:
+        """Restore the schema, but not the rows."""
+        if self._schema_is_ours and not self._lifted:
             return
         with self._engine.begin() as connection:
             there = sa.inspect(connection)
-            for view in [] if self._as_made else there.get_view_names():
+            for view in [] if self._schema_is_ours else there.get_view_names():
                 connection.exec_driver_sql(f"DROP VIEW {view}")
-            for table in self._lifted if self._as_made else there.get_table_names():
+            for table in self._lifted if self._schema_is_ours else there.get_table_names():
                 connection.exec_driver_sql(f"DROP TABLE {table}")
             metadata.create_all(connection)
-        self._as_made, self._lifted = True, set()
+        self._schema_is_ours, self._lifted = True, set()
 
     def define(self, *statements: str) -> None:
-        """Change the tables themselves."""
-        self._as_made = False
+        """Change the schema."""
+        self._schema_is_ours = False
         with self._engine.begin() as connection:
             for statement in statements:
                 connection.exec_driver_sql(statement)
 
     def lift_constraints(self, name: str) -> None:
-        """Keep the columns and their types, but no key and no NOT NULL.  The rows go."""
+        """Remove keys and NOT NULL from a table; its rows are lost."""
         columns = [sa.Column(column.name, column.type) for column in metadata.tables[name].columns]
         bare = sa.Table(name, sa.MetaData(), *columns)
         self._lifted.add(name)
@@ -64,9 +68,9 @@ class Replica:
             bare.drop(connection)
             bare.create(connection)
 
-    def push(self, path: Path, *, anyhow: bool = False) -> None:
-        """Make the server hold what the file holds; *anyhow*: whatever it held before."""
-        known = {} if anyhow else self._known
+    def push(self, path: Path, *, force: bool = False) -> None:
+        """Copy changed tables of the file to the server, or with *force* all tables."""
+        known = {} if force else self._known
         with closing(sqlite3.connect(path)) as file:
             file.text_factory = _text
             held = {
@@ -83,13 +87,13 @@ class Replica:
                         slots = ", ".join(["%s"] * len(rows[0]))
                         cursor.executemany(f"INSERT INTO {name} VALUES ({slots})", rows)
         except Exception as error:
-            if not _REFUSALS & {kind.__name__ for kind in type(error).__mro__}:
+            if not _REJECTIONS & {kind.__name__ for kind in type(error).__mro__}:
                 raise
-            self._refuse(str(error))
+            self._skip(str(error))
         self._known |= changed
 
     def pull(self, path: Path) -> None:
-        """Make the file hold what the server holds."""
+        """Copy changed tables of the server to the file."""
         changed = self._changed()
         if not changed:
             return
@@ -105,14 +109,16 @@ class Replica:
         self._known |= changed
 
     def has_changed(self) -> bool:
-        """Whether the server holds anything else than when it was last looked at."""
+        """Whether a row on the server has changed since the last `push` or `pull`."""
         return bool(self._changed())
 
     def _changed(self) -> dict[str, Rows]:
         found = {}
         with self._engine.connect() as connection, _cursor(connection) as cursor:
             tables = (
-                [*metadata.tables] if self._as_made else sa.inspect(connection).get_table_names()
+                [*metadata.tables]
+                if self._schema_is_ours
+                else sa.inspect(connection).get_table_names()
             )
             for name in tables:
                 cursor.execute(f"SELECT * FROM {name}")
@@ -124,20 +130,22 @@ class Replica:
     def _check(self, name: str, rows: Rows) -> None:
         for row in rows:
             for value, column in zip(row, metadata.tables[name].columns, strict=True):
-                held = next(
-                    held for kind, held in _HELD_BY.items() if isinstance(column.type, kind)
+                expected = next(
+                    python
+                    for kind, python in _PYTHON_TYPES.items()
+                    if isinstance(column.type, kind)
                 )
-                if value is not None and type(value) is not held:
-                    self._refuse(
+                if value is not None and type(value) is not expected:
+                    self._skip(
                         f"{name}.{column.name}, {column.type!r}, holds no {type(value).__name__}"
                     )
 
-    def _refuse(self, why: str) -> NoReturn:
-        pytest.skip(f"{self._name} itself refuses it: {why}")
+    def _skip(self, why: str) -> NoReturn:
+        pytest.skip(f"{self._name} itself rejects the value: {why}")
 
 
 def _cursor(connection: sa.Connection) -> closing[Any]:
-    """The driver's own, for speed."""
+    """The driver's own cursor, which is faster than SQLAlchemy's."""
     return closing(connection.connection.cursor())
 
 

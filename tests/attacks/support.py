@@ -1,4 +1,21 @@
-"""An attacker's hands on the database, and what must follow from what they do."""
+"""What an attacker does to a database, what an application does then, and what must follow.
+
+How it works.  The database under attack, `db` in the tests, is a copy of a finished one that
+`world` builds once for each backend: two apps, three users, five sessions.  Everything happens in
+three steps:
+
+1. The attacker changes a SQLite file behind the service's back, in SQLite's SQL: `db.run("UPDATE
+   secure_events ...")`.  `:visit`, `:alice`, `:clinic` in it are the ids of rows (`world.ROWS`).
+   On a server, `replica` then makes the server's tables equal to the file's.
+2. A service that has just started does what applications do.  Each such `Operation` is a function
+   of this module: `get`, `list_user`, `append`, ...
+3. `assert_rejected(db, impact, *errors)` runs every operation that the attack must make fail.  It
+   expects one of *errors* from each, an unchanged database, and unchanged session objects.  Then
+   it reads, and appends to, the sessions that the attack must not affect.
+
+An `Impact` lists both: the operations to be rejected, and the sessions that stay as they were.
+`HISTORY` is that of a tampered event, `SESSION` that of a tampered session row, and so on.
+"""
 
 import shutil
 import sqlite3
@@ -28,24 +45,24 @@ from tests.attacks.world import (
     SECRET,
     START,
     VISIT,
-    Who,
+    SessionIds,
     World,
     build_world,
     new_event,
 )
 
-# A record of another owner names a key that its new place's owner does not have; whether it is
-# known as somebody else's depends on what the process read before.
+# The record of another owner names a data key that is not this owner's.  Whether the service knows
+# it as another owner's depends on what the process has read before.
 MISPLACED = (TamperedError, UnknownKeyError)
 
 Dump = dict[str, list[tuple[Any, ...]]]
 
 
 class Database:
-    """A copy of the world, to be changed behind the service's back.
+    """A copy of the world, to be attacked.
 
-    It is changed as a SQLite file, by SQLite's SQL.  Where there is a *replica*, that is what the
-    service has, and the file follows what happens there.
+    The attacker works on the SQLite file *path*.  Without a *replica*, the service uses the same
+    file; with one, it uses the replica's server, and each method here keeps the two equal.
     """
 
     def __init__(
@@ -74,23 +91,23 @@ class Database:
         """Undo every attack."""
         if self.replica:
             self.replica.reset()
-        self._become(self.world.files[1])
+        self._overwrite(self.world.files[1])
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Undo afterwards what the service did to the rows."""
+    def undone_afterwards(self) -> Iterator[None]:
+        """At the end, give all rows the values that they had at the beginning."""
         if self.replica:
             self.replica.pull(self.path)
         before = self.path.read_bytes()
         yield
-        self._become(before)
+        self._overwrite(before)
 
-    def _become(self, content: bytes) -> None:
+    def _overwrite(self, content: bytes) -> None:
         for suffix in ("-wal", "-shm"):
             self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
         self.path.write_bytes(content)
         if self.replica:
-            self.replica.push(self.path, anyhow=True)
+            self.replica.push(self.path, force=True)
 
     @asynccontextmanager
     async def service(
@@ -99,18 +116,21 @@ class Database:
         """A service that has just started."""
         backend = backend or self.backend()
         async with (
-            self._place() as place,
-            EncryptedSessionService(**place, backend=backend, **options) as service,
+            self._url_or_engine() as database,
+            EncryptedSessionService(**database, backend=backend, **options) as service,
         ):
             yield service
 
     @asynccontextmanager
     async def maintained(self) -> AsyncIterator[Maintained]:
-        async with self._place() as place, Maintained(**place, backend=self.backend()) as opened:
+        async with (
+            self._url_or_engine() as database,
+            Maintained(**database, backend=self.backend()) as opened,
+        ):
             yield opened
 
     @asynccontextmanager
-    async def _place(self) -> AsyncIterator[dict[str, Any]]:
+    async def _url_or_engine(self) -> AsyncIterator[dict[str, Any]]:
         if not self._on_engine:
             yield {"db_url": self.url}
             return
@@ -122,7 +142,7 @@ class Database:
 
     @contextmanager
     def connect(self) -> Iterator[sqlite3.Connection]:
-        """What is done to the file has reached the service's database at the end."""
+        """Connect to the file; at the end, the replica is made equal to it."""
         if self.replica:
             self.replica.pull(self.path)
         with closing(sqlite3.connect(self.path, isolation_level=None)) as connection:
@@ -132,7 +152,7 @@ class Database:
             self.replica.push(self.path)
 
     def define(self, *statements: str) -> None:
-        """Change the tables themselves, in SQL that every database knows."""
+        """Change the schema, in SQL that every database understands."""
         if self.replica:
             self.replica.define(*statements)
         with closing(sqlite3.connect(self.path, isolation_level=None)) as connection:
@@ -140,7 +160,7 @@ class Database:
                 connection.execute(statement)
 
     def run(self, sql: str, **values: object) -> None:
-        """Change the database; an attack that meets no row would prove nothing."""
+        """Change rows; fail if there is none to change, since such an attack proves nothing."""
         with self.connect() as connection:
             cursor = connection.execute(sql, self.world.rows | values)
             assert cursor.rowcount, f"no row was met by {sql}"
@@ -154,7 +174,7 @@ class Database:
         return value
 
     def lift_constraints(self, table: str) -> None:
-        """Keep the rows and the columns, but no type (in SQLite), no key and no NOT NULL."""
+        """Remove keys, UNIQUE and NOT NULL from a table and, in SQLite, its columns' types."""
         if self.replica:
             self.replica.pull(self.path)
             self.replica.lift_constraints(table)
@@ -172,7 +192,7 @@ class Database:
 
     @contextmanager
     def watched(self) -> Iterator[Callable[[], bool]]:
-        """Tells whether anything may have changed, for less than a dump costs."""
+        """Yield a function that says whether anything may have changed; cheaper than a dump."""
         if self.replica:
             yield self.replica.has_changed
             return
@@ -180,23 +200,25 @@ class Database:
             version = watch.execute("PRAGMA data_version").fetchone()
             yield lambda: watch.execute("PRAGMA data_version").fetchone() != version
 
-    def older(self, directory: Path) -> "Older":
-        """The database as it was before each session's last two events."""
+    def older(self, directory: Path) -> "OlderCopy":
+        """A copy from before the last two events of each session."""
         path = directory / "older.db"
         path.write_bytes(self.world.files[0])
-        return Older(path, self)
+        return OlderCopy(path, self)
 
-    def held(self, who: Who) -> Session:
-        """The session as its owner holds it from before the attack."""
-        return self.world.held[who].model_copy(deep=True)
+    def session(self, who: SessionIds) -> Session:
+        """A session object, as it was loaded before the attack."""
+        return self.world.sessions[who].model_copy(deep=True)
 
 
-class Older(NamedTuple):
+class OlderCopy(NamedTuple):
+    """What an attacker copied earlier, and the database to replay it to."""
+
     path: Path
     database: Database
 
-    def put_back(self, table: str, where: str) -> None:
-        """Replace one row by what it once was."""
+    def replay_row(self, table: str, where: str) -> None:
+        """Replace one row by its older version; *where* finds it in the schema `past`."""
         shutil.copy(self.path, self.path.with_suffix(".copy"))
         with self.database.connect() as connection:
             connection.execute("ATTACH ? AS past", (str(self.path.with_suffix(".copy")),))
@@ -204,12 +226,15 @@ class Older(NamedTuple):
                 f"SELECT * FROM past.{table} WHERE {where}", self.database.world.rows
             ).fetchall()
             assert len(rows) == 1
+            assert rows[0] not in connection.execute(f"SELECT * FROM main.{table}").fetchall(), (
+                "the row has not changed since: replaying it proves nothing"
+            )
             slots = ", ".join("?" * len(rows[0]))
             connection.execute(f"REPLACE INTO main.{table} VALUES ({slots})", rows[0])
 
 
 def dump(path: Path) -> Dump:
-    """All rows of all tables; TEXT stays apart from BLOB, whatever bytes it is made of."""
+    """All rows of all tables; TEXT is told from a BLOB of the same bytes."""
     with closing(sqlite3.connect(path)) as connection:
         tables = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
         names = sorted(name for (name,) in tables)
@@ -217,61 +242,65 @@ def dump(path: Path) -> Dump:
         return {name: connection.execute(f'SELECT * FROM "{name}"').fetchall() for name in names}
 
 
-# --- what an application does -----------------------------------------------------------------
+# --- what an application does --------------------------------------------------------------------
 
-Operation = Callable[[EncryptedSessionService, Database, Who], Awaitable[object]]
+Operation = Callable[[EncryptedSessionService, Database, SessionIds], Awaitable[object]]
 
 
-async def get(service: EncryptedSessionService, db: Database, who: Who) -> object:
+async def get(service: EncryptedSessionService, db: Database, who: SessionIds) -> object:
     return await service.get_session(**who._asdict())
 
 
-async def get_last(service: EncryptedSessionService, db: Database, who: Who) -> object:
+async def get_last(service: EncryptedSessionService, db: Database, who: SessionIds) -> object:
     return await service.get_session(**who._asdict(), config=GetSessionConfig(num_recent_events=1))
 
 
-async def get_last_three(service: EncryptedSessionService, db: Database, who: Who) -> object:
+async def get_last_three(service: EncryptedSessionService, db: Database, who: SessionIds) -> object:
     return await service.get_session(**who._asdict(), config=GetSessionConfig(num_recent_events=3))
 
 
-async def get_no_events(service: EncryptedSessionService, db: Database, who: Who) -> object:
+async def get_no_events(service: EncryptedSessionService, db: Database, who: SessionIds) -> object:
     return await service.get_session(**who._asdict(), config=GetSessionConfig(num_recent_events=0))
 
 
-async def get_after(service: EncryptedSessionService, db: Database, who: Who) -> object:
-    """After the last: those that are left out must be authentic, too."""
+async def get_after(service: EncryptedSessionService, db: Database, who: SessionIds) -> object:
+    """Events from a time on that is after the last: those left out must be authentic, too."""
     return await service.get_session(
         **who._asdict(), config=GetSessionConfig(after_timestamp=START + 1000)
     )
 
 
-async def list_user(service: EncryptedSessionService, db: Database, who: Who) -> object:
+async def list_user(service: EncryptedSessionService, db: Database, who: SessionIds) -> object:
     return await service.list_sessions(app_name=who.app_name, user_id=who.user_id)
 
 
-async def list_app(service: EncryptedSessionService, db: Database, who: Who) -> object:
+async def list_app(service: EncryptedSessionService, db: Database, who: SessionIds) -> object:
     return await service.list_sessions(app_name=who.app_name)
 
 
-async def user_state(service: EncryptedSessionService, db: Database, who: Who) -> object:
+async def user_state(service: EncryptedSessionService, db: Database, who: SessionIds) -> object:
     return await service.get_user_state(app_name=who.app_name, user_id=who.user_id)
 
 
-async def append(service: EncryptedSessionService, db: Database, who: Who) -> object:
-    return await append_delta(service, db.held(who), {"step": 100})
+async def append(service: EncryptedSessionService, db: Database, who: SessionIds) -> object:
+    return await append_delta(service, db.session(who), {"step": 100})
 
 
-async def append_user_state(service: EncryptedSessionService, db: Database, who: Who) -> object:
-    return await append_delta(service, db.held(who), {"user:step": 100})
+async def append_user_state(
+    service: EncryptedSessionService, db: Database, who: SessionIds
+) -> object:
+    return await append_delta(service, db.session(who), {"user:step": 100})
 
 
-async def append_app_state(service: EncryptedSessionService, db: Database, who: Who) -> object:
-    return await append_delta(service, db.held(who), {"app:step": 100})
+async def append_app_state(
+    service: EncryptedSessionService, db: Database, who: SessionIds
+) -> object:
+    return await append_delta(service, db.session(who), {"app:step": 100})
 
 
-async def append_large(service: EncryptedSessionService, db: Database, who: Who) -> object:
-    """Enough for a new base."""
-    return await append_delta(service, db.held(who), {"most": "z" * 9000})
+async def append_large(service: EncryptedSessionService, db: Database, who: SessionIds) -> object:
+    """Change so much state that a new snapshot is written."""
+    return await append_delta(service, db.session(who), {"most": "z" * 9000})
 
 
 async def append_delta(
@@ -281,86 +310,86 @@ async def append_delta(
     try:
         return await service.append_event(session, new_event(100, delta))
     except Exception:
-        assert session == before, "a refused append changed the session in memory"
+        assert session == before, "a rejected append changed the session object"
         raise
 
 
-async def delete(service: EncryptedSessionService, db: Database, who: Who) -> object:
+async def delete(service: EncryptedSessionService, db: Database, who: SessionIds) -> object:
     await service.delete_session(**who._asdict())
     return "deleted"
 
 
-async def create_again(service: EncryptedSessionService, db: Database, who: Who) -> object:
+async def create_again(service: EncryptedSessionService, db: Database, who: SessionIds) -> object:
     return await service.create_session(**who._asdict(), state={"user:a": 1, "app:a": 1})
 
 
-async def create_another(service: EncryptedSessionService, db: Database, who: Who) -> object:
+async def create_another(service: EncryptedSessionService, db: Database, who: SessionIds) -> object:
     return await service.create_session(app_name=who.app_name, user_id=who.user_id)
 
 
-class Level(NamedTuple):
-    """What an attack on one kind of row must stop, and whom it must leave alone."""
+class Impact(NamedTuple):
+    """The operations that a kind of attack makes fail, and the sessions that it must not affect."""
 
-    refused: tuple[Operation, ...]
-    unharmed: tuple[Who, ...]
+    rejected: tuple[Operation, ...]
+    unaffected: tuple[SessionIds, ...]
 
 
 _READS = (get, get_last, get_last_three, get_no_events, get_after, list_user, list_app)
 _APPENDS = (append, append_user_state, append_app_state, append_large)
 
-HISTORY = Level((get, get_after), (NOTES, BOB, CAROL))
-SESSION = Level((*_READS, *_APPENDS, delete, create_again), (NOTES, BOB, CAROL))
-# A listing relies on a session's own seal alone; docs/format.md, "What a reader must check".
+HISTORY = Impact((get, get_after), (NOTES, BOB, CAROL))
+SESSION = Impact((*_READS, *_APPENDS, delete, create_again), (NOTES, BOB, CAROL))
+# A listing relies on the session's own record alone; docs/format.md, "What a reader must check".
 SESSION_BY_ID = SESSION._replace(
-    refused=tuple(one for one in SESSION.refused if one not in (list_user, list_app))
+    rejected=tuple(one for one in SESSION.rejected if one not in (list_user, list_app))
 )
-USER = Level((*SESSION.refused, user_state, create_another), (BOB, CAROL))
-APP = Level((*_READS, append_app_state, create_again, create_another), (CAROL,))
-DATABASE = Level((*USER.refused,), ())
+USER = Impact((*SESSION.rejected, user_state, create_another), (BOB, CAROL))
+APP = Impact((*_READS, append_app_state, create_again, create_another), (CAROL,))
+DATABASE = Impact((*USER.rejected,), ())
 
 
-async def assert_refused(
+async def assert_rejected(
     db: Database,
-    level: Level,
+    impact: Impact,
     *errors: type[Exception],
-    who: Who = VISIT,
-    but: tuple[Operation, ...] = (),
+    who: SessionIds = VISIT,
+    except_for: tuple[Operation, ...] = (),
 ) -> None:
-    """Each operation, *but* some, is refused with one of *errors*, and changes nothing."""
+    """Every operation of *impact* raises one of *errors* and changes nothing."""
     before = db.dump()
-    # Which operation opens which row is not the server's doing: there, one of each kind.
-    operations = one_of_each(level) if db.replica else level
+    # The service decides which operation opens which row: on a server, one of each kind is enough.
+    operations = one_of_each(impact) if db.replica else impact
     async with db.service() as service:
         with db.watched() as changed:
-            for operation in operations.refused:
-                if operation in but:
+            for operation in operations.rejected:
+                if operation in except_for:
                     continue
-                error = await refusal(operation, service, db, who)
-                # A session id that is taken is taken, whatever the row is like.
+                error = await rejection(operation, service, db, who)
+                # A session id that is taken stays taken, also if its row is tampered with.
                 taken = operation is create_again and isinstance(error, AlreadyExistsError)
                 assert taken or type(error) in errors, f"{operation.__name__}: {error!r}"
                 if changed():
                     assert db.dump() == before, f"{operation.__name__} changed the database"
     assert db.dump() == before
-    with db.kept():
-        # Which row harms whom is not the server's doing: there, one is enough.
-        for one in level.unharmed[-1:] if db.replica else level.unharmed:
+    with db.undone_afterwards():
+        # Likewise, one unaffected session is enough there.
+        for one in impact.unaffected[-1:] if db.replica else impact.unaffected:
             await assert_works(db, one)
 
 
-def one_of_each(level: Level) -> Level:
+def one_of_each(impact: Impact) -> Impact:
     """A read, a listing, and each kind of write: for sweeps over many values."""
-    append = append_app_state if level == APP else append_user_state
+    append = append_app_state if impact == APP else append_user_state
     few = (get, list_user, append, delete, create_another)
-    return Level(tuple(one for one in few if one in level.refused), ())
+    return Impact(tuple(one for one in few if one in impact.rejected), ())
 
 
-async def refusal(
-    operation: Operation, service: EncryptedSessionService, db: Database, who: Who
+async def rejection(
+    operation: Operation, service: EncryptedSessionService, db: Database, who: SessionIds
 ) -> Exception:
-    """The error that *operation* raises; it repeats no secret."""
+    """The error that *operation* raises; fail if there is none, or if it repeats a secret."""
     error = await outcome(operation(service, db, who))
-    assert isinstance(error, Exception), f"{operation.__name__} was not refused: {error!r}"
+    assert isinstance(error, Exception), f"{operation.__name__} was not rejected: {error!r}"
     assert SECRET not in "".join(texts_of(error)), (
         f"{operation.__name__}: its error repeats a secret"
     )
@@ -368,29 +397,29 @@ async def refusal(
 
 
 async def outcome(attempt: Awaitable[object]) -> object:
-    """What it returns, or what it raises."""
+    """What *attempt* returns, or the error that it raises."""
     try:
         return await attempt
     except Exception as error:
         return error
 
 
-async def assert_works(db: Database, who: Who) -> None:
-    """*who* finds what was left there, and can go on."""
-    held = db.held(who)
+async def assert_works(db: Database, who: SessionIds) -> None:
+    """The session is as it was before the attack, and can be appended to."""
+    session = db.session(who)
     async with db.service() as service:
         found = await service.get_session(**who._asdict())
-        assert found == held
-        await service.append_event(held, new_event(200, {"step": 200}))
-        assert await service.get_session(**who._asdict()) == held
+        assert found == session
+        await service.append_event(session, new_event(200, {"step": 200}))
+        assert await service.get_session(**who._asdict()) == session
         assert await user_state(service, db, who)
-        if who.user_id != VISIT.user_id:  # her listing may be refused for another session
+        if who.user_id != VISIT.user_id:  # her listing may be rejected for another session
             listing = await service.list_sessions(app_name=who.app_name, user_id=who.user_id)
             assert [session.id for session in listing.sessions] == [who.session_id]
 
 
 def texts_of(error: BaseException) -> list[str]:
-    """What an error, its causes and its contexts say and carry."""
+    """The texts and attributes of an error, its causes and its contexts."""
     texts = []
     left: list[BaseException | None] = [error]
     seen: set[int] = set()

@@ -1,4 +1,4 @@
-"""What cannot be used is refused with what to do about it, and left as it was."""
+"""Unusable keys, URLs, files and databases are rejected with advice, and left unchanged."""
 
 import base64
 import logging
@@ -13,6 +13,7 @@ import pytest
 from google.adk.sessions import DatabaseSessionService
 from sqlalchemy.ext.asyncio import create_async_engine
 
+import adk_secure_sessions
 from adk_secure_sessions import (
     AesGcmBackend,
     ConfigurationError,
@@ -23,11 +24,13 @@ from adk_secure_sessions import (
     PassphraseKey,
     SecureSessionError,
     StaticKey,
-    generate_key,
     key_provider,
 )
+from tests.attacks.databases import also_on
 from tests.attacks.support import Database, dump
 from tests.attacks.world import KEY, VISIT
+
+pytestmark = also_on("fernet", "postgresql")
 
 PASSWORD = "hunter2"
 
@@ -41,7 +44,7 @@ PASSWORD = "hunter2"
     [b"", b"x", KEY[:16], KEY[:31], KEY + b"x", KEY * 2, base64.b64encode(KEY[:31]).decode()],
     ids=["none", "1", "16", "31", "33", "64", "31 as base64"],
 )
-def test_key_of_the_wrong_length_is_refused(make: Any, key: bytes | str) -> None:
+def test_key_of_the_wrong_length_is_rejected(make: Any, key: bytes | str) -> None:
     with pytest.raises(ConfigurationError, match=r"32 bytes.*generate_key\(\)"):
         make(key)
 
@@ -50,19 +53,19 @@ def test_key_of_the_wrong_length_is_refused(make: Any, key: bytes | str) -> None
 @pytest.mark.parametrize(
     "key", ["not base64!", "ключ", "\ud800", "a" * 41, "%" * 44, "a b" * 20, "\0" * 44]
 )
-def test_key_that_is_not_base64_is_refused(make: Any, key: str) -> None:
+def test_key_that_is_not_base64_is_rejected(make: Any, key: str) -> None:
     with pytest.raises(ConfigurationError, match=r"base64.*generate_key\(\)|32 bytes"):
         make(key)
 
 
 @pytest.mark.parametrize("key", [None, 5, 1.5, ["a"], object(), True])
-def test_key_of_another_type_is_refused(key: Any) -> None:
+def test_key_of_another_type_is_rejected(key: Any) -> None:
     for make in (AesGcmBackend, FernetBackend, StaticKey):
         with pytest.raises(ConfigurationError, match=f"not {type(key).__name__}"):
             make(key)
 
 
-def test_empty_passphrase_is_refused() -> None:
+def test_empty_passphrase_is_rejected() -> None:
     with pytest.raises(ConfigurationError, match="passphrase is empty"):
         PassphraseKey("")
 
@@ -70,12 +73,12 @@ def test_empty_passphrase_is_refused() -> None:
 @pytest.mark.parametrize(
     "spec", ["", "env", "env:", "nosuch:NAME", "ENV:NAME", ":NAME", "aws-kms:", "file:"]
 )
-def test_key_spec_that_is_not_known_is_refused(spec: str) -> None:
+def test_unknown_key_spec_is_rejected(spec: str) -> None:
     with pytest.raises(ConfigurationError, match=r"env:\.\.\., file:\.\.\."):
         key_provider(spec)
 
 
-def test_environment_variable_that_is_not_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_environment_variable_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
     for make in (lambda: EnvironmentKey("NO_SUCH_KEY"), lambda: AesGcmBackend("env:NO_SUCH_KEY")):
         with pytest.raises(ConfigurationError, match="NO_SUCH_KEY"):
@@ -85,19 +88,19 @@ def test_environment_variable_that_is_not_set_is_refused(monkeypatch: pytest.Mon
         AesGcmBackend("passphrase-env:NO_SUCH_KEY")
 
 
-def test_key_file_that_is_missing_is_refused(tmp_path: Path) -> None:
+def test_missing_key_file_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="cannot read the key file"):
         FileKey(tmp_path / "no such file")
 
 
-def test_directory_in_place_of_a_key_file_is_refused(tmp_path: Path) -> None:
+def test_directory_in_place_of_a_key_file_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="cannot read the key file"):
         FileKey(tmp_path)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="POSIX permissions")
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o606, 0o644, 0o610, 0o601, 0o777])
-def test_key_file_that_others_may_use_is_refused(tmp_path: Path, mode: int) -> None:
+def test_key_file_that_others_may_use_is_rejected(tmp_path: Path, mode: int) -> None:
     path = tmp_path / "key"
     path.write_bytes(KEY)
     path.chmod(mode)
@@ -136,25 +139,25 @@ def service(url: Any, **options: Any) -> EncryptedSessionService:
         (b"sqlite://", "sqlite"),
     ],
 )
-def test_url_that_cannot_be_used_is_refused(url: Any, advice: str) -> None:
-    with pytest.raises(ConfigurationError, match=advice) as refusal:
+def test_url_that_cannot_be_used_is_rejected(url: Any, advice: str) -> None:
+    with pytest.raises(ConfigurationError, match=advice) as rejection:
         service(url)
-    assert PASSWORD not in str(refusal.value)
+    assert PASSWORD not in str(rejection.value)
 
 
-def test_option_that_the_engine_does_not_take_is_refused(tmp_path: Path) -> None:
+def test_option_that_the_engine_does_not_take_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "sessions.db"
     with pytest.raises(ConfigurationError, match="nonsense"):
         service(f"sqlite+aiosqlite:///{path}", nonsense=1)
     assert not path.exists()
 
 
-def test_neither_url_nor_engine_is_refused() -> None:
+def test_service_without_url_or_engine_is_rejected() -> None:
     with pytest.raises(ConfigurationError, match="exactly one"):
         EncryptedSessionService(backend=AesGcmBackend(KEY))
 
 
-async def test_both_url_and_engine_are_refused() -> None:
+async def test_both_url_and_engine_are_rejected() -> None:
     engine = create_async_engine("sqlite+aiosqlite://")
     with pytest.raises(ConfigurationError, match="exactly one"):
         service("sqlite://", db_engine=engine)
@@ -164,12 +167,12 @@ async def test_both_url_and_engine_are_refused() -> None:
 
 
 @pytest.mark.parametrize("engine", ["sqlite://", 5, object()])
-def test_engine_that_is_none_is_refused(engine: Any) -> None:
+def test_object_that_is_not_an_engine_is_rejected(engine: Any) -> None:
     with pytest.raises(ConfigurationError, match="create_async_engine"):
         EncryptedSessionService(db_engine=engine, backend=AesGcmBackend(KEY))
 
 
-def test_synchronous_engine_is_refused() -> None:
+def test_synchronous_engine_is_rejected() -> None:
     import sqlalchemy
 
     engine: Any = sqlalchemy.create_engine("sqlite://")
@@ -178,12 +181,12 @@ def test_synchronous_engine_is_refused() -> None:
 
 
 @pytest.mark.parametrize("backend", [None, "aesgcm", KEY, AesGcmBackend, object()])
-def test_backend_that_is_none_is_refused(backend: Any) -> None:
+def test_object_that_is_not_a_backend_is_rejected(backend: Any) -> None:
     with pytest.raises(ConfigurationError, match="AesGcmBackend"):
         EncryptedSessionService("sqlite://", backend)
 
 
-def test_additional_backend_that_is_none_is_refused() -> None:
+def test_additional_object_that_is_not_a_backend_is_rejected() -> None:
     wrong: Any = ["aesgcm"]
     with pytest.raises(ConfigurationError, match="AesGcmBackend"):
         EncryptedSessionService("sqlite://", AesGcmBackend(KEY), wrong)
@@ -206,18 +209,18 @@ async def assert_unusable(path: Path, match: str = "SQLite file") -> None:
     await engine.dispose()
 
 
-async def test_directory_that_is_missing_is_refused(tmp_path: Path) -> None:
+async def test_missing_directory_is_rejected(tmp_path: Path) -> None:
     await assert_unusable(tmp_path / "no" / "such" / "directory" / "sessions.db")
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_directory_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
+async def test_directory_in_place_of_a_file_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "sessions.db").mkdir()
     await assert_unusable(tmp_path / "sessions.db")
     assert [file.name for file in tmp_path.rglob("*")] == ["sessions.db"]
 
 
-async def test_path_below_a_file_is_refused(tmp_path: Path) -> None:
+async def test_path_below_a_file_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("text")
     await assert_unusable(tmp_path / "file" / "sessions.db")
     assert (tmp_path / "file").read_text() == "text"
@@ -226,7 +229,7 @@ async def test_path_below_a_file_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", [b"not a database, but a text " * 100, b"\x89PNG\r\n" + bytes(4096)]
 )
-async def test_file_that_is_no_database_is_refused(tmp_path: Path, content: bytes) -> None:
+async def test_file_that_is_not_a_database_is_rejected(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "sessions.db"
     path.write_bytes(content)
     await assert_unusable(path)
@@ -234,15 +237,15 @@ async def test_file_that_is_no_database_is_refused(tmp_path: Path, content: byte
 
 
 @pytest.mark.skipif(
-    not hasattr(os, "geteuid") or os.geteuid() == 0, reason="the superuser may read all"
+    not hasattr(os, "geteuid") or os.geteuid() == 0, reason="the superuser may read every file"
 )
-async def test_file_that_may_not_be_read_is_refused(file_db: Database) -> None:
+async def test_unreadable_file_is_rejected(file_db: Database) -> None:
     file_db.path.chmod(0)
     await assert_unusable(file_db.path)
     file_db.path.chmod(0o600)
 
 
-async def test_new_database_that_may_only_be_read_is_refused(tmp_path: Path) -> None:
+async def test_new_read_only_database_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "sessions.db"
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("CREATE TABLE theirs (a)")
@@ -281,18 +284,18 @@ async def assert_server_left_alone(db: Database, match: str) -> None:
 
 
 @pytest.mark.parametrize("version", ["2", "10", "1.1", "-1", "next"])
-async def test_database_of_a_newer_format_is_refused(file_db: Database, version: str) -> None:
+async def test_database_of_a_newer_format_is_rejected(file_db: Database, version: str) -> None:
     file_db.run("UPDATE secure_meta SET value = :v WHERE name = 'format'", v=version)
     await assert_left_alone(file_db.path, f"format '{version}'.*install")
 
 
-async def test_database_of_a_newer_format_on_a_server_is_refused(server_db: Database) -> None:
+async def test_database_of_a_newer_format_on_a_server_is_rejected(server_db: Database) -> None:
     server_db.run("UPDATE secure_meta SET value = '2' WHERE name = 'format'")
     await assert_server_left_alone(server_db, r"format '2'.*install")
 
 
-async def test_database_of_a_newer_format_with_other_tables_is_refused(tmp_path: Path) -> None:
-    """Its tables need not be like ours at all: the version is what matters."""
+async def test_database_of_a_newer_format_with_other_tables_is_rejected(tmp_path: Path) -> None:
+    """Its tables may be entirely different: the version in secure_meta decides."""
     path = tmp_path / "sessions.db"
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
         connection.execute("CREATE TABLE secure_meta (name TEXT PRIMARY KEY, value TEXT)")
@@ -305,7 +308,7 @@ async def test_database_of_a_newer_format_with_other_tables_is_refused(tmp_path:
     "table",
     ["secure_meta", "secure_keyring", "secure_users", "secure_sessions", "secure_events"],
 )
-async def test_table_of_our_name_that_is_not_ours_is_refused(tmp_path: Path, table: str) -> None:
+async def test_table_of_our_name_that_is_not_ours_is_rejected(tmp_path: Path, table: str) -> None:
     path = tmp_path / "sessions.db"
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
         connection.execute(f"CREATE TABLE {table} (id INTEGER PRIMARY KEY, theirs TEXT)")
@@ -313,7 +316,7 @@ async def test_table_of_our_name_that_is_not_ours_is_refused(tmp_path: Path, tab
     await assert_left_alone(path, f"{table}.*another database")
 
 
-async def test_meta_table_of_our_shape_that_is_not_ours_is_refused(tmp_path: Path) -> None:
+async def test_meta_table_of_our_shape_that_is_not_ours_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "sessions.db"
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
         connection.execute("CREATE TABLE secure_meta (name TEXT PRIMARY KEY, value TEXT)")
@@ -321,12 +324,12 @@ async def test_meta_table_of_our_shape_that_is_not_ours_is_refused(tmp_path: Pat
     await assert_left_alone(path, "secure_meta")
 
 
-async def test_database_without_a_column_of_ours_is_refused(file_db: Database) -> None:
+async def test_database_without_a_column_of_ours_is_rejected(file_db: Database) -> None:
     file_db.define("ALTER TABLE secure_sessions RENAME COLUMN revision TO version")
     await assert_left_alone(file_db.path, "secure_sessions")
 
 
-async def test_database_without_a_column_of_ours_on_a_server_is_refused(
+async def test_database_without_a_column_of_ours_on_a_server_is_rejected(
     server_db: Database,
 ) -> None:
     server_db.define("ALTER TABLE secure_sessions RENAME COLUMN revision TO version")
@@ -354,7 +357,7 @@ async def test_database_with_adks_own_tables_works_with_one_warning(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             theirs = DatabaseSessionService(url)
-            await theirs.create_session(**VISIT._asdict(), state={"in": "clear"})
+            await theirs.create_session(**VISIT._asdict(), state={"in": "plaintext"})
             await theirs.db_engine.dispose()
 
     if adk_first:
@@ -398,7 +401,7 @@ async def test_database_of_ours_alone_gives_no_warning(
         {"app_name": "app", "user_id": "user", "session_id": b"session"},
     ],
 )
-async def test_id_that_is_no_text_is_refused(aes_db: Database, ids: dict[str, Any]) -> None:
+async def test_id_that_is_not_a_string_is_rejected(aes_db: Database, ids: dict[str, Any]) -> None:
     before = aes_db.dump()
     async with aes_db.service() as one:
         for operation in (one.create_session, one.get_session, one.delete_session):
@@ -407,8 +410,9 @@ async def test_id_that_is_no_text_is_refused(aes_db: Database, ids: dict[str, An
     assert aes_db.dump() == before
 
 
-def test_errors_of_ours_are_one_family() -> None:
-    for error in (ConfigurationError, SecureSessionError):
-        assert issubclass(error, SecureSessionError)
+def test_every_public_error_is_a_secure_session_error() -> None:
+    names = [name for name in adk_secure_sessions.__all__ if name.endswith("Error")]
+    assert len(names) > 5
+    for name in names:
+        assert issubclass(getattr(adk_secure_sessions, name), SecureSessionError)
     assert issubclass(ConfigurationError, ValueError)
-    assert len(generate_key()) == 44

@@ -1,4 +1,4 @@
-"""Sealed values with a byte changed, cut off or added, wherever they are."""
+"""Encrypted values with a byte modified, removed or added, in every kind of cell."""
 
 from collections.abc import Callable
 
@@ -10,113 +10,122 @@ from adk_secure_sessions import (
     UnknownKeyError,
     WrongKeyError,
 )
-from tests.attacks.places import (
-    BASE,
+from tests.attacks.cells import (
     DATA_KEYS,
     EVENT,
-    EVERYWHERE,
+    EVERY_CELL,
     MASTER_KEYS,
     RECORDS,
-    Place,
+    SAMPLE,
+    SNAPSHOT,
+    Cell,
     by_name,
 )
+from tests.attacks.databases import also_on
 from tests.attacks.support import (
     Database,
     Operation,
     append_delta,
-    assert_refused,
+    assert_rejected,
     get,
     get_last_three,
     get_no_events,
 )
 from tests.attacks.world import NOTES
 
+pytestmark = also_on("fernet", "postgresql")
+
 VERSION, BACKEND, BODY = 3, 4, 13  # offsets in a record
 NOOP = 3
 
 
-def refused_with(offset: int, value: int, place: Place) -> type[Exception]:
+def error_for(offset: int, value: int, cell: Cell) -> type[Exception]:
     """The error for a record whose byte at *offset* has become *value*."""
-    if place.table == "secure_keyring":
+    if cell.table == "secure_keyring":
         return WrongKeyError
     if offset < VERSION:
         return PlaintextRefusedError
-    if offset == BACKEND and place.table != "secure_data_keys":
+    if offset == BACKEND and cell.table != "secure_data_keys":
         return PlaintextRefusedError if value == NOOP else UnknownKeyError
     if BACKEND < offset < BODY:
         return UnknownKeyError
     return TamperedError
 
 
-SHORT = [place for place in RECORDS if place != BASE]
+SHORT = [cell for cell in RECORDS if cell != SNAPSHOT]
 
 
-@pytest.mark.parametrize("place", SHORT, ids=by_name)
-async def test_record_with_any_one_byte_changed_is_refused(db: Database, place: Place) -> None:
-    await assert_every_byte_counts(db, place, get_last_three if place == EVENT else get_no_events)
+@also_on("fernet", "postgresql", cases=SAMPLE)
+@pytest.mark.parametrize("cell", SHORT, ids=by_name)
+async def test_record_with_any_one_byte_modified_is_rejected(db: Database, cell: Cell) -> None:
+    await assert_every_byte_is_authenticated(
+        db, cell, get_last_three if cell == EVENT else get_no_events
+    )
 
 
-async def test_base_with_any_one_byte_changed_is_refused(
+async def test_snapshot_with_any_one_byte_modified_is_rejected(
     db: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A small one: the ten thousand bytes of a real one say no more, and take long."""
+    """A small snapshot: the ten thousand bytes of a real one prove no more and take longer."""
     monkeypatch.setattr("adk_secure_sessions.storage.writes.OVERLAY_LIMIT", 50)
     async with db.service() as service:
-        await append_delta(service, db.held(NOTES), {"long-7Qx": "x" * 100})
-    small = BASE._replace(where="session_row = :notes", who=NOTES)
+        await append_delta(service, db.session(NOTES), {"long-7Qx": "x" * 100})
+    small = SNAPSHOT._replace(where="session_row = :notes", who=NOTES)
     assert len(small.stored(db)) < 400
-    await assert_every_byte_counts(db, small, get_no_events)
+    await assert_every_byte_is_authenticated(db, small, get_no_events)
 
 
 def offsets(db: Database, stored: bytes) -> list[int]:
-    """Every byte; on a server, which has no part in opening it, the header and some others."""
+    """Every byte; on a server, which plays no part in decryption, the header and some others."""
     step = 16 if db.replica else 1
     return [*range(0, BODY, 4 if db.replica else 1), *range(BODY, len(stored), step)]
 
 
-async def assert_every_byte_counts(db: Database, place: Place, read: Operation) -> None:
-    stored = place.stored(db)
+async def assert_every_byte_is_authenticated(db: Database, cell: Cell, read: Operation) -> None:
+    stored = cell.stored(db)
     async with db.service() as service:
-        before = await read(service, db, place.who)
+        before = await read(service, db, cell.who)
         for offset in offsets(db, stored):
             for bit in (0x01, 0x80):
                 changed = bytearray(stored)
                 changed[offset] ^= bit
-                place.store(db, bytes(changed))
-                with pytest.raises(refused_with(offset, changed[offset], place)):
-                    await read(service, db, place.who)
-        place.store(db, stored)
-        assert await read(service, db, place.who) == before
+                cell.store(db, bytes(changed))
+                with pytest.raises(error_for(offset, changed[offset], cell)):
+                    await read(service, db, cell.who)
+        cell.store(db, stored)
+        assert await read(service, db, cell.who) == before
 
 
-@pytest.mark.parametrize("place", [*DATA_KEYS, *MASTER_KEYS], ids=by_name)
-async def test_wrapped_key_with_any_one_byte_changed_is_refused(
-    aes_db: Database, place: Place
+@also_on("fernet", "postgresql", cases=SAMPLE)
+@pytest.mark.parametrize("cell", [*DATA_KEYS, *MASTER_KEYS], ids=by_name)
+async def test_wrapped_key_with_any_one_byte_modified_is_rejected(
+    aes_db: Database, cell: Cell
 ) -> None:
-    """Keys are opened once for each start: a new service for each byte."""
-    stored = place.stored(aes_db)
+    """Keys are unwrapped when a service starts: a new service for each byte."""
+    stored = cell.stored(aes_db)
     for offset in offsets(aes_db, stored):
         changed = bytearray(stored)
         changed[offset] ^= 0x01
-        place.store(aes_db, bytes(changed))
+        cell.store(aes_db, bytes(changed))
         async with aes_db.service() as service:
-            with pytest.raises(refused_with(offset, changed[offset], place)):
-                await get_no_events(service, aes_db, place.who)
-    place.store(aes_db, stored)
+            with pytest.raises(error_for(offset, changed[offset], cell)):
+                await get_no_events(service, aes_db, cell.who)
+    cell.store(aes_db, stored)
     async with aes_db.service() as service:
-        assert await get(service, aes_db, place.who) == aes_db.held(place.who)
+        assert await get(service, aes_db, cell.who) == aes_db.session(cell.who)
 
 
-@pytest.mark.parametrize("place", EVERYWHERE, ids=by_name)
+@also_on("fernet", "postgresql", cases=SAMPLE)
+@pytest.mark.parametrize("cell", EVERY_CELL, ids=by_name)
 @pytest.mark.parametrize("offset", [BACKEND, 8, -1])
-async def test_value_with_a_byte_changed_is_refused_everywhere_and_harms_nobody_else(
-    db: Database, place: Place, offset: int
+async def test_value_with_a_byte_modified_is_rejected_by_every_operation_and_affects_nobody_else(
+    db: Database, cell: Cell, offset: int
 ) -> None:
-    changed = bytearray(place.stored(db))
+    changed = bytearray(cell.stored(db))
     changed[offset] ^= 0x10
-    place.store(db, bytes(changed))
-    error = refused_with(offset if offset >= 0 else BODY, changed[offset], place)
-    await assert_refused(db, place.level, error, who=place.who)
+    cell.store(db, bytes(changed))
+    error = error_for(offset if offset >= 0 else BODY, changed[offset], cell)
+    await assert_rejected(db, cell.impact, error, who=cell.who)
 
 
 LENGTHS: dict[str, Callable[[bytes], bytes]] = {
@@ -138,23 +147,25 @@ LENGTHS: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-@pytest.mark.parametrize("place", EVERYWHERE, ids=by_name)
-async def test_value_of_another_length_is_refused(db: Database, place: Place) -> None:
-    stored = place.stored(db)
+@also_on("fernet", "postgresql", cases=SAMPLE)
+@pytest.mark.parametrize("cell", EVERY_CELL, ids=by_name)
+async def test_value_of_another_length_is_rejected(db: Database, cell: Cell) -> None:
+    stored = cell.stored(db)
     expected = {TamperedError, PlaintextRefusedError}
     for change in LENGTHS.values():
-        place.store(db, change(stored))
+        cell.store(db, change(stored))
         async with db.service() as service:
-            with pytest.raises(WrongKeyError if place in MASTER_KEYS else tuple(expected)):
-                await get(service, db, place.who)
+            with pytest.raises(WrongKeyError if cell in MASTER_KEYS else tuple(expected)):
+                await get(service, db, cell.who)
 
 
-@pytest.mark.parametrize("place", [*RECORDS, *DATA_KEYS], ids=by_name)
-async def test_truncated_record_is_refused(aes_db: Database, place: Place) -> None:
-    stored = place.stored(aes_db)
+@also_on("fernet", "postgresql", cases=SAMPLE)
+@pytest.mark.parametrize("cell", [*RECORDS, *DATA_KEYS], ids=by_name)
+async def test_truncated_record_is_rejected(aes_db: Database, cell: Cell) -> None:
+    stored = cell.stored(aes_db)
     assert len(stored) > 40
     for keep in range(0, min(len(stored), 60), 4):
-        place.store(aes_db, stored[:keep])
+        cell.store(aes_db, stored[:keep])
         async with aes_db.service() as service:
             with pytest.raises((TamperedError, PlaintextRefusedError)):
-                await get(service, aes_db, place.who)
+                await get(service, aes_db, cell.who)

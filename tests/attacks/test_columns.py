@@ -1,5 +1,6 @@
-"""Plaintext columns: what a reader relies on is authentic, whatever its type is made to be."""
+"""Plaintext columns: a modified value is rejected, whatever its type."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -7,7 +8,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from adk_secure_sessions import PlaintextRefusedError, TamperedError, UnknownKeyError, WrongKeyError
-from tests.attacks.places import EVERYWHERE, Place, by_name
+from tests.attacks.cells import EVERY_CELL, SAMPLE, Cell, by_name
+from tests.attacks.databases import also_on
 from tests.attacks.support import (
     APP,
     DATABASE,
@@ -17,14 +19,16 @@ from tests.attacks.support import (
     SESSION_BY_ID,
     USER,
     Database,
-    Level,
+    Impact,
     Operation,
-    assert_refused,
+    assert_rejected,
     list_app,
     list_user,
     one_of_each,
 )
-from tests.attacks.world import ARCHIVE, VISIT, Who
+from tests.attacks.world import ARCHIVE, VISIT, SessionIds
+
+pytestmark = also_on("fernet", "mariadb")
 
 USER_TAG = "(SELECT tag FROM secure_users WHERE id = :alice)"
 OF_USER, OF_APP = f"= {USER_TAG}", "= (SELECT tag FROM secure_apps WHERE id = :clinic)"
@@ -32,21 +36,21 @@ OF_SESSION = "= (SELECT tag FROM secure_sessions WHERE id = :visit)"
 
 
 class Column(NamedTuple):
-    """A column, who relies on it, and how that is refused."""
+    """A column of one row, the impact of modifying it, and the errors."""
 
     table: str
     name: str
     where: str
-    level: Level
+    impact: Impact
     errors: tuple[type[Exception], ...] = (TamperedError,)
-    who: Who = VISIT
-    # A listing finds its rows by this column; docs/format.md says what it cannot notice.
-    but: tuple[Operation, ...] = ()
+    who: SessionIds = VISIT
+    # A listing finds its rows by this column; docs/format.md says what it cannot detect.
+    except_for: tuple[Operation, ...] = ()
 
 
-# What a record is refused with that is none: it may be taken for one in clear.
-_NO_RECORD = (TamperedError, PlaintextRefusedError)
-UNREADABLE = dict.fromkeys([place.table for place in EVERYWHERE], _NO_RECORD) | {
+# The errors for a value that is not a record: it may look like plaintext.
+_NOT_A_RECORD = (TamperedError, PlaintextRefusedError)
+UNREADABLE = dict.fromkeys([cell.table for cell in EVERY_CELL], _NOT_A_RECORD) | {
     "secure_keyring": (WrongKeyError,)
 }
 OTHER_VALUES: dict[str, Any] = {
@@ -59,13 +63,13 @@ OTHER_VALUES: dict[str, Any] = {
 }
 
 NUMBERS = [
-    Column("secure_apps", "id", "id = :clinic", APP, but=(list_app,)),
+    Column("secure_apps", "id", "id = :clinic", APP, except_for=(list_app,)),
     Column("secure_apps", "version", "id = :clinic", APP),
     Column("secure_users", "id", "id = :alice", USER),
-    Column("secure_users", "app_row", "id = :alice", USER, but=(list_app,)),
+    Column("secure_users", "app_row", "id = :alice", USER, except_for=(list_app,)),
     Column("secure_users", "version", "id = :alice", USER),
     Column("secure_sessions", "id", "id = :visit", SESSION),
-    Column("secure_sessions", "user_row", "id = :visit", SESSION, but=(list_user, list_app)),
+    Column("secure_sessions", "user_row", "id = :visit", SESSION, except_for=(list_user, list_app)),
     Column("secure_sessions", "revision", "id = :visit", SESSION),
     Column("secure_sessions", "base_revision", "id = :visit", SESSION),
     Column("secure_sessions", "created_at", "id = :visit", SESSION),
@@ -102,6 +106,12 @@ TAGS = [
     Column("secure_keyring", "purpose", "purpose = 'index'", DATABASE, (WrongKeyError,)),
     Column("secure_keyring", "root_key_id", "purpose = 'data'", DATABASE, (WrongKeyError,)),
 ]
+# The columns on which sweeps over NUMBERS also run on other databases.
+SAMPLE_COLUMNS = [
+    "secure_users.version of alice",
+    "secure_events.seq of visit",
+    "secure_keyring.created_at of data",
+]
 OTHER_NUMBERS = {
     "one more": "{} + 1",
     "one less": "{} - 1",
@@ -136,12 +146,13 @@ NOT_UTF8 = {
 
 def label(value: object) -> str | None:
     if isinstance(value, Column):
-        return f"{value.table}.{value.name} where {value.where.partition(' (')[0]}"
+        row = re.findall(r"[:'](\w+)", value.where)[0]
+        return f"{value.table}.{value.name} of {row}"
     return None
 
 
 class Attempts:
-    """One value after the other; tells of all that are accepted."""
+    """Tries one value after the other, and reports all that were accepted."""
 
     def __init__(self, db: Database) -> None:
         self._db = db
@@ -156,8 +167,8 @@ class Attempts:
             yield
         except AssertionError as failure:
             self._accepted.append(f"{name}: {str(failure).splitlines()[0][:300]}")
-        except pytest.skip.Exception as refusal:  # by the server
-            self._impossible.append(str(refusal))
+        except pytest.skip.Exception as skipped:  # the server itself rejects the value
+            self._impossible.append(str(skipped))
         self._db.restore()
 
     def conclude(self) -> None:
@@ -166,89 +177,101 @@ class Attempts:
             pytest.skip(self._impossible[0])
 
 
-async def assert_all_refused(
+async def assert_all_rejected(
     db: Database, column: Column, values: dict[str, str], *, untyped: bool
 ) -> None:
     attempts = Attempts(db)
-    level = one_of_each(column.level)
-    # A server has no part in how a value is judged: there, every third.
+    impact = one_of_each(column.impact)
+    # A server plays no part in how a value is judged: there, every third value.
     for name, expression in [*values.items()][:: 3 if db.replica else 1]:
         value = expression.replace("{}", column.name)
         with attempts.of(name):
             if untyped:
                 db.lift_constraints(column.table)
-            # OR REPLACE: a number that is taken then belongs to this row alone.
+            # OR REPLACE removes the row that has the number already.
             db.run(
                 f"UPDATE OR REPLACE {column.table} SET {column.name} = {value} WHERE {column.where}"
             )
-            await assert_refused(db, level, *column.errors, who=column.who, but=column.but)
+            await assert_rejected(
+                db, impact, *column.errors, who=column.who, except_for=column.except_for
+            )
     attempts.conclude()
 
 
+@also_on("fernet", "mariadb", cases=SAMPLE_COLUMNS)
 @pytest.mark.parametrize("column", NUMBERS, ids=label)
-async def test_number_that_was_changed_is_refused(aes_db: Database, column: Column) -> None:
-    await assert_all_refused(aes_db, column, OTHER_NUMBERS, untyped=False)
+async def test_number_that_was_modified_is_rejected(aes_db: Database, column: Column) -> None:
+    await assert_all_rejected(aes_db, column, OTHER_NUMBERS, untyped=False)
 
 
+@also_on("fernet", "mariadb", cases=SAMPLE_COLUMNS)
 @pytest.mark.parametrize("column", NUMBERS, ids=label)
-async def test_number_that_was_changed_is_refused_everywhere_and_harms_nobody_else(
+async def test_number_that_was_modified_is_rejected_by_every_operation_and_affects_nobody_else(
     db: Database, column: Column
 ) -> None:
     db.run(f"UPDATE {column.table} SET {column.name} = {column.name} + 7 WHERE {column.where}")
-    await assert_refused(db, column.level, *column.errors, who=column.who, but=column.but)
+    await assert_rejected(
+        db, column.impact, *column.errors, who=column.who, except_for=column.except_for
+    )
 
 
+@also_on("fernet", "mariadb", cases=SAMPLE_COLUMNS)
 @pytest.mark.parametrize("column", NUMBERS, ids=label)
-async def test_number_of_another_type_is_refused(typed_db: Database, column: Column) -> None:
+async def test_number_of_another_type_is_rejected(typed_db: Database, column: Column) -> None:
     values = dict(OTHER_TYPES)
     if column.name == "session_row" and column.table == "secure_events":
-        del values["the same number as text"]  # it is compared as the number that it is
-    await assert_all_refused(typed_db, column, values, untyped=True)
+        del values["the same number as text"]  # SQLite compares it as a number
+    await assert_all_rejected(typed_db, column, values, untyped=True)
 
 
 @pytest.mark.parametrize("column", TAGS, ids=label)
-async def test_tag_or_name_that_was_changed_is_refused(typed_db: Database, column: Column) -> None:
-    await assert_all_refused(typed_db, column, OTHER_TAGS, untyped=True)
+async def test_tag_or_name_that_was_modified_is_rejected(
+    typed_db: Database, column: Column
+) -> None:
+    await assert_all_rejected(typed_db, column, OTHER_TAGS, untyped=True)
 
 
+@also_on()  # servers do not store such a value
 @pytest.mark.parametrize("column", [*NUMBERS, *TAGS], ids=label)
-async def test_text_that_is_not_utf8_is_refused(typed_db: Database, column: Column) -> None:
-    """The driver itself fails on it: still an error of ours, and without what it met."""
-    await assert_all_refused(typed_db, column, NOT_UTF8, untyped=True)
+async def test_text_that_is_not_utf8_is_rejected(typed_db: Database, column: Column) -> None:
+    """The driver fails on it; the error is still one of ours, and does not quote the value."""
+    await assert_all_rejected(typed_db, column, NOT_UTF8, untyped=True)
 
 
-@pytest.mark.parametrize("place", EVERYWHERE, ids=by_name)
-async def test_sealed_value_as_text_is_refused(typed_db: Database, place: Place) -> None:
-    """TEXT of the same bytes: no driver returns it as the BLOB that it was."""
-    before = place.stored(typed_db)
+@also_on()  # servers do not store such a value
+@pytest.mark.parametrize("cell", EVERY_CELL, ids=by_name)
+async def test_encrypted_value_as_text_is_rejected(typed_db: Database, cell: Cell) -> None:
+    """TEXT of the same bytes: no driver returns it as a BLOB."""
+    before = cell.stored(typed_db)
     assert isinstance(before, bytes)
     typed_db.run(
-        f"UPDATE {place.table} SET {place.column} = CAST({place.column} AS TEXT) "
-        f"WHERE {place.where}"
+        f"UPDATE {cell.table} SET {cell.column} = CAST({cell.column} AS TEXT) WHERE {cell.where}"
     )
-    level = one_of_each(place.level)
-    await assert_refused(typed_db, level, *UNREADABLE[place.table], who=place.who)
+    impact = one_of_each(cell.impact)
+    await assert_rejected(typed_db, impact, *UNREADABLE[cell.table], who=cell.who)
 
 
-@pytest.mark.parametrize("place", EVERYWHERE, ids=by_name)
-async def test_sealed_value_of_another_type_is_refused(typed_db: Database, place: Place) -> None:
+@also_on()  # servers do not store such a value
+@pytest.mark.parametrize("cell", EVERY_CELL, ids=by_name)
+async def test_encrypted_value_of_another_type_is_rejected(typed_db: Database, cell: Cell) -> None:
     attempts = Attempts(typed_db)
-    level = one_of_each(place.level)
+    impact = one_of_each(cell.impact)
     for name, value in OTHER_VALUES.items():
         with attempts.of(name):
-            typed_db.lift_constraints(place.table)
-            place.store(typed_db, value)
-            await assert_refused(typed_db, level, *UNREADABLE[place.table], who=place.who)
+            typed_db.lift_constraints(cell.table)
+            cell.store(typed_db, value)
+            await assert_rejected(typed_db, impact, *UNREADABLE[cell.table], who=cell.who)
     attempts.conclude()
 
 
-@pytest.mark.parametrize("place", EVERYWHERE, ids=by_name)
+@also_on("fernet", "mariadb", cases=SAMPLE)
+@pytest.mark.parametrize("cell", EVERY_CELL, ids=by_name)
 @pytest.mark.parametrize("value", [None, b""], ids=["nulled", "emptied"])
-async def test_sealed_value_that_was_removed_is_refused_everywhere_and_harms_nobody_else(
-    db: Database, place: Place, value: bytes | None
+async def test_removed_encrypted_value_is_rejected_by_every_operation_and_affects_nobody_else(
+    db: Database, cell: Cell, value: bytes | None
 ) -> None:
     if value is None:
-        db.lift_constraints(place.table)
-    place.store(db, value)
-    error = WrongKeyError if place.table == "secure_keyring" else TamperedError
-    await assert_refused(db, place.level, error, who=place.who)
+        db.lift_constraints(cell.table)
+    cell.store(db, value)
+    error = WrongKeyError if cell.table == "secure_keyring" else TamperedError
+    await assert_rejected(db, cell.impact, error, who=cell.who)

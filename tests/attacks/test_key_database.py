@@ -1,4 +1,4 @@
-"""A database whose keys are in another: copies of it, and what an attacker exchanges."""
+"""A database with a key database: copies of either, and exchanges between databases."""
 
 import shutil
 import sqlite3
@@ -23,7 +23,6 @@ from adk_secure_sessions import (
 from adk_secure_sessions.maintenance import erase_user, verify
 from tests.attacks.needles import (
     APP,
-    NEEDLES,
     SESSION,
     USER,
     found_in,
@@ -51,7 +50,7 @@ BOB = WHO | {"user_id": "bob"}
 
 @pytest.fixture
 async def files(tmp_path: Path) -> Pair:
-    """Two users, and what they say."""
+    """Two users with a session each."""
     return await filled(pair_in(tmp_path))
 
 
@@ -63,16 +62,16 @@ async def filled(pair: Pair) -> Pair:
     return pair
 
 
-def copied(place: sa.URL, name: str) -> sa.URL:
-    """What an attacker, or a backup, has of it."""
-    settle(place)
-    copy = Path(place.database or "").with_name(name)
-    shutil.copy(place.database or "", copy)
-    return place.set(database=str(copy))
+def copied(database: sa.URL, name: str) -> sa.URL:
+    """Copy a database as an attacker or a backup does."""
+    settle(database)
+    copy = Path(database.database or "").with_name(name)
+    shutil.copy(database.database or "", copy)
+    return database.set(database=str(copy))
 
 
-async def refused(pair: Pair, error: type[Exception], match: str = ".") -> None:
-    """At the start, whatever is asked; and nothing is made."""
+async def assert_rejected(pair: Pair, error: type[Exception], match: str = ".") -> None:
+    """Every first operation raises *error*, and nothing is created."""
     before = everything(*pair)
     async with pair.service() as service:
         for call in (service.prepare_tables, partial(service.create_session, **WHO)):
@@ -118,25 +117,24 @@ async def test_copy_from_before_a_user_was_erased_opens_nothing_of_that_user(fil
     assert count(files.keys, "secure_data_keys") == 2
 
 
-async def test_files_of_neither_hold_what_users_say(files: Pair, tmp_path: Path) -> None:
+async def test_no_file_contains_what_users_say(files: Pair, tmp_path: Path) -> None:
     contents = b"".join(file.read_bytes() for file in tmp_path.iterdir())
     assert found_in(contents) == set()
     assert APP.encode() in contents
-    assert len(NEEDLES) > 10
 
 
-# --- what is exchanged ---------------------------------------------------------------------------
+# --- exchanges -----------------------------------------------------------------------------------
 
 
-async def test_keys_of_another_database_are_refused(files: Pair, tmp_path: Path) -> None:
+async def test_keys_of_another_database_are_rejected(files: Pair, tmp_path: Path) -> None:
     other = await filled(pair_in(tmp_path, "other-"))
-    await refused(Pair(files.data, other.keys), ConfigurationError, "another database")
+    await assert_rejected(Pair(files.data, other.keys), ConfigurationError, "another database")
     mine, theirs = (marks(pair.keys)["database_id"] for pair in (files, other))
     renamed = "UPDATE secure_meta SET value = :id WHERE name = 'database_id'"
     run_sql(other.keys, renamed, id=mine)
-    await refused(Pair(files.data, other.keys), WrongKeyError)
+    await assert_rejected(Pair(files.data, other.keys), WrongKeyError)
     run_sql(other.keys, renamed, id=theirs)
-    # Both are the attacker's then, and nobody's session is found; `verify` tells.
+    # Now the keys and the id are the attacker's: no session is found, and `verify` reports it.
     run_sql(files.data, renamed, id=theirs)
     mixed = Pair(files.data, other.keys)
     async with mixed.service() as service:
@@ -147,7 +145,7 @@ async def test_keys_of_another_database_are_refused(files: Pair, tmp_path: Path)
         assert (found.apps, found.users, found.sessions) == (0, 0, 0)
 
 
-async def test_data_keys_of_another_database_are_refused(files: Pair, tmp_path: Path) -> None:
+async def test_data_keys_of_another_database_are_rejected(files: Pair, tmp_path: Path) -> None:
     other = await filled(pair_in(tmp_path, "other-"))
     rows = query(other.keys, "SELECT wrapped FROM secure_data_keys ORDER BY id")
     own = query(files.keys, "SELECT id FROM secure_data_keys ORDER BY id")
@@ -160,7 +158,7 @@ async def test_data_keys_of_another_database_are_refused(files: Pair, tmp_path: 
             await service.get_session(**WHO)
 
 
-async def test_data_keys_of_two_users_swapped_are_refused(files: Pair) -> None:
+async def test_data_keys_of_two_users_swapped_are_rejected(files: Pair) -> None:
     users = [tag for (tag,) in query(files.data, "SELECT tag FROM secure_users")]
     other = b"\0" * 16
     change = "UPDATE secure_data_keys SET owner = :new WHERE owner = :old"
@@ -172,7 +170,7 @@ async def test_data_keys_of_two_users_swapped_are_refused(files: Pair) -> None:
                 await service.get_session(**who)
 
 
-async def test_older_key_database_put_back_is_refused_where_keys_are_missing(files: Pair) -> None:
+async def test_older_key_database_is_rejected_where_its_keys_are_missing(files: Pair) -> None:
     old = copied(files.keys, "old.db")
     async with files.service() as service:
         await service.create_session(**WHO | {"user_id": "carol"})
@@ -188,7 +186,7 @@ async def test_older_key_database_put_back_is_refused_where_keys_are_missing(fil
 
 # --- new keys are not made -----------------------------------------------------------------------
 
-FORGOTTEN = {
+REMOVED = {
     "data's mark": ("data", "DELETE FROM secure_meta WHERE name = 'holds'"),
     "data's marks": ("data", "DELETE FROM secure_meta"),
     "keys' mark": ("keys", "DELETE FROM secure_meta WHERE name = 'holds'"),
@@ -206,14 +204,14 @@ FORGOTTEN = {
 }
 
 
-@pytest.mark.parametrize("name", FORGOTTEN)
-async def test_marks_that_were_removed_lead_to_no_new_keys(files: Pair, name: str) -> None:
-    where, script = FORGOTTEN[name]
-    for place in files if where == "both" else (getattr(files, where),):
-        with closing(sqlite3.connect(place.database or "", isolation_level=None)) as connection:
+@pytest.mark.parametrize("name", REMOVED)
+async def test_removed_marks_lead_to_no_new_keys(files: Pair, name: str) -> None:
+    where, script = REMOVED[name]
+    for database in files if where == "both" else (getattr(files, where),):
+        with closing(sqlite3.connect(database.database or "", isolation_level=None)) as connection:
             connection.executescript(script)
     before = everything(files.data)
-    await refused(files, ConfigurationError)
+    await assert_rejected(files, ConfigurationError)
     async with EncryptedSessionService(for_service(files.data), AesGcmBackend(KEY)) as alone:
         with pytest.raises(ConfigurationError):
             await alone.create_session(**WHO)
@@ -222,11 +220,11 @@ async def test_marks_that_were_removed_lead_to_no_new_keys(files: Pair, name: st
 
 async def test_emptied_keyring_leads_to_no_new_keys(files: Pair) -> None:
     run_sql(files.keys, "DELETE FROM secure_keyring")
-    await refused(files, WrongKeyError)
+    await assert_rejected(files, WrongKeyError)
 
 
-async def test_keyring_put_beside_the_data_is_refused(files: Pair, tmp_path: Path) -> None:
-    """The attacker's own, under a root key in clear, with a mark that says nothing."""
+async def test_keyring_inserted_into_the_data_is_rejected(files: Pair, tmp_path: Path) -> None:
+    """The keyring claims to be plaintext, and the mark of the key database was removed."""
     path = Path(files.data.database or "")
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
         connection.execute("ATTACH ? AS theirs", (files.keys.database,))
@@ -234,7 +232,7 @@ async def test_keyring_put_beside_the_data_is_refused(files: Pair, tmp_path: Pat
             connection.execute(f"CREATE TABLE {name} AS SELECT * FROM theirs.{name}")
         connection.execute("UPDATE secure_keyring SET root_key_id = 'none'")
         connection.execute("DELETE FROM secure_meta WHERE name = 'holds'")
-    await refused(files, ConfigurationError, "keys of its own")
+    await assert_rejected(files, ConfigurationError, "keys of its own")
     async with EncryptedSessionService(for_service(files.data), AesGcmBackend(KEY)) as alone:
         with pytest.raises(SecureSessionError):
             await alone.get_session(**WHO)

@@ -87,17 +87,18 @@ def test_key_is_in_no_repr(holders: dict[str, Any], name: str) -> None:
     assert [form for form in FORMS if form in shown] == []
 
 
-@pytest.mark.parametrize("name", [name for name in HOLDERS if "passphrase" not in name])
+# A cipher holds the key that it was made with, which is not the user's root key.
+@pytest.mark.parametrize(
+    "name", [name for name in HOLDERS if "passphrase" not in name and "cipher" not in name]
+)
 def test_root_key_is_in_no_attribute(holders: dict[str, Any], name: str) -> None:
-    """Not in `vars()`, which tools that report crashes print; nor further inside."""
-    if "cipher" in name:
-        return  # it holds the key that it was made with, and is not the user's
+    """Not in `vars()`, which crash reporters print, nor in the objects that it refers to."""
     shown = "\n".join(shown_by(holders[name], set()))
     assert [form for form in FORMS if form in shown] == []
 
 
 def shown_by(thing: object, seen: set[int]) -> list[str]:
-    """The repr of *thing* and of all that it holds, through objects of ours and containers."""
+    """The repr of *thing* and of everything inside it: objects of ours and containers."""
     if id(thing) in seen:
         return []
     seen.add(id(thing))
@@ -125,14 +126,22 @@ COPIES: dict[str, Callable[[Any], object]] = {
 }
 
 
-@pytest.mark.parametrize("how", COPIES)
-@pytest.mark.parametrize("name", HOLDERS)
-def test_pickle_and_copy_are_refused(holders: dict[str, Any], name: str, how: str) -> None:
-    if how == "copy" and (name == "service" or "cipher" in name):
-        return  # a second name for the same things, in this process
-    with pytest.raises((TypeError, AttributeError, pickle.PicklingError)) as refusal:
+# A shallow copy of a service or a cipher is a second name for the same objects in this process.
+COPIED = [
+    (name, how)
+    for name in HOLDERS
+    for how in COPIES
+    if how != "copy" or not (name == "service" or "cipher" in name)
+]
+
+
+@pytest.mark.parametrize(("name", "how"), COPIED)
+def test_holder_of_a_key_cannot_be_pickled_or_copied(
+    holders: dict[str, Any], name: str, how: str
+) -> None:
+    with pytest.raises((TypeError, AttributeError, pickle.PicklingError)) as rejection:
         COPIES[how](holders[name])
-    shown = all_of(refusal.value)
+    shown = all_of(rejection.value)
     assert [form for form in FORMS if form in shown] == []
 
 
@@ -162,10 +171,10 @@ MISTAKES: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_key_that_is_refused_is_not_repeated(mistake: str) -> None:
+def test_key_that_is_rejected_is_not_repeated(mistake: str) -> None:
     parts = [form[:20] for form in FORMS]
-    with pytest.raises(ConfigurationError) as refusal:
+    with pytest.raises(ConfigurationError) as rejection:
         MISTAKES[mistake]()
-    # Without the traceback, which quotes this file and not what it ran with.
-    shown = all_of(refusal.value)
+    # `all_of` quotes this file, too, in which no form of the key is written out.
+    shown = all_of(rejection.value)
     assert [part for part in parts if part in shown] == []

@@ -63,7 +63,7 @@ async def test_every_kind_of_method_that_a_later_adk_adds_raises(
                 getattr(one, name)()
 
 
-async def test_own_methods_go_on_working_beside_those_that_adk_adds(
+async def test_own_methods_still_work_beside_those_that_adk_adds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     later = with_later_adk(monkeypatch, archive_session=reached)
@@ -96,7 +96,7 @@ async def test_methods_of_a_subclass_of_ours_work(monkeypatch: pytest.MonkeyPatc
             await one.archive_session()
 
 
-def test_all_that_todays_adk_has_is_ours() -> None:
+def test_every_public_method_of_the_installed_adk_is_ours() -> None:
     names = {name for name in vars(BaseSessionService) if not name.startswith("_")}
     assert names - set(vars(EncryptedSessionService)) == set()
 

@@ -1,4 +1,4 @@
-"""Listings where a session cannot be read: refused by name, or left out and reported."""
+"""Listings with a session that cannot be decrypted: an error names it, or it is left out."""
 
 import logging
 
@@ -6,18 +6,21 @@ import pytest
 from google.adk.sessions import Session
 
 from adk_secure_sessions import DecryptionError, TamperedError
-from tests.attacks.places import BASE, SESSION_STATE, USER_KEY, USER_STATE, Place
+from tests.attacks.cells import SESSION_STATE, SNAPSHOT, USER_KEY, USER_STATE, Cell
+from tests.attacks.databases import also_on
 from tests.attacks.support import Database
-from tests.attacks.world import ARCHIVE, BOB, EVERYBODY, NOTES, SECRET, VISIT, Who
+from tests.attacks.world import ALL_SESSIONS, ARCHIVE, BOB, NOTES, SECRET, VISIT, SessionIds
+
+pytestmark = also_on("fernet", "mariadb")
 
 ALICES = {VISIT.session_id, NOTES.session_id, ARCHIVE.session_id}
 LOGGER = "adk_secure_sessions"
 
 
-def damage(db: Database, place: Place) -> None:
-    changed = bytearray(place.stored(db))
+def tamper_with(db: Database, cell: Cell) -> None:
+    changed = bytearray(cell.stored(db))
     changed[-1] ^= 1
-    place.store(db, bytes(changed))
+    cell.store(db, bytes(changed))
 
 
 async def listed(db: Database, user_id: str | None) -> list[Session]:
@@ -35,14 +38,14 @@ def reported(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.mark.parametrize("user_id", [VISIT.user_id, None], ids=["of a user", "of all users"])
 @pytest.mark.parametrize(
-    ("place", "who", "name"),
-    [(SESSION_STATE, VISIT, "visit"), (BASE, ARCHIVE, "archive")],
-    ids=["session", "base"],
+    ("cell", "who", "name"),
+    [(SESSION_STATE, VISIT, "visit"), (SNAPSHOT, ARCHIVE, "archive")],
+    ids=["session", "snapshot"],
 )
 async def test_listing_names_the_session_that_cannot_be_read(
-    db: Database, place: Place, who: Who, name: str, user_id: str | None
+    db: Database, cell: Cell, who: SessionIds, name: str, user_id: str | None
 ) -> None:
-    damage(db, place)
+    tamper_with(db, cell)
     async with db.service() as service:
         with pytest.raises(TamperedError, match=str(db.world.rows[name])):
             await service.list_sessions(app_name=who.app_name, user_id=user_id)
@@ -50,50 +53,50 @@ async def test_listing_names_the_session_that_cannot_be_read(
 
 @pytest.mark.parametrize("user_id", [VISIT.user_id, None], ids=["of a user", "of all users"])
 @pytest.mark.parametrize(
-    ("place", "who", "name"),
-    [(SESSION_STATE, VISIT, "visit"), (BASE, ARCHIVE, "archive")],
-    ids=["session", "base"],
+    ("cell", "who", "name"),
+    [(SESSION_STATE, VISIT, "visit"), (SNAPSHOT, ARCHIVE, "archive")],
+    ids=["session", "snapshot"],
 )
 async def test_session_that_cannot_be_read_is_left_out_and_reported_where_that_is_asked_for(
     db: Database,
-    place: Place,
-    who: Who,
+    cell: Cell,
+    who: SessionIds,
     name: str,
     user_id: str | None,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    damage(db, place)
+    tamper_with(db, cell)
     sessions = await listed(db, user_id)
-    expected = {one for one in EVERYBODY if one.app_name == VISIT.app_name and one != who}
+    expected = {one for one in ALL_SESSIONS if one.app_name == VISIT.app_name and one != who}
     if user_id:
         expected.discard(BOB)
-    assert {Who(one.app_name, one.user_id, one.id) for one in sessions} == expected
+    assert {SessionIds(one.app_name, one.user_id, one.id) for one in sessions} == expected
     (line,) = reported(caplog)
     assert str(db.world.rows[name]) in line
-    # Only listings are so lenient.
+    # Only listings leave it out.
     async with db.service(skip_unreadable_sessions=True) as service:
         with pytest.raises(DecryptionError):
             await service.get_session(**who._asdict())
 
 
-@pytest.mark.parametrize("place", [USER_STATE, USER_KEY], ids=lambda place: place.name)
+@pytest.mark.parametrize("cell", [USER_STATE, USER_KEY], ids=lambda cell: cell.name)
 async def test_user_who_cannot_be_read_does_not_keep_others_from_being_listed(
-    db: Database, place: Place, caplog: pytest.LogCaptureFixture
+    db: Database, cell: Cell, caplog: pytest.LogCaptureFixture
 ) -> None:
-    damage(db, place)
+    tamper_with(db, cell)
     async with db.service() as service:
-        with pytest.raises(TamperedError, match=place.table):
+        with pytest.raises(TamperedError, match=cell.table):
             await service.list_sessions(app_name=VISIT.app_name)
     sessions = await listed(db, None)
     assert [session.user_id for session in sessions] == [BOB.user_id]
     lines = reported(caplog)
-    assert any(str(db.world.rows["alice"]) in line or place.table in line for line in lines)
+    assert any(str(db.world.rows["alice"]) in line or cell.table in line for line in lines)
 
 
 async def test_user_who_cannot_be_read_has_an_empty_listing_that_is_reported(
     db: Database, caplog: pytest.LogCaptureFixture
 ) -> None:
-    damage(db, USER_STATE)
+    tamper_with(db, USER_STATE)
     assert await listed(db, VISIT.user_id) == []
     assert any(str(db.world.rows["alice"]) in line for line in reported(caplog))
 
@@ -110,7 +113,7 @@ async def test_user_without_a_data_key_does_not_keep_others_from_being_listed(
 @pytest.mark.parametrize(
     "change",
     [
-        "state = x''",  # a server, too, holds this and the next two
+        "state = x''",  # servers can store this and the next two as well
         "base_revision = 5",
         "tag = x'00'",
         "state = CAST(state AS TEXT)",
@@ -131,10 +134,10 @@ async def test_column_of_any_type_does_not_keep_others_from_being_listed(
     assert str(typed_db.world.rows["visit"]) in line
 
 
-async def test_app_that_cannot_be_read_is_refused_even_where_sessions_may_be_left_out(
+async def test_app_that_cannot_be_read_is_rejected_even_where_sessions_may_be_left_out(
     db: Database,
 ) -> None:
-    """Its state is part of every session's."""
+    """Its state is part of every session."""
     db.run("UPDATE secure_apps SET version = version + 1 WHERE id = :clinic")
     async with db.service(skip_unreadable_sessions=True) as service:
         for user_id in (VISIT.user_id, None):

@@ -1,4 +1,4 @@
-"""Maintenance over columns that hold what nobody of ours wrote: refused or named, nothing lost."""
+"""Maintenance of a database with an alien value in a column: an error or a report, no loss."""
 
 import functools
 import sqlite3
@@ -21,7 +21,7 @@ from adk_secure_sessions.maintenance import (
     status,
     verify,
 )
-from tests.attacks.conftest import SERVERS
+from tests.attacks.databases import SERVERS, also_on
 from tests.attacks.support import Database
 from tests.attacks.world import SECRET, VISIT
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.no_cover
 
 Operation = Callable[[Maintained], Awaitable[object]]
 
-# What is done, and whether all is as before once the column is.
+# Each command, and whether the database is as before once the column has its old value again.
 OPERATIONS: dict[str, tuple[Operation, bool]] = {
     "status": (status, True),
     "verify": (verify, True),
@@ -81,10 +81,10 @@ def columns(db: Database) -> list[Column]:
         return found
 
 
-def spoil(db: Database, column: Column, value: str) -> object:
-    """Put *value* into the last row's column; what was there.
+def tamper(db: Database, column: Column, value: str) -> object:
+    """Write *value* into a column of the last row; return the old value.
 
-    Raises IntegrityError, or skips, where the database itself refuses it.
+    Raises IntegrityError, or skips, where the database itself rejects it.
     """
     table, name, key = column
     last = f"({key}) = (SELECT {key} FROM {table} ORDER BY {key} DESC LIMIT 1)"
@@ -94,8 +94,8 @@ def spoil(db: Database, column: Column, value: str) -> object:
     return before
 
 
-def mend(db: Database, column: Column, value: str, before: object) -> int:
-    """Put it back; how many rows had it."""
+def restore(db: Database, column: Column, value: str, before: object) -> int:
+    """Write the old value again; return how many rows had *value*."""
     table, name, _ = column
     with db.connect() as connection:
         sql = f"UPDATE {table} SET {name} = ? WHERE {name} IS {value}"
@@ -103,27 +103,28 @@ def mend(db: Database, column: Column, value: str, before: object) -> int:
 
 
 def each(chosen: Collection[str], among: Iterable[str]) -> list[Any]:
-    """The others, too, if there is time."""
+    """Parameters of which only the *chosen* ones run by default, the others under `make soak`."""
     others = pytest.mark.soak
     return [name if name in chosen else pytest.param(name, marks=others) for name in among]
 
 
+@also_on()  # the parameters of `typed_db` say which
 @pytest.mark.parametrize("typed_db", each(["url"], ["url", "engine", *SERVERS]), indirect=True)
 @pytest.mark.parametrize(
     "operation", each([name for name in OPERATIONS if "dry" not in name], OPERATIONS)
 )
 @pytest.mark.parametrize("value", each(["no UTF-8", "infinity"], VALUES))
-async def test_column_that_holds_anything_is_refused_or_named_and_nothing_is_lost(
+async def test_column_that_holds_anything_is_rejected_or_named_and_nothing_is_lost(
     operation: str, value: str, typed_db: Database
 ) -> None:
     db, sql, (run, restorable) = typed_db, VALUES[value], OPERATIONS[operation]
-    async with db.maintained() as maintained:  # the old keys are still there afterwards
+    async with db.maintained() as maintained:  # so that there are old keys
         await rotate_master(maintained)
         await rotate_data(maintained)
     for column in columns(db):
-        with db.kept():
+        with db.undone_afterwards():
             try:
-                before = spoil(db, column, sql)
+                before = tamper(db, column, sql)
             except (sqlite3.IntegrityError, pytest.skip.Exception):
                 continue
             said = ""
@@ -137,8 +138,8 @@ async def test_column_that_holds_anything_is_refused_or_named_and_nothing_is_los
             assert SECRET not in said
             if not restorable:
                 continue
-            left_alone = mend(db, column, sql, before) == 1
-            # A key that nothing refers to may go.
+            left_alone = restore(db, column, sql, before) == 1
+            # `retire` may delete a key that nothing refers to.
             assert left_alone or (operation == "retire" and column.table in KEYS), column
             async with db.maintained() as maintained:
                 found = await verify(maintained)

@@ -1,4 +1,4 @@
-"""Nothing of what users say is in the files, the logs, the warnings or the errors."""
+"""No file, log, warning or error contains what users say, or their ids."""
 
 import asyncio
 import io
@@ -56,7 +56,7 @@ Opener = Callable[..., Any]
 
 @contextmanager
 def everything_logged(*, every_callback: bool = False) -> Iterator[io.StringIO]:
-    """All that any logger says, down to DEBUG, the event loop's too, and every warning."""
+    """Collect what every logger writes, also the event loop in debug mode, and all warnings."""
     loop = asyncio.get_running_loop()
     with all_logged() as text:
         loop.set_debug(every_callback)
@@ -82,7 +82,7 @@ async def by_url(path: Path, backend: EncryptionBackend) -> AsyncIterator[Encryp
 async def by_engine(
     path: Path, backend: EncryptionBackend
 ) -> AsyncIterator[EncryptedSessionService]:
-    """The caller's own engine, which hides no parameters and says what it does."""
+    """The caller's own engine, which logs its statements with their parameters."""
     url = f"sqlite+aiosqlite:///{path}"
     engine = create_async_engine(url, echo="debug", connect_args={"timeout": 0.05})
     try:
@@ -99,7 +99,7 @@ def open_service(request: pytest.FixtureRequest) -> Opener:
 
 
 async def use(service: EncryptedSessionService) -> Session:
-    """Every operation, with a needle in everything that it stores."""
+    """Run every operation, with a needle in everything that is stored."""
     session = await service.create_session(**WHO, state=state())
     await service.append_event(session, new_event(state()))
     await service.append_event(session, new_event(state() | large_state()))
@@ -121,14 +121,14 @@ async def use(service: EncryptedSessionService) -> Session:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-async def test_files_and_logs_hold_nothing_of_what_users_say(
+async def test_files_and_logs_contain_nothing_of_what_users_say(
     tmp_path: Path, open_service: Opener, backend: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "sessions.db"
     with everything_logged(every_callback=True) as log:
         async with open_service(path, BACKENDS[backend]()) as service:
             await use(service)
-            # While it is open, so that the log that is written ahead is there.
+            # While the service is open: then there is a write-ahead log.
             for name, data in files_of(path).items():
                 assert found_in(data) == set(), name
         files = files_of(path)
@@ -141,8 +141,8 @@ async def test_files_and_logs_hold_nothing_of_what_users_say(
     assert found_in(shown.out + shown.err) == set()
 
 
-async def test_the_search_finds_what_is_not_sealed(tmp_path: Path) -> None:
-    """The control: under NoOpBackend every needle is in the file, but the temporary ones."""
+async def test_search_finds_what_is_not_encrypted(tmp_path: Path) -> None:
+    """The control: under NoOpBackend every needle is in the file, except those of `temp:` keys."""
     path = tmp_path / "sessions.db"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -157,8 +157,8 @@ async def test_the_search_finds_what_is_not_sealed(tmp_path: Path) -> None:
 
 
 @pytest.fixture(params=["postgresql", "mariadb"])
-def talkative_server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    """A server that writes down every statement and its parameters."""
+def logging_server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    """A server that logs every statement and its parameters."""
     if request.param == "postgresql":
         with postgresql("-clog_statement=all") as server:
             yield server
@@ -186,35 +186,37 @@ async def on_server(
 
 
 def written_by(server: Server) -> dict[str, bytes]:
-    """All that is on its disk: tables, logs to redo and undo, and what it was asked to log."""
+    """The files of a server: tables, redo and undo logs, and the log of statements."""
     server.flush()
     assert server.directory is not None
     files = [file for file in server.directory.rglob("*") if file.is_file()]
     return {file.name: re.sub(rb"\0{64,}", b"\0", file.read_bytes()) for file in files}
 
 
-async def test_server_and_its_logs_hold_nothing_of_what_users_say(talkative_server: Server) -> None:
+async def test_server_and_its_logs_contain_nothing_of_what_users_say(
+    logging_server: Server,
+) -> None:
     errors = Errors()
     with everything_logged() as log, ExitStack() as stack:
         for backend, as_engine in itertools.product(BACKENDS.values(), (False, True)):
-            url = stack.enter_context(talkative_server.database())
+            url = stack.enter_context(logging_server.database())
             async with on_server(url, backend(), as_engine=as_engine) as service:
                 await use(service)
                 await ordinary_errors(service, errors)
-        files = written_by(talkative_server)
+        files = written_by(logging_server)
     for name, data in files.items():
         assert found_in(data) == set(), name
     assert any(APP.encode() in data for data in files.values()), "the search finds nothing at all"
-    errors.assert_silent()
+    errors.assert_none_contains_a_needle()
     assert found_in(log.getvalue()) == set()
 
 
-async def test_the_search_of_a_server_finds_what_is_not_sealed(talkative_server: Server) -> None:
-    with warnings.catch_warnings(), talkative_server.database() as url:
+async def test_search_of_a_server_finds_what_is_not_encrypted(logging_server: Server) -> None:
+    with warnings.catch_warnings(), logging_server.database() as url:
         warnings.simplefilter("ignore")
         async with on_server(url, NoOpBackend()) as service:
             await use(service)
-        found = set().union(*(found_in(data) for data in written_by(talkative_server).values()))
+        found = set().union(*(found_in(data) for data in written_by(logging_server).values()))
     assert set(NEEDLES) - found == {needle("temporary key"), needle("temporary value")}
 
 
@@ -236,7 +238,7 @@ class Errors:
         assert error is not None, f"{name} raised nothing"
         self.raised[name] = error
 
-    def assert_silent(self) -> None:
+    def assert_none_contains_a_needle(self) -> None:
         for name, error in self.raised.items():
             assert found_in(all_of(error)) == set(), f"{name}: {error!r}"
 
@@ -286,14 +288,14 @@ async def storage_errors(service: EncryptedSessionService, path: Path, errors: E
         await errors.of("locked", service.append_event(session, new_event(state())))
         await errors.of("locked", service.create_session(app_name=APP, user_id=USER, state=state()))
     for table in ("secure_events", "secure_witnesses", "secure_data_keys"):
-        trigger = f"CREATE TRIGGER refuse BEFORE INSERT ON {table}"
+        trigger = f"CREATE TRIGGER reject BEFORE INSERT ON {table}"
         change(path, f"{trigger} BEGIN SELECT RAISE(ABORT, 'no'); END")
         if table == "secure_events":
             await errors.of("trigger", service.append_event(session, new_event(state())))
         else:
             other = {"app_name": APP, "user_id": USER + table, "session_id": SESSION + "5"}
             await errors.of("trigger", service.create_session(**other, state=state()))
-        change(path, "DROP TRIGGER refuse")
+        change(path, "DROP TRIGGER reject")
     change(path, "ALTER TABLE secure_events RENAME TO away")
     await errors.of("no table", service.append_event(session, new_event(state())))
     await errors.of("no table", service.get_session(**WHO))
@@ -349,7 +351,7 @@ async def key_errors(opener: Opener, path: Path, errors: Errors) -> None:
         await errors.of("other backend", other.list_sessions(app_name=APP, user_id=USER))
 
 
-async def test_errors_tell_nothing_of_what_users_say(
+async def test_errors_contain_nothing_of_what_users_say(
     tmp_path: Path, open_service: Opener, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "sessions.db"
@@ -366,7 +368,7 @@ async def test_errors_tell_nothing_of_what_users_say(
         for name, data in files_of(path).items():
             assert found_in(data) == set(), name
     assert len(errors.raised) > 50
-    errors.assert_silent()
+    errors.assert_none_contains_a_needle()
     assert found_in(log.getvalue()) == set()
     shown = capfd.readouterr()
     assert found_in(shown.out + shown.err) == set()
@@ -375,9 +377,9 @@ async def test_errors_tell_nothing_of_what_users_say(
 async def test_event_that_cannot_be_read_is_named_and_not_quoted(
     tmp_path: Path, open_service: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one that a newer google-adk wrote, with fields that this one forbids."""
+    """An event of a newer google-adk, with fields that the installed one forbids."""
 
-    def from_tomorrow(event: Event) -> bytes:
+    def encode_as_newer_adk(event: Event) -> bytes:
         data = event.model_dump_json(exclude_none=True).encode()
         assert b'"actions":{' in data
         field = f'"actions":{{"{needle("nested key")}":"{needle("nested value")}",'.encode()
@@ -388,19 +390,19 @@ async def test_event_that_cannot_be_read_is_named_and_not_quoted(
         async with open_service(tmp_path / "sessions.db", BACKENDS["aesgcm"]()) as service:
             session = await service.create_session(**WHO, state=state())
             with monkeypatch.context() as patch:
-                patch.setattr("adk_secure_sessions.formats.events.encode", from_tomorrow)
+                patch.setattr("adk_secure_sessions.formats.events.encode", encode_as_newer_adk)
                 await service.append_event(session, new_event(state()))
             await errors.of("all", service.get_session(**WHO))
             last = GetSessionConfig(num_recent_events=1)
             await errors.of("last", service.get_session(**WHO, config=last))
-    errors.assert_silent()
+    errors.assert_none_contains_a_needle()
     assert found_in(log.getvalue()) == set()
     assert "9.99.9" in str(errors.raised["all"])
     assert "secure_events" in str(errors.raised["all"])
 
 
 async def test_value_of_the_wrong_type_is_not_quoted_in_a_warning(tmp_path: Path) -> None:
-    """Assigned after the event was made, where pydantic does not look."""
+    """It is assigned after the event was made, which pydantic does not validate."""
     with everything_logged() as log:
         async with by_url(tmp_path / "sessions.db", BACKENDS["aesgcm"]()) as service:
             session = await service.create_session(**WHO)
@@ -434,7 +436,7 @@ async def test_values_without_a_json_form_are_stored_as_text_with_a_warning_that
 async def test_event_of_bytes_and_a_value_without_a_json_form_can_be_read_again(
     tmp_path: Path,
 ) -> None:
-    """Or its session could never be read again."""
+    """If it could not, neither could its session."""
     async with by_url(tmp_path / "sessions.db", BACKENDS["aesgcm"]()) as service:
         session = await service.create_session(**WHO)
         event = new_event({}, with_bytes=True, odd=Awkward())

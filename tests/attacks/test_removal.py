@@ -1,4 +1,4 @@
-"""Rows and tables that are removed, one at a time."""
+"""Rows and tables that are removed, emptied or replaced."""
 
 import pytest
 
@@ -9,86 +9,87 @@ from adk_secure_sessions import (
     UnknownKeyError,
     WrongKeyError,
 )
-from tests.attacks.places import (
+from tests.attacks.cells import (
     APP_KEY,
     APP_STATE,
     APP_WITNESS,
-    BASE,
     DATA_MASTER,
     INDEX_MASTER,
     SESSION_STATE,
     SESSION_WITNESS,
+    SNAPSHOT,
     USER_KEY,
     USER_STATE,
     USER_WITNESS,
-    Place,
+    Cell,
 )
+from tests.attacks.databases import also_on
 from tests.attacks.support import (
     DATABASE,
     Database,
     append,
     append_app_state,
-    assert_refused,
+    assert_rejected,
     create_another,
     get,
     list_app,
     list_user,
-    refusal,
+    rejection,
     user_state,
 )
-from tests.attacks.world import CAROL, EVERYBODY, VISIT, Who
+from tests.attacks.world import ALL_SESSIONS, CAROL, VISIT, SessionIds
+
+pytestmark = also_on("fernet", "postgresql")
 
 
-def remove(db: Database, place: Place) -> None:
-    db.run(f"DELETE FROM {place.table} WHERE {place.where}")
+def remove(db: Database, cell: Cell) -> None:
+    db.run(f"DELETE FROM {cell.table} WHERE {cell.where}")
 
 
 @pytest.mark.parametrize(
-    "place",
-    [APP_STATE, USER_STATE, SESSION_STATE, BASE, APP_WITNESS, USER_WITNESS, SESSION_WITNESS],
-    ids=lambda place: place.name,
+    "cell",
+    [APP_STATE, USER_STATE, SESSION_STATE, SNAPSHOT, APP_WITNESS, USER_WITNESS, SESSION_WITNESS],
+    ids=lambda cell: cell.name,
 )
-async def test_row_that_was_removed_is_missed(db: Database, place: Place) -> None:
-    """Its rows are not made anew either, as for an app, a user or a session that never was."""
-    remove(db, place)
-    # What cannot be noticed in a listing: docs/format.md, "What a reader must check".
+async def test_removed_row_is_detected_and_not_created_again(db: Database, cell: Cell) -> None:
+    """The service does not mistake it for an app, a user or a session that never existed."""
+    remove(db, cell)
+    # What cannot be detected in a listing: docs/format.md, "What a reader must check".
     but = {
         USER_STATE: (list_app,),
         SESSION_STATE: (list_user, list_app),
-    }.get(place, ())
-    await assert_refused(db, place.level, TamperedError, who=place.who, but=but)
+    }.get(cell, ())
+    await assert_rejected(db, cell.impact, TamperedError, who=cell.who, except_for=but)
 
 
-@pytest.mark.parametrize("place", [APP_KEY, USER_KEY], ids=lambda place: place.name)
-async def test_data_key_that_was_removed_is_missed_and_not_made_anew(
-    db: Database, place: Place
-) -> None:
-    remove(db, place)
-    await assert_refused(db, place.level, UnknownKeyError)
+@pytest.mark.parametrize("cell", [APP_KEY, USER_KEY], ids=lambda cell: cell.name)
+async def test_removed_data_key_is_detected_and_not_created_again(db: Database, cell: Cell) -> None:
+    remove(db, cell)
+    await assert_rejected(db, cell.impact, UnknownKeyError)
 
 
-async def test_user_row_and_witness_removed_together_are_missed(db: Database) -> None:
+async def test_user_row_and_witness_removed_together_are_detected(db: Database) -> None:
     remove(db, USER_WITNESS)
     remove(db, USER_STATE)
     before = db.dump()
     async with db.service() as service:
         for operation in (get, append, create_another):
-            assert type(await refusal(operation, service, db, VISIT)) is TamperedError
+            assert type(await rejection(operation, service, db, VISIT)) is TamperedError
     assert db.dump() == before
 
 
-async def test_app_row_and_witness_removed_together_are_missed(db: Database) -> None:
+async def test_app_row_and_witness_removed_together_are_detected(db: Database) -> None:
     remove(db, APP_WITNESS)
     remove(db, APP_STATE)
     before = db.dump()
     async with db.service() as service:
         for operation in (get, append_app_state, create_another):
-            assert type(await refusal(operation, service, db, VISIT)) is TamperedError
+            assert type(await rejection(operation, service, db, VISIT)) is TamperedError
     assert db.dump() == before
 
 
-async def test_any_one_row_removed_is_noticed(db: Database) -> None:
-    """A sweep over every row of every table; nothing else than before is ever returned."""
+async def test_any_one_row_removed_is_detected(db: Database) -> None:
+    """Remove each row of each table in turn; no read returns anything but what was stored."""
     removed = 0
     for table, rows in db.dump().items():
         columns = [name for (name,) in db.rows(f"SELECT name FROM pragma_table_info('{table}')")]
@@ -100,19 +101,19 @@ async def test_any_one_row_removed_is_noticed(db: Database) -> None:
                 cursor = connection.execute(f"DELETE FROM {table} WHERE {where}", values)
                 assert cursor.rowcount == 1
             after = db.dump()
-            noticed = []
+            detected = []
             async with db.service() as service:
-                for who in EVERYBODY:
+                for who in ALL_SESSIONS:
                     for operation in (get, user_state):
                         try:
                             result = await operation(service, db, who)
                         except SecureSessionError as error:
-                            noticed.append(error)
+                            detected.append(error)
                         else:
-                            held = db.held(who)
+                            held = db.session(who)
                             assert operation is user_state or result == held
                             assert result
-            assert noticed, f"{table}: {row[:2]} was not missed"
+            assert detected, f"{table}: {row[:2]} was not detected"
             assert db.dump() == after, f"{table}: {row[:2]}: reading changed the database"
             removed += 1
             db.restore()
@@ -120,7 +121,7 @@ async def test_any_one_row_removed_is_noticed(db: Database) -> None:
 
 
 def text_back(value: object) -> object:
-    """What `dump` made of TEXT."""
+    """The bytes of a TEXT, as `dump` shows it."""
     if isinstance(value, str):
         return value.removeprefix("text b'").removesuffix("'")
     return value
@@ -129,38 +130,38 @@ def text_back(value: object) -> object:
 # --- the keyring, the meta table, whole tables ---------------------------------------------------
 
 
-async def test_index_master_that_was_removed_is_missed_and_not_made_anew(db: Database) -> None:
+async def test_removed_index_master_is_detected_and_not_created_again(db: Database) -> None:
     remove(db, INDEX_MASTER)
-    await assert_refused(db, DATABASE, WrongKeyError)
+    await assert_rejected(db, DATABASE, WrongKeyError)
 
 
-async def test_data_master_that_was_removed_is_missed_and_not_made_anew(db: Database) -> None:
-    """With one made anew, the service would go on writing what the other cannot read."""
+async def test_removed_data_master_is_detected_and_not_created_again(db: Database) -> None:
+    """With a new one, the service would write what nobody can read who has the old one."""
     remove(db, DATA_MASTER)
     before = db.dump()
     async with db.service() as service:
         for operation in (get, create_another, user_state):
-            error = await refusal(operation, service, db, VISIT)
+            error = await rejection(operation, service, db, VISIT)
             assert type(error) in (UnknownKeyError, WrongKeyError)
             assert db.dump() == before
 
 
-async def test_emptied_keyring_is_missed_and_not_made_anew(db: Database) -> None:
+async def test_emptied_keyring_is_detected_and_not_filled_again(db: Database) -> None:
     db.run("DELETE FROM secure_keyring")
-    await assert_refused(db, DATABASE, WrongKeyError)
+    await assert_rejected(db, DATABASE, WrongKeyError)
 
 
-async def test_keyring_row_of_another_database_of_the_same_root_key_is_refused(
+async def test_keyring_row_of_another_database_of_the_same_root_key_is_rejected(
     db: Database,
 ) -> None:
     other = Database(db.path.with_name("other.db"), "fernet" if not db.is_fernet else "aesgcm")
-    for place in (DATA_MASTER, INDEX_MASTER):
+    for cell in (DATA_MASTER, INDEX_MASTER):
         for columns in ("wrapped", "id, created_at, wrapped"):
-            row = other.rows(f"SELECT {columns} FROM secure_keyring WHERE {place.where}")[0]
+            row = other.rows(f"SELECT {columns} FROM secure_keyring WHERE {cell.where}")[0]
             values = {f"v{number}": value for number, value in enumerate(row)}
             slots = ", ".join(f":{name}" for name in values)
             db.run(
-                f"UPDATE secure_keyring SET ({columns}) = ({slots}) WHERE {place.where}", **values
+                f"UPDATE secure_keyring SET ({columns}) = ({slots}) WHERE {cell.where}", **values
             )
             async with db.service() as service:
                 with pytest.raises(WrongKeyError):
@@ -168,17 +169,17 @@ async def test_keyring_row_of_another_database_of_the_same_root_key_is_refused(
             db.restore()
 
 
-async def test_keyring_of_another_database_of_the_same_root_key_is_refused(db: Database) -> None:
+async def test_keyring_of_another_database_of_the_same_root_key_is_rejected(db: Database) -> None:
     other = Database(db.path.with_name("other.db"), "fernet" if not db.is_fernet else "aesgcm")
     db.run("DELETE FROM secure_keyring")
     with db.connect() as connection:
         connection.execute("ATTACH ? AS other", (str(other.path),))
         connection.execute("INSERT INTO secure_keyring SELECT * FROM other.secure_keyring")
-    await assert_refused(db, DATABASE, WrongKeyError)
+    await assert_rejected(db, DATABASE, WrongKeyError)
 
 
-async def test_master_key_in_clear_is_refused(db: Database) -> None:
-    """As NoOpBackend would store it: an attacker would then know every tag and key."""
+async def test_plaintext_master_key_is_rejected(db: Database) -> None:
+    """As NoOpBackend stores it: an attacker would know every tag and every key."""
     for purpose in ("data", "index"):
         db.run(
             "UPDATE secure_keyring SET root_key_id = 'none', wrapped = zeroblob(33) "
@@ -187,20 +188,20 @@ async def test_master_key_in_clear_is_refused(db: Database) -> None:
         )
         before = db.dump()
         async with db.service() as service:
-            error = await refusal(get, service, db, VISIT)
+            error = await rejection(get, service, db, VISIT)
             assert type(error).__name__ in ("PlaintextRefusedError", "WrongKeyError")
         assert db.dump() == before
         db.restore()
 
 
-async def test_master_key_in_clear_added_is_refused(db: Database) -> None:
+async def test_inserted_plaintext_master_key_is_rejected(db: Database) -> None:
     db.run(
         "INSERT INTO secure_keyring SELECT id + 1, 'data', 'none', created_at + 1, zeroblob(33) "
         "FROM secure_keyring WHERE purpose = 'data'"
     )
     before = db.dump()
     async with db.service() as service:
-        error = await refusal(get, service, db, VISIT)
+        error = await rejection(get, service, db, VISIT)
         assert type(error).__name__ == "PlaintextRefusedError"
     assert db.dump() == before
 
@@ -224,41 +225,37 @@ async def test_master_key_in_clear_added_is_refused(db: Database) -> None:
         ("database_id", 5),
     ],
 )
-async def test_meta_row_that_was_changed_is_refused(
-    typed_db: Database, name: str, value: object
-) -> None:
+async def test_modified_meta_row_is_rejected(typed_db: Database, name: str, value: object) -> None:
     typed_db.lift_constraints("secure_meta")
     typed_db.run("UPDATE secure_meta SET value = :v WHERE name = :name", v=value, name=name)
-    await assert_refused(typed_db, DATABASE, ConfigurationError, WrongKeyError)
+    await assert_rejected(typed_db, DATABASE, ConfigurationError, WrongKeyError)
 
 
-async def test_meta_row_that_was_renamed_is_refused(db: Database) -> None:
+async def test_renamed_meta_row_is_rejected(db: Database) -> None:
     for name in ("format", "database_id"):
         db.run("UPDATE secure_meta SET name = 'other' WHERE name = :name", name=name)
-        await assert_refused(db, DATABASE, ConfigurationError)
+        await assert_rejected(db, DATABASE, ConfigurationError)
         db.restore()
 
 
 @pytest.mark.parametrize("name", ["format", "database_id"])
-async def test_meta_row_that_was_removed_is_missed_and_not_made_anew(
-    db: Database, name: str
-) -> None:
+async def test_removed_meta_row_is_detected_and_not_created_again(db: Database, name: str) -> None:
     db.run("DELETE FROM secure_meta WHERE name = :name", name=name)
-    await assert_refused(db, DATABASE, ConfigurationError)
+    await assert_rejected(db, DATABASE, ConfigurationError)
 
 
-async def test_emptied_meta_table_is_missed_and_not_filled_anew(db: Database) -> None:
+async def test_emptied_meta_table_is_detected_and_not_filled_again(db: Database) -> None:
     db.run("DELETE FROM secure_meta")
-    await assert_refused(db, DATABASE, ConfigurationError)
+    await assert_rejected(db, DATABASE, ConfigurationError)
 
 
-async def test_emptied_meta_table_and_keyring_are_not_taken_for_a_new_database(
+async def test_emptied_meta_table_and_keyring_are_not_mistaken_for_a_new_database(
     db: Database,
 ) -> None:
-    """With new master keys, all that is there would be lost from sight."""
+    """With new master keys, no stored session would be found again."""
     db.run("DELETE FROM secure_meta")
     db.run("DELETE FROM secure_keyring")
-    await assert_refused(db, DATABASE, ConfigurationError, WrongKeyError)
+    await assert_rejected(db, DATABASE, ConfigurationError, WrongKeyError)
 
 
 TABLES = [
@@ -274,26 +271,28 @@ TABLES = [
 ]
 
 
+@also_on("fernet", "postgresql", "mariadb")
 @pytest.mark.parametrize("table", TABLES)
-async def test_table_that_was_dropped_is_missed_and_not_made_anew(db: Database, table: str) -> None:
+async def test_dropped_table_is_detected_and_not_created_again(db: Database, table: str) -> None:
     db.define(f"DROP TABLE {table}")
-    await assert_refused(db, DATABASE, ConfigurationError)
+    await assert_rejected(db, DATABASE, ConfigurationError)
     assert table not in db.dump()
 
 
 @pytest.mark.parametrize("table", [table for table in TABLES if table != "secure_meta"])
-async def test_table_that_was_emptied_is_missed(db: Database, table: str) -> None:
+async def test_emptied_table_is_detected(db: Database, table: str) -> None:
     db.run(f"DELETE FROM {table}")
     before = db.dump()
     async with db.service() as service:
-        who: Who = EVERYBODY[2] if table == "secure_bases" else CAROL
-        error = await refusal(get, service, db, who)
+        who: SessionIds = ALL_SESSIONS[2] if table == "secure_bases" else CAROL
+        error = await rejection(get, service, db, who)
         assert isinstance(error, SecureSessionError)
         assert db.dump() == before
 
 
+@also_on("fernet", "postgresql", "mariadb")
 @pytest.mark.parametrize("table", TABLES)
-async def test_table_replaced_by_a_view_is_refused(db: Database, table: str) -> None:
+async def test_table_replaced_by_a_view_is_rejected(db: Database, table: str) -> None:
     db.define(
         f"ALTER TABLE {table} RENAME TO hidden", f"CREATE VIEW {table} AS SELECT * FROM hidden"
     )

@@ -1,4 +1,4 @@
-"""Records replaced by others: in clear, by no-op, by unlisted backends, under unknown keys."""
+"""Records replaced by others: plaintext, of no-op or unlisted backends, under unknown keys."""
 
 import json
 import secrets
@@ -18,18 +18,21 @@ from adk_secure_sessions import (
     TamperedError,
     UnknownKeyError,
 )
-from tests.attacks.places import EVENT, RECORDS, SESSION_STATE, USER_KEY, Place, by_name
+from tests.attacks.cells import EVENT, RECORDS, SAMPLE, SESSION_STATE, USER_KEY, Cell, by_name
+from tests.attacks.databases import also_on
 from tests.attacks.support import (
     SESSION,
     Database,
     append,
-    assert_refused,
+    assert_rejected,
     get,
     list_user,
     outcome,
-    refusal,
+    rejection,
 )
-from tests.attacks.world import BOB, KEY, START, VISIT, Who, new_event
+from tests.attacks.world import BOB, KEY, START, VISIT, SessionIds, new_event
+
+pytestmark = also_on("fernet", "mariadb")
 
 HEADER = 13
 KEY_ID = slice(5, HEADER)
@@ -37,8 +40,8 @@ EVENT_JSON = json.dumps({"author": "agent", "timestamp": START, "actions": {}}).
 STATE_JSON = b'{"role": "administrator"}'
 
 
-def in_clear(place: Place) -> bytes:
-    """What stands in *place* under NoOpBackend, if an attacker may write it."""
+def forged_plaintext(cell: Cell) -> bytes:
+    """The plaintext that an attacker forges for *cell*."""
     forged = {
         "event": b"\x062.13.0" + EVENT_JSON,
         "user state": len(VISIT.user_id).to_bytes(4, "big") + VISIT.user_id.encode() + STATE_JSON,
@@ -48,7 +51,7 @@ def in_clear(place: Place) -> bytes:
         "app state": STATE_JSON,
         "base": STATE_JSON,
     }
-    return forged.get(place.name, b"")
+    return forged.get(cell.name, b"")
 
 
 @contextmanager
@@ -63,114 +66,121 @@ def no_op() -> NoOpBackend:
         return NoOpBackend()
 
 
-@pytest.mark.parametrize("place", RECORDS, ids=by_name)
+@also_on("fernet", "mariadb", cases=["BLOB-app state", "BLOB-event"])
+@pytest.mark.parametrize("cell", RECORDS, ids=by_name)
 @pytest.mark.parametrize("as_text", [False, True], ids=["BLOB", "TEXT"])
-async def test_record_replaced_by_plaintext_json_is_refused(
-    db: Database, place: Place, as_text: bool
+async def test_record_replaced_by_plaintext_json_is_rejected(
+    db: Database, cell: Cell, as_text: bool
 ) -> None:
-    plaintext = EVENT_JSON if place == EVENT else STATE_JSON
-    place.store(db, plaintext.decode() if as_text else plaintext)
-    await assert_refused(db, place.level, PlaintextRefusedError, who=place.who)
+    plaintext = EVENT_JSON if cell == EVENT else STATE_JSON
+    cell.store(db, plaintext.decode() if as_text else plaintext)
+    await assert_rejected(db, cell.impact, PlaintextRefusedError, who=cell.who)
 
 
-@pytest.mark.parametrize("place", RECORDS, ids=by_name)
+@also_on("fernet", "mariadb", cases=SAMPLE)
+@pytest.mark.parametrize("cell", RECORDS, ids=by_name)
 @pytest.mark.parametrize("same_key", [True, False], ids=["our key id", "its own key id"])
-async def test_record_replaced_by_a_no_op_one_is_refused(
-    db: Database, place: Place, same_key: bool
+async def test_record_replaced_by_a_no_op_one_is_rejected(
+    db: Database, cell: Cell, same_key: bool
 ) -> None:
-    key_id = place.stored(db)[KEY_ID] if same_key else secrets.randbits(63).to_bytes(8, "big")
-    place.store(db, b"AKS\x01\x03" + key_id + in_clear(place))
-    await assert_refused(db, place.level, PlaintextRefusedError, who=place.who)
+    key_id = cell.stored(db)[KEY_ID] if same_key else secrets.randbits(63).to_bytes(8, "big")
+    cell.store(db, b"AKS\x01\x03" + key_id + forged_plaintext(cell))
+    await assert_rejected(db, cell.impact, PlaintextRefusedError, who=cell.who)
 
 
-async def test_no_op_record_with_a_no_op_key_beside_it_is_refused(db: Database) -> None:
-    """An attacker can also write a row that claims to be the key."""
+async def test_no_op_record_with_a_no_op_key_beside_it_is_rejected(db: Database) -> None:
+    """An attacker can also insert a row that claims to be its key."""
     key_id = secrets.randbits(63)
     db.run(
         "INSERT INTO secure_data_keys SELECT :key, owner, 5, 3, created_at, x'' "
         f"FROM secure_data_keys WHERE {USER_KEY.where}",
         key=key_id,
     )
-    record = b"AKS\x01\x03" + key_id.to_bytes(8, "big") + in_clear(SESSION_STATE)
+    record = b"AKS\x01\x03" + key_id.to_bytes(8, "big") + forged_plaintext(SESSION_STATE)
     SESSION_STATE.store(db, record)
-    await assert_refused(db, SESSION, PlaintextRefusedError)
+    await assert_rejected(db, SESSION, PlaintextRefusedError)
 
 
-@pytest.mark.parametrize("place", RECORDS, ids=by_name)
-async def test_no_op_record_under_our_key_id_is_refused_even_where_no_op_is_listed(
-    db: Database, place: Place
+@also_on("fernet", "mariadb", cases=SAMPLE)
+@pytest.mark.parametrize("cell", RECORDS, ids=by_name)
+async def test_no_op_record_under_our_key_id_is_rejected_even_where_no_op_is_listed(
+    db: Database, cell: Cell
 ) -> None:
-    """Listed to read what it wrote: what another backend wrote stays protected by that."""
-    place.store(db, b"AKS\x01\x03" + place.stored(db)[KEY_ID] + in_clear(place))
+    """Listing NoOpBackend allows its own records; those of other backends stay protected."""
+    cell.store(db, b"AKS\x01\x03" + cell.stored(db)[KEY_ID] + forged_plaintext(cell))
     async with db.service(additional_backends=[no_op()]) as service:
-        assert type(await refusal(get, service, db, place.who)) is TamperedError
+        assert type(await rejection(get, service, db, cell.who)) is TamperedError
 
 
-@pytest.mark.parametrize("place", RECORDS, ids=by_name)
-async def test_record_that_names_an_unlisted_backend_is_refused(db: Database, place: Place) -> None:
-    stored = place.stored(db)
+@also_on("fernet", "mariadb", cases=SAMPLE)
+@pytest.mark.parametrize("cell", RECORDS, ids=by_name)
+async def test_record_that_names_an_unlisted_backend_is_rejected(db: Database, cell: Cell) -> None:
+    stored = cell.stored(db)
     for backend_id in (1 if db.is_fernet else 2, 0, 4, 0x7F, 0x80, 0xFF):
-        place.store(db, stored[:4] + bytes([backend_id]) + stored[5:])
+        cell.store(db, stored[:4] + bytes([backend_id]) + stored[5:])
         async with db.service() as service:
-            assert type(await refusal(get, service, db, place.who)) is UnknownKeyError
-    await assert_refused(db, place.level, UnknownKeyError, who=place.who)
+            assert type(await rejection(get, service, db, cell.who)) is UnknownKeyError
+    await assert_rejected(db, cell.impact, UnknownKeyError, who=cell.who)
 
 
-@pytest.mark.parametrize("place", RECORDS, ids=by_name)
-async def test_record_that_names_a_listed_backend_that_did_not_write_it_is_refused(
-    db: Database, place: Place
+@also_on("fernet", "mariadb", cases=SAMPLE)
+@pytest.mark.parametrize("cell", RECORDS, ids=by_name)
+async def test_record_that_names_a_listed_backend_that_did_not_write_it_is_rejected(
+    db: Database, cell: Cell
 ) -> None:
     other = AesGcmBackend(KEY) if db.is_fernet else FernetBackend(KEY)
-    stored = place.stored(db)
-    place.store(db, stored[:4] + bytes([other.backend_id]) + stored[5:])
+    stored = cell.stored(db)
+    cell.store(db, stored[:4] + bytes([other.backend_id]) + stored[5:])
     async with db.service(additional_backends=[other]) as service:
-        assert type(await refusal(get, service, db, place.who)) is TamperedError
+        assert type(await rejection(get, service, db, cell.who)) is TamperedError
 
 
-@pytest.mark.parametrize("place", RECORDS, ids=by_name)
-async def test_record_that_names_an_unknown_key_is_refused(db: Database, place: Place) -> None:
-    stored = place.stored(db)
+@also_on("fernet", "mariadb", cases=SAMPLE)
+@pytest.mark.parametrize("cell", RECORDS, ids=by_name)
+async def test_record_that_names_an_unknown_key_is_rejected(db: Database, cell: Cell) -> None:
+    stored = cell.stored(db)
     for key_id in (secrets.randbits(63), 0, 2**63 - 1, 2**64 - 1):
-        place.store(db, stored[:5] + key_id.to_bytes(8, "big") + stored[HEADER:])
+        cell.store(db, stored[:5] + key_id.to_bytes(8, "big") + stored[HEADER:])
         async with db.service() as service:
-            assert type(await refusal(get, service, db, place.who)) is UnknownKeyError
-    await assert_refused(db, place.level, UnknownKeyError, who=place.who)
+            assert type(await rejection(get, service, db, cell.who)) is UnknownKeyError
+    await assert_rejected(db, cell.impact, UnknownKeyError, who=cell.who)
 
 
-@pytest.mark.parametrize("place", RECORDS, ids=by_name)
-async def test_record_of_a_later_format_is_refused(db: Database, place: Place) -> None:
-    stored = place.stored(db)
-    place.store(db, stored[:3] + b"\x02" + stored[4:])
-    await assert_refused(db, place.level, TamperedError, who=place.who)
+@also_on("fernet", "mariadb", cases=SAMPLE)
+@pytest.mark.parametrize("cell", RECORDS, ids=by_name)
+async def test_record_of_a_later_format_is_rejected(db: Database, cell: Cell) -> None:
+    stored = cell.stored(db)
+    cell.store(db, stored[:3] + b"\x02" + stored[4:])
+    await assert_rejected(db, cell.impact, TamperedError, who=cell.who)
 
 
-async def test_what_a_backend_wrote_that_is_no_longer_listed_is_refused(db: Database) -> None:
+async def test_record_of_a_backend_that_is_no_longer_listed_is_rejected(db: Database) -> None:
     ours = db.backend()
     other = AesGcmBackend(KEY) if db.is_fernet else FernetBackend(KEY)
     async with EncryptedSessionService(db.url, other, [ours]) as service:
-        session = db.held(VISIT)
+        session = db.session(VISIT)
         await service.append_event(session, new_event(20, {"step": 20}))
         assert await get(service, db, VISIT) == session
-    await assert_refused(db, SESSION, UnknownKeyError)
+    await assert_rejected(db, SESSION, UnknownKeyError)
     async with db.service() as service:
-        error = await refusal(get, service, db, VISIT)
+        error = await rejection(get, service, db, VISIT)
     assert "list it in additional_backends" in str(error)
 
 
-async def test_what_no_op_wrote_is_refused_where_it_is_not_listed(db: Database) -> None:
+async def test_record_of_no_op_is_rejected_where_it_is_not_listed(db: Database) -> None:
     async with EncryptedSessionService(db.url, no_op(), [db.backend()]) as service:
-        session = db.held(VISIT)
+        session = db.session(VISIT)
         await service.append_event(session, new_event(20, {"step": 20}))
     before = db.dump()
     async with db.service() as service:
         for operation in (get, append, list_user):
-            assert type(await refusal(operation, service, db, VISIT)) is PlaintextRefusedError
+            assert type(await rejection(operation, service, db, VISIT)) is PlaintextRefusedError
     assert db.dump() == before
 
 
-async def test_database_that_no_op_made_is_refused_by_a_real_backend(db: Database) -> None:
+async def test_database_that_no_op_made_is_rejected_by_an_encrypting_backend(db: Database) -> None:
     db.define(*(f"DROP TABLE {table}" for table in db.dump()))
-    who = Who("clinic", "alice-7Qx", "visit-7Qx")
+    who = SessionIds("clinic", "alice-7Qx", "visit-7Qx")
     async with EncryptedSessionService(db.url, no_op()) as service:
         await service.create_session(**who._asdict())
     before = db.dump()
@@ -182,7 +192,7 @@ async def test_database_that_no_op_made_is_refused_by_a_real_backend(db: Databas
     assert db.dump() == before
 
 
-async def test_database_that_we_made_is_refused_by_no_op_alone(db: Database) -> None:
+async def test_database_that_we_made_is_rejected_by_no_op_alone(db: Database) -> None:
     before = db.dump()
     async with db.service(no_op()) as service:
         with pytest.raises(Exception, match="wrapped by root key"):
@@ -192,12 +202,13 @@ async def test_database_that_we_made_is_refused_by_no_op_alone(db: Database) -> 
     assert db.dump() == before
 
 
+@also_on("fernet", "mariadb", cases=["200--1"])  # servers store only integers there
 @pytest.mark.parametrize("generation", ["text", b"\xff", 0.5, -1, 2**63 - 1, None])
 @pytest.mark.parametrize("backend_id", [200, 3, "text"])
-async def test_data_key_row_that_nothing_vouches_for_is_not_relied_on(
+async def test_data_key_row_that_nothing_authenticates_is_not_relied_on(
     aes_db: Database, generation: object, backend_id: object
 ) -> None:
-    """It names a backend that is not listed, so nothing opens it; its numbers may be anything."""
+    """It names a backend that is not listed, so it is not unwrapped and its numbers are free."""
     aes_db.lift_constraints("secure_data_keys")
     aes_db.run(
         "INSERT INTO secure_data_keys SELECT :key, owner, :generation, :backend, created_at, x'00' "
@@ -208,10 +219,10 @@ async def test_data_key_row_that_nothing_vouches_for_is_not_relied_on(
     )
     # The first needs no new key; the second makes the owner's next generation.
     for backend, more in ((aes_db.backend(), []), (FernetBackend(KEY), [aes_db.backend()])):
-        with aes_db.kept():
+        with aes_db.undone_afterwards():
             async with aes_db.service(backend, additional_backends=more) as service:
                 for operation in (get, list_user, append):
                     result = await outcome(operation(service, aes_db, VISIT))
                     accepted = not isinstance(result, Exception)
                     assert accepted or isinstance(result, SecureSessionError), repr(result)
-                assert await outcome(get(service, aes_db, BOB)) == aes_db.held(BOB)
+                assert await outcome(get(service, aes_db, BOB)) == aes_db.session(BOB)

@@ -1,4 +1,4 @@
-"""Rows put back as they once were: each authentic, and from another time."""
+"""Older copies of rows are replayed: each authentic, and from another time."""
 
 import sqlite3
 from contextlib import closing
@@ -8,6 +8,7 @@ import pytest
 from google.adk.sessions import Session
 
 from adk_secure_sessions import SecureSessionError, TamperedError
+from tests.attacks.databases import also_on
 from tests.attacks.support import (
     APP,
     HISTORY,
@@ -15,100 +16,102 @@ from tests.attacks.support import (
     SESSION_BY_ID,
     USER,
     Database,
-    Older,
-    assert_refused,
+    OlderCopy,
+    assert_rejected,
     delete,
     get,
     get_last,
     list_app,
     list_user,
-    refusal,
+    rejection,
     user_state,
 )
-from tests.attacks.world import ARCHIVE, EVERYBODY, VISIT, Who, new_event
+from tests.attacks.world import ALL_SESSIONS, ARCHIVE, VISIT, SessionIds, new_event
+
+pytestmark = also_on("fernet", "postgresql")
 
 
-async def test_older_user_row_is_refused(older: Older) -> None:
-    older.put_back("secure_users", "id = :alice")
-    await assert_refused(older.database, USER, TamperedError)
+async def test_older_user_row_is_rejected(older: OlderCopy) -> None:
+    older.replay_row("secure_users", "id = :alice")
+    await assert_rejected(older.database, USER, TamperedError)
 
 
-async def test_older_app_row_is_refused(older: Older) -> None:
-    older.put_back("secure_apps", "id = :clinic")
-    await assert_refused(older.database, APP, TamperedError)
+async def test_older_app_row_is_rejected(older: OlderCopy) -> None:
+    older.replay_row("secure_apps", "id = :clinic")
+    await assert_rejected(older.database, APP, TamperedError)
 
 
-async def test_older_witness_of_a_user_is_refused(older: Older) -> None:
-    older.put_back(
+async def test_older_witness_of_a_user_is_rejected(older: OlderCopy) -> None:
+    older.replay_row(
         "secure_witnesses", "tag = (SELECT tag FROM past.secure_users WHERE id = :alice)"
     )
-    await assert_refused(older.database, USER, TamperedError)
+    await assert_rejected(older.database, USER, TamperedError)
 
 
-async def test_older_witness_of_an_app_is_refused(older: Older) -> None:
-    older.put_back(
+async def test_older_witness_of_an_app_is_rejected(older: OlderCopy) -> None:
+    older.replay_row(
         "secure_witnesses", "tag = (SELECT tag FROM past.secure_apps WHERE id = :clinic)"
     )
-    await assert_refused(older.database, APP, TamperedError)
+    await assert_rejected(older.database, APP, TamperedError)
 
 
-async def test_older_session_row_is_refused(older: Older) -> None:
-    older.put_back("secure_sessions", "id = :visit")
-    await assert_refused(older.database, SESSION, TamperedError)
+async def test_older_session_row_is_rejected(older: OlderCopy) -> None:
+    older.replay_row("secure_sessions", "id = :visit")
+    await assert_rejected(older.database, SESSION, TamperedError)
 
 
-async def test_older_session_row_of_a_large_state_is_refused(older: Older) -> None:
-    older.put_back("secure_sessions", "id = :archive")
-    await assert_refused(older.database, SESSION, TamperedError, who=ARCHIVE)
+async def test_older_session_row_of_a_large_state_is_rejected(older: OlderCopy) -> None:
+    older.replay_row("secure_sessions", "id = :archive")
+    await assert_rejected(older.database, SESSION, TamperedError, who=ARCHIVE)
 
 
-async def test_older_base_is_refused(older: Older) -> None:
-    older.put_back("secure_bases", "session_row = :archive")
-    await assert_refused(older.database, SESSION, TamperedError, who=ARCHIVE)
+async def test_older_snapshot_is_rejected(older: OlderCopy) -> None:
+    older.replay_row("secure_bases", "session_row = :archive")
+    await assert_rejected(older.database, SESSION, TamperedError, who=ARCHIVE)
 
 
-async def test_older_base_under_the_current_revision_is_refused(older: Older) -> None:
+async def test_older_snapshot_under_the_current_revision_is_rejected(older: OlderCopy) -> None:
     db = older.database
     current = db.value("SELECT revision FROM secure_bases WHERE session_row = :archive")
-    older.put_back("secure_bases", "session_row = :archive")
+    older.replay_row("secure_bases", "session_row = :archive")
     db.run("UPDATE secure_bases SET revision = :now WHERE session_row = :archive", now=current)
-    await assert_refused(db, SESSION, TamperedError, who=ARCHIVE)
+    await assert_rejected(db, SESSION, TamperedError, who=ARCHIVE)
 
 
-async def test_older_session_row_and_base_together_are_refused(older: Older) -> None:
-    """The events say that there was more."""
-    older.put_back("secure_sessions", "id = :archive")
-    older.put_back("secure_bases", "session_row = :archive")
-    await assert_refused(older.database, SESSION, TamperedError, who=ARCHIVE)
+async def test_older_session_row_and_snapshot_together_are_rejected(older: OlderCopy) -> None:
+    """The events prove that the session has moved on."""
+    older.replay_row("secure_sessions", "id = :archive")
+    older.replay_row("secure_bases", "session_row = :archive")
+    await assert_rejected(older.database, SESSION, TamperedError, who=ARCHIVE)
 
 
-async def test_older_session_row_under_the_current_revision_is_refused(older: Older) -> None:
+async def test_older_session_row_under_the_current_revision_is_rejected(older: OlderCopy) -> None:
     db = older.database
-    older.put_back("secure_sessions", "id = :visit")
+    older.replay_row("secure_sessions", "id = :visit")
     db.run("UPDATE secure_sessions SET revision = 4 WHERE id = :visit")
-    await assert_refused(db, SESSION, TamperedError)
+    await assert_rejected(db, SESSION, TamperedError)
 
 
-async def test_older_user_row_under_the_current_version_is_refused(older: Older) -> None:
+async def test_older_user_row_under_the_current_version_is_rejected(older: OlderCopy) -> None:
     db = older.database
     current = db.value("SELECT version FROM secure_users WHERE id = :alice")
-    older.put_back("secure_users", "id = :alice")
+    older.replay_row("secure_users", "id = :alice")
     db.run("UPDATE secure_users SET version = :now WHERE id = :alice", now=current)
-    await assert_refused(db, USER, TamperedError)
+    await assert_rejected(db, USER, TamperedError)
 
 
-async def what_is_noticed(db: Database) -> set[str]:
-    """Have everybody read everything: it must be as before, or refused."""
-    noticed = set()
+async def errors_of_all_reads(db: Database) -> set[str]:
+    """Read every session and state: each must be as before, or rejected."""
+    detected = set()
     async with db.service() as service:
-        for who in EVERYBODY:
+        for who in ALL_SESSIONS:
             for operation in (get, user_state):
                 try:
                     result = await operation(service, db, who)
                 except SecureSessionError as error:
-                    noticed.add(type(error).__name__)
+                    detected.add(type(error).__name__)
                 else:
-                    held = db.held(who)
+                    held = db.session(who)
                     expected: object = held
                     if operation is user_state:
                         prefix = "user:"
@@ -118,11 +121,11 @@ async def what_is_noticed(db: Database) -> set[str]:
                             if key.startswith(prefix)
                         }
                     assert result == expected, f"{operation.__name__} returned something else"
-    return noticed
+    return detected
 
 
-async def test_any_one_older_row_put_back_is_noticed(older: Older) -> None:
-    """A sweep over every row of every table that has changed since."""
+async def test_any_one_older_row_replayed_is_detected(older: OlderCopy) -> None:
+    """Replay each row of each table that has changed since, in turn."""
     db = older.database
     changed = 0
     with closing(sqlite3.connect(older.path)) as past:
@@ -138,9 +141,9 @@ async def test_any_one_older_row_put_back_is_noticed(older: Older) -> None:
                     connection.execute(
                         f"REPLACE INTO {table} VALUES ({', '.join('?' * width)})", row
                     )
-                assert await what_is_noticed(db) == {"TamperedError"}, f"{table} ({key}): {row}"
+                assert await errors_of_all_reads(db) == {"TamperedError"}, f"{table} ({key}): {row}"
                 db.restore()
-    # Two apps, three users, a witness for each of them, five sessions, one base.
+    # Two apps, three users, a witness for each of them, five sessions, one snapshot.
     assert changed == 2 + 3 + 5 + 5 + 1
 
 
@@ -160,8 +163,8 @@ TABLES = {
 }
 
 
-async def bury(db: Database, who: Who) -> tuple[Rows, Session]:
-    """Delete a session; return the rows that it had, and a handle from before."""
+async def delete_session_of(db: Database, who: SessionIds) -> tuple[Rows, Session]:
+    """Delete a session; return the rows that it had, and a session object from before."""
     names = {VISIT: ":visit", ARCHIVE: ":archive"}
     rows = {
         table: db.rows(f"SELECT * FROM {table} WHERE {where.replace(':row', names[who])}")
@@ -169,38 +172,37 @@ async def bury(db: Database, who: Who) -> tuple[Rows, Session]:
     }
     async with db.service() as service:
         await service.delete_session(**who._asdict())
-    db.world.held[who].model_copy(deep=True)
-    return rows, db.held(who)
+    return rows, db.session(who)
 
 
-def dig_up(db: Database, rows: Rows, table: str) -> None:
+def replay_rows(db: Database, rows: Rows, table: str) -> None:
     for row in rows[table]:
         with db.connect() as connection:
             connection.execute(f"REPLACE INTO {table} VALUES ({', '.join('?' * len(row))})", row)
 
 
-async def recreate(db: Database, who: Who, events: int) -> None:
+async def recreate(db: Database, who: SessionIds, events: int) -> None:
     async with db.service() as service:
-        session = await service.create_session(**who._asdict(), state={"life": 2})
+        session = await service.create_session(**who._asdict(), state={"created": "again"})
         for number in range(events):
             await service.append_event(session, new_event(number + 50))
 
 
-async def test_row_of_a_deleted_session_put_back_is_refused(db: Database) -> None:
-    rows, _ = await bury(db, VISIT)
-    dig_up(db, rows, "secure_sessions")
-    await assert_refused(db, SESSION, TamperedError)
+async def test_row_of_a_deleted_session_replayed_is_rejected(db: Database) -> None:
+    rows, _ = await delete_session_of(db, VISIT)
+    replay_rows(db, rows, "secure_sessions")
+    await assert_rejected(db, SESSION, TamperedError)
 
 
-async def test_witness_of_a_deleted_session_put_back_is_noticed(db: Database) -> None:
-    rows, _ = await bury(db, VISIT)
-    dig_up(db, rows, "secure_witnesses")
-    await assert_refused(db, SESSION_BY_ID, TamperedError)
+async def test_witness_of_a_deleted_session_replayed_is_detected(db: Database) -> None:
+    rows, _ = await delete_session_of(db, VISIT)
+    replay_rows(db, rows, "secure_witnesses")
+    await assert_rejected(db, SESSION_BY_ID, TamperedError)
 
 
-async def test_events_of_a_deleted_session_put_back_do_not_return(db: Database) -> None:
-    rows, _ = await bury(db, VISIT)
-    dig_up(db, rows, "secure_events")
+async def test_events_of_a_deleted_session_replayed_do_not_return(db: Database) -> None:
+    rows, _ = await delete_session_of(db, VISIT)
+    replay_rows(db, rows, "secure_events")
     async with db.service() as service:
         assert await get(service, db, VISIT) is None
         await service.create_session(**VISIT._asdict())
@@ -209,58 +211,58 @@ async def test_events_of_a_deleted_session_put_back_do_not_return(db: Database) 
         assert session.events == []
 
 
-async def test_row_of_a_deleted_session_without_events_is_refused(db: Database) -> None:
-    """Nothing but its witness says that it was deleted."""
+async def test_row_of_a_deleted_session_without_events_is_rejected(db: Database) -> None:
+    """Only its version witness proves that it was deleted."""
     who = VISIT._replace(session_id="empty-7Qx")
     async with db.service() as service:
         await service.create_session(**who._asdict(), state={"old": "7Qx"})
         row = db.rows("SELECT * FROM secure_sessions ORDER BY id DESC LIMIT 1")
         await service.delete_session(**who._asdict())
-    dig_up(db, {"secure_sessions": row}, "secure_sessions")
+    replay_rows(db, {"secure_sessions": row}, "secure_sessions")
     async with db.service() as service:
         for operation in (get, get_last, list_user, list_app, delete):
-            assert type(await refusal(operation, service, db, who)) is TamperedError
+            assert type(await rejection(operation, service, db, who)) is TamperedError
 
 
-async def test_row_of_a_former_session_without_events_is_refused(db: Database) -> None:
-    """Deleted and created again: the row is replaced by that of the first life."""
+async def test_row_of_a_former_session_without_events_is_rejected(db: Database) -> None:
+    """The session was deleted and created again; then its first row is replayed."""
     who = VISIT._replace(session_id="empty-7Qx")
     async with db.service() as service:
         await service.create_session(**who._asdict(), state={"old": "7Qx"})
         row = db.rows("SELECT * FROM secure_sessions ORDER BY id DESC LIMIT 1")
         await service.delete_session(**who._asdict())
         await service.create_session(**who._asdict(), state={"new": "7Qx"})
-    dig_up(db, {"secure_sessions": row}, "secure_sessions")
+    replay_rows(db, {"secure_sessions": row}, "secure_sessions")
     async with db.service() as service:
         for operation in (get, get_last, list_user, list_app, delete):
-            assert type(await refusal(operation, service, db, who)) is TamperedError
+            assert type(await rejection(operation, service, db, who)) is TamperedError
 
 
 @pytest.mark.parametrize("table", ["secure_sessions", "secure_witnesses"])
 @pytest.mark.parametrize("events", [0, 4])
-async def test_row_of_a_former_session_of_the_same_id_is_refused(
+async def test_row_of_a_former_session_of_the_same_id_is_rejected(
     db: Database, table: str, events: int
 ) -> None:
-    rows, _ = await bury(db, VISIT)
+    rows, _ = await delete_session_of(db, VISIT)
     await recreate(db, VISIT, events)
-    dig_up(db, rows, table)
-    level = SESSION if table == "secure_sessions" else SESSION_BY_ID
-    await assert_refused(db, level, TamperedError)
+    replay_rows(db, rows, table)
+    impact = SESSION if table == "secure_sessions" else SESSION_BY_ID
+    await assert_rejected(db, impact, TamperedError)
 
 
-async def test_row_of_a_former_session_under_the_new_key_is_refused(db: Database) -> None:
-    rows, _ = await bury(db, VISIT)
+async def test_row_of_a_former_session_under_the_new_key_is_rejected(db: Database) -> None:
+    rows, _ = await delete_session_of(db, VISIT)
     await recreate(db, VISIT, 4)
     new = db.value("SELECT max(id) FROM secure_sessions")
     db.run("DELETE FROM secure_sessions WHERE id = :new", new=new)
-    dig_up(db, rows, "secure_sessions")
+    replay_rows(db, rows, "secure_sessions")
     db.run("UPDATE secure_sessions SET id = :new WHERE id = :visit", new=new)
-    await assert_refused(db, SESSION, TamperedError)
+    await assert_rejected(db, SESSION, TamperedError)
 
 
 @pytest.mark.parametrize("seq", [0, 3])
-async def test_event_of_a_former_session_of_the_same_id_is_refused(db: Database, seq: int) -> None:
-    rows, _ = await bury(db, VISIT)
+async def test_event_of_a_former_session_of_the_same_id_is_rejected(db: Database, seq: int) -> None:
+    rows, _ = await delete_session_of(db, VISIT)
     await recreate(db, VISIT, 4)
     _, _, time, event = rows["secure_events"][seq]
     new = db.value("SELECT max(id) FROM secure_sessions")
@@ -272,12 +274,12 @@ async def test_event_of_a_former_session_of_the_same_id_is_refused(db: Database,
         new=new,
         seq=seq,
     )
-    level = HISTORY if seq == 0 else HISTORY._replace(refused=(*HISTORY.refused, get_last))
-    await assert_refused(db, level, TamperedError)
+    impact = HISTORY if seq == 0 else HISTORY._replace(rejected=(*HISTORY.rejected, get_last))
+    await assert_rejected(db, impact, TamperedError)
 
 
-async def test_base_of_a_former_session_of_the_same_id_is_refused(db: Database) -> None:
-    rows, _ = await bury(db, ARCHIVE)
+async def test_snapshot_of_a_former_session_of_the_same_id_is_rejected(db: Database) -> None:
+    rows, _ = await delete_session_of(db, ARCHIVE)
     async with db.service() as service:
         session = await service.create_session(**ARCHIVE._asdict(), state={"a": "x" * 9000})
         for number in range(3):
@@ -285,15 +287,15 @@ async def test_base_of_a_former_session_of_the_same_id_is_refused(db: Database) 
     new = db.value("SELECT max(id) FROM secure_sessions")
     ((_, _, state),) = rows["secure_bases"]
     db.run("UPDATE secure_bases SET state = :state WHERE session_row = :new", state=state, new=new)
-    await assert_refused(db, SESSION, TamperedError, who=ARCHIVE)
+    await assert_rejected(db, SESSION, TamperedError, who=ARCHIVE)
 
 
-async def test_handle_from_a_former_session_is_refused(db: Database) -> None:
-    """Not an attack on the database, but it must not write into its successor either."""
-    _, handle = await bury(db, VISIT)
+async def test_session_object_of_a_former_session_is_rejected(db: Database) -> None:
+    """Not an attack on the database; but it must not write into the session that came after."""
+    _, former = await delete_session_of(db, VISIT)
     await recreate(db, VISIT, 4)
     before = db.dump()
     async with db.service() as service:
         with pytest.raises(ValueError, match="modified in storage"):
-            await service.append_event(handle, new_event(99))
+            await service.append_event(former, new_event(99))
     assert db.dump() == before

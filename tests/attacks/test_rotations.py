@@ -1,4 +1,4 @@
-"""Keys that were replaced and dropped: what is left to whoever has them, or puts them back."""
+"""Keys that were rotated and retired: what an attacker can do who has them or replays them."""
 
 import re
 import time
@@ -29,20 +29,23 @@ from adk_secure_sessions.maintenance import (
     verify,
 )
 from adk_secure_sessions.storage.schema import metadata
-from tests.attacks.places import RECORDS, Place, by_name
+from tests.attacks.cells import RECORDS, SAMPLE, Cell, by_name
+from tests.attacks.databases import also_on
 from tests.attacks.support import (
     Database,
     Dump,
-    Older,
+    OlderCopy,
     append,
-    assert_refused,
+    assert_rejected,
     assert_works,
     create_another,
     get,
-    refusal,
+    rejection,
 )
-from tests.attacks.world import BOB, EVERYBODY, KEY, SECRET, VISIT
+from tests.attacks.world import ALL_SESSIONS, BOB, KEY, SECRET, VISIT
 from tests.format_reader import expand
+
+pytestmark = also_on("fernet", "mariadb")
 
 NEW, NEWER = bytes(range(32, 64)), bytes(range(64, 96))
 _PLAINTEXT = re.compile(rf"(key|text)-{SECRET}".encode())  # too long to come up by chance
@@ -55,7 +58,7 @@ def under(root: bytes, db: Database) -> EncryptionBackend:
 
 
 def contents(db: Database) -> Dump:
-    """All rows, to be put back."""
+    """All rows, to be replayed later."""
     return {name: db.rows(f"SELECT * FROM {name}") for name in metadata.tables}
 
 
@@ -65,14 +68,14 @@ async def replace_data_keys(db: Database) -> None:
         assert (await retire(maintained)).kept == 0
 
 
-async def replace_all(db: Database, *, dropping: bool = True) -> None:
-    """As docs/rotation.md has it after a leak; afterwards NEW is the root key."""
+async def replace_all(db: Database, *, retiring: bool = True) -> None:
+    """The steps of docs/rotation.md after a leak; afterwards NEW is the root key."""
     async with Maintained(db.url, under(NEW, db), [db.backend()]) as maintained:
         await rotate_root(maintained)
     async with Maintained(db.url, under(NEW, db)) as maintained:
         assert (await rotate_master(maintained)).left == 0
         assert (await rotate_data(maintained)).left == 0
-        if dropping:
+        if retiring:
             assert (await retire(maintained)).kept == 0
 
 
@@ -80,11 +83,11 @@ async def assert_whole(db: Database, *backends: EncryptionBackend) -> None:
     backend, *others = backends or (db.backend(),)
     async with Maintained(db.url, backend, others) as maintained:
         found = await verify(maintained)
-    assert (found.bad, found.sessions) == (0, len(EVERYBODY))
+    assert (found.bad, found.sessions) == (0, len(ALL_SESSIONS))
 
 
-def put_back(db: Database, before: Dump, table: str) -> None:
-    """Add the rows of *table* whose ids are not there any more."""
+def replay(db: Database, before: Dump, table: str) -> None:
+    """Insert the rows of *table* whose ids are no longer there."""
     there = {row[0] for row in db.rows(f"SELECT * FROM {table}")}
     for row in before[table]:
         if row[0] not in there:
@@ -93,22 +96,22 @@ def put_back(db: Database, before: Dump, table: str) -> None:
                 connection.execute(f"INSERT INTO {table} VALUES ({slots})", row)
 
 
-# --- somebody has old keys, and reads -------------------------------------------------------------
+# --- an attacker with old keys reads -------------------------------------------------------------
 
 
 def opened(key: bytes, sealed: bytes) -> bytes:
-    """AES-256-GCM without its tag: what an attacker reads who need not be sure of it."""
+    """Decrypt AES-256-GCM without checking its tag, as an attacker can."""
     counter = modes.CTR(sealed[:12] + b"\0\0\0\2")
     return Cipher(algorithms.AES256(key), counter).decryptor().update(sealed[12:-16])
 
 
 def read_with(root: bytes, keys: Dump, data: Dump) -> int:
-    """How many records in *data* open with *root* and the key tables of *keys*."""
-    return sum(bool(_PLAINTEXT.search(text)) for text in all_made_of(root, keys, data))
+    """How many records in *data* are decrypted by *root* and the key tables of *keys*."""
+    return sum(bool(_PLAINTEXT.search(text)) for text in every_decryption(root, keys, data))
 
 
-def all_made_of(root: bytes, keys: Dump, data: Dump) -> Iterator[bytes]:
-    """Each record, by each key that there is or may be, wherever it belongs."""
+def every_decryption(root: bytes, keys: Dump, data: Dump) -> Iterator[bytes]:
+    """Decrypt each record with each key that the attacker can have."""
     wrapping = expand(root, b"adk-secure-sessions/v1/wrap")
     masters = {opened(wrapping, row[4][1:]) for row in keys["secure_keyring"]}
     data_keys = [row[5][13:] for row in keys["secure_data_keys"]]
@@ -125,7 +128,7 @@ async def test_old_root_key_and_copy_of_the_key_tables_open_nothing_once_all_are
     db = aes_db
     before = contents(db)
     known_before = read_with(KEY, before, before)
-    assert known_before > 5 * len(EVERYBODY)
+    assert known_before > 5 * len(ALL_SESSIONS)
     await replace_all(db)
     async with db.service(under(NEW, db)) as service:
         await append(service, db, VISIT)
@@ -134,13 +137,13 @@ async def test_old_root_key_and_copy_of_the_key_tables_open_nothing_once_all_are
     both = {table: before[table] + after[table] for table in before}
     for known in (before, after, both):
         assert read_with(KEY, known, after) == 0
-    assert read_with(KEY, both, before) == known_before  # what they copied stays open to them
+    assert read_with(KEY, both, before) == known_before  # older copies stay readable
 
 
-async def test_old_root_key_and_copy_of_the_key_tables_open_records_until_then(
+async def test_old_root_key_and_copy_of_the_key_tables_open_records_until_data_keys_are_replaced(
     aes_db: Database,
 ) -> None:
-    """Other master keys alone are not enough."""
+    """New master keys alone are not enough."""
     db = aes_db
     before = contents(db)
     async with Maintained(db.url, under(NEW, db), [db.backend()]) as maintained:
@@ -149,89 +152,90 @@ async def test_old_root_key_and_copy_of_the_key_tables_open_records_until_then(
         await retire(maintained)
     async with db.service(under(NEW, db)) as service:
         await append(service, db, VISIT)
-    assert read_with(KEY, before, contents(db)) > 5 * len(EVERYBODY)
+    assert read_with(KEY, before, contents(db)) > 5 * len(ALL_SESSIONS)
 
 
-# --- somebody puts back what was replaced ---------------------------------------------------------
+# --- an attacker replays what was replaced -------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", RECORDS, ids=by_name)
-async def test_old_record_put_back_after_retire_is_refused(db: Database, place: Place) -> None:
-    """The very value that was there, under the key that was dropped."""
-    before = place.stored(db)
+@also_on("fernet", "mariadb", cases=SAMPLE)
+@pytest.mark.parametrize("cell", RECORDS, ids=by_name)
+async def test_old_record_replayed_after_retire_is_rejected(db: Database, cell: Cell) -> None:
+    """The same bytes as before, under a data key that was retired."""
+    before = cell.stored(db)
     await replace_data_keys(db)
-    assert place.stored(db) != before
-    place.store(db, before)
-    await assert_refused(db, place.level, UnknownKeyError, who=place.who)
+    assert cell.stored(db) != before
+    cell.store(db, before)
+    await assert_rejected(db, cell.impact, UnknownKeyError, who=cell.who)
 
 
-async def test_older_session_put_back_with_its_data_key_is_refused(older: Older) -> None:
-    """The key opens it again; that it is of another time shows as ever."""
+async def test_older_session_replayed_with_its_data_key_is_rejected(older: OlderCopy) -> None:
+    """The data key decrypts it again; that the row is older is detected as ever."""
     db = older.database
     before = contents(db)
     await replace_data_keys(db)
-    put_back(db, before, "secure_data_keys")
-    older.put_back("secure_sessions", "id = :visit")
+    replay(db, before, "secure_data_keys")
+    older.replay_row("secure_sessions", "id = :visit")
     async with db.service() as service:
-        assert type(await refusal(get, service, db, VISIT)) is TamperedError
+        assert type(await rejection(get, service, db, VISIT)) is TamperedError
 
 
-async def test_dropped_data_key_put_back_seals_nothing(db: Database) -> None:
+async def test_retired_data_key_replayed_encrypts_nothing(db: Database) -> None:
     before = contents(db)
     await replace_data_keys(db)
     dropped = {row[0] for row in before["secure_data_keys"]}
-    put_back(db, before, "secure_data_keys")
-    for who in EVERYBODY:
+    replay(db, before, "secure_data_keys")
+    for who in ALL_SESSIONS:
         await assert_works(db, who)
     async with db.service() as service:
-        for who in EVERYBODY:
+        for who in ALL_SESSIONS:
             await create_another(service, db, who)
     after = contents(db)
-    assert len(after["secure_sessions"]) == 2 * len(EVERYBODY)
+    assert len(after["secure_sessions"]) == 2 * len(ALL_SESSIONS)
     for table in ("apps", "users", "sessions", "bases", "events", "witnesses"):
         assert not {unpack(row[-1])[1] for row in after[f"secure_{table}"]} & dropped
-    async with Maintained(db.url) as maintained:  # and is found again
+    async with Maintained(db.url) as maintained:  # finds and retires it again
         assert (await retire(maintained)).data_keys == len(dropped)
 
 
-async def test_dropped_data_key_put_back_without_its_master_is_refused(db: Database) -> None:
+async def test_retired_data_key_replayed_without_its_master_is_rejected(db: Database) -> None:
     before = contents(db)
     await replace_all(db)
     owner = db.value(f"SELECT {ALICES_TAG}")
     alices = [row for row in before["secure_data_keys"] if row[1] == owner]
-    put_back(db, before | {"secure_data_keys": alices}, "secure_data_keys")
+    replay(db, before | {"secure_data_keys": alices}, "secure_data_keys")
     async with db.service(under(NEW, db)) as service:
-        assert type(await refusal(get, service, db, VISIT)) is UnknownKeyError
-        assert type(await refusal(append, service, db, VISIT)) is UnknownKeyError
-        assert await get(service, db, BOB) == db.held(BOB)
+        assert type(await rejection(get, service, db, VISIT)) is UnknownKeyError
+        assert type(await rejection(append, service, db, VISIT)) is UnknownKeyError
+        assert await get(service, db, BOB) == db.session(BOB)
 
 
-async def test_dropped_master_put_back_is_refused_as_it_was_under_the_old_root_key(
+async def test_retired_master_replayed_under_the_old_root_key_is_rejected(
     db: Database,
 ) -> None:
     before = contents(db)
     await replace_all(db)
     masters = [row for row in before["secure_keyring"] if row[1] == "data"]
-    put_back(db, before | {"secure_keyring": masters}, "secure_keyring")
+    replay(db, before | {"secure_keyring": masters}, "secure_keyring")
     async with db.service(under(NEW, db)) as service:
-        assert type(await refusal(get, service, db, VISIT)) is WrongKeyError
+        assert type(await rejection(get, service, db, VISIT)) is WrongKeyError
 
 
 def forged_key(known: Keyring, owner: bytes, backend: EncryptionBackend) -> DataKeyRow:
-    """A data key of the attacker's own, wrapped by a master that they know."""
+    """A data key of the attacker, wrapped by a master key that the attacker knows."""
     assert known.current_id is not None
     row = DataKeyRow(new_key_id(), owner, 99, backend.backend_id, now(), b"")
     return wrap_data_key(row, known, known.current_id, bytes(32))
 
 
 @pytest.mark.parametrize("again", [True, False])
-async def test_dropped_master_put_back_wraps_keys_unless_the_root_key_was_changed_again(
+async def test_retired_master_replayed_wraps_keys_unless_the_root_key_was_rotated_again(
     db: Database, again: bool
 ) -> None:
-    """By somebody who has the master, and its row as it was under the new root key."""
+    """The attacker has the master key, and its row as the new root key wrapped it."""
     async with Maintained(db.url, db.backend()) as maintained:
         known = (await maintained.keys()).keyring
-    await replace_all(db, dropping=False)
+    await replace_all(db, retiring=False)
     before = contents(db)
     async with Maintained(db.url, under(NEW, db)) as maintained:
         await retire(maintained)
@@ -241,26 +245,26 @@ async def test_dropped_master_put_back_wraps_keys_unless_the_root_key_was_change
         async with Maintained(db.url, backend, [under(NEW, db)]) as maintained:
             await rotate_root(maintained)
     await assert_whole(db, backend)
-    put_back(db, before, "secure_keyring")
+    replay(db, before, "secure_keyring")
     forged = forged_key(known, db.value(f"SELECT {ALICES_TAG}"), backend)
-    put_back(db, {"secure_data_keys": [tuple(forged)]}, "secure_data_keys")
+    replay(db, {"secure_data_keys": [tuple(forged)]}, "secure_data_keys")
     async with db.service(backend) as service:
         if again:
-            assert type(await refusal(append, service, db, VISIT)) is WrongKeyError
+            assert type(await rejection(append, service, db, VISIT)) is WrongKeyError
             return
         await append(service, db, VISIT)
     stored = db.value("SELECT state FROM secure_sessions WHERE id = :visit")
     assert unpack(stored)[1] == forged.id, "the limit is gone: say so in docs/limits.md"
 
 
-# --- somebody tells a rotation that it is further than it is --------------------------------------
+# --- an attacker makes a rotation skip rows ------------------------------------------------------
 
 ROTATIONS: dict[str, Any] = {"master": rotate_master, "data": rotate_data}
 LAST = 2**63 - 1
 
 
 async def interrupt(db: Database, name: str) -> str:
-    """Begin a rotation that does not end; its checkpoint."""
+    """Begin a rotation and stop it; return its checkpoint."""
 
     class Stop(Exception):
         pass
@@ -279,8 +283,8 @@ def store(db: Database, name: str, value: str) -> None:
     db.run("REPLACE INTO secure_meta VALUES (:n, :v)", n=f"rotation.{name}", v=value)
 
 
-async def made_up(db: Database, name: str, *words: int) -> str:
-    """A checkpoint by somebody who has the index master."""
+async def forged_checkpoint(db: Database, name: str, *words: int) -> str:
+    """A checkpoint by an attacker who has the index master key."""
     async with Maintained(db.url, db.backend()) as maintained:
         index = (await maintained.keys()).keyring.index
     text = " ".join(map(str, words))
@@ -293,9 +297,7 @@ def now() -> int:
 
 @pytest.mark.parametrize("name", ROTATIONS)
 @pytest.mark.parametrize("whose", ["nobody's", "another index master's", "the other rotation's"])
-async def test_checkpoint_that_was_made_up_is_refused(
-    file_db: Database, name: str, whose: str
-) -> None:
+async def test_forged_checkpoint_is_rejected(file_db: Database, name: str, whose: str) -> None:
     text = f"{now()} 1 {LAST}"
     if whose == "the other rotation's":
         (other,) = ROTATIONS.keys() - {name}
@@ -318,14 +320,14 @@ async def test_checkpoint_that_was_made_up_is_refused(
 async def test_replayed_checkpoint_does_not_pass_for_a_new_rotation(
     file_db: Database, name: str
 ) -> None:
-    """Of a rotation that has ended: what it replaced since then is not replaced again."""
+    """The rotation has ended; rows that it has replaced are not replaced again."""
     value = await interrupt(file_db, name)
     async with Maintained(file_db.url, file_db.backend()) as maintained:
         first = await ROTATIONS[name](maintained)
         store(file_db, name, value)
         began = now()
         again = await ROTATIONS[name](maintained)
-        assert again.resumed, "it has to say so"
+        assert again.resumed, "it must report that it continued"
         assert again.since == first.since < began
         anew = await ROTATIONS[name](maintained, restart=True)
         assert anew.resumed is False
@@ -340,7 +342,7 @@ async def test_forged_checkpoint_does_not_hide_records_of_another_backend(
     file_db: Database,
 ) -> None:
     other = AesGcmBackend(KEY) if file_db.is_fernet else FernetBackend(KEY)
-    store(file_db, "data", await made_up(file_db, "data", now(), 1, LAST))
+    store(file_db, "data", await forged_checkpoint(file_db, "data", now(), 1, LAST))
     async with Maintained(file_db.url, other, [file_db.backend()]) as maintained:
         done = await rotate_data(maintained)
         assert (done.resumed, done.reencrypted, done.left > 0) == (True, 0, True)
@@ -351,7 +353,7 @@ async def test_forged_checkpoint_does_not_hide_records_of_another_backend(
 async def test_forged_checkpoint_does_not_hide_records_under_older_keys(
     file_db: Database,
 ) -> None:
-    store(file_db, "data", await made_up(file_db, "data", now(), 1, LAST))
+    store(file_db, "data", await forged_checkpoint(file_db, "data", now(), 1, LAST))
     async with Maintained(file_db.url, file_db.backend()) as maintained:
         done = await rotate_data(maintained)
         assert (done.resumed, done.reencrypted, done.left > 0) == (True, 0, True)
@@ -362,7 +364,7 @@ async def test_forged_checkpoint_does_not_hide_records_under_older_keys(
 async def test_forged_checkpoint_does_not_hide_data_keys_under_another_master(
     file_db: Database,
 ) -> None:
-    store(file_db, "master", await made_up(file_db, "master", now(), 0, LAST))
+    store(file_db, "master", await forged_checkpoint(file_db, "master", now(), 0, LAST))
     async with Maintained(file_db.url, file_db.backend()) as maintained:
         done = await rotate_master(maintained)
     keys = file_db.value("SELECT count(*) FROM secure_data_keys")

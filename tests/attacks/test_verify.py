@@ -1,4 +1,4 @@
-"""`verify` names what was attacked, where no service would have met it yet, and nothing else."""
+"""`verify` names the rows that were tampered with, and no others."""
 
 import re
 from typing import NamedTuple
@@ -9,8 +9,11 @@ from adk_secure_sessions import AesGcmBackend, FernetBackend
 from adk_secure_sessions.errors import Reason
 from adk_secure_sessions.maintenance import Database as Maintained
 from adk_secure_sessions.maintenance import Verification, verify
-from tests.attacks.support import Database, Older
-from tests.attacks.world import EVERYBODY, KEY, SECRET
+from tests.attacks.databases import also_on
+from tests.attacks.support import Database, OlderCopy
+from tests.attacks.world import ALL_SESSIONS, KEY, SECRET
+
+pytestmark = also_on("fernet", "mariadb")
 
 _TAG = "(SELECT tag FROM secure_{} WHERE id = :{})"
 
@@ -25,7 +28,7 @@ async def verified(db: Database) -> Verification:
 
 
 class Attack(NamedTuple):
-    """SQL, the rows that it spoils (`:name` for the id of one), and how many that hides."""
+    """SQL, the rows that `verify` must name (`:visit` is a row's id), how many it cannot check."""
 
     sql: str
     bad: set[tuple[str, str]]
@@ -33,7 +36,7 @@ class Attack(NamedTuple):
 
 
 def flip(table: str, column: str, where: str) -> str:
-    """Change the last byte."""
+    """SQL that modifies the last byte."""
     last = f"substr({column}, length({column}), 1)"
     other = f"CASE {last} WHEN x'00' THEN x'01' ELSE x'00' END"
     kept = f"substr({column}, 1, length({column}) - 1)"
@@ -46,7 +49,7 @@ ATTACKS = {
         flip("secure_events", "event", "session_row = :visit AND seq = 2"),
         {("secure_events", ":visit, 2")},
     ),
-    "byte of a base": Attack(
+    "byte of a snapshot": Attack(
         flip("secure_bases", "state", "session_row = :archive"), {("secure_bases", ":archive")}
     ),
     "byte of a session": Attack(
@@ -85,7 +88,7 @@ ATTACKS = {
         "UPDATE secure_sessions SET revision = 9223372036854775807",
         {("secure_sessions", f":{row}") for row in ROW_NAMES},
     ),
-    "base removed": Attack(
+    "snapshot removed": Attack(
         "DELETE FROM secure_bases WHERE session_row = :archive", {("secure_bases", ":archive")}
     ),
     "witness of a session removed": Attack(
@@ -115,7 +118,7 @@ ATTACKS = {
         "WHERE session_row = :visit",
         {("secure_events", "7")},
     ),
-    "base that belongs to nothing": Attack(
+    "snapshot that belongs to nothing": Attack(
         "INSERT INTO secure_bases SELECT 7, revision, state FROM secure_bases",
         {("secure_bases", "7")},
     ),
@@ -129,21 +132,22 @@ ATTACKS = {
         "backend_id, created_at, wrapped FROM secure_data_keys LIMIT 1",
         {("secure_data_keys", "7")},
     ),
-    "record in clear": Attack(
+    "plaintext record": Attack(
         "UPDATE secure_events SET event = x'7b7d' WHERE session_row = :visit AND seq = 0",
         {("secure_events", ":visit, 0")},
     ),
 }
 
 
-async def test_verify_finds_nothing_in_a_database_that_nobody_attacked(db: Database) -> None:
+async def test_verify_finds_nothing_in_a_database_without_an_attack(db: Database) -> None:
     found = await verified(db)
-    events = 4 * len(EVERYBODY)
-    assert found == Verification(2, 3, len(EVERYBODY), events, unchecked=0, bad=0, problems=())
+    events = 4 * len(ALL_SESSIONS)
+    assert found == Verification(2, 3, len(ALL_SESSIONS), events, unchecked=0, bad=0, problems=())
 
 
+@also_on("fernet", "mariadb", cases=["byte of an event", "event within", "user removed"])
 @pytest.mark.parametrize("name", ATTACKS)
-async def test_verify_names_what_was_attacked_and_nothing_else(db: Database, name: str) -> None:
+async def test_verify_names_the_tampered_rows_and_no_others(db: Database, name: str) -> None:
     attack = ATTACKS[name]
     db.run(attack.sql)
     found = await verified(db)
@@ -171,8 +175,8 @@ async def test_verify_names_two_users_whose_states_were_swapped(db: Database) ->
     assert (found.bad, found.unchecked) == (2, 4)
 
 
-async def test_verify_names_a_row_from_an_older_time(db: Database, older: Older) -> None:
-    older.put_back("secure_sessions", "id = :notes")
+async def test_verify_names_an_older_row_that_was_replayed(db: Database, older: OlderCopy) -> None:
+    older.replay_row("secure_sessions", "id = :notes")
     found = await verified(db)
     assert [(one.table, one.row) for one in found.problems] == [
         ("secure_sessions", str(db.world.rows["notes"]))
@@ -185,6 +189,6 @@ async def test_verify_names_every_owner_of_another_backend(db: Database) -> None
         found = await verify(maintained)
         assert {one.table for one in found.problems} == {"secure_apps"}
         assert found.problems[0].reason is Reason.UNKNOWN_BACKEND
-        assert (found.bad, found.unchecked, found.sessions) == (2, 3 + len(EVERYBODY), 0)
+        assert (found.bad, found.unchecked, found.sessions) == (2, 3 + len(ALL_SESSIONS), 0)
     async with Maintained(db.url, other, [db.backend()]) as maintained:
         assert (await verify(maintained)).bad == 0

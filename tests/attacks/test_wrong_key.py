@@ -1,4 +1,4 @@
-"""A wrong root key is refused at the start, before anything is written."""
+"""A wrong root key is rejected at the start, before anything is written."""
 
 import base64
 import secrets
@@ -21,6 +21,7 @@ from adk_secure_sessions import (
 )
 from adk_secure_sessions.maintenance import Database as Maintained
 from adk_secure_sessions.maintenance import rotate_root
+from tests.attacks.databases import also_on
 from tests.attacks.support import (
     Database,
     Operation,
@@ -33,10 +34,12 @@ from tests.attacks.support import (
     get_no_events,
     list_app,
     list_user,
-    refusal,
+    rejection,
     user_state,
 )
 from tests.attacks.world import VISIT
+
+pytestmark = also_on("fernet", "postgresql")
 
 OTHER = bytes(reversed(range(32)))
 OPERATIONS = [
@@ -64,7 +67,7 @@ def files(path: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("in_wal", [True, False], ids=["in WAL mode", "not in WAL mode"])
 @pytest.mark.parametrize("backend", BACKENDS)
-async def test_wrong_key_is_refused_by_prepare_tables_before_anything_is_written(
+async def test_wrong_key_is_rejected_by_prepare_tables_before_anything_is_written(
     file_db: Database, backend: Callable[[bytes], EncryptionBackend], in_wal: bool
 ) -> None:
     if not in_wal:
@@ -78,32 +81,32 @@ async def test_wrong_key_is_refused_by_prepare_tables_before_anything_is_written
 
 @pytest.mark.parametrize("in_wal", [True, False], ids=["in WAL mode", "not in WAL mode"])
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.__name__)
-async def test_wrong_key_is_refused_by_the_first_operation_before_anything_is_written(
+async def test_wrong_key_is_rejected_by_the_first_operation_before_anything_is_written(
     file_db: Database, operation: Operation, in_wal: bool
 ) -> None:
     if not in_wal:
         leave_wal(file_db.path)
     before = files(file_db.path)
     async with file_db.service(AesGcmBackend(OTHER)) as service:
-        assert type(await refusal(operation, service, file_db, VISIT)) is WrongKeyError
-        # And by the next, too: it is not half open now.
-        assert type(await refusal(operation, service, file_db, VISIT)) is WrongKeyError
+        assert type(await rejection(operation, service, file_db, VISIT)) is WrongKeyError
+        # The next call is rejected, too: the service is not half open.
+        assert type(await rejection(operation, service, file_db, VISIT)) is WrongKeyError
     assert files(file_db.path) == before
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.__name__)
-async def test_wrong_key_is_refused_on_a_server_before_anything_is_written(
+async def test_wrong_key_is_rejected_on_a_server_before_anything_is_written(
     server_db: Database, operation: Operation
 ) -> None:
     before = server_db.dump()
     async with server_db.service(AesGcmBackend(OTHER)) as service:
-        assert type(await refusal(operation, service, server_db, VISIT)) is WrongKeyError
+        assert type(await rejection(operation, service, server_db, VISIT)) is WrongKeyError
         with pytest.raises(WrongKeyError, match="root key"):
             await service.prepare_tables()
     assert server_db.dump() == before
 
 
-async def test_wrong_key_is_refused_on_a_callers_engine_before_anything_is_written(
+async def test_wrong_key_is_rejected_on_a_callers_engine_before_anything_is_written(
     tmp_path: Path,
 ) -> None:
     db = Database(tmp_path / "sessions.db", "aesgcm", on_engine=True)
@@ -113,25 +116,25 @@ async def test_wrong_key_is_refused_on_a_callers_engine_before_anything_is_writt
         with pytest.raises(WrongKeyError):
             await service.prepare_tables()
         for operation in OPERATIONS:
-            assert type(await refusal(operation, service, db, VISIT)) is WrongKeyError
+            assert type(await rejection(operation, service, db, VISIT)) is WrongKeyError
     assert files(db.path) == before
 
 
-async def test_right_key_works_after_a_wrong_one_was_refused(db: Database) -> None:
+async def test_right_key_works_after_a_wrong_one_was_rejected(db: Database) -> None:
     async with db.service(AesGcmBackend(OTHER)) as service:
         with pytest.raises(WrongKeyError):
             await service.prepare_tables()
     async with db.service() as service:
-        assert await get(service, db, VISIT) == db.held(VISIT)
+        assert await get(service, db, VISIT) == db.session(VISIT)
 
 
-async def test_right_key_beside_a_wrong_one_that_writes_reads_what_is_there(db: Database) -> None:
-    """As while one root key replaces another; each is looked up by its id."""
+async def test_right_key_listed_after_another_one_still_reads(db: Database) -> None:
+    """As while a root key is rotated; each is looked up by its id."""
     async with db.service(AesGcmBackend(OTHER), additional_backends=[db.backend()]) as service:
-        assert await get(service, db, VISIT) == db.held(VISIT)
+        assert await get(service, db, VISIT) == db.session(VISIT)
 
 
-async def assert_other_is_refused(
+async def assert_other_is_rejected(
     path: Path, right: EncryptionBackend, wrong: EncryptionBackend
 ) -> None:
     url = f"sqlite+aiosqlite:///{path}"
@@ -148,49 +151,49 @@ async def assert_other_is_refused(
         assert await service.get_session(**VISIT._asdict())
 
 
-async def test_wrong_passphrase_is_refused(tmp_path: Path) -> None:
-    await assert_other_is_refused(
+async def test_wrong_passphrase_is_rejected(tmp_path: Path) -> None:
+    await assert_other_is_rejected(
         tmp_path / "sessions.db",
         AesGcmBackend(PassphraseKey("correct horse battery staple")),
         AesGcmBackend(PassphraseKey("correct horse battery stapler")),
     )
 
 
-async def test_key_in_place_of_a_passphrase_is_refused(tmp_path: Path) -> None:
-    await assert_other_is_refused(
+async def test_key_in_place_of_a_passphrase_is_rejected(tmp_path: Path) -> None:
+    await assert_other_is_rejected(
         tmp_path / "sessions.db",
         AesGcmBackend(PassphraseKey("correct horse battery staple")),
         AesGcmBackend(OTHER),
     )
 
 
-async def test_wrong_environment_key_is_refused(
+async def test_wrong_environment_key_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RIGHT_KEY", base64.b64encode(secrets.token_bytes(32)).decode())
     monkeypatch.setenv("WRONG_KEY", base64.b64encode(secrets.token_bytes(32)).decode())
-    await assert_other_is_refused(
+    await assert_other_is_rejected(
         tmp_path / "sessions.db",
         AesGcmBackend(EnvironmentKey("RIGHT_KEY")),
         AesGcmBackend("env:WRONG_KEY"),
     )
 
 
-async def test_wrong_key_file_is_refused(tmp_path: Path) -> None:
+async def test_wrong_key_file_is_rejected(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.mkdir()
     for name in ("right", "wrong"):
         (keys / name).write_bytes(secrets.token_bytes(32))
         (keys / name).chmod(0o600)
-    await assert_other_is_refused(
+    await assert_other_is_rejected(
         tmp_path / "sessions.db",
         FernetBackend(FileKey(keys / "right")),
         FernetBackend(FileKey(keys / "wrong")),
     )
 
 
-async def test_root_key_that_takes_the_name_of_another_is_refused(tmp_path: Path) -> None:
-    """A provider's `key_id` is its own claim."""
+async def test_root_key_that_takes_the_name_of_another_is_rejected(tmp_path: Path) -> None:
+    """A provider chooses its `key_id` itself."""
 
     class Impostor(PassphraseKey):
         def __init__(self, key_id: str) -> None:
@@ -199,7 +202,7 @@ async def test_root_key_that_takes_the_name_of_another_is_refused(tmp_path: Path
 
     right = AesGcmBackend(OTHER)
     wrong = AesGcmBackend(Impostor(right.root_key.key_id))
-    await assert_other_is_refused(tmp_path / "sessions.db", right, wrong)
+    await assert_other_is_rejected(tmp_path / "sessions.db", right, wrong)
 
 
 PASSPHRASE_HEADER = {
@@ -216,7 +219,7 @@ PASSPHRASE_HEADER = {
 }
 
 
-async def test_passphrase_cost_that_was_changed_is_refused_without_paying_it(
+async def test_modified_passphrase_cost_is_rejected_without_paying_it(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "sessions.db"
@@ -237,7 +240,7 @@ async def test_passphrase_cost_that_was_changed_is_refused_without_paying_it(
                     await service.prepare_tables()
                 except WrongKeyError:
                     continue
-            pytest.fail(f"{name} was not refused")
+            pytest.fail(f"{name} was not rejected")
 
 
 async def test_old_root_key_opens_nothing_after_its_rotation(db: Database) -> None:
@@ -246,10 +249,10 @@ async def test_old_root_key_opens_nothing_after_its_rotation(db: Database) -> No
         await rotate_root(maintained)
     old = db.backend()
     async with db.service(old) as service:
-        error = await refusal(get, service, db, VISIT)
+        error = await rejection(get, service, db, VISIT)
         assert type(error) is WrongKeyError
         assert new.root_key.key_id in str(error)
-    # Nor does it where the rows are made to name it again.
+    # Nor if the rows are modified to name the old root key again.
     db.run("UPDATE secure_keyring SET root_key_id = :old", old=old.root_key.key_id)
     async with db.service(old) as service:
-        assert type(await refusal(get, service, db, VISIT)) is WrongKeyError
+        assert type(await rejection(get, service, db, VISIT)) is WrongKeyError

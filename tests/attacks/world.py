@@ -1,4 +1,12 @@
-"""The database under attack: who has what in it, built once for each backend."""
+"""The database that is attacked: its users and sessions, built once for each backend.
+
+How it works.  `build_world(backend)` runs a service on a new SQLite file and keeps three things:
+the bytes of the file when it is finished, and two events earlier (what an attacker may have copied
+then); the ids of its rows by name, so that SQL can say `WHERE id = :visit`; and every session as
+its owner loads it.  Each user has another role: alice has three sessions, one of them with a large
+state and so with a snapshot; bob is another user of the same app, carol one of another app.  Every
+id, key, value and text contains `SECRET`, which no error may repeat.
+"""
 
 import asyncio
 import functools
@@ -23,7 +31,7 @@ from adk_secure_sessions import (
 )
 
 KEY = bytes(range(32))
-SECRET = "7Qx"  # in every id, key, value and text: no error may repeat it
+SECRET = "7Qx"
 START = 1_700_000_000.0
 BACKENDS: dict[str, Callable[[], EncryptionBackend]] = {
     "aesgcm": lambda: AesGcmBackend(KEY),
@@ -31,22 +39,22 @@ BACKENDS: dict[str, Callable[[], EncryptionBackend]] = {
 }
 
 
-class Who(NamedTuple):
-    """Names a session."""
+class SessionIds(NamedTuple):
+    """Which session: the ids that ADK uses."""
 
     app_name: str
     user_id: str
     session_id: str
 
 
-VISIT = Who("clinic", "alice-7Qx", "visit-7Qx")
-NOTES = Who("clinic", "alice-7Qx", "notes-7Qx")
-ARCHIVE = Who("clinic", "alice-7Qx", "archive-7Qx")  # of large state, so with a base
-BOB = Who("clinic", "bob-7Qx", "visit-7Qx")
-CAROL = Who("bank", "carol-7Qx", "visit-7Qx")
-EVERYBODY = (VISIT, NOTES, ARCHIVE, BOB, CAROL)
+VISIT = SessionIds("clinic", "alice-7Qx", "visit-7Qx")
+NOTES = SessionIds("clinic", "alice-7Qx", "notes-7Qx")
+ARCHIVE = SessionIds("clinic", "alice-7Qx", "archive-7Qx")  # its large state has a snapshot
+BOB = SessionIds("clinic", "bob-7Qx", "visit-7Qx")
+CAROL = SessionIds("bank", "carol-7Qx", "visit-7Qx")
+ALL_SESSIONS = (VISIT, NOTES, ARCHIVE, BOB, CAROL)
 
-# How SQL in the tests names their rows: `WHERE id = :visit`.
+# The names that SQL in the tests has for their rows.
 ROWS = {
     VISIT: {"clinic": "apps", "alice": "users", "visit": "sessions"},
     NOTES: {"notes": "sessions"},
@@ -57,11 +65,11 @@ ROWS = {
 
 
 class World(NamedTuple):
-    """A finished database, how it was two events earlier, and what its owners hold."""
+    """A database: its bytes two events before the end and at the end, row ids, and sessions."""
 
     files: tuple[bytes, bytes]
     rows: dict[str, int]
-    held: dict[Who, Session]
+    sessions: dict[SessionIds, Session]
 
 
 def new_event(number: int, delta: dict[str, Any] | None = None) -> Event:
@@ -76,7 +84,7 @@ def new_event(number: int, delta: dict[str, Any] | None = None) -> Event:
 
 @functools.cache
 def build_world(backend_name: str) -> World:
-    """Built in a thread: no matter whether an event loop runs in this one."""
+    """Build it in a thread of its own, since an event loop may be running in this one."""
     with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(1) as pool:
         path = Path(directory) / "sessions.db"
         return pool.submit(asyncio.run, _build(path, BACKENDS[backend_name])).result()
@@ -86,7 +94,7 @@ async def _build(path: Path, backend: Callable[[], EncryptionBackend]) -> World:
     url = f"sqlite+aiosqlite:///{path}"
     rows: dict[str, int] = {}
     async with EncryptedSessionService(url, backend()) as service:
-        for who in EVERYBODY:
+        for who in ALL_SESSIONS:
             large = {"large-7Qx": "x" * 8300} if who == ARCHIVE else {}
             state = {"key-7Qx": who.user_id, "user:key-7Qx": who.user_id, "app:key-7Qx": 0}
             await service.create_session(**who._asdict(), state=large | state)
@@ -97,19 +105,19 @@ async def _build(path: Path, backend: Callable[[], EncryptionBackend]) -> World:
     async with EncryptedSessionService(url, backend()) as service:
         await _append_two(service, 2, large=8200)
     async with EncryptedSessionService(url, backend()) as service:
-        held = {who: await service.get_session(**who._asdict()) for who in EVERYBODY}
-    found = {who: session for who, session in held.items() if session}
-    assert len(found) == len(EVERYBODY)
+        loaded = {who: await service.get_session(**who._asdict()) for who in ALL_SESSIONS}
+    found = {who: session for who, session in loaded.items() if session}
+    assert len(found) == len(ALL_SESSIONS)
     return World((first, _content(path)), rows, found)
 
 
 async def _append_two(service: EncryptedSessionService, first: int, large: int) -> None:
     for number in (first, first + 1):
-        for who in EVERYBODY:
+        for who in ALL_SESSIONS:
             session = await service.get_session(**who._asdict())
             assert session is not None
             delta: dict[str, Any] = {"step": number, "user:step": number, "app:step": number}
-            if who == ARCHIVE:  # enough, in the second round, for a new base
+            if who == ARCHIVE:  # enough, in the second round, for a new snapshot
                 delta["more-7Qx"] = "y" * large
             await service.append_event(session, new_event(number, delta))
 
@@ -121,7 +129,7 @@ def _newest(path: Path, table: str) -> int:
 
 
 def _content(path: Path) -> bytes:
-    """The file, whole: connections that close at the same moment may leave the log beside it."""
+    """The whole file: first merge the write-ahead log, which a closing connection may leave."""
     with closing(sqlite3.connect(path)) as connection:
         assert connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0] == 0
     return path.read_bytes()

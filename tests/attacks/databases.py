@@ -1,0 +1,54 @@
+"""Which databases an attack runs on.
+
+1. Every case of every test runs on SQLite with AES-256-GCM.
+2. `pytestmark = also_on("fernet", "postgresql")` at the top of a file, or the same as a decorator
+   of one test, lists where its tests run besides: with Fernet, on PostgreSQL, on MariaDB.
+3. There, only the first case of a test runs, or the ones that the list names: `cases=["event"]`.
+4. `make soak` runs every case of every test everywhere.
+
+The service decides what is rejected, not the database, and the stored format is the same on all of
+them.  So one attack of each kind is enough to show that it has the same answer on another database.
+"""
+
+from collections.abc import Collection
+
+import pytest
+
+SERVERS = ("postgresql", "mariadb")
+# The fixtures of conftest.py that give the database, and those of their parameters that stand for
+# another one than SQLite with AES-256-GCM.
+FIXTURES = ("db", "typed_db", "aes_db", "file_db", "server_db")
+OTHERS = ("fernet", *SERVERS)
+
+
+def also_on(*databases: str, cases: Collection[str] = ()) -> pytest.MarkDecorator:
+    """Run the first case of each test, or its *cases*, on *databases* as well.
+
+    A case is named by its id, or by the id of one of its parameters.
+    """
+    assert set(databases) <= set(OTHERS), databases
+    return pytest.mark.also_on(*databases, cases=frozenset(cases))
+
+
+def choose(items: list[pytest.Item]) -> None:
+    """Mark with `soak` what runs on other databases and is not listed to."""
+    firsts: dict[str, str] = {}
+    for item in items:
+        if not isinstance(item, pytest.Function) or (database := _other_database(item)) is None:
+            continue
+        item.add_marker(pytest.mark.no_cover)  # it reaches no code that the others do not
+        listed = item.get_closest_marker("also_on")
+        assert listed, f"{item.nodeid}: list in its file on which databases it also runs"
+        case = "-".join(part for part in item.callspec.id.split("-") if part != database)
+        first = firsts.setdefault(item.nodeid.partition("[")[0], case)
+        cases = listed.kwargs["cases"]
+        chosen = cases & {case, *case.split("-")} if cases else case == first
+        if not chosen or database not in listed.args:
+            item.add_marker(pytest.mark.soak)
+
+
+def _other_database(item: pytest.Function) -> str | None:
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    return next(
+        (str(parameters[name]) for name in FIXTURES if parameters.get(name) in OTHERS), None
+    )

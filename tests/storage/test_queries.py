@@ -1,0 +1,361 @@
+"""Statements meet exactly the rows that they name, and their rows become typed ones.
+
+What a statement means only a database can tell: here SQLite in memory.  The same statements run on
+every server in tests/conformance and tests/attacks.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from adk_secure_sessions.keys.data_keys import DataKeyRow
+from adk_secure_sessions.storage import queries as sql
+from adk_secure_sessions.storage import schema
+from adk_secure_sessions.storage.queries import (
+    AppRow,
+    Found,
+    SessionRow,
+    SnapshotRow,
+    UserRow,
+    WitnessRow,
+    chunks,
+    is_one_of,
+    numbered,
+)
+from tests.storage.support import APP, EVENT, KEY, SESSION, SNAPSHOT, USER, WHO, WITNESS, raw
+
+# --- typed rows ----------------------------------------------------------------------------------
+
+ONE_OF_EACH = [
+    raw(APP, [1, 2], b"name", b"state"),
+    raw(USER, [3, 4, 5], b"tag", b"state"),
+    raw(WITNESS, [6], b"tag", b"seal"),
+    raw(KEY, [7, 8, 9, 10], b"owner", b"wrapped"),
+    raw(SESSION, [11, 12, 13, 14, 15, 16, 17], b"tag", b"state"),
+    raw(SNAPSHOT, [18, 19], b"state"),
+    raw(EVENT, [20, 21], b"event"),
+]
+
+
+def test_row_of_each_kind_becomes_a_typed_one() -> None:
+    found = Found(ONE_OF_EACH)
+    assert found.app == AppRow(id=1, version=2, name=b"name", state=b"state")
+    assert found.user == UserRow(id=3, app_row=4, version=5, tag=b"tag", state=b"state")
+    assert found.witnesses == {b"tag": WitnessRow(number=6, tag=b"tag", seal=b"seal")}
+    assert found.data_keys == [
+        DataKeyRow(
+            id=7, owner=b"owner", generation=8, backend_id=9, created_at=10, wrapped=b"wrapped"
+        )
+    ]
+    assert found.session == SessionRow(
+        id=11, user_row=12, revision=13, base_revision=14, created_at=15, updated_at=16,
+        last_seq=17, tag=b"tag", state=b"state",
+    )  # fmt: skip
+    assert found.snapshots == {18: SnapshotRow(session_row=18, revision=19, state=b"state")}
+    (event,) = found.events
+    assert (event[sql.EVENT_SEQ], event[sql.EVENT_TIME], event[sql.EVENT_RECORD]) == (
+        20, 21, b"event"
+    )  # fmt: skip
+
+
+def test_rows_may_come_in_any_order_and_as_lists() -> None:
+    found = Found([list(row) for row in reversed(ONE_OF_EACH)])
+    assert (found.app, found.user, found.session) == (
+        Found(ONE_OF_EACH).app, Found(ONE_OF_EACH).user, Found(ONE_OF_EACH).session
+    )  # fmt: skip
+
+
+def test_no_rows_are_no_app_no_user_and_no_session() -> None:
+    found = Found([])
+    assert (found.app, found.user, found.session) == (None, None, None)
+    assert (found.users, found.sessions, found.events, found.data_keys) == ([], [], [], [])
+
+
+def test_several_users_and_sessions_are_all_kept() -> None:
+    users = [raw(USER, [n, 1, 1], b"%d" % n, b"") for n in range(3)]
+    sessions = [raw(SESSION, [n, n], b"%d" % n, b"") for n in range(3)]
+    found = Found(users + sessions)
+    assert [user.id for user in found.users] == [0, 1, 2]
+    assert [session.user_row for session in found.sessions] == [0, 1, 2]
+
+
+# --- parameters in chunks ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("number", "lengths"), [(0, []), (1, [2]), (2, [2]), (3, [200]), (200, [200]), (202, [200, 2])]
+)
+def test_chunks_have_one_of_two_lengths_and_lose_no_value(number: int, lengths: list[int]) -> None:
+    made = [*chunks(range(number))]
+    assert [len(part) for part in made] == lengths
+    assert {value for part in made for value in part} == set(range(number))
+
+
+def test_short_chunk_repeats_its_last_value() -> None:
+    assert [*chunks(["a"])] == [["a", "a"]]
+
+
+# --- on a database -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def connection() -> Iterator[sa.Connection]:
+    engine = sa.create_engine("sqlite://")
+    with engine.connect() as connection:
+        schema.metadata.create_all(connection)
+        yield connection
+    engine.dispose()
+
+
+SESSION_COLUMNS: dict[str, Any] = {
+    "id": 3, "user_row": 2, "tag": WHO.session_tag, "revision": 1, "base_revision": -1,
+    "created_at": 50, "updated_at": 60, "state": b"session",
+}  # fmt: skip
+APP_COLUMNS: dict[str, Any] = {
+    "id": 1, "tag": WHO.app_tag, "app_name": b"clinic", "version": 4, "state": b"app"
+}  # fmt: skip
+USER_COLUMNS: dict[str, Any] = {
+    "id": 2, "app_row": 1, "tag": WHO.user_tag, "version": 5, "state": b"user"
+}  # fmt: skip
+KEY_COLUMNS: dict[str, Any] = {
+    "id": 70, "owner": WHO.user_tag, "generation": 0, "backend_id": 1, "created_at": 80,
+    "wrapped": b"wrapped",
+}  # fmt: skip
+
+
+@pytest.fixture
+def filled(connection: sa.Connection) -> sa.Connection:
+    """One row of each kind, and some of somebody else, which no statement may meet."""
+
+    def add(table: sa.Table, *rows: dict[str, Any]) -> None:
+        connection.execute(sa.insert(table), list(rows))
+
+    other = b"o" * 16
+    add(schema.apps, APP_COLUMNS, APP_COLUMNS | {"id": 101, "tag": other})
+    add(schema.users, USER_COLUMNS, USER_COLUMNS | {"id": 102, "tag": other, "app_row": 101})
+    add(
+        schema.sessions,
+        SESSION_COLUMNS,
+        SESSION_COLUMNS | {"id": 103, "tag": other, "user_row": 102},
+    )
+    tags = {WHO.app_tag: 4, WHO.user_tag: 5, WHO.session_tag: 3, other: 9}
+    add(
+        schema.witnesses,
+        *({"tag": tag, "number": number, "seal": b"seal"} for tag, number in tags.items()),
+    )
+    add(schema.bases, *({"session_row": n, "revision": 0, "state": b"snapshot"} for n in (3, 103)))
+    add(
+        schema.events,
+        *(
+            {"session_row": row, "seq": seq, "time": 90 + seq, "event": b"%d" % seq}
+            for row in (3, 103)
+            for seq in range(3)
+        ),
+    )
+    add(schema.data_keys, KEY_COLUMNS, KEY_COLUMNS | {"id": 71, "owner": other})
+    return connection
+
+
+def found(connection: sa.Connection, query: sa.Executable, **more: object) -> Found:
+    return Found([tuple(row) for row in connection.execute(query, {**WHO.tags(), **more})])
+
+
+def test_statement_returns_the_rows_of_one_session_and_nobody_elses(filled: sa.Connection) -> None:
+    rows = found(filled, sql.SESSION_WITH_ALL_EVENTS[True])
+    assert rows.app == AppRow(1, 4, b"clinic", b"app")
+    assert rows.users == [UserRow(2, 1, 5, WHO.user_tag, b"user")]
+    assert rows.sessions == [SessionRow(3, 2, 1, -1, 50, 60, 2, WHO.session_tag, b"session")]
+    assert rows.snapshots == {3: SnapshotRow(3, 0, b"snapshot")}
+    assert rows.data_keys == [DataKeyRow(70, WHO.user_tag, 0, 1, 80, b"wrapped")]
+    assert {tag: row.number for tag, row in rows.witnesses.items()} == {
+        WHO.app_tag: 4, WHO.user_tag: 5, WHO.session_tag: 3
+    }  # fmt: skip
+    assert [(row[1], row[2], bytes(row[8])) for row in rows.events] == [
+        (0, 90, b"0"), (1, 91, b"1"), (2, 92, b"2")
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "forms",
+    [
+        sql.SESSION_WITH_ALL_EVENTS,
+        sql.SESSION_WITH_LAST_EVENTS,
+        sql.SESSION_WITHOUT_EVENTS,
+        sql.SESSIONS_OF_USER,
+        sql.SESSIONS_OF_APP,
+        sql.OWNERS,
+    ],
+    ids=["all events", "last events", "no events", "user's list", "app's list", "owners"],
+)
+def test_data_keys_are_read_only_where_they_are_asked_for(
+    filled: sa.Connection, forms: sql.QueryForms
+) -> None:
+    assert len(found(filled, forms[True], limit=1).data_keys) == 1
+    assert found(filled, forms[False], limit=1).data_keys == []
+
+
+@pytest.mark.parametrize(("revision", "limit", "seqs"), [(3, 2, [1, 2]), (3, 5, [0, 1, 2])])
+def test_last_events_are_counted_from_the_revision(
+    filled: sa.Connection, revision: int, limit: int, seqs: list[int]
+) -> None:
+    filled.execute(sa.update(schema.sessions).values(revision=revision))
+    rows = found(filled, sql.SESSION_WITH_LAST_EVENTS[False], limit=limit)
+    assert sorted(row[sql.EVENT_SEQ] for row in rows.events) == seqs
+
+
+def test_session_without_events_has_the_last_sequence_minus_one(filled: sa.Connection) -> None:
+    filled.execute(sa.delete(schema.events))
+    session = found(filled, sql.SESSION_WITHOUT_EVENTS[False]).session
+    assert session is not None
+    assert session.last_seq == -1
+
+
+@pytest.mark.parametrize("forms", [sql.SESSIONS_OF_USER, sql.SESSIONS_OF_APP])
+@pytest.mark.parametrize(("revision", "there"), [(0, True), (1, False)])
+def test_listing_reads_the_witness_of_a_session_only_if_it_has_no_events(
+    filled: sa.Connection, forms: sql.QueryForms, revision: int, there: bool
+) -> None:
+    filled.execute(sa.update(schema.sessions).values(revision=revision))
+    witnesses = found(filled, forms[False]).witnesses
+    assert (WHO.session_tag in witnesses) == there
+    assert {WHO.app_tag, WHO.user_tag} <= witnesses.keys()
+
+
+def test_condition_is_one_of_meets_each_value_and_no_other(filled: sa.Connection) -> None:
+    query = sa.select(schema.events.c.seq).where(is_one_of(schema.events.c.seq, 2)).distinct()
+    assert {row.seq for row in filled.execute(query, numbered([0, 2]))} == {0, 2}
+
+
+def test_data_keys_of_owners_are_rows_as_data_keys_take_them(filled: sa.Connection) -> None:
+    rows = filled.execute(sql.data_keys_of(2), numbered([WHO.user_tag, WHO.user_tag]))
+    assert [DataKeyRow(*row) for row in rows] == [
+        DataKeyRow(70, WHO.user_tag, 0, 1, 80, b"wrapped")
+    ]
+
+
+# --- changes that rely on what was read ----------------------------------------------------------
+
+
+def met(connection: sa.Connection, statement: sa.Executable, values: dict[str, Any]) -> int:
+    """How many rows a change meets."""
+    return connection.execute(statement, values).rowcount
+
+
+def prefixed(prefix: str, columns: dict[str, Any]) -> dict[str, Any]:
+    return {f"{prefix}_{name}": value for name, value in columns.items()}
+
+
+def altered(value: object) -> object:
+    return value + 1 if isinstance(value, int) else b"another......."
+
+
+NEXT = {"revision": 2, "base_revision": -1, "updated_at": 61, "state": b"next"}
+GUARDED: dict[str, tuple[sa.Executable, dict[str, Any]]] = {
+    "update": (sql.UPDATE_SESSION, NEXT),
+    "delete": (sql.DELETE_KNOWN_SESSION, {}),
+}
+
+
+@pytest.mark.parametrize("name", GUARDED)
+def test_known_session_is_met_as_it_was_read(filled: sa.Connection, name: str) -> None:
+    statement, values = GUARDED[name]
+    assert met(filled, statement, prefixed("at", SESSION_COLUMNS) | values) == 1
+
+
+@pytest.mark.parametrize("name", GUARDED)
+@pytest.mark.parametrize("column", SESSION_COLUMNS)
+def test_known_session_is_not_met_once_a_column_has_changed(
+    filled: sa.Connection, name: str, column: str
+) -> None:
+    statement, values = GUARDED[name]
+    stored = {column: altered(SESSION_COLUMNS[column])}
+    filled.execute(sa.update(schema.sessions).where(schema.sessions.c.id == 3).values(stored))
+    assert met(filled, statement, prefixed("at", SESSION_COLUMNS) | values) == 0
+
+
+NEW_SESSION = SESSION_COLUMNS | {"id": 4, "tag": b"n" * 16}
+KNOWN: dict[str, Any] = {
+    **NEW_SESSION,
+    **prefixed("app", APP_COLUMNS),
+    **prefixed("user", USER_COLUMNS),
+    **prefixed("app_witness", {"tag": WHO.app_tag, "number": 4, "seal": b"seal"}),
+    **prefixed("user_witness", {"tag": WHO.user_tag, "number": 5, "seal": b"seal"}),
+}
+GUARDS = [name for name in KNOWN if name not in NEW_SESSION]
+
+
+def test_session_of_known_owners_is_inserted(filled: sa.Connection) -> None:
+    assert met(filled, sql.INSERT_SESSION_OF_KNOWN, KNOWN) == 1
+
+
+@pytest.mark.parametrize("name", GUARDS)
+def test_session_of_known_owners_is_not_inserted_where_their_rows_are_others(
+    filled: sa.Connection, name: str
+) -> None:
+    """One column of the app, of the user or of a witness is not as this process knows it."""
+    values = KNOWN | {name: altered(KNOWN[name])}
+    assert met(filled, sql.INSERT_SESSION_OF_KNOWN, values) == 0
+
+
+OF_USER = NEW_SESSION | prefixed("user", USER_COLUMNS)
+
+
+def test_session_of_a_user_is_inserted(filled: sa.Connection) -> None:
+    assert met(filled, sql.INSERT_SESSION_OF_USER, OF_USER) == 1
+
+
+@pytest.mark.parametrize("name", prefixed("user", USER_COLUMNS))
+def test_session_of_a_user_is_not_inserted_where_the_users_row_is_another(
+    filled: sa.Connection, name: str
+) -> None:
+    assert met(filled, sql.INSERT_SESSION_OF_USER, OF_USER | {name: altered(OF_USER[name])}) == 0
+
+
+STATE = {"version": 6, "state": b"next"}
+# A change, what it requires of the row, and what it writes.
+CHANGES: dict[str, tuple[sa.Executable, dict[str, Any], dict[str, Any]]] = {
+    "app": (sql.UPDATE_APP, {"at_id": 1, "at_version": 4, "at_state": b"app"}, STATE),
+    "user": (sql.UPDATE_USER, {"at_id": 2, "at_version": 5, "at_state": b"user"}, STATE),
+    "witness": (
+        sql.UPDATE_WITNESS, {"at_tag": WHO.user_tag, "at_number": 5}, {"number": 6, "seal": b"next"}
+    ),
+    "snapshot": (
+        sql.UPDATE_SNAPSHOT, {"at_id": 3, "at_revision": 0}, {"revision": 1, "state": b"next"}
+    ),
+    "session's deletion": (sql.DELETE_SESSION, {"at_id": 3, "at_revision": 1}, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_change_meets_the_row_that_was_read_and_no_other(filled: sa.Connection, name: str) -> None:
+    statement, where, values = CHANGES[name]
+    for column in where:
+        assert met(filled, statement, values | where | {column: altered(where[column])}) == 0
+    assert met(filled, statement, values | where) == 1
+
+
+@pytest.mark.parametrize(
+    ("masters", "expected"),
+    [([11], 1), ([11, 12], 0), ([12], 0), ([], 0)],
+    ids=["as it was read", "one more", "another", "none"],
+)
+def test_data_key_is_stored_only_under_the_keyring_that_was_read(
+    connection: sa.Connection, masters: list[int], expected: int
+) -> None:
+    for master in [1, *masters]:  # 1 is the index master key
+        row = {"id": master, "purpose": "data", "root_key_id": "key", "created_at": 0}
+        connection.execute(sa.insert(schema.keyring), row | {"wrapped": b""})
+    assert (
+        met(connection, sql.INSERT_KEY, KEY_COLUMNS | {"master_id": 11, "masters": 2}) == expected
+    )
+
+
+def test_locking_a_data_key_changes_nothing_and_meets_it_only_while_it_is_there(
+    filled: sa.Connection,
+) -> None:
+    locked = {"at_id": 70, "generation": 0}
+    assert met(filled, sql.HOLD_KEY, locked) == 1
+    assert filled.execute(sa.select(schema.data_keys)).first() == tuple(KEY_COLUMNS.values())
+    assert met(filled, sql.HOLD_KEY, locked | {"at_id": 72}) == 0

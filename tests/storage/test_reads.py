@@ -1,0 +1,255 @@
+"""Each read asks for what it needs in one query, and accepts nothing that is not authentic."""
+
+import logging
+from typing import Any
+
+import pytest
+
+from adk_secure_sessions.errors import TamperedError
+from adk_secure_sessions.keys.data_keys import StagedKeys
+from adk_secure_sessions.storage import bindings
+from adk_secure_sessions.storage.bindings import Attempt, Owner, StoredSession, identify
+from adk_secure_sessions.storage.reads import (
+    GetSession,
+    GetUserState,
+    ListAppSessions,
+    ListUserSessions,
+)
+from tests.storage.support import (
+    APP,
+    EVENT,
+    INDEX,
+    SESSION,
+    USER,
+    WHO,
+    WITNESS,
+    RawRow,
+    Stored,
+    one_database,
+    raw,
+    two_databases,
+)
+
+
+def get(limit: int | None = None, after: int | None = None) -> GetSession[str]:
+    return GetSession(WHO, decoded, limit, after)
+
+
+def decoded(plaintext: bytes, session_row: int, seq: int) -> str:
+    return f"{session_row}/{seq}: {plaintext.decode()}"
+
+
+# --- one session ---------------------------------------------------------------------------------
+
+
+async def test_session_is_read_with_its_states_and_its_events_in_order() -> None:
+    stored = Stored(events=2)
+    executors, _ = one_database(stored.rows()[::-1])
+    found = await get().attempt(stored.attempt(), executors)
+    assert found is not None
+    view, events = found
+    assert view == (stored.session, "alice", b'{"a":1}', b'{"u":1}')
+    assert events == ["3/0: event 0", "3/1: event 1"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "after", "query"),
+    [
+        (None, None, "SESSION_WITH_ALL_EVENTS"),
+        (5, None, "SESSION_WITH_LAST_EVENTS"),
+        (0, None, "SESSION_WITHOUT_EVENTS"),
+        (1, 0, "SESSION_WITH_ALL_EVENTS"),
+    ],
+    ids=["all", "the last five", "none", "from a time on"],
+)
+async def test_query_reads_no_more_events_than_are_asked_for(
+    limit: int | None, after: int | None, query: str
+) -> None:
+    stored = Stored(events=0)
+    executors, executor = one_database(stored.rows())
+    await get(limit, after).attempt(stored.knowing(), executors)
+    assert executor.requests == [f"read {query}"]
+
+
+async def test_data_keys_that_are_not_known_come_with_the_rows() -> None:
+    stored = Stored()
+    executors, executor = one_database(stored.rows(keys=True))
+    attempt = stored.attempt(keys=StagedKeys(stored.keys))
+    assert await get().attempt(attempt, executors)
+    assert executor.requests == ["read SESSION_WITH_ALL_EVENTS with keys"]
+
+
+async def test_session_that_is_not_there_is_none() -> None:
+    stored = Stored()
+    executors, _ = one_database([])
+    assert await get().attempt(stored.attempt(), executors) is None
+
+
+@pytest.mark.parametrize(("after", "number"), [(99, 3), (101, 2), (102, 1), (103, 0)])
+async def test_events_before_the_time_asked_for_are_left_out(after: int, number: int) -> None:
+    stored = Stored(events=3)  # at 100, 101 and 102
+    executors, _ = one_database(stored.rows())
+    found = await get(after=after).attempt(stored.attempt(), executors)
+    assert found is not None
+    assert len(found[1]) == number
+
+
+@pytest.mark.parametrize("time", [99, 999])
+async def test_event_that_the_time_leaves_out_must_be_authentic_too(time: int) -> None:
+    """Until then its time is not to be trusted: an attacker may hide an event that way."""
+    stored = Stored(events=3)
+    executors, _ = one_database(stored.replaced(EVENT, 2, time))
+    with pytest.raises(TamperedError):
+        await get(after=500).attempt(stored.attempt(), executors)
+
+
+async def test_history_of_many_events_is_read_whole() -> None:
+    """They are decoded in chunks of 64, between which other tasks get their turn."""
+    stored = Stored(events=150)
+    executors, _ = one_database(stored.rows())
+    found = await get().attempt(stored.attempt(), executors)
+    assert found is not None
+    assert found[1] == [f"3/{n}: event {n}" for n in range(150)]
+
+
+async def test_session_whose_apps_row_was_removed_is_rejected() -> None:
+    stored = Stored()
+    rows = [row for row in stored.rows(without=[APP]) if row[8] != WHO.app_tag]
+    executors, _ = one_database(rows)
+    with pytest.raises(TamperedError, match="its app's row was removed"):
+        await get().attempt(stored.attempt(), executors)
+
+
+# --- the user's state ----------------------------------------------------------------------------
+
+
+async def test_users_state_is_read_without_sessions() -> None:
+    stored = Stored()
+    executors, executor = one_database(stored.rows(without=[SESSION, EVENT]))
+    assert await GetUserState(WHO).attempt(stored.knowing(), executors) == b'{"u":1}'
+    assert executor.requests == ["read OWNERS"]
+
+
+async def test_unknown_user_has_an_empty_state() -> None:
+    assert await GetUserState(WHO).attempt(Stored().attempt(), one_database([])[0]) == b"{}"
+
+
+# --- listings ------------------------------------------------------------------------------------
+
+
+def another_session(stored: Stored, attempt: Attempt, number: int) -> list[RawRow]:
+    """A session of the same user, without events, and its version witness."""
+    who = identify(INDEX, "clinic", "alice", f"session {number}")
+    session = StoredSession(
+        number, 2, who.session_tag, who.session_id, 0, -1, 100, 100, b"{}", b"{}", b""
+    )
+    sealed = bindings.seal_session(attempt._replace(who=who), session)
+    seal = bindings.seal_witness(attempt, WHO.user_tag, who.session_tag, number)
+    return [
+        raw(SESSION, [number, 2, 0, -1, 100, 100, -1], who.session_tag, sealed),
+        raw(WITNESS, [number], who.session_tag, seal),
+    ]
+
+
+def listing(stored: Stored, attempt: Attempt) -> list[RawRow]:
+    """The rows of three sessions of one user."""
+    rows = stored.rows(without=[EVENT])
+    return [*rows, *another_session(stored, attempt, 4), *another_session(stored, attempt, 5)]
+
+
+@pytest.mark.parametrize("operation", [ListUserSessions, ListAppSessions])
+async def test_listing_has_every_session(operation: Any) -> None:
+    stored = Stored()
+    attempt = stored.attempt()
+    executors, _ = one_database(listing(stored, attempt))
+    views = await operation(WHO, skip=False).attempt(attempt, executors)
+    assert [view.session.session_id for view in views] == ["visit", "session 4", "session 5"]
+    assert {(view.user_id, view.user_state) for view in views} == {("alice", b'{"u":1}')}
+
+
+def damaged(rows: list[RawRow], kind: int, row: int) -> list[RawRow]:
+    return [(*one[:9], one[9][:-1]) if one[0] == kind and one[1] == row else one for one in rows]
+
+
+@pytest.mark.parametrize("operation", [ListUserSessions, ListAppSessions])
+async def test_listing_names_the_session_that_cannot_be_decrypted(operation: Any) -> None:
+    stored = Stored()
+    attempt = stored.attempt()
+    executors, _ = one_database(damaged(listing(stored, attempt), SESSION, 4))
+    with pytest.raises(TamperedError, match="secure_sessions row 4"):
+        await operation(WHO, skip=False).attempt(attempt, executors)
+
+
+@pytest.mark.parametrize("operation", [ListUserSessions, ListAppSessions])
+async def test_listing_that_skips_leaves_out_and_logs_the_session_that_cannot_be_decrypted(
+    operation: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    stored = Stored()
+    attempt = stored.attempt()
+    executors, _ = one_database(damaged(listing(stored, attempt), SESSION, 4))
+    views = await operation(WHO, skip=True).attempt(attempt, executors)
+    assert [view.session.id for view in views] == [3, 5]
+    ((_, level, message),) = caplog.record_tuples
+    assert level == logging.ERROR
+    assert "secure_sessions row 4" in message
+
+
+@pytest.mark.parametrize("operation", [ListUserSessions, ListAppSessions])
+async def test_listing_that_skips_is_empty_where_its_user_cannot_be_decrypted(
+    operation: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    stored = Stored()
+    attempt = stored.attempt()
+    executors, _ = one_database(damaged(listing(stored, attempt), USER, 2))
+    assert await operation(WHO, skip=True).attempt(attempt, executors) == []
+    assert "secure_users row 2" in caplog.text
+
+
+@pytest.mark.parametrize("operation", [ListUserSessions, ListAppSessions])
+async def test_listing_that_skips_is_rejected_where_its_app_cannot_be_decrypted(
+    operation: Any,
+) -> None:
+    """The app's state is part of every session's."""
+    stored = Stored()
+    attempt = stored.attempt()
+    executors, _ = one_database(damaged(listing(stored, attempt), APP, 1))
+    with pytest.raises(TamperedError, match="secure_apps row 1"):
+        await operation(WHO, skip=True).attempt(attempt, executors)
+
+
+def test_listing_that_skips_reads_the_data_keys_anew() -> None:
+    """A session must not be left out for a key that this process has not read yet."""
+    assert ListUserSessions(WHO, skip=True).reads_keys
+    assert not ListUserSessions(WHO, skip=False).reads_keys
+
+
+async def test_listing_of_an_app_reads_its_users_keys_from_the_key_database() -> None:
+    stored = Stored()
+    app_key, user_key = stored.key_rows
+    keys = StagedKeys(stored.keys)
+    keys.load([app_key])
+    executors, data, key_database = two_databases(
+        data=[stored.rows(without=[EVENT])], keys=[[tuple(user_key)]]
+    )
+    attempt = stored.attempt(keys=keys)
+    views = await ListAppSessions(WHO, skip=False).attempt(attempt, executors)
+    assert [view.session.id for view in views] == [3]
+    assert key_database.requests == ["read data keys of owners"]
+    assert len(data.requests) == 1
+
+
+async def test_session_of_a_user_who_is_not_in_the_listing_is_rejected() -> None:
+    stored = Stored()
+    executors, _ = one_database(stored.replaced(SESSION, 2, 99))
+    with pytest.raises(TamperedError, match="its user's row was removed"):
+        await ListAppSessions(WHO, skip=False).attempt(stored.attempt(), executors)
+
+
+async def test_user_of_another_app_is_not_listed() -> None:
+    stored = Stored()
+    moved = Owner(2, WHO.user_tag, 99, "alice", 7, b"{}")
+    sealed = bindings.seal_user(stored.attempt(), moved)
+    rows = [*stored.rows(without=[USER, EVENT]), raw(USER, [2, 99, 7], WHO.user_tag, sealed)]
+    executors, _ = one_database(rows)
+    with pytest.raises(TamperedError, match="its app's row was removed"):
+        await ListAppSessions(WHO, skip=False).attempt(stored.attempt(), executors)

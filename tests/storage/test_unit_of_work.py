@@ -1,0 +1,567 @@
+"""An operation is attempted until it has its keys and meets no conflict, and not once more."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from adk_secure_sessions.db.protocol import (
+    Apply,
+    Conflict,
+    Disconnected,
+    Executors,
+    UniqueViolation,
+)
+from adk_secure_sessions.errors import (
+    ConfigurationError,
+    SecureSessionError,
+    TamperedError,
+    UnknownKeyError,
+    WrongKeyError,
+)
+from adk_secure_sessions.keys.data_keys import DataKeyRow, StagedKeys, StaleKeyring
+from adk_secure_sessions.keys.keyring import Keyring
+from adk_secure_sessions.storage.bindings import Attempt, KeySource, NeedsDataKey
+from adk_secure_sessions.storage.unit_of_work import (
+    OpenKeyring,
+    Retries,
+    UnitOfWork,
+    read_data_keys,
+    repeated,
+)
+from tests.storage.support import (
+    ANOTHER_MASTER,
+    MASTER,
+    WHO,
+    FakeExecutor,
+    backends,
+    change_in,
+    data_keys,
+    keyring,
+    one_database,
+    two_databases,
+)
+
+LOST = Disconnected(OSError("the driver's own error"))
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How long each pause would have been; none is waited for."""
+    waited: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waited.append(seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    return waited
+
+
+class Scripted:
+    """An operation that does in each attempt what its script says; keeps the attempts."""
+
+    def __init__(self, *script: object, writes: bool = False, reads_keys: bool = False) -> None:
+        self.who = WHO
+        self.writes = writes
+        self.reads_keys = reads_keys
+        self._script = list(script)
+        self.attempts: list[Attempt] = []
+
+    async def attempt(self, attempt: Attempt, executors: Executors) -> object:
+        self.attempts.append(attempt)
+        outcome = self._script.pop(0)
+        if callable(outcome):
+            outcome = outcome(attempt)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    @property
+    def sources(self) -> list[KeySource]:
+        return [attempt.key_source for attempt in self.attempts]
+
+
+class KeyringReads:
+    """Opens a keyring as often as it is asked; gives the next of its keyrings, or raises it."""
+
+    def __init__(self, *results: Keyring | Exception) -> None:
+        self._results = [*results] or [keyring()]
+        self.seen: list[Keyring | None] = []
+
+    async def __call__(self, known: Keyring | None) -> Keyring:
+        self.seen.append(known)
+        result = self._results.pop(0) if len(self._results) > 1 else self._results[0]
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+
+def unit_of(executors: Executors, keyrings: OpenKeyring | None = None) -> UnitOfWork:
+    return UnitOfWork(
+        executors, backends(), keyrings or KeyringReads(), cached_rows=10, cached_keys=10
+    )
+
+
+def load_keys(attempt: Attempt) -> str:
+    """An attempt that reads the owners' data keys, and succeeds."""
+    for owner in (WHO.app_tag, WHO.user_tag):
+        attempt.keys.new(owner)
+    return "done"
+
+
+async def unit_that_knows_the_keys(
+    executors: Executors | None = None, keyrings: OpenKeyring | None = None
+) -> UnitOfWork:
+    unit = unit_of(executors or one_database()[0], keyrings)
+    staged = StagedKeys(await unit.keys())
+    for owner in (WHO.app_tag, WHO.user_tag):
+        staged.new(owner)
+    staged.publish()
+    return unit
+
+
+# --- pauses --------------------------------------------------------------------------------------
+
+
+async def waited_for(retries: Retries, error: Conflict | UniqueViolation | Disconnected) -> int:
+    """How often it pauses before it gives up."""
+    for number in range(1000):
+        try:
+            await retries.wait(error)
+        except Exception:
+            return number
+    raise AssertionError("it never gives up")
+
+
+async def test_read_that_lost_its_connection_is_repeated_once(pauses: list[float]) -> None:
+    assert await waited_for(Retries(writes=False), LOST) == 1
+    assert pauses == [0.05]
+
+
+async def test_write_that_lost_its_connection_is_repeated_after_ever_longer_pauses(
+    pauses: list[float],
+) -> None:
+    """Until it is known whether it was stored, there is nothing true to tell the caller."""
+    assert await waited_for(Retries(writes=True), LOST) == 5
+    assert pauses == sorted(pauses) == [0.05, 0.2, 0.5, 1.0, 2.0]
+
+
+async def test_connection_that_stays_lost_ends_in_the_drivers_error(pauses: list[float]) -> None:
+    retries = Retries(writes=False)
+    await retries.wait(LOST)
+    with pytest.raises(OSError, match="the driver's own error") as raised:
+        await retries.wait(LOST)
+    assert raised.value is LOST.error
+
+
+@pytest.mark.parametrize("error", [Conflict(), UniqueViolation()], ids=["conflict", "unique"])
+@pytest.mark.parametrize("writes", [True, False])
+async def test_conflicts_are_repeated_nineteen_times_after_short_random_pauses(
+    pauses: list[float], error: Conflict | UniqueViolation, writes: bool
+) -> None:
+    assert await waited_for(Retries(writes=writes), error) == 19
+    assert all(0 <= pause <= 0.005 * number for number, pause in enumerate(pauses, start=1))
+    assert len(set(pauses)) > 1
+
+
+async def test_endless_conflicts_end_in_an_error_that_may_be_retried(pauses: list[float]) -> None:
+    retries = Retries(writes=True)
+    await asyncio.gather(*(retries.wait(Conflict()) for _ in range(19)))
+    with pytest.raises(SecureSessionError, match="try again") as raised:
+        await retries.wait(Conflict())
+    assert raised.value.retryable
+
+
+async def test_conflicts_and_lost_connections_are_counted_apart(pauses: list[float]) -> None:
+    retries = Retries(writes=False)
+    for _ in range(19):
+        await retries.wait(Conflict())
+    await retries.wait(LOST)
+    assert len(pauses) == 20
+
+
+async def test_work_is_repeated_until_it_succeeds(pauses: list[float]) -> None:
+    outcomes: list[object] = [Conflict(), LOST, UniqueViolation(), "done"]
+
+    async def work() -> object:
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    assert await repeated(work) == "done"
+    assert len(pauses) == 3
+
+
+async def test_error_of_any_other_kind_is_raised_at_once(pauses: list[float]) -> None:
+    async def work() -> None:
+        raise TamperedError
+
+    with pytest.raises(TamperedError):
+        await repeated(work, writes=True)
+    assert pauses == []
+
+
+# --- attempts ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [Conflict(), UniqueViolation(), LOST])
+async def test_attempt_that_met_a_changed_row_or_lost_its_connection_is_repeated(
+    pauses: list[float], error: Exception
+) -> None:
+    operation = Scripted(error, "done")
+    assert await unit_of(one_database()[0]).run(operation) == "done"
+    assert len(operation.attempts) == 2
+    assert len(pauses) == 1
+
+
+async def test_only_the_first_attempt_may_trust_what_the_process_remembers(
+    pauses: list[float],
+) -> None:
+    operation = Scripted(Conflict(), Conflict(), "done")
+    await unit_of(one_database()[0]).run(operation)
+    assert [attempt.is_first for attempt in operation.attempts] == [True, False, False]
+
+
+@pytest.mark.parametrize("writes", [True, False])
+async def test_operation_whose_connection_stays_lost_raises_the_drivers_error(
+    pauses: list[float], writes: bool
+) -> None:
+    operation = Scripted(*[LOST] * 10, writes=writes)
+    with pytest.raises(OSError, match="the driver's own error"):
+        await unit_of(one_database()[0]).run(operation)
+    assert len(operation.attempts) == (6 if writes else 2)
+
+
+async def test_error_of_the_operation_is_not_repeated(pauses: list[float]) -> None:
+    operation = Scripted(TamperedError("tampered"))
+    with pytest.raises(TamperedError, match="tampered"):
+        await unit_of(one_database()[0]).run(operation)
+    assert (len(operation.attempts), pauses) == (1, [])
+
+
+async def test_cancelled_operation_is_not_repeated() -> None:
+    began = asyncio.Event()
+
+    class Endless(Scripted):
+        async def attempt(self, attempt: Attempt, executors: Executors) -> object:
+            self.attempts.append(attempt)
+            began.set()
+            await asyncio.Event().wait()
+            return None
+
+    operation = Endless()
+    task = asyncio.create_task(unit_of(one_database()[0]).run(operation))
+    await began.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert len(operation.attempts) == 1
+
+
+async def test_pause_between_two_attempts_can_be_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    pausing = asyncio.Event()
+
+    async def sleep(seconds: float) -> None:
+        pausing.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    operation = Scripted(Conflict(), "done")
+    task = asyncio.create_task(unit_of(one_database()[0]).run(operation))
+    await pausing.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert len(operation.attempts) == 1
+
+
+# --- data keys -----------------------------------------------------------------------------------
+
+
+async def test_known_data_keys_are_not_read_again() -> None:
+    operation = Scripted("done")
+    await (await unit_that_knows_the_keys()).run(operation)
+    assert operation.sources == [KeySource.CACHE]
+
+
+async def test_unknown_data_keys_are_read_with_the_rows() -> None:
+    operation = Scripted("done")
+    await unit_of(one_database()[0]).run(operation)
+    assert operation.sources == [KeySource.QUERY]
+
+
+async def test_operation_that_asks_for_the_stored_keys_gets_them() -> None:
+    operation = Scripted("done", reads_keys=True)
+    await (await unit_that_knows_the_keys()).run(operation)
+    assert operation.sources == [KeySource.QUERY]
+
+
+async def test_key_that_is_not_known_is_looked_up_once_and_then_missing() -> None:
+    unit = await unit_that_knows_the_keys()
+    operation = Scripted(UnknownKeyError("no key"), UnknownKeyError("no key"))
+    with pytest.raises(UnknownKeyError):
+        await unit.run(operation)
+    assert operation.sources == [KeySource.CACHE, KeySource.QUERY]
+
+
+async def test_keys_of_an_attempt_that_succeeded_are_shared_with_later_ones() -> None:
+    unit = unit_of(one_database()[0])
+    await unit.run(Scripted(load_keys))
+    later = Scripted("done")
+    await unit.run(later)
+    assert later.sources == [KeySource.CACHE]
+
+
+async def test_keys_of_an_attempt_that_failed_are_not_shared(pauses: list[float]) -> None:
+    """Its new key was not stored: what it would encrypt could never be read."""
+
+    def fails(attempt: Attempt) -> Exception:
+        load_keys(attempt)
+        return TamperedError()
+
+    unit = unit_of(one_database()[0])
+    with pytest.raises(TamperedError):
+        await unit.run(Scripted(fails))
+    assert not (await unit.keys()).knows(WHO.user_tag)
+
+
+# --- data keys in a key database -----------------------------------------------------------------
+
+
+def stored_keys() -> list[DataKeyRow]:
+    staged = StagedKeys(data_keys())
+    return [staged.new(WHO.app_tag), staged.new(WHO.user_tag)]
+
+
+async def test_key_database_is_read_before_the_attempt() -> None:
+    rows = stored_keys()
+    executors, data, keys = two_databases(keys=[rows])
+    operation = Scripted("done")
+    await unit_of(executors).run(operation)
+    assert operation.sources == [KeySource.KEY_DATABASE]
+    assert (data.requests, keys.requests) == ([], ["read data keys of owners"])
+    current = operation.attempts[0].keys.current(WHO.user_tag)
+    assert current is not None
+    assert current.id == rows[1].id
+
+
+async def test_key_that_the_key_database_lacks_is_looked_up_twice() -> None:
+    """It may have been made, or retired, between the read of the keys and that of the rows."""
+    executors, _, keys = two_databases(keys=[[], []])
+    operation = Scripted(UnknownKeyError("no key"), UnknownKeyError("no key"))
+    with pytest.raises(UnknownKeyError):
+        await unit_of(executors).run(operation)
+    assert len(keys.requests) == 2
+
+
+async def test_new_data_key_is_stored_in_the_key_database_before_the_attempt_that_uses_it() -> None:
+    executors, data, keys = two_databases(keys=[[], True, []])
+    operation = Scripted(NeedsDataKey(WHO.user_tag), "done")
+    assert await unit_of(executors).run(operation) == "done"
+    read = "read data keys of owners"
+    assert (data.requests, keys.requests) == ([], [read, "apply INSERT_KEY", read])
+    made = change_in(keys.steps[1], "INSERT_KEY").parameters
+    assert (made["owner"], made["generation"], made["masters"]) == (WHO.user_tag, 0, 2)
+
+
+async def test_data_key_that_another_process_stored_first_is_read_instead(
+    pauses: list[float],
+) -> None:
+    executors, _, keys = two_databases(keys=[[], UniqueViolation(), stored_keys()])
+    operation = Scripted(NeedsDataKey(WHO.user_tag), "done")
+    assert await unit_of(executors).run(operation) == "done"
+    assert (len(keys.requests), len(pauses)) == (3, 1)
+
+
+async def test_data_key_that_the_keyring_no_longer_allows_waits_for_the_new_keyring(
+    pauses: list[float],
+) -> None:
+    """INSERT_KEY met no row: a master key was made or retired meanwhile."""
+    newer = keyring(MASTER, ANOTHER_MASTER)
+    keyrings = KeyringReads(keyring(), newer)
+    executors, _, keys = two_databases(keys=[[], False, [], True, []])
+    operation = Scripted(NeedsDataKey(WHO.user_tag), NeedsDataKey(WHO.user_tag), "done")
+    unit = unit_of(executors, keyrings)
+    assert await unit.run(operation) == "done"
+    assert (await unit.keys()).keyring is newer
+    guards = [
+        change_in(step, "INSERT_KEY").parameters for step in keys.steps if isinstance(step, Apply)
+    ]
+    assert [(guard["master_id"], guard["masters"]) for guard in guards] == [
+        (MASTER, 2),
+        (ANOTHER_MASTER, 3),
+    ]
+
+
+async def test_owners_are_asked_for_once_and_only_by_tag() -> None:
+    executor = FakeExecutor([tuple(row) for row in stored_keys()])
+    owners: list[object] = [WHO.user_tag, WHO.user_tag, "text", 17, None]
+    rows = await read_data_keys(executor.read, owners)
+    assert [row.owner for row in rows] == [WHO.app_tag, WHO.user_tag]
+    assert len(executor.requests) == 1
+
+
+async def test_no_owner_needs_no_query() -> None:
+    assert await read_data_keys(FakeExecutor().read, ["text"]) == []
+
+
+# --- the keyring ---------------------------------------------------------------------------------
+
+
+async def test_keyring_is_opened_once_however_many_tasks_begin() -> None:
+    keyrings = KeyringReads()
+    unit = unit_of(one_database()[0], keyrings)
+    await asyncio.gather(*(unit.run(Scripted("done")) for _ in range(5)))
+    assert keyrings.seen == [None]
+
+
+async def test_keyring_that_cannot_be_opened_is_asked_for_again_by_the_next_call() -> None:
+    unit = unit_of(one_database()[0], KeyringReads(WrongKeyError("wrong"), keyring()))
+    with pytest.raises(WrongKeyError):
+        await unit.keys()
+    assert (await unit.keys()).keyring.size == 2
+
+
+async def test_keyring_that_has_grown_is_read_again_before_the_next_attempt() -> None:
+    old, new = keyring(), keyring(MASTER, ANOTHER_MASTER)
+    keyrings = KeyringReads(old, new)
+    unit = unit_of(one_database()[0], keyrings)
+    operation = Scripted(StaleKeyring(), "done")
+    assert await unit.run(operation) == "done"
+    assert keyrings.seen == [None, old]  # what is known already is not unwrapped again
+    assert (await unit.keys()).keyring is new
+
+
+async def test_master_key_that_no_newly_read_keyring_has_is_unknown_and_not_stale() -> None:
+    """A data key that names a master key of nobody's must not be asked for without end."""
+    forged = StagedKeys(data_keys(keyring(ANOTHER_MASTER))).new(WHO.user_tag)
+
+    def loads(attempt: Attempt) -> object:
+        attempt.keys.load([forged])
+        return attempt.keys.current(WHO.user_tag)
+
+    operation = Scripted(loads, loads)
+    with pytest.raises(UnknownKeyError, match="keyring holds no data master key"):
+        await unit_of(one_database()[0]).run(operation)
+    assert len(operation.attempts) == 2
+
+
+async def test_tasks_that_saw_the_same_stale_keyring_read_the_new_one_once() -> None:
+    operations = [Scripted(StaleKeyring(), "done") for _ in range(5)]
+    reads = 0
+
+    async def open_keyring(known: Keyring | None) -> Keyring:
+        nonlocal reads
+        reads += 1
+        while known and not all(operation.attempts for operation in operations):
+            await asyncio.sleep(0)  # the others are about to notice, too
+        return keyring()
+
+    unit = unit_of(one_database()[0], open_keyring)
+    await unit.keys()
+    await asyncio.gather(*map(unit.run, operations))
+    assert reads == 2
+
+
+async def test_rejected_keyring_is_not_asked_for_by_every_operation() -> None:
+    """An attacker who can write must not make each operation call a key service."""
+    keyrings = KeyringReads(keyring(), WrongKeyError("a row of the keyring was tampered with"))
+    unit = unit_of(one_database()[0], keyrings)
+    for _ in range(5):
+        with pytest.raises(WrongKeyError, match="tampered"):
+            await unit.run(Scripted(StaleKeyring()))
+    assert len(keyrings.seen) == 2
+    assert await unit.run(Scripted("done")) == "done"
+
+
+@pytest.mark.parametrize(("makes_key", "reads"), [(True, 2), (False, 1)])
+async def test_conflict_of_an_attempt_with_a_new_key_renews_the_keyring(
+    pauses: list[float], makes_key: bool, reads: int
+) -> None:
+    """INSERT_KEY met no row where the keyring has changed: so it may have."""
+
+    def conflict(attempt: Attempt) -> Exception:
+        if makes_key:
+            load_keys(attempt)
+        return Conflict()
+
+    keyrings = KeyringReads(keyring(), keyring())
+    await unit_of(one_database()[0], keyrings).run(Scripted(conflict, "done"))
+    assert len(keyrings.seen) == reads
+
+
+async def test_data_keys_as_stored_now_are_read_under_the_keyring_of_now() -> None:
+    newer = keyring(MASTER, ANOTHER_MASTER)
+    row = StagedKeys(data_keys(newer)).new(WHO.user_tag)
+    executors, executor = one_database([tuple(row)])
+    unit = unit_of(executors, KeyringReads(keyring(), newer))
+    current = (await unit.data_keys_of(WHO.user_tag)).current(WHO.user_tag)
+    assert current is not None
+    assert current.id == row.id
+    assert executor.requests == ["read data keys of owners"]
+
+
+# --- single statements, identities, the end -------------------------------------------------------
+
+CALLS: dict[str, Callable[[UnitOfWork], object]] = {
+    "read": lambda unit: unit.read(None, {}),  # type: ignore[arg-type]
+    "read of keys": lambda unit: unit.read_keys(None, {}),  # type: ignore[arg-type]
+    "change": lambda unit: unit.change(lambda connection: None),
+    "change of keys": lambda unit: unit.change_keys(lambda connection: None),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+async def test_single_statement_is_repeated_when_its_connection_is_lost(
+    pauses: list[float], name: str
+) -> None:
+    executors, executor = one_database(LOST, "rows")
+    assert await CALLS[name](unit_of(executors)) == "rows"  # type: ignore[misc]
+    assert (executor.answers, pauses) == ([], [0.05])
+
+
+async def test_single_statements_go_to_the_database_that_has_their_rows() -> None:
+    executors, data, keys = two_databases(data=["data", "data"], keys=["keys", "keys"])
+    unit = unit_of(executors)
+    answers = [await call(unit) for call in CALLS.values()]  # type: ignore[misc]
+    assert answers == ["data", "keys", "data", "keys"]
+    assert (data.answers, keys.answers) == ([], [])
+
+
+async def test_unit_without_a_backend_reads_but_opens_nothing() -> None:
+    executors, _ = one_database("rows")
+    unit = UnitOfWork(executors, None, KeyringReads(), cached_rows=10, cached_keys=10)
+    assert await unit.read(None, {}) == "rows"  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="give a backend"):
+        await unit.keys()
+
+
+async def test_identity_is_computed_once() -> None:
+    unit = unit_of(one_database()[0])
+    who = await unit.identify(*WHO[:3])
+    assert who == WHO
+    assert await unit.identify(*WHO[:3]) is who
+
+
+async def test_closed_unit_forgets_its_keys_and_opens_the_database_again() -> None:
+    executors, executor = one_database()
+    keyrings = KeyringReads()
+    unit = unit_of(executors, keyrings)
+    await unit.run(Scripted(load_keys))
+    await unit.close()
+    assert executor.closed == 1
+    assert not (await unit.keys()).knows(WHO.user_tag)
+    assert len(keyrings.seen) == 2
+
+
+async def test_both_databases_are_closed_even_if_one_cannot_be() -> None:
+    executors, data, keys = two_databases()
+
+    async def fail() -> None:
+        raise OSError("it cannot be closed")
+
+    data.close = fail  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="it cannot be closed"):
+        await unit_of(executors).close()
+    assert keys.closed == 1
