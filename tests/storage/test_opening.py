@@ -28,6 +28,7 @@ from adk_secure_sessions.storage.opening import (
     check,
     check_together,
     look,
+    mark_plaintext,
     open_database,
     open_existing,
     survey_existing,
@@ -394,6 +395,14 @@ async def test_database_is_marked_before_no_op_writes_to_it(
     await open_database(executors(database), register(aes, []), create_tables=True)
     assert not database.survey().has_plaintext_records
     await open_database(executors(database), register(no_op, [aes]), create_tables=True)
+    assert database.survey().has_plaintext_records
+
+
+def test_mark_of_plaintext_is_written_once(database: InMemory) -> None:
+    schema.metadata.create_all(database.engine)
+    for _ in range(2):
+        with database.engine.begin() as connection:
+            mark_plaintext(connection)
     assert database.survey().has_plaintext_records
 
 
