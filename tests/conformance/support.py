@@ -171,4 +171,5 @@ def ids(events_or_sessions: list[Event] | list[Session]) -> list[str]:
 
 
 def marker(session: Session) -> str | None:
+    """ADK's marker of staleness, which it keeps in a private attribute."""
     return session._storage_update_marker
