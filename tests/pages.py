@@ -1,15 +1,17 @@
-"""Runs what a page shows, block after block, as somebody would who follows it in a new directory.
+"""Runs the code blocks of a page, one after the other, as a reader does in a new directory.
 
-A page is the README or a file of docs/.  Sybil finds the blocks; what each language means is here:
+How it works.  A page is the README or a file of docs/.  Sybil finds its blocks; a `Page` is what
+one reader has: a directory, a Python namespace, an environment and, if needed, a PostgreSQL server.
+Each block runs in it as its language says:
 
-- `python` runs in the page's one namespace; with `title="name.py"` it is saved there instead;
-- `sh` runs in a shell, and what it exports holds from then on; `python`, `uvicorn` and our own
-  command run in this process, since importing google-adk takes seconds, unless the shell is to
-  tell how they end; `make`, `pip` and `pytest`: below;
+- `python` runs in the page's one namespace; with `title="name.py"` it is saved as that file;
+- `sh` runs in a shell, and what it exports is set for later blocks.  `python`, `uvicorn` and our
+  own command run in this process, since importing google-adk takes seconds; a line that tests
+  how they end (`||`) runs in the shell.  `make`, `pip` and `pytest` are only checked: see below;
 - `sql` runs on PostgreSQL, as its superuser;
-- `text` is what the block before it printed: `...` stands for what differs from run to run.
+- `text` is the expected output of the block before it; `...` stands for what differs between runs.
 
-A comment `<!--- invisible-code: python` holds code that readers are spared.
+A comment `<!--- invisible-code: python` holds code that readers do not see.
 """
 
 import contextlib
@@ -51,12 +53,12 @@ _LEXERS = (
         "invisible-code", r"\w+", {"arguments": "language", "source": "source"}
     ),
 )
-_ADDRESS = "127.0.0.1:8000"  # where pages have uvicorn listen; here it is wherever is free
+_ADDRESS = "127.0.0.1:8000"  # what pages show; here uvicorn listens on a free port
 _PATIENCE = 60.0  # seconds
 
 
 def blocks(path: Path) -> Document:
-    """The page, with a region for each of its blocks of code, whatever the language."""
+    """Parse a page: a region for each code block, whatever its language."""
 
     def parse(document: Document) -> Iterable[Region]:
         for lexer in _LEXERS:
@@ -88,7 +90,7 @@ def _run(example: Example) -> None:
 
 
 class Page:
-    """One reader's directory, names, environment and servers."""
+    """A reader of one page: directory, namespace, environment and servers."""
 
     def __init__(
         self,
@@ -103,15 +105,16 @@ class Page:
         self._monkeypatch = monkeypatch
         self._server = server
         self._stack = stack
-        self._made = set(expected)
+        self._expected = set(expected)
         self._printed: str | None = None
-        self._moved: dict[str, str] = {}
-        # For hidden blocks: what is entered ends with the page, what has moved is shown otherwise.
-        self.names |= {"enter": stack.enter_context, "moved": self._moved}
+        self._addresses: dict[str, str] = {}
+        # For hidden blocks: context managers that end with the page, and addresses that differ from
+        # those that the page shows.
+        self.names |= {"enter": stack.enter_context, "moved": self._addresses}
         self.names["setenv"] = monkeypatch.setenv
         monkeypatch.chdir(directory)
         monkeypatch.syspath_prepend(str(directory))
-        # The reader's `python` is this one; and nothing of this machine's answers for a page.
+        # The reader's `python` is this interpreter; settings of this machine do not reach the page.
         scripts = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         monkeypatch.setenv("PATH", scripts)
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
@@ -119,10 +122,10 @@ class Page:
             monkeypatch.delenv(name, raising=False)
         stack.callback(self._forget_modules)
 
-    # --- what the languages do -------------------------------------------------------------------
+    # --- languages -------------------------------------------------------------------------------
 
     def python(self, source: str, title: str | None) -> None:
-        for shown, real in self._moved.items():
+        for shown, real in self._addresses.items():
             source = source.replace(shown, real)
         if title:
             (self.directory / title).write_text(source, encoding="utf-8")
@@ -151,9 +154,9 @@ class Page:
 
     def text(self, source: str, title: str | None) -> None:
         assert title is None
-        if source in self._made:
+        if source in self._expected:
             return
-        assert self._printed is not None, "text that no block before it printed"
+        assert self._printed is not None, "no block before this text printed anything"
         checker, options = doctest.OutputChecker(), doctest.ELLIPSIS
         difference = checker.output_difference(
             doctest.Example("", source), self._printed, options | doctest.REPORT_NDIFF
@@ -173,33 +176,33 @@ class Page:
             yield
         self._printed = output.getvalue()
 
-    # --- what the commands do --------------------------------------------------------------------
+    # --- commands --------------------------------------------------------------------------------
 
     def _make(self, command: list[str], line: str) -> None:
-        """CI runs them itself: here, that they are there."""
+        """Check that the targets exist; CI runs them itself."""
         arguments = [word for word in command[1:] if "=" not in word]
         assert arguments, f"{line!r} names no target"
         subprocess.run(["make", "-n", *arguments], cwd=ROOT, check=True, capture_output=True)
 
     def _pip(self, command: list[str], line: str) -> None:
-        """Nothing is installed; but what is named is ours, with extras that exist, or required."""
+        """Install nothing; check that each name is ours, with extras that exist, or required."""
         assert command[:2] == ["pip", "install"], line
-        extras_there = PROJECT["optional-dependencies"]
-        required = "\n".join(itertools.chain(PROJECT["dependencies"], *extras_there.values()))
+        extras_of_ours = PROJECT["optional-dependencies"]
+        required = "\n".join(itertools.chain(PROJECT["dependencies"], *extras_of_ours.values()))
         for name in command[2:]:
             package, _, extras = name.rstrip("]").partition("[")
             if package in (".", PROJECT["name"]):
-                assert set(filter(None, extras.split(","))) <= set(extras_there)
+                assert set(filter(None, extras.split(","))) <= set(extras_of_ours)
             else:
                 assert re.search(rf"^{re.escape(name)}\b", required, re.MULTILINE), line
 
     def _pytest(self, command: list[str], line: str) -> None:
-        """In the repository: that the arguments are valid, and select something."""
+        """Check that the arguments are valid and select tests of this repository."""
         arguments = [word for word in command[1:] if word != "pytest"]
         if not any(word.startswith("tests/") for word in arguments):
             self._shell(command, line)
             return
-        # In this process: all that it imports is here already.
+        # In this process, which has imported everything already.
         with contextlib.chdir(ROOT):
             code = pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", *arguments])
         assert code == pytest.ExitCode.OK, line
@@ -220,7 +223,7 @@ class Page:
         module, _, attribute = name.partition(":")
         app = getattr(importlib.import_module(module), attribute)
         listener = socket.create_server(("127.0.0.1", 0))
-        self._moved[_ADDRESS] = f"127.0.0.1:{listener.getsockname()[1]}"
+        self._addresses[_ADDRESS] = f"127.0.0.1:{listener.getsockname()[1]}"
         server = uvicorn.Server(uvicorn.Config(app, ws="none", log_level="warning"))
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
@@ -249,7 +252,7 @@ class Page:
         assert not status, f"{line!r} ends with {status}"
 
     def _shell(self, command: list[str], line: str) -> None:
-        """Run *line*, and take over what it leaves in the environment."""
+        """Run *line*, and set the variables that it has exported."""
         environment = self.directory / ".environment"
         done = subprocess.run(
             ["sh", "-euc", f'{line}\nenv -0 > "$0"', str(environment)],
@@ -268,7 +271,7 @@ class Page:
         environment.unlink()
 
     def _forget_modules(self) -> None:
-        """What was imported from the directory, so that the next import reads the file anew."""
+        """Forget modules of the directory, so that the next import reads their files again."""
         for name, module in list(sys.modules.items()):
             path = getattr(module, "__file__", None)
             if path and Path(path).parent == self.directory:

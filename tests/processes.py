@@ -1,4 +1,13 @@
-"""Real processes for tests, forked from one that imports ADK once: importing it takes seconds."""
+"""Runs functions of tests in processes of their own, to see what several processes do at once.
+
+How it works.  Importing google-adk takes seconds, so children are forked from a server process that
+has imported it once (multiprocessing's forkserver: it has a single thread, and nothing that a test
+has open).  `children((job, argument), ...)` starts a process for each job, waits until all are
+ready, and lets them go at the same moment.  A job is a function of a module.  Its first argument
+is `say`: a function that sends an object to the test, which reads it from `child.said()`.  A job
+that raises, or writes to stderr, fails the test.  `results(...)` runs jobs to their ends and
+returns what each has said.
+"""
 
 import gc
 import multiprocessing
@@ -12,31 +21,27 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 _PATIENCE = 120.0  # seconds
-# The server from which to fork has a single thread, and nothing that a test has open.
 _METHODS = multiprocessing.get_all_start_methods()
 _context: Any = multiprocessing.get_context("forkserver" if "forkserver" in _METHODS else "spawn")
 
 
 class Child:
-    """A process that runs *job*: a function of a module, given *arguments* and how to say things.
-
-    It waits for `go`, so that several can start at the same moment.
-    """
+    """A process that calls `job(say, *arguments)` once `go` is called."""
 
     def __init__(self, job: Callable[..., object], *arguments: object) -> None:
-        # What the job is in is worth importing before the fork.
+        # The server imports the job's module before it forks.
         _context.set_forkserver_preload([job.__module__])
-        self._connection, theirs = _context.Pipe()
-        self.process = _context.Process(target=_run, args=(theirs, job, arguments))
+        self._connection, its_connection = _context.Pipe()
+        self.process = _context.Process(target=_run, args=(its_connection, job, arguments))
         self.process.start()
-        theirs.close()
+        its_connection.close()
         assert self._receive() == "ready"
 
     def go(self) -> None:
         self._connection.send("go")
 
     def said(self) -> Iterator[Any]:
-        """What the job says, until it ends; fails if it raises, or if it writes to stderr."""
+        """Yield what the job says until it ends; fail if it raises or writes to stderr."""
         while True:
             try:
                 kind, value = self._receive()
@@ -52,13 +57,13 @@ class Child:
         self._connection.close()
 
     def _receive(self) -> Any:
-        assert self._connection.poll(_PATIENCE), "the process says nothing"
+        assert self._connection.poll(_PATIENCE), "the process said nothing in time"
         return self._connection.recv()
 
 
 @contextmanager
 def children(*jobs: tuple[Any, ...]) -> Iterator[list[Child]]:
-    """Start them all at once, each a function and its arguments."""
+    """Start all *jobs* at once, each a function and its arguments; kill them at the end."""
     with ExitStack() as stack:
         started = []
         for job in jobs:
@@ -70,7 +75,7 @@ def children(*jobs: tuple[Any, ...]) -> Iterator[list[Child]]:
 
 
 def results(*jobs: tuple[Any, ...]) -> list[list[Any]]:
-    """Run them all at once to their ends; what each said."""
+    """Run all *jobs* at once to their ends; return what each said."""
     with children(*jobs) as running:
         said = [[*child.said()] for child in running]
         for child in running:
@@ -83,8 +88,8 @@ def _run(connection: Connection, job: Callable[..., object], arguments: tuple[ob
     def say(value: object) -> None:
         connection.send(("said", value))
 
-    with tempfile.TemporaryFile() as complaints:
-        os.dup2(complaints.fileno(), sys.stderr.fileno())  # of processes that the job forks, too
+    with tempfile.TemporaryFile() as errors:
+        os.dup2(errors.fileno(), sys.stderr.fileno())  # also of processes that the job forks
         connection.send("ready")
         connection.recv()
         try:
@@ -93,6 +98,6 @@ def _run(connection: Connection, job: Callable[..., object], arguments: tuple[ob
             traceback.print_exc()
         gc.collect()
         sys.stderr.flush()
-        complaints.seek(0)
-        if text := complaints.read().decode():
+        errors.seek(0)
+        if text := errors.read().decode():
             connection.send(("wrote", text))

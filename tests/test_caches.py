@@ -1,4 +1,4 @@
-"""However many sessions and users a service has seen, it remembers a bounded number."""
+"""Caches are bounded, however many sessions and users a service has seen."""
 
 import asyncio
 import os
@@ -15,7 +15,10 @@ from tests.servers import Server
 
 
 def caches(holder: object) -> list[Lru[object, object]]:
-    """Every cache that *holder* and its parts have."""
+    """Every cache of *holder* and of the objects that it refers to.
+
+    Private attributes, since no public one could show that a cache was added without a bound.
+    """
     values = holder if isinstance(holder, tuple) else tuple(vars(holder).values())
     found = [value for value in values if isinstance(value, Lru)]
     for value in values:
@@ -51,15 +54,17 @@ async def test_small_caches_stay_small_and_change_nothing(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("database", ["sqlite", "postgresql"])
-async def test_more_users_at_once_than_keys_are_remembered_disturb_no_other(
+async def test_more_users_at_once_than_cached_keys_do_not_disturb_each_other(
     database: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     with ExitStack() as stack:
         url = f"sqlite:///{tmp_path}/s.db"
         if database == "postgresql":
             server: Server = request.getfixturevalue(database)
-            place = stack.enter_context(server.database())
-            url = place.set(drivername="postgresql+asyncpg").render_as_string(hide_password=False)
+            database_url = stack.enter_context(server.database())
+            url = database_url.set(drivername="postgresql+asyncpg").render_as_string(
+                hide_password=False
+            )
         key = AesGcmBackend(os.urandom(32))
         async with EncryptedSessionService(url, key, data_key_cache_size=10) as service:
 
@@ -76,7 +81,7 @@ async def test_more_users_at_once_than_keys_are_remembered_disturb_no_other(
             await asyncio.gather(*(converse(f"u{n}") for n in range(30)))
 
 
-async def test_key_service_is_not_asked_for_every_operation_where_a_keyring_is_refused(
+async def test_key_service_is_not_called_for_every_operation_if_the_keyring_is_rejected(
     tmp_path: Path,
 ) -> None:
     asked = 0

@@ -1,4 +1,4 @@
-"""A whole database as data: read by the service, and by a reader made from the page alone."""
+"""A whole database as data: for the service, and for a reader written from the page alone."""
 
 import json
 import os
@@ -75,9 +75,7 @@ def assert_is(session: Session | None, expected: Json, *, with_events: bool = Tr
 
 
 @pytest.mark.parametrize("writer", list(ROOTS))
-async def test_service_finds_in_the_database_what_is_said_to_be_there(
-    database: Path, writer: str
-) -> None:
+async def test_service_reads_the_database_as_the_vector_says(database: Path, writer: str) -> None:
     async with service_on(database, writer) as service:
         for expected in DATABASE["sessions"]:
             assert_is(await service.get_session(**who(expected)), expected)
@@ -94,7 +92,7 @@ async def test_service_finds_in_the_database_what_is_said_to_be_there(
 
 
 @pytest.mark.parametrize("writer", list(ROOTS))
-async def test_service_goes_on_in_the_database(database: Path, writer: str) -> None:
+async def test_service_appends_to_sessions_of_the_database(database: Path, writer: str) -> None:
     event = Event(author="nurse", id="new", timestamp=1_800_000_000.0)
     async with service_on(database, writer) as service:
         for expected in DATABASE["sessions"]:
@@ -120,7 +118,7 @@ async def test_reading_the_database_changes_nothing(database: Path) -> None:
     assert dump() == before
 
 
-def test_reader_made_from_the_page_alone_finds_the_same(database: Path) -> None:
+def test_reader_written_from_the_page_alone_reads_the_same(database: Path) -> None:
     with closing(sqlite3.connect(database)) as connection:
         found = format_reader.Database(connection, *ROOTS.values()).contents()
     for kind, contents in found.items():
@@ -128,7 +126,9 @@ def test_reader_made_from_the_page_alone_finds_the_same(database: Path) -> None:
         assert by_name == sorted(DATABASE[kind], key=lambda one: json.dumps(one))
 
 
-def test_reader_made_from_the_page_alone_shows_states_as_the_service_does(database: Path) -> None:
+def test_reader_written_from_the_page_alone_merges_states_as_the_service_does(
+    database: Path,
+) -> None:
     with closing(sqlite3.connect(database)) as connection:
         reader = format_reader.Database(connection, *ROOTS.values())
         for expected in DATABASE["sessions"]:
@@ -142,7 +142,7 @@ _VISIT = "(SELECT id FROM secure_sessions WHERE base_revision = -1 AND revision 
 
 
 def _set(table: str, column: str, value: str) -> str:
-    """SQLite makes text of joined bytes."""
+    """An UPDATE with bytes: joining bytes gives text in SQLite."""
     return f"UPDATE {table} SET {column} = CAST({value} AS BLOB)"
 
 
@@ -319,7 +319,7 @@ async def test_service_and_reader_reject_rows_that_were_rolled_back(
     assert_rejected_by_reader(database)
 
 
-async def test_rows_that_nothing_leads_to_are_ignored(database: Path) -> None:
+async def test_rows_that_belong_to_nothing_are_ignored(database: Path) -> None:
     statements = (
         "INSERT INTO secure_events SELECT 1, seq, time, event FROM secure_events WHERE seq = 0 "
         "LIMIT 1; INSERT INTO secure_bases SELECT 1, revision, state FROM secure_bases;"
@@ -336,7 +336,7 @@ async def test_rows_that_nothing_leads_to_are_ignored(database: Path) -> None:
 
 
 def add_master(path: Path, purpose: str, key: bytes) -> None:
-    """Store a master key as somebody could who has the root key."""
+    """Insert a master key, as somebody can who has the root key."""
     root = ROOTS["aesgcm"]
     name = f"key:{format_reader.expand(root, b'adk-secure-sessions/v1/key-id', 8).hex()}"
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
@@ -361,9 +361,7 @@ def test_reader_rejects_a_master_key_that_no_writer_makes(
 
 
 @pytest.mark.parametrize("purpose", ["data", "other"])
-async def test_master_key_that_wraps_nothing_is_in_nobodys_way(
-    database: Path, purpose: str
-) -> None:
+async def test_master_key_that_wraps_nothing_is_ignored(database: Path, purpose: str) -> None:
     add_master(database, purpose, os.urandom(32))
     with closing(sqlite3.connect(database)) as connection:
         assert format_reader.Database(connection, *ROOTS.values()).contents()["sessions"]
@@ -374,7 +372,7 @@ async def test_master_key_that_wraps_nothing_is_in_nobodys_way(
 
 @pytest.fixture
 def split(database: Path) -> tuple[Path, Path]:
-    """The same rows in two databases: no record knows of that."""
+    """The same rows in a database and a key database: no record is bound to that."""
     keys = database.with_name("keys.db")
     with closing(sqlite3.connect(keys)) as connection:
         connection.executescript((DOCS / "sql" / "sqlite-keys.sql").read_text(encoding="utf-8"))
@@ -403,8 +401,8 @@ async def test_split_database_is_read_as_before(split: tuple[Path, Path]) -> Non
     assert len(found["sessions"]) == len(DATABASE["sessions"])
 
 
-def test_the_database_holds_what_the_vectors_are_for(database: Path) -> None:
-    """Two backends, two generations of a user's key, a base with an overlay, no events at all."""
+def test_database_covers_the_format(database: Path) -> None:
+    """Two backends, two generations of a data key, a snapshot, a session without events."""
     with closing(sqlite3.connect(database)) as connection:
 
         def one(sql: str) -> Any:

@@ -1,4 +1,4 @@
-"""The scripts of examples/ that a reader may run."""
+"""The scripts of examples/."""
 
 import os
 import runpy
@@ -13,7 +13,7 @@ QUICKSTART = str(ROOT / "examples" / "quickstart.py")
 OFFLINE = {k: v for k, v in os.environ.items() if k not in ("GOOGLE_API_KEY", "GEMINI_API_KEY")}
 
 
-def test_quickstart_remembers_and_leaves_nothing_in_clear(tmp_path: Path) -> None:
+def test_quickstart_remembers_and_stores_no_plaintext(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, QUICKSTART, "--db", "kept.db"],
         cwd=tmp_path,

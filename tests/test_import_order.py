@@ -1,4 +1,4 @@
-"""Imports point down, so that each part can be read and tested without those above it."""
+"""Imports point down, so that each layer can be read and tested without those above it."""
 
 import ast
 import subprocess
@@ -30,13 +30,13 @@ MODULES = {
     ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted(SOURCE.rglob("*.py"))
 }
-# A backend is what gives itself an id.
+# A module is a backend if its class has an id.
 BACKENDS = [name for name, path in MODULES.items() if "    backend_id = " in path.read_text()]
 assert len(BACKENDS) >= 3, "backends not found: an empty search must not pass as success"
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Yield each module that *path* imports, absolute, wherever in the file it does so."""
+    """Yield the absolute name of each import of *path*, also of those inside functions."""
     yield from imported_by(ast.walk(ast.parse(path.read_text())))
 
 
@@ -76,6 +76,16 @@ def test_imports_point_down(module: str) -> None:
     assert not above, f"{module} imports from layers above it: {sorted(above)}"
 
 
+ABOVE_STORAGE = [module for module in MODULES if rank(module) > RANK["storage"]]
+
+
+@pytest.mark.parametrize("module", ABOVE_STORAGE)
+def test_modules_above_storage_import_only_its_surface(module: str) -> None:
+    """`storage/__init__.py` lists the names that other packages may use."""
+    inner = {other for other in own_imports(module) if other.startswith("storage.")}
+    assert not inner, f"{module} imports from {sorted(inner)}: let storage/__init__.py export it"
+
+
 @pytest.mark.parametrize("module", BACKENDS)
 def test_no_backend_imports_another(module: str) -> None:
     assert not own_imports(module) & set(BACKENDS)
@@ -101,7 +111,7 @@ OPTIONAL = {"aiobotocore", "boto3", "botocore", "google_crc32c", "grpc", "httpx"
 
 @pytest.mark.parametrize("module", MODULES)
 def test_optional_libraries_are_imported_where_they_are_used(module: str) -> None:
-    """Importing the package must do without them."""
+    """The package can be imported without them."""
     tree = ast.parse(MODULES[module].read_text())
     at_once = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     names = set(imported_by(at_once))

@@ -1,4 +1,4 @@
-"""What the README and the site show works as shown."""
+"""The code on the README and the site runs, and prints what the page says."""
 
 import contextlib
 import re
@@ -13,16 +13,16 @@ from tests.benchmarks.results import Results
 from tests.pages import DOCS, PAGES, Page
 from tests.servers import PostgreSQL
 
-# What google-adk says of its own experiments, and of what it plans to drop.
+# google-adk warns of its own experimental and deprecated parts.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 
-# Printed by no block: the bytes of the stored format, which examples/make_vectors.py makes.
+# No block prints these: the bytes of the stored format, which examples/make_vectors.py makes.
 NOTATION = re.findall(r"^```text\n(.*?)^```", worked_example() + "\n", re.MULTILINE | re.DOTALL)
-# And what the benchmarks log, as tests/benchmarks/report.py has it from their results.
+# Nor the log of the benchmarks, which tests/benchmarks/report.py makes from their results.
 NOTATION.append(Report(Results.load(RESULTS)).log_lines() + "\n")
 WITH_CODE = [page for page in PAGES if pages.blocks(page).regions]
 assert WITH_CODE, "no code found: an empty search must not pass as success"
@@ -51,15 +51,15 @@ def test_every_block_is_in_a_language_that_is_run(path: Path) -> None:
     assert [language for language in found if language not in pages.RUNNERS] == []
     fences = re.findall(r"^[ \t>]*(?:```|~~~)", document.text, re.MULTILINE)
     hidden = document.text.count("<!--- invisible-code:")
-    assert len(fences) == 2 * (len(found) - hidden), "a block that Sybil does not see"
+    assert len(fences) == 2 * (len(found) - hidden), "Sybil does not find every block"
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_no_block_hides_as_indented_text(path: Path) -> None:
-    """Markdown takes four spaces after an empty line for code, too."""
+def test_no_page_has_an_indented_block(path: Path) -> None:
+    """Markdown shows it as code, and no test would run it."""
     text = re.sub(r"^```.*?^```|<!--.*?-->", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
     assert re.findall(r"\n\n(?: {4}|\t).*", text) == []
 
 
-def test_pages_lie_flat() -> None:
+def test_pages_are_in_one_directory() -> None:
     assert sorted(DOCS.rglob("*.md")) == sorted(DOCS.glob("*.md"))

@@ -1,4 +1,4 @@
-"""Real processes on one database: nothing is lost, nothing is locked, nothing hangs."""
+"""Several processes on one database, killed processes, forked ones, and services left open."""
 
 import asyncio
 import gc
@@ -23,7 +23,7 @@ from tests.servers import Server
 KEY = bytes(range(32))
 APP, USER = "app", "user"
 
-Say = Callable[[object], None]  # how a process tells the test something
+Say = Callable[[object], None]  # sends an object to the test
 
 
 def open_service(url: str) -> EncryptedSessionService:
@@ -55,8 +55,8 @@ def database() -> str:
 
 
 @pytest.fixture
-def place(request: pytest.FixtureRequest, database: str, tmp_path: Path) -> Iterator[sa.URL]:
-    """An empty database, as the test itself reaches it, without the service."""
+def admin_url(request: pytest.FixtureRequest, database: str, tmp_path: Path) -> Iterator[sa.URL]:
+    """The URL of an empty database for the test's own statements."""
     if database == "sqlite":
         yield sa.URL.create("sqlite", database=f"{tmp_path}/sessions.db")
         return
@@ -66,13 +66,13 @@ def place(request: pytest.FixtureRequest, database: str, tmp_path: Path) -> Iter
 
 
 @pytest.fixture
-def url(place: sa.URL, database: str) -> str:
+def url(admin_url: sa.URL, database: str) -> str:
     driver = DRIVERS.get(database, "sqlite+aiosqlite")
-    return place.set(drivername=driver).render_as_string(hide_password=False)
+    return admin_url.set(drivername=driver).render_as_string(hide_password=False)
 
 
-def count(place: sa.URL, table: str) -> int:
-    engine = sa.create_engine(place)
+def count(admin_url: sa.URL, table: str) -> int:
+    engine = sa.create_engine(admin_url)
     with engine.connect() as connection:
         (number,) = connection.exec_driver_sql(f"SELECT count(*) FROM {table}").one()
     engine.dispose()
@@ -111,7 +111,7 @@ def append_to_shared_and_own(say: Say, url: str, name: str) -> None:
 async def test_processes_appending_at_once_lose_no_event_and_no_state(
     url: str, database: str
 ) -> None:
-    # MariaDB lets them wait for one another most.
+    # On MariaDB they wait for each other longest.
     names = [f"p{n}" for n in range(4 if database == "mariadb" else 8)]
     async with open_service(url) as service:
         await service.create_session(app_name=APP, user_id=USER, session_id="shared")
@@ -147,7 +147,7 @@ def create_twenty(say: Say, url: str, name: str) -> None:
 
 @on_each_database
 async def test_processes_starting_at_once_agree_on_one_keyring_and_one_data_key(
-    url: str, place: sa.URL
+    url: str, admin_url: sa.URL
 ) -> None:
     await asyncio.to_thread(results, *((create_twenty, url, f"p{n}") for n in range(4)))
     async with open_service(url) as service:
@@ -155,14 +155,14 @@ async def test_processes_starting_at_once_agree_on_one_keyring_and_one_data_key(
         assert sorted(session.id for session in listed.sessions) == sorted(
             f"p{p}-{n}" for p in range(4) for n in range(20)
         )
-    assert count(place, "secure_keyring") == 2  # data and index
-    assert count(place, "secure_data_keys") == 2  # one of the app, one of the user
-    assert count(place, "secure_users") == count(place, "secure_apps") == 1
+    assert count(admin_url, "secure_keyring") == 2  # data and index
+    assert count(admin_url, "secure_data_keys") == 2  # one of the app, one of the user
+    assert count(admin_url, "secure_users") == count(admin_url, "secure_apps") == 1
 
 
 @on_servers
 async def test_tasks_that_are_the_first_of_a_user_agree_on_one_data_key(
-    url: str, place: sa.URL
+    url: str, admin_url: sa.URL
 ) -> None:
     async with open_service(url) as service:
         await asyncio.gather(
@@ -176,11 +176,11 @@ async def test_tasks_that_are_the_first_of_a_user_agree_on_one_data_key(
         session = await service.get_session(app_name=APP, user_id=USER, session_id="s0")
         assert session is not None
         assert session.state == {f"user:k{n}": n for n in range(20)}
-    assert count(place, "secure_data_keys") == 2
-    assert count(place, "secure_sessions") == 20
+    assert count(admin_url, "secure_data_keys") == 2
+    assert count(admin_url, "secure_sessions") == 20
 
 
-def append_for_ever(say: Say, url: str) -> None:
+def append_until_killed(say: Say, url: str) -> None:
     async def main() -> None:
         service = open_service(url)
         session = await service.create_session(app_name=APP, user_id=USER, session_id="killed")
@@ -193,7 +193,7 @@ def append_for_ever(say: Say, url: str) -> None:
 
 @on_mariadb_later
 async def test_killed_process_leaves_every_session_readable(url: str) -> None:
-    with children((append_for_ever, url)) as (child,):
+    with children((append_until_killed, url)) as (child,):
         said = child.said()
         acknowledged = -1
         while acknowledged < 20:
@@ -204,12 +204,12 @@ async def test_killed_process_leaves_every_session_readable(url: str) -> None:
         session = await found(service, "killed")
         numbers = [event.actions.state_delta["n"] for event in session.events]
         assert numbers == list(range(len(numbers)))
-        assert len(numbers) > acknowledged  # what was acknowledged is there
+        assert len(numbers) > acknowledged  # every acknowledged event is stored
         assert session.state == {"n": numbers[-1]}
         await service.append_event(session, Event(author="survivor"))
 
 
-FORGETFUL = {
+UNCLOSED = {
     "ended loop": "kept = asyncio.run(main())",
     "loop left open": """
         loop = asyncio.new_event_loop()
@@ -224,8 +224,8 @@ FORGETFUL = {
 }
 
 
-def forgetful(how: str, url: str) -> tuple[int, str, str]:
-    """Run it in an interpreter of its own, whose end is what matters; how it ended."""
+def run_unclosed(how: str, url: str) -> tuple[int, str, str]:
+    """Leave a service open in a new interpreter; return its exit status and its output."""
     script = """
     import asyncio, sys
     from google.adk.events import Event
@@ -236,7 +236,7 @@ def forgetful(how: str, url: str) -> tuple[int, str, str]:
         await asyncio.gather(*(s.append_event(session, Event(author="a")) for n in range(3)))
         return s
     """
-    source = textwrap.dedent(script) + textwrap.dedent(FORGETFUL[how]) + "\nprint('done')\n"
+    source = textwrap.dedent(script) + textwrap.dedent(UNCLOSED[how]) + "\nprint('done')\n"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", source, url],
         capture_output=True,
@@ -257,15 +257,15 @@ def forgetful(how: str, url: str) -> tuple[int, str, str]:
     ],
 )
 def test_service_that_was_never_closed_lets_the_process_end(url: str, how: str) -> None:
-    assert forgetful(how, url) == (0, "done\n", "")
+    assert run_unclosed(how, url) == (0, "done\n", "")
 
 
 def test_database_in_memory_that_was_never_closed_lets_the_process_end() -> None:
-    assert forgetful("ended loop", ":memory:") == (0, "done\n", "")
+    assert run_unclosed("ended loop", ":memory:") == (0, "done\n", "")
 
 
 def forked(job: Callable[[], object]) -> int:
-    """Fork here and now, whatever is open, and run *job* there; the child's number."""
+    """Fork this process, whatever is open, and run *job* in the child; return its number."""
     child = os.fork()
     if child == 0:
         try:
@@ -282,7 +282,7 @@ def ended(child: int) -> int:
 
 
 async def append_to(service: EncryptedSessionService, session_id: str, times: int = 1) -> int:
-    """Append as often as told, to a new session if need be; how many events there are then."""
+    """Append *times* events to a session, perhaps a new one; return how many it has then."""
     if await service.get_session(app_name=APP, user_id=USER, session_id=session_id) is None:
         await service.create_session(app_name=APP, user_id=USER, session_id=session_id)
     for n in range(times):
@@ -308,7 +308,7 @@ def fork_between_appends(say: Say, url: str) -> None:
 @pytest.mark.parametrize(
     "database", ["sqlite", *(pytest.param(name, marks=pytest.mark.soak) for name in DRIVERS)]
 )
-def test_service_goes_on_in_a_forked_process(url: str) -> None:
+def test_service_works_in_a_forked_process(url: str) -> None:
     assert results((fork_between_appends, url)) == [[3]]
 
 
@@ -349,5 +349,5 @@ def fork_with_database_in_memory(say: Say) -> None:
 
 
 @needs_fork
-def test_memory_database_is_refused_in_a_forked_process() -> None:
+def test_database_in_memory_is_rejected_in_a_forked_process() -> None:
     assert results((fork_with_database_in_memory,)) == [[0]]

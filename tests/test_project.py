@@ -1,4 +1,4 @@
-"""The project's own promises: its README, its metadata, its public names."""
+"""The project's README, metadata and public names agree with its code."""
 
 import importlib.metadata
 import inspect
@@ -19,11 +19,11 @@ def test_installed_version_is_the_one_in_pyproject() -> None:
     assert importlib.metadata.version("adk-secure-sessions") == PROJECT["version"]
 
 
-def test_changelog_tells_of_this_version() -> None:
+def test_changelog_has_a_section_for_this_version() -> None:
     assert f"## [{PROJECT['version']}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_runtime_dependencies_are_these_four_and_no_more() -> None:
+def test_runtime_dependencies_are_these_four() -> None:
     names = {re.split(r"[\[<>=]", line)[0] for line in PROJECT["dependencies"]}
     assert names == {"google-adk", "cryptography", "sqlalchemy", "aiosqlite"}
 
@@ -65,5 +65,5 @@ def test_public_methods_have_docstrings(name: str) -> None:
     assert undocumented == []
 
 
-def test_the_package_says_that_it_is_typed() -> None:
+def test_package_is_marked_as_typed() -> None:
     assert (Path(adk_secure_sessions.__file__).parent / "py.typed").exists()

@@ -1,4 +1,4 @@
-"""The built site: complete, and reading it loads nothing from elsewhere."""
+"""The built site is complete, and its pages load nothing from other servers."""
 
 import json
 import logging
@@ -12,14 +12,14 @@ import pytest
 import adk_secure_sessions
 from tests.pages import DOCS, ROOT
 
-# A test environment for one release of google-adk has no need of it.
+# The environments that test one release of google-adk do not have it.
 pytest.importorskip("mkdocs", reason="the site needs the extra [docs]")
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::PendingDeprecationWarning"),
 ]
 
-# What a browser fetches by itself, and from which attribute.
+# The tags whose content a browser fetches by itself, and the attribute with its address.
 LOADED = {
     "audio": "src", "embed": "src", "iframe": "src", "image": "href", "img": "src", "input": "src",
     "object": "data", "script": "src", "source": "src", "track": "src", "use": "href",
@@ -31,7 +31,7 @@ IN_CSS = re.compile(r"""url\(\s*["']?([^"')]+)|@import\s+["']([^"']+)""")
 
 
 class Html(HTMLParser):
-    """What a page loads, where it leads, and where it may be led to."""
+    """The addresses that a page loads, its links, and the ids that links can lead to."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -70,16 +70,25 @@ def is_elsewhere(url: str) -> bool:
     return urlsplit(url).scheme not in ("", "data") or url.startswith("//")
 
 
+class Warnings(logging.Handler):
+    """Collects messages."""
+
+    def __init__(self, level: int) -> None:
+        super().__init__(level)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built as `make site` does; what that would only warn of is a failure."""
+    """The site as `make site` builds it; a warning is a failure."""
     from mkdocs.commands.build import build
     from mkdocs.config import load_config
 
     directory = tmp_path_factory.mktemp("site")
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler = Warnings(logging.WARNING)
     logger = logging.getLogger("mkdocs")
     logger.addHandler(handler)
     with pytest.MonkeyPatch.context() as patch:
@@ -92,7 +101,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         finally:
             config.plugins.on_shutdown()
             logger.removeHandler(handler)
-    assert said == []
+    assert handler.messages == []
     return directory
 
 
@@ -107,7 +116,7 @@ def test_every_page_is_built(html: dict[str, Html]) -> None:
     assert {path.stem for path in DOCS.glob("*.md")} | {"404"} == {Path(name).stem for name in html}
 
 
-def test_nothing_is_loaded_from_elsewhere(site: Path, html: dict[str, Html]) -> None:
+def test_nothing_is_loaded_from_other_servers(site: Path, html: dict[str, Html]) -> None:
     loads = {name: page.loads for name, page in html.items()}
     for path in [*site.rglob("*.css"), *site.rglob("*.svg")]:
         loads[path.name] = loaded_by_css(path.read_text(encoding="utf-8"))
@@ -115,15 +124,15 @@ def test_nothing_is_loaded_from_elsewhere(site: Path, html: dict[str, Html]) -> 
     assert [(name, url) for name, urls in loads.items() for url in urls if is_elsewhere(url)] == []
 
 
-def test_what_is_loaded_is_there(site: Path, html: dict[str, Html]) -> None:
+def test_everything_that_is_loaded_exists(site: Path, html: dict[str, Html]) -> None:
     for name, page in html.items():
-        if name == "404.html":  # served for any path, so its addresses begin at the root
+        if name == "404.html":  # it is served for any path, so its addresses begin at the root
             continue
         for url in page.loads:
             assert urlsplit(url).scheme == "data" or (site / urlsplit(url).path).exists(), url
 
 
-def test_links_lead_somewhere(site: Path, html: dict[str, Html]) -> None:
+def test_links_lead_to_existing_pages_and_ids(site: Path, html: dict[str, Html]) -> None:
     for name, page in html.items():
         if name == "404.html":
             continue
@@ -149,7 +158,7 @@ def test_api_has_an_entry_for_every_public_name(html: dict[str, Html]) -> None:
     assert {f"adk_secure_sessions.{name}" for name in adk_secure_sessions.__all__} <= ids
 
 
-def test_changelog_is_the_projects_own(site: Path) -> None:
+def test_changelog_page_has_every_heading_of_the_changelog(site: Path) -> None:
     text = (site / "changelog.html").read_text(encoding="utf-8")
     for line in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines():
         if line.startswith("#"):

@@ -14,7 +14,7 @@ KEY = os.urandom(32)
 ASYNC = {"postgresql": "postgresql+asyncpg", "mysql": "mysql+asyncmy", "sqlite": "sqlite"}
 
 
-def test_files_are_those_of_the_tables() -> None:
+def test_sql_files_match_the_tables() -> None:
     assert make_sql.main(["--check"]) == 0
 
 
@@ -32,7 +32,9 @@ async def use(url: str | sa.URL, key_db_url: str | sa.URL | None = None) -> None
         assert found == session
 
 
-async def refused(url: str | sa.URL, key_db_url: str | sa.URL | None = None) -> None:
+async def assert_tables_are_missing(
+    url: str | sa.URL, key_db_url: str | sa.URL | None = None
+) -> None:
     async with EncryptedSessionService(
         url, AesGcmBackend(KEY), key_db_url=key_db_url, create_tables=False
     ) as service:
@@ -40,9 +42,9 @@ async def refused(url: str | sa.URL, key_db_url: str | sa.URL | None = None) -> 
             await service.prepare_tables()
 
 
-async def test_sqlite(tmp_path: Path) -> None:
+async def test_service_works_on_tables_made_by_the_file_for_sqlite(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/s.db"
-    await refused(url)
+    await assert_tables_are_missing(url)
     engine = sa.create_engine(url)
     with engine.begin() as connection:
         assert not sa.inspect(connection).get_table_names()
@@ -52,7 +54,7 @@ async def test_sqlite(tmp_path: Path) -> None:
     await use(url)
 
 
-def made(url: sa.URL, file: str) -> None:
+def run_file(url: sa.URL, file: str) -> None:
     engine = sa.create_engine(url)
     with engine.begin() as connection:
         for statement in statements(file):
@@ -60,32 +62,33 @@ def made(url: sa.URL, file: str) -> None:
     engine.dispose()
 
 
-async def used_by_both(data: sa.URL, kind: str, keys: sa.URL, kind_of_keys: str) -> None:
+async def assert_pair_works(data: sa.URL, kind: str, keys: sa.URL, kind_of_keys: str) -> None:
     urls = data.set(drivername=ASYNC[kind]), keys.set(drivername=ASYNC[kind_of_keys])
-    await refused(*urls)
-    made(keys, f"{kind_of_keys}-keys")
-    await refused(*urls)
-    made(data, f"{kind}-data")
+    await assert_tables_are_missing(*urls)
+    run_file(keys, f"{kind_of_keys}-keys")
+    await assert_tables_are_missing(*urls)
+    run_file(data, f"{kind}-data")
     await use(*urls)
 
 
-async def test_key_database(tmp_path: Path) -> None:
+async def test_service_works_on_a_key_database_made_by_the_files(tmp_path: Path) -> None:
     data, keys = (sa.make_url(f"sqlite:///{tmp_path}/{name}.db") for name in "dk")
-    await used_by_both(data, "sqlite", keys, "sqlite")
+    await assert_pair_works(data, "sqlite", keys, "sqlite")
 
 
-async def test_key_database_on_another_server(postgresql: Server, mariadb: Server) -> None:
+async def test_service_works_on_a_key_database_on_another_server(
+    postgresql: Server, mariadb: Server
+) -> None:
     with postgresql.database() as data, mariadb.database() as keys:
-        await used_by_both(data, "postgresql", keys, "mysql")
+        await assert_pair_works(data, "postgresql", keys, "mysql")
     with mariadb.database() as data, postgresql.database() as keys:
-        await used_by_both(data, "mysql", keys, "postgresql")
+        await assert_pair_works(data, "mysql", keys, "postgresql")
 
 
-async def test_key_database_beside_all_tables(tmp_path: Path) -> None:
-    """Those of the keys stay empty there."""
+async def test_unused_key_tables_stay_empty_beside_a_key_database(tmp_path: Path) -> None:
     data, keys = (sa.make_url(f"sqlite:///{tmp_path}/{name}.db") for name in "dk")
-    made(data, "sqlite")
-    made(keys, "sqlite")
+    run_file(data, "sqlite")
+    run_file(keys, "sqlite")
     await use(data, keys)
     engine = sa.create_engine(data)
     with engine.connect() as connection:
@@ -94,11 +97,11 @@ async def test_key_database_beside_all_tables(tmp_path: Path) -> None:
     engine.dispose()
 
 
-async def test_postgresql_without_the_right_to_create(postgresql: Server) -> None:
+async def test_service_on_postgresql_needs_no_right_to_create(postgresql: Server) -> None:
     with postgresql.database() as url:
         schema = url.username
         url = url.set(drivername=ASYNC["postgresql"])
-        await refused(url)
+        await assert_tables_are_missing(url)
         with postgresql.admin.begin() as connection:
             connection.exec_driver_sql(f"SET search_path TO {schema}")
             for statement in statements("postgresql"):
@@ -112,11 +115,11 @@ async def test_postgresql_without_the_right_to_create(postgresql: Server) -> Non
         await use(url)
 
 
-async def test_mariadb_without_the_right_to_create(mariadb: Server) -> None:
+async def test_service_on_mariadb_needs_no_right_to_create(mariadb: Server) -> None:
     with mariadb.database() as url:
         name = url.database
         url = url.set(drivername=ASYNC["mysql"])
-        await refused(url)
+        await assert_tables_are_missing(url)
         with mariadb.admin.begin() as connection:
             connection.exec_driver_sql(f"USE {name}")
             for statement in statements("mysql"):

@@ -1,4 +1,4 @@
-"""The known answers under vectors/: old records stay readable, bad ones are refused as named."""
+"""The known answers under vectors/: old records stay readable, bad ones are rejected as named."""
 
 import json
 import struct
@@ -69,7 +69,7 @@ def assert_outcome(case: Json, opened: "Opened", what: str) -> None:
 
 
 class Opened:
-    """What came of an attempt to open something."""
+    """Keeps the plaintext, or the error, of an attempt to decrypt something."""
 
     plaintext: bytes | None = None
     error: Exception | None = None
@@ -82,7 +82,7 @@ class Opened:
         return self.error is not None
 
 
-def clear_backend() -> NoOpBackend:
+def no_op_backend() -> NoOpBackend:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return NoOpBackend()
@@ -110,12 +110,12 @@ def test_names_are_unique_and_both_outcomes_occur(kind: str) -> None:
 BACKENDS: dict[int, CipherFactory] = {
     1: AesGcmBackend(bytes(32)),
     2: FernetBackend(bytes(32)),
-    3: clear_backend(),
+    3: no_op_backend(),
 }
 
 
 def known_keys(accept: list[int]) -> StagedKeys:
-    """The keys of records.json, as a service holds them that was given some backends."""
+    """The keys of records.json, as a service has them that lists some backends."""
     keyring = Keyring(bytes(16), BlindIndex(bytes(32)), {}, None)
     keys = DataKeys(keyring, {i: BACKENDS[i] for i in accept}, accept[0], 100)
     for key in RECORDS["keys"]:
@@ -129,7 +129,7 @@ def known_keys(accept: list[int]) -> StagedKeys:
     return StagedKeys(keys)
 
 
-def place_of(case: Json) -> bytes:
+def context_of(case: Json) -> bytes:
     texts = tuple(
         part["text"] if "text" in part else bytes.fromhex(part["bytes"])
         for part in case["place"]
@@ -139,22 +139,22 @@ def place_of(case: Json) -> bytes:
 
 
 @pytest.mark.parametrize("case", RECORDS["cases"], ids=name_of)
-def test_record_opens_or_is_refused_as_named(case: Json) -> None:
+def test_record_opens_or_is_rejected_as_named(case: Json) -> None:
     keys = known_keys(case["accept"])
     with Opened() as opened:
         opened.plaintext = keys.open(
-            bytes.fromhex(case["owner"]), place_of(case), bytes.fromhex(case["record"])
+            bytes.fromhex(case["owner"]), context_of(case), bytes.fromhex(case["record"])
         )
     assert_outcome(case, opened, "plaintext")
 
 
 @pytest.mark.parametrize("case", RECORDS["cases"], ids=name_of)
-def test_place_is_joined_as_the_vector_says(case: Json) -> None:
-    assert place_of(case).hex() == case["place_hex"]
+def test_context_is_joined_as_the_vector_says(case: Json) -> None:
+    assert context_of(case).hex() == case["place_hex"]
 
 
 @pytest.mark.parametrize("case", RECORDS["cases"], ids=name_of)
-def test_reader_made_from_the_page_alone_agrees_on_the_record(case: Json) -> None:
+def test_reader_written_from_the_page_alone_agrees_on_the_record(case: Json) -> None:
     keys = {key["id"]: key for key in RECORDS["keys"]}
     stored = bytes.fromhex(case["record"])
     parts = [
@@ -179,8 +179,8 @@ def test_reader_made_from_the_page_alone_agrees_on_the_record(case: Json) -> Non
 
 
 @contextmanager
-def drawing(case: Json) -> Iterator[None]:
-    """Give the ciphers the nonce, or the IV and the time, of *case*."""
+def drawing_from(case: Json) -> Iterator[None]:
+    """Make the ciphers draw the nonce, or the IV and the time, of *case*."""
     draw = bytes.fromhex(case.get("nonce") or case["iv"])
     with (
         mock.patch("os.urandom", return_value=draw),
@@ -194,12 +194,12 @@ def test_sealing_with_the_fixed_nonce_gives_exactly_the_record(case: Json) -> No
     (key,) = (key["key"] for key in RECORDS["keys"] if key["id"] == case["key_id"])
     cipher = BACKENDS[case["backend"]].cipher(bytes.fromhex(key))
     plaintext = bytes.fromhex(case["plaintext"])
-    with drawing(case):
-        sealed = records.seal(cipher, case["backend"], case["key_id"], place_of(case), plaintext)
+    with drawing_from(case):
+        sealed = records.seal(cipher, case["backend"], case["key_id"], context_of(case), plaintext)
     assert sealed.hex() == case["record"]
 
 
-def test_every_backend_and_every_purpose_is_sealed_anew() -> None:
+def test_every_backend_and_every_purpose_has_a_vector_to_encrypt() -> None:
     made = {(case["backend"], case["place"][0]["text"]) for case in SEALED}
     purposes = {"app", "user", "session", "base", "event", "witness"}
     assert made == {(backend, purpose) for backend in (1, 2) for purpose in purposes}
@@ -223,10 +223,10 @@ async def test_root_key_gives_the_wrapping_key(case: Json) -> None:
 def provider_of(case: Json) -> KeyProvider:
     if "passphrase" in case:
         return PassphraseKey(case["passphrase"], key_id=case["root_key_id"])
-    return StaticKey(bytes.fromhex(case["root_key"])) if "root_key" in case else CLEAR_ROOT
+    return StaticKey(bytes.fromhex(case["root_key"])) if "root_key" in case else NO_OP_ROOT
 
 
-CLEAR_ROOT: KeyProvider = clear_backend().root_key
+NO_OP_ROOT: KeyProvider = no_op_backend().root_key
 
 
 def master_row(case: Json) -> MasterKeyRow:
@@ -235,7 +235,7 @@ def master_row(case: Json) -> MasterKeyRow:
 
 
 @pytest.mark.parametrize("case", KEYS["master_keys"], ids=name_of)
-async def test_master_key_is_unwrapped_or_refused_as_named(case: Json) -> None:
+async def test_master_key_is_unwrapped_or_rejected_as_named(case: Json) -> None:
     row, where = master_row(case), bytes.fromhex(case["associated_data"])
     assert row.context(bytes.fromhex(case["database_id"])) == where
     with Opened() as opened:
@@ -250,6 +250,7 @@ async def test_wrapping_with_the_fixed_nonce_gives_exactly_the_wrap(case: Json) 
     if "header" in case:
         salt, iterations, lanes, memory = struct.unpack(">x16sIII", bytes.fromhex(case["header"]))
         draws.insert(0, salt)
+    # Private constants: a passphrase's cost is not for callers to choose.
     with (
         mock.patch.multiple(passphrase, _ITERATIONS=iterations, _LANES=lanes, _MEMORY_KIB=memory),
         mock.patch("os.urandom", side_effect=draws),
@@ -271,14 +272,14 @@ def masters() -> dict[int, Aes256Gcm]:
 
 
 @pytest.mark.parametrize("case", KEYS["data_keys"], ids=name_of)
-def test_data_key_is_unwrapped_or_refused_as_named(case: Json) -> None:
+def test_data_key_is_unwrapped_or_rejected_as_named(case: Json) -> None:
     row, database_id = data_row(case), bytes.fromhex(case["database_id"])
     assert row.context(database_id).hex() == case["associated_data"]
     keyring = Keyring(database_id, BlindIndex(bytes(32)), masters(), None)
     with Opened() as opened:
         staged = StagedKeys(DataKeys(keyring, BACKENDS, 1, 100))
         staged.load([row])
-        staged.current(row.owner)  # what was refused is held against its owner
+        staged.current(row.owner)  # a rejected key raises when its owner's keys are used
     if case["expect"] == "ok":
         _, master_id = records.unpack(row.wrapped)
         opened.plaintext = records.open_record(

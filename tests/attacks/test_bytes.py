@@ -66,7 +66,7 @@ async def test_record_with_any_one_byte_modified_is_rejected(db: Database, cell:
 async def test_snapshot_with_any_one_byte_modified_is_rejected(
     db: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A small snapshot: the ten thousand bytes of a real one prove no more and take longer."""
+    """A small snapshot, by a lower limit: ten thousand bytes prove no more and take longer."""
     monkeypatch.setattr("adk_secure_sessions.storage.writes.OVERLAY_LIMIT", 50)
     async with db.service() as service:
         await append_delta(service, db.session(NOTES), {"long-7Qx": "x" * 100})

@@ -263,6 +263,7 @@ async def ordinary_errors(service: EncryptedSessionService, errors: Errors) -> N
     await errors.of("handmade", service.append_event(handmade, new_event(state())))
     handmade = Session(id=SESSION, app_name=APP, user_id=USER, state=state(), events=[])
     await errors.of("handmade, stale", service.append_event(handmade, new_event(state())))
+    # ADK keeps the marker in a private attribute.
     session._storage_update_marker = needle("session value")
     await errors.of("strange marker", service.append_event(session, new_event(state())))
     circle: dict[str, Any] = state()
@@ -377,7 +378,10 @@ async def test_errors_contain_nothing_of_what_users_say(
 async def test_event_that_cannot_be_read_is_named_and_not_quoted(
     tmp_path: Path, open_service: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An event of a newer google-adk, with fields that the installed one forbids."""
+    """An event of a newer google-adk, with fields that the installed one forbids.
+
+    The encoder is replaced: with the installed google-adk nothing else writes such an event.
+    """
 
     def encode_as_newer_adk(event: Event) -> bytes:
         data = event.model_dump_json(exclude_none=True).encode()

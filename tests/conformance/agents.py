@@ -1,4 +1,4 @@
-"""A small agent that needs no network: it uses its tools when told to, and says what it heard."""
+"""A small agent without a network: it calls its tools when told to, and repeats what it heard."""
 
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -14,7 +14,7 @@ from google.genai import types
 
 
 class OfflineLlm(BaseLlm):
-    """Answers "call NAME ARG" with a function call, and all else with what it has heard so far."""
+    """Answers "call NAME ARG" with a function call, anything else with what it has heard so far."""
 
     model: str = "offline"
 
@@ -54,12 +54,12 @@ def remember(what: str, tool_context: ToolContext) -> dict[str, Any]:
 
 
 def ask_somebody(what: str) -> dict[str, str]:
-    """Start what takes days."""
+    """A long-running call."""
     return {"status": "pending", "what": what}
 
 
 def spend(what: str) -> dict[str, str]:
-    """Needs the user's word."""
+    """A call that the user must confirm."""
     return {"spent": what}
 
 

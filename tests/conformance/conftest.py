@@ -18,7 +18,9 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
-kind = each_kind(*MAIN_KINDS, soak=["encrypted-memory", "encrypted-engine", "encrypted-keys-apart"])
+kind = each_kind(
+    *MAIN_KINDS, soak=["encrypted-memory", "encrypted-engine", "encrypted-key-database"]
+)
 
 
 @pytest.fixture
@@ -36,7 +38,7 @@ def url(request: pytest.FixtureRequest, kind: Kind, tmp_path: Path) -> Iterator[
 async def open_service(
     kind: Kind, url: URL
 ) -> AsyncIterator[Callable[[], Awaitable[BaseSessionService]]]:
-    """Open a service on this test's database; all are closed at its end."""
+    """Opens services on the test's database; all are closed when the test ends."""
     async with AsyncExitStack() as stack:
 
         async def open_one() -> BaseSessionService:
@@ -58,7 +60,7 @@ async def another_service(
     service: BaseSessionService,
     open_service: Callable[[], Awaitable[BaseSessionService]],
 ) -> BaseSessionService:
-    """A second service on the same database, such as another process would have."""
+    """A second service on the same database, as another process has it."""
     if not kind.is_shared:
         pytest.skip("a database in memory has one service")
     return await open_service()
@@ -66,7 +68,7 @@ async def another_service(
 
 @pytest.fixture
 def service_of_no_loop(kind: Kind, url: URL) -> Iterator[BaseSessionService]:
-    """A service that was opened in, and will be closed in, a loop that no call uses."""
+    """A service that is opened and closed in another event loop than the test's calls."""
     opened = kind.open(url)
 
     async def enter() -> BaseSessionService:

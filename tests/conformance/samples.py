@@ -1,6 +1,6 @@
 """Events of every kind that the installed ADK can build.
 
-`CORPUS` is written by hand, for what agents really produce.  `of_every_field` builds the rest
+`CORPUS` is written by hand, and has what agents really produce.  `of_every_field` builds the rest
 from the models' own field types, so that a field which a newer ADK adds gets a sample as well.
 """
 
@@ -206,7 +206,7 @@ CORPUS: dict[str, Callable[[], Event]] = {
     "state": lambda: actions(state_delta={"k": JSON, "user:k": [], "app:k": None, "": 0}),
 }
 
-# What a field may hold by its type, where the type alone does not say it.
+# A value for each type of a field.
 _VALUES: dict[Any, Any] = {
     str: TEXT,
     bytes: BINARY,
@@ -223,7 +223,7 @@ _DEPTH = 7
 
 
 class CannotBuildError(Exception):
-    """No sample for this type."""
+    """There is no sample for this type."""
 
 
 def of_every_field() -> Iterator[tuple[str, Event]]:

@@ -1,4 +1,11 @@
-"""The services under test, by name.  Another database is another entry of `KINDS`."""
+"""The services under test, by name.
+
+How it works.  A `Kind` is a way to open a service on the URL of an empty database.  `KINDS` lists
+all of them: ADK's own service, ours on SQLite files, in memory, on a caller's engine, with a key
+database, on PostgreSQL and on MariaDB.  The fixture `url` makes the database for a kind (in a file,
+or on the server that `Kind.server` names), and the fixture `service` opens it.  To run the tests on
+another database, add an entry to `KINDS`.
+"""
 
 import os
 from collections.abc import AsyncIterator, Callable
@@ -20,18 +27,18 @@ KEY = os.urandom(32)
 
 @dataclass(frozen=True)
 class Kind:
-    """A way to have a session service on a database that is given by its URL."""
+    """How to open a session service on the URL of a database."""
 
     open: Callable[[URL], AbstractAsyncContextManager[BaseSessionService]]
     driver: str = "sqlite+aiosqlite"
-    # The fixture that is the server where the database lives; none: in a file.
+    # The fixture of the server that has the database; None: it is a file.
     server: str | None = None
     is_reference: bool = False
     # Whether opening the same URL again gives the same database.
     is_shared: bool = True
     # Whether several event loops may use one service at once, each in its thread.
     is_threaded: bool = False
-    # Whether another event loop has to be refused, even after the first has ended.
+    # Whether a second event loop is rejected, even after the first has ended.
     is_bound: bool = False
 
 
@@ -45,9 +52,9 @@ def file_in(directory: Path) -> URL:
 
 @asynccontextmanager
 async def adk(url: URL) -> AsyncIterator[BaseSessionService]:
-    # Most of the run's time is the reference's: give it its tables ready-made, and spare
-    # it the waiting for the disk.  Nothing here pulls the plug on it.  A busy machine can keep
-    # its writers waiting for one another longer than the five seconds after which they give up.
+    # The reference takes most of the time of a run.  So it gets a copy of a database that has its
+    # tables already, and does not wait for the disk, since no test cuts the power.  On a busy
+    # machine its writers may wait for each other longer than their default of five seconds.
     database = Path(url.database or "")
     if _adk_tables and not database.exists():
         database.write_bytes(_adk_tables[0])
@@ -70,7 +77,7 @@ async def encrypted(url: URL) -> AsyncIterator[BaseSessionService]:
 
 
 @asynccontextmanager
-async def encrypted_with_keys_apart(url: URL) -> AsyncIterator[BaseSessionService]:
+async def encrypted_with_key_database(url: URL) -> AsyncIterator[BaseSessionService]:
     keys = url.set(database=f"{url.database}.keys")
     async with EncryptedSessionService(url, AesGcmBackend(KEY), key_db_url=keys) as service:
         yield service
@@ -92,13 +99,13 @@ async def encrypted_engine(url: URL) -> AsyncIterator[BaseSessionService]:
         await engine.dispose()
 
 
-# SQLAlchemy's async engines serve one event loop at a time; our threads for SQLite serve any.
+# SQLAlchemy's async engines serve one event loop at a time, our SQLite threads any number.
 KINDS: dict[str, Kind] = {
     "adk": Kind(adk, is_reference=True),
     "encrypted-file": Kind(encrypted, is_threaded=True),
     "encrypted-memory": Kind(encrypted_memory, is_shared=False, is_threaded=True),
     "encrypted-engine": Kind(encrypted_engine),
-    "encrypted-keys-apart": Kind(encrypted_with_keys_apart, is_threaded=True),
+    "encrypted-key-database": Kind(encrypted_with_key_database, is_threaded=True),
     "encrypted-postgresql": Kind(encrypted, "postgresql+asyncpg", "postgresql"),
     "encrypted-postgresql-engine": Kind(
         encrypted_engine, "postgresql+asyncpg", "postgresql", is_bound=True
@@ -107,8 +114,8 @@ KINDS: dict[str, Kind] = {
     "encrypted-mariadb": Kind(encrypted, "mariadb+asyncmy", "mariadb"),
     "encrypted-mariadb-engine": Kind(encrypted_engine, "mysql+asyncmy", "mariadb", is_bound=True),
 }
-# One of each executor: every case runs on these.  On the rest run by default those that may
-# depend on the driver or the engine; all of them under `make soak`.
+# Every test runs on these: one for each executor.  By default, the others run the tests that may
+# depend on a driver or an engine; `make soak` runs all tests on all of them.
 MAIN_KINDS = ["adk", "encrypted-file", "encrypted-postgresql", "encrypted-mariadb"]
 OTHER_KINDS = [name for name in KINDS if name not in MAIN_KINDS]
 ENGINES = [name for name, kind in KINDS.items() if kind.open is encrypted_engine]

@@ -1,4 +1,13 @@
-"""What the cases share: marks about the reference, its errors, and short ways to say things."""
+"""What the tests of this folder share: on which services a test runs, and short calls.
+
+How it works.  Every test takes the fixture `service` (or `kind` and `url`).  So it runs once for
+each service that its file lists with `each_kind`: ADK's own `DatabaseSessionService`, which is the
+reference, and ours on each kind of database (`services.KINDS`).  A test states what ADK's contract
+demands.  Where the reference does less, a mark says so and why: `@reference_lacks` if the installed
+release is too old, `@reference_fails` if it has a bug that ours must not have, `@only_ours` if the
+point does not exist there.  The rest of the module abbreviates calls: `create(service)`,
+`reload(service, session)`, `event("text", delta={...})`.
+"""
 
 import asyncio
 import itertools
@@ -37,24 +46,24 @@ _ticks = itertools.count()
 
 
 def reference_lacks(what: str, *, seen_in: tuple[int, int] = NEWEST_READ) -> pytest.MarkDecorator:
-    """Skip ADK's own service, never ours, before *seen_in*: the oldest release known to have it."""
+    """Skip the reference before *seen_in*, the oldest release of ADK known to have it."""
     return pytest.mark.reference("skip", f"ADK {ADK[0]}.{ADK[1]}: {what}", ADK < seen_in)
 
 
 def reference_fails(why: str, *, fixed_in: tuple[int, int] | None = None) -> pytest.MarkDecorator:
-    """Let ADK's own service, never ours, fail: a point where ours has to be better."""
+    """Expect the reference to fail, before *fixed_in* if that is known; ours must pass."""
     return pytest.mark.reference("xfail", why, fixed_in is None or ADK < fixed_in)
 
 
 def only_ours(why: str) -> pytest.MarkDecorator:
-    """Leave ADK's own service out, on every release."""
+    """Skip the reference on every release."""
     return pytest.mark.reference("skip", why, True)
 
 
 def each_kind(*names: str, soak: Sequence[str] = ()) -> Any:
-    """A fixture that gives the named kinds in turn; the marks above see to the reference.
+    """Make the fixture `kind`: a file assigns it to list the services that its tests run on.
 
-    Those of *soak* are left out of the default run.
+    By default *names*; under `make soak` also those of *soak*.
     """
 
     @pytest.fixture(
@@ -75,25 +84,26 @@ def each_kind(*names: str, soak: Sequence[str] = ()) -> Any:
 
 
 def _param(name: str, *marks: pytest.MarkDecorator) -> Any:
-    # Coverage doubles the time, and these reach no code of ours that the main kinds do not.
+    # Coverage doubles the time, and these run no code of ours that the main kinds do not.
     extra = KINDS[name].is_reference or name not in MAIN_KINDS
     return pytest.param(name, marks=[*marks, *([pytest.mark.no_cover] if extra else [])])
 
 
 def not_found(kind: Kind) -> type[Exception]:
-    """What appending to an unknown session raises; a plain ValueError in older references."""
+    """The error of appending to an unknown session; older releases of ADK have no class for it."""
     return ValueError if kind.is_reference and ADK < NEWEST_READ else SessionNotFoundError
 
 
 @contextmanager
 def refused_as_stale() -> Iterator[None]:
-    with pytest.raises(STALE) as refusal:
+    """Expect the error that a stale session object is rejected with."""
+    with pytest.raises(STALE) as rejection:
         yield
-    assert not isinstance(refusal.value, SessionNotFoundError)  # a ValueError, too
+    assert not isinstance(rejection.value, SessionNotFoundError)  # a ValueError, too
 
 
 def event(text: str | None = None, *, delta: dict[str, Any] | None = None, **fields: Any) -> Event:
-    """An event later than those before it, at a time that every release stores exactly."""
+    """A new event, a quarter of a second later than the last: every release stores that exactly."""
     fields.setdefault("timestamp", START + next(_ticks) / 4)
     fields.setdefault("author", "agent")
     fields.setdefault("invocation_id", "invocation")
@@ -105,9 +115,9 @@ def event(text: str | None = None, *, delta: dict[str, Any] | None = None, **fie
 
 
 async def together(*calls: Awaitable[T]) -> list[T]:
-    """`asyncio.gather`, but all have ended when the first error is raised.
+    """Like `asyncio.gather`, but raise the first error only when all calls have ended.
 
-    What ADK's service was still doing would lose its connection with the test's event loop.
+    A call of ADK's service that is still running would lose its connection with the event loop.
     """
     results = await asyncio.gather(*calls, return_exceptions=True)
     for result in results:
@@ -161,4 +171,5 @@ def ids(events_or_sessions: list[Event] | list[Session]) -> list[str]:
 
 
 def marker(session: Session) -> str | None:
+    """ADK's marker of staleness, which it keeps in a private attribute."""
     return session._storage_update_marker

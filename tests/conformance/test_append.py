@@ -207,7 +207,7 @@ async def test_append_to_an_unknown_session_changes_nothing_but_temp_keys(
     assert await find(service, unknown) is None
 
 
-async def test_append_before_anything_was_stored_is_refused(
+async def test_append_before_anything_was_stored_is_rejected(
     kind: Kind, service: BaseSessionService
 ) -> None:
     with pytest.raises(not_found(kind)):

@@ -35,7 +35,7 @@ MANY = 20
 async def append_until_accepted(
     service: BaseSessionService, session: Session, appended: Event
 ) -> int:
-    """Append as a caller would who reloads when stale; the number of tries it took."""
+    """Append as a caller does who reloads a stale session; return the number of attempts."""
     copy = await reload(service, session)
     for tries in range(1, 1000):
         try:
@@ -54,7 +54,7 @@ def is_stale(error: BaseException) -> bool:
 
 
 async def let_run(n: int) -> None:
-    """Give other tasks *n* turns of the event loop, or a little time, to get somewhere."""
+    """Let other tasks run for *n* turns of the event loop, or for a little time."""
     if n % 2:
         await asyncio.sleep(n / 10_000)
     for _ in range(n):
@@ -227,7 +227,7 @@ async def test_append_racing_a_deletion_succeeds_or_finds_no_session(
     assert await listed(service, None) == []
 
 
-async def test_sessions_living_and_dying_at_once_disturb_no_other(
+async def test_sessions_created_and_deleted_at_once_disturb_no_other(
     service: BaseSessionService,
 ) -> None:
     await create(service, "the first makes the tables", user_id="first")
@@ -287,7 +287,7 @@ async def test_many_sessions_of_many_users_at_once_stay_apart(
 
 
 @locked_by_cancelling
-async def test_cancelled_appends_leave_the_session_whole_and_usable(
+async def test_cancelled_appends_leave_the_session_complete_and_usable(
     service: BaseSessionService,
 ) -> None:
     session = await create(service, state={"count": 0})

@@ -43,7 +43,9 @@ async def test_session_without_a_given_id_gets_a_uuid(
     assert (await reload(service, first)).id == first.id
 
 
-async def test_new_session_is_what_was_asked_for(service: BaseSessionService) -> None:
+async def test_new_session_has_the_ids_and_the_state_it_was_given(
+    service: BaseSessionService,
+) -> None:
     before = time.time()
     session = await create(service, "s", state={"k": "v"})
     after = time.time()
@@ -124,14 +126,14 @@ async def test_empty_session_id_is_an_id(service: BaseSessionService) -> None:
 
 
 @reference_lacks("a second session with an empty id is an SQL error")
-async def test_empty_session_id_is_refused_when_taken(service: BaseSessionService) -> None:
+async def test_empty_session_id_is_rejected_when_taken(service: BaseSessionService) -> None:
     await create(service, "")
     with pytest.raises(AlreadyExistsError):
         await create(service, "")
 
 
 @pytest.mark.parametrize("place", ["app_name", "user_id", "session_id"])
-async def test_lone_surrogate_in_an_id_is_kept_or_refused_as_a_value_error(
+async def test_lone_surrogate_in_an_id_is_kept_or_rejected_as_a_value_error(
     service: BaseSessionService, place: str
 ) -> None:
     where: dict[str, Any] = {"app_name": APP, "user_id": USER, "session_id": "s"}
@@ -145,7 +147,7 @@ async def test_lone_surrogate_in_an_id_is_kept_or_refused_as_a_value_error(
     assert getattr(session, {"session_id": "id"}.get(place, place)) == "lone \ud800"
 
 
-async def test_creating_an_existing_id_is_refused_and_leaves_the_session_alone(
+async def test_creating_an_existing_id_is_rejected_and_leaves_the_session_alone(
     service: BaseSessionService,
 ) -> None:
     session = await create(service, "taken", state={"k": "first", "app:k": 1, "user:k": 1})

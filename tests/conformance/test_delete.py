@@ -80,7 +80,7 @@ async def test_other_sessions_outlive_the_deleted_one(service: BaseSessionServic
         assert await reload(service, session) == session
 
 
-async def test_append_to_a_deleted_session_is_refused(
+async def test_append_to_a_deleted_session_is_rejected(
     kind: Kind, service: BaseSessionService
 ) -> None:
     session = await create(service)

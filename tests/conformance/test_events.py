@@ -18,7 +18,7 @@ from tests.conformance.samples import BINARY, CORPUS
 from tests.conformance.support import create, each_kind, event, reference_lacks, reload
 from tests.conformance.values import RICH, a_function
 
-# To storage one sealed event is like another.
+# To a database, all encrypted events are alike.
 kind = each_kind(
     *("adk", "encrypted-file"),
     soak=["encrypted-memory", "encrypted-engine", "encrypted-postgresql", "encrypted-mariadb"],
@@ -27,12 +27,12 @@ kind = each_kind(
 # ADK's AuthConfig calls a deprecated method of its own.
 pytestmark = pytest.mark.filterwarnings("ignore:This method is deprecated:DeprecationWarning")
 
-# These come back with one more attribute, by a quirk of FastAPI's models, whoever stored them.
+# A quirk of FastAPI's models: these get one more attribute, whichever service stored them.
 AUTH = {"oauth2", "EventActions.requested_auth_configs"}
 
 
 def through_json(given: Event) -> Event:
-    """What ADK's own JSON makes of an event."""
+    """An event after a round trip through ADK's own JSON."""
     text = json.dumps(given.model_dump(mode="json", exclude_none=True))
     return Event.model_validate(json.loads(text))
 
@@ -45,7 +45,7 @@ async def store(service: BaseSessionService, given: Event) -> Event:
 
 
 def dumped(one: Event) -> dict[str, Any]:
-    """As JSON; older releases write a set in any order."""
+    """An event as JSON; older releases write a set in any order."""
     fields: dict[str, Any] = one.model_dump(mode="json")
     if ids := fields.get("long_running_tool_ids"):
         fields["long_running_tool_ids"] = sorted(ids)
@@ -53,7 +53,7 @@ def dumped(one: Event) -> dict[str, Any]:
 
 
 async def assert_equal(service: BaseSessionService, given: dict[str, Event]) -> None:
-    """Append them all to one session; name those that are not what they were."""
+    """Append all events to one session; return the names of those that come back different."""
     session = await create(service)
     before = {name: one.model_copy(deep=True) for name, one in given.items()}
     for appended in given.values():
@@ -199,7 +199,7 @@ async def test_agent_state_without_json_form_is_stored_as_text_with_a_warning(
 
 
 @pytest.mark.parametrize("bad", [a_function, object()], ids=["function", "object"])
-async def test_event_without_json_form_is_stored_as_text_or_refused_whole(
+async def test_event_without_json_form_is_stored_as_text_or_rejected_whole(
     service: BaseSessionService, bad: Any
 ) -> None:
     session = await create(service)

@@ -97,7 +97,7 @@ async def test_config_selects_events_by_time_then_the_last_ones(
             ({"num_recent_events": 1000}, "01234"),
             ({"after_timestamp": 0.0}, "01234"),
             ({"after_timestamp": START}, "01234"),
-            ({"after_timestamp": START + 2}, "234"),  # the bound belongs to it
+            ({"after_timestamp": START + 2}, "234"),  # the bound itself is included
             ({"after_timestamp": START + 2.000001}, "34"),
             ({"after_timestamp": START + 1.999999}, "234"),
             ({"after_timestamp": START + 4}, "4"),
@@ -129,7 +129,7 @@ async def assert_selected(
         found = await reload(service, session, **config)
         assert ids(found.events) == [f"e{n}" for n in expected], config
         assert found.events == [e for e in session.events if e.id[1:] in expected], config
-        # Everything but the events is whole, whatever was selected.
+        # All but the events is complete, whatever was selected.
         found.events = session.events
         assert found == session, config
 

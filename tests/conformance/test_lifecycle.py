@@ -91,7 +91,7 @@ async def test_conversation_goes_on_in_a_new_service(kind: Kind, url: URL) -> No
     async with kind.open(url) as service:
         again = await reload(service, session)
         assert again == session
-        # Even through an object that outlived the service it came from.
+        # Also with a session object of the service that was closed.
         await service.append_event(session, event("after", delta={"m": 3}))
     async with kind.open(url) as service:
         assert await reload(service, session) == session
@@ -110,10 +110,10 @@ async def test_two_services_see_each_others_sessions(
     assert sorted(ids(await listed(service))) == ["mine", "theirs"]
 
 
-async def test_one_service_asks_for_what_another_makes_later(
+async def test_service_finds_what_another_creates_later(
     service: BaseSessionService, another_service: BaseSessionService
 ) -> None:
-    assert await listed(another_service, "new") == []  # and may not remember that it was so
+    assert await listed(another_service, "new") == []  # and must not cache that
     session = await create(service, user_id="new", app_name="app", state={"user:u": 1})
     assert await reload(another_service, session) == session
     assert (await create(another_service, "other", user_id="new")).state == {"user:u": 1}
@@ -162,7 +162,7 @@ def test_service_serves_one_event_loop_after_the_other(
     """The synchronous `Runner.run` starts a loop for every call."""
     service = service_of_no_loop
     if kind.is_bound:
-        pytest.skip("refused, as tests/test_servers.py shows: connections belong to a loop")
+        pytest.skip("rejected, as tests/test_servers.py shows: connections belong to a loop")
 
     async def at_once() -> None:
         await together(

@@ -48,7 +48,7 @@ async def test_empty_user_id_lists_that_user_only(service: BaseSessionService) -
     assert ids(await listed(service, "")) == ["a"]
 
 
-async def test_nothing_is_listed_where_nothing_is(service: BaseSessionService) -> None:
+async def test_listing_of_an_empty_database_is_empty(service: BaseSessionService) -> None:
     assert await listed(service) == []
     assert await listed(service, None) == []
     await create(service)

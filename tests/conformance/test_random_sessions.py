@@ -1,4 +1,4 @@
-"""The same random conversation, given to ADK's own service and to ours, reads the same."""
+"""A random conversation reads the same from ADK's own service and from ours."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ from tests.conformance.services import KINDS, file_in
 from tests.conformance.support import ADK, NEWEST_READ, START, create, find, listed
 from tests.conformance.values import RICH
 
-# Before, the reference knew neither coercion nor an order of sessions.
+# Older releases neither coerce values nor order sessions.
 FULL = ADK >= NEWEST_READ
 
 text = st.text(st.characters(), max_size=12)  # surrogates and all
@@ -103,7 +103,7 @@ conversations = st.lists(
 def services(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[asyncio.Runner, BaseSessionService, BaseSessionService]]:
-    """Both, opened once: examples keep apart by the names of their apps."""
+    """Both services, opened once; each example uses an app of its own."""
     url = file_in(tmp_path_factory.mktemp("random"))
     reference = KINDS["adk"].open(url)
     ours = KINDS["encrypted-memory"].open(url)
@@ -120,7 +120,7 @@ def services(
         runner.run(leave())
 
 
-@pytest.mark.no_cover  # it takes long, and reaches nothing that the other cases do not
+@pytest.mark.no_cover  # slow, and runs no code that the other tests do not
 @settings(
     max_examples=30,
     deadline=None,
@@ -143,7 +143,7 @@ async def converse(
     states: list[dict[str, Any]],
     conversation: list[tuple[int, dict[str, Any], int]],
 ) -> list[str]:
-    """Have the conversation in a fresh app; everything that can be seen of it, as text."""
+    """Have the conversation in a new app; return everything that a caller sees of it, as text."""
     app_name = str(uuid.uuid4())
     live = [
         await create(service, f"s{n}", app_name=app_name, state=state)
@@ -179,7 +179,7 @@ async def converse(
 
 
 def as_text(thing: Session | Event, *, timed: bool = True) -> str:
-    """All of it, with types told apart and NaN equal to itself."""
+    """A value as text that shows types, and in which NaN equals itself."""
     dumped = thing.model_dump(exclude=None if timed else {"last_update_time"})
     return repr(normal(dumped))
 

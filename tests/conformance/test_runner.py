@@ -28,7 +28,7 @@ from tests.conformance.support import (
     together,
 )
 
-# ADK warns of its own experiments and of what it plans to drop.
+# ADK warns of its own experimental and deprecated parts.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),

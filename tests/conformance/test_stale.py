@@ -1,4 +1,4 @@
-"""A session object that storage has moved past, and one that never had a marker."""
+"""Stale session objects, and session objects that have no marker."""
 
 import json
 
@@ -25,7 +25,7 @@ time_is_the_marker = reference_fails("ADK's marker is the update time, which nee
 
 
 def handmade(session: Session, *, last_update_time: float = 0.0) -> Session:
-    """The session as someone would build it who knows nothing of markers."""
+    """The session as a caller builds it who does not know of markers."""
     return Session(
         id=session.id,
         app_name=session.app_name,
@@ -36,7 +36,7 @@ def handmade(session: Session, *, last_update_time: float = 0.0) -> Session:
     )
 
 
-async def test_stale_copy_is_refused_and_changes_nothing_but_temp_keys(
+async def test_stale_copy_is_rejected_and_changes_nothing_but_temp_keys(
     service: BaseSessionService,
 ) -> None:
     session = await create(service, state={"k": 0})
@@ -119,7 +119,7 @@ async def test_listed_copy_is_stale_after_an_append(service: BaseSessionService)
 
 
 @time_is_the_marker
-async def test_write_at_an_equal_time_is_noticed(service: BaseSessionService) -> None:
+async def test_write_at_an_equal_time_is_detected(service: BaseSessionService) -> None:
     session = await create(service)
     await service.append_event(session, event("first", timestamp=START))
     stale = await reload(service, session)
@@ -130,7 +130,7 @@ async def test_write_at_an_equal_time_is_noticed(service: BaseSessionService) ->
 
 
 @time_is_the_marker
-async def test_write_that_sets_the_time_back_is_noticed(service: BaseSessionService) -> None:
+async def test_write_that_sets_the_time_back_is_detected(service: BaseSessionService) -> None:
     session = await create(service)
     await service.append_event(session, event("first", timestamp=START))
     stale = await reload(service, session)
@@ -142,7 +142,7 @@ async def test_write_that_sets_the_time_back_is_noticed(service: BaseSessionServ
 
 
 @time_is_the_marker
-async def test_one_of_two_services_notices_the_others_write_at_an_equal_time(
+async def test_one_of_two_services_detects_the_others_write_at_an_equal_time(
     service: BaseSessionService, another_service: BaseSessionService
 ) -> None:
     session = await create(service)
@@ -153,7 +153,7 @@ async def test_one_of_two_services_notices_the_others_write_at_an_equal_time(
         await another_service.append_event(stale, event("late", timestamp=START))
 
 
-async def test_one_of_two_services_notices_the_others_write(
+async def test_one_of_two_services_detects_the_others_write(
     service: BaseSessionService, another_service: BaseSessionService
 ) -> None:
     session = await create(service, state={"k": 0})
@@ -206,7 +206,7 @@ async def test_handmade_session_of_one_recent_event_is_accepted(
 
 
 @pytest.mark.parametrize("missed", [1, 2])
-async def test_handmade_session_that_storage_moved_past_is_refused(
+async def test_handmade_session_that_storage_moved_past_is_rejected(
     service: BaseSessionService, missed: int
 ) -> None:
     session = await create(service)
@@ -222,7 +222,7 @@ async def test_handmade_session_that_storage_moved_past_is_refused(
     assert await reload(service, session) == session
 
 
-async def test_handmade_session_that_knows_no_event_is_refused_where_there_are_some(
+async def test_handmade_session_that_knows_no_event_is_rejected_where_there_are_some(
     service: BaseSessionService,
 ) -> None:
     session = await create(service)
@@ -233,7 +233,7 @@ async def test_handmade_session_that_knows_no_event_is_refused_where_there_are_s
         )
 
 
-async def test_handmade_session_with_an_event_that_is_not_stored_is_refused(
+async def test_handmade_session_with_an_event_that_is_not_stored_is_rejected(
     service: BaseSessionService,
 ) -> None:
     session = await create(service)
@@ -244,7 +244,7 @@ async def test_handmade_session_with_an_event_that_is_not_stored_is_refused(
         await service.append_event(made, event("late"))
 
 
-async def test_refused_handmade_session_stays_refused(service: BaseSessionService) -> None:
+async def test_refused_handmade_session_stays_rejected(service: BaseSessionService) -> None:
     session = await create(service)
     made = handmade(session)
     await service.append_event(session, event("missed"))

@@ -2,7 +2,7 @@ from google.adk.sessions import BaseSessionService
 
 from tests.conformance.support import create, event, reload
 
-# No key here is read as what it looks like at a glance.
+# None of these keys belongs to the scope that it seems to at first sight.
 EDGE_KEYS = {
     "app:": 1,
     "user:": 2,

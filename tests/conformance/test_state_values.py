@@ -19,7 +19,7 @@ from tests.conformance.support import (
 )
 from tests.conformance.values import IMPOSSIBLE, OPAQUE, PLAIN, RICH
 
-# To storage one sealed value is like another.
+# To a database, all encrypted states are alike.
 kind = each_kind("adk", "encrypted-file", soak=["encrypted-postgresql", "encrypted-mariadb"])
 
 coercion = reference_lacks("state is not coerced to JSON")
@@ -27,7 +27,7 @@ SCOPES = ("k", "app:k", "user:k")
 
 
 def assert_same_types(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Equal, and 1 is not 1.0 nor True, nor a tuple a list."""
+    """Equal, and of the same types: 1 is neither 1.0 nor True, and a tuple is not a list."""
     assert found == expected
     assert {k: repr(v) for k, v in found.items()} == {k: repr(v) for k, v in expected.items()}
 
@@ -109,7 +109,7 @@ async def test_minus_zero_keeps_its_sign(service: BaseSessionService) -> None:
 
 
 @reference_lacks("these fail in the database driver")
-async def test_bytes_that_are_not_text_are_refused_or_stored_as_text(
+async def test_bytes_that_are_not_text_are_rejected_or_stored_as_text(
     service: BaseSessionService,
 ) -> None:
     try:
@@ -121,7 +121,7 @@ async def test_bytes_that_are_not_text_are_refused_or_stored_as_text(
     assert (await reload(service, session)).state == session.state
 
 
-async def test_lone_surrogate_in_a_key_is_kept_or_refused_as_a_value_error(
+async def test_lone_surrogate_in_a_key_is_kept_or_rejected_as_a_value_error(
     service: BaseSessionService,
 ) -> None:
     for state in ({"lone \ud800": 1}, {"k": {"lone \udfff": 1}}):
@@ -134,7 +134,7 @@ async def test_lone_surrogate_in_a_key_is_kept_or_refused_as_a_value_error(
 
 
 @each(IMPOSSIBLE, coercion)
-async def test_creation_with_an_impossible_value_is_refused_and_stores_nothing(
+async def test_creation_with_an_impossible_value_is_rejected_and_stores_nothing(
     service: BaseSessionService, value: Any
 ) -> None:
     with pytest.raises(ValueError, match=r"(?i)circular|depth"):

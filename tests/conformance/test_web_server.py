@@ -14,7 +14,7 @@ from google.adk.sessions import BaseSessionService
 from tests.conformance.agents import offline_agent
 from tests.conformance.support import APP, USER, create, each_kind, event, listed, reload
 
-with warnings.catch_warnings():  # about the age of this Python, and ADK's own experiments
+with warnings.catch_warnings():  # of an old Python, and of ADK's experimental parts
     warnings.simplefilter("ignore")
     from google.adk.cli.fast_api import get_fast_api_app
     from google.adk.cli.service_registry import get_service_registry

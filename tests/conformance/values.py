@@ -1,4 +1,4 @@
-"""Values for state and metadata, by what JSON can do with them."""
+"""Values for states and metadata, by their form in JSON."""
 
 import dataclasses
 import datetime
@@ -35,12 +35,12 @@ def nested(depth: int) -> Any:
 
 
 def a_function() -> None:
-    """Not something to store."""
+    """Has no JSON form."""
 
 
 ADDRESS = Address(street="Main Street", since=datetime.date(2020, 1, 2))
 
-# JSON as it is: what goes in comes out.
+# JSON values, which come back equal.
 PLAIN = {
     "none": None,
     "true": True,
@@ -68,7 +68,7 @@ PLAIN = {
     "prefixes-inside": {"app:a": 1, "user:u": 2, "temp:t": 3},
 }
 
-# Coerced to JSON by pydantic's rules.
+# Values that pydantic's rules coerce to JSON.
 RICH = {
     "datetime": datetime.datetime(2024, 5, 6, 7, 8, 9, 123456, tzinfo=datetime.UTC),
     "naive-datetime": datetime.datetime(2024, 5, 6, 7, 8, 9),
@@ -91,7 +91,7 @@ RICH = {
     "odd-keys": {None: 1, 1.5: 2, (1, 2): 3},
 }
 
-# What has no JSON form is replaced by its text.
+# Values without JSON form: their text is stored.
 OPAQUE = {
     "function": a_function,
     "class": Address,
@@ -99,7 +99,7 @@ OPAQUE = {
     "beside-others": {"when": datetime.date(2024, 5, 6), "bad": a_function, "who": ADDRESS},
 }
 
-# Nothing can be made of these.
+# Values that cannot be stored.
 circular: list[Any] = []
 circular.append(circular)
 IMPOSSIBLE = {"circular": circular, "bottomless": nested(5000)}

@@ -6,6 +6,7 @@ tables: SQLite in memory.
 
 import sqlite3
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import pytest
@@ -28,6 +29,7 @@ from adk_secure_sessions.storage.opening import (
     check,
     check_together,
     look,
+    mark_plaintext,
     open_database,
     open_existing,
     survey_existing,
@@ -259,6 +261,27 @@ def test_survey_sees_whether_anything_is_stored(database: InMemory, table: str) 
     assert database.survey().is_used
 
 
+def test_survey_made_while_another_process_makes_tables_is_repeated(tmp_path: Path) -> None:
+    """Else it would see our marks and miss the tables that were made after it asked for names."""
+    engine = sa.create_engine(f"sqlite:///{tmp_path}/s.db")
+    schema.metadata.create_all(engine, tables=[schema.meta])
+    with engine.begin() as connection:
+        rows = [{"name": name, "value": value} for name, value in MARKS.items()]
+        connection.execute(sa.insert(schema.meta), rows)
+
+    another = sa.create_engine(engine.url)
+
+    @sa.event.listens_for(engine, "before_cursor_execute")
+    def make_tables(connection: sa.Connection, cursor: object, statement: str, *_: object) -> None:
+        if "FROM secure_meta" in statement:
+            schema.metadata.create_all(another)
+
+    with engine.connect() as connection:
+        assert look(connection).missing_tables == frozenset()
+    engine.dispose()
+    another.dispose()
+
+
 # --- making --------------------------------------------------------------------------------------
 
 
@@ -397,6 +420,14 @@ async def test_database_is_marked_before_no_op_writes_to_it(
     assert database.survey().has_plaintext_records
 
 
+def test_mark_of_plaintext_is_written_once(database: InMemory) -> None:
+    schema.metadata.create_all(database.engine)
+    for _ in range(2):
+        with database.engine.begin() as connection:
+            mark_plaintext(connection)
+    assert database.survey().has_plaintext_records
+
+
 async def test_encrypting_backend_warns_of_plaintext_records(
     database: InMemory, no_op: NoOpBackend, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -482,6 +513,16 @@ async def test_key_databases_file_is_told_from_the_datas() -> None:
     keys = FakeExecutor(driver_error("SQLITE_CANTOPEN", "the driver's reason"))
     with pytest.raises(ConfigurationError, match="the key database's SQLite file"):
         await survey_existing(Executors(data, keys))
+
+
+@pytest.mark.parametrize("whose", ["", "key database's "], ids=["data", "key database"])
+async def test_file_that_cannot_be_written_is_named_as_the_reason(whose: str) -> None:
+    """It is found only when something is made."""
+    failure = driver_error("SQLITE_READONLY", "attempt to write a readonly database")
+    fails = FakeExecutor(NEW, failure)
+    pair = Executors(FakeExecutor(NEW), fails) if whose else Executors(fails, fails)
+    with pytest.raises(ConfigurationError, match=f"the {whose}SQLite file cannot be used"):
+        await open_database(pair, backends(), create_tables=True)
 
 
 async def test_text_that_cannot_be_decoded_is_not_repeated() -> None:

@@ -1,10 +1,12 @@
 """Each read asks for what it needs in one query, and accepts nothing that is not authentic."""
 
+import asyncio
 import logging
 from typing import Any
 
 import pytest
 
+from adk_secure_sessions.db.protocol import Read
 from adk_secure_sessions.errors import TamperedError
 from adk_secure_sessions.keys.data_keys import StagedKeys
 from adk_secure_sessions.storage import bindings
@@ -71,6 +73,27 @@ async def test_query_reads_no_more_events_than_are_asked_for(
     assert executor.requests == [f"read {query}"]
 
 
+@pytest.mark.parametrize(
+    ("operation", "parameters"),
+    [
+        (get(5), {**WHO.tags(), "limit": 5}),
+        (get(), {**WHO.tags(), "limit": 0}),
+        (GetUserState(WHO), WHO.tags()),
+        (ListUserSessions(WHO, skip=False), WHO.tags()),
+        (ListAppSessions(WHO, skip=False), {"app_tag": WHO.app_tag}),
+    ],
+    ids=["last events", "session", "user's state", "user's sessions", "app's sessions"],
+)
+async def test_query_is_given_the_tags_that_it_searches_for(
+    operation: Any, parameters: dict[str, object]
+) -> None:
+    executors, executor = one_database([])
+    await operation.attempt(Stored().attempt(), executors)
+    (step,) = executor.steps
+    assert isinstance(step, Read)
+    assert step.parameters == parameters
+
+
 async def test_data_keys_that_are_not_known_come_with_the_rows() -> None:
     stored = Stored()
     executors, executor = one_database(stored.rows(keys=True))
@@ -104,12 +127,30 @@ async def test_event_that_the_time_leaves_out_must_be_authentic_too(time: int) -
 
 
 async def test_history_of_many_events_is_read_whole() -> None:
-    """They are decoded in chunks of 64, between which other tasks get their turn."""
     stored = Stored(events=150)
     executors, _ = one_database(stored.rows())
     found = await get().attempt(stored.attempt(), executors)
     assert found is not None
     assert found[1] == [f"3/{n}: event {n}" for n in range(150)]
+
+
+@pytest.mark.parametrize(("events", "turns"), [(64, 0), (65, 1), (150, 2)])
+async def test_other_tasks_get_a_turn_after_each_64_events(events: int, turns: int) -> None:
+    taken = 0
+
+    async def other_task() -> None:
+        nonlocal taken
+        while True:
+            await asyncio.sleep(0)
+            taken += 1
+
+    stored = Stored(events=events)
+    executors, _ = one_database(stored.rows())
+    other = asyncio.create_task(other_task())
+    await asyncio.sleep(0)  # it begins
+    await get().attempt(stored.attempt(), executors)
+    other.cancel()
+    assert taken == turns
 
 
 async def test_session_whose_apps_row_was_removed_is_rejected() -> None:
