@@ -68,7 +68,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Imported on first use: google-adk takes seconds, and the command line does without it.
+    # Imported on first use: importing google-adk takes seconds, and the command line does not need
+    # google-adk.
     if name == "EncryptedSessionService":
         from adk_secure_sessions.service import EncryptedSessionService
 

@@ -1,7 +1,7 @@
 """The exceptions of this library: one class for each case that a caller handles differently.
 
-Facts are attributes, and messages are made from them.  A message names table rows, key ids and
-the next step; never plaintext, ciphertext, keys, user ids or session ids.
+Facts are attributes, and messages are made from them.  A message names table rows and key ids, and
+says what to do next.  It never contains plaintext, ciphertext, keys, user ids or session ids.
 """
 
 from enum import StrEnum
@@ -37,8 +37,8 @@ class WrongKeyError(SecureSessionError):
 class KeyServiceError(SecureSessionError):
     """A key service, or another key provider, failed.
 
-    The message names the root key and says what to check.  It repeats nothing that the key
-    service said.
+    The message names the root key and says what to check.  It does not quote the key service's
+    own error.
     """
 
 
@@ -55,7 +55,7 @@ class Reason(StrEnum):
     """Rows that belong together disagree: one of them was replayed or replaced."""
 
     MISSING = "missing"
-    """A row or a value is gone, and others prove that it existed."""
+    """A row or a value is missing, although other rows prove that it existed."""
 
     WRONG_OWNER = "wrong owner"
     """The value belongs to another app, user or session."""
@@ -73,15 +73,15 @@ class Reason(StrEnum):
 class DecryptionError(SecureSessionError):
     """A stored value cannot be decrypted or is not authentic; it was left unchanged.
 
-    Catch this class where the cause does not matter.  To repair the database, restore all of it
-    from a backup: an older copy of a single row is rejected, too.
+    Catch this class where the cause does not matter.  To repair the database, restore the whole
+    database from a backup: an older copy of a single row would be rejected, too.
 
     Attributes:
-        detail: The message without the row's name.
+        detail: The message without the table and row.
         reason: Why the value was rejected.
         table: The table of the rejected row; None if it is not known.
-        row: The primary key of that row as text (of `secure_witnesses`, the tag in
-            hexadecimal); None if it is not known.
+        row: The primary key of the rejected row as text (for `secure_witnesses`, the row's blind
+            index in hexadecimal); None if it is not known.
     """
 
     _reason: ClassVar[Reason] = Reason.AUTHENTICATION
@@ -101,10 +101,9 @@ class DecryptionError(SecureSessionError):
         self.row: str | None = None if row is None else str(row)
 
     def located(self, table: str, row: object) -> Self:
-        """Return a copy whose message names that row.
+        """Return a copy whose message begins with this table and row.
 
-        A row that the error names already stays the rejected one: what was read on the way to
-        it only comes before it in the message.
+        If the error already names a rejected row, `table` and `row` keep naming that row.
         """
         error = type(self).__new__(type(self), f"{table} row {row}: {self}")
         error.__dict__.update(self.__dict__)
@@ -113,7 +112,7 @@ class DecryptionError(SecureSessionError):
         return error
 
     def about(self, part: str) -> Self:
-        """Return a copy that says which part of the row, not yet named, was rejected."""
+        """Return a copy whose message begins with the rejected part; call it before `located`."""
         error = type(self).__new__(type(self), f"{part}: {self.detail}")
         error.__dict__.update(self.__dict__)
         error.detail = str(error)

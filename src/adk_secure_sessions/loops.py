@@ -1,4 +1,4 @@
-"""Locks that serve several event loops, and waiting that leaves no work half done."""
+"""Locks for services used by several event loops, and ways to wait until work has ended."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
@@ -10,20 +10,20 @@ T = TypeVar("T")
 
 
 class LoopLocks:
-    """A lock for each event loop and key, made when a task first wants it.
+    """One lock for each pair of event loop and key, created on first use.
 
-    A lock that no task holds or waits for is removed, so any number of keys can be used over time.
+    A lock that no task holds or waits for is removed, so unused keys take no memory.
     """
 
     def __init__(self) -> None:
-        # A lock, and how many tasks hold it or wait for it.
+        # For each lock, a list of one number: how many tasks hold the lock or wait for it.
         self._loops: WeakKeyDictionary[
             asyncio.AbstractEventLoop, dict[Hashable, tuple[asyncio.Lock, list[int]]]
         ] = WeakKeyDictionary()
 
     @asynccontextmanager
     async def hold(self, key: Hashable) -> AsyncIterator[None]:
-        """Hold the lock of *key*; it excludes other tasks of the same event loop only."""
+        """Hold the lock of *key*.  Tasks of other event loops are not excluded."""
         locks = self._loops.setdefault(asyncio.get_running_loop(), {})
         lock, users = locks.setdefault(key, (asyncio.Lock(), [0]))
         users[0] += 1
@@ -45,13 +45,13 @@ async def await_to_end(
 
     Args:
         task: The work to wait for.
-        on_result_after_cancel: Called with the result of *task* if the caller was cancelled,
-            before the cancellation goes on.
-        has_begun: Whether *task* has begun what must not be interrupted.  If not, *task* is
-            cancelled, too.
+        on_result_after_cancel: If the caller was cancelled, called with the result of *task*
+            before CancelledError is raised.
+        has_begun: Returns True once *task* has reached the part that must not be interrupted.
+            Before that, cancelling the caller also cancels *task*.
 
     Raises:
-        asyncio.CancelledError: The caller was cancelled; an error of *task* is dropped then.
+        asyncio.CancelledError: The caller was cancelled; an error of *task* is then ignored.
         Exception: Whatever *task* raises.
     """
     try:
@@ -68,7 +68,7 @@ async def await_to_end(
 async def wait_ignoring_cancel(
     wait: Callable[[], Awaitable[object]], is_done: Callable[[], bool]
 ) -> None:
-    """Await *wait*, again after each cancellation, until *is_done*."""
+    """Call and await *wait* until *is_done* returns True, and ignore cancellations."""
     while not is_done():
         try:
             await wait()
@@ -80,8 +80,8 @@ async def at_once(*awaitables: Awaitable[T]) -> list[T]:
     """Await all of *awaitables* at the same time and return their results, in order.
 
     Raises:
-        BaseException: The first error among them, once all have ended; `asyncio.gather` would
-            raise while the others still run.
+        BaseException: The first error among them, raised after all have ended.  `asyncio.gather`
+            alone would raise while others still run.
     """
     answers = await asyncio.gather(*awaitables, return_exceptions=True)
     results = []

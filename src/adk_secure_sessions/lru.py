@@ -1,4 +1,4 @@
-"""A map of limited size that forgets the entry used longest ago."""
+"""A cache of limited size that removes the least recently used entry."""
 
 from collections import OrderedDict
 from typing import Generic, TypeVar
@@ -8,10 +8,10 @@ V = TypeVar("V")
 
 
 class Lru(Generic[K, V]):
-    """Holds at most *limit* entries; several threads may use it at once.
+    """A cache of at most *limit* entries; several threads may use it at once.
 
-    It needs no lock.  Each step on the `OrderedDict` is atomic, and the only thing that can happen
-    between two steps is that another thread removes the entry: then `KeyError` says so.
+    No lock is needed: each call on the `OrderedDict` is atomic.  Between two calls, another thread
+    may remove the entry; the second call then raises `KeyError`, which is ignored.
     """
 
     def __init__(self, limit: int) -> None:
@@ -19,7 +19,7 @@ class Lru(Generic[K, V]):
         self._entries: OrderedDict[K, V] = OrderedDict()
 
     def get(self, key: K) -> V | None:
-        """Return the value of *key*, or None; it counts as used now."""
+        """Return the value of *key*, or None, and make its entry the most recently used."""
         value = self._entries.get(key)
         if value is not None:
             try:
@@ -29,7 +29,7 @@ class Lru(Generic[K, V]):
         return value
 
     def put(self, key: K, value: V) -> None:
-        """Store *value* under *key*, and remove the entries used longest ago beyond the limit."""
+        """Store *value* under *key*; beyond the limit, remove the least recently used entries."""
         self._entries[key] = value
         try:
             self._entries.move_to_end(key)
@@ -39,5 +39,5 @@ class Lru(Generic[K, V]):
             pass  # another thread has just removed it
 
     def drop(self, key: K) -> None:
-        """Remove *key*, if it is there."""
+        """Remove the entry of *key*, if there is one."""
         self._entries.pop(key, None)

@@ -1,4 +1,4 @@
-"""ADK's session contract on encrypted storage; no SQL and no ciphers here."""
+"""`EncryptedSessionService`: implements ADK's session contract on top of `storage`."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ try:
 except ImportError:  # google-adk before 2.7 raises a plain ValueError
 
     class StaleSessionError(ValueError):  # type: ignore[no-redef]
-        """Storage has moved past the session object."""
+        """The stored session was changed after the session object was loaded."""
 
 
 _STALE = (
@@ -53,31 +53,32 @@ _STALE = (
 class EncryptedSessionService(BaseSessionService):
     """A drop-in for ADK's `DatabaseSessionService` that encrypts everything with `backend`.
 
-    `prepare_tables`, or else the first operation, opens the database and makes its tables.  A
-    wrong root key raises `WrongKeyError` there.  Every operation raises `DecryptionError` if a
-    row that it needs was tampered with.  A method that google-adk has and this release does not
-    know raises `NotImplementedError`.
+    `prepare_tables`, or otherwise the first operation, opens the database and creates its tables.
+    That call raises `WrongKeyError` if the root key is wrong.  Every operation raises
+    `DecryptionError` if a row that it needs was tampered with.  If the installed google-adk has a
+    method that this release does not know, that method raises `NotImplementedError`.
 
     Many tasks may use one service.  On a server database they must share one event loop.
 
     Args:
         db_url: A database URL such as `sqlite+aiosqlite:///sessions.db`, or `:memory:`.
         backend: Encrypts everything that is written.
-        additional_backends: Backends whose records may be read, too: for example, while you
+        additional_backends: Other backends whose records may be read, for example while you
             change from one backend to another.
         db_engine: Your own engine, instead of `db_url`; the service does not close it.
         key_db_url: A separate database for the keys, so that a copy of the data alone cannot be
             decrypted.
-        key_db_engine: Your own engine for it, instead of `key_db_url`.
+        key_db_engine: Your own engine for the key database, instead of `key_db_url`.
         create_tables: Create missing tables; if False, a missing table is an error.
         skip_unreadable_sessions: In listings, log sessions that cannot be decrypted and leave
             them out, instead of raising.
-        session_cache_size: Number of sessions to remember; appending to one needs no read.
-        data_key_cache_size: Number of users and apps whose data keys are remembered.
-        engine_kwargs: Options of the engine that is made for `db_url`.
+        session_cache_size: Number of sessions to cache.  Appending to a cached session needs no
+            read.
+        data_key_cache_size: Number of users and apps whose data keys are cached.
+        engine_kwargs: Options of the engine that is created for `db_url`.
 
     Raises:
-        ConfigurationError: One of these arguments cannot be used.
+        ConfigurationError: An argument cannot be used as given.
     """
 
     def __init__(
@@ -116,8 +117,8 @@ class EncryptedSessionService(BaseSessionService):
         Raises:
             WrongKeyError: The root key does not unwrap this database's keyring; nothing was
                 written.
-            PlaintextRefusedError: Its master keys are stored as plaintext, and `NoOpBackend` is
-                not listed.
+            PlaintextRefusedError: The database's master keys are stored as plaintext, and
+                `NoOpBackend` is not listed.
             KeyServiceError: The key provider failed.
             ConfigurationError: The database cannot be used; it was left unchanged.
         """
@@ -135,19 +136,20 @@ class EncryptedSessionService(BaseSessionService):
 
         Args:
             app_name: The app's name, stored as plaintext.
-            user_id: Any text, stored encrypted; so is the session id.
+            user_id: The user's id: any text, stored encrypted.
             state: JSON values by key.  A value of another type is stored as its text, with a
-                warning in the log.  Keys that start with `app:` or `user:` go to the state of
-                the app or the user, which all their sessions share.  Keys that start with
-                `temp:` are not stored.
-            session_id: If None, a new UUID.
+                warning in the log.  Keys that start with `app:` are stored in the app's state,
+                which all sessions of the app share; keys that start with `user:` in the user's
+                state, which all sessions of the user share.  Keys that start with `temp:` are
+                not stored.
+            session_id: The session's id: any text, stored encrypted.  None for a new UUID.
 
         Returns:
-            The session, without events.  Its state includes that of the app and the user, under
-            prefixed keys.
+            The session, without events.  Its state includes the app's and the user's state, under
+            keys that start with `app:` and `user:`.
 
         Raises:
-            AlreadyExistsError: The user has a session with this id.
+            AlreadyExistsError: The user already has a session with this id.
             DecryptionError: The row of the app or the user was tampered with.
             ValueError: An id is not a string.
         """
@@ -168,7 +170,8 @@ class EncryptedSessionService(BaseSessionService):
             )
             return _session(app_name, view)
         except DuplicateSession:
-            pass  # outside, or our exception would be the context of ADK's
+            pass
+        # Raised after the except block, so that DuplicateSession is not the __context__.
         raise AlreadyExistsError("A session with this id already exists.")
 
     async def get_session(
@@ -185,8 +188,8 @@ class EncryptedSessionService(BaseSessionService):
             app_name: The app's name.
             user_id: The user's id.
             session_id: The session's id.
-            config: `num_recent_events` limits the events to the last so many (0: none).
-                `after_timestamp`, in seconds since 1970, limits them to that time or later.
+            config: `num_recent_events` is the number of latest events to return (0: none).
+                `after_timestamp`, in seconds since 1970, leaves out events before that time.
 
         Returns:
             The session, oldest event first; None if there is no such session.
@@ -201,14 +204,16 @@ class EncryptedSessionService(BaseSessionService):
         limit = config.num_recent_events if config else None
         after = config.after_timestamp if config else None
         if limit == 0 or not after:
-            after = None  # as ADK: no events, or no filter
+            # Like ADK: with limit 0 there are no events to filter, and an `after_timestamp` of 0
+            # means no filter.
+            after = None
         found = await self._store.get(
             app_name,
             user_id,
             session_id,
             events.decode,
             limit=limit,
-            # The column holds rounded times: read one microsecond more, then filter exactly.
+            # Stored times are rounded: read from one microsecond earlier, then filter exactly.
             after=None if after is None else _microseconds(after) - 1,
         )
         if found is None:
@@ -225,11 +230,11 @@ class EncryptedSessionService(BaseSessionService):
         """List the sessions of one user, or of all users of the app.
 
         Returns:
-            Sessions with state, without events, least recently updated first.
+            The sessions with their state but without events, least recently updated first.
 
         Raises:
-            DecryptionError: One of them cannot be decrypted, and `skip_unreadable_sessions` is
-                off; the message names its row.
+            DecryptionError: A session cannot be decrypted, and `skip_unreadable_sessions` is
+                False; the message names the session's row.
             ValueError: An id is not a string.
         """
         _check_ids(app_name, user_id or "", "")
@@ -243,19 +248,19 @@ class EncryptedSessionService(BaseSessionService):
         return ListSessionsResponse(sessions=[_session(app_name, view) for view in views])
 
     async def delete_session(self, *, app_name: str, user_id: str, session_id: str) -> None:
-        """Delete a session and its events; user and app state stay.
+        """Delete a session and its events; keep the user's and the app's state.
 
         Deleting a session that does not exist is no error.
 
         Raises:
-            DecryptionError: Its row cannot be decrypted; it was not deleted.
+            DecryptionError: The session's row cannot be decrypted; nothing was deleted.
             ValueError: An id is not a string.
         """
         _check_ids(app_name, user_id, session_id)
         await self._store.delete(app_name, user_id, session_id)
 
     async def get_user_state(self, *, app_name: str, user_id: str) -> dict[str, Any]:
-        """Return the user's state, with keys without `user:`; `{}` for an unknown user.
+        """Return the user's state, its keys without `user:`; `{}` for an unknown user.
 
         Raises:
             DecryptionError: The user's row was tampered with.
@@ -265,22 +270,26 @@ class EncryptedSessionService(BaseSessionService):
         return loads(await self._store.user_state(app_name, user_id))
 
     async def append_event(self, session: Session, event: Event) -> Event:
-        """Store `event`, then apply it to `session`.  If storing fails, `session` is unchanged.
+        """Store `event`, then apply it to `session`.
+
+        If storing fails, only the keys of `session.state` that start with `temp:` have changed.
 
         Args:
             session: A session that this service returned.
-            event: Its `actions.state_delta` is merged into the stored states, key by key.  Keys
-                that start with `temp:` only change `session`.  A partial event is not stored.
+            event: The event to store.  Its `actions.state_delta` is merged into the stored states,
+                key by key.  Keys that start with `temp:` are not stored: they are removed from
+                `event` and set in `session.state`.  A partial event is returned without being
+                stored or applied.
 
         Returns:
-            The same event.
+            `event` itself.
 
         Raises:
-            SessionNotFoundError: The session does not exist, or no longer.
+            SessionNotFoundError: The session does not exist (any more).
             StaleSessionError: Another append changed the stored session: get it again.
             DecryptionError: A row that the event would change was tampered with; nothing was
                 stored.
-            ValueError: The event's timestamp is no possible time, or an id is not a string.
+            ValueError: The event's timestamp is not a valid time, or an id is not a string.
         """
         if event.partial:
             return event
@@ -294,7 +303,8 @@ class EncryptedSessionService(BaseSessionService):
         who = (session.app_name, session.user_id, session.id)
         _check_ids(*who)
 
-        # Parallel agents append to one session object: each must see the marker of the last.
+        # Parallel agents may append to the same session object: each append needs the marker that
+        # the append before it has set.
         async with self._locks.hold(who):
             await self._append(session, event)
         return event
@@ -330,7 +340,11 @@ class EncryptedSessionService(BaseSessionService):
         raise error
 
     async def _expected_of_unmarked(self, session: Session) -> Expected:
-        """The stored revision of a session object without marker, if both end alike."""
+        """Return the stored row key and revision for a session object that has no marker.
+
+        Raises StaleSessionError unless both have the same last event, or the object has no events
+        and both were last updated at the same time.
+        """
         found = await self._store.get(
             session.app_name, session.user_id, session.id, events.decode, limit=1
         )
@@ -339,7 +353,8 @@ class EncryptedSessionService(BaseSessionService):
         view, last = found
         known, stored = session.events[-1:], view.session
         same_end = [event.id for event in known] == [event.id for event in last]
-        # For example, it was read without events, and lost its marker in JSON.
+        # For example, the object was read without events, and lost its marker when it was
+        # converted to JSON and back.
         same_time = not known and stored.updated_at == _microseconds(session.last_update_time)
         if not (same_end or same_time):
             raise StaleSessionError(_STALE)
@@ -349,7 +364,7 @@ class EncryptedSessionService(BaseSessionService):
         """Do nothing: `append_event` returns only once the event is stored."""
 
     async def close(self) -> None:
-        """Close the database connections and forget all keys; a later call opens it again."""
+        """Close the connections and forget all keys; a later call opens the database again."""
         await self._store.close()
 
     async def __aenter__(self) -> Self:
@@ -378,9 +393,9 @@ def _unsupported(name: str) -> Callable[..., Never]:
 def _reject_unknown_methods(service: type) -> None:
     """Override each public method that *service* inherits from ADK with one that raises.
 
-    A method that a later google-adk adds to its base class knows nothing of our storage: it must
-    not run with plaintext.  This is done once, when the class is made; a test installs such a
-    method before importing this module.
+    A later google-adk may add a method to its base class; its implementation does not encrypt, so
+    it must not run.  This function runs once, when this module is imported: a test adds such a
+    method to the base class before it imports this module.
     """
     for base in BaseSessionService.__mro__:
         for name in vars(base) if base is not object else ():
@@ -398,7 +413,7 @@ def _check_ids(app_name: object, user_id: object, session_id: object) -> None:
 
 
 def _microseconds(timestamp: float) -> int:
-    """Seconds as microseconds, rounded as `datetime.fromtimestamp` does and so as ADK does."""
+    """Convert seconds to microseconds, rounded like `datetime.fromtimestamp`, which ADK uses."""
     if not math.isfinite(timestamp) or abs(timestamp) > 9e12:
         raise ValueError("the timestamp is not a possible time in seconds")
     fraction, seconds = math.modf(timestamp)
@@ -414,7 +429,9 @@ def _parse_marker(marker: str | None) -> Expected:
     try:
         return Expected(int(row, 16), int(revision))
     except ValueError:
-        return Expected(-1, -1)  # the marker of another service: no row has this key
+        # The marker of another service.  No row has the key -1, so appending raises
+        # StaleSessionError.
+        return Expected(-1, -1)
 
 
 def _session(app_name: str, view: View, history: list[Event] | None = None) -> Session:
@@ -428,6 +445,7 @@ def _session(app_name: str, view: View, history: list[Event] | None = None) -> S
         events=[],
         last_update_time=stored.updated_at / 1_000_000,
     )
-    session.events = history or []  # past pydantic, which would validate each Event once more
+    # Not passed to Session(): pydantic would validate each Event again.
+    session.events = history or []
     session._storage_update_marker = _marker(stored)
     return session

@@ -84,7 +84,7 @@ class Rejected(NamedTuple):
 
 REJECTED = {
     "tables of another program": Rejected(
-        survey(alien=("secure_users",)), "secure_users was not made by adk-secure-sessions"
+        survey(alien=("secure_users",)), "secure_users was not created by adk-secure-sessions"
     ),
     "another format": Rejected(survey(MARKS | {"format": "2"}), "format '2'"),
     "another format without an id": Rejected(survey({"format": "2"}), "format '2'"),

@@ -1,7 +1,8 @@
-"""What the tables hold and how rows are read and written; the names that other packages may use.
+"""The encrypted tables, and how rows are read and written.  Other packages import only from here.
 
-Modules, lowest first: `schema` (tables), `queries` (statements and typed rows), `bindings` (what
-each record is bound to), `unit_of_work` (keys and retries), `writes`, `reads`, `opening`, `store`.
+Modules, lowest first: `schema` (tables), `queries` (statements and typed rows), `bindings` (the
+context of each record), `unit_of_work` (keys and retries), `writes`, `reads`, `opening` (checks a
+database and creates what is missing), `store` (the operations of the service).
 """
 
 from adk_secure_sessions.storage.bindings import (

@@ -1,6 +1,7 @@
-"""Opened rows, and what each record is bound to: sealing, opening, and what a reader rejects.
+"""Encrypt and decrypt rows: the context that each record is bound to, and the checks on reading.
 
-The context of each record, in the order of its parts, is in docs/format.md.
+docs/format.md lists the parts of each context in their order.  In this module and those that use
+it, a *tag* is a blind index: the keyed hash of an app name, user id or session id.
 """
 
 from collections.abc import Iterable
@@ -32,11 +33,11 @@ from adk_secure_sessions.storage.schema import apps, bases, events, sessions, us
 R = TypeVar("R")
 V = TypeVar("V")
 
-NO_SNAPSHOT = -1  # in `base_revision`: all of the state is in the session's row
+NO_SNAPSHOT = -1  # the value of `base_revision` if the session's row holds the whole state
 
 
 class Identity(NamedTuple):
-    """Whose rows are meant: the ids that ADK uses, and their tags (blind indexes)."""
+    """The ids that ADK uses for an app, user and session, and their tags (blind indexes)."""
 
     app_name: str
     user_id: str
@@ -46,7 +47,7 @@ class Identity(NamedTuple):
     session_tag: bytes
 
     def tags(self) -> dict[str, object]:
-        """Parameters of a statement; the plaintext ids never reach the database."""
+        """Return the tags as statement parameters; statements find rows only by tag."""
         return {
             "app_tag": self.app_tag,
             "user_tag": self.user_tag,
@@ -55,7 +56,7 @@ class Identity(NamedTuple):
 
 
 def identify(index: BlindIndex, app_name: str, user_id: str = "", session_id: str = "") -> Identity:
-    """Compute the tags."""
+    """Return the ids with their tags."""
     return Identity(
         app_name,
         user_id,
@@ -67,9 +68,9 @@ def identify(index: BlindIndex, app_name: str, user_id: str = "", session_id: st
 
 
 class Owner(NamedTuple):
-    """An opened row of `secure_apps` or `secure_users`; *state* is JSON.
+    """A decrypted row of `secure_apps` or `secure_users`: each app and each user owns data keys.
 
-    Data keys belong to it, hence the name.  *app_row* and *user_id* are only a user's.
+    *state* is JSON.  For an app, *app_row* is 0 and *user_id* is empty.
     """
 
     id: int
@@ -81,12 +82,12 @@ class Owner(NamedTuple):
 
 
 class StoredSession(NamedTuple):
-    """An opened row of `secure_sessions`.
+    """A decrypted row of `secure_sessions`.
 
-    Its state is *overlay*, merged over *snapshot*: once a state is large, the snapshot is a row
-    of its own (of `secure_bases`, written at *base_revision*), and the overlay is what changed
-    since.  *snapshot* is None where it was not read.  *sealed* is the stored record, which the
-    next update expects to find.
+    The session's state is *overlay* merged over *snapshot*.  Only a large state has a snapshot: a
+    row of `secure_bases`, written at *base_revision*.  The overlay then holds the changes since.
+    *snapshot* is `{}` if the session has none, and None if the snapshot was not read.  *sealed*
+    is the stored record: the next update requires that it is still stored.
     """
 
     id: int
@@ -103,9 +104,10 @@ class StoredSession(NamedTuple):
 
 
 class Seen(NamedTuple, Generic[R, V]):
-    """A row, its version witness, and what they were opened to.
+    """A row, its version witness and the decrypted value.
 
-    While both are stored unchanged, byte by byte, the value holds without decrypting them again.
+    As long as the stored row and witness are identical byte for byte, the value is reused without
+    decrypting again.
     """
 
     row: R
@@ -114,7 +116,7 @@ class Seen(NamedTuple, Generic[R, V]):
 
 
 class RowCache:
-    """Rows that this process has opened, by tag; bounded."""
+    """The rows that this process decrypted last, by tag: at most *limit* of each kind."""
 
     def __init__(self, limit: int) -> None:
         self.apps: Lru[bytes, Seen[AppRow, Owner]] = Lru(limit)
@@ -123,7 +125,7 @@ class RowCache:
 
 
 class KeySource(Enum):
-    """Where an attempt has the owners' data keys from."""
+    """Where an attempt gets the owners' data keys."""
 
     CACHE = "this process has read them before"
     QUERY = "the query that reads the rows reads them, too"
@@ -131,26 +133,26 @@ class KeySource(Enum):
 
 
 class Attempt(NamedTuple):
-    """One attempt at an operation: whose rows it is about, and the keys and rows it may use."""
+    """One attempt at an operation: whose rows it reads or writes, its keys, and the row cache."""
 
     who: Identity
     keys: StagedKeys
     cache: RowCache
     key_source: KeySource
-    is_first: bool  # only then what this process remembers may stand in for a read
+    is_first: bool  # only the first attempt may use cached rows instead of a read
 
     def form_of(self, forms: QueryForms) -> CompoundSelect[Any]:
-        """The form of a query that this attempt needs."""
+        """Return the query that this attempt needs: with or without the owners' data keys."""
         return forms[self.key_source is KeySource.QUERY]
 
     def forget_user(self) -> None:
-        """Keep nothing in memory of a user who is not stored, or no longer."""
+        """Remove the user from the caches: the user's row does not exist (any more)."""
         self.keys.forget(self.who.user_tag)
         self.cache.users.drop(self.who.user_tag)
 
 
 class NeedsDataKey(Exception):
-    """*owner* needs a new data key in the key database before anything is encrypted for it."""
+    """A new data key of *owner* must be stored in the key database before the next attempt."""
 
     def __init__(self, owner: bytes) -> None:
         super().__init__("a data key has to be stored first")
@@ -170,7 +172,7 @@ def witness_context(app_name: str, tag: bytes, number: int) -> bytes:
 
 
 def session_context(app_name: str, user_id: str, tag: bytes, *numbers: int) -> bytes:
-    """*numbers*: id, user_row, revision, base_revision, created_at, updated_at."""
+    """Return the context; *numbers*: id, user_row, revision, base_revision and both times."""
     return records.context(("session", app_name, user_id, tag), *numbers)
 
 
@@ -189,7 +191,11 @@ def _event_parts(who: Identity) -> tuple[str, ...]:
 
 
 def open_app(attempt: Attempt, found: Found) -> Owner | None:
-    """The app, or None if it has no row and no version witness proves that it had one."""
+    """Return the app, or None if it is not stored.
+
+    Raises DecryptionError if its row was tampered with, or if the row is missing but its version
+    witness is still stored.
+    """
     who, row = attempt.who, found.app
     if row is None:
         _reject_if_removed(found, who.app_tag, apps.name)
@@ -208,7 +214,11 @@ def open_app(attempt: Attempt, found: Found) -> Owner | None:
 
 
 def open_user(attempt: Attempt, found: Found) -> Owner | None:
-    """The user, or None if there is no row and no version witness proves that there was one."""
+    """Return the user, or None if the user is not stored.
+
+    Raises DecryptionError if the row was tampered with, or if the row is missing but its version
+    witness is still stored.
+    """
     row = found.user
     if row is None:
         _reject_if_removed(found, attempt.who.user_tag, users.name)
@@ -223,7 +233,7 @@ def open_user(attempt: Attempt, found: Found) -> Owner | None:
 
 
 def open_user_row(attempt: Attempt, found: Found, row: UserRow) -> Owner:
-    """A user of the app, whoever it is."""
+    """Return the user in *row*, which may be any user of the app."""
     user = _unchanged(attempt.cache.users, found, row.tag, row)
     if user is None:
         with naming(users.name, row.id):
@@ -236,7 +246,11 @@ def open_user_row(attempt: Attempt, found: Found, row: UserRow) -> Owner:
 
 
 def open_session(attempt: Attempt, found: Found, user: Owner | None) -> StoredSession | None:
-    """The session, or None if it has no row and no version witness proves that it had one."""
+    """Return the session, or None if it is not stored.
+
+    Raises DecryptionError if its row was tampered with, if the row is missing but its version
+    witness is still stored, or if the row is stored but the user's row is missing.
+    """
     tag, row = attempt.who.session_tag, found.session
     if row is None:
         _reject_if_removed(found, tag, sessions.name)
@@ -259,10 +273,10 @@ def open_session(attempt: Attempt, found: Found, user: Owner | None) -> StoredSe
 def open_listed_session(
     attempt: Attempt, found: Found, user: Owner, row: SessionRow
 ) -> StoredSession:
-    """A session in a listing.
+    """Return the session in *row*, one row of a listing.
 
-    Its last event proves that it was not deleted.  Only a session without events needs its
-    version witness for that.
+    If a deleted session's row was replayed, its last event is missing, so the row is rejected.
+    Only a session without events needs its version witness to prove that it was not deleted.
     """
     return _open_session(attempt, found, user, row, needs_witness=not row.revision)
 
@@ -270,7 +284,7 @@ def open_listed_session(
 def _open_session(
     attempt: Attempt, found: Found, user: Owner, row: SessionRow, *, needs_witness: bool
 ) -> StoredSession:
-    """Open *row*, or return what it was opened to before."""
+    """Return the session in *row*: from the cache if the row is unchanged, else decrypted."""
     seen = attempt.cache.sessions.get(row.tag)
     if seen and seen.row == row and seen.value.user_row == user.id:
         session = seen.value
@@ -280,7 +294,7 @@ def _open_session(
     if needs_witness:
         with naming(sessions.name, session.id):
             _check_witness(attempt, found, user.tag, session.tag, session.id)
-    if session.base_revision == NO_SNAPSHOT:  # a snapshot may be large: not to be remembered
+    if session.base_revision == NO_SNAPSHOT:  # a snapshot may be large: do not cache it
         witness = found.witnesses.get(session.tag)
         attempt.cache.sessions.put(session.tag, Seen(row, witness, session))
     return session
@@ -289,7 +303,7 @@ def _open_session(
 def _open_session_row(
     attempt: Attempt, found: Found, user: Owner, row: SessionRow
 ) -> StoredSession:
-    """A session of *user*, with its snapshot; its revision must agree with its last event."""
+    """Decrypt a session of *user* and its snapshot; check its revision against its last event."""
     app_name = attempt.who.app_name
     numbers = (row.id, row.user_row, row.revision, row.base_revision)
     with naming(sessions.name, row.id):
@@ -316,7 +330,7 @@ def _open_session_row(
 def _open_snapshot(
     attempt: Attempt, found: Found, whose: Identity, user: Owner, row: SessionRow
 ) -> bytes:
-    """The state under the overlay of *row*; `{}` if the session has no snapshot."""
+    """Return the decrypted snapshot of the session in *row*; `{}` if it has no snapshot."""
     snapshot = found.snapshots.get(row.id)
     with naming(bases.name, row.id):
         if row.base_revision == NO_SNAPSHOT:
@@ -334,11 +348,15 @@ def _open_snapshot(
 
 
 def check_events(session: StoredSession, history: list[Row], limit: int | None) -> None:
-    """Reject gaps and duplicates: *history* must be all, or the last *limit*, of *session*."""
+    """Sort *history*, and reject it unless it has each event of *session* exactly once.
+
+    If *limit* is given, *history* must have the last *limit* events instead.
+    """
     first = 0 if limit is None else max(0, session.revision - limit)
     expected = list(range(first, session.revision))
     if [row[EVENT_SEQ] for row in history] != expected:
-        # A UNION ALL promises no order.  Sorted as text: SQLite stores any type in any column.
+        # A UNION ALL guarantees no order.  SQLite stores any type in any column, so a modified
+        # `seq` may not be an integer: sort by text, since any two texts can be compared.
         history.sort(
             key=lambda row: f"{row[EVENT_SEQ]:020}" if isinstance(row[EVENT_SEQ], int) else ""
         )
@@ -353,9 +371,10 @@ def check_events(session: StoredSession, history: list[Row], limit: int | None) 
 
 
 def open_events(attempt: Attempt, session: StoredSession, history: Iterable[Row]) -> list[bytes]:
-    """The plaintexts of events, in order.
+    """Return the plaintexts of the events in *history*, in order.
 
-    This loop runs for each event of a long history: what events share is computed once.
+    The loop runs once per event, and a history may be long: values that are the same for several
+    events (parts of the context, the cipher) are computed once.
     """
     who, session_row = attempt.who, session.id
     parts = records.context_parts(_event_parts(who))
@@ -388,7 +407,7 @@ def seal_user(attempt: Attempt, user: Owner) -> bytes:
 
 
 def seal_witness(attempt: Attempt, owner: bytes, tag: bytes, number: int) -> bytes:
-    """A version witness; its plaintext is empty, all it says is in its context."""
+    """Return a version witness: a record with an empty plaintext; *number* is in its context."""
     return attempt.keys.seal(owner, witness_context(attempt.who.app_name, tag, number), b"")
 
 
@@ -413,8 +432,8 @@ def seal_event(attempt: Attempt, session_row: int, seq: int, time: int, event: b
     return attempt.keys.seal(attempt.who.user_tag, context, event)
 
 
-class naming:  # noqa: N801 - reads as a statement
-    """Name the row in any `DecryptionError` raised inside."""
+class naming:  # noqa: N801 - used like a function: `with naming(...)`
+    """Context manager that adds the table and row to any `DecryptionError` raised inside it."""
 
     __slots__ = ("_row", "_table")
 
@@ -431,7 +450,7 @@ class naming:  # noqa: N801 - reads as a statement
 
 
 def _unchanged(cache: Lru[bytes, Seen[R, V]], found: Found, tag: bytes, row: R) -> V | None:
-    """What *row* was opened to before, if it and its version witness are still the same bytes."""
+    """Return the cached value of *row*; None if the row or its version witness has changed."""
     seen = cache.get(tag)
     if seen and seen.row == row and seen.witness == found.witnesses.get(tag):
         return seen.value
@@ -439,7 +458,7 @@ def _unchanged(cache: Lru[bytes, Seen[R, V]], found: Found, tag: bytes, row: R) 
 
 
 def _check_witness(attempt: Attempt, found: Found, owner: bytes, tag: bytes, number: int) -> None:
-    """Reject a row whose version witness is missing, not authentic, or of another *number*."""
+    """Reject a row whose version witness is missing, was tampered with, or has another number."""
     witness = found.witnesses.get(tag)
     if witness is None:
         raise TamperedError(
@@ -458,7 +477,7 @@ def _check_witness(attempt: Attempt, found: Found, owner: bytes, tag: bytes, num
 
 
 def _reject_if_removed(found: Found, tag: bytes, table: str) -> None:
-    """Reject a missing row whose version witness is still stored."""
+    """Raise TamperedError if the version witness of a missing row is still stored."""
     if tag in found.witnesses:
         raise TamperedError(
             f"the row of {table} with tag {tag.hex()} was removed or its tag was modified: its "

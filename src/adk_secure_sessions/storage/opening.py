@@ -1,7 +1,7 @@
-"""Opening a database: survey it, reject what cannot be used, and make what is missing.
+"""Opening a database: survey it, reject it if it cannot be used, and create what is missing.
 
-Three steps, each a function: `survey` reads what is there, `check` rejects a database that is not
-and cannot become what it should be, and `open_database` repeats both after each thing it makes,
+`look` surveys a database, `check` rejects a database that cannot be used, and `open_database`
+creates what is missing.  After each thing it creates, `open_database` surveys and checks again,
 until nothing is missing.
 """
 
@@ -44,17 +44,20 @@ T = TypeVar("T")
 logger: logging.Logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 8
-# The error names with which SQLite says that a file cannot be used.
+# The names of SQLite's errors that mean that a file cannot be used.
 _UNUSABLE = ("SQLITE_CANTOPEN", "SQLITE_NOTADB", "SQLITE_READONLY", "SQLITE_PERM", "SQLITE_AUTH")
 
 # The names of rows in `secure_meta`.
 FORMAT, DATABASE_ID, PLAINTEXT, HOLDS = "format", "database_id", "plaintext", "holds"
-# The keyring, as rows of MasterKeyRow.
+# Query for the keyring; its columns are the fields of MasterKeyRow.
 MASTER_KEYS = sa.select(*(keyring.c[name] for name in MasterKeyRow._fields))
 
 
 class Part(Enum):
-    """Which tables a database has; the value is its mark in `secure_meta`, row `holds`."""
+    """Which of our tables a database has.
+
+    The value is stored in row `holds` of `secure_meta`; a database with all tables has no such row.
+    """
 
     ALL = None
     DATA = "data"
@@ -66,16 +69,16 @@ class Part(Enum):
         return {Part.ALL: TABLES, Part.DATA: DATA_TABLES, Part.KEYS: KEY_TABLES}[self]
 
     def missing(self, survey: "Survey") -> frozenset[str]:
-        """The names of its tables that do not exist."""
+        """Return the names of this part's tables that do not exist."""
         return survey.missing_tables & {table.name for table in self.tables}
 
 
 class Survey(NamedTuple):
-    """What a database holds; nothing of it is authenticated.
+    """The tables and the metadata of a database, as stored: none of it is authenticated.
 
-    *alien_tables* have the name of one of our tables and lack one of its columns.  *adk_tables*
-    says whether ADK's own tables exist.  *is_used* says whether a table other than `secure_meta`
-    and `secure_keyring` has rows.
+    *alien_tables* are named like one of our tables, but lack one of its columns.  *adk_tables*
+    is True if ADK's own tables exist.  *is_used* is True if a table other than `secure_meta` and
+    `secure_keyring` has rows.
     """
 
     missing_tables: frozenset[str]
@@ -87,7 +90,7 @@ class Survey(NamedTuple):
 
     @property
     def part(self) -> Part | None:
-        """Which part it says it is; None: a mark that this release does not know."""
+        """The part that `secure_meta` names; None if this release does not know that value."""
         mark = self.meta.get(HOLDS)
         return next((part for part in Part if part.value == mark), None)
 
@@ -98,12 +101,15 @@ class Survey(NamedTuple):
 
     @property
     def has_plaintext_records(self) -> bool:
-        """Whether `NoOpBackend` has written to it; this mark is not authenticated."""
+        """Whether the database is marked as holding records of `NoOpBackend`, now or earlier."""
         return PLAINTEXT in self.meta
 
     @property
     def database_id(self) -> bytes | None:
-        """The random id that was made with the database; None if it is new."""
+        """The random id of the database; None if the database is new.
+
+        Raises ValueError if the stored text is not hexadecimal.
+        """
         text = self.meta.get(DATABASE_ID)
         return bytes.fromhex(str(text)) if text else None
 
@@ -112,7 +118,7 @@ def look(connection: sa.Connection) -> Survey:
     """Survey a database without changing it."""
     survey = _look(connection)
     if survey.meta and (survey.part or Part.ALL).missing(survey):
-        # Another process may have made them after we had asked for the names of the tables.
+        # Another process may have created these tables after we read the table names.
         survey = _look(connection)
     return survey
 
@@ -139,7 +145,7 @@ def _look(connection: sa.Connection) -> Survey:
 
 
 def _alien(tables: list[sa.Table], connection: sa.Connection) -> list[str]:
-    """The names of the *tables* that lack one of our columns."""
+    """Return the names of those *tables* that lack one of our columns."""
     if not tables:
         return []
     # Reflecting each table takes a hundred times as long as one query that names all columns.
@@ -162,14 +168,14 @@ def _alien(tables: list[sa.Table], connection: sa.Connection) -> list[str]:
 
 
 def check(survey: Survey, part: Part, create_tables: bool) -> None:
-    """Reject a database that is not, and cannot become, that part.
+    """Reject a database that cannot be used as *part*, nor be completed to it.
 
     Raises:
-        ConfigurationError: it says why, and what to do.
+        ConfigurationError: The database cannot be used; the message says why and what to do.
     """
     if survey.alien_tables:
         raise ConfigurationError(
-            f"the table {survey.alien_tables[0]} was not made by adk-secure-sessions: "
+            f"the table {survey.alien_tables[0]} was not created by adk-secure-sessions: "
             "use another database or schema"
         )
     version = survey.format_version
@@ -212,12 +218,12 @@ _MISPLACED = {
     ),
     (Part.DATA, Part.ALL): (
         "this database has keys of its own: omit key_db_url; or, if its keys are in that key "
-        "database, restore secure_meta, which no longer says so"
+        "database, restore secure_meta, whose row `holds` is missing"
     ),
     (Part.DATA, Part.KEYS): "db_url names a key database: pass the database of the data",
     (Part.KEYS, Part.ALL): (
         "key_db_url names a database of sessions with keys of their own: pass a key database, or "
-        "an empty database to make one"
+        "an empty database to create one"
     ),
     (Part.KEYS, Part.DATA): (
         "key_db_url names a database of sessions whose keys are in a key database: pass the key "
@@ -237,10 +243,10 @@ def _check_mark(survey: Survey, part: Part) -> None:
 
 
 def check_together(data: Survey, keys: Survey) -> None:
-    """Reject a database and a key database, each valid by itself, that are not a pair.
+    """Reject a data database and a key database, each valid, that do not belong together.
 
     Raises:
-        ConfigurationError: it says why, and what to do.
+        ConfigurationError: They are not a pair; the message says why and what to do.
     """
     if data.database_id is None and keys.is_used:
         raise ConfigurationError(
@@ -262,19 +268,19 @@ def check_together(data: Survey, keys: Survey) -> None:
 async def open_database(
     executors: Executors, backends: Backends, create_tables: bool, known: Keyring | None = None
 ) -> Keyring:
-    """Check the database and open its keyring; make what is missing of both.
+    """Check the database, create missing tables and keys, and open the keyring.
 
-    A key database is completed before the database of the data, so that a start after one that
-    was killed in between continues from there.
+    A key database is completed before the data database, so that after a crash between the two
+    the next start can continue.
 
     Args:
-        executors: Run its statements.
+        executors: Run the statements on the data database and the key database.
         backends: Their root keys unwrap the keyring.
-        create_tables: Make missing tables; if False, they must exist (see docs/sql).
-        known: The keyring as opened before; then nothing is made.
+        create_tables: Create missing tables; if False, they must exist (see docs/sql).
+        known: A keyring opened earlier; if given, nothing is created.
 
     Raises:
-        ConfigurationError: a database cannot be used; it was left unchanged.
+        ConfigurationError: A database cannot be used; it was left unchanged.
         WrongKeyError, PlaintextRefusedError, KeyServiceError: see `open_keyring`.
     """
     if known is not None:
@@ -282,7 +288,7 @@ async def open_database(
     root = backends.writer.root_key
     writes_plaintext = isinstance(backends.writer, NoOpBackend)
     marks = {PLAINTEXT: "1"} if writes_plaintext else {}
-    for _ in range(_ATTEMPTS):  # again after each step, or if another process made it first
+    for _ in range(_ATTEMPTS):  # survey again after each step
         data, keys = await _survey(executors, create_tables)
         database_id = keys.database_id or secrets.token_bytes(16)
         now = time.time_ns() // 1000
@@ -305,17 +311,17 @@ async def open_database(
 
 
 async def survey_existing(executors: Executors) -> Survey:
-    """Survey a database that was made before, without changing it.
+    """Check and survey a database that already exists, without changing it.
 
-    With a key database, the survey is that of the data with the key database's keyring.
+    With a key database, return the survey of the data database with the key database's keyring.
 
     Raises:
-        ConfigurationError: it cannot be used, or is new.
+        ConfigurationError: The database cannot be used, or is new.
     """
     data, keys = await _survey(executors, create_tables=True)
     if data.database_id is None:
         raise ConfigurationError(
-            "this database holds no encrypted sessions yet: make its tables and keys with "
+            "this database holds no encrypted sessions yet: create its tables and keys with "
             "`adk-secure-sessions init`, or start a service on it"
         )
     return data._replace(keyring=keys.keyring)
@@ -324,12 +330,12 @@ async def survey_existing(executors: Executors) -> Survey:
 async def open_existing(
     executors: Executors, backends: Backends, known: Keyring | None = None
 ) -> Keyring:
-    """Open the keyring of a database that was made before, without changing it.
+    """Open the keyring of a database that already exists, without changing the database.
 
-    Keys that *known*, the keyring as opened before, already has are not unwrapped again.
+    *known* is a keyring opened earlier: the keys that it holds are not unwrapped again.
 
     Raises:
-        ConfigurationError: see `survey_existing`; or it is not the database of *known*.
+        ConfigurationError: See `survey_existing`; or *known* is the keyring of another database.
         WrongKeyError, PlaintextRefusedError, KeyServiceError: see `open_keyring`.
     """
     survey = await survey_existing(executors)
@@ -341,18 +347,20 @@ async def open_existing(
 
 
 async def _survey(executors: Executors, create_tables: bool) -> tuple[Survey, Survey]:
-    """The checked surveys of the data and the keys: the same twice without a key database.
+    """Survey and check the data database and the key database; return both surveys.
 
-    Raises ConfigurationError.
+    Without a key database, both are the same survey.  Raises ConfigurationError.
     """
     if not executors.has_key_database:
         survey = await _usable(executors.data.define(look, commit=False))
         check(survey, Part.ALL, create_tables)
         return survey, survey
-    # In this order: whoever makes both makes the key database first.
+    # Read the data database first.  Another process may be creating both, and creates the key
+    # database first: if we see its data database, we also see its key database.
     data = await _usable(executors.data.define(look, commit=False))
     keys = await _usable(executors.keys.define(look, commit=False), "key database's ")
-    if keys.is_used and data.format_version is None:  # it may have been made just now
+    # If the keys are in use, the data database was perhaps created after we surveyed it.
+    if keys.is_used and data.format_version is None:
         data = await _usable(executors.data.define(look, commit=False))
     check(keys, Part.KEYS, create_tables)
     check(data, Part.DATA, create_tables)
@@ -369,7 +377,7 @@ async def _usable(work: Awaitable[T], whose: str = "") -> T:
         undecodable = "Could not decode" in reason
         if not undecodable and not name.startswith(_UNUSABLE):
             raise
-    if undecodable:  # the driver's reason quotes the stored value
+    if undecodable:  # leave out the driver's text: it quotes the stored value
         raise WrongKeyError(
             "secure_meta or secure_keyring was tampered with: restore it from a backup"
         )
@@ -380,7 +388,7 @@ async def _usable(work: Awaitable[T], whose: str = "") -> T:
 
 
 def mark_plaintext(connection: sa.Connection) -> None:
-    """Mark the database as holding plaintext records, before the first is written."""
+    """Mark the database as holding plaintext records; call this before the first is written."""
     values = {meta.c.name: PLAINTEXT, meta.c.value: "1"}
     if not connection.scalar(sa.select(meta.c.value).where(meta.c.name == PLAINTEXT)):
         connection.execute(sa.insert(meta).values(values))
@@ -393,7 +401,7 @@ async def _make(
     marks: dict[str, str],
     fresh: list[MasterKeyRow],
 ) -> None:
-    """Make what is missing, unless the database has changed since *expected* was surveyed."""
+    """Create what is missing, unless the database has changed since the survey *expected*."""
     if part.value is not None:
         marks = {**marks, HOLDS: part.value}
     work = partial(_establish, part, expected, marks, fresh)
@@ -426,4 +434,6 @@ def _warn(survey: Survey, writes_plaintext: bool) -> None:
             "this database also holds ADK's own tables (sessions, events), which are plaintext"
         )
     if survey.has_plaintext_records and not writes_plaintext:
-        logger.warning("this database holds, or once held, plaintext records, by NoOpBackend")
+        logger.warning(
+            "this database holds, or once held, plaintext records written by NoOpBackend"
+        )

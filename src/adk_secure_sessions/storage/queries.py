@@ -1,7 +1,8 @@
 """The statements, as SQLAlchemy Core, and the rows that they return.
 
-A read is one statement, so that its rows are consistent with each other on every database and at
-every isolation level: a UNION ALL of SELECTs with the same columns, told apart by their kind.
+Each read is one statement, so that its rows are consistent with each other on every database and
+at every isolation level.  The statement is a UNION ALL of SELECTs with the same columns; the first
+column says of which kind a row is.  *tag* always means a blind index, as in `bindings`.
 """
 
 import functools
@@ -42,14 +43,15 @@ from adk_secure_sessions.storage.schema import (
     witnesses,
 )
 
-_APP, _USER, _WITNESS, _KEY, _SESSION, _SNAPSHOT, _EVENT = range(7)  # a row's kind
+_APP, _USER, _WITNESS, _KEY, _SESSION, _SNAPSHOT, _EVENT = range(7)  # the kinds of rows
 _NUMBERS, _BLOBS = 7, 2
-# Where an event's values are in a row.  A history is thousands of rows: naming the fields of each
-# takes as long as finding its cipher, so events stay as the driver returns them.
+# The positions of an event's values in its row.  A history may have thousands of events, and
+# converting a row to a named tuple takes as long as finding its cipher: event rows are therefore
+# used as the driver returns them.
 EVENT_SEQ, EVENT_TIME, EVENT_RECORD = 1, 2, 8
 _ZERO: ColumnElement[int] = literal_column("0")
 
-# A query without and with the owners' rows of `secure_data_keys`, by whether it reads them.
+# Two forms of one query.  The form at True also reads the owners' rows of `secure_data_keys`.
 QueryForms = Mapping[bool, CompoundSelect[Any]]
 
 _app_tag = bindparam("app_tag", type_=LargeBinary)
@@ -59,7 +61,7 @@ _limit = bindparam("limit", type_=BigInteger)
 
 
 def _member(kind: int, numbers: list[Any], blobs: list[Any]) -> Select[Any]:
-    """A SELECT of the columns `kind, 7 numbers, 2 blobs`; columns that are missing are padded."""
+    """Return a SELECT of `kind`, 7 numbers and 2 blobs; zeros and NULLs replace missing ones."""
     padded = numbers + [_ZERO] * (_NUMBERS - len(numbers))
     padded += blobs + [cast(null(), LargeBinary)] * (_BLOBS - len(blobs))
     names = ["a", "b", "c", "d", "e", "f", "g", "h", "i"]
@@ -156,7 +158,7 @@ def _list_query(keys: bool) -> CompoundSelect[Any]:
 
 
 def _list_all_query(keys: bool) -> CompoundSelect[Any]:
-    """All users of an app."""
+    """Return the query for the sessions of all users of an app."""
     of_app = users.c.app_row == _app_id()
     theirs = sessions.join(users, users.c.id == sessions.c.user_row)
     wanted = [
@@ -200,8 +202,8 @@ EVENT_AT = _event().where(
     events.c.session_row == bindparam("session_row"), events.c.seq == bindparam("seq")
 )
 
-# Only while the keyring has the master key that wraps the new data key, and as many rows as this
-# process has read.
+# Inserts a data key only if the keyring still has the master key that wraps it, and still has as
+# many rows as this process has read.  Otherwise another process has changed the keyring.
 INSERT_KEY = insert(data_keys).from_select(
     [column.name for column in data_keys.c],
     select(*(bindparam(column.name, type_=column.type) for column in data_keys.c))
@@ -212,7 +214,8 @@ INSERT_KEY = insert(data_keys).from_select(
         == bindparam("masters", type_=BigInteger),
     ),
 )
-# Changes nothing, but locks the row: a `retire` about to delete the key waits, or was first.
+# Sets the generation to the same value, only to lock the row.  A concurrent `retire` of this key
+# waits for the lock; if it deleted the key first, this statement matches no row: a conflict.
 HOLD_KEY = (
     update(data_keys)
     .where(data_keys.c.id == bindparam("at_id"))
@@ -226,7 +229,7 @@ INSERT_SNAPSHOT = insert(bases)
 
 
 def _same_row(table: FromClause, prefix: str) -> ColumnElement[bool]:
-    """Whether *table* holds exactly the row whose parameters begin with *prefix*."""
+    """Return the condition that *table* has the row in the parameters that start with *prefix*."""
     return select(literal_column("1")).where(*_equal(table, prefix)).exists()
 
 
@@ -235,9 +238,10 @@ def _equal(table: FromClause, prefix: str) -> list[ColumnElement[bool]]:
 
 
 def _session_of_user(*conditions: ColumnElement[bool]) -> Insert:
-    """Insert a session of a user whose row is still the one that was read.
+    """Return an INSERT of a session that requires the user's row to be unchanged since the read.
 
-    The lock makes a concurrent `erase_user` wait until it can see the session and erase it, too.
+    The INSERT locks the user's row: a concurrent `erase_user` waits until it can see the new
+    session, and then erases it, too.
     """
     columns = (bindparam(column.name, type_=column.type) for column in sessions.c)
     row = select(*columns).select_from(users).where(*_equal(users, "user"), *conditions)
@@ -248,7 +252,7 @@ def _session_of_user(*conditions: ColumnElement[bool]) -> Insert:
 
 
 INSERT_SESSION_OF_USER = _session_of_user()
-# Also requires that the app's row and both version witnesses are the ones this process has opened.
+# Also requires the app's row and both version witnesses to equal those in this process's cache.
 INSERT_SESSION_OF_KNOWN = _session_of_user(
     _same_row(apps, "app"),
     _same_row(witnesses.alias("app_witnesses"), "app_witness"),
@@ -275,8 +279,8 @@ UPDATE_WITNESS = (
     .where(witnesses.c.tag == bindparam("at_tag"), witnesses.c.number == bindparam("at_number"))
     .values(number=bindparam("number"), seal=bindparam("seal"))
 )
-# The stored row must be exactly the one this process knows.  A row that was tampered with is left
-# unchanged, and the read that follows reports it.
+# Matches only a stored row that equals the one this process knows.  A row that was tampered with is
+# therefore not overwritten, and the read that follows rejects it.
 UPDATE_SESSION = (
     update(sessions)
     .where(*_equal(sessions, "at"))
@@ -292,7 +296,8 @@ UPDATE_SNAPSHOT = (
     .where(bases.c.session_row == _AT_ID, bases.c.revision == bindparam("at_revision"))
     .values(revision=bindparam("revision"), state=bindparam("state"))
 )
-# At the revision that was read: an event appended since would be left behind.
+# Matches only the revision that was read.  If an event was appended since, DELETE_EVENTS may not
+# see the event (PostgreSQL runs both in one statement) and would leave it behind.
 DELETE_SESSION = delete(sessions).where(
     sessions.c.id == _AT_ID, sessions.c.revision == bindparam("at_revision")
 )
@@ -322,7 +327,7 @@ class UserRow(NamedTuple):
 
 
 class WitnessRow(NamedTuple):
-    """A row of `secure_witnesses`: *number* is a version, or the key of a session's row."""
+    """A row of `secure_witnesses`; *number* is an owner's version, or a session's row key."""
 
     number: int
     tag: bytes
@@ -330,7 +335,7 @@ class WitnessRow(NamedTuple):
 
 
 class SessionRow(NamedTuple):
-    """A row of `secure_sessions`, and *last_seq*, the sequence of its last event (-1: none)."""
+    """A row of `secure_sessions`; *last_seq* is the `seq` of its last event, -1 without events."""
 
     id: int
     user_row: int
@@ -352,7 +357,10 @@ class SnapshotRow(NamedTuple):
 
 
 class Found:
-    """The rows of one read, by kind.  SQLite stores any type in any column: check before use."""
+    """The rows of one read, by kind.
+
+    SQLite stores any type in any column, so a modified value may not have its declared type.
+    """
 
     def __init__(self, rows: Iterable[Row]) -> None:
         self.app: AppRow | None = None
@@ -361,7 +369,7 @@ class Found:
         self.data_keys: list[DataKeyRow] = []
         self.sessions: list[SessionRow] = []
         self.snapshots: dict[int, SnapshotRow] = {}
-        self.events: list[Row] = []  # see EVENT_SEQ
+        self.events: list[Row] = []  # as the driver returns them: see EVENT_SEQ
         for row in rows:
             kind = row[0]
             if kind == _EVENT:
@@ -381,25 +389,25 @@ class Found:
 
     @property
     def user(self) -> UserRow | None:
-        """The only user, where one was asked for."""
+        """The user, if the query reads one user; None if the row does not exist."""
         return self.users[0] if self.users else None
 
     @property
     def session(self) -> SessionRow | None:
-        """The only session, where one was asked for."""
+        """The session, if the query reads one session; None if the row does not exist."""
         return self.sessions[0] if self.sessions else None
 
 
-# The data keys of given owners, read by themselves: they may be in a key database.
-DATA_KEYS = select(*(data_keys.c[name] for name in DataKeyRow._fields))  # rows as DataKeyRow
-# A statement takes this many values: a user and the app, or as many as there are.
+# Query for data keys only.  In a key database, they cannot be read together with the rows.
+DATA_KEYS = select(*(data_keys.c[name] for name in DataKeyRow._fields))  # for DataKeyRow
+# The numbers of values in a statement: 2 for a user and the app, 200 for longer lists.
 _FEW, _MANY = 2, 200
 
 
 def chunks(values: Iterable[Any]) -> Iterator[list[Any]]:
-    """Split *values* into lists of two lengths, so that few statements are compiled.
+    """Split *values* into lists of exactly 2 or 200, so that only two statements are compiled.
 
-    A list that is too short repeats its last value.
+    If too few values remain, the list repeats its last value.
     """
     remaining = list(values)
     while remaining:
@@ -409,16 +417,16 @@ def chunks(values: Iterable[Any]) -> Iterator[list[Any]]:
 
 
 def is_one_of(column: ColumnElement[Any], number: int) -> ColumnElement[bool]:
-    """The condition that *column* is one of *number* values, named as `numbered` names them."""
+    """Return the condition that *column* equals one of *number* parameters, as in `numbered`."""
     return column.in_([bindparam(f"v{n}", type_=column.type) for n in range(number)])
 
 
 def numbered(values: Sequence[object]) -> dict[str, object]:
-    """Parameters for `is_one_of`."""
+    """Return *values* as the parameters of `is_one_of`: `v0`, `v1` and so on."""
     return {f"v{n}": value for n, value in enumerate(values)}
 
 
 @functools.cache
 def data_keys_of(number: int) -> Select[Any]:
-    """All data keys of *number* owners."""
+    """Return the query for all data keys of given owners; *number* is the number of owners."""
     return DATA_KEYS.where(is_one_of(data_keys.c.owner, number))

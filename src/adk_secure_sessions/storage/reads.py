@@ -1,7 +1,7 @@
 """The reads: a session with its events, listings, a user's state.
 
-Each is an operation of one query (in a key database, one more for the keys).  Decrypting happens
-in the event loop, in chunks between which other tasks get their turn.
+Each read is an operation with one query.  With a key database, data keys may need a query of their
+own.  Events are decrypted in the event loop in chunks; other tasks run between two chunks.
 """
 
 import asyncio
@@ -22,11 +22,11 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 E = TypeVar("E")
 
-_CHUNK = 64  # events decoded before other tasks get their turn
+_CHUNK = 64  # events to decrypt and decode before other tasks may run
 
 
 class View(NamedTuple):
-    """A session, and the states (JSON) that its callers see with it."""
+    """A session, and the states of its app and user as JSON."""
 
     session: StoredSession
     user_id: str
@@ -35,7 +35,7 @@ class View(NamedTuple):
 
 
 class _Read:
-    """An operation that changes nothing."""
+    """Base class of the operations that change nothing."""
 
     reads_keys = False
     writes = False
@@ -59,14 +59,14 @@ class _Read:
 class GetSession(_Read, Generic[E]):
     """Read a session with its last *limit* events, or with those of time *after* or later.
 
-    `attempt` returns None if there is no such session.  Events that *after* leaves out are
-    authenticated all the same: until then their times are not to be trusted.
+    `attempt` returns None if there is no such session.  Events before *after* are decrypted, too:
+    decrypting authenticates their times, and a modified time could otherwise hide an event.
 
     Args:
-        who: Whose session.
-        decode: Called with an event's plaintext, its session's row and its sequence.
-        limit: How many events; None: all.
-        after: Microseconds UTC; with it *limit* is ignored.
+        who: The ids of the session.
+        decode: Called with an event's plaintext, its session's row key and its `seq`.
+        limit: The number of events; None for all.
+        after: Microseconds UTC; if given, *limit* is ignored.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class GetSession(_Read, Generic[E]):
             if start:
                 await asyncio.sleep(0)
             rows = found.events[start : start + _CHUNK]
-            # All are decrypted, then all decoded: one after the other takes twice as long.
+            # Decrypt the whole chunk, then decode it: alternating per event takes twice as long.
             opened = bindings.open_events(attempt, session, rows)
             events += [
                 self._decode(plaintext, session.id, row[EVENT_SEQ])
@@ -115,7 +115,7 @@ class GetSession(_Read, Generic[E]):
 class ListUserSessions(_Read):
     """Read all sessions of a user, without events.
 
-    *skip* logs and leaves out the ones that cannot be decrypted, instead of raising.
+    With *skip*, sessions that cannot be decrypted are logged and left out, instead of raising.
     """
 
     def __init__(self, who: Identity, *, skip: bool) -> None:
@@ -135,7 +135,10 @@ class ListUserSessions(_Read):
 
 
 class ListAppSessions(_Read):
-    """The same for all users of an app."""
+    """Read all sessions of all users of an app, without events.
+
+    With *skip*, sessions that cannot be decrypted are logged and left out, instead of raising.
+    """
 
     reads_keys = True
 
@@ -168,7 +171,7 @@ class GetUserState(_Read):
 
 
 def _view(session: StoredSession, user: Owner, app: Owner | None) -> View:
-    """Join the three.  Raises TamperedError if they do not belong together."""
+    """Return the session with both states.  Raises TamperedError if *app* is not the user's app."""
     if app is None or user.app_row != app.id:
         raise TamperedError(
             "its app's row was removed", reason=Reason.MISSING, table=users.name, row=user.id
@@ -179,7 +182,7 @@ def _view(session: StoredSession, user: Owner, app: Owner | None) -> View:
 def _listed(
     attempt: Attempt, found: Found, app: Owner | None, opened: list[Owner], *, skip: bool
 ) -> list[View]:
-    """All sessions that were found, of the users *opened*."""
+    """Return the sessions in *found*; *opened* are the users who could be decrypted."""
     by_row = {user.id: user for user in opened}
     views = []
     for row in found.sessions:

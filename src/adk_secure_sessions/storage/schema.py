@@ -1,8 +1,8 @@
-"""The tables and their row keys, as docs/format.md describes them; times are microseconds UTC.
+"""The tables and their row keys (see docs/format.md).  Times are microseconds since 1970, UTC.
 
-A second row vouches for every row, so that no single row can be modified, moved, rolled back or
-removed undetected: a session's revision counts its events, and a version witness (a row of
-`secure_witnesses`) repeats the version of an app's or a user's state, or the key of a session.
+A second row confirms each row, so that modifying, moving, replaying or removing a single row is
+detected.  A session's row has a revision: the number of its events.  A version witness, a row of
+`secure_witnesses`, repeats the version of an app's or user's row, or the key of a session's row.
 """
 
 import secrets
@@ -29,7 +29,7 @@ FORMAT_VERSION = 1
 
 metadata: MetaData = MetaData()
 
-# MySQL indexes no BLOB without a length, and its BLOB ends at 64 KiB.
+# MySQL cannot index a BLOB without a length, and its BLOB holds at most 64 KiB.
 _TAG = LargeBinary().with_variant(VARBINARY(TAG_LENGTH), "mysql", "mariadb")
 _RECORD = LargeBinary().with_variant(LONGBLOB(), "mysql", "mariadb")
 _KEY = BigInteger().with_variant(Integer(), "sqlite")  # INTEGER PRIMARY KEY is SQLite's rowid
@@ -73,7 +73,7 @@ apps: Table = Table(
     metadata,
     _key_column("id"),
     Column("tag", _TAG, nullable=False, unique=True),
-    Column("app_name", LargeBinary, nullable=False),  # UTF-8: no collation, no forbidden NUL
+    Column("app_name", LargeBinary, nullable=False),  # UTF-8 bytes: no collation, NUL allowed
     Column("version", BigInteger, nullable=False),
     Column("state", _RECORD, nullable=False),
 )
@@ -125,12 +125,12 @@ events: Table = Table(
     Column("seq", BigInteger, primary_key=True, autoincrement=False),
     Column("time", BigInteger, nullable=False),
     Column("event", _RECORD, nullable=False),
-    sqlite_with_rowid=False,  # clustered: a history is read from neighbouring pages
+    sqlite_with_rowid=False,  # rows in key order: a session's events share pages
 )
 
 
 def _store_external(table: Table) -> None:
-    """Spare PostgreSQL the attempt to compress ciphertext, which does not compress."""
+    """Tell PostgreSQL not to compress records: trying costs time and saves no space."""
     changes = ", ".join(
         f"ALTER COLUMN {column.name} SET STORAGE EXTERNAL"
         for column in table.columns
@@ -141,14 +141,14 @@ def _store_external(table: Table) -> None:
         event.listen(table, "after_create", statement.execute_if(dialect="postgresql"))
 
 
-# A key database has a secure_meta of its own.
+# `secure_meta` is in both: a key database has its own.
 TABLES = tuple(metadata.tables.values())
 KEY_TABLES = (meta, keyring, data_keys)
 DATA_TABLES = tuple(table for table in TABLES if table not in (keyring, data_keys))
 
 for _table in metadata.sorted_tables:
     _store_external(_table)
-    for _dialect in ("mysql", "mariadb"):  # the default may be an engine without transactions
+    for _dialect in ("mysql", "mariadb"):  # a server's default may lack transactions
         _table.kwargs[f"{_dialect}_engine"] = "InnoDB"
 
 
@@ -158,10 +158,12 @@ _last_row_key = 0
 
 
 def new_row_key() -> int:
-    """Make the integer key of a new row, before the row, so that its records can be bound to it.
+    """Return an integer key for a new row.
 
-    63 bits, never reused: 42 of milliseconds UTC, which keeps rows in order, and 21 random.  Keys
-    ascend within a process.  A collision between processes violates the primary key; then the
+    This process chooses the key, not the database: the row's records are bound to the key, so it
+    must be known before the row is inserted.  A key has 63 bits: 42 bits of milliseconds since
+    1970, so that rows are in order of creation, and 21 random bits.  Keys ascend within a process.
+    If two processes choose the same key, the primary key rejects the second row, and the
     transaction is repeated with a new key.
     """
     global _last_row_key

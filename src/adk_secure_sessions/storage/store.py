@@ -1,4 +1,4 @@
-"""Sessions in an encrypted database, in terms of ids and JSON."""
+"""The operations on encrypted sessions, with ADK's plaintext ids and JSON as arguments."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -26,9 +26,10 @@ T = TypeVar("T")
 
 
 class Store:
-    """The operations on sessions.  It remembers sessions, so that appending to one needs no read.
+    """The operations on the sessions of one database.
 
-    Every method raises what `UnitOfWork.run` raises; ids are those of ADK.
+    A store caches the sessions that it has read or written: appending to a cached session needs
+    no read.  Every method raises what `UnitOfWork.run` raises.
     """
 
     def __init__(self, unit: UnitOfWork, *, cached_sessions: int) -> None:
@@ -41,7 +42,7 @@ class Store:
         await self.unit.keys()
 
     async def close(self) -> None:
-        """Release the connections and forget keys and sessions; the next call opens again."""
+        """Close the connections, forget keys and sessions.  The next call opens the database."""
         self._known = Lru(self._cached_sessions)
         await self.unit.close()
 
@@ -55,7 +56,10 @@ class Store:
         state: bytes,
         now: int,
     ) -> View:
-        """Create a session; *now* in microseconds UTC.  Raises DuplicateSession."""
+        """Create a session and return it; *state* is JSON, *now* is in microseconds UTC.
+
+        Raises DuplicateSession if the session id is taken.
+        """
         who = await self.unit.identify(app_name, user_id, session_id)
         created = await self.unit.run(CreateSession(who, app_delta, user_delta, state, now))
         self._remember(who, created.session)
@@ -71,7 +75,7 @@ class Store:
         limit: int | None = None,
         after: int | None = None,
     ) -> tuple[View, list[T]] | None:
-        """The session with its events; None if there is none.  Arguments: see `GetSession`."""
+        """Return a session and its decoded events; None if it is not stored.  See `GetSession`."""
         who = await self.unit.identify(app_name, user_id, session_id)
         found = await self.unit.run(GetSession(who, decode, limit, after))
         if found is not None:
@@ -79,19 +83,23 @@ class Store:
         return found
 
     async def list_user(self, app_name: str, user_id: str, *, skip: bool) -> list[View]:
-        """All sessions of a user; *skip* leaves out those that cannot be decrypted."""
+        """Return all sessions of a user; with *skip*, leave out those that cannot be decrypted."""
         who = await self.unit.identify(app_name, user_id)
         return await self.unit.run(ListUserSessions(who, skip=skip))
 
     async def list_app(self, app_name: str, *, skip: bool) -> list[View]:
-        """The same for all users of an app."""
+        """Return all sessions of an app; with *skip*, leave out those that cannot be decrypted."""
         who = await self.unit.identify(app_name)
         return await self.unit.run(ListAppSessions(who, skip=skip))
 
     async def delete(
         self, app_name: str, user_id: str, session_id: str, *, before: int | None = None
     ) -> bool:
-        """Delete a session and its events; whether there was one, last updated before *before*."""
+        """Delete a session and its events, and return whether it was deleted.
+
+        If *before* (microseconds UTC) is given, delete the session only if it was last updated
+        earlier.
+        """
         who = await self.unit.identify(app_name, user_id, session_id)
         known = self._known.get(who.session_tag) if before is None else None
         deleted = await self.unit.run(DeleteSession(who, known, before))
@@ -107,9 +115,10 @@ class Store:
         event: NewEvent,
         stored: Callable[[StoredSession], None],
     ) -> None:
-        """Append an event; *stored* is called once it is, even if the caller is cancelled.
+        """Append an event.  Call *stored* after the commit, even if the caller was cancelled.
 
-        Raises MissingSession and StaleRevision.
+        Raises MissingSession if the session is not stored, and StaleRevision if its row key
+        or revision is not the expected one.
         """
         who = await self.unit.identify(app_name, user_id, session_id)
         sessions = self._known
@@ -124,11 +133,11 @@ class Store:
         done(await self.unit.run(AppendEvent(who, known, expected, event, done)))
 
     async def user_state(self, app_name: str, user_id: str) -> bytes:
-        """The user's state as JSON; `{}` for an unknown user."""
+        """Return the user's state as JSON; `{}` for an unknown user."""
         return await self.unit.run(GetUserState(await self.unit.identify(app_name, user_id)))
 
     def _remember(self, who: Identity, session: StoredSession) -> None:
-        if session.base_revision != NO_SNAPSHOT:  # a snapshot may be large
+        if session.base_revision != NO_SNAPSHOT:  # a snapshot may be large: do not cache it
             session = session._replace(snapshot=None)
         elif self._known.get(who.session_tag) is session:
             return

@@ -1,12 +1,12 @@
-"""The unit of work: an operation, attempted until it has the keys it needs and meets no conflict.
+"""The unit of work: repeats an operation until it has the keys it needs and meets no conflict.
 
-It owns the executors, the keys that this process has unwrapped and the rows that it has opened.
-Services and maintenance commands both work through it, so every rule about trying again is here:
+A unit of work owns the executors, the unwrapped keys and the cache of decrypted rows.  Services
+and maintenance commands both use it, so all rules for retries are in this module:
 
-- A data key that an attempt needs is read, or made, before the next attempt.
-- A keyring that has changed is read again, once for all tasks that noticed.
-- An attempt that met a row another transaction changed is repeated, after a short random pause.
-- An attempt that lost its connection is repeated, after longer pauses.
+- If an attempt lacks a data key, the key is read or created before the next attempt.
+- If the keyring has changed, it is read again, once for all tasks that noticed the change.
+- If another transaction changed the same rows, the attempt is repeated after a short random pause.
+- If the connection was lost, the attempt is repeated after longer pauses.
 """
 
 import asyncio
@@ -49,39 +49,39 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 OpenKeyring = Callable[[Keyring | None], Awaitable[Keyring]]
 
-_CONFLICTS = 20  # attempts that may meet a changed row
-# Seconds to wait after each lost connection.  A write gets more of them: until it is known
-# whether it was stored, there is nothing true to tell the caller.
+_CONFLICTS = 20  # after so many conflicts, an operation fails
+# Seconds to wait after each lost connection.  Writes are retried more often than reads: as long as
+# we do not know whether a write was stored, we can report neither success nor failure.
 _READ_PAUSES = (0.05,)
 _WRITE_PAUSES = (0.05, 0.2, 0.5, 1.0, 2.0)
-# Seconds until a keyring that was rejected is read again: an attacker who writes to the database
-# must not make every operation call a key service.
+# Seconds before a rejected keyring is read again.  Otherwise an attacker with write access to the
+# database could make every operation call the key service.
 _KEYRING_PAUSE = 10.0
 
 
 class Operation(Protocol[T_co]):
-    """One read or write of the rows of *who*."""
+    """A read or write of the rows of *who*, for `UnitOfWork.run`."""
 
     @property
     def who(self) -> Identity: ...
 
     @property
     def reads_keys(self) -> bool:
-        """Whether it reads the owners' data keys even if this process knows them."""
+        """Whether to read the owners' data keys even if this process has cached them."""
         ...
 
     @property
     def writes(self) -> bool:
-        """Whether it may change something."""
+        """Whether the operation may change rows."""
         ...
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> T_co:
-        """Do it once.  It may raise what `UnitOfWork.run` repeats it for."""
+        """Run the operation once.  `UnitOfWork.run` handles the errors that call for a retry."""
         ...
 
 
 class Retries:
-    """The pauses between the attempts at one operation."""
+    """Counts the failed attempts at one operation, and pauses between them."""
 
     def __init__(self, *, writes: bool) -> None:
         self._conflicts = 0
@@ -91,8 +91,8 @@ class Retries:
         """Pause before the next attempt.
 
         Raises:
-            SecureSessionError: other transactions kept changing the same rows.
-            Exception: the driver's, if the connection stays lost.
+            SecureSessionError: There were too many conflicts.
+            Exception: The driver's error, if the connection was lost too many times.
         """
         if isinstance(error, Disconnected):
             pause = next(self._pauses, None)
@@ -106,11 +106,14 @@ class Retries:
                 f"the same rows were changed under each of {_CONFLICTS} attempts: try again",
                 retryable=True,
             ) from None
-        await asyncio.sleep(random.uniform(0, 0.005 * self._conflicts))  # noqa: S311 - a pause
+        await asyncio.sleep(random.uniform(0, 0.005 * self._conflicts))  # noqa: S311 - no secret
 
 
 async def repeated(work: Callable[[], Awaitable[T]], *, writes: bool = False) -> T:
-    """Await *work* until no conflict and no lost connection stops it.  Raises as `Retries`."""
+    """Call and await *work*, again after each conflict and each lost connection.
+
+    Raises like `Retries.wait`.
+    """
     retries = Retries(writes=writes)
     while True:
         try:
@@ -126,15 +129,16 @@ class _Opened(NamedTuple):
 
 
 class UnitOfWork:
-    """One database with its keys, opened when it is first used.
+    """One database with its keys, opened on first use.
 
     Args:
-        executors: Run its statements.
-        backends: None where no key is needed; then only `read`, `change` and the like work.
-        open_keyring: Reads the keyring; given the one that was opened before, it unwraps only
-            what is new.
-        cached_rows: How many sessions, users and apps are remembered.
-        cached_keys: How many owners' data keys are remembered.
+        executors: Run the statements on the data database and the key database.
+        backends: None if no key is needed; then only `read`, `read_keys`, `change` and
+            `change_keys` work.
+        open_keyring: Reads the keyring and unwraps its keys.  Its argument is None, or a keyring
+            opened earlier, whose keys need not be unwrapped again.
+        cached_rows: Maximum number of sessions, of users and of apps to cache.
+        cached_keys: Maximum number of owners whose data keys are cached.
     """
 
     def __init__(
@@ -153,30 +157,31 @@ class UnitOfWork:
         self._cached_keys = cached_keys
         self._opened: _Opened | None = None
         self._locks = LoopLocks()
-        self._rejected: SecureSessionError | None = None  # of the keyring, until `_retry_at`
+        # `renew_keyring` raises this error until `_retry_at`.
+        self._rejected: SecureSessionError | None = None
         self._retry_at = 0.0
 
     @property
     def backends(self) -> Backends:
-        """Raises ConfigurationError if none was given."""
+        """The listed backends.  Raises ConfigurationError if none were given."""
         if self._backends is None:
             raise ConfigurationError("this needs the root key: give a backend")
         return self._backends
 
     async def keys(self) -> DataKeys:
-        """The keys of the database; opens it if that is still to be done.
+        """Return the keys of the database; open the database first if it is not open yet.
 
         Raises like *open_keyring*.
         """
         return (self._opened or await self._open()).keys
 
     async def close(self) -> None:
-        """Release the connections and forget the keys; the next call opens the database again."""
+        """Close the connections and forget the keys; the next call opens the database again."""
         self._opened = None
         await self.executors.close()
 
     async def identify(self, app_name: str, user_id: str = "", session_id: str = "") -> Identity:
-        """The ids with their tags."""
+        """Return the ids with their tags (blind indexes)."""
         opened = self._opened or await self._open()
         ids = (app_name, user_id, session_id)
         who = opened.identities.get(ids)
@@ -186,19 +191,20 @@ class UnitOfWork:
         return who
 
     async def run(self, operation: Operation[T]) -> T:
-        """Attempt *operation* until it succeeds, then share the data keys it read.
+        """Attempt *operation* until it succeeds, then cache the data keys that it read or created.
 
-        Data keys that this process knows are not read again unless a record names another; nor is
-        the keyring, unless a data key names another master key or a new data key was not accepted.
+        Cached data keys are read again only if a record names a key that is not cached.  The
+        keyring is read again only if a data key names an unknown master key, or if a transaction
+        that stores a new data key meets a conflict.
 
-        Raises what the operation raises, and as `Retries.wait`.
+        Raises whatever the operation raises, and the errors of `Retries.wait`.
         """
         opened = self._opened or await self._open()
         who, retries = operation.who, Retries(writes=operation.writes)
         separate = self.executors.has_key_database
         reads_keys = operation.reads_keys or not opened.keys.knows(who.app_tag, who.user_tag)
-        # Keys in a key database are not read together with the rows: the first time that one is
-        # missing, it may have been made, or retired, between the two reads.
+        # A key database and the rows are read one after the other, so a data key may have been
+        # created or retired between the two reads: if a key is missing, read both once more.
         missing_is_final = not separate
         keyring_is_current = False
         is_first = True
@@ -227,7 +233,9 @@ class UnitOfWork:
                     await self.renew_keyring(keyring_seen)
                     keyring_is_current = True
                 except Conflict:
-                    if keys.has_new_keys:  # a new key is stored only under the keyring as it is now
+                    # Another process may have changed the keyring: a new data key is stored only
+                    # if our keyring is current.
+                    if keys.has_new_keys:
                         await self.renew_keyring(keyring_seen)
                     raise
                 else:
@@ -237,25 +245,31 @@ class UnitOfWork:
                 await retries.wait(error)
 
     async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
-        """Run one query of the data, again if its connection is lost."""
+        """Run one query on the data database; repeat it if the connection is lost."""
         return await repeated(lambda: self.executors.data.read(query, parameters))
 
     async def read_keys(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
-        """The same, of `secure_keyring` and `secure_data_keys`."""
+        """Run one query on `secure_keyring` or `secure_data_keys`; repeat it like `read`."""
         return await repeated(lambda: self.executors.keys.read(query, parameters))
 
     async def change(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
-        """Run *work*, which may be repeated, in one transaction on the data."""
+        """Run *work* in one transaction on the data database.
+
+        After a conflict or a lost connection, *work* is repeated in a new transaction.
+        """
         define = self.executors.data.define
         return await repeated(lambda: define(work, commit=commit), writes=True)
 
     async def change_keys(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
-        """The same, on `secure_keyring` and `secure_data_keys`."""
+        """Run *work* like `change`, on `secure_keyring` and `secure_data_keys`."""
         define = self.executors.keys.define
         return await repeated(lambda: define(work, commit=commit), writes=True)
 
     async def data_keys_of(self, *owners: object) -> StagedKeys:
-        """The data keys of *owners* as stored now; one that is not authentic raises when used."""
+        """Read the data keys of *owners*.
+
+        A key that was tampered with does not raise here; each use of its owner's keys raises.
+        """
         keys = await self.keys()
         rows = await read_data_keys(self.read_keys, owners)
         staged = StagedKeys(keys, keyring_is_complete=False)
@@ -268,9 +282,10 @@ class UnitOfWork:
         return staged
 
     async def renew_keyring(self, seen: Keyring) -> None:
-        """Read the keyring again, once for all tasks that have *seen* the same.
+        """Read the keyring again, unless another task has already replaced the keyring *seen*.
 
-        Raises like *open_keyring*; then for a while without calling the key service.
+        Raises like *open_keyring*.  After such an error, calls within the next 10 seconds raise the
+        same error without calling the key service.
         """
         keys = await self.keys()
         async with self._locks.hold("keyring"):
@@ -297,9 +312,10 @@ class UnitOfWork:
             return self._opened
 
     async def _store_data_key(self, keys: StagedKeys, owner: bytes, seen: Keyring) -> None:
-        """Store the next data key of *owner* in the key database, for the next attempt to read.
+        """Store a new data key of *owner* in the key database; the next attempt reads it.
 
-        Raises UniqueViolation or Conflict if another process was first.
+        Raises UniqueViolation if another process stored a key of this generation first, and
+        Conflict if another process changed the keyring.
         """
         row = keys.new(owner)
         change = Change(INSERT_KEY, row._asdict() | keys.keyring_guard())
@@ -316,9 +332,9 @@ def _apply_one(change: Change) -> Steps[bool]:
 async def read_data_keys(
     read: Callable[[sa.Executable, Parameters], Awaitable[Sequence[Row]]], owners: Iterable[object]
 ) -> list[DataKeyRow]:
-    """All generations of the data keys of *owners*; *read* is of the database that has them."""
+    """Return all data keys of *owners*; *read* queries the database that stores data keys."""
     found = []
-    # SQLite stores any type in any column: a value that is no tag has no keys.
+    # SQLite stores any type in any column, so a modified tag may not be bytes: it has no keys.
     for tags in chunks({owner for owner in owners if isinstance(owner, bytes)}):
         rows = await read(data_keys_of(len(tags)), numbered(tags))
         found += [DataKeyRow(*row) for row in rows]

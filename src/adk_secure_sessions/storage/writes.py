@@ -1,9 +1,9 @@
 """The writes: create a session, append an event, delete a session.
 
-Each is an operation whose `steps` are a generator of what the transaction asks of the database
-(`db.protocol`): it reads, opens what it read, and then applies all of its changes at once.  So a
-row that cannot be opened is never overwritten, a server holds no transaction open in between, and
-the same steps run on every executor.
+Each write is an operation whose generator `steps` yields requests to the database (`db.protocol`).
+The generator reads rows, decrypts them, and then applies all changes at once.  Therefore a row that
+cannot be decrypted is never overwritten, a database server holds no transaction open while rows
+are decrypted, and the same steps run on every executor.
 """
 
 from abc import abstractmethod
@@ -34,32 +34,32 @@ from adk_secure_sessions.storage.schema import new_row_key, users
 T = TypeVar("T")
 Changes = list[Change]
 
-# An overlay of more bytes of JSON than this is merged into the snapshot, so that an append
-# rewrites a small row however large the state is.
+# In bytes of JSON.  A larger overlay is merged into the snapshot: most appends then rewrite only a
+# small row, however large the state is.
 OVERLAY_LIMIT = 8 * 1024
 
 
 class DuplicateSession(Exception):
-    """The session id is taken."""
+    """A session with this id already exists."""
 
 
 class MissingSession(Exception):
-    """There is no such session."""
+    """The session does not exist."""
 
 
 class StaleRevision(Exception):
-    """Storage has moved past the revision that the caller has."""
+    """The stored session is not at the revision that the caller loaded."""
 
 
 class Expected(NamedTuple):
-    """The row and the revision that the caller's session object was loaded at."""
+    """The row key and the revision of the session object that the caller has loaded."""
 
     session_row: int
     revision: int
 
 
 class NewEvent(NamedTuple):
-    """An event to append: its plaintext, its time (microseconds UTC) and its changes of state."""
+    """An event to append: its plaintext, its time (microseconds UTC) and its state changes."""
 
     plaintext: bytes
     time: int
@@ -77,7 +77,7 @@ class Created(NamedTuple):
 
 
 class _Write(Generic[T]):
-    """An operation that is one transaction on the data."""
+    """Base class of the operations that are one transaction on the data database."""
 
     reads_keys = False
     writes = True
@@ -90,16 +90,16 @@ class _Write(Generic[T]):
 
     @abstractmethod
     def steps(self, attempt: Attempt) -> Steps[T]:
-        """The transaction."""
+        """Return the transaction, a generator as `db.protocol` describes it."""
 
     def on_commit_after_cancel(self, result: T) -> None:
-        """Called with the result if the caller was cancelled while the transaction ran."""
+        """Handle a commit whose caller was cancelled while the transaction ran."""
 
 
 class CreateSession(_Write[Created]):
-    """Store a new session, and its app and user if they are new.
+    """Store a new session.  If its app or user is not stored yet, store that, too.
 
-    `attempt` raises DuplicateSession if the id is taken; then nothing was changed.
+    `attempt` raises DuplicateSession, and changes nothing, if the session id is taken.
     """
 
     def __init__(
@@ -110,8 +110,9 @@ class CreateSession(_Write[Created]):
         self._user_delta = user_delta
         self._state = state  # JSON
         self._now = now
-        # Row keys that attempts have sent.  One that lost its connection may have stored the row:
-        # the next attempt then finds it, and it is no duplicate.
+        # The row keys of the sessions that our attempts have sent.  An attempt that lost its
+        # connection may have been committed: if the next attempt finds such a row, the row is ours
+        # and not a duplicate.
         self._sent: set[int] = set()
 
     def steps(self, attempt: Attempt) -> Steps[Created]:
@@ -125,7 +126,7 @@ class CreateSession(_Write[Created]):
         user = bindings.open_user(attempt, found)
         if found.session and found.session.id not in self._sent:
             raise DuplicateSession
-        stored = bindings.open_session(attempt, found, user)  # rejects an incompletely removed row
+        stored = bindings.open_session(attempt, found, user)  # rejects a partly removed session
         if stored and user and app:
             return Created(stored, app, user)
         changes: Changes = []
@@ -134,14 +135,17 @@ class CreateSession(_Write[Created]):
         user = _change_user(changes, attempt, found, user, app.id, self._user_delta)
         session, rest = self._new_session(attempt, user.id)
         row = Change(sql.INSERT_SESSION, _session_columns(session))
-        if user_row:  # it is not among the changes: require that it is still as it was read
+        if user_row:  # not among *changes*, so require it to be unchanged
             columns = _session_columns(session) | _user_columns(user_row)
             row = Change(sql.INSERT_SESSION_OF_USER, columns)
         yield from _apply([*changes, row, *rest])
         return Created(session, app, user)
 
     def _create_for_known(self, attempt: Attempt) -> Steps[Created | None]:
-        """Create it without a read; None if app and user are not known, or not as they were."""
+        """Create the session without a read, from the cached rows of its app and user.
+
+        Return None if a row is not cached, or if the stored row differs from the cached one.
+        """
         who = attempt.who
         app, user = attempt.cache.apps.get(who.app_tag), attempt.cache.users.get(who.user_tag)
         if not (app and user and app.witness and user.witness):
@@ -162,7 +166,7 @@ class CreateSession(_Write[Created]):
         return Created(session, app.value, user.value)
 
     def _new_session(self, attempt: Attempt, user_row: int) -> tuple[StoredSession, Changes]:
-        """A session, and the changes that go with its row."""
+        """Return a new session, and the changes to make in addition to inserting its row."""
         who = attempt.who
         rest: Changes = []
         session = StoredSession(
@@ -178,17 +182,19 @@ class CreateSession(_Write[Created]):
 
 
 class AppendEvent(_Write[StoredSession]):
-    """Store an event and its changes of state, at the head of the session.
+    """Append an event to a session, and apply the event's state changes.
 
-    `attempt` raises MissingSession if there is no such session, and StaleRevision if it is not
-    the expected row at the expected revision.
+    `attempt` raises MissingSession if the session does not exist, and StaleRevision if its row
+    key or its revision is not the expected one.  Otherwise it returns the session after the event.
 
     Args:
-        who: Whose session.
-        known: The session as this process last saw it: while it still is, no read is needed.
-        expected: The session as the caller last saw it.
-        event: What to store.
-        stored: Called with the session once it is stored, even if the caller was cancelled.
+        who: The ids of the session.
+        known: The session as this process last read or wrote it, or None.  If the stored row has
+            not changed since, no read is needed.
+        expected: The row key and revision that the caller's session object has.
+        event: The event to append.
+        stored: Called with the session after the event, but only if the event was committed after
+            the caller had been cancelled.
     """
 
     def __init__(
@@ -204,8 +210,9 @@ class AppendEvent(_Write[StoredSession]):
         self._expected = expected
         self._event = event
         self._stored = stored
-        # By the event's record, which is never repeated: what attempts have sent.  One that lost
-        # its connection may have stored it; then the session is not stale.
+        # The sessions that our attempts have sent, by the record of the event, which is unique.
+        # An attempt that lost its connection may have been committed: if the next attempt finds
+        # such a record, the event is stored and the session is not stale.
         self._sent: dict[bytes, StoredSession] = {}
 
     def on_commit_after_cancel(self, result: StoredSession) -> None:
@@ -242,7 +249,7 @@ class AppendEvent(_Write[StoredSession]):
         return step.session
 
     def _usable_without_read(self, attempt: Attempt) -> StoredSession | None:
-        """The session as this process knows it, if the event can be stored on top of that."""
+        """Return *known* if the event can be appended without a read, otherwise None."""
         known, event = self._known, self._event
         if known is None or not attempt.is_first or attempt.key_source is not KeySource.CACHE:
             return None
@@ -251,7 +258,7 @@ class AppendEvent(_Write[StoredSession]):
         return known if attempt.keys.is_as_new_as(attempt.who.user_tag, known.sealed) else None
 
     def _advance(self, attempt: Attempt, session: StoredSession) -> "_Step | None":
-        """The session's next revision; None if that needs its snapshot, which was not read."""
+        """Return the step to the next revision; None if it needs a snapshot that was not read."""
         event, seq = self._event, session.revision
         new = session._replace(revision=seq + 1, updated_at=event.time, snapshot=None)
         if event.session_delta:
@@ -281,7 +288,10 @@ class AppendEvent(_Write[StoredSession]):
         return _Step(changes, new)
 
     def _stored_before(self) -> Steps[StoredSession]:
-        """The session as an attempt stored it whose answer was lost.  Raises StaleRevision."""
+        """Return the session if an earlier attempt, whose answer was lost, has stored the event.
+
+        Raises StaleRevision if none has.
+        """
         if self._sent:
             where = {"session_row": self._expected.session_row, "seq": self._expected.revision}
             for row in (yield Read(sql.EVENT_AT, where)):
@@ -291,7 +301,7 @@ class AppendEvent(_Write[StoredSession]):
 
 
 class _Step(NamedTuple):
-    """The changes that take a session to its next revision, and the session then."""
+    """The changes that take a session to its next revision, and the session after them."""
 
     changes: Changes
     session: StoredSession
@@ -300,8 +310,9 @@ class _Step(NamedTuple):
 class DeleteSession(_Write[bool]):
     """Delete a session and its events.
 
-    `attempt` returns whether there was such a session, last updated before *before*
-    (microseconds UTC) if that is given.  *known* is as for `AppendEvent`.
+    `attempt` returns whether the session was deleted: False if it does not exist, or if *before*
+    (microseconds UTC) is given and the session was not last updated earlier.  *known*: see
+    `AppendEvent`.
     """
 
     def __init__(
@@ -329,9 +340,9 @@ class DeleteSession(_Write[bool]):
 
 
 def _deletions(session: StoredSession) -> Changes:
-    """The changes that follow the deletion of the session's row.
+    """Return the changes to make after deleting the session's row.
 
-    The row goes first: an append that waits for it then finds none.
+    The row is deleted first: a concurrent append that waits for its lock then finds no row.
     """
     at_row = {"at_id": session.id}
     changes = [
@@ -358,7 +369,7 @@ def _apply(changes: Changes) -> Steps[None]:
 def _change_app(
     changes: Changes, attempt: Attempt, found: Found, app: Owner | None, delta: JsonObject
 ) -> Owner:
-    """Merge *delta* into the app's state; None is an app that has no row yet."""
+    """Add the changes that merge *delta* into the app's state; if *app* is None, insert its row."""
     if app is None:
         who = attempt.who
         app = Owner(new_row_key(), who.app_tag, 0, "", 0, dumps(delta))
@@ -390,9 +401,9 @@ def _change_user(
     app_row: int,
     delta: JsonObject,
 ) -> Owner:
-    """Merge *delta* into the user's state; None is a user that has no row yet.
+    """Add the changes that merge *delta* into the user's state; if *user* is None, insert its row.
 
-    Afterwards there is a data key to encrypt the user's sessions with.
+    Also ensure that the user has a current data key, which encrypts the user's sessions.
     """
     if user is None:
         who = attempt.who
@@ -451,10 +462,10 @@ def _new_witness(attempt: Attempt, owner: bytes, tag: bytes, number: int) -> Cha
 
 
 def _ensure_first_key(changes: Changes, attempt: Attempt, owner: bytes) -> None:
-    """Make the first data key of a new owner.
+    """Create the first data key of an owner who has no row yet.
 
-    A data key that exists already proves that the owner's row was removed.  Only in a key
-    database it may be waiting for that row: a process may have ended between the two writes.
+    If the owner already has a data key, the owner's row must have been removed.  Exception: with a
+    key database, the key is written first, and a process may have stopped before it wrote the row.
     """
     _require_read_keys(attempt)
     exists = attempt.keys.has_keys(owner)
@@ -469,12 +480,13 @@ def _ensure_first_key(changes: Changes, attempt: Attempt, owner: bytes) -> None:
 
 
 def _ensure_key(changes: Changes, attempt: Attempt, owner: bytes, *stored: bytes) -> None:
-    """Ensure a current data key at least as new as those of *stored*, and guard the changes on it.
+    """Ensure a current data key that `retire` cannot delete before the changes are made.
 
-    The changes require the records *stored* to be unchanged, and `retire` deletes a data key only
-    while no record is under it or an older one: so nothing is encrypted with a retired key.  If
-    another backend's key is newer than ours, ours is locked; if it cannot be, or if there is
-    none, the next generation is made.
+    `retire` deletes a data key only if no record is encrypted with that key or an older one, and
+    the changes require the records *stored* to be unchanged.  Therefore a current key that is as
+    new as the keys of *stored* is safe.  If it is older (another backend's key is newer), the
+    changes lock its row; in a key database, where they cannot lock it, a new data key is created
+    instead.  A new data key is also created if there is no current one.
     """
     keys = attempt.keys
     if keys.is_as_new_as(owner, *stored):
@@ -501,7 +513,7 @@ def _require_read_keys(attempt: Attempt) -> None:
 
 
 def _session_columns(session: StoredSession, prefix: str = "") -> dict[str, object]:
-    """The stored row, as parameters."""
+    """Return the stored row as statement parameters, with *prefix* before each column's name."""
     return {
         f"{prefix}id": session.id,
         f"{prefix}user_row": session.user_row,
@@ -545,7 +557,7 @@ def _witness_columns(prefix: str, row: WitnessRow) -> dict[str, object]:
 def _snapshot_change(
     attempt: Attempt, session_row: int, revision: int, state: bytes, replaced: int
 ) -> Change:
-    """Write the snapshot of that revision; *replaced* is the one before, or NO_SNAPSHOT."""
+    """Return the change that stores a snapshot; it replaces that of revision *replaced*, if any."""
     sealed = bindings.seal_snapshot(attempt, session_row, revision, state)
     if replaced == NO_SNAPSHOT:
         row = {"session_row": session_row, "revision": revision, "state": sealed}
