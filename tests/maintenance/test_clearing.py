@@ -203,7 +203,7 @@ async def test_postgresql_account_that_owns_no_table_erases_but_cannot_rewrite(
         async with Database(_asyncpg(account), BACKEND) as db:
             found = await erase_user(db, APP, "ada", rewrite=True)
             assert (found.users, found.cleared) == (1, False)
-            assert "which its owner may" in found.obstacle
+            assert "the owner of the table is" in found.obstacle
 
 
 def _asyncpg(url: sa.URL) -> str:

@@ -1,4 +1,4 @@
-"""Maintain a database of encrypted sessions while services use it."""
+"""Commands that maintain a database of encrypted sessions while services use it."""
 
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import DataKeyCount, Progress, RecordCount

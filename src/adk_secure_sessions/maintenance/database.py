@@ -1,4 +1,4 @@
-"""The database that maintenance works on, opened without changing anything in it."""
+"""The database that the maintenance commands work on; opening it changes nothing in it."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -28,18 +28,18 @@ from adk_secure_sessions.storage import (
 
 T = TypeVar("T")
 
-# Commands meet each row once, one owner's after another's: remembering many only takes memory.
+# A command reads each row once, one owner after another: a larger cache would only take memory.
 _CACHED = 64
 
 
 class Limits(NamedTuple):
-    """How much one statement of maintenance reads or names, and how long it waits.
+    """Limits for one statement of a maintenance command.
 
     Attributes:
-        rows: Rows of apps, users and sessions that are read with their states.
-        headers: Rows of which only keys and record headers are read.
-        names: Rows that one statement names by their ids.
-        lock_wait: Seconds to wait for a lock, while services wait behind it.
+        rows: Number of app, user or session rows to read together with their states.
+        headers: Number of rows to read if only their primary keys and record headers are needed.
+        names: Number of row ids that one statement may list.
+        lock_wait: Seconds to wait for a lock.  Meanwhile, services may have to wait, too.
     """
 
     rows: int = 100
@@ -49,21 +49,21 @@ class Limits(NamedTuple):
 
 
 class Database:
-    """A database of encrypted sessions, for the functions of this module; use `async with`.
+    """A database of encrypted sessions, for the maintenance functions; use it with `async with`.
 
-    Services may read and write it meanwhile.  Only `init` makes tables.
+    Services may keep reading and writing the database.  Only `init` creates tables.
 
     Args:
-        db_url: As for `EncryptedSessionService`.
-        backend: Its root key, and which records may be opened; None where no key is needed.
-        additional_backends: What else may be opened, and with which root keys.
-        db_engine: The caller's own engine, instead of `db_url`; it is not closed.
-        key_db_url: Where the keys are, if not beside the data.
-        key_db_engine: The caller's own engine for it.
-        engine_kwargs: Options for the engine that `db_url` makes.
+        db_url: A database URL, like that of `EncryptedSessionService`.
+        backend: The backend whose root key and records are used; None if no key is needed.
+        additional_backends: Other backends whose root keys and records may be needed.
+        db_engine: Your own engine, instead of `db_url`; it is not closed.
+        key_db_url: The URL of the key database, if there is one.
+        key_db_engine: Your own engine for the key database, instead of `key_db_url`.
+        engine_kwargs: Options of the engine that is created for `db_url`.
 
     Raises:
-        ConfigurationError: Something of the above cannot be used.
+        ConfigurationError: One of these arguments cannot be used.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Database:
         **engine_kwargs: Any,
     ) -> None:
         if backend is None and additional_backends:
-            raise ConfigurationError("additional_backends need a backend beside them")
+            raise ConfigurationError("additional_backends require a backend")
         backends = None if backend is None else register(backend, additional_backends)
         executors = executors_for(db_url, db_engine, key_db_url, key_db_engine, engine_kwargs)
         self._files = [_sqlite_file(url) for url in (db_url, key_db_url) if url is not None]
@@ -99,67 +99,70 @@ class Database:
 
     @property
     def executor(self) -> Executor:
-        """Runs statements on the data."""
+        """The executor that runs statements on the data database."""
         return self.executors.data
 
     @property
     def key_executor(self) -> Executor:
-        """Runs statements on `secure_keyring` and `secure_data_keys`."""
+        """The executor that runs statements on `secure_keyring` and `secure_data_keys`."""
         return self.executors.keys
 
     @property
     def backends(self) -> Backends:
-        """Raises ConfigurationError if none was given."""
+        """The backends that were given.  Raises ConfigurationError if there are none."""
         return self.unit.backends
 
     async def survey(self) -> Survey:
-        """What the database holds.  Raises ConfigurationError if it has no tables of ours yet."""
+        """Survey what the database holds.  Raises ConfigurationError if our tables do not exist."""
         self._check_file()
         return await repeated(lambda: survey_existing(self.executors))
 
     async def keys(self) -> DataKeys:
-        """The keyring, unwrapped, and data keys under it.  Raises like `open_existing`."""
+        """Return the unwrapped keyring with a cache of data keys.  Raises like `open_existing`."""
         return await self.unit.keys()
 
     async def store(self) -> Store:
-        """What services read and write sessions with, on the same keys."""
+        """Return the `Store`; services use the same class to read and write sessions."""
         await self.keys()
         return self._store
 
     async def renew_keyring(self) -> Keyring:
-        """Read the keyring again: master keys were added or removed."""
+        """Read the keyring again, after master keys were added or removed, and return it."""
         keys = await self.keys()
         await self.unit.renew_keyring(keys.keyring)
         return keys.keyring
 
     async def keys_of(self, *owners: object) -> StagedKeys:
-        """The data keys of *owners* as stored now; one that is not authentic raises when used."""
+        """Read the data keys of *owners* from the database.  A tampered key raises only if used."""
         return await self.unit.data_keys_of(*owners)
 
     async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
-        """Run one query of the data, again if its connection is lost."""
+        """Run *query* on the data database; run it again if the connection is lost."""
         return await self.unit.read(query, parameters)
 
     async def read_keys(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
-        """The same, of `secure_keyring` and `secure_data_keys`."""
+        """Like `read`, but for a query of `secure_keyring` and `secure_data_keys`."""
         return await self.unit.read_keys(query, parameters)
 
     def reader_of(
         self, table: sa.FromClause
     ) -> Callable[[sa.Executable, Parameters], Awaitable[Sequence[Row]]]:
-        """Whichever of the two reads that table."""
+        """Return `read_keys` for a table of keys, and `read` for any other table."""
         return self.read_keys if table in (keyring, data_keys) else self.read
 
     async def change(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
-        """Run *work*, which may be repeated, in one transaction on the data."""
+        """Run *work* in one transaction on the data database, and return what *work* returns.
+
+        After a conflict or a lost connection, run *work* again in a new transaction.
+        """
         return await self.unit.change(work, commit=commit)
 
     async def change_keys(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
-        """The same, on `secure_keyring` and `secure_data_keys`."""
+        """Like `change`, but in a transaction on `secure_keyring` and `secure_data_keys`."""
         return await self.unit.change_keys(work, commit=commit)
 
     async def close(self) -> None:
-        """Release the connections and forget the keys."""
+        """Close the connections and remove the keys from memory."""
         await self._store.close()
 
     async def __aenter__(self) -> Self:
@@ -179,12 +182,15 @@ class Database:
 
     def _check_file(self) -> None:
         for file in self._files:
-            if file is not None and not file.exists():  # SQLite would make it
+            if file is not None and not file.exists():  # SQLite would create the file
                 raise ConfigurationError(f"there is no file {str(file)!r}")
 
 
 def see_what_is_committed(connection: sa.Connection) -> None:
-    """Have each statement of the transaction, now at its start, see what others committed."""
+    """Set the isolation level READ COMMITTED; call this at the start of a transaction.
+
+    Each statement then sees what other transactions have committed before it.
+    """
     if connection.dialect.name in ("postgresql", "mysql", "mariadb"):
         connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL READ COMMITTED").close()
 

@@ -1,4 +1,4 @@
-"""Walk tables in batches, count their rows by what encrypts them, and report progress."""
+"""Walk tables in batches, count records and data keys by backend and key, report progress."""
 
 import asyncio
 import functools
@@ -30,32 +30,32 @@ Progress = Callable[[int, int], None]
 
 
 class Bounds(NamedTuple):
-    """Which limits a range has; each combination needs a statement of its own."""
+    """Which limits a `Range` has.  Each combination of limits needs its own SQL statement."""
 
     has_after: bool
     has_last: bool
 
 
 class Range(NamedTuple):
-    """Keys above *after* and up to *last*; None is no limit."""
+    """A range of primary keys: greater than *after* and at most *last*; None means no limit."""
 
     after: int | bytes | None
     last: int | bytes | None
 
     @property
     def bounds(self) -> Bounds:
-        """Which of the two limits there are."""
+        """Which of the two limits this range has."""
         return Bounds(self.after is not None, self.last is not None)
 
     @property
     def parameters(self) -> dict[str, object]:
-        """The limits, as the parameters that `within` names."""
+        """The limits as parameters for the conditions that `within` returns."""
         named = {"after": self.after, "last": self.last}
         return {name: value for name, value in named.items() if value is not None}
 
 
 def within(key: sa.ColumnElement[Any], bounds: Bounds) -> list[sa.ColumnElement[bool]]:
-    """Return the conditions that keep *key* within a range of these *bounds*."""
+    """Return SQL conditions that restrict *key* to a range with these *bounds*."""
     conditions = []
     if bounds.has_after:
         conditions.append(key > sa.bindparam("after", type_=key.type))
@@ -67,17 +67,17 @@ def within(key: sa.ColumnElement[Any], bounds: Bounds) -> list[sa.ColumnElement[
 async def ranges(
     db: Database, key: sa.Column[Any], size: int, after: int | bytes | None = None
 ) -> AsyncIterator[Range]:
-    """Yield ranges of *key* that cover all values above *after*, *size* rows in all but the last.
+    """Yield ranges of *key* that cover all values above *after*: *size* rows each, except the last.
 
-    Each step reads only the last key of the next *size* rows; the caller reads the rows up to
-    that key.  MySQL does not accept a LIMIT in a subquery, which would do both in one statement.
+    Each step reads only the last key of the next *size* rows, and the caller then reads the rows
+    of the range.  One statement for both would need a LIMIT in a subquery: MySQL rejects that.
     """
     read = db.reader_of(key.table)
     while True:
         query = _last_key(key, after is not None)
         rows = await read(query, {**Range(after, None).parameters, "step": size - 1})
-        # SQLite stores any type in any column: a key of a wrong type ends no range, so that its
-        # row is read together with the rest.
+        # SQLite stores any type in any column, so a modified key may have a wrong type.  Such a
+        # key cannot end a range: read its row with all remaining rows, in a last range.
         last = next((found for (found,) in rows if isinstance(found, int | bytes)), None)
         yield Range(after, last)
         if last is None:
@@ -92,7 +92,7 @@ async def batches(
     row: Callable[..., R],
     size: int,
 ) -> AsyncIterator[list[R]]:
-    """Yield, for each range of *key*, the rows that *statement* finds, each made into a *row*."""
+    """Run *statement* for each range of *key*, and yield what it reads as a list of *row*."""
     read = db.reader_of(key.table)
     async for span in ranges(db, key, size):
         found = await read(statement(span.bounds), span.parameters)
@@ -101,7 +101,7 @@ async def batches(
 
 def first_rows(query: sa.Select[Any], limit: sa.ColumnElement[int]) -> sa.Select[Any]:
     """Restrict *query* to its first *limit* rows."""
-    # Without an offset, SQLAlchemy adds one for SQLite, as a parameter that the caller lacks.
+    # Without an offset, SQLAlchemy adds one for SQLite: a parameter that the caller does not set.
     zero: sa.ColumnElement[int] = sa.literal_column("0")
     return query.limit(limit).offset(zero)
 
@@ -114,7 +114,7 @@ def _last_key(key: sa.Column[Any], has_after: bool) -> sa.Select[Any]:
 
 
 class Meter:
-    """Counts rows, reports them to *progress*, and slows down to *rows_per_second*."""
+    """Counts processed rows, reports them to *progress*, and waits to keep *rows_per_second*."""
 
     def __init__(self, progress: Progress | None, total: int, rows_per_second: float | None):
         self._progress = progress
@@ -124,10 +124,10 @@ class Meter:
         self._done = 0
 
     async def advance(self, rows: int = 1) -> None:
-        """Report *rows* more, and wait if they came too early."""
+        """Report *rows* more rows; wait if that is faster than the allowed rate."""
         self._done += rows
         if self._progress is not None and rows:
-            # Services keep writing: there may be more rows than were counted at the start.
+            # Services keep writing, so more rows may come than were counted at the start.
             self._total = max(self._total, self._done)
             self._progress(self._done, self._total)
         if self._rate:
@@ -136,7 +136,7 @@ class Meter:
                 await asyncio.sleep(ahead)
 
     def finish(self) -> None:
-        """Report the end, even if fewer rows were found than were counted at the start."""
+        """Report 100 %, even if fewer rows were found than were counted at the start."""
         if self._progress is not None:
             self._progress(self._done, self._done)
 
@@ -148,10 +148,10 @@ class RecordCount(NamedTuple):
     """How many rows of one table were encrypted by one backend.
 
     Attributes:
-        table: Its name.
-        backend_id: As in the stored format; None for values that are no record of a known format.
-        rows: How many rows.
-        newest: How many of these are encrypted with their owner's newest data key.
+        table: The table's name.
+        backend_id: The backend's id in the stored format; None for values in an unknown format.
+        rows: The number of these rows.
+        newest: How many of these rows are encrypted with their owner's newest data key.
     """
 
     table: str
@@ -164,9 +164,9 @@ class DataKeyCount(NamedTuple):
     """How many data keys of one backend are wrapped by one data master.
 
     Attributes:
-        backend_id: The backend that encrypts with these keys.
-        master_id: The data master; None if the wrapped keys do not name one.
-        keys: How many data keys.
+        backend_id: The id of the backend that encrypts with these keys.
+        master_id: The id of the data master; None if the wrapped keys do not name a master.
+        keys: The number of these data keys.
     """
 
     backend_id: int
@@ -175,8 +175,9 @@ class DataKeyCount(NamedTuple):
 
 
 def header_of(column: sa.Column[Any]) -> sa.ColumnElement[Any]:
-    """The bytes of the record header in *column*, as SQL."""
-    # Literals: in GROUP BY, PostgreSQL takes two parameters of one value for two expressions.
+    """Return the SQL expression for the record header at the start of *column*."""
+    # Literals, not parameters: PostgreSQL would consider the expression in GROUP BY and the one in
+    # SELECT as different, because each has parameters of its own.
     one: sa.ColumnElement[int] = sa.literal_column("1")
     length: sa.ColumnElement[int] = sa.literal_column(str(HEADER_LENGTH))
     return sa.func.substr(column, one, length, type_=sa.LargeBinary)
@@ -192,19 +193,20 @@ async def count_rows(db: Database, *tables: sa.Table) -> int:
 
 
 async def count_events(db: Database) -> int:
-    """Add up the events that sessions claim to have.
+    """Return the sum of the revisions in `secure_sessions`: each event adds 1 to a revision.
 
-    Counting the rows of `secure_events` itself takes long: the table is large.
+    Counting the rows of `secure_events` would take long, because that table is large.
     """
     ((number,),) = await db.read(_CLAIMED_EVENTS, {})
-    # If revisions were tampered with, their sum may even be infinite.
+    # Revisions that were tampered with may be negative, or so large that their sum is infinite.
     return int(min(max(number or 0, 0), _MOST_EVENTS))
 
 
 async def count_records(db: Database, meter: Meter, since: int = 0) -> tuple[RecordCount, ...]:
-    """Count rows by table and by the backend that their header names; nothing is decrypted.
+    """Count rows by table and by the backend in the record header; nothing is decrypted.
 
-    A data key made before *since* does not count as an owner's newest.
+    If an owner's newest data key was created before *since*, none of the owner's rows counts as
+    `newest`.
     """
     counts: Counter[tuple[str, int | None]] = Counter()
     newest: Counter[tuple[str, int | None]] = Counter()
@@ -236,7 +238,7 @@ async def count_data_keys(db: Database, meter: Meter) -> tuple[DataKeyCount, ...
 
 
 class _RecordGroup(NamedTuple):
-    """Rows of one owner under one header; *owner* is None where the owner's row is missing."""
+    """The number of rows of one owner with one header; *owner* is None if its row is missing."""
 
     owner: object
     header: object
@@ -244,7 +246,7 @@ class _RecordGroup(NamedTuple):
 
 
 class _DataKeyGroup(NamedTuple):
-    """Data keys of one backend whose wrapped keys have one header."""
+    """The number of data keys of one backend whose wrapped keys have the same header."""
 
     backend_id: int
     header: object
@@ -252,9 +254,9 @@ class _DataKeyGroup(NamedTuple):
 
 
 async def _newest_keys(db: Database, owners: set[object], since: int) -> dict[object, int | None]:
-    """Map each owner to the id of its newest data key, or to None if it was made before *since*."""
+    """Map each owner to its newest data key's id, or to None if that key is older than *since*."""
     rows = await read_data_keys(db.read_keys, owners)
-    # SQLite stores any type in any column.
+    # SQLite stores any type in any column, so a modified generation may not be a number.
     numbered = [row for row in rows if isinstance(row.generation, int)]
     newest = {row.owner: row for row in sorted(numbered, key=attrgetter("generation"))}
     return {
@@ -266,8 +268,8 @@ async def _newest_keys(db: Database, owners: set[object], since: int) -> dict[ob
 # --- statements that count -----------------------------------------------------------------------
 
 _MOST_EVENTS = 10**15
-# Multiplied by 1.0: SQLite fails if a sum of integers exceeds 64 bits, as it may if revisions
-# were tampered with.
+# Multiply by 1.0: if revisions were tampered with, their sum may exceed 64 bits, and SQLite then
+# raises an error for a sum of integers.
 _CLAIMED_EVENTS = sa.select(sa.func.sum(sessions.c.revision * sa.literal_column("1.0")))
 
 
@@ -286,7 +288,7 @@ def _data_keys(bounds: Bounds) -> sa.Select[Any]:
 def _by_owner(
     column: sa.Column[Any], source: sa.FromClause, owner: sa.ColumnElement[Any]
 ) -> sa.Select[Any]:
-    """Count rows of *source* by their owner and the header in *column*, as `_RecordGroup` has it"""
+    """Count rows of *source* by owner and by the header in *column*; selects a `_RecordGroup`."""
     query = sa.select(owner, header_of(column), sa.func.count()).select_from(source)
     return query.group_by(owner, header_of(column))
 
@@ -329,7 +331,7 @@ def _events(bounds: Bounds) -> sa.Select[Any]:
 
 @functools.cache
 def _witnesses(bounds: Bounds) -> sa.Select[Any]:
-    """Count a session's witness for its user, and the witness of an app or user for itself."""
+    """Count witnesses by owner: a session's user, or the app or user that the witness is about."""
     tag = witnesses.c.tag
     source = witnesses.outerjoin(sessions, sessions.c.tag == tag)
     source = source.outerjoin(users, users.c.id == sessions.c.user_row)
@@ -338,14 +340,14 @@ def _witnesses(bounds: Bounds) -> sa.Select[Any]:
 
 
 class _Counted(NamedTuple):
-    """A table, the key by which it is walked, and the query that counts it."""
+    """A table to count, the primary key to walk it by, and the query that counts one range."""
 
     table: sa.Table
     key: sa.Column[Any]
     query: Callable[[Bounds], sa.Executable]
 
 
-# Events and bases are walked by the ids of their sessions, so that no session is split.
+# Walk events and snapshots by session row id, so that one range has all rows of a session.
 _COUNTED = (
     _Counted(apps, apps.c.id, _apps),
     _Counted(users, users.c.id, _users),

@@ -1,4 +1,4 @@
-"""Erase a user: delete the data keys and every row, and clear what deleted rows leave in files."""
+"""Erase a user: delete the data keys and all rows, and overwrite their remains in files."""
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
@@ -28,15 +28,15 @@ class Erasure(NamedTuple):
     """The result of `erase_user`, or what a dry run expects it to be.
 
     Attributes:
-        data_keys: All generations of the user's data key.
-        users: 1; or 0 if there is no such user, or if the user's row had been removed.
-        sessions: Sessions of the user.
-        bases: Large states of these sessions.
-        events: Events of these sessions.
-        witnesses: Version witnesses of the user and of these sessions.
-        cleared: Whether the file that held the data keys holds no copy of them any more, not even
-            in free space.  Logs, replicas and backups are never cleared.
-        obstacle: Why it was not cleared; empty if it was.
+        data_keys: Number of data keys of the user, all generations.
+        users: 1; or 0 if the user does not exist, or if the user's row had been removed.
+        sessions: Number of sessions of the user.
+        bases: Number of snapshots of these sessions.
+        events: Number of events of these sessions.
+        witnesses: Number of version witnesses of the user and of these sessions.
+        cleared: Whether the database file has no copy of the data keys any more, not even in
+            free space.  Logs, replicas and backups are never cleared.
+        obstacle: Why `cleared` is False; empty if it is True.
     """
 
     data_keys: int
@@ -50,31 +50,32 @@ class Erasure(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """How many rows in all."""
+        """The total number of rows."""
         return sum(self[:6])
 
 
 async def erase_user(
     db: Database, app_name: str, user_id: str, *, dry_run: bool = False, rewrite: bool = False
 ) -> Erasure:
-    """Delete a user's data keys and all rows of that user, in one transaction.
+    """Delete a user's data keys and all rows of that user.
 
-    Nothing is decrypted: rows that were tampered with are deleted, too.  Services may go on
-    meanwhile.  A user who returns under the same id begins as a new user.  A second erasure finds
-    nothing.
+    One transaction deletes everything.  With a key database, a first transaction deletes the
+    data keys, and a second one deletes the rows.  Nothing is decrypted, so rows that were
+    tampered with are deleted, too.  Services can keep running.  If the user returns with the same
+    id, they are a new user.  A second erasure finds nothing.
 
     Args:
         db: The database.
         app_name: The app's name.
-        user_id: The user's id, as ADK has it.
-        dry_run: Count, and delete nothing.
-        rewrite: Have the database rewrite the table of data keys (SQLite: the whole file), so
-            that free space holds no copy of the keys.  Services wait until that is done.
+        user_id: The user's id in ADK.
+        dry_run: Count the rows, but delete nothing.
+        rewrite: Rewrite the table of data keys (SQLite: the whole file), so that its free space
+            has no copy of the keys.  Services wait until the database has rewritten it.
 
     Raises:
         WrongKeyError: The root keys do not decrypt the keyring.
-        ConfigurationError: The database cannot be used, or holds no encrypted sessions yet; or an
-            id is not text.
+        ConfigurationError: The database cannot be used, or holds no encrypted sessions yet; or
+            *app_name* or *user_id* is not text.
     """
     if not (isinstance(app_name, str) and isinstance(user_id, str)):
         raise ConfigurationError("app_name and user_id must be text")
@@ -83,7 +84,7 @@ async def erase_user(
     erasing = _Erasing(tag, dry_run, db.limits)
     if db.key_executor is db.executor:
         deleted = (await erasing.commit(db.change, [find, rows, keys])).counts
-    else:  # the keys first: once that is committed, nobody can decrypt the rest
+    else:  # first the keys: once their deletion is committed, nobody can decrypt the rows
         first = await erasing.commit(db.change_keys, [find, keys])
         then = await erasing.commit(db.change, [rows], first.headers)
         deleted = first.counts + then.counts
@@ -106,7 +107,7 @@ async def erase_user(
 
 
 class _Erasing(NamedTuple):
-    """The user whose rows are deleted or, in a dry run, only counted."""
+    """The user to erase, by tag (blind index); a dry run only counts the user's rows."""
 
     tag: bytes
     dry_run: bool
@@ -118,7 +119,7 @@ class _Erasing(NamedTuple):
         steps: Sequence[Callable[["_Deletion"], None]],
         headers: Collection[bytes] = (),
     ) -> "_Deletion":
-        """Run *steps* in a transaction by *change*, and return the attempt that was committed."""
+        """Call *change* to run *steps* in a transaction; return the attempt that was committed."""
         attempts: list[_Deletion] = []
 
         def work(connection: sa.Connection) -> None:
@@ -127,15 +128,16 @@ class _Erasing(NamedTuple):
             attempts.append(attempt)
 
         await change(work)
-        # If its answer was lost, an earlier attempt may have been committed, and the last one
-        # found nothing to delete.
+        # If the connection was lost during COMMIT, that attempt may have been committed.  The
+        # next attempt then found nothing: return the latest one that deleted rows.
         return next((one for one in reversed(attempts) if one.counts.total()), attempts[-1])
 
 
 class _Deletion:
-    """One attempt, in one transaction.
+    """One attempt to delete a user's rows, in one transaction.
 
-    *headers* are those of records under the user's data keys.
+    *headers* are the record headers that name one of the user's data keys.  They find records of
+    the user if the row that leads to the records was removed or modified.
     """
 
     def __init__(
@@ -150,10 +152,10 @@ class _Deletion:
         self._names = erasing.limits.names
 
     def run(self, steps: Sequence[Callable[["_Deletion"], None]]) -> None:
-        """Repeat *steps* until they find nothing more.
+        """Run all *steps*, again and again, until a pass finds no more rows.
 
-        Each statement sees what others committed before it: a service whose transaction was
-        running when this one began may have added rows since.
+        A service whose transaction began before ours may commit new rows later.  Each statement
+        sees what was committed before it, so the next pass finds them.
         """
         see_what_is_committed(self._connection)
         if not self._dry_run:
@@ -167,23 +169,23 @@ class _Deletion:
                 return
 
     def find_keys(self) -> None:
-        """Note the headers of records under the user's data keys."""
+        """Add the headers that name one of the user's data keys to `headers`."""
         c = data_keys.c
         query = sa.select(c.backend_id, c.id).where(c.owner == self._tag)
         for backend_id, key_id in self._connection.execute(query):
-            if backend_id in range(256):  # else the row was tampered with
+            if backend_id in range(256):  # otherwise the row was tampered with
                 self.headers.add(pack(backend_id, key_id))
 
     def delete_keys(self) -> None:
-        """Delete all generations.  Like `find_keys`, this needs only the key tables."""
+        """Delete all generations of the user's data key.  Needs only the table of data keys."""
         self._delete(data_keys, data_keys.c.owner == self._tag)
 
     def delete_rows(self) -> None:
-        """Delete all rows that the keys encrypt.
+        """Delete all rows that the user's data keys encrypt.
 
-        Rows are locked in the order in which services lock them, or both would wait for each
-        other: each session before its user, the user before the keys.  Once a session is locked,
-        it gets no more events; once the user's row is deleted, the user gets no more sessions.
+        Lock rows in the same order as services do; otherwise there would be deadlocks: sessions
+        first, then the user, then the data keys.  A locked session gets no more events.  After
+        the user's row is deleted, the user gets no more sessions.
         """
         self._users |= self._user_rows()
         found = self._locked_sessions()
@@ -197,7 +199,7 @@ class _Deletion:
             self._delete(sessions, sessions.c.id.in_(ids))
 
     def _user_rows(self) -> set[int]:
-        """Find the user's row by its tag; if that was modified, by the key that encrypts it."""
+        """Find the user's row by its tag or, if the tag was modified, by its record header."""
         query = sa.select(users.c.id)
         found = self._ids(query.where(users.c.tag == self._tag)) or self._users
         if not found and self.headers:
@@ -205,7 +207,7 @@ class _Deletion:
         return found
 
     def _locked_sessions(self) -> list["_SessionKey"]:
-        """Find sessions by the user's row; if that was removed, by the key that encrypts them."""
+        """Find and lock the user's sessions by user row or, if it was removed, by record header."""
         c = sessions.c
         of_user: sa.ColumnElement[bool]
         if self._users:
@@ -214,12 +216,12 @@ class _Deletion:
             of_user = header_of(c.state).in_(self.headers)
         else:
             return []
-        # SQLite stores any type in any column.
+        # SQLite stores any type in any column, so a modified tag may not be bytes: cast it.
         query = sa.select(c.id, sa.cast(c.tag, sa.LargeBinary)).where(of_user)
         if not self._dry_run:
-            # In a later round, the user's row is locked.  A service that locked a session before
-            # may wait for that row, while we would wait for the session; PostgreSQL takes a
-            # second to detect the deadlock.
+            # From the second pass of `run`, we already hold the lock on the user's row.  A service
+            # may hold a session and wait for that row: a deadlock.  NOWAIT fails at once;
+            # PostgreSQL needs a second to detect it.
             kind, again = self._connection.dialect.name, self.counts[users.name]
             query = query.with_for_update(nowait=kind == "postgresql" and again > 0)
         return [_SessionKey(*row) for row in self._connection.execute(query)]
@@ -228,7 +230,7 @@ class _Deletion:
         return set(self._connection.scalars(query))
 
     def _delete(self, table: sa.Table, which: sa.ColumnElement[bool]) -> None:
-        """Delete rows and count them; in a dry run, only count them."""
+        """Delete the rows of *table* that match *which*, and count them; a dry run only counts."""
         if self._dry_run:
             query = sa.select(sa.func.count()).select_from(table).where(which)
             self.counts[table.name] += self._connection.scalar(query) or 0
@@ -243,30 +245,30 @@ class _SessionKey(NamedTuple):
 
 
 # --- clearing ------------------------------------------------------------------------------------
-# A database marks the space of a deleted row as free and leaves its bytes there, for everybody who
-# can read the file.  docs/erasure.md says what was observed on each database.
+# When a row is deleted, a database only marks its space as free.  The bytes remain in the file and
+# can be read there.  docs/erasure.md says what was observed on each database.
 
 _NOT_ASKED = "the table of the data keys was not rewritten"
 _IN_USE = "other connections used the database all the time"
 
 
 def _overwrite_deleted(connection: sa.Connection) -> None:
-    """Have the database overwrite what this connection deletes, if it can do that by itself."""
+    """On SQLite, make this connection overwrite rows that it deletes; other databases cannot."""
     if connection.dialect.name == "sqlite":
         connection.exec_driver_sql("PRAGMA secure_delete = ON").close()
 
 
 async def _clear(executor: Executor, table: sa.Table, lock_wait: int, *, rewrite: bool) -> str:
-    """Clear the file that holds *table* of deleted rows.
+    """Remove the bytes of deleted rows from the file that stores *table*.
 
     Args:
-        executor: Of the database with that table.
+        executor: The executor of the database that has *table*.
         table: The table.
         lock_wait: Seconds to wait for a lock.
-        rewrite: Rewrite the table (SQLite: the file) if that is needed.
+        rewrite: Rewrite the table (SQLite: the whole file); services wait meanwhile.
 
     Returns:
-        Why that was not possible; empty if it was.
+        Why the bytes could not be removed; empty if they were.
     """
     try:
         return await executor.define(partial(_clear_now, table, lock_wait, rewrite), commit=False)
@@ -289,7 +291,7 @@ def _clear_now(table: sa.Table, lock_wait: int, rewrite: bool, connection: sa.Co
         return _rewrite_postgresql(table.name, lock_wait, connection)
     if kind in ("mysql", "mariadb"):
         return _rewrite_mysql(table.name, lock_wait, connection)
-    return f"how to rewrite a table of {kind} is not known"
+    return f"there is no known way to rewrite a table of {kind}"
 
 
 def _clear_sqlite(lock_wait: int, rewrite: bool, connection: sa.Connection) -> str:
@@ -302,15 +304,16 @@ def _clear_sqlite(lock_wait: int, rewrite: bool, connection: sa.Connection) -> s
 
 
 def _rewrite_postgresql(name: str, lock_wait: int, connection: sa.Connection) -> str:
-    # VACUUM without FULL leaves the bytes of a row if no other row of its page has to be moved.
+    # A plain VACUUM does not overwrite a deleted row unless it moves another row of the same page,
+    # so use FULL.
     connection.execution_options(isolation_level="AUTOCOMMIT")
     file = sa.select(sa.func.pg_relation_filenode(name))
     before = connection.scalar(file)
     show, change = "SHOW lock_timeout", "SET lock_timeout = '{}'"
     with _setting(connection, show, change, f"{lock_wait}s"):
         connection.exec_driver_sql(f"VACUUM (FULL) {name}")
-    if connection.scalar(file) == before:  # it raises no error, it only warns
-        return f"the account may not VACUUM {name}, which its owner may"
+    if connection.scalar(file) == before:  # VACUUM only warns, and raises no error
+        return f"the account is not allowed to VACUUM {name}; the owner of the table is"
     return ""
 
 
@@ -326,7 +329,7 @@ def _rewrite_mysql(name: str, lock_wait: int, connection: sa.Connection) -> str:
 
 @contextmanager
 def _setting(connection: sa.Connection, show: str, change: str, value: object) -> Iterator[None]:
-    """Change a setting of the connection, which may be the caller's, and restore it."""
+    """Change a setting while the block runs, then restore it: the caller may own the connection."""
     before = connection.exec_driver_sql(show).scalar()
     connection.exec_driver_sql(change.format(value)).close()
     try:

@@ -1,4 +1,4 @@
-"""The app, user and session behind each row of `secure_sessions`, decrypted in batches."""
+"""Read `secure_sessions` in batches, and decrypt the ids of each session, user and app."""
 
 import functools
 from collections.abc import AsyncIterator, Mapping
@@ -23,7 +23,7 @@ from adk_secure_sessions.storage import (
 
 
 class SessionIds(NamedTuple):
-    """The ids by which ADK names a session."""
+    """The ids that identify a session in ADK."""
 
     app_name: str
     user_id: str
@@ -31,14 +31,14 @@ class SessionIds(NamedTuple):
 
 
 class LocatedSession(NamedTuple):
-    """A row of `secure_sessions`: its ids, or the error that decrypting them raised."""
+    """A row of `secure_sessions` with its decrypted ids, or the error of decrypting them."""
 
     row: int
     ids: SessionIds | None
     error: Exception | None = None
 
     def known_ids(self) -> SessionIds:
-        """The ids.  Raises the error."""
+        """Return the ids, or raise the error of decrypting them."""
         if self.ids is None:
             assert self.error is not None
             raise self.error
@@ -46,14 +46,14 @@ class LocatedSession(NamedTuple):
 
 
 class LocatedSessions(NamedTuple):
-    """The sessions whose row ids are in the range *span*."""
+    """Sessions whose row ids are in the range *span*."""
 
     span: Range
     sessions: list[LocatedSession]
 
 
 class SessionColumns(NamedTuple):
-    """A row of `secure_sessions` as it is stored."""
+    """The columns of a row of `secure_sessions`, still encrypted."""
 
     id: int
     user_row: int
@@ -66,12 +66,12 @@ class SessionColumns(NamedTuple):
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The integer columns, in the order in which the session's context has them."""
+        """The integer columns, in the order in which `session_context` takes them."""
         return self[:6]
 
 
 class UserColumns(NamedTuple):
-    """A row of `secure_users` as it is stored."""
+    """The columns of a row of `secure_users`, still encrypted."""
 
     id: int
     app_row: int
@@ -83,19 +83,20 @@ class UserColumns(NamedTuple):
 async def located_sessions(
     db: Database, before: int | None = None
 ) -> AsyncIterator[LocatedSessions]:
-    """Yield all sessions; with *before*, only those last updated before that time.
+    """Yield all sessions in batches; with *before*, only those last updated before that time.
 
-    Sessions are selected by the stored time before it is authenticated.  Everything in a row with
-    ids is authenticated; its events, snapshot and witness are not read.
+    *before* (microseconds since 1970) is compared with the stored time, which is not authenticated
+    yet.  If a result has ids, its whole session row was authenticated; if not, it has the error.
+    The session's events, snapshot and version witness are not read.
     """
     async for span in ranges(db, sessions.c.id, db.limits.rows):
         yield LocatedSessions(span, await _located_with_present_keys(db, span, before))
 
 
 def app_name_of(stored: object) -> str:
-    """Decode the name in the row of a user's app; *stored* is None if there is no such row.
+    """Return the app's name from *stored*, the column of the app's row.
 
-    Raises TamperedError.
+    Raises TamperedError if *stored* is None, because the app's row was removed, or is not bytes.
     """
     if stored is None:
         raise TamperedError("its app's row was removed", reason=Reason.MISSING)
@@ -103,7 +104,7 @@ def app_name_of(stored: object) -> str:
 
 
 class _SessionsAndOwners(NamedTuple):
-    """Sessions, with the users and the names of the apps that they refer to, by row id."""
+    """Session rows, the user rows they refer to, and those users' app names, each by row id."""
 
     sessions: list[SessionColumns]
     users: Mapping[int, UserColumns]
@@ -113,7 +114,10 @@ class _SessionsAndOwners(NamedTuple):
 async def _located_with_present_keys(
     db: Database, span: Range, before: int | None
 ) -> list[LocatedSession]:
-    """Read the sessions, and read them again if keys were replaced between rows and keys."""
+    """Read sessions and then their keys; do both again if a key is missing.
+
+    Between the two queries, another process may have re-encrypted rows and retired the old keys.
+    """
     located = await _located(db, span, before)
     if any(isinstance(one.error, UnknownKeyError) for one in located):
         located = await _located(db, span, before)
@@ -171,7 +175,7 @@ _NUMBERS, _BLOBS = 6, 2
 
 @functools.cache
 def _sessions_users_apps(bounds: Bounds, by_time: bool) -> sa.CompoundSelect[Any]:
-    """Sessions, their users and apps, by one statement: services write meanwhile."""
+    """Select sessions, users and apps in one statement; between two, services could write."""
     s, u = sessions.c, users.c
     numbers = [s.id, s.user_row, s.revision, s.base_revision, s.created_at, s.updated_at]
     own = _member(_SESSION, numbers, [s.tag, s.state]).where(*within(s.id, bounds))
@@ -188,7 +192,7 @@ def _sessions_users_apps(bounds: Bounds, by_time: bool) -> sa.CompoundSelect[Any
 
 
 def _member(kind: int, numbers: list[Any], blobs: list[Any]) -> sa.Select[Any]:
-    """Columns `kind, 6 numbers, 2 blobs`, padded."""
+    """Return a member of the UNION: `kind`, 6 numbers and 2 blobs, padded with 0 and NULL."""
     zero: sa.ColumnElement[int] = sa.literal_column("0")
     padded = numbers + [zero] * (_NUMBERS - len(numbers))
     padded += blobs + [sa.cast(sa.null(), sa.LargeBinary)] * (_BLOBS - len(blobs))

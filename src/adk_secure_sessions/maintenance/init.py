@@ -1,4 +1,4 @@
-"""Prepare a database before the first service starts on it."""
+"""Create tables and master keys before the first service uses a database."""
 
 from functools import partial
 from typing import NamedTuple
@@ -15,11 +15,11 @@ from adk_secure_sessions.storage import (
 
 
 class Initialisation(NamedTuple):
-    """The result of `init`: what it made.
+    """The result of `init`: the tables and keys that it created.
 
     Attributes:
-        tables: The tables.
-        masters: The ids of the master keys.
+        tables: The names of the tables it created.
+        masters: The ids of the master keys it created.
     """
 
     tables: tuple[str, ...]
@@ -27,7 +27,7 @@ class Initialisation(NamedTuple):
 
 
 async def init(db: Database) -> Initialisation:
-    """Make the tables and the master keys if they do not exist, as the start of a service does.
+    """Create missing tables and master keys, as a service does when it starts.
 
     Raises:
         ConfigurationError: The database cannot be used; it was left unchanged.
@@ -52,7 +52,7 @@ async def init(db: Database) -> Initialisation:
 
 
 async def _survey_both(db: Database) -> tuple[Survey, Survey]:
-    """Look at the database of the data and at that of the keys, which may be the same."""
+    """Survey the data database and the key database.  Without a key database, both are the same."""
 
     async def survey(executor: Executor) -> Survey:
         return await repeated(lambda: executor.define(look, commit=False))

@@ -1,4 +1,4 @@
-"""Find the rows of given ids, and read what records say of themselves."""
+"""Find the rows of an app, user or session, and read the headers of stored records."""
 
 import functools
 from typing import Any, NamedTuple
@@ -23,14 +23,14 @@ from adk_secure_sessions.storage import (
 
 
 class Location(NamedTuple):
-    """Where a row is.
+    """Where the row of an app, user or session is stored.
 
     Attributes:
-        table: Its table.
-        tag: The blind index of the ids, in hexadecimal.  The version witness in
-            `secure_witnesses` has the same tag, and so have the data keys of an app or user in
-            `secure_data_keys`, as `owner`.
-        row: Its id; None if there is no such row.
+        table: The table of the row.
+        tag: The blind index of the ids, in hexadecimal.  The row's version witness in
+            `secure_witnesses` has the same `tag`.  For an app or user, the data keys in
+            `secure_data_keys` have it as `owner`.
+        row: The row's id; None if there is no such row.
     """
 
     table: str
@@ -42,12 +42,13 @@ class RecordHeader(NamedTuple):
     """The header of a stored record, which is not authenticated.
 
     Attributes:
-        row: The row's primary key; of a witness, the tag in hexadecimal.
-        column: The column that holds the record.
-        backend_id: The backend that encrypted it; None if it is no record of a known format, or
-            a master key.
-        key_id: The key that encrypted it: a data key, or for a data key a master key.
-        root_key_id: The root key that wraps a master key.
+        row: The row's primary key; for a version witness, the tag in hexadecimal.
+        column: The column that stores the record.
+        backend_id: The id of the backend that encrypted the record.  None for a master key and
+            for a value in an unknown format.
+        key_id: The id of the encrypting key: a master key if the record is a data key, otherwise
+            a data key.  None if `backend_id` is None.
+        root_key_id: For a master key, the id of the root key that wraps it; otherwise None.
         length: The length of the whole record in bytes.
     """
 
@@ -78,14 +79,15 @@ TABLES = tuple(_RECORDS)
 async def lookup(
     db: Database, app_name: str, user_id: str | None = None, session_id: str | None = None
 ) -> tuple[Location, ...]:
-    """Find the rows of an app and, if their ids are given, of its user and that user's session.
+    """Find the row of an app; with *user_id* and *session_id*, also of the user and the session.
 
     Raises:
-        ConfigurationError: A session was given without a user, or the database cannot be used.
+        ConfigurationError: *session_id* was given without *user_id*, or the database cannot be
+            used.
         WrongKeyError: The root keys do not decrypt the keyring.
     """
     if session_id is not None and user_id is None:
-        raise ConfigurationError("the ids of sessions are each user's own: give the user, too")
+        raise ConfigurationError("a session id is unique only for one user: give the user id, too")
     who = identify((await db.keys()).keyring.index, app_name, user_id or "", session_id or "")
     wanted = [(apps, who.app_tag)]
     if user_id is not None:
@@ -102,21 +104,21 @@ async def lookup(
 async def inspect(
     db: Database, table: str, row: str | int | None = None, *, limit: int = 20
 ) -> tuple[RecordHeader, ...]:
-    """Read the headers of records; no key is needed.
+    """Return the headers of stored records.  No key is needed.
 
     Args:
         db: The database; it needs no backend.
         table: A table that holds records, such as `secure_events`.
-        row: The primary key: a number, which for events is their session's; for a witness, its
-            tag in hexadecimal.  None for the first rows of the table.
-        limit: At most so many rows.
+        row: The row's primary key, a number.  For events and snapshots, it is the session's row
+            id; for a version witness, the tag in hexadecimal.  None for the table's first rows.
+        limit: The maximum number of rows to return.
 
     Raises:
-        ConfigurationError: There is no such table, or the key is malformed; or the database
-            cannot be used.
+        ConfigurationError: The table does not exist, *row* is malformed, or the database cannot
+            be used.
     """
     if table not in _RECORDS:
-        raise ConfigurationError(f"not a table of records: take one of {', '.join(TABLES)}")
+        raise ConfigurationError(f"not a table with records: choose one of {', '.join(TABLES)}")
     await db.survey()
     parameters: dict[str, object] = {"limit": limit}
     if row is not None:

@@ -1,4 +1,4 @@
-"""Rows that cannot be decrypted or belong to nothing: counted, named, and left unchanged."""
+"""Count and list rows that cannot be decrypted, and orphaned rows."""
 
 import struct
 from typing import NamedTuple
@@ -11,21 +11,23 @@ from adk_secure_sessions.storage import (
 )
 
 _KEPT = 1000
-# Errors of opening a row.  Only a row of NoOpBackend, which authenticates nothing, raises the last
-# two.
+# Errors that decrypting and decoding a row may raise.  The last two are raised only for records of
+# NoOpBackend, because it does not authenticate what it reads.
 UNREADABLE = (DecryptionError, struct.error, UnicodeDecodeError)
-# A single row of these tables keeps many other rows from being decrypted.
+# If a row of these tables is bad, many other rows cannot be decrypted.
 _SHARED = (apps.name, users.name, data_keys.name)
 
 
 class Problem(NamedTuple):
-    """A row that cannot be decrypted, or that belongs to nothing.
+    """A row that cannot be decrypted, or an orphaned row.
+
+    A row is orphaned if the session, user or app row that it belongs to does not exist.
 
     Attributes:
-        table: Its table.
-        row: Its primary key; of a witness, the tag in hexadecimal.
-        reason: Why it was rejected; `Reason.MISSING` for a row that belongs to nothing.
-        detail: The same in words, without the row's name.
+        table: The table of the row.
+        row: The row's primary key; for a version witness, the tag in hexadecimal.
+        reason: Why the row was rejected; `Reason.MISSING` for an orphaned row.
+        detail: The reason in words; it does not repeat `table` and `row`.
     """
 
     table: str
@@ -35,7 +37,7 @@ class Problem(NamedTuple):
 
 
 class Problems:
-    """Counts all problems, and keeps the first 1000 of them."""
+    """Collects problems: the number of all of them, and the first 1000."""
 
     def __init__(self) -> None:
         self.count: int = 0
@@ -43,13 +45,13 @@ class Problems:
         self._named: set[tuple[str, str]] = set()
 
     def suppress(self, table: str, row: object) -> None:
-        """Report that row no more: the row that keeps it from being decrypted is reported."""
+        """Skip later reports of *row* with `once`, because its problem was reported already."""
         self._named.add((table, str(row)))
 
     def add(
         self, table: str, row: object, reason: Reason, detail: str, *, once: bool = False
     ) -> None:
-        """Report a row; with *once*, only if it was neither reported nor suppressed before."""
+        """Report a row; with *once*, not if it was reported with *once* or suppressed before."""
         if once:
             if (table, str(row)) in self._named:
                 return
@@ -59,10 +61,10 @@ class Problems:
             self.kept.append(Problem(table, str(row), reason, detail))
 
     def add_error(self, error: Exception, table: str, row: object) -> bool:
-        """Report the row that *error* names; if it names none, the row that was being opened.
+        """Report the row that *error* names or, if it names none, the given row of *table*.
 
         Returns:
-            Whether many other rows depend on the reported one.
+            True if many other rows cannot be decrypted without the reported row.
         """
         reason, detail = Reason.MALFORMED, "its content is malformed"
         if isinstance(error, DecryptionError):

@@ -23,9 +23,11 @@ class Purge(NamedTuple):
 
     Attributes:
         deleted: How many sessions were deleted, with their events.
-        kept: How many sessions were old at first, and were used or deleted before their turn.
+        kept: How many sessions were old when `purge` read them, but were used or deleted by
+            another process before `purge` could delete them.
         bad: How many old sessions cannot be decrypted; they were left unchanged.
-        problems: The first 1000 rows that are the cause.
+        problems: The first 1000 rows that cause this: the session's own row, or that of its user,
+            app or data key.
     """
 
     deleted: int
@@ -42,17 +44,19 @@ async def purge(
     progress: Progress | None = None,
     rows_per_second: float | None = None,
 ) -> Purge:
-    """Delete sessions whose last event, or creation if they have none, is too long ago.
+    """Delete sessions whose last event is older than *older_than*.
 
-    Each session is deleted in a transaction of its own, which checks its age again.  The states
-    of users and apps stay, and so do users without a session.
+    For a session without events, the time of its creation counts.  Each session is deleted in its
+    own transaction, which checks the session's age again.  Users and apps stay with their states,
+    even if they have no session left.
 
     Args:
         db: The database, with every backend whose records it may hold.
-        older_than: The age, by the time that the application gave the last event.
-        dry_run: Count, and delete nothing.
+        older_than: The minimum age, computed from the timestamp that the application gave the
+            last event.
+        dry_run: Count the sessions, but delete nothing.
         progress: Called with the number of old sessions done and the number of all old sessions.
-        rows_per_second: Delete at most so many sessions in a second.
+        rows_per_second: The maximum number of sessions to delete per second.
 
     Raises:
         ConfigurationError: `older_than` is negative, or the database cannot be used.
@@ -82,7 +86,7 @@ async def purge(
 
 
 async def _delete(store: Store, ids: SessionIds, before: int, dry_run: bool) -> bool:
-    """Delete the session if it is still old; return whether it was, or would be, deleted."""
+    """Delete the session if it is still old.  Return True if it was or, in a dry run, would be."""
     if not dry_run:
         return await store.delete(*ids, before=before)
     found = await store.get(*ids, lambda *event: None, limit=0)

@@ -1,4 +1,4 @@
-"""The records of one app or user: read in batches with their contexts, and re-encrypted."""
+"""Read the records of one app or user in batches, with their contexts, and re-encrypt them."""
 
 import functools
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
@@ -39,17 +39,24 @@ from adk_secure_sessions.storage import (
 )
 
 R = TypeVar("R", bound=tuple[Any, ...])
-Key = tuple[Any, ...]  # of a row: the values of its primary key
+Key = tuple[Any, ...]  # the values of a row's primary key
 
-_RECORDS = 64  # read, or replaced, by one statement
-_BYTES = 4 * 1024 * 1024  # of the records in memory at once, unless a single one is larger
-_SIZES = 1000  # keys and lengths of records that one statement reads
+_RECORDS = 64  # number of records that one statement reads, and that a group may have
+_BYTES = 4 * 1024 * 1024  # maximum size of the records in memory; a single record may be larger
+_SIZES = 1000  # number of primary keys, with record lengths, that one statement reads
 
 # --- records and their contexts ------------------------------------------------------------------
 
 
 class RecordColumn(NamedTuple):
-    """A column that holds records, the key of its rows, and what every write of a row changes."""
+    """A column that stores records.
+
+    Attributes:
+        table: The table that has the column.
+        value: The column.
+        key: The columns of the table's primary key.
+        version: A column that every write of a row changes; None for events, which never change.
+    """
 
     table: sa.Table
     value: sa.Column[Any]
@@ -66,9 +73,9 @@ WITNESSES = RecordColumn(witnesses, witnesses.c.seal, (witnesses.c.tag,), witnes
 
 
 class Record(NamedTuple):
-    """A stored record.
+    """A stored record, still encrypted.
 
-    *context* makes the associated data that the record is bound to, or raises DecryptionError.
+    *context* returns the record's associated data, or raises DecryptionError.
     """
 
     column: RecordColumn
@@ -79,7 +86,7 @@ class Record(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The primary key of its row, for messages."""
+        """The row's primary key as text, for messages."""
         parts = (part.hex() if isinstance(part, bytes) else str(part) for part in self.key)
         return ", ".join(parts)
 
@@ -94,9 +101,10 @@ class OwnerIds(NamedTuple):
 
 
 class SessionBatch(NamedTuple):
-    """Some sessions of a user: their ids by row, and their own records and witnesses.
+    """Some sessions of one user, with their records and version witnesses.
 
-    *rows* counts them with their events; *span* is the range of their row ids.
+    *sessions* maps row ids to session ids.  *rows* is the number of session, witness and event
+    rows, with events counted by revision.  *span* is the range of session row ids.
     """
 
     sessions: dict[int, str]
@@ -108,9 +116,9 @@ class SessionBatch(NamedTuple):
 async def read_app(
     db: Database, keys: StagedKeys, row_id: int
 ) -> tuple[OwnerIds, list[Record]] | None:
-    """Read an app's own record and witness.
+    """Read an app's record and version witness; return None if the app's row does not exist.
 
-    Returns None if the app was deleted.  Raises DecryptionError.
+    Raises DecryptionError if the app's record cannot be decrypted.
     """
     rows = await _read(db, APPS, [(row_id,)], AppColumns)
     if not rows:
@@ -128,9 +136,9 @@ async def read_app(
 async def read_user(
     db: Database, keys: StagedKeys, row_id: int, app_name: str
 ) -> tuple[OwnerIds, list[Record]] | None:
-    """Read a user's own record and witness.
+    """Read a user's record and version witness; return None if the user's row does not exist.
 
-    Returns None if the user was deleted.  Raises DecryptionError.
+    Raises DecryptionError if the user's record cannot be decrypted.
     """
     rows = await _read(db, USERS, [(row_id,)], UserColumns)
     if not rows:
@@ -147,7 +155,7 @@ async def read_user(
 async def session_batches(
     db: Database, keys: StagedKeys, owner: OwnerIds, problems: Problems
 ) -> AsyncIterator[SessionBatch]:
-    """Yield a user's sessions by their row ids; those that cannot be decrypted are reported."""
+    """Yield a user's sessions in the order of row ids; report those that cannot be decrypted."""
     after = -1
     query = _sessions_of_user(db.limits.rows)
     while True:
@@ -174,7 +182,10 @@ async def session_batches(
 async def snapshot_batches(
     db: Database, owner: OwnerIds, batch: SessionBatch, current: bytes
 ) -> AsyncIterator[list[Record]]:
-    """Yield the snapshots of these sessions that have another header than *current*."""
+    """Yield the snapshots of *batch* that are not under the current key, in groups.
+
+    *current* is the record header that names the current key.
+    """
     async for keys in _keys_of_others(db, SNAPSHOTS, owner, batch, current):
         rows = await _read(db, SNAPSHOTS, keys, SnapshotColumns)
         yield [_snapshot_record(owner, batch, row) for row in rows]
@@ -183,7 +194,10 @@ async def snapshot_batches(
 async def event_batches(
     db: Database, owner: OwnerIds, batch: SessionBatch, current: bytes
 ) -> AsyncIterator[list[Record]]:
-    """Yield the events of these sessions that have another header than *current*."""
+    """Yield the events of *batch* that are not under the current key, in groups.
+
+    *current* is the record header that names the current key.
+    """
     async for keys in _keys_of_others(db, EVENTS, owner, batch, current):
         rows = await _read(db, EVENTS, keys, EventColumns)
         yield [_event_record(owner, batch, row) for row in rows]
@@ -217,7 +231,7 @@ class WitnessColumns(NamedTuple):
 
 
 def _session_record(keys: StagedKeys, owner: OwnerIds, row: SessionColumns) -> tuple[str, Record]:
-    """Return the session's id and its record.  Raises DecryptionError."""
+    """Return the session's id and record.  Raises DecryptionError if it cannot be decrypted."""
     assert owner.user_id is not None
     with naming(sessions.name, row.id):
         context = session_context(owner.app_name, owner.user_id, row.tag, *row.numbers)
@@ -254,7 +268,7 @@ def _identity(owner: OwnerIds, session_id: str) -> Identity:
 
 
 class _Decrypted(NamedTuple):
-    """A record that is to be re-encrypted."""
+    """A decrypted record, to be encrypted with the current key."""
 
     record: Record
     context: bytes
@@ -262,7 +276,7 @@ class _Decrypted(NamedTuple):
 
 
 class Reencryptor:
-    """Re-encrypts records of one owner after another, and counts them."""
+    """Re-encrypts records of one owner after another; *count* is the number of them so far."""
 
     def __init__(self, db: Database, problems: Problems, *, dry_run: bool) -> None:
         self._db = db
@@ -273,20 +287,20 @@ class Reencryptor:
     async def reencrypt(
         self, keys: StagedKeys, owner: bytes, records: Iterable[Record], target: int | None
     ) -> None:
-        """Re-encrypt those of *records* that are not under *target*, the owner's current key.
+        """Re-encrypt those *records* that are not yet encrypted with the key *target*.
 
         A record that cannot be decrypted is reported and left unchanged.  A record that another
-        process changed meanwhile is left as it is.  The others are read back and decrypted before
-        they are counted.
+        process has changed since it was read is left unchanged, too.  All other records are read
+        back and decrypted before they are counted.
 
         Args:
             keys: The data keys of *owner*.
-            owner: The tag of the app or user.
-            records: Records of that owner.
-            target: The id of the current key; None in a dry run, if there is no such key yet.
+            owner: The tag (blind index) of the app or user.
+            records: Records of *owner*.
+            target: The id of the owner's current key; None in a dry run that would create it.
 
         Raises:
-            SecureSessionError: a record that was written does not read back.
+            SecureSessionError: A record that was written does not read back as it was written.
         """
         old: list[_Decrypted] = []
         for record in records:
@@ -326,7 +340,7 @@ class Reencryptor:
 
 
 def _key_id(stored: object) -> int | None:
-    """The id of the data key that a record names; None for a value that is no record."""
+    """Return the data key id in the header of *stored*; None for a value in an unknown format."""
     found = header(stored)
     return found[1] if found else None
 
@@ -337,7 +351,7 @@ def _key_id(stored: object) -> int | None:
 async def _keys_of_others(
     db: Database, column: RecordColumn, owner: OwnerIds, batch: SessionBatch, current: bytes
 ) -> AsyncIterator[list[Key]]:
-    """Yield the keys of records with another header than *current*, in groups that fit memory."""
+    """Yield the primary keys of records whose header is not *current*, in groups."""
     parameters = {**batch.span.parameters, "user_row": owner.row, "current": current}
     at: Sequence[int] = [-1] * len(column.key)
     while True:
@@ -352,7 +366,7 @@ async def _keys_of_others(
 
 
 def _fitting(sizes: Iterable[tuple[Key, int]]) -> Iterator[list[Key]]:
-    """Group keys so that memory holds the records of a group; *sizes* are in bytes."""
+    """Group keys so that the records of a group fit in memory; *sizes*: (key, record bytes)."""
     group: list[Key] = []
     total = 0
     for key, size in sizes:
@@ -366,7 +380,7 @@ def _fitting(sizes: Iterable[tuple[Key, int]]) -> Iterator[list[Key]]:
 
 
 async def _read(db: Database, column: RecordColumn, keys: Sequence[Key], row: type[R]) -> list[R]:
-    """Read the rows with these keys; the fields of *row* are the columns."""
+    """Read the rows with these primary keys; the field names of *row* are the column names."""
     columns = tuple(column.table.c[name] for name in row._fields)  # type: ignore[attr-defined]
     return [row(*values) for values in await _select(db, column, keys, columns)]
 
@@ -377,7 +391,7 @@ async def _select(
     rows: list[Row] = []
     for start in range(0, len(keys), _RECORDS):
         part = list(keys[start : start + _RECORDS])
-        part += part[:1] * (_RECORDS - len(part))  # one statement, however many keys there are
+        part += part[:1] * (_RECORDS - len(part))  # pad, to use the same statement for any number
         parameters = {
             f"k{number}_{position}": value
             for number, key in enumerate(part)
@@ -411,7 +425,7 @@ def _sessions_of_user(limit: int) -> sa.Select[Any]:
 
 @functools.cache
 def _others(column: RecordColumn) -> sa.Select[Any]:
-    """Keys and lengths of records of a user's sessions that have another header than `current`."""
+    """Select primary keys and record lengths of a user's rows whose header is not `current`."""
     *_, last = column.key
     after = [
         sa.bindparam(f"after_{number}", type_=sa.BigInteger) for number in range(len(column.key))
@@ -446,10 +460,10 @@ def _replace(changes: list[tuple[Record, bytes]], connection: sa.Connection) -> 
 
 @functools.cache
 def _swap(column: RecordColumn) -> sa.Update:
-    """Replace a record if it is still the one that was read (compare-and-swap).
+    """Replace a record if it has not changed since it was read (compare-and-swap).
 
-    The row's version and the record's header tell.  Every write of a row changes its version, and
-    every re-encryption of one version changes the key that the header names.
+    Compare the row's version and the record's header: every write of a row changes its version,
+    and every re-encryption changes the key that the header names.
     """
     conditions = [
         part == sa.bindparam(f"at_{number}", type_=part.type)

@@ -1,4 +1,4 @@
-"""Retire replaced keys: delete data keys and data masters that nothing refers to any more."""
+"""Retire replaced keys: delete data keys and data masters that no row uses any more."""
 
 import functools
 from collections import Counter
@@ -33,13 +33,13 @@ _KEPT = 1000
 
 
 class KeptKey(NamedTuple):
-    """An older key that is still needed.
+    """A replaced key that `retire` keeps, because rows need it, or may need it.
 
     Attributes:
-        table: `secure_data_keys` or `secure_keyring`.
-        id: Its id.
-        references: How many rows of each table need it.  Empty if that cannot be determined, or
-            if only an older key of the same owner is referred to.
+        table: The table of the key: `secure_data_keys` or `secure_keyring`.
+        id: The key's id.
+        references: `(table, rows)` for each table with rows that need the key.  Empty if these
+            rows cannot be determined, or if rows need only an older key of the same owner.
     """
 
     table: str
@@ -53,8 +53,8 @@ class Retirement(NamedTuple):
     Attributes:
         data_keys: How many data keys were deleted.
         masters: Ids of the data masters that were deleted.
-        kept: How many older keys are still needed.
-        examples: The first 1000 of these.
+        kept: How many replaced keys were kept.
+        examples: The first 1000 kept keys.
     """
 
     data_keys: int
@@ -70,18 +70,18 @@ async def retire(
     progress: Progress | None = None,
     rows_per_second: float | None = None,
 ) -> Retirement:
-    """Delete the data keys and data masters that have a successor and that nothing refers to.
+    """Delete the data keys and data masters that were replaced and that no row uses.
 
-    If the keys are beside the data, the transaction that deletes a key also looks for rows that
-    refer to it.  A key that is newer than one with rows under it is kept, too.  If a row of an
-    owner names no key of that owner, all keys of that owner are kept.  No root key is needed.
+    Without a key database, the same transaction checks that no row uses a key and deletes the
+    key.  If a key is kept, all newer keys of its owner are kept, too.  If a row of an owner uses
+    an unknown key, all keys of that owner are kept.  No root key is needed.
 
     Args:
         db: The database.
-        dry_run: Look, and delete nothing.
-        progress: Called with the number of owners done and the number of all owners with several
-            keys.
-        rows_per_second: Check at most so many owners in a second.
+        dry_run: Find unused keys, but delete nothing.
+        progress: Called with the number of owners done and the number of all owners that have
+            more than one data key.
+        rows_per_second: The maximum number of owners to check per second.
 
     Raises:
         ConfigurationError: The database cannot be used, or holds no encrypted sessions yet.
@@ -111,29 +111,30 @@ async def retire(
 
 # --- data keys -----------------------------------------------------------------------------------
 
-Headers = Counter[tuple[str, bytes]]  # rows by table and by the header of their record
+Headers = Counter[tuple[str, bytes]]  # number of rows, by table and record header
 
 
 class _OlderKeys(NamedTuple):
-    """The older data keys of one owner."""
+    """The data keys of one owner that were replaced by a newer one."""
 
     kept: list[KeptKey]
     unused: list[DataKeyRow]
 
 
 class _OwnerRow(NamedTuple):
-    """The row of an app or user."""
+    """The row of an app or user: its table and id."""
 
     table: sa.Table
     id: int
 
 
 async def _retire_data_keys(db: Database, owner: bytes, dry_run: bool) -> _OlderKeys:
-    """Delete the unused keys of *owner*."""
+    """Delete the unused data keys of *owner*, and return kept and unused keys."""
     if db.key_executor is db.executor:
         return await db.change(partial(_retire_beside_data, owner, dry_run), commit=not dry_run)
-    # Keys before references.  A service whose keys are in a key database writes with no key that
-    # is older than the key of the row it replaces.
+    # Read the keys before counting the records: services may write with the newest key that we
+    # know, and that key is always kept.  With a key database, a service never replaces a row with
+    # one under an older key, so an unused key that is older than all used keys stays unused.
     rows = await read_data_keys(db.read_keys, [owner])
     found = await db.change(partial(_references, owner, dry_run), commit=not dry_run)
     keys = _sort_out(rows, found)
@@ -143,11 +144,11 @@ async def _retire_data_keys(db: Database, owner: bytes, dry_run: bool) -> _Older
 
 
 def _retire_beside_data(owner: bytes, dry_run: bool, connection: sa.Connection) -> _OlderKeys:
-    """Delete the unused keys of *owner*, in a transaction that other holders of a key wait for."""
+    """Delete the unused data keys of *owner*; keys and records are in the same database."""
     query = DATA_KEYS.where(data_keys.c.owner == owner)
     see_what_is_committed(connection)
     row = _owner_row(owner, dry_run, connection)
-    # The lock waits for a transaction that holds one of the keys.
+    # FOR UPDATE waits for services that have locked one of the keys to write with it (HOLD_KEY).
     found = connection.execute(query if dry_run else query.with_for_update())
     rows = [DataKeyRow(*values) for values in found]
     keys = _sort_out(rows, None if row is None else _count_headers(owner, row, connection))
@@ -157,19 +158,19 @@ def _retire_beside_data(owner: bytes, dry_run: bool, connection: sa.Connection) 
 
 
 def _sort_out(rows: list[DataKeyRow], headers: Headers | None) -> _OlderKeys:
-    """Tell which of an owner's keys are still needed.
+    """Sort an owner's replaced keys into kept and unused ones.
 
-    A key that is newer than one with rows under it is needed, too: a process that knows it may be
-    about to replace such a row with one under it.
+    If rows use a key, all newer keys are kept, too: a service that knows a newer key may be about
+    to replace such a row with one under the newer key.
 
     Args:
         rows: All data keys of the owner.
-        headers: The records of that owner; None if the owner's row was removed, so that the
-            owner's records cannot be found.
+        headers: The number of the owner's records, by header.  None if the owner's row was
+            removed: the owner's records cannot be found without it, so all keys are kept.
     """
     if not all(map(_is_sound, rows)):
         return _OlderKeys([KeptKey(data_keys.name, row.id, ()) for row in rows], [])
-    older = sorted(rows, key=attrgetter("generation"))[:-1]  # empty, if keys were deleted meanwhile
+    older = sorted(rows, key=attrgetter("generation"))[:-1]  # empty if keys were just deleted
     if headers is None:
         return _OlderKeys([KeptKey(data_keys.name, row.id, ()) for row in older], [])
     named = {pack(row.backend_id, row.id): row.id for row in rows}
@@ -190,26 +191,26 @@ def _sort_out(rows: list[DataKeyRow], headers: Headers | None) -> _OlderKeys:
 
 
 def _delete(rows: list[DataKeyRow], connection: sa.Connection) -> None:
-    """Delete those of *rows* that are still as they were read."""
+    """Delete those *rows* whose wrapped key has not changed since they were read."""
     parameters = [{"at_id": row.id, "at_wrapped": row.wrapped} for row in rows]
     connection.execute(_DELETE_KEY, parameters)
 
 
 def _is_sound(row: DataKeyRow) -> bool:
-    """Whether the columns have the types that we write: SQLite stores any type in any column."""
+    """Whether the columns have the types that we write; SQLite stores any type in any column."""
     numbers = isinstance(row.generation, int) and row.backend_id in range(256)
     return numbers and isinstance(row.wrapped, bytes)
 
 
 def _references(owner: bytes, dry_run: bool, connection: sa.Connection) -> Headers | None:
-    """Count the records of *owner*; None if the owner has no row."""
+    """Count the records of *owner* by header; return None if the owner's row does not exist."""
     see_what_is_committed(connection)
     row = _owner_row(owner, dry_run, connection)
     return None if row is None else _count_headers(owner, row, connection)
 
 
 def _owner_row(owner: bytes, dry_run: bool, connection: sa.Connection) -> _OwnerRow | None:
-    """Find the row of *owner*, and lock it: a transaction that adds a session is waited for."""
+    """Find and lock the row of *owner*.  The lock waits for transactions that add a session."""
     for table in (apps, users):
         query = sa.select(table.c.id).where(table.c.tag == owner)
         row_id = connection.scalar(query if dry_run else query.with_for_update())
@@ -227,7 +228,7 @@ def _count_headers(owner: bytes, row: _OwnerRow, connection: sa.Connection) -> H
 
 
 def _queries_by_header(owner: bytes, row: _OwnerRow) -> Iterator[tuple[str, sa.Select[Any]]]:
-    """Yield each table that has records of *owner*, with the query that counts them by header."""
+    """Yield a table name and a query that counts the owner's records in that table by header."""
 
     def by_header(column: sa.Column[Any], *where: sa.ColumnElement[bool]) -> sa.Select[Any]:
         head = header_of(column)
@@ -250,17 +251,17 @@ def _queries_by_header(owner: bytes, row: _OwnerRow) -> Iterator[tuple[str, sa.S
 
 
 class _OlderMasters(NamedTuple):
-    """The older data masters."""
+    """The data masters that were replaced by a newer one."""
 
     kept: list[KeptKey]
     unused: list[MasterKeyRow]
 
 
 def _retire_masters(dry_run: bool, connection: sa.Connection) -> _OlderMasters:
-    """Delete the older data masters that wrap no data key."""
+    """Delete the replaced data masters that wrap no data key; return kept and unused masters."""
     see_what_is_committed(connection)
     if connection.dialect.name == "postgresql" and not dry_run:
-        # Wait for a transaction that is about to store a data key under one of them.
+        # Wait for open transactions that store a data key, perhaps under one of these masters.
         connection.execute(sa.text(f"LOCK TABLE {data_keys.name} IN SHARE MODE"))
     query = MASTER_KEYS.where(keyring.c.purpose == DATA)
     found = connection.execute(query if dry_run else query.with_for_update())

@@ -1,4 +1,4 @@
-"""Replace the data keys, perhaps by those of another backend: re-encrypt every record."""
+"""Replace all data keys, for the same or another backend, and re-encrypt every record."""
 
 import functools
 from collections import Counter
@@ -51,17 +51,17 @@ class DataRotation(NamedTuple):
     """The result of `rotate_data`, or what a dry run expects it to be.
 
     Attributes:
-        since: When the rotation began, in microseconds since 1970, UTC.  Data keys made before
-            are replaced.
-        resumed: Whether it continued a rotation that an earlier run began, as the stored
-            checkpoint says.
-        keys: How many data keys were made.
+        since: When the rotation began, in microseconds since 1970, UTC.  Data keys that were
+            created before `since` are replaced.
+        resumed: Whether this run continued an unfinished rotation, according to the stored
+            checkpoint.
+        keys: How many data keys were created.
         reencrypted: How many records were re-encrypted.
-        left: How many records are not under their owner's newest data key, made by the writing
-            backend since then; in a dry run, how many would be re-encrypted.
-        left_in: The same, table by table.
+        left: How many records still have to be re-encrypted: their key is not their owner's
+            newest, is older than `since`, or is for another backend than `backend`.
+        left_in: `(table, records)` for each table with such records; their sum is `left`.
         bad: How many rows cannot be decrypted; they were left unchanged.
-        problems: The first 1000 of these.
+        problems: The first 1000 rows that cannot be decrypted.
     """
 
     since: int
@@ -82,29 +82,30 @@ async def rotate_data(
     progress: Progress | None = None,
     rows_per_second: float | None = None,
 ) -> DataRotation:
-    """Give each app and user a new data key of `backend`, and re-encrypt all their records.
+    """Create a new data key of `backend` for each app and user, and re-encrypt all records.
 
-    One owner after another is re-encrypted in batches, each record only if it is still as it was
-    read, and each is read back before it is counted.  Running services continue: they take up a
-    new key when they meet a row under it.  The next run continues one that was killed.  The old
-    keys stay until `retire`.
+    Records are re-encrypted in batches.  A record is replaced only if no other process has changed
+    it since it was read, and it is read back before it is counted.  Services can keep running:
+    they read a new key when they first read a row that uses it.  If a run is killed, the next run
+    continues its rotation.  The old keys stay until `retire` deletes them.
 
-    To move to another backend, first have all services write with the new one and list the old
-    one.  Here, too, the new one is `backend`, and the old one is in `additional_backends`.
+    To change to another backend, first restart all services with the new backend as `backend` and
+    the old backend in `additional_backends`.  Then rotate with the same arguments.
 
     Args:
-        db: The database, with every backend whose records it may hold.
-        dry_run: Decrypt what would be re-encrypted, and write nothing.
-        restart: Begin a new rotation, even if an earlier one has not ended.
+        db: The database, with every backend whose records it may have.
+        dry_run: Decrypt the records that would be re-encrypted, but write nothing.
+        restart: Begin a new rotation even if another one is unfinished.
         progress: Called with the number of rows done and the number of all rows.
-        rows_per_second: Process at most so many rows in a second.
+        rows_per_second: The maximum number of rows to process per second.
 
     Raises:
         WrongKeyError: The root keys do not decrypt the keyring.
         ConfigurationError: The database cannot be used, or its only data master is stored as
             plaintext.
-        TamperedError: The checkpoint of the earlier rotation was modified.
-        SecureSessionError: Another rotation was started meanwhile; what this one did stays.
+        TamperedError: The checkpoint of the unfinished rotation was modified.
+        SecureSessionError: Another rotation was started while this one ran.  Records that this
+            one has re-encrypted stay so.
     """
     if (await db.keys()).keyring.current_id is None:
         raise ConfigurationError(
@@ -117,7 +118,7 @@ async def rotate_data(
 
 
 class _OwnerTag(NamedTuple):
-    """An app or a user; *app_name* is None if there is no row of the app."""
+    """An app or a user; *app_name* (as stored) is None if the app's row does not exist."""
 
     id: int
     tag: object
@@ -128,9 +129,9 @@ class _DataRotationRun(Rotation):
     def __init__(self, db: Database, *, dry_run: bool) -> None:
         super().__init__(db, "data", dry_run=dry_run)
         self._keys = 0
-        self._reencrypted = 0  # in all passes
+        self._reencrypted = 0  # total of all passes
         self._left_in: Counter[str] = Counter()
-        self._reencryptor = Reencryptor(db, self._problems, dry_run=dry_run)  # of one pass
+        self._reencryptor = Reencryptor(db, self._problems, dry_run=dry_run)
 
     def result(self) -> DataRotation:
         return DataRotation(
@@ -145,8 +146,8 @@ class _DataRotationRun(Rotation):
         )
 
     async def _count_rows(self) -> int:
-        own = 2 * await count_rows(self._db, apps, users, sessions)  # each with a witness
-        return 2 * (own + await count_events(self._db))  # re-encrypted, and then counted
+        own = 2 * await count_rows(self._db, apps, users, sessions)  # with witnesses
+        return 2 * (own + await count_events(self._db))  # re-encrypt, then count
 
     async def _walk(self, at: Checkpoint) -> None:
         self._reencryptor = Reencryptor(self._db, self._problems, dry_run=self._dry_run)
@@ -175,7 +176,7 @@ class _DataRotationRun(Rotation):
                 app_name = app_name_of(row.app_name)
             found = await read_user(self._db, keys, row.id, app_name)
         if found is None:
-            return  # deleted meanwhile
+            return  # deleted since its tag was read
         owner, records = found
         keys = await self._with_target(keys, owner.tag)
         await self._reencrypt(keys, owner, records)
@@ -187,7 +188,8 @@ class _DataRotationRun(Rotation):
         target = self._target(keys, owner.tag)
         header = pack(target.backend_id, target.id) if target else b""
         async for batch in session_batches(self._db, keys, owner, self._problems):
-            # Sessions before their events: from then on, no event is appended with an older key.
+            # Re-encrypt a session before its events: services never append with an older key than
+            # the session's, so no more event will use an old key.
             await self._reencrypt(keys, owner, batch.records)
             async for records in snapshot_batches(self._db, owner, batch, header):
                 await self._reencrypt(keys, owner, records)
@@ -204,14 +206,14 @@ class _DataRotationRun(Rotation):
         await self._reencryptor.reencrypt(keys, owner.tag, records, target_id)
 
     def _target(self, keys: StagedKeys, owner: bytes) -> DataKey | None:
-        """The key that the records of *owner* are re-encrypted with, if it has been made."""
+        """Return the owner's new data key; None if this rotation has not yet created it."""
         current = keys.current(owner)
         if current is None or not keys.current_is_newest(owner):
             return None
         return current if is_since(self._since, current.created_at) else None
 
     async def _with_target(self, keys: StagedKeys, owner: bytes) -> StagedKeys:
-        """Return the keys of *owner*, with one that was made since the rotation began."""
+        """Return the owner's data keys after creating a new one, if this rotation has not yet."""
 
         known: StagedKeys | None = keys
 
@@ -236,9 +238,9 @@ class _DataRotationRun(Rotation):
         return await repeated(attempt, writes=True)
 
     async def _insert(self, owner: bytes, values: dict[str, object]) -> bool:
-        """Store a key, unless its owner was erased; return whether it was stored.
+        """Store a data key unless its owner was erased; return whether it was stored.
 
-        A key without an owner would be rejected when the user returns.
+        If an erased user had a data key, services would reject the user when they return.
         """
         if self._db.key_executor is self._db.executor:
             work = partial(_insert_beside_owner, owner, values)
@@ -258,7 +260,8 @@ class _DataRotationRun(Rotation):
         return self._left_in.total()
 
     def _may_walk_again(self) -> bool:
-        return self._left > 0 and self._reencryptor.count > 0  # services wrote with older keys
+        # Services may have written records with old keys during the pass.
+        return self._left > 0 and self._reencryptor.count > 0
 
 
 # --- storing a data key --------------------------------------------------------------------------
@@ -281,7 +284,7 @@ def _insert_beside_owner(
 
 
 def _exists(owner: bytes, connection: sa.Connection) -> bool:
-    """Whether *owner* has a row; waits for a transaction that is about to delete it."""
+    """Lock the row of *owner*, and return whether it exists; waits for transactions deleting it."""
     queries = (sa.select(table.c.id).where(table.c.tag == owner) for table in (apps, users))
     return any(connection.scalar(query.with_for_update()) is not None for query in queries)
 

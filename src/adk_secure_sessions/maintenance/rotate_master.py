@@ -1,4 +1,4 @@
-"""Replace the data master: wrap all data keys, a few for each user and app, with a new one."""
+"""Replace the data master: wrap all data keys with a new data master."""
 
 import time
 from functools import partial
@@ -45,15 +45,14 @@ class MasterRotation(NamedTuple):
     """The result of `rotate_master`, or what a dry run expects it to be.
 
     Attributes:
-        master_id: The data master that wraps all data keys now; None in a dry run, if it would
-            have to be made.
+        master_id: The id of the new data master; None in a dry run that would create it.
         since: When the rotation began, in microseconds since 1970, UTC.
-        resumed: Whether it continued a rotation that an earlier run began, as the stored
-            checkpoint says.
-        rotated: How many data keys were wrapped again.
-        left: How many data keys another master still wraps.
-        bad: How many of these cannot be unwrapped; they were left unchanged.
-        problems: The first 1000 of the bad ones.
+        resumed: Whether this run continued an unfinished rotation, according to the stored
+            checkpoint.
+        rotated: How many data keys were wrapped with the new data master.
+        left: How many data keys are still wrapped by another data master.
+        bad: How many of the `left` data keys cannot be unwrapped; they were left unchanged.
+        problems: The first 1000 data keys that cannot be unwrapped.
     """
 
     master_id: int | None
@@ -73,25 +72,27 @@ async def rotate_master(
     progress: Progress | None = None,
     rows_per_second: float | None = None,
 ) -> MasterRotation:
-    """Make a new data master under the root key of `backend`, and wrap all data keys with it.
+    """Create a new data master under the root key of `backend`, and wrap all data keys with it.
 
-    Data keys are replaced in batches, each only if it is still as it was read.  Running services
-    continue, and take up the new master when they meet it.  The next run continues one that was
-    killed.  The old masters stay until `retire`.
+    Data keys are wrapped in batches.  A row is replaced only if no other process has changed it
+    since it was read.  Services can keep running: they read the new master when they first need
+    it.  If a run is killed, the next run continues its rotation.  The old data masters stay until
+    `retire` deletes them.
 
     Args:
-        db: The database, with all root keys that its master keys need.
-        dry_run: Unwrap all data keys, and write nothing.
-        restart: Begin a new rotation, even if an earlier one has not ended.
+        db: The database, with all root keys that wrap its master keys.
+        dry_run: Unwrap all data keys, but write nothing.
+        restart: Begin a new rotation even if another one is unfinished.
         progress: Called with the number of data keys done and the number of all data keys.
-        rows_per_second: Wrap at most so many data keys in a second.
+        rows_per_second: The maximum number of data keys to wrap per second.
 
     Raises:
         WrongKeyError: A root key is missing or wrong.
-        SecureSessionError: Another rotation was started meanwhile; what this one did stays.
+        SecureSessionError: Another rotation was started while this one ran.  Data keys that this
+            one has wrapped stay so.
         KeyServiceError: The key provider failed.
         ConfigurationError: The database cannot be used, or `backend` has no root key.
-        TamperedError: The checkpoint of the earlier rotation was modified.
+        TamperedError: The checkpoint of the unfinished rotation was modified.
     """
     if db.backends.writer.root_key.key_id == PLAINTEXT_ROOT_KEY_ID:
         raise ConfigurationError("NoOpBackend has no root key to wrap a master with")
@@ -122,7 +123,7 @@ class _MasterRotationRun(Rotation):
         return await count_rows(self._db, data_keys)
 
     async def _begin(self) -> None:
-        """Find the newest master of this rotation, or make it."""
+        """Find the data master that this rotation has created, or create it."""
         root, keys = self._db.backends.writer.root_key, await self._db.keys()
         while True:
             rows = (await self._db.survey()).keyring
@@ -139,7 +140,7 @@ class _MasterRotationRun(Rotation):
             database_id = keys.keyring.database_id
             now = max(self._since, time.time_ns() // 1000)
             fresh = await new_master(DATA, root, database_id, now)
-            # Check that it can be unwrapped, before anything is wrapped with it.
+            # Check that the new master can be unwrapped before any data key depends on it.
             await unwrap_master_key(fresh, {root.key_id: root}, database_id)
             await self._db.change_keys(partial(_add, fresh, len(rows)))
 
@@ -156,7 +157,7 @@ class _MasterRotationRun(Rotation):
                 await self._checkpoints.save(at._replace(after=span.last))
 
     async def _wrap(self, rows: list[DataKeyRow], masters: Keyring) -> None:
-        """Wrap *rows* with the new master, and read them back before they are counted."""
+        """Wrap the data keys in *rows* with the new master; read each back before counting it."""
         old: dict[int, DataKeyRow] = {}
         keys: dict[int, bytes] = {}
         for row in rows:
@@ -195,11 +196,15 @@ class _MasterRotationRun(Rotation):
         return sum(one.keys for one in counts if one.master_id != self._master_id)
 
     def _may_walk_again(self) -> bool:
-        return self._left > self._problems.count  # another process wrapped some meanwhile
+        # Other processes may have wrapped data keys with an old master during the pass.
+        return self._left > self._problems.count
 
 
 def _add(row: MasterKeyRow, known: int, connection: sa.Connection) -> None:
-    """Add *row*, unless another run was first; the number of rows tells services of the change."""
+    """Add *row* if the keyring still has *known* rows; if not, another process was first.
+
+    Services notice the new number of rows when they store a data key, and read the keyring again.
+    """
     if connection.scalar(sa.select(sa.func.count()).select_from(keyring)) == known:
         connection.execute(sa.insert(keyring).values(row._asdict()))
 
@@ -207,7 +212,7 @@ def _add(row: MasterKeyRow, known: int, connection: sa.Connection) -> None:
 def _rewrap(
     pairs: list[tuple[DataKeyRow, DataKeyRow]], master_id: int, connection: sa.Connection
 ) -> None:
-    """Replace each old row of *pairs* by the new one, if it is still as it was read."""
+    """Replace the old row of each pair by the new one if its wrapped key has not changed."""
     parameters = [
         {"at_id": old.id, "at_wrapped": old.wrapped, "new": new.wrapped, "master_id": master_id}
         for old, new in pairs
@@ -220,7 +225,8 @@ _REWRAP = (
     .where(
         data_keys.c.id == sa.bindparam("at_id"),
         data_keys.c.wrapped == sa.bindparam("at_wrapped", type_=data_keys.c.wrapped.type),
-        # `retire` may have deleted the master before it wrapped anything.
+        # Require that the new master still exists: `retire` may have deleted it while it wrapped
+        # no data key yet, if another rotation had replaced it.
         sa.select(sa.literal_column("1")).where(keyring.c.id == sa.bindparam("master_id")).exists(),
     )
     .values(wrapped=sa.bindparam("new", type_=data_keys.c.wrapped.type))

@@ -1,4 +1,4 @@
-"""Replace the root key: wrap the master keys, which are a few, with another one."""
+"""Replace the root key: wrap the master keys (a few rows) with a new root key."""
 
 import asyncio
 from functools import partial
@@ -16,7 +16,7 @@ from adk_secure_sessions.storage import (
     keyring,
 )
 
-_PAUSES = (0.2, 1.0, 2.0)  # seconds, after a lost connection
+_PAUSES = (0.2, 1.0, 2.0)  # seconds to wait before each new attempt after a lost connection
 _CHANGED = "secure_keyring was changed meanwhile, perhaps by another rotation: see `status`"
 
 
@@ -24,11 +24,11 @@ class RootRotation(NamedTuple):
     """The result of `rotate_root`, or what a dry run expects it to be.
 
     Attributes:
-        root_key_id: The root key that wraps the master keys now.
-        rotated: Ids of the master keys that another root key wrapped before.
-        unchanged: Ids of the master keys that this root key wrapped already.
-        plaintext: Ids of the master keys that `NoOpBackend` stored as plaintext.  They stay as
-            they are: whoever could read the database may know them.
+        root_key_id: The id of the new root key, which wraps the master keys now.
+        rotated: Ids of the master keys that were wrapped by another root key before.
+        unchanged: Ids of the master keys that the new root key already wrapped before.
+        plaintext: Ids of the master keys that `NoOpBackend` stored as plaintext.  They are not
+            wrapped: anybody who could read the database may know them already.
     """
 
     root_key_id: str
@@ -38,20 +38,21 @@ class RootRotation(NamedTuple):
 
 
 async def rotate_root(db: Database, *, dry_run: bool = False) -> RootRotation:
-    """Wrap the master keys with the root key of `backend`; `additional_backends` unwrap them.
+    """Wrap the master keys with the new root key, which is the root key of `backend`.
 
-    One transaction replaces all of them, if they are still as they were read: a process that is
-    killed meanwhile leaves all or none replaced.  Running services continue; a service that
-    starts needs the new root key.  A second run finds nothing to do.
+    One transaction replaces all master keys, so a killed run leaves all or none of them replaced.
+    It replaces none if one of them has changed since it was read.  Services can keep running, but
+    a service that starts later needs the new root key.  A second run has nothing to do.
 
     Args:
         db: The database; `backend` has the new root key, `additional_backends` the old one.
-        dry_run: Unwrap and wrap, to see that all root keys work, and write nothing.
+        dry_run: Check that all root keys can unwrap and wrap, but write nothing.
 
     Raises:
         WrongKeyError: A root key is missing or wrong; nothing was written.
         KeyServiceError: A key provider failed; nothing was written.
-        SecureSessionError: The keyring changed meanwhile; nothing was written.
+        SecureSessionError: Another process has changed the keyring since it was read; nothing was
+            written.
         ConfigurationError: The database cannot be used, or `backend` has no root key.
     """
     root = db.backends.writer.root_key
@@ -63,7 +64,8 @@ async def rotate_root(db: Database, *, dry_run: bool = False) -> RootRotation:
     plaintext = [row for row in rows if row.root_key_id == PLAINTEXT_ROOT_KEY_ID]
     old = [row for row in rows if row.root_key_id not in (PLAINTEXT_ROOT_KEY_ID, root.key_id)]
     done = [row for row in rows if row.root_key_id == root.key_id]
-    # Unwrap these, too, or a wrong key under the right name would go unnoticed.
+    # Unwrap master keys that are under the new root key already: if a wrong key was given with the
+    # right id, this raises WrongKeyError.
     await at_once(*(unwrap_master_key(row, db.backends.roots, survey.database_id) for row in done))
     new = await at_once(*(_rewrapped(db, row, root, survey.database_id) for row in old))
     if new and not dry_run:
@@ -75,7 +77,7 @@ async def rotate_root(db: Database, *, dry_run: bool = False) -> RootRotation:
 async def _rewrapped(
     db: Database, row: MasterKeyRow, root: KeyProvider, database_id: bytes
 ) -> MasterKeyRow:
-    """Return *row* wrapped with *root*, after checking that *root* unwraps it again."""
+    """Return *row* with its master key wrapped by *root*; check that *root* can unwrap it."""
     key = await unwrap_master_key(row, db.backends.roots, database_id)
     fresh = await wrap_master_key(row, root, database_id, key)
     if await unwrap_master_key(fresh, {root.key_id: root}, database_id) != key:
@@ -86,7 +88,7 @@ async def _rewrapped(
 async def _write_until_answered(
     db: Database, old: list[MasterKeyRow], new: list[MasterKeyRow]
 ) -> None:
-    """Replace *old* by *new*, and write again if the connection was lost before the answer."""
+    """Replace *old* by *new*; try again if the connection is lost before the database answers."""
     pauses = iter(_PAUSES)
     while True:
         try:
@@ -100,14 +102,14 @@ async def _write_until_answered(
             if pause is None:
                 raise lost.error from None
         await asyncio.sleep(pause)
-        # What was sent before the connection was lost may have been committed.
+        # The transaction may have been committed before the connection was lost: look.
         stored = (await db.survey()).keyring
         if all(row in stored for row in new):
             return
 
 
 def _replace(old: list[MasterKeyRow], new: list[MasterKeyRow]) -> Steps[bool]:
-    """Replace all rows; return False, or raise Conflict, if one of them has changed."""
+    """Replace all rows.  If one has changed, return False or raise Conflict, and replace none."""
     replaced: bool = yield Apply(
         [
             Change(

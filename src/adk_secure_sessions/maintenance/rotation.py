@@ -1,4 +1,4 @@
-"""Passes of a rotation over all its rows, and the checkpoint that lets a killed one continue."""
+"""Run a rotation in passes over all rows; store a checkpoint, so a killed run can be continued."""
 
 import re
 import time
@@ -20,19 +20,19 @@ from adk_secure_sessions.storage import (
     meta,
 )
 
-_PREFIX = "rotation."  # of the names of checkpoints in `secure_meta`
+_PREFIX = "rotation."  # `secure_meta` stores a checkpoint under this prefix and a rotation name
 _PASSES = 3
-_SKEW = 24 * 60 * 60 * 1_000_000  # microseconds by which the clock of another machine may be ahead
+_SKEW = 24 * 60 * 60 * 1_000_000  # microseconds that the clock of another machine may be ahead
 OVERLAPPED = "another rotation was started meanwhile; run one at a time"
 
 
 class Checkpoint(NamedTuple):
-    """How far a rotation came.
+    """How far a rotation has come.
 
     Attributes:
-        since: Keys made before are replaced; microseconds since 1970, UTC.
-        stage: The index of the table that is being walked.
-        after: The last row of that table that is done; -1 for none.
+        since: When the rotation began, in microseconds since 1970, UTC.  It replaces older keys.
+        stage: The index of the table that the rotation is walking.
+        after: The id of the last row of that table that is done; -1 if none is.
     """
 
     since: int
@@ -41,13 +41,14 @@ class Checkpoint(NamedTuple):
 
 
 class UnfinishedRotation(NamedTuple):
-    """A rotation that has not ended: it is running, was killed, or could not replace every key.
+    """A rotation that is running, was killed, or could not replace every key.
 
     Attributes:
-        rotation: `master` or `data`.
-        since: When it began, in microseconds since 1970, UTC; None if its checkpoint is malformed.
-        genuine: Whether the checkpoint is as a rotation wrote it; None if no root key that was
-            given decrypts the keyring.
+        rotation: The name of the rotation, `master` or `data`.
+        since: When the rotation began, in microseconds since 1970, UTC; None if its checkpoint is
+            malformed.
+        genuine: True if the stored checkpoint is authentic, False if it was modified.  None if
+            the root keys that were given do not decrypt the keyring.
     """
 
     rotation: str
@@ -58,8 +59,8 @@ class UnfinishedRotation(NamedTuple):
 class Rotation(ABC):
     """One run of a rotation.
 
-    It walks all rows and counts what is left under older keys.  Services that have not yet
-    taken up the new key may leave rows behind the walk, so it walks again, up to three times.
+    A pass walks all rows, and then counts the rows that are still under older keys.  A service
+    that has not yet read a new key may write rows behind the walk, so there are up to 3 passes.
     """
 
     def __init__(self, db: Database, name: str, *, dry_run: bool) -> None:
@@ -68,17 +69,17 @@ class Rotation(ABC):
         self._checkpoints = Checkpoints(db, name, dry_run=dry_run)
         self._since = 0
         self._meter = Meter(None, 0, None)
-        self._problems = Problems()  # of the latest pass
-        self._left = 0  # after the latest pass
+        self._problems = Problems()  # problems of the latest pass
+        self._left = 0  # rows under older keys after the latest pass
 
     async def run(
         self, *, restart: bool, progress: Progress | None, rows_per_second: float | None
     ) -> None:
-        """Continue the rotation that has not ended, or begin one; *restart*: begin one in any case.
+        """Continue the unfinished rotation; if there is none, or with *restart*, begin a new one.
 
         Raises:
-            TamperedError: the checkpoint is not as a rotation wrote it.
-            SecureSessionError: another rotation was started meanwhile.
+            TamperedError: The stored checkpoint was modified.
+            SecureSessionError: Another rotation was started while this one ran.
         """
         self._meter = Meter(progress, await self._count_rows(), rows_per_second)
         at = await self._checkpoints.begin(restart=restart)
@@ -97,10 +98,10 @@ class Rotation(ABC):
 
     @abstractmethod
     async def _count_rows(self) -> int:
-        """Count the rows that the meter is to report."""
+        """Return the total number of rows for the progress report."""
 
     async def _begin(self) -> None:  # noqa: B027 - not every rotation has something to do
-        """Do what comes between the checkpoint and the first pass."""
+        """Prepare the first pass: called once, after the checkpoint was read or stored."""
 
     @abstractmethod
     async def _walk(self, at: Checkpoint) -> None:
@@ -108,17 +109,17 @@ class Rotation(ABC):
 
     @abstractmethod
     async def _count_left(self) -> int:
-        """Count the rows that are still under older keys; in a dry run, those to be replaced."""
+        """Count the rows still under older keys; in a dry run, the rows that would be replaced."""
 
     @abstractmethod
     def _may_walk_again(self) -> bool:
-        """Whether another pass may replace what is left."""
+        """Whether another pass may replace keys of the rows that are left."""
 
 
 class Checkpoints:
-    """Reads and writes the checkpoint of the rotation called *name*; a dry run writes none.
+    """Reads and writes the checkpoint of the rotation called *name*; a dry run writes nothing.
 
-    `resumed` tells whether `begin` found a rotation that had not ended.
+    `resumed` is True if `begin` found the checkpoint of an unfinished rotation.
     """
 
     def __init__(self, db: Database, name: str, *, dry_run: bool) -> None:
@@ -131,7 +132,7 @@ class Checkpoints:
         """Return the stored checkpoint; if there is none, or with *restart*, store a new one.
 
         Raises:
-            TamperedError: the stored checkpoint is not as a rotation wrote it.
+            TamperedError: The stored checkpoint was modified.
         """
         stored = None if restart else await self._stored()
         self.resumed = stored is not None
@@ -145,20 +146,23 @@ class Checkpoints:
         """Store *checkpoint*.
 
         Raises:
-            SecureSessionError: another rotation was started meanwhile.
+            SecureSessionError: Another rotation was started after this one began.
         """
         await self._write(checkpoint, checkpoint.since)
 
     async def end(self, since: int, *, complete: bool) -> None:
-        """Delete the checkpoint; if not *complete*, have the next run start from the first row.
+        """Delete the checkpoint; if not *complete*, reset it to the first row for the next run.
 
         Raises:
-            SecureSessionError: another rotation was started meanwhile.
+            SecureSessionError: Another rotation was started after this one began.
         """
         await self._write(None if complete else Checkpoint(since), since)
 
     async def _later_than_all_keys(self) -> int:
-        """The present, or a later moment if keys come from a machine whose clock is ahead."""
+        """Return the current time, or a later one if the newest key has a time in the future.
+
+        That key was created on a machine whose clock is ahead, by at most `_SKEW`.
+        """
         now = time.time_ns() // 1000
         moments = [now]
         for query in _LATEST:
@@ -194,17 +198,17 @@ class Checkpoints:
 
 
 def is_since(since: int, created_at: int) -> bool:
-    """Whether a key made at *created_at* belongs to the rotation that began at *since*, or later.
+    """Whether a key with the time *created_at* was created since a rotation began at *since*.
 
-    A key from the future, beyond what clocks differ by, does not.
+    False for a time more than `_SKEW` in the future: clocks do not differ by that much.
     """
     return since <= created_at <= time.time_ns() // 1000 + _SKEW
 
 
 def unfinished(stored: Mapping[str, str], index: BlindIndex | None) -> Iterator[UnfinishedRotation]:
-    """Yield the rotations of which *stored*, the content of `secure_meta`, has a checkpoint.
+    """Yield the rotations that have a checkpoint in *stored* (the content of `secure_meta`).
 
-    *index*, if it is known, tells whether the checkpoint is genuine.
+    *index* authenticates checkpoints; None if it is not known.
     """
     for name, value in sorted(stored.items()):
         if str(name).startswith(_PREFIX):
@@ -229,13 +233,14 @@ def _is_genuine(index: BlindIndex, name: str, value: str) -> bool:
 
 
 def _replace(name: str, value: str | None, expected: int | None, connection: sa.Connection) -> bool:
-    """Replace the checkpoint if its rotation began at *expected*, or in any case if that is None.
+    """Replace or delete a checkpoint; return False if it belongs to another rotation.
 
-    Returns whether it did.
+    The rotation of the stored checkpoint must have begun at *expected*, unless *expected* is None.
+    A *value* of None deletes the checkpoint.
     """
     query = sa.select(meta.c.value).where(meta.c.name == name).with_for_update()
     stored = connection.scalar(query)
-    # If there is none, another run of this rotation has ended it: that run left nothing to do.
+    # If the checkpoint is gone, another run has completed this rotation and left nothing to do.
     if expected is not None and stored is not None and not str(stored).startswith(f"{expected} "):
         return False
     connection.execute(sa.delete(meta).where(meta.c.name == name))

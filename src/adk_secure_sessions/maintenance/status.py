@@ -1,4 +1,4 @@
-"""Count what a database holds, without decrypting it."""
+"""Report the keys, records and unfinished rotations of a database; decrypt no record."""
 
 import time
 from typing import NamedTuple
@@ -32,12 +32,13 @@ class MasterKey(NamedTuple):
     """A row of `secure_keyring`.
 
     Attributes:
-        id: Its id.
-        purpose: `data` or `index`.
-        root_key_id: The root key that wraps it; `none` if it is stored as plaintext.
-        created_at: When it was made, in microseconds since 1970, UTC.
-        age: How long ago that was, in seconds.
-        unwraps: Whether the root keys that were given unwrap it; None if none was given.
+        id: The id of the master key.
+        purpose: `data` for a data master, `index` for the index master.
+        root_key_id: The id of the root key that wraps the master key; `none` if the master key is
+            stored as plaintext.
+        created_at: When the master key was created, in microseconds since 1970, UTC.
+        age: Seconds since `created_at`.
+        unwraps: Whether the given root keys can unwrap the master key; None without root keys.
     """
 
     id: int
@@ -52,13 +53,13 @@ class Status(NamedTuple):
     """The result of `status`.
 
     Attributes:
-        format_version: The version of the stored format, as stored.
-        has_plaintext_records: Whether `NoOpBackend` has written to the database, as it claims;
-            this is not authenticated.
+        format_version: The version of the stored format.
+        has_plaintext_records: Whether `NoOpBackend` has written to the database, according to a
+            mark in `secure_meta`, which is not authenticated.
         masters: The master keys.
-        data_keys: How many data keys there are, by backend and by the master that wraps them.
-        records: How many records there are, by table and backend.
-        unfinished: The rotations that have not ended.
+        data_keys: The number of data keys, by backend and by the data master that wraps them.
+        records: The number of records, by table and backend.
+        unfinished: The rotations that are running, were killed, or could not replace every key.
     """
 
     format_version: str
@@ -72,13 +73,13 @@ class Status(NamedTuple):
 async def status(
     db: Database, *, progress: Progress | None = None, rows_per_second: float | None = None
 ) -> Status:
-    """Count rows and keys; no key is needed, and no record is decrypted.
+    """Count rows and keys.  No key is needed, and no record is decrypted.
 
     Args:
-        db: The database.  If it has a backend, the result also says which master keys it unwraps,
-            and whether an unfinished rotation is genuine.
+        db: The database.  If *db* has a backend, the result also tells which master keys can be
+            unwrapped, and whether the checkpoints of unfinished rotations are authentic.
         progress: Called with the number of rows done and the number of all rows.
-        rows_per_second: Count at most so many rows in a second.
+        rows_per_second: The maximum number of rows to count per second.
 
     Raises:
         ConfigurationError: The database cannot be used, or holds no encrypted sessions yet.
@@ -111,14 +112,14 @@ async def _master(db: Database, row: MasterKeyRow, database_id: bytes) -> Master
             unwraps = True
         except (WrongKeyError, DecryptionError):
             unwraps = False
-    # SQLite stores any type in any column.
+    # SQLite stores any type in any column, so a modified time may not be a number.
     created_at = row.created_at if isinstance(row.created_at, int) else 0
     age = time.time() - created_at / 1_000_000
     return MasterKey(row.id, row.purpose, row.root_key_id, created_at, age, unwraps)
 
 
 async def _index(db: Database) -> BlindIndex | None:
-    """Return the key that authenticates checkpoints, if the root keys decrypt the keyring."""
+    """Return the `BlindIndex`, which authenticates checkpoints; None if it cannot be unwrapped."""
     if not db.has_keys:
         return None
     try:

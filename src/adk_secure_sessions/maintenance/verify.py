@@ -1,4 +1,4 @@
-"""Decrypt every record and check that rows belong together; report those that do not."""
+"""Decrypt every record, check which rows belong together, and report bad and orphaned rows."""
 
 import functools
 import time
@@ -53,8 +53,9 @@ from adk_secure_sessions.storage import (
     witnesses,
 )
 
-# Microseconds in which a data key may wait for its owner's row in the other database; also what
-# clocks differ by.
+# 10 minutes, in microseconds.  With a key database, a new data key is stored before its owner's
+# row, so `verify` does not report a younger data key that has no owner.  Clocks may differ by as
+# much.
 _GRACE = 600_000_000
 
 
@@ -62,14 +63,16 @@ class Verification(NamedTuple):
     """The result of `verify`.
 
     Attributes:
-        apps: How many rows of apps were decrypted and are as they were written.
-        users: The same for users.
-        sessions: The same for sessions, each with its state, events and witness.
-        events: How many events these sessions have.
-        unchecked: Users and sessions that could not be checked, because the row of their app or
-            user cannot be decrypted.
-        bad: How many rows are not as they were written, or belong to nothing.
-        problems: The first 1000 of these.
+        apps: How many rows of apps were decrypted and are authentic.
+        users: How many rows of users were decrypted and are authentic.
+        sessions: How many sessions were decrypted and are authentic, each with its state, events
+            and version witness.
+        events: How many events the `sessions` have.
+        unchecked: How many users and sessions could not be checked, because the row of their app
+            or user, or their data key, cannot be decrypted.
+        bad: How many rows were tampered with or are orphaned (the session, user or app row that
+            they belong to does not exist).
+        problems: The first 1000 bad rows.
     """
 
     apps: int
@@ -86,14 +89,14 @@ async def verify(
 ) -> Verification:
     """Decrypt every record, and check that no row was modified, moved, removed or added.
 
-    A bad row is reported and left unchanged, and the check continues.  Services may write
-    meanwhile: each session is read by one statement.  Memory holds the events of one session at a
-    time.  Whether the JSON of an event is a valid event of google-adk is not checked.
+    A bad row is reported and left unchanged, and the check continues.  Services can keep writing,
+    because one statement reads a whole session.  Memory must hold the events of one session at a
+    time.  `verify` does not check that an event's JSON is a valid google-adk event.
 
     Args:
-        db: The database, with every backend and root key whose records it may hold.
+        db: The database, with all backends and root keys that its records may need.
         progress: Called with the number of rows done and the number of all rows.
-        rows_per_second: Check at most so many rows in a second.
+        rows_per_second: The maximum number of rows to check per second.
 
     Raises:
         WrongKeyError: The root keys do not decrypt the keyring.
@@ -118,7 +121,7 @@ class _AppName(NamedTuple):
 
 
 class _UserTag(NamedTuple):
-    """*app_name* is that of the app's row, None if there is no such row."""
+    """A user to check.  *app_name* is read from the app's row; None if that does not exist."""
 
     id: int
     app_row: int
@@ -138,7 +141,7 @@ class _DataKeyOwner(NamedTuple):
 
 
 class _Verifier:
-    """Counts what it checks; rows behind a bad one are not checked and not reported."""
+    """Checks and counts rows.  Rows that need a bad app or user row are counted as unchecked."""
 
     def __init__(self, db: Database, store: Store, index: BlindIndex, meter: Meter) -> None:
         self.problems = Problems()
@@ -206,7 +209,7 @@ class _Verifier:
             self.problems.suppress(users.name, row.id)
 
     async def _check_user(self, row: _UserTag) -> bool:
-        """Whether the user was not deleted meanwhile."""
+        """Check a user; return False if the user was deleted since the tag was read."""
         with naming(users.name, row.id):
             app_name = app_name_of(row.app_name)
             tag = binary(row.tag)
@@ -216,16 +219,19 @@ class _Verifier:
         user = open_user_row(attempt, found, found.users[0])
         if self._index.user(app_name, user.user_id) != tag:
             raise TamperedError(
-                "its tag is another user's", reason=Reason.WRONG_OWNER, table=users.name, row=row.id
+                "its tag belongs to another user",
+                reason=Reason.WRONG_OWNER,
+                table=users.name,
+                row=row.id,
             )
         return True
 
     async def _check_session(self, located: LocatedSession) -> None:
         rows = 1
         try:
-            # As a service reads it, and all of it by one statement.
+            # Read the session like a service does: one statement reads all of it.
             found = await self._store.get(*located.known_ids(), _undecoded)
-            if found is not None:  # else it was deleted meanwhile
+            if found is not None:  # otherwise it was deleted since its ids were read
                 _, history = found
                 self._sessions += 1
                 self._events += len(history)
@@ -235,7 +241,7 @@ class _Verifier:
         await self._meter.advance(rows)
 
     async def _read_owners(self, app_name: str, user_tag: bytes = b"") -> tuple[Attempt, Found]:
-        """Read an app's row, and a user's if *user_tag* is given, with their witnesses and keys."""
+        """Read an app and, with *user_tag*, a user, together with their witnesses and keys."""
         who = identify(self._index, app_name)._replace(user_tag=user_tag)
         found = Found(await self._db.read(OWNERS[False], who.tags()))
         keys = await self._db.keys_of(who.app_tag, user_tag)
@@ -243,7 +249,11 @@ class _Verifier:
 
 
 async def _again_if_keys_changed(check: Callable[[], Awaitable[T]]) -> T:
-    """Run *check*, and run it again if keys were replaced between its rows and its keys."""
+    """Run *check*, and run it again if a data key is missing.
+
+    *check* reads rows and then their keys.  Between the two, another process may have re-encrypted
+    the rows and retired the old keys.
+    """
     try:
         return await check()
     except UnknownKeyError:
@@ -255,11 +265,13 @@ def _undecoded(plaintext: bytes, session_row: int, seq: int) -> None:
     return None
 
 
-# --- rows that belong to nothing: no row that a service reads leads to them -----------------------
+# --- orphaned rows -------------------------------------------------------------------------------
+# The session, user or app row that an orphaned row belongs to does not exist, so services never
+# read the orphaned row.
 
 
 async def _find_rows_of_no_session(db: Database, span: Range, problems: Problems) -> None:
-    """Report events and bases whose session, by its id in *span*, does not exist."""
+    """Report events and snapshots whose session row id is in *span* but does not exist."""
     for session_row, count in await db.read(_events_of_none(span.bounds), span.parameters):
         detail = f"{count} events belong to no session"
         problems.add(events.name, session_row, Reason.MISSING, detail)
@@ -268,7 +280,7 @@ async def _find_rows_of_no_session(db: Database, span: Range, problems: Problems
 
 
 async def _find_witnesses_of_nothing(db: Database, problems: Problems, meter: Meter) -> None:
-    """Report witnesses whose app, user or session does not exist."""
+    """Report version witnesses whose app, user or session does not exist."""
     detail = "the row whose version it proves was removed"
     size = db.limits.headers
     async for rows in batches(db, witnesses.c.tag, _witnesses, _WitnessTag, size):
@@ -288,7 +300,8 @@ async def _find_data_keys_of_nobody(db: Database, problems: Problems, meter: Met
     async for rows in batches(db, data_keys.c.id, _data_keys, _DataKeyOwner, size):
         known = await _existing_owners(db, {row.owner for row in rows})
         lost = [row for row in rows if row.owner not in known and not _may_be_new(db, row)]
-        # An erasure deletes the keys before the owner's row: such keys are gone by now.
+        # An erasure may have deleted the owner while we read: it deletes the keys first, so those
+        # keys are gone now.  Report only keys that are still stored.
         there = {key.id for key in await read_data_keys(db.read_keys, [row.owner for row in lost])}
         for row in lost:
             if row.id in there or not isinstance(row.owner, bytes):
@@ -297,14 +310,14 @@ async def _find_data_keys_of_nobody(db: Database, problems: Problems, meter: Met
 
 
 def _may_be_new(db: Database, row: _DataKeyOwner) -> bool:
-    """Whether its owner's row may yet be written: a key in a key database is stored first."""
+    """Whether a service may be about to write the row of the key's owner (see `_GRACE`)."""
     if not db.executors.has_key_database or not isinstance(row.created_at, int):
         return False
     return abs(time.time_ns() // 1000 - row.created_at) < _GRACE
 
 
 async def _existing_owners(db: Database, tags: Iterable[object]) -> set[object]:
-    """Return those of *tags* that are the tag of an app or a user."""
+    """Return those *tags* (blind indexes) for which an app or a user exists."""
     found: set[object] = set()
     for chunk in chunks({tag for tag in tags if isinstance(tag, bytes)}):
         found |= {tag for (tag,) in await db.read(_owners(len(chunk)), numbered(chunk))}
@@ -330,7 +343,7 @@ def _users(bounds: Bounds) -> sa.Select[Any]:
 
 @functools.cache
 def _events_of_none(bounds: Bounds) -> sa.Select[Any]:
-    """Ids of sessions that do not exist, and how many events each has."""
+    """Select row ids of sessions that do not exist but have events, with the number of events."""
     row = events.c.session_row
     query = sa.select(row, sa.func.count())
     query = query.where(*within(row, bounds), ~_exists(sessions.c.id == row))
@@ -360,7 +373,7 @@ def _data_keys(bounds: Bounds) -> sa.Select[Any]:
 
 @functools.cache
 def _owners(number: int) -> sa.CompoundSelect[Any]:
-    """Those of *number* tags that are the tag of an app or a user."""
+    """Select the tags of apps and users, among a list of *number* tags."""
     tags = (table.c.tag for table in (apps, users))
     return sa.union_all(*(sa.select(tag).where(is_one_of(tag, number)) for tag in tags))
 
