@@ -1,22 +1,18 @@
 """Replace the root key: wrap the master keys (a few rows) with a new root key."""
 
-import asyncio
 from functools import partial
 from typing import NamedTuple
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.db.protocol import Apply, Change, Conflict, Disconnected, Steps
+from adk_secure_sessions.db.protocol import Apply, Change, Conflict, Steps
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
 from adk_secure_sessions.keys.keyring import MasterKeyRow, unwrap_master_key, wrap_master_key
 from adk_secure_sessions.keys.providers import PLAINTEXT_ROOT_KEY_ID, KeyProvider
 from adk_secure_sessions.loops import at_once
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.storage import (
-    keyring,
-)
+from adk_secure_sessions.storage import keyring, repeated
 
-_PAUSES = (0.2, 1.0, 2.0)  # seconds to wait before each new attempt after a lost connection
 _CHANGED = "secure_keyring was changed meanwhile, perhaps by another rotation: see `status`"
 
 
@@ -69,7 +65,7 @@ async def rotate_root(db: Database, *, dry_run: bool = False) -> RootRotation:
     await at_once(*(unwrap_master_key(row, db.backends.roots, survey.database_id) for row in done))
     new = await at_once(*(_rewrapped(db, row, root, survey.database_id) for row in old))
     if new and not dry_run:
-        await _write_until_answered(db, old, new)
+        await _write(db, old, new)
     ids = [tuple(row.id for row in group) for group in (old, done, plaintext)]
     return RootRotation(root.key_id, *ids)
 
@@ -85,27 +81,25 @@ async def _rewrapped(
     return fresh
 
 
-async def _write_until_answered(
-    db: Database, old: list[MasterKeyRow], new: list[MasterKeyRow]
-) -> None:
-    """Replace *old* by *new*; try again if the connection is lost before the database answers."""
-    pauses = iter(_PAUSES)
-    while True:
-        try:
-            if await db.key_executor.write(partial(_replace, old, new)):
-                return
-            raise SecureSessionError(_CHANGED)
-        except Conflict:
-            raise SecureSessionError(_CHANGED) from None
-        except Disconnected as lost:
-            pause = next(pauses, None)
-            if pause is None:
-                raise lost.error from None
-        await asyncio.sleep(pause)
-        # The transaction may have been committed before the connection was lost: look.
-        stored = (await db.survey()).keyring
+async def _write(db: Database, old: list[MasterKeyRow], new: list[MasterKeyRow]) -> None:
+    """Replace *old* by *new*, again if the connection is lost before the database answers."""
+    is_first = True
+
+    async def attempt() -> None:
+        nonlocal is_first
+        # The attempt before may have been committed although its connection was lost.
+        stored = [] if is_first else (await db.survey()).keyring
+        is_first = False
         if all(row in stored for row in new):
             return
+        try:
+            replaced = await db.key_executor.write(partial(_replace, old, new))
+        except Conflict:  # not repeated: the keys were unwrapped before they changed
+            replaced = False
+        if not replaced:
+            raise SecureSessionError(_CHANGED)
+
+    await repeated(attempt, writes=True)
 
 
 def _replace(old: list[MasterKeyRow], new: list[MasterKeyRow]) -> Steps[bool]:

@@ -2,14 +2,12 @@
 
 import functools
 import time
-from collections.abc import Awaitable, Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.db.protocol import T
-from adk_secure_sessions.errors import Reason, TamperedError, UnknownKeyError
+from adk_secure_sessions.errors import Reason, TamperedError
 from adk_secure_sessions.formats.records import binary, decode_text
 from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.maintenance.database import Database
@@ -30,23 +28,17 @@ from adk_secure_sessions.maintenance.identities import (
 )
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
 from adk_secure_sessions.storage import (
-    OWNERS,
-    Attempt,
-    Found,
-    KeySource,
-    RowCache,
+    CheckApp,
+    CheckUser,
     Store,
     apps,
     bases,
     chunks,
     data_keys,
     events,
-    identify,
     is_one_of,
     naming,
     numbered,
-    open_app,
-    open_user_row,
     read_data_keys,
     sessions,
     users,
@@ -167,7 +159,7 @@ class _Verifier:
         async for rows in batches(self._db, apps.c.id, _apps, _AppName, self._db.limits.rows):
             for row in rows:
                 try:
-                    await _again_if_keys_changed(partial(self._check_app, row))
+                    await self._check_app(row)
                 except UNREADABLE as error:
                     self._bad_apps.add(row.id)
                     self.problems.add_error(error, apps.name, row.id)
@@ -194,8 +186,8 @@ class _Verifier:
     async def _check_app(self, row: _AppName) -> None:
         with naming(apps.name, row.id):
             app_name = decode_text(row.app_name)
-        attempt, found = await self._read_owners(app_name)
-        app = open_app(attempt, found)
+        unit = self._db.unit
+        app = await unit.run(CheckApp(await unit.identify(app_name)))
         if app is None or app.id != row.id:
             raise TamperedError(
                 "its tag was modified", reason=Reason.WRONG_OWNER, table=apps.name, row=row.id
@@ -203,7 +195,7 @@ class _Verifier:
 
     async def _count_user(self, row: _UserTag) -> None:
         try:
-            self._users += await _again_if_keys_changed(partial(self._check_user, row))
+            self._users += await self._check_user(row)
         except UNREADABLE as error:
             self.problems.add_error(error, users.name, row.id)
             self.problems.suppress(users.name, row.id)
@@ -213,10 +205,10 @@ class _Verifier:
         with naming(users.name, row.id):
             app_name = app_name_of(row.app_name)
             tag = binary(row.tag)
-        attempt, found = await self._read_owners(app_name, tag)
-        if not found.users:
+        who = await self._db.unit.identify(app_name)
+        user = await self._db.unit.run(CheckUser(who._replace(user_tag=tag)))
+        if user is None:
             return False
-        user = open_user_row(attempt, found, found.users[0])
         if self._index.user(app_name, user.user_id) != tag:
             raise TamperedError(
                 "its tag belongs to another user",
@@ -239,26 +231,6 @@ class _Verifier:
         except UNREADABLE as error:
             self._unchecked += self.problems.add_error(error, sessions.name, located.row)
         await self._meter.advance(rows)
-
-    async def _read_owners(self, app_name: str, user_tag: bytes = b"") -> tuple[Attempt, Found]:
-        """Read an app and, with *user_tag*, a user, together with their witnesses and keys."""
-        who = identify(self._index, app_name)._replace(user_tag=user_tag)
-        found = Found(await self._db.read(OWNERS[False], who.tags()))
-        keys = await self._db.keys_of(who.app_tag, user_tag)
-        return Attempt(who, keys, RowCache(0), KeySource.QUERY, is_first=False), found
-
-
-async def _again_if_keys_changed(check: Callable[[], Awaitable[T]]) -> T:
-    """Run *check*, and run it again if a data key is missing.
-
-    *check* reads rows and then their keys.  Between the two, another process may have re-encrypted
-    the rows and retired the old keys.
-    """
-    try:
-        return await check()
-    except UnknownKeyError:
-        pass
-    return await check()
 
 
 def _undecoded(plaintext: bytes, session_row: int, seq: int) -> None:

@@ -6,17 +6,12 @@ database and creates what is missing), `store` (the operations of the service).
 """
 
 from adk_secure_sessions.storage.bindings import (
-    Attempt,
     Identity,
-    KeySource,
-    RowCache,
     StoredSession,
     app_context,
     event_context,
     identify,
     naming,
-    open_app,
-    open_user_row,
     session_context,
     snapshot_context,
     user_context,
@@ -34,13 +29,11 @@ from adk_secure_sessions.storage.opening import (
 from adk_secure_sessions.storage.queries import (
     DATA_KEYS,
     INSERT_KEY,
-    OWNERS,
-    Found,
     chunks,
     is_one_of,
     numbered,
 )
-from adk_secure_sessions.storage.reads import View
+from adk_secure_sessions.storage.reads import CheckApp, CheckUser, View
 from adk_secure_sessions.storage.schema import (
     apps,
     bases,
@@ -67,16 +60,13 @@ __all__ = [
     "DATA_KEYS",
     "INSERT_KEY",
     "MASTER_KEYS",
-    "OWNERS",
-    "Attempt",
+    "CheckApp",
+    "CheckUser",
     "DuplicateSession",
     "Expected",
-    "Found",
     "Identity",
-    "KeySource",
     "MissingSession",
     "NewEvent",
-    "RowCache",
     "StaleRevision",
     "Store",
     "StoredSession",
@@ -99,10 +89,8 @@ __all__ = [
     "metadata",
     "naming",
     "numbered",
-    "open_app",
     "open_database",
     "open_existing",
-    "open_user_row",
     "read_data_keys",
     "repeated",
     "session_context",

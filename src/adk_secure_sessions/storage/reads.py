@@ -13,7 +13,13 @@ from adk_secure_sessions.db.protocol import Executors
 from adk_secure_sessions.errors import DecryptionError, Reason, TamperedError
 from adk_secure_sessions.storage import bindings
 from adk_secure_sessions.storage import queries as sql
-from adk_secure_sessions.storage.bindings import Attempt, Identity, Owner, StoredSession
+from adk_secure_sessions.storage.bindings import (
+    Attempt,
+    Identity,
+    Owner,
+    RowCache,
+    StoredSession,
+)
 from adk_secure_sessions.storage.queries import EVENT_SEQ, EVENT_TIME, Found, QueryForms
 from adk_secure_sessions.storage.schema import sessions, users
 from adk_secure_sessions.storage.unit_of_work import read_data_keys
@@ -168,6 +174,32 @@ class GetUserState(_Read):
     async def attempt(self, attempt: Attempt, executors: Executors) -> bytes:
         user = bindings.open_user(attempt, await self._read(attempt, executors, sql.OWNERS))
         return user.state if user else b"{}"
+
+
+class CheckApp(_Read):
+    """Decrypt an app's row; return None if the app has no row.
+
+    Unlike the operations above, this one and `CheckUser` decrypt a row even if this process has
+    decrypted the same bytes before: `verify` must notice a data key that was tampered with since.
+    """
+
+    reads_keys = True
+
+    async def attempt(self, attempt: Attempt, executors: Executors) -> Owner | None:
+        found = await self._read(attempt, executors, sql.OWNERS)
+        return bindings.open_app(attempt._replace(cache=RowCache(0)), found)
+
+
+class CheckUser(_Read):
+    """Decrypt the row of the user with the tag of *who*; return None if there is no such row."""
+
+    reads_keys = True
+
+    async def attempt(self, attempt: Attempt, executors: Executors) -> Owner | None:
+        found = await self._read(attempt, executors, sql.OWNERS)
+        if found.user is None:
+            return None
+        return bindings.open_user_row(attempt._replace(cache=RowCache(0)), found, found.user)
 
 
 def _view(session: StoredSession, user: Owner, app: Owner | None) -> View:
