@@ -137,7 +137,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "no key": (["verify", "--db", "sqlite:///x.db"], "give --key"),
     "a key itself": (
         ["verify", "--db", "sqlite:///x.db", "--key", base64.b64encode(OLD).decode()],
-        "never given itself",
+        "never the key itself",
     ),
     "another scheme": (
         ["verify", "--db", "sqlite:///x.db", "--key", "7Qx:secret"],

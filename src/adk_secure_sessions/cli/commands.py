@@ -47,7 +47,7 @@ def keygen(output: str | None) -> None:
             file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:
             raise ConfigurationError(
-                f"{output!r} exists already, and a key is not overwritten"
+                f"{output!r} exists already, and a key file is not overwritten"
             ) from None
         with os.fdopen(file, "w") as stream:
             stream.write(f"{key}\n")
@@ -58,7 +58,7 @@ def keygen(output: str | None) -> None:
 @with_keys(required=True)
 @on_database
 def init(db: Database, as_json: bool) -> None:
-    """Create the tables and master keys that are missing.  Run again, it changes nothing.
+    """Create the tables and master keys that are missing.  A second run changes nothing.
 
     \b
     Example:
@@ -77,8 +77,9 @@ def init(db: Database, as_json: bool) -> None:
 def status(db: Database, as_json: bool, rows_per_second: float | None) -> None:
     """Count rows and keys by the key that encrypts them.  No root key is needed.
 
-    With --key, it also says which master keys can be unwrapped, and exits 1 if one cannot, or if
-    the stored progress of an unfinished rotation was tampered with.
+    With --key, the command also says which master keys can be unwrapped.  It then exits 1 if a
+    master key cannot be unwrapped, or if the stored progress of an unfinished rotation was tampered
+    with.
 
     \b
     Example:
@@ -97,7 +98,7 @@ def status(db: Database, as_json: bool, rows_per_second: float | None) -> None:
 def verify(db: Database, as_json: bool, rows_per_second: float | None) -> None:
     """Decrypt every record, and name the rows that were modified, moved, removed or added.
 
-    Exits 1 if there are any.  They are left unchanged.
+    Exits 1 if there are such rows.  The command leaves them unchanged.
 
     \b
     Example:
@@ -119,12 +120,12 @@ def verify(db: Database, as_json: bool, rows_per_second: float | None) -> None:
 
 @main.command()
 @click.option("--app", required=True, metavar="NAME", help="The app's name.")
-@click.option("--user", metavar="ID", help="The id of one of its users.")
+@click.option("--user", metavar="ID", help="The id of one of the app's users.")
 @click.option("--session", metavar="ID", help="The id of one of that user's sessions.")
 @with_keys(required=True)
 @on_database
 def lookup(db: Database, as_json: bool, app: str, user: str | None, session: str | None) -> None:
-    """Find the rows of an app, a user and a session: their ids and tags.
+    """Show the row ids and tags (blind indexes) of an app, a user and a session.
 
     \b
     Example:
@@ -144,14 +145,14 @@ def lookup(db: Database, as_json: bool, app: str, user: str | None, session: str
 @click.option(
     "--row",
     metavar="KEY",
-    help="Id of a row; for events, of their session; for a witness, its tag.",
+    help="Row id; for events, the id of the session's row; for a witness, its tag.",
 )
 @click.option(
     "--limit",
     type=click.IntRange(min=1),
     default=20,
     show_default=True,
-    help="At most so many rows.",
+    help="Show at most this many rows.",
 )
 @on_database
 def inspect(db: Database, as_json: bool, table_name: str, row: str | None, limit: int) -> None:
@@ -196,7 +197,7 @@ def purge(
 ) -> None:
     """Delete sessions whose last event is older than AGE, with all their events.
 
-    Exits 1 if some of them cannot be decrypted: they are kept.
+    Exits 1 if some of these sessions cannot be decrypted.  The command keeps them.
 
     \b
     Example:

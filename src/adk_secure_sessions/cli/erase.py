@@ -14,10 +14,10 @@ from adk_secure_sessions.maintenance import Database
 
 @main.command("erase-user")
 @click.option("--app", required=True, metavar="NAME", help="The app's name.")
-@click.option("--user", required=True, metavar="ID", help="The id of one of its users.")
+@click.option("--user", required=True, metavar="ID", help="The id of one of the app's users.")
 @with_dry_run
 @click.option(
-    "--rewrite", is_flag=True, help="Rewrite the table of data keys, without freed space."
+    "--rewrite", is_flag=True, help="Rewrite the table of data keys, to clear its freed space."
 )
 @with_keys(required=True)
 @on_database

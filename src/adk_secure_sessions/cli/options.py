@@ -1,4 +1,4 @@
-"""Options that several commands have, and the database and backends that they name."""
+"""Options that several commands share, and the database and backends created from them."""
 
 import functools
 import warnings
@@ -36,12 +36,12 @@ with_speed: Callable[[Command], Command] = click.option(
     help="Process at most this many rows per second.",
 )
 with_dry_run: Callable[[Command], Command] = click.option(
-    "--dry-run", is_flag=True, help="Say what would be done; do nothing."
+    "--dry-run", is_flag=True, help="Say what would be done; change nothing."
 )
 
 
 def on_database(command: Command) -> Command:
-    """Add the options of every command that has a database: it gets `db` and `as_json`."""
+    """Add --db, --key-db and --json to *command*, which is called with `db` and `as_json`."""
 
     @click.option("--db", envvar=DB_VARIABLE, required=True, metavar="URL", help=_DB_HELP)
     @click.option("--key-db", envvar=KEY_DB_VARIABLE, metavar="URL", help=_KEY_DB_HELP)
@@ -57,7 +57,13 @@ def on_database(command: Command) -> Command:
 
 
 def with_keys(*, required: bool) -> Callable[[Command], Command]:
-    """Add the options for root keys and backends; it stands above `on_database`."""
+    """Return a decorator that adds the options for root keys and backends.
+
+    Put it above `on_database`, which gives the backends to the database.
+
+    Args:
+        required: False if the command also works without a root key.
+    """
 
     def decorate(command: Command) -> Command:
         @click.option(
@@ -78,7 +84,7 @@ def with_keys(*, required: bool) -> Callable[[Command], Command]:
             if key is None and backend != _NO_OP and (required or specs):
                 raise click.UsageError("give --key SPEC, which names the root key")
             names = [backend, *also_backend]
-            # A command that can do without keys gets no backend, unless one was asked for.
+            # If the command works without keys, create backends only if a key or no-op is given.
             backends: tuple[Any, ...] = ()
             if required or specs or _NO_OP in names:
                 with one_line_errors():
@@ -93,17 +99,21 @@ def with_keys(*, required: bool) -> Callable[[Command], Command]:
 def _backends(
     names: list[str], specs: list[str]
 ) -> tuple[EncryptionBackend, Sequence[EncryptionBackend]]:
-    """Return the writing backend and the others: each of *names* with each root key of *specs*."""
+    """Create each backend of *names* with each root key of *specs*.
+
+    Returns:
+        The first backend, which writes, and the other backends, which only decrypt.
+    """
     roots = [_root(spec) for spec in specs]
     made: list[EncryptionBackend] = []
     for name in dict.fromkeys(names):
         if name == _NO_OP:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the help says what the warning would
+                warnings.simplefilter("ignore")  # the help has the same warning
                 made.append(NoOpBackend())
         else:
             made += [_CIPHERS[name](root) for root in roots]
-    # Beside no-op alone, a root key still unwraps master keys: with whichever cipher.
+    # With no-op as the only name, root keys must still unwrap master keys.  Any cipher can do that.
     if not set(names) - {_NO_OP}:
         made += [AesGcmBackend(root) for root in roots]
     return made[0], made[1:]
@@ -112,8 +122,8 @@ def _backends(
 def _root(spec: str) -> KeyProvider:
     if ":" not in spec:
         raise ConfigurationError(
-            "a key is named by a key spec such as env:NAME or file:PATH, and never given itself: "
-            "others can read command lines"
+            "give a key spec such as env:NAME or file:PATH, never the key itself: "
+            "other users can read command lines"
         )
     return key_provider(spec)
 

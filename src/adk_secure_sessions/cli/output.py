@@ -1,4 +1,4 @@
-"""Printing: results go to stdout, progress and errors to stderr."""
+"""Print results to stdout, and progress to stderr."""
 
 import json
 import sys
@@ -13,28 +13,28 @@ from adk_secure_sessions.backends import AesGcmBackend, FernetBackend, NoOpBacke
 from adk_secure_sessions.maintenance import Progress
 
 _NAMES = {one.backend_id: one.name for one in (AesGcmBackend, FernetBackend, NoOpBackend)}
-BAR_EVERY = 0.1  # seconds, on a terminal
-LINE_EVERY = 10.0  # seconds, elsewhere
+BAR_EVERY = 0.1  # seconds between updates of the bar, on a terminal
+LINE_EVERY = 10.0  # seconds between lines, if stderr is not a terminal
 
 
 def backend_name(backend_id: int | None) -> str:
-    """Return the name of a backend, or its id if it is a third party's; None is no record."""
+    """Return the name of our backend, "backend ID" for others, and "no record" for None."""
     if backend_id is None:
         return "no record"
     return _NAMES.get(backend_id, f"backend {backend_id}")
 
 
 def plain(value: Any) -> Any:
-    """Return *value* as JSON values: named tuples become objects."""
+    """Convert *value* for `json.dumps`; named tuples become dicts."""
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         return {name: plain(item) for name, item in value._asdict().items()}
-    if isinstance(value, bytes):  # in a column of text that was tampered with
+    if isinstance(value, bytes):  # a tampered text column may hold bytes
         return value.hex()
     return [plain(item) for item in value] if isinstance(value, tuple | list) else value
 
 
 def show(result: Any, as_json: bool, lines: Iterable[str]) -> None:
-    """Print *result* as JSON, or *lines*, which say the same."""
+    """Print *result* as JSON if *as_json*; otherwise print *lines*, which describe *result*."""
     if as_json:
         click.echo(json.dumps(plain(result), indent=2))
         return
@@ -45,7 +45,7 @@ def show(result: Any, as_json: bool, lines: Iterable[str]) -> None:
 def without_controls(text: str) -> str:
     """Return *text* with control characters escaped.
 
-    A database that was tampered with may hold sequences that a terminal acts on.
+    A tampered database may hold escape sequences that a terminal would execute.
     """
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
@@ -56,7 +56,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def table(rows: Sequence[Sequence[object]], indent: str = "") -> Iterator[str]:
-    """Yield a line for each row, with columns of equal width."""
+    """Yield one line of text for each row; each column is as wide as its longest cell."""
     texts = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     for row in texts:
@@ -66,9 +66,10 @@ def table(rows: Sequence[Sequence[object]], indent: str = "") -> Iterator[str]:
 
 @contextmanager
 def progress(label: str, unit: str = "rows") -> Iterator[Progress]:
-    """Yield a function that shows progress: how many of how many *unit* are done.
+    """Yield a function that takes the number done and the total number, and shows the progress.
 
-    On a terminal it is a bar with rate and time left, elsewhere a line every 10 seconds.
+    On a terminal, the progress is a bar with the rate and the time left.  Elsewhere, it is a line
+    every 10 seconds.  *unit* names what is counted.
     """
     began = last = time.monotonic()
     if not sys.stderr.isatty():

@@ -1,4 +1,4 @@
-"""The program that all commands belong to: it runs their work and turns errors into one line."""
+"""The group of all commands, and functions that run a command and print its error in one line."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
@@ -14,7 +14,7 @@ from adk_secure_sessions.maintenance import Database
 
 T = TypeVar("T")
 
-# Modules of drivers.  The text of their errors is about the call; it never holds values.
+# Modules of drivers.  Their error texts are safe to print: they never contain stored values.
 _DRIVERS = ("asyncpg", "asyncmy", "psycopg", "sqlite3", "aiosqlite")
 
 
@@ -35,10 +35,10 @@ class Failure(click.ClickException):
 
 
 def run(db: Database, work: Callable[[Database], Awaitable[T]]) -> T:
-    """Return the result of *work* on *db*.
+    """Open *db*, run *work* on it, close it, and return the result.
 
     Raises:
-        Failure: as `one_line_errors` does.
+        Failure: See `one_line_errors`.
     """
 
     async def opened() -> T:
@@ -57,14 +57,14 @@ def run_with_progress(
     unit: str = "rows",
     **options: Any,
 ) -> T:
-    """Return the result of *work* on *db*, and show its progress, counted in *unit*."""
+    """Do the same as `run`, and show the progress of *work*; *unit* names what is counted."""
     with progress(label, unit) as report:
         return run(db, lambda opened: work(opened, progress=report, **options))
 
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Turn errors of this library, of the operating system and of databases into a Failure."""
+    """Raise Failure for each error of this library, the operating system or the database."""
     try:
         yield
     except (SecureSessionError, OSError) as error:

@@ -33,7 +33,7 @@ def rotate() -> None:
 @with_keys(required=True)
 @on_database
 def root(db: Database, as_json: bool, dry_run: bool) -> None:
-    """Wrap the master keys with the root key --key instead of --also-key.
+    """Wrap the master keys with the root key --key instead of the root key --also-key.
 
     Running services are not interrupted.  Services that start need the new root key.
 
@@ -103,7 +103,7 @@ def _exit(done: MasterRotation | DataRotation, dry_run: bool) -> None:
 def retire(db: Database, as_json: bool, dry_run: bool, **options: Any) -> None:
     """Remove the data keys and data master keys that were replaced and are no longer needed.
 
-    No root key is needed.  Exits 1 if some of them are still needed: they are kept.
+    No root key is needed.  Exits 1 if replaced keys are still needed.  The command keeps them.
 
     \b
     Example:

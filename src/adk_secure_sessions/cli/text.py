@@ -1,4 +1,4 @@
-"""Results as lines of text."""
+"""Format the results of commands as lines of text."""
 
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
@@ -146,7 +146,7 @@ def erasure_lines(done: Erasure, dry_run: bool) -> Iterator[str]:
 
 
 def missing_from(done: Erasure) -> str:
-    """Return the part of a user that was missing, or nothing if all or none of it was there."""
+    """Return the part of a user that was missing; "" if all parts or none existed."""
     if not done.rows or (done.users and done.data_keys):
         return ""
     return "the data key" if done.users else "the user's own row"
@@ -182,7 +182,7 @@ def _references(key: KeptKey) -> str:
 
 
 def _percent(count: RecordCount) -> str:
-    return f"{100 * count.newest // max(count.rows, 1)}%"  # 100 only if it is all of them
+    return f"{100 * count.newest // max(count.rows, 1)}%"  # rounded down: 100% means all rows
 
 
 def _unfinished(rotation: UnfinishedRotation) -> str:

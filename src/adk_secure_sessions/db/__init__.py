@@ -1,9 +1,9 @@
-"""How transactions ask the database, and the executors that answer; nothing of encryption or ADK.
+"""The executors that run transactions on a database.  They know nothing of encryption or ADK.
 
-- `protocol`: what a transaction yields (`Read`, `Apply`), and what every executor promises.
-- `connect`: from a URL or an engine to its executor.
-- `sqlite`: SQLite by URL, on threads of our own.
-- `postgresql`, `postgresql_sql`: PostgreSQL by asyncpg, one statement for each read and write.
-- `async_engine`: every other database and engine, by SQLAlchemy.
+- `protocol`: the requests that a transaction yields (`Read`, `Apply`); the `Executor` protocol.
+- `connect`: creates the executor for a URL or an engine.
+- `sqlite`: SQLite databases given by URL, on our own threads.
+- `postgresql`, `postgresql_sql`: PostgreSQL with asyncpg, one statement for each read and write.
+- `async_engine`: every other database and engine, with SQLAlchemy.
 - `dialects`: SQL and error codes that differ between databases.
 """

@@ -1,7 +1,7 @@
-"""Any SQLAlchemy `AsyncEngine`: the application's own, or ours for a server database.
+"""The executor for SQLAlchemy's `AsyncEngine`: the application's own, or ours for a server's URL.
 
-`AsyncEngineExecutor` runs transactions on it; `LoopBinding` keeps two event loops from using its
-connections at the same time.
+`AsyncEngineExecutor` runs transactions on the engine.  `LoopBinding` prevents two event loops from
+using the engine's connections at the same time.
 """
 
 import asyncio
@@ -27,32 +27,33 @@ from adk_secure_sessions.db.protocol import (
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.loops import LoopLocks, await_to_end
 
-_LARGE = 900_000  # bytes; no server is configured to accept less in one packet
-_COUNT_ROWS = {"preserve_rowcount": True}  # of inserts, too
+_LARGE = 900_000  # bytes; every server accepts this much in one packet, so smaller is not checked
+_COUNT_ROWS = {"preserve_rowcount": True}  # by default, SQLAlchemy keeps no row count of an INSERT
 
 
 class AsyncEngineExecutor:
-    """Runs each call in a task of its own, which a cancelled caller waits for.
+    """Runs transactions on a SQLAlchemy engine; see `protocol.Executor`.
 
-    See `protocol.Executor`.
+    Each call runs in its own task.  A cancelled caller waits until the task has ended.
 
     Args:
-        engine: Where connections come from.
-        owns_engine: Whether the engine is ours: `close` disposes of it.
+        engine: The engine that connections come from.
+        owns_engine: True if we created the engine, so that `close` disposes of it.
     """
 
     def __init__(self, engine: AsyncEngine, *, owns_engine: bool) -> None:
         self._engine = engine
         self._owns_engine = owns_engine
         self._is_sqlite = engine.dialect.name == "sqlite"
-        # One connection for all tasks: without a lock, their transactions would become one.
+        # With a StaticPool, all tasks share one connection.  Without a lock, the statements of two
+        # tasks would end up in one transaction.
         self._has_one_connection = isinstance(engine.pool, StaticPool)
         self._locks = LoopLocks()
         self._binding = LoopBinding(
             engine, owns_engine=owns_engine, connections_need_loop=not self._is_sqlite
         )
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._begun: set[asyncio.Task[Any]] = set()  # those of `_tasks` that have a connection
+        self._begun: set[asyncio.Task[Any]] = set()  # tasks that have a connection
 
     async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
         return await self._shielded(
@@ -94,11 +95,11 @@ class AsyncEngineExecutor:
     async def _translating(
         self, work: Callable[[sa.Connection], T], *, commit: bool = False, exclusive: bool = False
     ) -> T:
-        """Run *work*; raise the driver's errors as `meaning` has them, without parameters."""
+        """Run *work*.  Translate driver errors with `meaning`, and hide SQL parameters in them."""
         try:
             return await self._run(work, commit=commit, exclusive=exclusive)
         except sa.exc.DBAPIError as error:
-            error.hide_parameters = True  # the application's engine may show them
+            error.hide_parameters = True  # an application's engine may show parameters
             meant = meaning(error, connection_lost=error.connection_invalidated)
         except OSError as error:  # the driver could not connect
             meant = meaning(error)
@@ -115,7 +116,11 @@ class AsyncEngineExecutor:
             return result
 
     def _turn(self, exclusive: bool) -> AbstractAsyncContextManager[None]:
-        """Exclude other tasks from the block, if *exclusive* or if there is one connection."""
+        """Return a context manager that may exclude other tasks.
+
+        It holds a lock if *exclusive* or if all tasks share one connection.  Otherwise it does
+        nothing.
+        """
         if exclusive or self._has_one_connection:
             return self._locks.hold("connection")
         return nullcontext()
@@ -125,7 +130,10 @@ class AsyncEngineExecutor:
         work: Coroutine[Any, Any, T],
         on_commit_after_cancel: Callable[[T], None] | None = None,
     ) -> T:
-        """Run *work* in a task: a cancellation in the middle would leave a transaction open."""
+        """Run *work* in its own task and return its result.
+
+        A cancellation of the caller must not interrupt *work*: a transaction would stay open.
+        """
         try:
             self._enter()
         except ConfigurationError:
@@ -141,7 +149,7 @@ class AsyncEngineExecutor:
             self._begun.add(task)
 
     def _enter(self) -> bool:
-        """Begin a call; returns whether it is the first in its event loop."""
+        """Begin a call and return True if it is the first one in its event loop."""
         is_first = self._binding.enter()
         if is_first and self._owns_engine:
             self._binding.close_at_end_of_loop(self._release_all)
@@ -166,7 +174,7 @@ def _fetch(
 
 
 def _write(connection: sa.Connection, statement: sa.Executable, parameters: Parameters) -> int:
-    """Run one change and return how many rows it matched."""
+    """Run one INSERT, UPDATE or DELETE and return how many rows it matched."""
     largest = max(
         (len(value) for value in parameters.values() if isinstance(value, bytes)), default=0
     )
@@ -176,13 +184,15 @@ def _write(connection: sa.Connection, statement: sa.Executable, parameters: Para
 
 
 def _check_packet(connection: sa.Connection, size: int) -> None:
-    """Reject a value that is too large for the server, which would just close the connection.
+    """Check that a value of *size* bytes fits into one packet of a MySQL or MariaDB server.
+
+    If a packet is too large, the server closes the connection and does not say why.
 
     Raises:
-        ConfigurationError: A value of *size* bytes does not fit.
+        ConfigurationError: The value does not fit.
     """
     limit = connection.scalar(sa.text("SELECT @@max_allowed_packet"))
-    # Besides the value: escape characters in it, which the driver adds, and the rest of the packet.
+    # Added to the value: 4% for the driver's escape characters, 900 bytes for the rest of it.
     if limit is not None and size + size // 25 + _LARGE // 1000 > limit:
         raise ConfigurationError(
             f"a value of {size} bytes does not fit into one packet of the database server: "
@@ -191,21 +201,22 @@ def _check_packet(connection: sa.Connection, size: int) -> None:
 
 
 def _begin_immediate(connection: sa.Connection) -> None:
-    # A deferred BEGIN that reads and then writes fails at once if another process is writing: it
-    # cannot wait, because what it read is outdated.
+    # A deferred BEGIN takes the write lock only at the first write, after our reads.  If another
+    # process holds the lock at that moment, SQLite fails at once and does not wait, because the
+    # rows that we have read may be outdated.
     driver = connection.connection.driver_connection
     if not getattr(driver, "in_transaction", False):
         connection.exec_driver_sql("BEGIN IMMEDIATE")
 
 
 class LoopBinding:
-    """Lets one event loop, in one process, use an engine at a time.
+    """Allows only one event loop of one process at a time to use an engine.
 
     Args:
         engine: The engine.
-        owns_engine: Whether the engine is ours, so that its connections may be thrown away.
-        connections_need_loop: Whether a connection works only in the event loop that opened it, as
-            connections of the drivers of servers do.
+        owns_engine: True if we created the engine, so that we may discard its connections.
+        connections_need_loop: True if a connection works only in the event loop that opened it.
+            This holds for drivers of database servers, not for those of SQLite.
     """
 
     def __init__(
@@ -217,15 +228,15 @@ class LoopBinding:
         self._guard = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pid = 0
-        self._calls = 0  # under way
+        self._calls = 0  # in progress
         self._at_end: AsyncGenerator[None] | None = None
 
     def enter(self) -> bool:
-        """Begin a call; returns whether it is the first in its event loop.
+        """Begin a call and return True if it is the first one in its event loop.
 
         Raises:
-            ConfigurationError: Another loop is using the engine, or left connections in it that
-                are not ours to throw away.
+            ConfigurationError: Another event loop is using the engine, or has left connections in
+                an engine of the application, whose connections we may not discard.
         """
         loop, pid = asyncio.get_running_loop(), os.getpid()
         with self._guard:
@@ -242,24 +253,25 @@ class LoopBinding:
             self._calls -= 1
 
     def close_at_end_of_loop(self, close: Callable[[], Awaitable[None]]) -> None:
-        """Have the event loop await *close* before it ends.
+        """Make the running event loop await *close* before it ends.
 
-        ADK's `Runner.run` runs each call in a new event loop.  *close*, a bound method, is held
-        weakly: a loop that goes on must not keep a service alive that the application has dropped.
+        ADK's `Runner.run` runs each call in a new event loop, whose connections must be closed.
+        *close* is a bound method.  Only a weak reference to it is kept, so that the event loop
+        does not keep a service alive that the application no longer uses.
         """
         self._at_end = generator = _until_end_of_loop(WeakMethod(close))
         try:
             generator.__anext__().send(None)
         except StopIteration:
-            pass  # the generator now waits at its yield
+            pass  # expected: the generator has reached its yield and waits there
 
     def _move(self, pid: int) -> None:
-        """Leave the event loop that used the engine so far, or raise ConfigurationError."""
+        """Detach from the previous event loop or parent process, or raise ConfigurationError."""
         keeps = self._connections_need_loop and not isinstance(self._engine.pool, NullPool)
         alive = self._loop is not None and pid == self._pid and not self._loop.is_closed()
         if alive and (self._calls or (keeps and self._owns_engine)):
             raise ConfigurationError(
-                "the database connections belong to another event loop: make a service for "
+                "the database connections belong to another event loop: create a service for "
                 "each loop that runs at the same time, or on SQLite pass db_url"
             )
         self._calls = 0
@@ -268,17 +280,18 @@ class LoopBinding:
         if not self._owns_engine:
             raise ConfigurationError(
                 "db_engine still holds connections of another event loop or of a parent "
-                "process: make the engine where it is used, give it poolclass=NullPool, or "
+                "process: create the engine where it is used, give it poolclass=NullPool, or "
                 "pass db_url"
             )
-        # Connections that are left cannot be closed: their loop has ended, or they are a parent's.
+        # close=False: the connections' event loop has ended, or they belong to the parent process.
         self._engine.sync_engine.dispose(close=False)
 
 
 async def _until_end_of_loop(
     closing: "WeakMethod[Callable[[], Awaitable[None]]]",
 ) -> AsyncGenerator[None]:
-    # An event loop that ends closes the asynchronous generators that were begun in it.
+    # At its end, `asyncio.run` closes the asynchronous generators of its event loop.  The finally
+    # block runs then.
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""From a URL or an engine to the executor for it."""
+"""Create the executors for database URLs and engines."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -16,14 +16,14 @@ from adk_secure_sessions.errors import ConfigurationError
 
 _SQLITE_DRIVERS = ("sqlite", "sqlite+pysqlite", "sqlite+aiosqlite")
 _ASYNC_DRIVERS = {"postgresql": "asyncpg", "mysql": "asyncmy", "mariadb": "asyncmy"}
-# What to install, by the module that is missing.
+# The package to install if a driver's module is missing.
 _EXTRAS = {
     "asyncpg": "'adk-secure-sessions[postgresql]'",
     "asyncmy": "'adk-secure-sessions[mysql]'",
 }
 _POOL_SIZE = 10
-_POOL_TIMEOUT = 30.0  # seconds, as SQLAlchemy's
-# Options that say how SQLAlchemy's own pool is to behave.
+_POOL_TIMEOUT = 30.0  # seconds; SQLAlchemy's default
+# With one of these options, `AsyncpgExecutor` leaves all connections to SQLAlchemy's pool.
 _POOL_OPTIONS = {"poolclass", "pool_recycle", "pool_pre_ping", "max_overflow"}
 
 Wrap = Callable[[Executor], Executor]
@@ -37,19 +37,19 @@ def executors_for(
     key_db_engine: object | None,
     engine_kwargs: dict[str, Any],
 ) -> Executors:
-    """Make the executors for the data and for the keys; nothing is connected yet.
+    """Create the executors for the data tables and for the key tables, without connecting.
 
     Args:
-        db_url: The database; exactly one of *db_url* and *db_engine* is given.
-        db_engine: The application's own engine.
-        key_db_url: The key database, if there is one; at most one of the two is given.
-        key_db_engine: The application's own engine for it.
-        engine_kwargs: Options of `sqlalchemy.create_engine`, which go with *db_url* only.
+        db_url: The database; give exactly one of *db_url* and *db_engine*.
+        db_engine: The application's own engine for the database.
+        key_db_url: The key database; give at most one of *key_db_url* and *key_db_engine*.
+        key_db_engine: The application's own engine for the key database.
+        engine_kwargs: Options of `sqlalchemy.create_engine` for *db_url*; empty with *db_engine*.
 
     Raises:
-        ConfigurationError: None or both of two arguments are given; SQLAlchemy rejects the URL or
-            an option; the driver is synchronous, unknown or not installed; both databases are the
-            same.
+        ConfigurationError: Too many or too few of these arguments are given; SQLAlchemy rejects
+            a URL or an option; a driver is synchronous, unknown or not installed; the key database
+            is the database itself.
     """
     if (db_url is None) == (db_engine is None):
         raise ConfigurationError("give exactly one of db_url and db_engine")
@@ -62,19 +62,19 @@ def executors_for(
     key_source = _source("key_db", key_db_url, key_db_engine)
     if source is key_source or _identity(source) == _identity(key_source):
         raise ConfigurationError(
-            "the key database must be another one than the database of the sessions: "
-            "leave it out to keep the keys beside the sessions"
+            "the key database must not be the database of the sessions: "
+            "omit it to store the keys in the database of the sessions"
         )
     return Executors(_executor(source, engine_kwargs), _executor(key_source, {}))
 
 
 @contextmanager
 def wrapping_executors(wrap: Wrap) -> Iterator[None]:
-    """Pass each executor that `executors_for` makes during the block through *wrap*.
+    """During the block, make `executors_for` return *wrap*(executor) instead of each executor.
 
-    This is the seam for tests: services and `maintenance.Database`s that are made in the block run
-    on the wrappers, which may fail, or let another process act between two statements.  It concerns
-    this thread or task only.
+    For tests: services and `maintenance.Database` objects that are created in the block use the
+    wrappers.  A wrapper can raise errors, or let another process write between two statements.
+    Other threads and tasks are not affected.
     """
     token = _wrap.set(wrap)
     try:
@@ -84,14 +84,17 @@ def wrapping_executors(wrap: Wrap) -> Iterator[None]:
 
 
 def _source(name: str, url: object | None, engine: object | None) -> sa.URL | AsyncEngine:
-    """Check the argument *name*_url or *name*_engine, whichever is given, and return it."""
+    """Return *engine* if given, otherwise the parsed *url*.
+
+    Errors call these arguments *name*_engine and *name*_url.
+    """
     if engine is None:
         return _parse(f"{name}_url", url)
     if isinstance(engine, AsyncEngine):
         return engine
     raise ConfigurationError(
         f"{name}_engine must be a SQLAlchemy AsyncEngine, not {type(engine).__name__}: "
-        "make it with create_async_engine"
+        "create it with create_async_engine"
     )
 
 
@@ -102,16 +105,17 @@ def _parse(name: str, url: object) -> sa.URL:
         try:
             return sa.make_url(url)
         except (sa.exc.ArgumentError, ValueError):
-            pass  # and raise below: the text of this error repeats the URL with its password
+            pass  # raise below, without this error as context: it quotes the URL and its password
     raise ConfigurationError(
         f"{name} is not a database URL: write, for example, sqlite+aiosqlite:///sessions.db"
     )
 
 
 def _identity(source: sa.URL | AsyncEngine) -> object:
-    """Return what is equal for two sources that are certainly one database.
+    """Return a value that is equal for two sources only if they are the same database.
 
-    Two names of one database, such as two hard links, are only found when it is opened.
+    Two names of one database, such as two hard links, give different values.  They are detected
+    when the database is opened.
     """
     url = source.url if isinstance(source, AsyncEngine) else source
     backend = url.get_backend_name()
@@ -125,7 +129,7 @@ def _executor(source: sa.URL | AsyncEngine, engine_kwargs: dict[str, Any]) -> Ex
         executor = _for_url(source, engine_kwargs)
     elif engine_kwargs:
         raise ConfigurationError(
-            f"{', '.join(sorted(engine_kwargs))}: options of an engine go with db_url, "
+            f"{', '.join(sorted(engine_kwargs))}: engine options can be given with db_url, "
             "not with db_engine"
         )
     else:
@@ -150,7 +154,7 @@ def _for_url(url: sa.URL, engine_kwargs: dict[str, Any]) -> Executor:
         extra = _EXTRAS.get(error.name or "", error.name or "it")
         problem = f"needs a driver that is not installed: pip install {extra}"
     except (TypeError, ValueError, sa.exc.ArgumentError) as error:
-        problem = f"does not go with these options: {error}"
+        problem = f"cannot be used with these options: {error}"
     shown = url.render_as_string(hide_password=True)
     raise ConfigurationError(f"the database URL {shown!r} {problem}")
 
@@ -159,7 +163,7 @@ def _for_server(url: sa.URL, engine_kwargs: dict[str, Any]) -> Executor:
     options = {**engine_kwargs, "hide_parameters": True}
     keep: dict[str, Any] = {}
     if not options.keys() & _POOL_OPTIONS:
-        # No overflow: SQLAlchemy would open such a connection for one transaction and close it.
+        # No overflow: SQLAlchemy closes an overflow connection after a single transaction.
         options = {"pool_size": _POOL_SIZE, "max_overflow": 0, **options}
         timeout = options.get("pool_timeout", _POOL_TIMEOUT)
         keep = {"keep": options["pool_size"], "timeout": timeout}
@@ -167,9 +171,9 @@ def _for_server(url: sa.URL, engine_kwargs: dict[str, Any]) -> Executor:
 
 
 def _for_engine(engine: AsyncEngine, *, owns_engine: bool, **keep: Any) -> Executor:
-    """Make the executor; *keep* has the options of `AsyncpgExecutor`."""
+    """Create the executor for *engine*; *keep* is passed to `AsyncpgExecutor` only."""
     if engine.dialect.driver == "asyncpg":
-        from adk_secure_sessions.db.postgresql import AsyncpgExecutor  # asyncpg is an extra
+        from adk_secure_sessions.db.postgresql import AsyncpgExecutor  # asyncpg is optional
 
         return AsyncpgExecutor(engine, owns_engine=owns_engine, **keep)
     return AsyncEngineExecutor(engine, owns_engine=owns_engine)

@@ -1,4 +1,4 @@
-"""What differs from one database to the next: SQL text, locks, and the meaning of errors."""
+"""Differences between the databases: SQL text, locks, and error codes."""
 
 import functools
 import sqlite3
@@ -37,7 +37,7 @@ _DISCONNECTED: set[object] = {
     2013,  # connection lost during a query
     2055,  # connection lost
 }
-_CONNECTION_CLASS = "08"  # SQLSTATEs that begin so are connection exceptions
+_CONNECTION_CLASS = "08"  # the first two characters of every SQLSTATE for a connection error
 _ADVISORY_LOCK = int.from_bytes(b"AKS init")
 _LOCK_TIMEOUT = 60  # seconds
 
@@ -51,14 +51,15 @@ def sqlite_sql(statement: sa.Executable) -> str:
 
 @contextmanager
 def exclusively(connection: sa.Connection) -> Iterator[None]:
-    """Let no other process of ours change the schema during the block.
+    """Hold a lock during the block, so that only one process creates tables at a time.
 
-    A server fails if two processes create one table at the same moment.  On PostgreSQL the lock
-    lasts until the caller commits.  On MySQL and MariaDB this commits before it releases the lock.
-    SQLite needs no lock of ours, since its writers take turns.
+    If two processes create the same table at the same moment, one of them gets an error from the
+    server.  On PostgreSQL, the lock lasts until the caller commits.  On MySQL and MariaDB, the end
+    of the block commits and then releases the lock.  SQLite needs no lock, since it allows only one
+    writer at a time.
     """
     kind = connection.dialect.name
-    if kind == "postgresql":  # held until the end of the transaction
+    if kind == "postgresql":  # the server releases the lock at the end of the transaction
         connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_ADVISORY_LOCK)))
     if kind not in ("mysql", "mariadb"):
         yield
@@ -73,17 +74,20 @@ def exclusively(connection: sa.Connection) -> Iterator[None]:
 
 
 def any_text(data: bytes) -> str:
-    """Decode text from SQLite, whatever bytes it has: a `text_factory`.
+    """Decode text from SQLite, even if it is not UTF-8; for `sqlite3.Connection.text_factory`.
 
-    SQLite stores text in any column, and an attacker may have put text where bytes belong.  Our
-    own checks must reject it: the error of SQLite's decoder would quote it.
+    SQLite stores text in any column, so an attacker may have written text into a column of bytes.
+    Our own checks must reject that text.  The default decoder would raise an error that quotes it.
     """
     return data.decode("utf-8", "backslashreplace")
 
 
 @contextmanager
 def taking_any_text(connection: sa.Connection) -> Iterator[None]:
-    """Use `any_text` on a SQLite connection during the block; it may belong to the application."""
+    """Use `any_text` on a SQLite connection during the block.
+
+    The connection may belong to the application, so its own `text_factory` is restored afterwards.
+    """
     if connection.dialect.name != "sqlite":
         yield
         return
@@ -97,20 +101,21 @@ def taking_any_text(connection: sa.Connection) -> Iterator[None]:
 
 
 def meaning(error: Exception, *, connection_lost: bool = False) -> Exception:
-    """Translate a driver's error, bare or in one of SQLAlchemy's.
+    """Translate the error of a driver into UniqueViolation, Conflict or Disconnected.
 
     Args:
-        error: The error.
-        connection_lost: Whether the driver knows that its connection is closed.
+        error: The driver's error, or SQLAlchemy's error that wraps it.
+        connection_lost: True if the driver says that its connection is closed.
 
     Returns:
-        UniqueViolation, Conflict or Disconnected if *error* means one of them; else *error*.
+        The translated error; *error* itself if it has another cause.
     """
     driver: Any = error.orig if isinstance(error, sa.exc.DBAPIError) else error
     state = getattr(driver, "sqlstate", None)
     codes = {state, getattr(driver, "sqlite_errorname", None)}
     codes.update(arg for arg in driver.args if isinstance(arg, int))
-    # An operational error of a server's driver without a code: no server was there to give one.
+    # A server's errors have a code, so an operational error without a code means that no server
+    # has answered.
     unanswered = (
         codes == {None}
         and isinstance(error, sa.exc.OperationalError)

@@ -1,7 +1,7 @@
-"""PostgreSQL by asyncpg: each read and each write is one statement on the driver itself.
+"""The executor for PostgreSQL with asyncpg: each read and each write is a single statement.
 
-One statement takes one round trip and commits by itself.  On a server 1.3 ms away, an append takes
-a third of the time of BEGIN, UPDATE, INSERT and COMMIT.
+A single statement takes one round trip and commits by itself.  On a server 1.3 ms away, such an
+append takes a third of the time that BEGIN, UPDATE, INSERT and COMMIT take.
 """
 
 import asyncio
@@ -30,40 +30,42 @@ from adk_secure_sessions.db.protocol import (
     Transaction,
 )
 
-# While connecting, SQLAlchemy wraps errors of asyncpg in classes of its own.
+# Errors whose classes are in these modules are driver errors.  While connecting, SQLAlchemy wraps
+# errors of asyncpg in classes of the second module.
 _DRIVER = ("asyncpg", "sqlalchemy.dialects.postgresql.asyncpg")
-# Connections of a parent process, or of an event loop that ended without closing them.  Nothing may
-# close them: it would take the former from the parent, and fails for the latter.  Here they are
-# safe from the garbage collector, which would.
+# Connections of a parent process, or of an event loop that ended without closing them.  This list
+# keeps the garbage collector from closing them: closing a connection of the parent would break it
+# for the parent, and closing a connection of an ended event loop raises an error.
 _abandoned: list[PoolProxiedConnection] = []
 
 
 class AsyncpgExecutor(AsyncEngineExecutor):
-    """Takes connections from SQLAlchemy's pool and uses them without SQLAlchemy.
+    """Takes connections from SQLAlchemy's pool and uses asyncpg directly.
 
-    On an engine of ours, connections stay checked out of the pool between operations, and this
-    class hands them out.  A visit to SQLAlchemy's pool adds a fifth to a third to the CPU time of
-    an operation: two greenlets, the pool's bookkeeping, and its events.  The table has the ratios
-    of operations that visit the pool to operations that do not: medians of 300 interleaved pairs,
-    on PostgreSQL 18 on the same machine and through a line that adds 1 ms (SQLAlchemy 2.1, asyncpg
-    0.32, two cores):
+    If we created the engine, this class keeps connections checked out of the pool between
+    operations.  A visit to the pool adds a fifth to a third to the CPU time of an operation, for
+    two greenlets, the pool's bookkeeping and its events.  This table divides the time of an
+    operation that visits the pool by the time of one that does not.  Measured: medians of 300
+    interleaved pairs, on PostgreSQL 18 on the same machine and through a line that adds 1 ms
+    (SQLAlchemy 2.1, asyncpg 0.32, two cores).
 
     | operation | CPU time | time | CPU time, 1 ms away | time, 1 ms away |
     |---|---|---|---|---|
     | append | 1.31 | 1.17 | 1.28 | 1.07 |
     | get, 20 events | 1.20 | 1.16 | 1.20 | 1.06 |
 
-    To visit the pool without greenlets, where it has an idle connection, still takes 1.07 to 1.12
-    times the CPU time.
+    Without greenlets, which works while the pool has an idle connection, a visit to the pool still
+    makes the CPU time 1.07 to 1.12 times as long.
 
-    An application's engine may have any kind of pool and settings, so its connections go back after
-    each operation.
+    An application's engine may have any kind of pool and settings, so its connections are returned
+    to the pool after each operation.
 
     Args:
-        engine: Where connections come from; its driver is asyncpg.
-        owns_engine: As for `AsyncEngineExecutor`.
-        keep: How many connections stay with us, at most; the pool must hold as many.  0: none.
-        timeout: Seconds to wait for one of them.
+        engine: The engine that connections come from; its driver is asyncpg.
+        owns_engine: True if we created the engine, so that `close` disposes of it.
+        keep: The maximum number of connections to keep checked out; the pool must allow as many.
+            With 0, each connection is returned to the pool after its operation.
+        timeout: Seconds to wait for a free connection if all *keep* connections are in use.
     """
 
     def __init__(
@@ -72,12 +74,12 @@ class AsyncpgExecutor(AsyncEngineExecutor):
         super().__init__(engine, owns_engine=owns_engine)
         self._keep = keep
         self._timeout = timeout
-        self._idle: list[PoolProxiedConnection] = []  # kept, and not in use
+        self._idle: list[PoolProxiedConnection] = []  # checked out of the pool, but not in use
         self._slots = self._new_slots()
         weakref.finalize(self, _drop, self._idle, os.getpid())
 
     async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
-        # Without a task of its own: if its caller is cancelled, a query ends with its connection.
+        # A read needs no task: if the caller is cancelled, `_use` just discards the connection.
         self._enter()
         try:
             return await self._use(lambda driver: _fetch(driver, query, parameters))
@@ -85,7 +87,7 @@ class AsyncpgExecutor(AsyncEngineExecutor):
             self._binding.leave()
 
     async def close(self) -> None:
-        for _ in range(self._keep):  # until no operation uses a connection
+        for _ in range(self._keep):  # each operation holds a slot: wait until all have ended
             await self._slots.acquire()
         for _ in range(self._keep):
             self._slots.release()
@@ -97,7 +99,7 @@ class AsyncpgExecutor(AsyncEngineExecutor):
     async def _run(self, work: Callable[[sa.Connection], T], *, commit: bool, exclusive: bool) -> T:
         await self._take_slot()
         try:
-            if self._idle:  # give one back, so that the pool has one for SQLAlchemy
+            if self._idle:  # return one to the pool, so that SQLAlchemy can check it out
                 self._idle.pop().close()
             return await super()._run(work, commit=commit, exclusive=exclusive)
         finally:
@@ -117,12 +119,12 @@ class AsyncpgExecutor(AsyncEngineExecutor):
         await super()._release_all()
 
     async def _use(self, work: Callable[[Any], Awaitable[T]]) -> T:
-        """Await *work* on a connection of asyncpg, and raise its errors as `meaning` has them."""
+        """Return the result of *work* on an asyncpg connection; translate errors with `meaning`."""
         async with self._turn(False):
             pooled = await self._acquire()
             self._mark_begun()
             driver: Any = pooled.driver_connection
-            usable = False  # unless the server has answered
+            usable = False  # stays False if we are cancelled before the server answers
             try:
                 result = await work(driver)
                 usable = True
@@ -135,10 +137,10 @@ class AsyncpgExecutor(AsyncEngineExecutor):
         raise meant
 
     async def _acquire(self) -> PoolProxiedConnection:
-        """Take a slot and a connection that, as far as the driver knows, the server has not closed.
+        """Take a slot and return a connection that is open as far as the driver knows.
 
-        Asking the server would take a round trip; if it has closed the connection, the first
-        statement fails, and the operation is tried again.
+        A check with the server would take a round trip.  If the server has closed the connection,
+        the first statement raises Disconnected, and the service tries the operation again.
         """
         await self._take_slot()
         try:
@@ -172,10 +174,10 @@ class AsyncpgExecutor(AsyncEngineExecutor):
             self._slots.release()
 
     def _new_slots(self) -> asyncio.Semaphore:
-        """One slot for each connection that may be in use.
+        """Return a semaphore with one slot for each connection that may be in use.
 
-        SQLAlchemy's pool limits the connections of the application's engine itself.  It cannot
-        limit ours, since it counts those that we keep as in use.
+        If we keep no connections, SQLAlchemy's pool limits how many are in use.  If we do, the
+        pool cannot limit them, since it counts every kept connection as in use.
         """
         return asyncio.Semaphore(self._keep or sys.maxsize)
 
@@ -195,16 +197,16 @@ class AsyncpgExecutor(AsyncEngineExecutor):
 
 
 def _drop(idle: list[PoolProxiedConnection], pid: int) -> None:
-    """Close the connections of an executor that nobody closed, at the latest at exit."""
+    """Close the idle connections of an executor that was garbage-collected, or at exit."""
     for pooled in idle:
         driver: Any = pooled.driver_connection
-        pooled.detach()  # otherwise the pool would warn about it
+        pooled.detach()  # otherwise the pool warns that the connection was not returned
         if os.getpid() != pid:
-            continue  # it is the parent's
+            continue  # the connection belongs to the parent process
         try:
             driver.terminate()
         except RuntimeError:
-            pass  # its event loop is closed
+            pass  # the connection's event loop is closed
     idle.clear()
 
 
@@ -214,7 +216,7 @@ def _is_open(pooled: PoolProxiedConnection) -> bool:
 
 
 async def _follow(driver: Any, steps: Steps[T]) -> T:
-    """Run *steps*, each as one statement."""
+    """Run *steps* and return their result; each Read or Apply is one statement."""
     try:
         step = next(steps)
         while True:
@@ -240,9 +242,13 @@ async def _fetch(driver: Any, query: sa.Executable, parameters: Parameters) -> S
 
 
 def _translated(error: Exception, *, connection_lost: bool) -> Exception:
-    """Turn an error of asyncpg into its meaning, or into SQLAlchemy's without parameters."""
+    """Translate an asyncpg error with `meaning`, or wrap it as SQLAlchemy does.
+
+    The text of the wrapped error has no SQL parameters.  Errors that are not of the driver are
+    returned unchanged.
+    """
     state: str | None = getattr(error, "sqlstate", None)
-    if state == DIVISION_BY_ZERO:
+    if state == DIVISION_BY_ZERO:  # a later change matched no row: see `postgresql_sql`
         return Conflict()
     if isinstance(error, sa.exc.DBAPIError | OSError):
         return meaning(error)

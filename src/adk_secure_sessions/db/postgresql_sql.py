@@ -1,7 +1,7 @@
-"""SQLAlchemy's statements as SQL for asyncpg, with parameters `$1`, `$2` and so on; compiled once.
+"""Compile SQLAlchemy statements to SQL for asyncpg, with parameters `$1`, `$2` and so on.
 
-All changes of an `Apply` become one statement, which takes one round trip.  For an UPDATE and an
-INSERT it is, shortened:
+Each statement is compiled once per process.  All changes of an `Apply` become one statement, which
+takes one round trip.  Shortened example of an UPDATE and an INSERT:
 
     WITH change_0 AS (UPDATE sessions SET ... WHERE ... RETURNING 1),
          change_1 AS (INSERT INTO events (...) SELECT $5, $6
@@ -9,10 +9,11 @@ INSERT it is, shortened:
     SELECT CASE WHEN EXISTS (SELECT 1 FROM change_0)
                 THEN 1 / (SELECT count(*) FROM change_1) ELSE 0 END
 
-- A change runs only if the change before it that must match a row did.  So the changes run in
-  order, and none of them runs if the first one matched no row: the answer is 0 then.
-- If a later change that must match a row does not, the last such change does not run either.
-  Dividing by its count of 0 is an error, and PostgreSQL rolls back the whole statement.
+- A change runs only if the last preceding change with *must_match_row* has matched a row.  So the
+  changes run in order.  If the first change matches no row, no change runs, and the answer is 0.
+- If a later change with *must_match_row* matches no row, the following changes do not run either.
+  The count of the last change with *must_match_row* is then 0.  Dividing by it is an error, and
+  PostgreSQL rolls the whole statement back.
 """
 
 import functools
@@ -40,7 +41,10 @@ class PreparedSql(NamedTuple):
 
 
 class PreparedChanges(NamedTuple):
-    """SQL text, and its parameters in order: each as the index of its change and its name there."""
+    """SQL text of several changes, and the sources of the values of `$1`, `$2` and so on.
+
+    A source is the index of a change and the name of a parameter of that change.
+    """
 
     text: str
     sources: Sequence[tuple[int, str]]
@@ -48,7 +52,7 @@ class PreparedChanges(NamedTuple):
 
 @functools.cache
 def read_sql(query: sa.Executable) -> PreparedSql:
-    """Compile one query."""
+    """Compile one query; the result is cached."""
     return PreparedSql(*_compiled(query))
 
 
@@ -56,15 +60,15 @@ def read_sql(query: sa.Executable) -> PreparedSql:
 def apply_sql(changes: tuple[tuple[sa.Executable, bool], ...]) -> PreparedChanges:
     """Compile *changes* into one statement that returns 1, or 0 if the first matched no row.
 
-    Compiling takes 1 to 5 ms, which happens once for each kind of write in a process.
+    Compiling takes 1 to 5 ms.  The result is cached: a process compiles each kind of write once.
 
     Args:
-        changes: Each change's statement, and whether it must match a row, as the first one must.
+        changes: The statement and the *must_match_row* of each change; the first must have True.
 
     Raises:
-        TypeError: A statement is none of INSERT, UPDATE and DELETE.
-        ValueError: The first change need not match a row; or an INSERT has values of its own
-            instead of a parameter for each column.
+        TypeError: A statement is not an INSERT, UPDATE or DELETE.
+        ValueError: The first change does not have *must_match_row*; or an INSERT contains values
+            instead of one parameter for each column.
     """
     if not changes or not changes[0][1]:
         raise ValueError("the first change must be one that must match a row")
@@ -92,9 +96,9 @@ def _compiled(statement: sa.Executable) -> tuple[str, Sequence[str]]:
 
 
 def _changing(statement: sa.Executable) -> _Statement:
-    """Return *statement* if it is one that `_only_if` can guard, an INSERT with a SELECT.
+    """Return *statement* in a form to which `_only_if` can add a WHERE clause.
 
-    VALUES takes no WHERE, so an INSERT of parameters becomes an INSERT of a SELECT of parameters.
+    INSERT ... VALUES has no WHERE clause, so it becomes INSERT ... SELECT of the same parameters.
     """
     if not isinstance(statement, sa.Insert | sa.Update | sa.Delete):
         raise TypeError(f"a change is an INSERT, UPDATE or DELETE, not {type(statement).__name__}")
@@ -110,9 +114,10 @@ def _changing(statement: sa.Executable) -> _Statement:
 def _with_own_parameters(
     statement: _Statement, index: int, sources: dict[str, tuple[int, str]]
 ) -> _Statement:
-    """Copy *statement* with other names for its parameters, which two changes may share.
+    """Return a copy of *statement* whose parameter names begin with *index*.
 
-    *sources* gets the index and the old name for each new name.
+    Two changes may use the same name for different values.  For each new name, *index* and the old
+    name are added to *sources*.
     """
 
     def rename(parameter: sa.BindParameter[Any]) -> None:
@@ -128,7 +133,7 @@ def _has_rows(member: sa.CTE) -> sa.ColumnElement[bool]:
 
 
 def _only_if(condition: sa.ColumnElement[bool], statement: _Statement) -> _Statement:
-    """Add *condition* to *statement*, which is a copy."""
+    """Return *statement* with *condition* in its WHERE clause; an INSERT is modified in place."""
     if not isinstance(statement, sa.Insert):
         return statement.where(condition)
     assert statement.select is not None

@@ -1,7 +1,7 @@
-"""How a transaction asks the database, and what the executors that answer it promise.
+"""The interface between transactions and the executors that run them on a database.
 
-A transaction is a generator that does no I/O itself.  It yields a `Read` and is sent the rows, or
-yields an `Apply` and is sent whether the changes were made:
+A transaction is a generator that does no I/O itself.  When it yields a `Read`, the executor sends
+the rows back.  When it yields an `Apply`, the executor sends back whether it made the changes:
 
     def rename(number: int, name: str) -> Steps[bool]:
         rows = yield Read(SELECT_BY_NUMBER, {"number": number})
@@ -11,8 +11,8 @@ yields an `Apply` and is sent whether the changes were made:
 
     renamed = await executor.write(partial(rename, 7, "Ada"))
 
-The same generator runs on a thread over SQLite, as single statements on asyncpg, and inside a
-SQLAlchemy transaction: it knows nothing of threads, event loops and drivers.
+The generator does not depend on threads, event loops or drivers.  The same generator runs on a
+thread for SQLite, as single statements on asyncpg, and inside a SQLAlchemy transaction.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -26,23 +26,23 @@ Parameters = Mapping[str, object]
 
 
 class UniqueViolation(Exception):
-    """Another transaction inserted this row first.  The transaction can be tried again."""
+    """Another transaction has inserted the same row first.  Our transaction can be tried again."""
 
 
 class Conflict(Exception):
-    """Another transaction changed a row since it was read.  The transaction can be tried again."""
+    """Another transaction has changed a row that we read.  Our transaction can be tried again."""
 
 
 class Disconnected(Exception):
-    """The connection was lost before the answer came: a write may be stored or not."""
+    """The connection was lost before the answer came, so a write may have been stored or not."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__("the connection to the database was lost")
-        self.error = error  # the driver's, for the caller if trying again does not help
+        self.error = error  # the driver's error, which callers raise if a retry fails, too
 
 
 class Read(NamedTuple):
-    """Request for the rows of *query*.  The answer is a sequence of rows, of any sequence type."""
+    """Request for the rows of *query*.  The answer is a sequence (of any type) of rows."""
 
     query: sa.Executable
     parameters: Parameters
@@ -51,7 +51,8 @@ class Read(NamedTuple):
 class Change(NamedTuple):
     """An INSERT, UPDATE or DELETE with its parameters.
 
-    It must match one row.  If not *must_match_row*, it may match any number of rows, also none.
+    With *must_match_row*, the statement must match one row.  Otherwise, it may match any number of
+    rows, or none.
     """
 
     statement: sa.Executable
@@ -60,14 +61,15 @@ class Change(NamedTuple):
 
 
 class Apply(NamedTuple):
-    """Request to make all *changes*, in this order; the first of them must match a row.
+    """Request to make all *changes* in this order; the first must have *must_match_row*.
 
-    The answer is False if the first change matched no row: then nothing was changed.  Otherwise
-    it is True.  The transaction ends, and `Executor.write` raises, Conflict if a later change
-    matched no row, and UniqueViolation if a row to insert is there already.
+    The answer is True if all changes were made, and False if the first change matched no row and
+    so nothing was changed.  Other failures roll the transaction back and make `Executor.write`
+    raise: Conflict if a later change with *must_match_row* matched no row, UniqueViolation if an
+    inserted row already exists.
 
-    Other processes may have written since the transaction's last Read.  The changes therefore
-    name, in their WHERE clauses, the values that they rely on.
+    Other processes may have written since the transaction's last Read.  The WHERE clause of a
+    change must therefore compare columns with the values that the transaction relies on.
     """
 
     changes: Sequence[Change]
@@ -78,14 +80,16 @@ Transaction = Callable[[], Steps[T]]
 
 
 class Executor(Protocol):
-    """Runs queries and transactions; there is one class of executor for each kind of database.
+    """Runs queries and transactions; there are several classes, for different kinds of database.
 
-    If a caller of `write` is cancelled before the transaction has begun, the transaction does not
-    run.  If it has begun, it ends before the cancellation goes on.
+    If the caller of `write` is cancelled before the transaction has begun, the transaction does not
+    run.  If the transaction has begun, `write` waits for its end and then raises CancelledError.
 
-    Every method raises Disconnected if the connection is lost, Conflict if the database reports a
-    deadlock or a serialization failure, and for other errors of the driver an exception of
-    `sqlalchemy.exc` whose text has no parameters.
+    Every method raises:
+
+    - Disconnected if the connection is lost,
+    - Conflict if the database reports a deadlock or a serialization failure,
+    - an exception of `sqlalchemy.exc`, whose text has no SQL parameters, for other driver errors.
     """
 
     async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
@@ -99,16 +103,16 @@ class Executor(Protocol):
     ) -> T:
         """Run *transaction*, commit its changes and return its result.
 
-        A transaction may have several Apply steps, but only one of them may be answered by True:
-        on PostgreSQL each is a statement that commits by itself.
+        A transaction may yield an Apply several times, but only one may have the answer True: on
+        PostgreSQL each Apply commits by itself, so two of them would not be one transaction.
 
         Args:
-            transaction: Makes the generator; it is called once.
+            transaction: Returns the generator; called once.
             on_commit_after_cancel: Called with the result if the caller was cancelled while the
-                transaction ran, since the caller does not get the result then.
+                transaction ran: `write` then raises CancelledError and returns no result.
 
         Raises:
-            Disconnected: The changes may be stored or not.
+            Disconnected: The changes may have been stored or not.
             UniqueViolation, Conflict: See `Apply`; nothing was stored.
             Exception: Whatever *transaction* itself raises; nothing was stored.
         """
@@ -117,11 +121,11 @@ class Executor(Protocol):
     async def define(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
         """Run *work* in a transaction on a SQLAlchemy connection and return its result.
 
-        It is for the schema and for maintenance, and slower than `write`.  Nothing is committed
-        if *work* raises, nor without *commit*.
+        Use it for the schema and for maintenance; it is slower than `write`.  If *work* raises or
+        *commit* is False, the transaction is rolled back.
 
         Raises:
-            Disconnected: The changes may be stored or not.
+            Disconnected: The changes may have been stored or not.
             Exception: Whatever *work* itself raises; nothing was stored.
         """
         ...
@@ -132,9 +136,9 @@ class Executor(Protocol):
 
 
 class Executors(NamedTuple):
-    """The executor for the data and the one for the key tables.
+    """The executors for the data tables and for the key tables.
 
-    Both are the same object unless the keys have a database of their own.
+    Without a key database, `data` and `keys` are the same object.
     """
 
     data: Executor
@@ -142,11 +146,11 @@ class Executors(NamedTuple):
 
     @property
     def has_key_database(self) -> bool:
-        """Whether the key tables are in a database of their own."""
+        """True if the key tables are in a key database, separate from the data."""
         return self.keys is not self.data
 
     async def close(self) -> None:
-        """Close the connections of both."""
+        """Close the connections of both executors."""
         try:
             await self.data.close()
         finally:
@@ -159,10 +163,12 @@ def run_in_turn(
     fetch: Callable[[sa.Executable, Parameters], Sequence[Row]],
     run: Callable[[sa.Executable, Parameters], int],
 ) -> T:
-    """Run *steps* one statement at a time, inside a transaction that the caller has begun.
+    """Run *steps* one statement at a time and return their result.
+
+    The caller has begun a transaction on the database, and commits it or rolls it back.
 
     Args:
-        steps: The transaction.
+        steps: The transaction's generator.
         fetch: Runs a query and returns its rows.
         run: Runs a change and returns how many rows it matched.
 

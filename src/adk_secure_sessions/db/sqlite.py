@@ -1,17 +1,18 @@
-"""SQLite by URL, on threads of our own: each operation takes one hop to a thread and back.
+"""The executor for SQLite databases given by URL, on our own threads.
 
-An append takes 20 hops in ADK's `DatabaseSessionService` and 8 in its `SqliteSessionService`.  The
-hops and the waiting for the disk are nearly all of the time.  This module in reading order:
+Each operation takes one hop from the event loop to a thread and back.  In ADK, an append takes 20
+hops with `DatabaseSessionService` and 8 with `SqliteSessionService`.  Hops and waiting for the disk
+take nearly all of an append's time.  This module in reading order:
 
-1. `SqliteExecutor` makes a `Job` of each call and puts it into the inbox of a thread.  One thread
-   writes, and two read beside it, which write-ahead logging allows.  A database in memory has a
-   single connection, so one thread does both.
-2. `WorkerThread` takes jobs from its inbox.  The writer takes all that wait, up to 64, runs them in
-   one `BEGIN IMMEDIATE` with a savepoint for each, and commits once.  50 tasks that append at once
-   get 3000 to 5600 appends a second; a commit for each append gave 2000, and ADK's service 100 to
-   200.
-3. `SqliteConnection` runs the steps of one transaction on the driver.
-4. The outcomes of a batch go back to the event loops of their callers, one call for each loop.
+1. `SqliteExecutor` creates a `Job` for each call and puts it into a thread's inbox.  One thread
+   writes.  Two other threads read at the same time, which write-ahead logging allows.  A database
+   in memory has a single connection, so one thread reads and writes.
+2. `WorkerThread` takes jobs from its inbox.  The writer takes all waiting jobs, up to 64, runs them
+   in one `BEGIN IMMEDIATE` with a savepoint for each job, and commits once.  With 50 tasks that
+   append at the same time, this gives 3000 to 5600 appends a second.  With a commit for each append
+   there were 2000, and with ADK's service there are 100 to 200.
+3. `SqliteConnection` runs the steps of one transaction on the driver's connection.
+4. `_deliver` sends the outcomes of a batch to the callers' event loops, in one call for each loop.
 """
 
 import asyncio
@@ -41,26 +42,26 @@ from adk_secure_sessions.loops import wait_ignoring_cancel
 logger: logging.Logger = logging.getLogger(__name__)
 
 _READERS = 2
-_BUSY_TIMEOUT = 30.0  # seconds that another process may hold the write lock
-_BATCH = 64  # transactions in one commit, at most
-_EXIT_TIMEOUT = 5.0  # seconds for a thread to end
+_BUSY_TIMEOUT = 30.0  # seconds to wait while another process holds the write lock
+_BATCH = 64  # maximum number of jobs in one commit
+_EXIT_TIMEOUT = 5.0  # seconds to wait for a thread to end
 
 
 # --- The executor -------------------------------------------------------------------------------
 
 
 def is_in_memory(url: sa.URL) -> bool:
-    """Whether this SQLite URL names a database in memory, or a temporary one, and no file."""
+    """Return True if this SQLite URL names a database in memory or a temporary database."""
     database = url.database or ""
     memory = database in ("", ":memory:") or database.startswith("file::memory:")
     return memory or url.query.get("mode") == "memory"
 
 
 def sqlite_executor(url: sa.URL, engine_kwargs: dict[str, Any]) -> "SqliteExecutor":
-    """Make the executor for a SQLite URL.
+    """Create the executor for a SQLite URL.
 
     Args:
-        url: Its driver does not matter.
+        url: The URL; its driver is ignored.
         engine_kwargs: Options of `sqlalchemy.create_engine`.
 
     Raises:
@@ -82,15 +83,15 @@ def sqlite_executor(url: sa.URL, engine_kwargs: dict[str, Any]) -> "SqliteExecut
 
 
 def _overwrite_deleted(driver: sqlite3.Connection, _record: object) -> None:
-    # Without it, a page that SQLite splits keeps copies of rows, which a DELETE leaves there.
+    # Otherwise a page split leaves copies of rows in free space, and a DELETE does not erase them.
     driver.execute("PRAGMA secure_delete = ON").close()
 
 
 class SqliteExecutor:
     """Runs transactions on threads that the first call starts; see `protocol.Executor`.
 
-    It serves any number of event loops at once.  A database in a file survives `fork`: the child
-    starts threads of its own.
+    Any number of event loops can use an executor at the same time.  After a `fork`, the child
+    process starts its own threads.  A database in memory cannot be used after a `fork`.
     """
 
     def __init__(self, engine: sa.Engine, *, memory: bool) -> None:
@@ -142,10 +143,10 @@ class SqliteExecutor:
         if os.getpid() != self._pid:
             self._after_fork()
         job = Job(work, on_engine=on_engine, commit=commit)
-        with self._lock:  # so that `close` queues the end of a thread after every job
+        with self._lock:  # otherwise `close` could end the thread before it gets this job
             threads = self._threads or self._start()
             candidates = threads[1:] if reads and len(threads) > 1 else threads[:1]
-            # The first idle thread: the pages that it read last are still in its cache.
+            # `min` prefers the first idle thread, whose cache holds the pages that were read last.
             min(candidates, key=lambda thread: thread.inbox.waiting).inbox.put(job)
         result: T = await job.outcome(on_commit_after_cancel)
         return result
@@ -158,7 +159,7 @@ class SqliteExecutor:
         return self._threads
 
     def _after_fork(self) -> None:
-        """Forget threads and connections in a child process, which does not inherit them."""
+        """Forget the parent's threads and connections, which a child process cannot use."""
         if self._memory:
             raise ConfigurationError(
                 "a database in memory does not survive a fork: "
@@ -166,7 +167,7 @@ class SqliteExecutor:
             )
         if self._finalizer is not None:
             self._finalizer.detach()
-        self._engine.dispose(close=False)  # closing them would take them from the parent
+        self._engine.dispose(close=False)  # closing would break connections of the parent
         self._forget_threads()
 
 
@@ -174,33 +175,37 @@ class SqliteExecutor:
 
 
 class Job:
-    """Work for a thread, and the future that its caller awaits.
+    """A function for a thread to run, and the future that the caller awaits.
 
-    Made in the caller's event loop.
+    Create the job in the caller's event loop.
     """
 
     __slots__ = ("_claim", "_ended", "_future", "_result", "commit", "loop", "on_engine", "work")
 
     def __init__(self, work: Callable[[Any], Any], *, on_engine: bool, commit: bool) -> None:
         self.work: Callable[[Any], Any] = work
-        self.on_engine: bool = (
-            on_engine  # work takes a SQLAlchemy connection, not a SqliteConnection
-        )
+        # True: `work` takes a SQLAlchemy connection.  False: it takes a SqliteConnection.
+        self.on_engine: bool = on_engine
         self.commit: bool = commit
         self.loop: asyncio.AbstractEventLoop = asyncio.get_running_loop()
         self._future: asyncio.Future[Any] = self.loop.create_future()
         self._claim = threading.Lock()
-        self._ended: asyncio.Event | None = None  # made by a cancellation that has to wait
-        self._result: list[Any] = []
+        self._ended: asyncio.Event | None = None  # created if a cancelled caller has to wait
+        self._result: list[Any] = []  # once the job has ended: the result and the error
 
     def claim(self) -> bool:
-        """Return True to the first caller: the thread, to run it, or a cancellation, to stop it."""
+        """Return True to the first caller only.
+
+        The thread claims a job before running it.  A cancelled caller claims a job to prevent that.
+        """
         return self._claim.acquire(blocking=False)
 
     async def outcome(self, on_commit_after_cancel: Callable[[Any], None] | None) -> Any:
-        """Await the result; a cancellation stops work that has not begun, and waits for the rest.
+        """Wait for the job and return its result, or raise its error.
 
-        This is `loops.await_to_end` without `asyncio.shield`, which costs a turn of the event loop.
+        If the caller is cancelled before the job has begun, the job does not run.  If the job has
+        begun, CancelledError is raised after the job has ended.  This does the same as
+        `loops.await_to_end`, but without `asyncio.shield`, which costs a turn of the event loop.
         """
         try:
             return await self._future
@@ -214,8 +219,9 @@ class Job:
             raise
 
     def settle(self, result: Any, error: BaseException | None) -> None:
-        """Hand over the result or the error; called in the job's event loop."""
-        self._result = [result, error]  # for a cancellation that comes now, or came before
+        """Give the result or the error to the caller of `outcome`; runs in the caller's loop."""
+        # `outcome` reads this if its caller is cancelled, before or after this point.
+        self._result = [result, error]
         if self._future.done():
             if self._ended is not None:
                 self._ended.set()
@@ -226,16 +232,17 @@ class Job:
 
 
 class _Inbox:
-    """The jobs that wait for a thread, in the order in which they came."""
+    """The jobs that wait for one thread, first in, first out."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
-        self._ahead: list[Job | None] = []  # taken from the queue, but not for that batch
+        # A job taken from the queue that did not fit the batch.  The next `take` returns it.
+        self._ahead: list[Job | None] = []
         self._busy = False
 
     @property
     def waiting(self) -> int:
-        """About how many jobs a new one would wait for."""
+        """The approximate number of jobs ahead of a new job, including the running one."""
         return self._queue.qsize() + self._busy
 
     def put(self, job: Job | None) -> None:
@@ -243,9 +250,10 @@ class _Inbox:
         self._queue.put(job)
 
     def take(self, limit: int) -> list[Job]:
-        """Wait for jobs and return up to *limit* for one transaction; none to end the thread.
+        """Wait for jobs and return up to *limit* of them, to run in one transaction.
 
-        A job on the engine has a transaction of its own, and so is alone in its batch.
+        A job with `on_engine` needs its own transaction, so it is the only job of its batch.  An
+        empty list means that the thread must end.
         """
         self._busy = False
         job = self._ahead.pop() if self._ahead else self._queue.get()
@@ -269,7 +277,7 @@ class WorkerThread:
 
     def __init__(self, engine: sa.Engine, *, writes: bool) -> None:
         self.inbox: _Inbox = _Inbox()
-        # A daemon: ADK's tools never close a service, and must be able to exit all the same.
+        # ADK's tools exit without closing the service.  Only a daemon thread allows that.
         self.thread: threading.Thread = threading.Thread(
             target=_serve,
             args=(self.inbox, engine, writes),
@@ -280,7 +288,7 @@ class WorkerThread:
 
 
 def _stop(threads: list[WorkerThread]) -> None:
-    """End *threads* once they have done all that is queued."""
+    """End *threads* after their queued jobs, and wait up to `_EXIT_TIMEOUT` for each thread."""
     for thread in threads:
         thread.inbox.put(None)
     for thread in threads:
@@ -294,7 +302,7 @@ class _Outcome(NamedTuple):
 
 
 def _serve(inbox: _Inbox, engine: sa.Engine, writes: bool) -> None:
-    """Run jobs until the inbox says to end; the body of a thread."""
+    """Run the jobs of *inbox* until it returns an empty batch; the target of a thread."""
     connection: SqliteConnection | None = None
     while batch := inbox.take(_BATCH if writes else 1):
         try:
@@ -314,7 +322,11 @@ def _serve(inbox: _Inbox, engine: sa.Engine, writes: bool) -> None:
 
 
 def _run_batch(connection: "SqliteConnection", batch: list[Job]) -> list[_Outcome]:
-    """Run *batch* in one transaction; a job that raises takes back only its own changes."""
+    """Run *batch* in one transaction and return its outcomes, in order.
+
+    If a job raises, only its own changes are rolled back.  If the transaction itself fails, all
+    jobs get its error.
+    """
     driver = connection.driver
     outcomes: list[_Outcome] = []
     try:
@@ -324,8 +336,8 @@ def _run_batch(connection: "SqliteConnection", batch: list[Job]) -> list[_Outcom
                 driver.execute("SAVEPOINT one")
             outcome = _run(connection, job)
             outcomes.append(outcome)
-            if not driver.in_transaction:  # SQLite ended it, for example because the disk is full
-                raise outcome.error or sqlite3.OperationalError("the transaction was ended")
+            if not driver.in_transaction:  # SQLite rolled back, for example on a full disk
+                raise outcome.error or sqlite3.OperationalError("SQLite ended the transaction")
             if len(batch) > 1:
                 if outcome.error is not None:
                     driver.execute("ROLLBACK TO one")
@@ -393,8 +405,8 @@ def _connect(engine: sa.Engine, writes: bool) -> SqliteConnection:
     driver = pooled.driver_connection
     assert isinstance(driver, sqlite3.Connection)
     if not isinstance(engine.pool, sa.pool.StaticPool):
-        pooled.detach()  # the thread keeps it: it must not count against the pool
-    driver.isolation_level = None  # `_run_batch` begins transactions, not the driver
+        pooled.detach()  # the thread keeps the connection, so the pool must not count it
+    driver.isolation_level = None  # the driver must not begin transactions: `_run_batch` does
     driver.text_factory = any_text
     if writes:
         _enter_wal(driver)
@@ -406,7 +418,7 @@ def _connect(engine: sa.Engine, writes: bool) -> SqliteConnection:
 
 def _enter_wal(driver: sqlite3.Connection) -> None:
     """Switch the file to write-ahead logging, so that readers do not wait for the writer."""
-    # While another process switches, too, SQLite answers "busy" without the busy timeout.
+    # If another process switches at the same time, SQLite ignores the busy timeout: retry here.
     for attempt in range(100):
         try:
             driver.execute("PRAGMA journal_mode = WAL")
@@ -421,7 +433,10 @@ def _enter_wal(driver: sqlite3.Connection) -> None:
 
 
 def _translated(error: BaseException) -> BaseException:
-    """Turn an error of the driver into SQLAlchemy's, without the statement and its parameters."""
+    """Wrap a driver error in SQLAlchemy's, without its statement and parameters.
+
+    Other errors are returned unchanged.
+    """
     if not isinstance(error, sqlite3.Error):
         return error
     return sa.exc.DBAPIError.instance(None, None, error, sqlite3.Error, hide_parameters=True)
@@ -434,7 +449,7 @@ def _deliver(outcomes: list[_Outcome]) -> None:
     for loop, of_loop in by_loop.items():
         try:
             loop.call_soon_threadsafe(_settle, of_loop)
-        except RuntimeError:  # the loop is closed: nobody waits any more
+        except RuntimeError:  # the loop is closed, so no caller is waiting
             logger.debug("an event loop was closed before its transactions were answered")
 
 
