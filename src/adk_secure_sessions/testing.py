@@ -1,4 +1,4 @@
-"""For the tests of your own key provider: checks of everything that a provider must do."""
+"""For the tests of your own key provider: `check_key_provider` checks all rules."""
 
 import asyncio
 import base64
@@ -20,20 +20,22 @@ async def check_key_provider(
     hidden: Collection[str | bytes] = (),
     every: int = 1,
 ) -> None:
-    """Check a key provider: use it as `EncryptedSessionService` does, and attack it.
+    """Check a key provider: use it like `EncryptedSessionService`, and tamper with its results.
 
-    This makes some hundred calls; a larger `every` makes fewer.
+    The check unwraps two modified keys for each byte of a wrapped key, so it makes a few hundred
+    calls; a larger `every` makes fewer.
 
     Args:
-        make: Returns a new provider; called several times, always for the same root key.
-        other: Returns a provider for another root key.
-        hidden: Secrets that the provider holds, such as keys, tokens and passwords.  They must
-            not appear in its `repr`, its `key_id` or a pickle.
-        every: Modify every n-th byte of a wrapped key: 1 for each byte.
+        make: Returns a new provider in each call, always for the same root key.
+        other: Returns a provider for another root key.  The check then also tests that neither
+            provider unwraps the keys of the other.
+        hidden: Secrets that the provider holds, such as keys, tokens and passwords.  The check
+            tests that they do not appear in its `repr`, its `key_id` or a pickle.
+        every: Modify only every n-th byte of a wrapped key; 1 modifies each byte.
 
     Raises:
-        AssertionError: Names the first rule that the provider breaks.  Errors of the provider,
-            where its call has to succeed, are raised as they are.
+        AssertionError: The provider breaks a rule; the message names the first such rule.
+        Exception: A call that must succeed failed; the provider's own error is raised unchanged.
     """
     provider, key = make(), secrets.token_bytes(32)
     _check_key_id(make, provider)
@@ -47,9 +49,9 @@ async def check_key_provider(
         await _check_rejected(provider, wrapped, another, "other associated data")
     await _check_modified(provider, wrapped, every)
     if other is not None:
-        await _check_rejected(other(), wrapped, _CONTEXT, "what another root key wrapped")
+        await _check_rejected(other(), wrapped, _CONTEXT, "a key that another root key wrapped")
         theirs = await other().wrap(key, _CONTEXT)
-        await _check_rejected(provider, theirs, _CONTEXT, "what another root key wrapped")
+        await _check_rejected(provider, theirs, _CONTEXT, "a key that another root key wrapped")
     await _check_at_once(make())
     await _check_cancelled(provider, key)
     # The services of one process may run in several event loops, one after another.
@@ -68,7 +70,7 @@ def _check_key_id(make: Callable[[], KeyProvider], provider: KeyProvider) -> Non
     _rule(isinstance(provider, KeyProvider), "must have key_id, wrap and unwrap")
     key_id = provider.key_id
     _rule(isinstance(key_id, str) and 0 < len(key_id) <= 255, "needs a key_id of 1-255 characters")
-    _rule(make().key_id == key_id, "must have the same key_id each time it is made")
+    _rule(make().key_id == key_id, "must have the same key_id each time it is created")
 
 
 async def _check_returned(
@@ -78,7 +80,7 @@ async def _check_returned(
         again = await provider.unwrap(wrapped, context)
     except (DecryptionError, WrongKeyError):
         again = b""
-    rule = f"made again, must return the key, with {len(context)} bytes of associated data"
+    rule = f"created again, must unwrap the key, with {len(context)} bytes of associated data"
     _rule(again == key, rule)
 
 
@@ -110,7 +112,7 @@ async def _check_rejected(provider: KeyProvider, wrapped: bytes, context: bytes,
     except (DecryptionError, WrongKeyError):
         return
     except KeyServiceError as error:
-        _rule(not error.retryable, f"must not call the rejection of {what} retryable")
+        _rule(not error.retryable, f"must not mark the rejection of {what} as retryable")
         return
     except Exception as error:
         name = type(error).__name__

@@ -141,7 +141,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     ),
     "another scheme": (
         ["verify", "--db", "sqlite:///x.db", "--key", "7Qx:secret"],
-        "not a key spec this version knows",
+        "not a key spec that this version knows",
     ),
     "no such variable": (["verify", "--db", "sqlite:///x.db", "--key", "env:NONE"], "'NONE'"),
     "no such file": (["verify", "--db", "sqlite:///x.db", "--key", "env:OLD_KEY"], "'x.db'"),

@@ -225,7 +225,7 @@ async def test_throttled_call_is_repeated(kms: Kms, key: AwsKmsKey) -> None:
 async def test_key_that_another_key_wrapped_is_a_wrong_key(kms: Kms, key: AwsKmsKey) -> None:
     wrapped = await key.wrap(MASTER, CONTEXT)
     kms.failures = [("IncorrectKeyException", 400)]
-    with pytest.raises(WrongKeyError, match="alias that was moved"):
+    with pytest.raises(WrongKeyError, match="alias was moved"):
         await key.unwrap(wrapped, CONTEXT)
     kms.failures = [("InvalidCiphertextException", 400)]
     with pytest.raises(TamperedError):

@@ -57,7 +57,7 @@ async def test_request_that_the_server_did_not_verify_is_rejected(
 ) -> None:
     cloud_kms.change = lambda response: setattr(response, field, False)
     error = await failure(key)
-    assert "corrupted on the way" in str(error)
+    assert "corrupted in transit" in str(error)
     assert error.retryable
     assert len(cloud_kms.operations) == 3
 
@@ -72,7 +72,7 @@ async def test_corrupted_answer_is_rejected(
         setattr(response, field, b"x" + getattr(response, field)[1:])
 
     cloud_kms.change = change
-    with pytest.raises(KeyServiceError, match="corrupted on the way") as info:
+    with pytest.raises(KeyServiceError, match="corrupted in transit") as info:
         await (key.wrap(MASTER, CONTEXT) if field == "ciphertext" else key.unwrap(wrapped, CONTEXT))
     assert info.value.retryable
 
@@ -95,7 +95,7 @@ async def test_request_that_is_corrupted_on_the_way_is_noticed_by_its_checksum(
         setattr(request, field, b"x" + getattr(request, field)[1:])
 
     cloud_kms.change_request = corrupt
-    with pytest.raises(KeyServiceError, match="corrupted on the way") as info:
+    with pytest.raises(KeyServiceError, match="corrupted in transit") as info:
         await getattr(key, operation)(value, CONTEXT)
     assert info.value.retryable
 

@@ -1,4 +1,4 @@
-"""The backends of this library, and the protocol for others."""
+"""The backends of this library, and the protocol for backends of third parties."""
 
 from adk_secure_sessions.backends.aes_gcm import AesGcmBackend
 from adk_secure_sessions.backends.fernet import FernetBackend

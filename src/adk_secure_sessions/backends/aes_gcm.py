@@ -16,7 +16,7 @@ class AesGcmBackend(KeyMaterial):
         key: The root key: 32 bytes, base64 text, a key spec, or a key provider.
 
     Raises:
-        ConfigurationError: `key` is none of these, or cannot be read.
+        ConfigurationError: `key` is none of these, or the key cannot be read.
     """
 
     backend_id = 1
@@ -33,6 +33,6 @@ class AesGcmBackend(KeyMaterial):
         """Return the cipher for `key`, a data key of 32 bytes.
 
         Raises:
-            ValueError: `key` is of another length.
+            ValueError: `key` is not 32 bytes long.
         """
         return Aes256Gcm(key)

@@ -1,7 +1,8 @@
 """Fernet (https://github.com/fernet/spec): AES-128-CBC with HMAC-SHA-256.
 
-Fernet has no associated data.  Each token is therefore encrypted with a key of its own, derived
-from both: HKDF-Expand-SHA-256 (RFC 5869) of the data key, with the associated data as `info`.
+Fernet has no associated data.  Each token is therefore encrypted with its own key, which is derived
+from the data key and the associated data: HKDF-Expand-SHA-256 (RFC 5869), with the associated data
+as `info`.
 """
 
 import secrets
@@ -21,9 +22,10 @@ _KEY_LENGTH = 32
 
 
 class FernetCipher(KeyMaterial):
-    """The cipher of one data key.
+    """Encrypts with Fernet and one data key.
 
-    Tokens are stored as bytes: as base64 text, one token has several spellings.
+    Tokens are stored as bytes, not as base64 text: several texts decode to the same bytes, so a
+    modified text could still be accepted.
     """
 
     __slots__ = ("_key",)
@@ -38,10 +40,10 @@ class FernetCipher(KeyMaterial):
         return urlsafe_b64decode(self._fernet(associated_data).encrypt(plaintext))
 
     def decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
-        """Return the plaintext of a token.  It never expires: its time is not checked.
+        """Return the plaintext of *sealed*, the bytes of a token.  Tokens do not expire.
 
         Raises:
-            TamperedError: the key or the associated data is another, or *sealed* was modified.
+            TamperedError: the key or the associated data is wrong, or *sealed* was modified.
         """
         try:
             return self._fernet(associated_data).decrypt(urlsafe_b64encode(sealed))
@@ -61,7 +63,7 @@ class FernetBackend(KeyMaterial):
         key: The root key: a Fernet key (base64 text), 32 bytes, a key spec, or a key provider.
 
     Raises:
-        ConfigurationError: `key` is none of these, or cannot be read.
+        ConfigurationError: `key` is none of these, or the key cannot be read.
     """
 
     backend_id = 2
@@ -78,6 +80,6 @@ class FernetBackend(KeyMaterial):
         """Return the cipher for `key`, a data key of 32 bytes.
 
         Raises:
-            ValueError: `key` is of another length.
+            ValueError: `key` is not 32 bytes long.
         """
         return FernetCipher(key)

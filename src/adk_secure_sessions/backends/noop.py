@@ -1,4 +1,4 @@
-"""No encryption: for benchmarks, and for leaving this library."""
+"""The backend without encryption, for benchmarks and to stop encrypting."""
 
 import warnings
 
@@ -10,7 +10,7 @@ _PLAINTEXT_WRAP = b"\x00"
 
 
 class _NoRootKey:
-    """Stands where a root key would: it stores master keys as plaintext."""
+    """A key provider without a root key: stores master keys as plaintext."""
 
     key_id = PLAINTEXT_ROOT_KEY_ID
 
@@ -30,7 +30,7 @@ class _NoRootKey:
 
 
 class _NoCipher:
-    """Returns its argument: nothing is encrypted and nothing is authenticated."""
+    """A cipher that returns its argument: nothing is encrypted, and nothing is authenticated."""
 
     def encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
         return plaintext
@@ -40,10 +40,10 @@ class _NoCipher:
 
 
 class NoOpBackend:
-    """Stores everything as plaintext, and warns (`UserWarning`) when it is made.
+    """Stores everything as plaintext, and issues a `UserWarning` when it is created.
 
-    Listing it in a service, also in `additional_backends`, gives up the protection against an
-    attacker who can write to the database.
+    A service that lists `NoOpBackend`, even only in `additional_backends`, is not protected against
+    an attacker who can write to the database.
     """
 
     backend_id = NOOP_BACKEND_ID
@@ -51,15 +51,15 @@ class NoOpBackend:
 
     def __init__(self) -> None:
         warnings.warn(
-            "NoOpBackend stores sessions as plaintext: it is for benchmarks and for leaving",
+            "NoOpBackend stores sessions as plaintext: it is for benchmarks and to stop encrypting",
             stacklevel=2,
         )
         self.root_key: KeyProvider = _NoRootKey()
 
     def new_key(self) -> bytes:
-        """Return an empty key: nothing is encrypted with it."""
+        """Return an empty key: `NoOpBackend` does not encrypt."""
         return b""
 
     def cipher(self, key: bytes) -> Cipher:
-        """Return a cipher that returns what it is given."""
+        """Return a cipher that returns its argument unchanged."""
         return _NoCipher()

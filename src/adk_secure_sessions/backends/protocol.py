@@ -1,4 +1,4 @@
-"""The protocol of a backend: a cipher, and the root key that protects its keys."""
+"""The protocol of a backend."""
 
 from typing import Protocol, runtime_checkable
 
@@ -10,14 +10,14 @@ THIRD_PARTY_IDS = range(0x80, 0x100)
 
 @runtime_checkable
 class EncryptionBackend(Protocol):
-    """A cipher, and the root key that protects the keys it is used with.
+    """An encryption algorithm for records, and the root key that protects its data keys.
 
     Write your own as any class with these attributes; it need not inherit from this class.
     """
 
     @property
     def backend_id(self) -> int:
-        """Names this backend in every record: 0x80 to 0xFF for your own.  It must never change."""
+        """The backend's id in every record: 0x80 to 0xFF for your own.  It must never change."""
         ...
 
     @property
@@ -31,9 +31,9 @@ class EncryptionBackend(Protocol):
         ...
 
     def new_key(self) -> bytes:
-        """Return a new random data key, of the length that `cipher` needs."""
+        """Return a new random data key that `cipher` accepts."""
         ...
 
     def cipher(self, key: bytes, /) -> Cipher:
-        """Return the cipher for a data key; several threads may use it at once."""
+        """Return the cipher for the data key `key`; several threads may use the cipher at once."""
         ...

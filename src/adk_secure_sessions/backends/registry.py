@@ -1,4 +1,4 @@
-"""The backends of one service: which one writes, which ones may be read, with which root keys."""
+"""The backends of one service: the writing backend, those whose records may be read, root keys."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -19,7 +19,7 @@ class Backends(NamedTuple):
     Attributes:
         writer: Encrypts all new records.
         by_id: All backends whose records may be read, `writer` included, by backend id.
-        roots: Their root keys by root key id.
+        roots: The root keys of all these backends, by root key id.
     """
 
     writer: EncryptionBackend
@@ -28,12 +28,12 @@ class Backends(NamedTuple):
 
 
 def register(backend: object, additional: Sequence[object]) -> Backends:
-    """Check the backends that a service was given.
+    """Check the backends that a service was given, and return them.
 
     Raises:
-        ConfigurationError: an object is not a backend; an id is reserved, or two backends share
-            it; two different root keys share a name; or a third party's cipher does not protect
-            what it encrypts.
+        ConfigurationError: an object is not a backend; the id of a third party's backend is
+            reserved; two backends share an id; two different root keys share an id; or a third
+            party's cipher fails a test.
     """
     by_id: dict[int, EncryptionBackend] = {}
     roots: dict[str, KeyProvider] = {}
@@ -48,7 +48,7 @@ def register(backend: object, additional: Sequence[object]) -> Backends:
         root = candidate.root_key
         if roots.setdefault(root.key_id, root) != root:
             raise ConfigurationError(
-                f"two different root keys are called {root.key_id!r}: give one another key_id"
+                f"two different root keys are called {root.key_id!r}: change the key_id of one"
             )
     return Backends(checked[0], by_id, roots)
 
@@ -68,17 +68,17 @@ def _checked(candidate: object) -> EncryptionBackend:
     if candidate.backend_id not in THIRD_PARTY_IDS:
         raise ConfigurationError(
             f"backend {candidate.name!r} has the id {candidate.backend_id!r}: "
-            "third parties take 0x80 to 0xff"
+            "a third party's backend needs an id from 0x80 to 0xff"
         )
     _try_out(candidate)
     return candidate
 
 
 def _try_out(backend: EncryptionBackend) -> None:
-    """Encrypt and decrypt with a third party's backend, and check that it rejects tampering.
+    """Check that a third party's backend decrypts what it encrypted, and rejects tampering.
 
     Raises:
-        ConfigurationError: it does not.
+        ConfigurationError: a check failed; the message says which.
     """
     plaintext, context = b"plaintext " * 8, b"context"
     key = _bytes_or_none(backend.new_key)
@@ -103,9 +103,9 @@ def _try_out(backend: EncryptionBackend) -> None:
 
 
 def _bytes_or_none(call: Callable[[], bytes]) -> bytes | None:
-    """Return the bytes that *call* returns; None for anything else.
+    """Return the result of *call* if it is bytes; None for other results and for an exception.
 
-    The text of an error is not shown: it may hold secrets.
+    The exception is dropped, since its text may hold secrets.
     """
     try:
         result = call()

@@ -1,4 +1,7 @@
-"""AES-256-GCM with random nonces (NIST SP 800-38D): `nonce (12) ‖ ciphertext ‖ tag (16)`."""
+"""AES-256-GCM with random nonces (NIST SP 800-38D).
+
+Output: `nonce (12 bytes) ‖ ciphertext ‖ GCM tag (16 bytes)`.
+"""
 
 import os
 
@@ -12,7 +15,7 @@ NONCE_LENGTH = 12
 
 
 class Aes256Gcm:
-    """The cipher of one 32-byte key.  How much one key may encrypt: docs/format.md, "Limits"."""
+    """AES-256-GCM with one 32-byte key.  Limit: 2^32 records per key (docs/format.md, "Limits")."""
 
     __slots__ = ("_aead",)
 
@@ -22,7 +25,7 @@ class Aes256Gcm:
         self._aead = AESGCM(key)
 
     def encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
-        """Return nonce, ciphertext and tag; `decrypt` needs the same *associated_data*."""
+        """Return nonce, ciphertext and GCM tag; `decrypt` needs the same *associated_data*."""
         nonce = os.urandom(NONCE_LENGTH)
         return nonce + self._aead.encrypt(nonce, plaintext, associated_data)
 
@@ -30,11 +33,11 @@ class Aes256Gcm:
         """Return the plaintext of *sealed*, which `encrypt` returned.
 
         Raises:
-            TamperedError: the key or the associated data is another, or *sealed* was modified.
-                The error does not say which: AES-GCM cannot tell.
+            TamperedError: the key or the associated data is wrong, or *sealed* was modified.
+                AES-GCM cannot tell which of these happened.
         """
         try:
             return self._aead.decrypt(sealed[:NONCE_LENGTH], sealed[NONCE_LENGTH:], associated_data)
-        except (InvalidTag, ValueError):  # ValueError: shorter than a nonce
+        except (InvalidTag, ValueError):  # ValueError: *sealed* is shorter than a nonce
             pass
         raise TamperedError()

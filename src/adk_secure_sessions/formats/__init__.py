@@ -1,1 +1,1 @@
-"""The bytes that storage holds: records and their contexts, states, events.  No database."""
+"""The stored bytes: records and their contexts, states, events.  Nothing here uses a database."""

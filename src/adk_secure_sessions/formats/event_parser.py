@@ -1,19 +1,19 @@
 """A faster `Event.model_validate_json`, for JSON that ADK itself wrote and that is authenticated.
 
-Google's models run Python for each value that they validate: hooks that look for model instances
-and for shorthand arguments, and a `Part.__init__` that takes shorthand.  JSON written by ADK has
-neither instances nor shorthand.  The same schema without these three therefore gives the same
-event in a third of the time.
+Google's models run Python code for each value that they validate: a hook that looks for model
+instances, a hook that accepts shorthand arguments, and a `Part.__init__` that accepts shorthand.
+JSON written by ADK has neither instances nor shorthand.  Without these three, the schema therefore
+gives the same event in a third of the time.
 
-Parsing 1000 events of a conversation, 418 bytes each: 27.5 ms with the public call, 9.0 ms here
-(medians of process CPU time over 200 interleaved pairs; google-adk 2.13, pydantic 2.14).
+Parsing 1000 events of a conversation, 418 bytes each, takes 9.0 ms with the faster parser and
+27.5 ms with the public call (medians of process CPU time over 200 interleaved pairs; google-adk
+2.13, pydantic 2.14).
 
-The validator needs a private flag of pydantic-core, `_use_prebuilt=False`: by default, nested
-models keep their own validators, hooks included, and nothing is gained (27.4 ms).  So the faster
-parser is used only if it proves equal on the installed versions: when it is made, it parses
-events that hold every field of every model in the installed schema, and each result has to equal
-the public call's (17 ms).  If one differs, or if the flag or the schema has changed, every event
-is parsed by the public call.
+The faster parser needs a private flag of pydantic-core, `_use_prebuilt=False`.  Without the flag,
+nested models keep their own validators, hooks included, and nothing is gained (27.4 ms).  A private
+flag may change, so `EventParser` first compares the two parsers on the installed versions (17 ms).
+Both parse events that together hold every field of every model in the installed schema.  If a
+result differs, or if the flag or the schema has changed, the public call parses every event.
 """
 
 import json
@@ -34,18 +34,19 @@ _IDLE_HOOKS = {
     ("google.genai._common", "BaseModel._check_field_type_mismatches"),
     ("google.adk.events.event", "Event._accept_convenience_kwargs"),
 }
-# A JSON value for each type of schema without a schema inside.  `any` stays empty: with anything in
-# `requested_auth_configs`, ADK imports its authentication, which takes 0.4 s.
+# A JSON value for each schema type that contains no other schema.  The value for `any` is empty: a
+# value in `requested_auth_configs` makes ADK import its authentication, which takes 0.4 s.
 _LEAVES = {"any": {}, "bool": True, "bytes": "AAEC_w==", "float": 1.5, "int": 1, "str": "Grüße"}
-# Where the public call accepts fewer of the samples, they prove too little.
+# The share of the samples that the public call must accept.  If it accepts fewer, comparing the two
+# parsers proves too little.
 _LEAST_ACCEPTED = 0.9
-_DEPTH = 2  # of models that contain themselves
-# An id and a time are generated where they are missing, and differ from one call to the next.
+_DEPTH = 2  # how many references a sample follows: some models contain themselves
+# Fields set in each sample.  ADK generates a missing id or timestamp, and two calls would differ.
 _START = {"author": "agent", "invocation_id": "i", "id": "e", "timestamp": 1700000000.25}
 
 
 class EventParser:
-    """Parses the JSON of one event; raises what `Event.model_validate_json` raises.
+    """Parses the JSON of one event; raises the errors of `Event.model_validate_json`.
 
     Attributes:
         is_fast: Whether the faster parser is used with the installed versions.
@@ -56,7 +57,7 @@ class EventParser:
         self.is_fast: bool = self._fast is not None
 
     def __call__(self, data: bytes) -> Event:
-        if self._fast is None or b"null" in data:  # `Part.__init__` drops nulls
+        if self._fast is None or b"null" in data:  # only `Part.__init__` drops nulls
             return Event.model_validate_json(data)
         try:
             return self._fast(data)
@@ -65,7 +66,7 @@ class EventParser:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values are equal in type, content and in which fields were set."""
+    """Return whether two values are equal in type, in content and in the fields that were set."""
     if type(one) is not type(other):
         return False
     if hasattr(one, "model_fields_set"):
@@ -88,7 +89,7 @@ def _proven_parser() -> Parser | None:
         parse: Parser = SchemaValidator(_without_hooks(schema), _use_prebuilt=False).validate_json
         if _is_equal(parse, [{**sample, **_START} for sample in _samples(schema)]):
             return parse
-    except Exception:  # whatever has changed, the public call is still there
+    except Exception:  # the public call is used instead, whatever the cause
         logger.debug("the faster parser of events failed", exc_info=True)
     logger.warning(
         "events are parsed three times as slowly: the faster parser does not fit the installed "
@@ -132,7 +133,8 @@ def _without_hooks(schema: Any) -> Any:
     if stripped.get("type") == "model" and stripped["cls"] is types.Part:
         stripped["custom_init"] = False
     if stripped.get("type") == "model" and stripped["cls"] is Event:
-        # Shorthand is no field of an event: rejected here, it is left to the public call.
+        # Shorthand arguments are not fields of an event.  The faster parser rejects them, so that
+        # `EventParser` uses the public call.
         stripped["config"] = {**stripped["config"], "extra_fields_behavior": "forbid"}
     return stripped
 
@@ -144,7 +146,8 @@ def _is_idle(hook: Any) -> bool:
 def _samples(schema: Any, refs: dict[str, Any] | None = None, depth: int = _DEPTH) -> Iterator[Any]:
     """Yield JSON values that together hold every field of every model in *schema*.
 
-    Raises KeyError for a type of schema that is not known here.
+    Raises:
+        KeyError: *schema* has a type that this function does not know.
     """
     refs = refs or {}
     match schema["type"]:
@@ -179,5 +182,5 @@ def _samples(schema: Any, refs: dict[str, Any] | None = None, depth: int = _DEPT
             for name, field in fields.items():
                 for value in _samples(field, refs, depth):
                     yield {**required, name: value}
-        case _:  # a model, a default, a hook or a null around another schema
+        case _:  # a schema that wraps another: a model, a default, a hook, a nullable
             yield from _samples(schema["schema"], refs, depth)

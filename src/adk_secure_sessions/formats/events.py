@@ -1,4 +1,4 @@
-"""Events as storage holds them: `length of the version ‖ google-adk version ‖ JSON of the event`.
+"""Stored events: `length of the version ‖ google-adk version ‖ JSON of the event`.
 
 Format: docs/format.md, "Events".
 """
@@ -21,17 +21,17 @@ _PREFIX = bytes([len(adk_version)]) + adk_version.encode("ascii")
 
 
 def encode(event: Event) -> bytes:
-    """Return *event* as storage holds it.
+    """Return the bytes to store for *event*.
 
-    Fields that are None are left out.  A value without JSON form is replaced by its text, and a
-    warning is logged.
+    Fields that are None are omitted.  If a value has no JSON form, its text is stored instead, and
+    a warning is logged.
     """
     try:
         data = event.model_dump_json(exclude_none=True, warnings=False).encode()
-        if b"null" not in data:  # as infinity and NaN are written here, but not below
+        if b"null" not in data:  # a null may be infinity or NaN, which the code below keeps
             return _PREFIX + data
     except Exception:
-        pass  # lone surrogates, or values without JSON form such as callables
+        pass  # the event has lone surrogates, or values without JSON form such as callables
     fields = event.model_dump(exclude_none=True, warnings=False)
     try:
         fields = to_jsonable_python(fields, bytes_mode="base64")
@@ -42,18 +42,18 @@ def encode(event: Event) -> bytes:
 
 
 def decode(plaintext: bytes, session_row: int, seq: int) -> Event:
-    """Return the event in *plaintext*, which `encode` made and which is authenticated.
+    """Return the event in *plaintext*, which `encode` returned; it must be authenticated.
 
     Raises:
-        ConfigurationError: the installed google-adk cannot read an event of the version that
-            wrote it.  The message names its row, *session_row* and *seq*, and both versions.
+        ConfigurationError: the installed google-adk cannot read the event.  The message names the
+            event's row (*session_row*, *seq*), the version that wrote it and the installed one.
     """
     end = 1 + plaintext[0]
     data = plaintext[end:]
     try:
         return _parse(data)
     except ValueError:
-        pass  # our error is raised below: here it would keep this one, whose text holds the event
+        pass  # raise our error outside: here, its __context__ would hold the event's text
     try:
         loaded: Any = json.loads(data)  # accepts lone surrogates, which pydantic rejects
         return Event.model_validate(loaded)

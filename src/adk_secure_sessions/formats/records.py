@@ -1,8 +1,8 @@
 """The one record format: `magic ‖ version ‖ backend id ‖ key id ‖ backend's output`.
 
-Format: docs/format.md, "Records".  A record is bound to its context, which says what it is and
-which row and column it belongs to: its associated data is its header, followed by the bytes that
-`context` makes.  A record that is moved to another row does not decrypt there.
+Format: docs/format.md, "Records".  A record is bound to its context: the kind of the record,
+and the row and column that it belongs to.  The associated data of a record is its header, followed
+by the bytes that `context` returns.  A record that is moved to another row does not decrypt there.
 """
 
 from functools import lru_cache
@@ -22,32 +22,33 @@ VERSION = 1
 _PREFIX = MAGIC + bytes([VERSION])
 _HEADER = Struct(">4sBq")  # magic and version, backend id, key id
 HEADER_LENGTH = _HEADER.size
-NOOP_BACKEND_ID = 3  # names records that `NoOpBackend` wrote: the rest of them is plaintext
+NOOP_BACKEND_ID = 3  # a record with this id holds plaintext: `NoOpBackend` wrote it
 _LENGTH = Struct(">I")
 _NUMBERS = [Struct(f">I{count}q") for count in range(8)]
 
 
 class Cipher(Protocol):
-    """Encrypts and decrypts with one data key; made by a backend."""
+    """Encrypts and decrypts with one data key; backends create ciphers."""
 
     def encrypt(self, plaintext: bytes, associated_data: bytes, /) -> bytes:
         """Encrypt `plaintext` and authenticate it together with `associated_data`.
 
-        Both are of any length, also empty.  The result needs the same `associated_data` to be
-        decrypted.
+        Both arguments may have any length, also 0.  To decrypt the result, the same
+        `associated_data` is needed.
         """
         ...
 
     def decrypt(self, sealed: bytes, associated_data: bytes, /) -> bytes:
         """Return the plaintext of `sealed`, which `encrypt` returned.
 
-        Raise an exception of any class for other bytes, another key or other `associated_data`.
+        Raise an exception, of any class, if the key or `associated_data` is wrong, or if `sealed`
+        was modified.
         """
         ...
 
 
 def encode_text(text: str) -> bytes:
-    """Return *text* as UTF-8; a lone surrogate, which ADK accepts in ids, takes three bytes."""
+    """Return *text* as UTF-8.  Lone surrogates, which ADK accepts in ids, take three bytes each."""
     return text.encode("utf-8", "surrogatepass")
 
 
@@ -55,17 +56,18 @@ def decode_text(data: object) -> str:
     """Return the text that `encode_text` encoded.
 
     Raises:
-        TamperedError: *data* is not bytes; see `binary`.
+        TamperedError: *data* is not bytes.
         UnicodeDecodeError: *data* is not UTF-8.
     """
     return binary(data).decode("utf-8", "surrogatepass")
 
 
 def binary(value: object) -> bytes:
-    """Return *value*, read from a binary column, if it is bytes.
+    """Return *value*, which was read from a binary column, after checking that it is bytes.
 
     Raises:
-        TamperedError: it is of another type, which SQLite stores in any column.
+        TamperedError: *value* is not bytes.  SQLite stores any type in any column, so a modified
+            row may hold another type.
     """
     if not isinstance(value, bytes):
         raise TamperedError(
@@ -75,29 +77,33 @@ def binary(value: object) -> bytes:
 
 
 def context(parts: tuple[str | bytes, ...], *numbers: int) -> bytes:
-    """Join *parts*, each after its length, and all *numbers* after theirs.
+    """Return a context: each of *parts* after its length, then all *numbers* after their length.
 
-    Different arguments give different bytes.  At most 7 numbers; docs/format.md, "Records".
+    Different arguments give different bytes.  At most 7 numbers.  Format: docs/format.md,
+    "Records".
 
     Raises:
-        TamperedError: a value of a type that no column of this library holds.
+        TamperedError: a part is neither text nor bytes, or a number is not a 64-bit integer.
     """
     return numbered_context(context_parts(parts), *numbers)
 
 
 def numbered_context(parts: bytes, *numbers: int) -> bytes:
-    """Complete a context whose *parts* `context_parts` has joined: for many rows of one kind."""
+    """Return the context of *numbers* and of *parts*, which `context_parts` returned.
+
+    For many rows that share their parts.  Raises TamperedError like `context`.
+    """
     count = len(numbers)
     try:
         return parts + _NUMBERS[count].pack(8 * count, *numbers)
-    except error:  # SQLite stores any type in any column
+    except error:  # SQLite stores any type in any column, so a modified row may hold any type
         pass
     raise TamperedError("an integer column holds a value of another type", reason=Reason.MALFORMED)
 
 
 @lru_cache(maxsize=4096)
 def context_parts(parts: tuple[str | bytes, ...]) -> bytes:
-    """Join the first half of a context, which is the same for many rows."""
+    """Return the first half of a context: each of *parts* after its length.  Many rows share it."""
     made = []
     for part in parts:
         if not isinstance(part, str | bytes):
@@ -110,22 +116,23 @@ def context_parts(parts: tuple[str | bytes, ...]) -> bytes:
 
 
 def with_id(identifier: str, rest: bytes) -> bytes:
-    """Return the plaintext of a row that carries its id: length, *identifier*, *rest*."""
+    """Return the plaintext of a row that stores its id: the id's length, the id, *rest*."""
     data = encode_text(identifier)
     return _LENGTH.pack(len(data)) + data + rest
 
 
 def split_id(plaintext: bytes) -> tuple[str, bytes]:
-    """Return the id and the rest of a plaintext that `with_id` made, which is authenticated."""
+    """Return the id and the rest of *plaintext*, authenticated bytes that `with_id` returned."""
     end = _LENGTH.size + _LENGTH.unpack_from(plaintext)[0]
     return decode_text(plaintext[_LENGTH.size : end]), plaintext[end:]
 
 
 def seal(cipher: Cipher, backend_id: int, key_id: int, context: bytes, plaintext: bytes) -> bytes:
-    """Return the record that holds *plaintext*, bound to *context*.
+    """Encrypt *plaintext* and return the record, bound to *context*.
 
     Raises:
-        SecureSessionError: the cipher failed; the message has the error's class, not its text.
+        SecureSessionError: the cipher failed.  The message names the class of its exception, and
+            does not repeat the exception's text.
     """
     start = pack(backend_id, key_id)
     failure = "it returned something that is not bytes"
@@ -133,24 +140,24 @@ def seal(cipher: Cipher, backend_id: int, key_id: int, context: bytes, plaintext
         sealed = cipher.encrypt(plaintext, start + context)
         if isinstance(sealed, bytes):
             return start + sealed
-    except Exception as error:  # of a third party's cipher: its text may repeat the plaintext
+    except Exception as error:  # by a third party's cipher; its text may repeat the plaintext
         failure = type(error).__name__
     raise SecureSessionError(f"backend {backend_id} failed to encrypt: {failure}")
 
 
 def pack(backend_id: int, key_id: int) -> bytes:
-    """Return the header of all records that this key encrypts."""
+    """Return the header of the records that data key *key_id* of backend *backend_id* encrypts."""
     return _HEADER.pack(_PREFIX, backend_id, key_id)
 
 
 def unpack(stored: bytes) -> tuple[int, int]:
-    """Return a record's backend id and key id, which are not yet authenticated.
+    """Return the backend id and the key id in a record's header.  The ids are not authenticated.
 
-    SQLite stores any type in any column, so *stored* may be of any type.
+    SQLite stores any type in any column, so *stored* may not be bytes if a row was modified.
 
     Raises:
-        PlaintextRefusedError: it is not a record.
-        TamperedError: it is empty, or a record that no version of this format writes.
+        PlaintextRefusedError: *stored* is not a record.
+        TamperedError: *stored* is empty, or its header is malformed.
     """
     if not stored:
         raise TamperedError("its encrypted value was removed", reason=Reason.MISSING)
@@ -163,7 +170,7 @@ def unpack(stored: bytes) -> tuple[int, int]:
 
 
 def header(stored: object) -> tuple[int, int] | None:
-    """Return the backend id and key id of a record, or None if *stored* is no whole header.
+    """Return the backend id and the key id in a header; None if *stored* does not begin with one.
 
     For counting: nothing is authenticated, and the first `HEADER_LENGTH` bytes are enough.
     """
@@ -177,8 +184,8 @@ def open_record(stored: bytes, context: bytes, cipher: Cipher) -> bytes:
     """Return the plaintext of a record whose header `unpack` accepted.
 
     Raises:
-        DecryptionError: the cipher's own error, if it is one.
-        TamperedError: any other error of the cipher, whose text is not repeated.
+        DecryptionError: raised by the cipher itself.
+        TamperedError: the cipher raised another exception.  Its text is not repeated.
     """
     try:
         plaintext = cipher.decrypt(stored[HEADER_LENGTH:], stored[:HEADER_LENGTH] + context)
@@ -186,6 +193,6 @@ def open_record(stored: bytes, context: bytes, cipher: Cipher) -> bytes:
             return plaintext
     except DecryptionError:
         raise
-    except Exception:  # of a third party's cipher; its text and context may hold secrets
-        pass
+    except Exception:  # by a third party's cipher; it may hold secrets
+        pass  # raise our error outside: here, this exception would be its __context__
     raise TamperedError("the backend could not decrypt it")

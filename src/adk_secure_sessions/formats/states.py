@@ -1,4 +1,4 @@
-"""States: their JSON as storage holds it, and their three scopes, told apart by key prefix."""
+"""States: their stored JSON, and their three scopes, which are told apart by key prefixes."""
 
 import json
 import logging
@@ -10,13 +10,13 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 JsonObject = dict[str, Any]
 
-# As in google.adk.sessions.State, which a test compares.  Importing it takes seconds that the
-# command line need not wait for.
+# Copied from google.adk.sessions.State; a test checks that they are equal.  Importing it takes
+# seconds and would delay the command line.
 APP_PREFIX, USER_PREFIX, TEMP_PREFIX = "app:", "user:", "temp:"
 
 
 class Scopes(NamedTuple):
-    """A state split by scope; keys of app and user are without their prefix."""
+    """A state split by scope.  The names in `app` and `user` have no prefix."""
 
     app: JsonObject
     user: JsonObject
@@ -24,7 +24,7 @@ class Scopes(NamedTuple):
 
 
 def split(state: JsonObject | None) -> Scopes:
-    """Split *state* by scope; `temp:` keys, which ADK never stores, are left out."""
+    """Split *state* by scope, and omit `temp:` keys, which ADK never stores."""
     scopes = Scopes({}, {}, {})
     for key, value in (state or {}).items():
         if ":" not in key:
@@ -49,7 +49,7 @@ def merge(app: JsonObject, user: JsonObject, session: JsonObject) -> JsonObject:
 
 
 def dumps(state: JsonObject) -> bytes:
-    """Return *state* as JSON; values without JSON form become text, as in `to_json_values`."""
+    """Return *state* as JSON.  A value without JSON form becomes text, like in `to_json_values`."""
     if not state:
         return b"{}"
     try:
@@ -57,7 +57,7 @@ def dumps(state: JsonObject) -> bytes:
     except Exception:
         pass
     try:
-        return _ascii(state)  # also encodes lone surrogates and nesting of any depth
+        return _ascii(state)  # also encodes lone surrogates and deeper nesting than `to_json`
     except Exception:
         pass
     return _ascii(to_json_values(state))
@@ -68,7 +68,7 @@ def _ascii(state: JsonObject) -> bytes:
 
 
 def loads(data: bytes) -> JsonObject:
-    """Return the state that `dumps` encoded; two calls share no values."""
+    """Return the state that `dumps` encoded, as new objects in each call."""
     if data == b"{}":
         return {}
     state: JsonObject
@@ -80,9 +80,9 @@ def loads(data: bytes) -> JsonObject:
 
 
 def to_json_values(state: JsonObject) -> JsonObject:
-    """Return a copy of *state* with JSON values only.
+    """Return a copy of *state* that holds JSON values only.
 
-    As in ADK, a value without JSON form is replaced by its text, and a warning is logged.
+    Like in ADK, a value without JSON form is replaced by its text, and a warning is logged.
     """
     if not state:
         return {}

@@ -1,1 +1,1 @@
-"""The key hierarchy: providers of root keys, master keys, data keys; and the blind indexes."""
+"""The key hierarchy (root keys, master keys, data keys) and the blind indexes."""

@@ -1,4 +1,4 @@
-"""Root keys in AWS KMS, which botocore calls in a thread.
+"""Root keys in AWS KMS.  botocore blocks, so each call runs in a thread.
 
 Format of a wrapped key: docs/format.md, "Key providers".
 """
@@ -18,7 +18,8 @@ from adk_secure_sessions.keys.remote import ATTEMPTS, TIMEOUT, RemoteKey, check_
 
 _ARN = r"arn:aws[a-z-]*:kms:(?P<region>[a-z0-9-]+):[0-9]{12}:(?:key|alias)/[\w/-]+"
 _NAME = re.compile(rf"(?:{_ARN}|alias/[\w/-]+|mrk-[0-9a-f]{{32}}|[0-9a-f-]{{36}})", re.ASCII)
-# The name in AWS's encryption context.  CloudTrail logs the value, so it is a hash.
+# The only name in the encryption context of a call.  CloudTrail logs the context, so its value is a
+# hash of the associated data.
 _CONTEXT = "adk-secure-sessions"
 
 _CREDENTIALS = (
@@ -26,7 +27,7 @@ _CREDENTIALS = (
     "check that they are valid, their region, and this machine's clock",
 )
 _PENDING = ("the key cannot be used: disabled, pending deletion or import", "check its state")
-# What has happened and what to check, by what the service reports.
+# By error code of AWS: the cause and the advice in our error text.
 _ADVICE = {
     "AccessDeniedException": (
         "permission was denied",
@@ -35,7 +36,7 @@ _ADVICE = {
     "NotFoundException": ("there is no such key", "check the ARN or alias, account and region"),
     "DisabledException": ("the key is disabled", "enable it"),
     "KMSInvalidStateException": _PENDING,
-    "InvalidKeyUsageException": ("the key is of another kind", "use a symmetric encryption key"),
+    "InvalidKeyUsageException": ("the key is of the wrong kind", "use a symmetric encryption key"),
     "InvalidSignatureException": _CREDENTIALS,
     "ExpiredTokenException": _CREDENTIALS,
     "IncompleteSignature": _CREDENTIALS,
@@ -59,7 +60,7 @@ _TOO_MANY, _SERVER_ERROR = 429, 500  # HTTP status codes
 
 
 class _Quiet(logging.Filter):
-    """Drops botocore's debug messages about this module's calls: they show plaintext keys."""
+    """Drops the debug messages of botocore about our calls: the messages show plaintext keys."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +74,7 @@ _quiet = _Quiet()
 
 
 class _ProcessSession(NamedTuple):
-    """A session of botocore and its lock, of one process; a forked process makes its own."""
+    """The botocore session of one process, and its lock; a forked process creates its own."""
 
     pid: int
     lock: threading.Lock
@@ -83,16 +84,20 @@ class _ProcessSession(NamedTuple):
 class AwsKmsKey(RemoteKey):
     """A symmetric key of AWS KMS; `aws-kms:ARN-or-alias`.
 
-    Credentials are found as in every AWS SDK: environment, profile, role of the machine.
+    botocore finds the credentials, like every AWS SDK: in the environment, in a profile, or from
+    the role of the machine.
 
     Args:
         key: The ARN of a key or an alias, `alias/NAME`, or a key's id.  Do not move an alias to
-            another key: its name is stored with what it wrapped.
-        region: By default the ARN's, then `AWS_DEFAULT_REGION` or the profile's, then `AWS_REGION`.
+            another key: the name of the alias is stored with each wrapped key, and only the key
+            that wrapped it decrypts it.
+        region: By default the region in the ARN, then `AWS_DEFAULT_REGION`, then the region of the
+            profile, then `AWS_REGION`.
         profile: A profile of the AWS configuration files; by default `AWS_PROFILE`.
-        endpoint_url: By default `AWS_ENDPOINT_URL_KMS`, then AWS's own.
+        endpoint_url: By default `AWS_ENDPOINT_URL_KMS`, then the endpoint of the region.
         timeout: Seconds for each attempt.
-        attempts: How many attempts in all, if an error may go away; pauses of 0.25 s and more.
+        attempts: Attempts for one call, the first included.  Only temporary errors are retried,
+            after pauses of up to 0.25 s, 0.5 s and so on.
 
     Raises:
         ConfigurationError: An argument cannot be used, no region is known, or the extra `aws` is
@@ -140,7 +145,8 @@ class AwsKmsKey(RemoteKey):
         )
 
     async def _decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
-        # With the key named, AWS rejects what an attacker wrapped with a key of another account.
+        # `_call` sends the key's name.  Without it, AWS decrypts with any key that the ciphertext
+        # names, even an attacker's key in another account.
         return await asyncio.to_thread(
             self._call, "decrypt", "Plaintext", associated_data, CiphertextBlob=sealed
         )
@@ -170,8 +176,8 @@ class AwsKmsKey(RemoteKey):
             return TamperedError()
         if code == "IncorrectKeyException":
             return WrongKeyError(
-                f"root key {self.key_id!r}: AWS KMS wrapped this with another key: if it is an "
-                "alias that was moved, move it back"
+                f"root key {self.key_id!r}: AWS KMS used another key to wrap this master key; if "
+                "an alias was moved to another key, move it back"
             )
         if code in _ADVICE:
             what, check = _ADVICE[code]
@@ -196,7 +202,7 @@ class AwsKmsKey(RemoteKey):
             )
         if isinstance(error, exceptions.HTTPClientError | exceptions.ConnectionError):
             return self._unreachable(f"cannot be reached ({name})")
-        return self._failure(f"no call could be made ({name})", "check the AWS credentials")
+        return self._failure(f"the call could not be sent ({name})", "check the AWS credentials")
 
     def _client(self) -> Any:
         from botocore.config import Config
@@ -205,13 +211,14 @@ class AwsKmsKey(RemoteKey):
         config = Config(
             connect_timeout=self._timeout,
             read_timeout=self._timeout,
-            retries={"total_max_attempts": 1},  # RemoteKey tries again
+            retries={"total_max_attempts": 1},  # RemoteKey retries
             max_pool_connections=1,
         )
         with current.lock:
             client = current.botocore.create_client(
                 "kms", region_name=self._region, endpoint_url=self._endpoint_url, config=config
             )
+            # A filter applies to its own logger, not to child loggers: add it to each logger.
             for name in list(logging.root.manager.loggerDict):
                 if name.startswith("botocore."):
                     logging.getLogger(name).addFilter(_quiet)

@@ -1,4 +1,7 @@
-"""Blind indexes: rows are found by keyed hashes of their ids, which are not stored as plaintext."""
+"""Blind indexes, called tags in code: keyed hashes of ids.
+
+Queries find rows by tag, so the ids of users and sessions are never stored as plaintext.
+"""
 
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.hmac import HMAC
@@ -10,7 +13,7 @@ TAG_LENGTH = 16
 
 
 class BlindIndex(KeyMaterial):
-    """HMAC-SHA-256 with the index master key, truncated to 16 bytes: one tag for each id."""
+    """Computes tags: HMAC-SHA-256 with the index master key, truncated to 16 bytes."""
 
     def __init__(self, key: bytes) -> None:
         self._mac = HMAC(key, SHA256())
@@ -28,7 +31,7 @@ class BlindIndex(KeyMaterial):
         return self._tag("session", app_name, user_id, session_id)
 
     def checkpoint(self, name: str, text: str) -> bytes:
-        """Return the tag that authenticates a checkpoint of maintenance."""
+        """Return the MAC of the checkpoint *text* that a rotation stores under *name*."""
         return self._tag("checkpoint", name, text)
 
     def _tag(self, *parts: str) -> bytes:

@@ -1,13 +1,13 @@
 """Data keys: random, one per user and one per app, wrapped by a data master key.
 
-Three words, as in docs/format.md, "Which data key encrypts":
+An owner is a user or an app.  docs/format.md, "Which data key encrypts", defines three terms:
 
-- A data key is *usable* if this process may encrypt new records with it: it is of the writing
-  backend, and its data master key is usable (`Keyring.is_usable`).
-- An owner's *current* data key is the usable one with the highest generation.  It encrypts all
-  that this process writes for that owner.
-- An owner's *newest* data key has the highest generation of all, usable or not.  It is another
-  than the current one while, for example, another service writes with another backend.
+- A data key is *usable* if this process may encrypt new records with it: it was created for the
+  writing backend, and its data master key is usable (`Keyring.is_usable`).
+- An owner's *current* data key is the usable data key with the highest generation.  It encrypts
+  every record that this process writes for that owner.
+- An owner's *newest* data key has the highest generation of all, usable or not.  It differs from
+  the current data key if, for example, another service writes with another backend.
 """
 
 import time
@@ -31,7 +31,7 @@ WRAP_BACKEND_ID = 1  # data keys are always wrapped with AES-256-GCM
 
 
 class CipherFactory(Protocol):
-    """The part of a backend that makes data keys and turns them into ciphers."""
+    """The part of a backend that creates data keys, and ciphers that use them."""
 
     @property
     def backend_id(self) -> int: ...
@@ -44,8 +44,8 @@ class DataKeyRow(NamedTuple):
 
     Attributes:
         id: A random id.
-        owner: The tag of a user or an app.
-        generation: Counts the owner's keys, of all backends, from 0.
+        owner: The tag (blind index) of a user or an app.
+        generation: 0 for the owner's first data key, 1 for the second, counting all backends.
         backend_id: The backend that the key is for.
         created_at: Microseconds since 1970, UTC.
         wrapped: The record that holds the key, encrypted with a data master key.
@@ -65,7 +65,7 @@ class DataKeyRow(NamedTuple):
 
 
 class DataKey(KeyMaterial):
-    """An unwrapped data key, held as the cipher that uses it."""
+    """An unwrapped data key.  Its bytes are only inside its cipher."""
 
     __slots__ = (
         "backend_id",
@@ -83,25 +83,25 @@ class DataKey(KeyMaterial):
         self.generation: int = row.generation
         self.backend_id: int = row.backend_id
         self.created_at: int = row.created_at
-        self.master_id: int = master_id  # the data master key that wraps it
+        self.master_id: int = master_id  # of the data master key that wraps this key
         self.cipher: Cipher = cipher
 
 
 class StaleKeyring(Exception):
     """A data key is wrapped by a data master key that this process has not read.
 
-    Read the keyring again, then repeat.
+    Read the keyring again, then repeat the operation.
     """
 
 
 class OwnerKeys(KeyMaterial):
-    """All data keys of one owner, as one query returned them.
+    """All data keys of one owner, read by one query.
 
     Attributes:
-        by_id: The keys whose backend is listed.
-        current: The key that encrypts; None if no key is usable.
-        newest_generation: That of the owner's newest key, also if its backend is not listed; -1
-            if the owner has no key.
+        by_id: The data keys whose backend is listed, by id.
+        current: The owner's current data key; None if no data key is usable.
+        newest_generation: The generation of the owner's newest data key, even if its backend is
+            not listed; -1 if the owner has no data key.
     """
 
     __slots__ = ("by_id", "current", "newest_generation")
@@ -119,10 +119,10 @@ class DataKeys(KeyMaterial):
 
     Attributes:
         keyring: The master keys; replaced when the keyring is read again.
-        backends: All that are listed, by id.
+        backends: All listed backends, by id.
         writer: The writing backend.
-        by_owner: The keys of the owners that were used last.
-        owners: The owner of each of these keys, by the key's id.
+        by_owner: The data keys of the most recently used owners.
+        owners: The owner of each of these data keys, by the id of the data key.
     """
 
     def __init__(
@@ -135,44 +135,49 @@ class DataKeys(KeyMaterial):
         self.owners: Lru[int, bytes] = Lru(limit)
 
     def knows(self, *owners: bytes) -> bool:
-        """Whether the keys of all *owners* are cached."""
+        """Return whether the data keys of all *owners* are cached."""
         return all(map(self.by_owner.get, owners))
 
 
 class StagedKeys:
-    """The data keys that one transaction uses: those it has read or made, then the cached ones.
+    """The data keys of one transaction.
 
-    `publish` puts them into the cache once the transaction has committed.  Before, other
-    transactions must not encrypt with them: the key of a transaction that is rolled back is lost.
+    For each owner, these are the data keys that the transaction has read or created.  If it has
+    neither read nor created data keys of an owner, the cached ones are used.
+
+    After the commit, `publish` puts the keys that the transaction read or created into the cache.
+    Before the commit, other transactions must not encrypt with these keys: if this transaction is
+    rolled back, a key that it created is lost.
 
     Args:
         keys: The cache.
-        keyring_is_complete: True: a data master key that the keyring lacks does not exist.
-            False: it may have been made since the keyring was read, and `load` raises
-            StaleKeyring.
+        keyring_is_complete: If True, a data master key that is missing in the keyring does not
+            exist.  If False, another process may have created the data master key since the
+            keyring was read, and `load` raises StaleKeyring.
 
     Attributes:
-        has_new_keys: Whether `new` was called.
+        has_new_keys: Whether `new` has created a data key.
     """
 
     def __init__(self, keys: DataKeys, *, keyring_is_complete: bool = True) -> None:
         self._keys = keys
         self._keyring_is_complete = keyring_is_complete
-        self._by_owner: dict[bytes, OwnerKeys] = {}  # read or made by this transaction
-        # As the cache had them when first asked: it may forget or replace them meanwhile.
+        self._by_owner: dict[bytes, OwnerKeys] = {}  # read or created by this transaction
+        # Keys found in the cache.  The cache may drop or replace them during this transaction.
         self._cached: dict[bytes, OwnerKeys] = {}
-        self._owners: dict[int, bytes] = {}  # by key id
+        self._owners: dict[int, bytes] = {}  # by data key id
         self._rejected: dict[bytes, DecryptionError] = {}
         self.has_new_keys: bool = False
 
     def load(self, rows: Iterable[DataKeyRow]) -> None:
-        """Unwrap *rows*, which are all data keys of each owner among them.
+        """Unwrap *rows*, which must hold all data keys of each owner that occurs in them.
 
-        A row that was tampered with does not raise here.  Every later use of its owner's keys
-        raises its error; the other owners are not affected.
+        A tampered row does not raise here.  Its error is raised by every later use of its owner's
+        data keys; other owners are not affected.
 
         Raises:
-            StaleKeyring: a row names a data master key that the keyring lacks.
+            StaleKeyring: the data master key of a row is missing in the keyring, and
+                *keyring_is_complete* is False.
         """
         opened: dict[bytes, list[DataKey | None]] = {}
         generations: dict[bytes, int] = {}
@@ -190,16 +195,16 @@ class StagedKeys:
             self._stage(owner, [key for key in keys if key is not None], generations[owner])
 
     def new(self, owner: bytes, not_before: int = 0) -> DataKeyRow:
-        """Make a data key of the next generation for *owner*; the caller stores the row.
+        """Create a data key of the next generation for *owner*; the caller stores its row.
 
         Args:
-            owner: Their keys must have been loaded, if they have any.
-            not_before: The earliest `created_at`, in microseconds since 1970: the clocks of two
-                processes differ.
+            owner: A tag.  If the owner has data keys, they must have been loaded.
+            not_before: The earliest `created_at`, in microseconds since 1970.  Rotations pass
+                their start: this process's clock may be behind the clock that measured the start.
         """
         keyring, writer = self._keys.keyring, self._keys.writer
         master_id = keyring.current_id
-        assert master_id is not None, "opening the database makes a data master key for the writer"
+        assert master_id is not None, "opening the database creates a data master key"
         known = self._by_owner.get(owner) or OwnerKeys({}, None, -1)
         generation = known.newest_generation + 1
         now = max(not_before, time.time_ns() // 1000)
@@ -212,16 +217,16 @@ class StagedKeys:
         return row
 
     def keyring_guard(self) -> dict[str, object]:
-        """Return the guard of INSERT_KEY: the keyring's rows are those this process has read.
+        """Return the parameters of INSERT_KEY's condition: the keyring is as this process read it.
 
-        So no data key is stored under a data master key that was retired meanwhile, or was
-        replaced by a newer one.
+        Without the condition, a data key could be stored under a data master key that another
+        process has retired or replaced by a newer one.
         """
         keyring = self._keys.keyring
         return {"master_id": keyring.current_id, "masters": keyring.size}
 
     def has_keys(self, owner: bytes) -> bool:
-        """Whether this transaction has read or made a data key of *owner*.
+        """Return whether this transaction has read or created a data key of *owner*.
 
         Raises:
             DecryptionError: a data key of *owner* was rejected by `load`.
@@ -230,7 +235,7 @@ class StagedKeys:
         return owner in self._by_owner
 
     def current(self, owner: bytes) -> DataKey | None:
-        """Return the owner's current data key; None if it is not known, or none is usable.
+        """Return the owner's current data key; None if no usable data key of *owner* is known.
 
         Raises:
             DecryptionError: a data key of *owner* was rejected by `load`.
@@ -239,18 +244,19 @@ class StagedKeys:
         return known.current if known else None
 
     def current_is_newest(self, owner: bytes) -> bool:
-        """Whether the owner's current data key is known and also the newest.
+        """Return whether the owner's current data key is known and is also the newest.
 
-        Raises like `current`.
+        Raises:
+            DecryptionError: a data key of *owner* was rejected by `load`.
         """
         known = self._of(owner)
         return bool(known and known.current and known.current.generation == known.newest_generation)
 
     def is_as_new_as(self, owner: bytes, *stored: bytes) -> bool:
-        """Whether the current data key is known, and not older than those that encrypt *stored*.
+        """Return whether the current data key is known and not older than the keys of *stored*.
 
-        *stored* are records of *owner*, perhaps none.  If it is older, another process has made
-        a key, or has retired the one that this process knows: read the owner's keys again.
+        *stored* are records of *owner*, possibly none.  If the result is False, read the owner's
+        data keys again: another process may have created a newer one, or retired the current one.
 
         Raises:
             DecryptionError: a data key of *owner* was rejected by `load`, or the header of a
@@ -264,7 +270,7 @@ class StagedKeys:
         return all(key is not None and key.generation <= newest for key in keys)
 
     def seal(self, owner: bytes, context: bytes, plaintext: bytes) -> bytes:
-        """Return a record that the owner's current data key encrypts; the key must be known."""
+        """Return the record of *plaintext*; the owner's current data key must be known."""
         key = self.current(owner)
         assert key is not None
         return records.seal(key.cipher, key.backend_id, key.id, context, plaintext)
@@ -278,15 +284,17 @@ class StagedKeys:
         return records.open_record(stored, context, self.cipher(owner, stored))
 
     def cipher(self, owner: bytes, stored: bytes) -> Cipher:
-        """Return the cipher for records with the header of *stored*.
+        """Return the cipher of the data key that the header of *stored* names.
 
-        It is that of the data key which the header names.  No other key is tried.
+        No other data key is tried.
 
         Raises:
-            UnknownKeyError: that key is not known yet, or its backend is not listed.
-            TamperedError: the key is another owner's or another backend's, the header is
-                malformed, or a data key of *owner* was rejected by `load`.
-            PlaintextRefusedError: it is not a record, or one of `NoOpBackend`, which is not listed.
+            UnknownKeyError: the data key is not known, or the backend is not listed.
+            TamperedError: the data key belongs to another owner or backend, or the header is
+                malformed.
+            PlaintextRefusedError: *stored* is not a record, or `NoOpBackend` wrote it and is not
+                listed.
+            DecryptionError: a data key of *owner* was rejected by `load`.
         """
         known = self._of(owner)
         backend_id, key_id = records.unpack(stored)
@@ -300,17 +308,17 @@ class StagedKeys:
             raise TamperedError(
                 f"data key {key_id} belongs to another owner or backend", reason=Reason.WRONG_OWNER
             )
-        raise UnknownKeyError(f"no data key {key_id} is known for it")
+        raise UnknownKeyError(f"its data key {key_id} is not known")
 
     def publish(self) -> None:
-        """Put the keys that this transaction has read or made into the cache."""
+        """Put the data keys that this transaction has read or created into the cache."""
         for owner, known in self._by_owner.items():
             self._keys.by_owner.put(owner, known)
         for key_id, owner in self._owners.items():
             self._keys.owners.put(key_id, owner)
 
     def forget(self, owner: bytes) -> None:
-        """Remove the keys of *owner*, who has no row (any more), from the cache."""
+        """Remove the data keys of *owner*, whose row is not stored (any more), from the cache."""
         self._keys.by_owner.drop(owner)
         self._cached.pop(owner, None)
 
@@ -339,7 +347,7 @@ class StagedKeys:
     def _unwrap(self, row: DataKeyRow) -> DataKey | None:
         backend = self._keys.backends.get(row.backend_id)
         if backend is None:
-            return None  # `cipher` rejects its records, and names the backend
+            return None  # `cipher` rejects records of this key with an error that names the backend
         keyring = self._keys.keyring
         master_id = records.unpack(row.wrapped)[1]
         if not self._keyring_is_complete and not keyring.holds(master_id):
@@ -348,17 +356,17 @@ class StagedKeys:
 
 
 def wrap_data_key(row: DataKeyRow, keyring: Keyring, master_id: int, key: bytes) -> DataKeyRow:
-    """Return *row* with *key* in it, wrapped by the data master key *master_id*."""
+    """Wrap *key* with the data master key *master_id*, and return *row* with the result."""
     master, context = keyring.master(master_id), row.context(keyring.database_id)
     record = records.seal(master, WRAP_BACKEND_ID, master_id, context, key)
     return row._replace(wrapped=record)
 
 
 def unwrap_data_key(row: DataKeyRow, keyring: Keyring) -> bytes:
-    """Return the data key in *row*.
+    """Unwrap and return the data key in *row*.
 
     Raises:
-        DecryptionError: the row was tampered with, or its data master key is not in *keyring*.
+        DecryptionError: the row was tampered with, or *keyring* lacks its data master key.
     """
     backend_id, master_id = records.unpack(row.wrapped)
     if backend_id != WRAP_BACKEND_ID:

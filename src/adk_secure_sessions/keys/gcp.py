@@ -18,7 +18,7 @@ _NAME = re.compile(
     r"projects/[\w.:-]+/locations/[\w-]+/keyRings/[\w-]+/cryptoKeys/[\w-]+", re.ASCII
 )
 _SCOPES = ("https://www.googleapis.com/auth/cloudkms",)
-# What has happened and what to check, by what the service reports.
+# By class name of Google's exception: the cause and the advice in our error text.
 _ADVICE = {
     "PermissionDenied": (
         "permission was denied",
@@ -43,12 +43,13 @@ class GcpKmsKey(RemoteKey):
     Args:
         key: `projects/P/locations/L/keyRings/R/cryptoKeys/K`, without a version.
         credentials: Credentials of google-auth; by default the application default credentials.
-        endpoint: Host, and port if it is not 443; by default `cloudkms.googleapis.com`.
+        endpoint: `HOST` or `HOST:PORT` of the service; by default `cloudkms.googleapis.com`.
         timeout: Seconds for each attempt.
-        attempts: How many attempts in all, if an error may go away; pauses of 0.25 s and more.
+        attempts: Attempts for one call, the first included.  Only temporary errors are retried,
+            after pauses of up to 0.25 s, 0.5 s and so on.
 
     Raises:
-        ConfigurationError: `key` is not of that form, or the extra `gcp` is not installed.
+        ConfigurationError: `key` does not have this form, or the extra `gcp` is not installed.
     """
 
     _kind = b"\x04"
@@ -110,7 +111,7 @@ class GcpKmsKey(RemoteKey):
         try:
             credentials = self._credentials
             if credentials is None:
-                # In a thread: it reads files, or asks the machine's metadata server.
+                # In a thread: google-auth reads files or calls the machine's metadata server.
                 credentials = self._credentials = await asyncio.to_thread(_default_credentials)
             async with self._client(credentials) as client:
                 ask = getattr(client, operation)
@@ -154,7 +155,7 @@ class GcpKmsKey(RemoteKey):
         )
 
     def _corrupted(self) -> KeyServiceError:
-        return self._failure("data was corrupted on the way", "try again", retryable=True)
+        return self._failure("data was corrupted in transit", "try again", retryable=True)
 
 
 def _checksum(data: bytes) -> int:

@@ -1,6 +1,6 @@
 """Master keys: a few per database, wrapped by root keys and unwrapped once per process start.
 
-One index master key makes the blind indexes.  Data master keys wrap the data keys.
+The index master key is the key of the blind indexes.  Data master keys wrap the data keys.
 """
 
 import secrets
@@ -36,9 +36,9 @@ class MasterKeyRow(NamedTuple):
     Attributes:
         id: A random id.
         purpose: `DATA` or `INDEX`.
-        root_key_id: Names the root key that wraps it.
+        root_key_id: The id of the root key that wraps the master key.
         created_at: Microseconds since 1970, UTC.
-        wrapped: The master key, as the provider of that root key wrapped it.
+        wrapped: The master key, wrapped by the provider of that root key.
     """
 
     id: int
@@ -57,10 +57,11 @@ class Keyring(KeyMaterial):
     """The unwrapped master keys of one database.
 
     Attributes:
-        database_id: 16 bytes.
-        index: Makes the blind indexes.
+        database_id: The id of the database, 16 bytes.
+        index: Computes the blind indexes.
         masters: The data master keys by id.
-        current_id: The data master key that wraps new data keys; None if it is yet to be made.
+        current_id: The id of the data master key that wraps new data keys; None if the keyring
+            has no usable data master key yet.
     """
 
     def __init__(
@@ -78,10 +79,10 @@ class Keyring(KeyMaterial):
         self._usable = usable
 
     def master(self, key_id: int) -> Aes256Gcm:
-        """Return the data master key with this id.
+        """Return the data master key *key_id*.
 
         Raises:
-            UnknownKeyError: the keyring has none.
+            UnknownKeyError: the keyring has no data master key with this id.
         """
         try:
             return self.masters[key_id]
@@ -89,25 +90,25 @@ class Keyring(KeyMaterial):
             raise UnknownKeyError(f"the keyring holds no data master key {key_id}") from None
 
     def holds(self, key_id: int) -> bool:
-        """Whether there is a data master key with this id."""
+        """Return whether the keyring has the data master key *key_id*."""
         return key_id in self.masters
 
     @property
     def size(self) -> int:
-        """The number of rows of `secure_keyring`, of which the index master key is one."""
+        """The number of rows of `secure_keyring`: the data master keys and the index master key."""
         return len(self.masters) + 1
 
     def is_usable(self, key_id: int) -> bool:
-        """Whether this process may encrypt with data keys that this data master key wraps.
+        """Return whether this process may encrypt with the data keys under master key *key_id*.
 
-        It may not if the master key is stored as plaintext, unless the writing backend is
-        `NoOpBackend` itself: an attacker who reads the database has those data keys, too.
+        A data master key that is stored as plaintext is not usable: an attacker who reads the
+        database can unwrap its data keys.  Exception: the writer is `NoOpBackend`.
         """
         return key_id in self._usable
 
 
 async def new_master(purpose: str, root: KeyProvider, database_id: bytes, now: int) -> MasterKeyRow:
-    """Make a random master key and wrap it with *root*; *now* in microseconds since 1970, UTC.
+    """Create a random master key, wrapped by *root*; *now* is in microseconds since 1970, UTC.
 
     Raises:
         KeyServiceError: the provider failed.
@@ -119,7 +120,7 @@ async def new_master(purpose: str, root: KeyProvider, database_id: bytes, now: i
 async def wrap_master_key(
     row: MasterKeyRow, root: KeyProvider, database_id: bytes, key: bytes
 ) -> MasterKeyRow:
-    """Return *row* with *key* in it, wrapped by *root*.
+    """Wrap the master key *key* with *root*, and return *row* with the result.
 
     Raises:
         KeyServiceError: the provider failed.
@@ -136,25 +137,25 @@ async def open_keyring(
     database_id: bytes,
     known: Keyring | None = None,
 ) -> Keyring:
-    """Unwrap *rows*, each with the provider that it names, and no other.
+    """Unwrap *rows* and return the keyring.  Each row names its root key; no other is tried.
 
-    New data keys are wrapped by the newest data master key under the writer's root key.  If there
-    is none, they are wrapped by the newest under another root key: a process with a new root key
-    listed first makes no master keys of its own.  A master key that is stored as plaintext is
-    usable only if the writer is `NoOpBackend`.
+    The newest data master key under the writer's root key wraps new data keys.  If the writer's
+    root key wraps no data master key, the newest one under another root key does: a process whose
+    first backend has a new root key creates no master keys.  A master key that is stored as
+    plaintext is usable only if the writer is `NoOpBackend`.
 
     Args:
         rows: All rows of `secure_keyring`.
-        roots: The providers by root key id.
+        roots: The providers of all root keys that were given, by root key id.
         writer: The id of the writing backend's root key.
-        database_id: 16 bytes.
-        known: The keyring as it was read before: its master keys are not unwrapped again.
+        database_id: The id of the database, 16 bytes.
+        known: A keyring read earlier.  Its master keys are not unwrapped again.
 
     Raises:
-        WrongKeyError: a row names a root key that is not in *roots*, or is not unwrapped by it;
-            or the keyring has no index master key or no data master key.
+        WrongKeyError: the root key of a row is not in *roots*, or does not unwrap the row; or the
+            keyring has no index master key or no data master key.
         PlaintextRefusedError: the keyring is stored as plaintext, and `NoOpBackend` is not listed.
-        KeyServiceError: the provider failed.
+        KeyServiceError: a provider failed.
     """
     masters: dict[int, Aes256Gcm] = {}
     candidates: list[tuple[bool, int, int]] = []
@@ -166,7 +167,7 @@ async def open_keyring(
     new = [row for row in rows if row.id not in masters and not (known and row.purpose == INDEX)]
     if known is None:
         unwrapped = await at_once(*(unwrap_master_key(row, roots, database_id) for row in new))
-    else:  # in turn: after the first that is rejected, the key service is not asked again
+    else:  # one by one: after the first rejected row, the key service is not called again
         unwrapped = [await unwrap_master_key(row, roots, database_id) for row in new]
     for row, key in zip(new, unwrapped, strict=True):
         if row.purpose == INDEX:
@@ -189,15 +190,15 @@ async def open_keyring(
 async def unwrap_master_key(
     row: MasterKeyRow, roots: Mapping[str, KeyProvider], database_id: bytes
 ) -> bytes:
-    """Return the master key in *row*, unwrapped by the root key that it names.
+    """Unwrap the master key in *row* with the root key that the row names, and return it.
 
-    Raises like `open_keyring`.
+    Raises the errors that `open_keyring` raises for a row.
     """
     root = roots.get(row.root_key_id)
     if root is None and row.root_key_id == PLAINTEXT_ROOT_KEY_ID:
         raise PlaintextRefusedError(
             "the keyring of this database was stored as plaintext by NoOpBackend: "
-            "list NoOpBackend() in additional_backends if you mean to read it"
+            "to read it anyway, list NoOpBackend() in additional_backends"
         )
     if root is None:
         given = ", ".join(map(repr, sorted(roots)))
@@ -207,7 +208,8 @@ async def unwrap_master_key(
         )
     key: bytes | None = None
     try:
-        if isinstance(row.wrapped, bytes):  # SQLite stores any type in any column
+        # SQLite stores any type in any column, so a modified row may not hold bytes.
+        if isinstance(row.wrapped, bytes):
             key = await _await_provider(root, root.unwrap(row.wrapped, row.context(database_id)))
     except DecryptionError:
         pass
@@ -220,11 +222,12 @@ async def unwrap_master_key(
 
 
 async def _await_provider(root: KeyProvider, answer: Awaitable[bytes]) -> bytes:
-    """Await a provider's answer.
+    """Return the bytes that a provider answers with.
 
     Raises:
-        SecureSessionError: as the provider raised it.
-        KeyServiceError: instead of any other error, whose text may hold secrets.
+        SecureSessionError: raised by the provider itself.
+        KeyServiceError: the provider did not return bytes, or raised another exception.  The text
+            of that exception may hold secrets, so only its class is named.
     """
     failure = "something that is not bytes"
     try:

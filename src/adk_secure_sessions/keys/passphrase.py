@@ -23,10 +23,11 @@ _SALT_LENGTH = 16
 _HEADER = Struct(f">c{_SALT_LENGTH}sIII")
 # RFC 9106, section 4, second recommended option: t=3, p=4, 64 MiB.
 _ITERATIONS, _LANES, _MEMORY_KIB = 3, 4, 64 * 1024
-# The cost is read from the database before it is authenticated, so it needs a bound.
+# The stored cost is used before it is authenticated.  Without limits, an attacker who can write to
+# the database could make a start take any time and memory.
 _MAX_ITERATIONS, _MAX_LANES, _MAX_MEMORY_KIB = 64, 64, 4 * 1024 * 1024
-# Two derivations at once, with several lanes each, deadlock: OpenSSL gives both of them threads
-# of one pool.  Seen with cryptography 50.0.
+# Two derivations at once deadlock if each has several lanes: OpenSSL takes the threads for all
+# lanes from one pool.  Seen with cryptography 50.0.
 _one_at_a_time = threading.Lock()
 
 
@@ -42,14 +43,15 @@ if hasattr(os, "register_at_fork"):
 class PassphraseKey(KeyMaterial):
     """A root key that Argon2id derives from a passphrase.
 
-    Each wrapped key is stored with the salt and the cost that it needs.
+    The salt and the cost of the derivation are stored with each wrapped key.
 
     Args:
         passphrase: Not empty; converted to Unicode normalization form C (NFC).
-        key_id: Tells two passphrases apart.  Not `none`, and it does not begin with `key:`.
+        key_id: The name of the root key; give each passphrase its own.  It must not be `none` and
+            must not begin with `key:`: these are the names of other kinds of root keys.
 
     Raises:
-        ConfigurationError: The passphrase is empty, or `key_id` is one of these.
+        ConfigurationError: The passphrase is empty, or `key_id` is empty or not allowed.
     """
 
     __slots__ = ("_ciphers", "_new_header", "_passphrase", "key_id")
@@ -58,9 +60,9 @@ class PassphraseKey(KeyMaterial):
         if not passphrase:
             raise ConfigurationError("the passphrase is empty")
         if not key_id or key_id == PLAINTEXT_ROOT_KEY_ID or key_id.startswith("key:"):
-            raise ConfigurationError("this key_id stands for another kind of root key")
+            raise ConfigurationError("this key_id is reserved for another kind of root key")
         self.key_id: str = key_id
-        # The same characters typed on another system must give the same bytes.
+        # Systems encode typed text differently (é as one code point or two); NFC makes it equal.
         self._passphrase = unicodedata.normalize("NFC", passphrase).encode("utf-8", "surrogatepass")
         self._new_header = _HEADER.pack(
             PASSPHRASE_WRAP, os.urandom(_SALT_LENGTH), _ITERATIONS, _LANES, _MEMORY_KIB
@@ -78,7 +80,10 @@ class PassphraseKey(KeyMaterial):
         return hash(self.key_id)
 
     async def wrap(self, key: bytes, associated_data: bytes) -> bytes:
-        """Wrap with the key of the first salt that this object met: one derivation per start.
+        """Encrypt `key` with a key derived from the passphrase.
+
+        The salt is the first one that this object used, in `wrap` or `unwrap`: each further salt
+        would cost another derivation.
 
         Raises:
             ConfigurationError: This build of `cryptography` has no Argon2id.
@@ -91,8 +96,8 @@ class PassphraseKey(KeyMaterial):
         """Return the key in `wrapped`, which `wrap` returned.
 
         Raises:
-            TamperedError: The passphrase or `associated_data` is another, or `wrapped` was
-                modified; or the stored cost is more than 64 iterations, 64 lanes or 4 GiB.
+            TamperedError: The passphrase or `associated_data` is wrong, `wrapped` was modified, or
+                the stored cost is above 64 iterations, 64 lanes or 4 GiB.
             ConfigurationError: This build of `cryptography` has no Argon2id.
         """
         header = wrapped[: _HEADER.size]
@@ -104,7 +109,7 @@ class PassphraseKey(KeyMaterial):
     async def _cipher(self, header: bytes) -> Aes256Gcm:
         cipher = self._ciphers.get(header)
         if cipher is None:
-            # 0.1 to 0.2 s of hashing: in a thread, so that other tasks go on.
+            # Hashing takes 0.1 to 0.2 s: in a thread, so that other tasks continue.
             cipher = await asyncio.to_thread(self._derive_once, header)
         return cipher
 
@@ -118,7 +123,7 @@ class PassphraseKey(KeyMaterial):
         _, salt, iterations, lanes, memory = _HEADER.unpack(header)
         if iterations > _MAX_ITERATIONS or lanes > _MAX_LANES or memory > _MAX_MEMORY_KIB:
             raise TamperedError(
-                "the stored Argon2id cost is beyond what this service computes",
+                "the stored Argon2id cost is above the limits of this service",
                 reason=Reason.MALFORMED,
             )
         try:
@@ -132,6 +137,6 @@ class PassphraseKey(KeyMaterial):
             ) from None
         except ValueError:
             raise TamperedError(
-                "the stored Argon2id cost is not a possible one", reason=Reason.MALFORMED
+                "the stored Argon2id cost is not valid", reason=Reason.MALFORMED
             ) from None
         return Aes256Gcm(kdf.derive(self._passphrase))

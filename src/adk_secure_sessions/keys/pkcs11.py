@@ -18,7 +18,7 @@ from adk_secure_sessions.keys.remote import ATTEMPTS, TIMEOUT, RemoteKey, need
 
 _KEY_BITS = 256
 _NONCE_LENGTH, _TAG_BITS = 12, 128
-# What has happened and what to check, by what the service reports.
+# By class name of python-pkcs11's exception: the cause and the advice in our error text.
 _ADVICE = {
     "MechanismInvalid": ("the module has no AES-GCM", "use one that has CKM_AES_GCM"),
     "MechanismParamInvalid": (
@@ -43,7 +43,7 @@ _ADVICE |= dict.fromkeys(
 class _Module:
     """A vendor's library: loaded once in a process, initialized again in each forked process.
 
-    One thread at a time uses it: it was not asked for locks of its own (CKF_OS_LOCKING_OK).
+    Only one thread at a time may use the library: without CKF_OS_LOCKING_OK, it does not lock.
     """
 
     def __init__(self, path: str) -> None:
@@ -54,10 +54,10 @@ class _Module:
 
     @contextmanager
     def held(self, seconds: float) -> Iterator[Any]:
-        """Hold the library for this thread.
+        """Lock the library for this thread, initialize it if needed, and yield it.
 
         Raises:
-            TimeoutError: another call has not returned within *seconds*.
+            TimeoutError: another thread has kept the library locked for *seconds*.
         """
         import pkcs11
 
@@ -65,8 +65,8 @@ class _Module:
             raise TimeoutError
         try:
             library = pkcs11.lib(self.path)
-            # A forked process must initialize it.  After a failure, many libraries find a token or
-            # a server again only if they are initialized again.
+            # A forked process must initialize the library again.  So must any process after a
+            # failure: many libraries find a reconnected token or server only then.
             if self._failed or self._pid not in (None, os.getpid()):
                 try:
                     library.finalize()
@@ -79,9 +79,11 @@ class _Module:
             self._lock.release()
 
     def has_failed(self) -> None:
+        """Have the next `held` initialize the library again."""
         self._failed = True
 
     def renew_lock(self) -> None:
+        """Replace the lock: a thread that held it at a fork does not exist in the child."""
         self._lock = threading.Lock()
 
 
@@ -107,10 +109,12 @@ class Pkcs11Key(RemoteKey):
         module: Path of the vendor's library; by default `PKCS11_MODULE`.
         pin: The PIN of the token's user; by default from `pin_file`, then `PKCS11_PIN`, then from
             the file that `PKCS11_PIN_FILE` names.
-        pin_file: A file that only its owner may read.
-        key_id: Stored as plaintext with each wrapped key; by default `pkcs11:` and `key`.
+        pin_file: A file that holds the PIN and that only its owner may read.
+        key_id: The name of the root key, stored as plaintext with each wrapped key; by default
+            `pkcs11:` and `key`.
         timeout: Seconds for each attempt.
-        attempts: How many attempts in all, if an error may go away; pauses of 0.25 s and more.
+        attempts: Attempts for one call, the first included.  Only temporary errors are retried,
+            after pauses of up to 0.25 s, 0.5 s and so on.
 
     Raises:
         ConfigurationError: An argument is missing or cannot be used, or the extra `pkcs11` is not
@@ -155,7 +159,7 @@ class Pkcs11Key(RemoteKey):
 
         try:
             with self._module.held(self._timeout) as library:
-                if self._pin_error is not None:  # a wrong PIN is not tried again: the token locks
+                if self._pin_error is not None:  # retrying a wrong PIN would lock the token
                     raise self._pin_error
                 with _session(library.get_token(token_label=self._token), self._pin) as session:
                     return use(self._key(session))
@@ -187,7 +191,7 @@ class Pkcs11Key(RemoteKey):
         return key
 
     def _explained(self, name: str) -> KeyServiceError:
-        if name == "PKCS11Error":  # the base class itself: raised by loading only
+        if name == "PKCS11Error":  # only loading raises the base class itself
             return self._failure(
                 f"the library {self._module.path!r} cannot be loaded", "check module, PKCS11_MODULE"
             )
@@ -209,7 +213,7 @@ def _session(token: Any, pin: str) -> Iterator[Any]:
 
     try:
         session = token.open(user_pin=pin)
-    except UserAlreadyLoggedIn:  # by other code of this process: a login is for all of it
+    except UserAlreadyLoggedIn:  # by other code: a PKCS#11 login is valid for the whole process
         session = token.open()
     with session:
         yield session
@@ -230,8 +234,8 @@ def _decrypt(key: Any, sealed: bytes, associated_data: bytes) -> bytes:
         return bytes(key.decrypt(body, **_gcm(nonce, associated_data)))
     except PKCS11Error:
         pass
-    # Some tokens report any failure as "general error".  If the token fails on a new ciphertext,
-    # too, that error is raised: the token is broken, and nothing was tampered with.
+    # Some tokens report every failure as "general error".  To tell a broken token from tampering,
+    # encrypt and decrypt zeros: a broken token fails again, and its error is raised.
     probe = _encrypt(key, bytes(_NONCE_LENGTH), b"")
     key.decrypt(probe[_NONCE_LENGTH:], **_gcm(probe[:_NONCE_LENGTH], b""))
     raise TamperedError()

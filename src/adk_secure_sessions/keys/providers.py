@@ -1,4 +1,7 @@
-"""Root keys (key-encryption keys, KEKs), which wrap the master keys, and where they come from.
+"""Root keys (key-encryption keys, KEKs), which wrap the master keys.
+
+This module has the protocol of key providers, and the providers of root keys in memory, in the
+environment and in files.
 
 Format of a wrapped key: docs/format.md, "Key providers".
 """
@@ -19,27 +22,29 @@ from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.errors import ConfigurationError, Reason, TamperedError
 
 RAW_KEY_WRAP = b"\x01"
-PLAINTEXT_ROOT_KEY_ID = "none"  # of `NoOpBackend`: the master keys are stored as plaintext
+PLAINTEXT_ROOT_KEY_ID = "none"  # `NoOpBackend` has no root key and stores master keys as plaintext
 
 
 @runtime_checkable
 class KeyProvider(Protocol):
-    """Wraps and unwraps master keys with one root key, which it holds or asks a service to use.
+    """Wraps and unwraps master keys with one root key, held in memory or by a key service.
 
     Write your own as any class with these attributes; it need not inherit from this class.
-    `adk_secure_sessions.testing.check_key_provider` tests it.  A provider is called a few times
-    when a process starts: several calls at once, and from one event loop after another.
+    Test your class with `adk_secure_sessions.testing.check_key_provider`.
+
+    A service calls its provider a few times when a process starts.  It makes several calls at
+    once, and a process may use the provider in several event loops, one after another.
     """
 
     @property
     def key_id(self) -> str:
-        """Names the root key in 1 to 255 characters; stored as plaintext, so it has no secrets."""
+        """The root key's name, 1 to 255 characters.  Stored as plaintext: put no secret in it."""
         ...
 
     async def wrap(self, key: bytes, associated_data: bytes, /) -> bytes:
         """Encrypt `key`, a master key of 32 bytes, and authenticate `associated_data` with it.
 
-        The result needs the same `associated_data` to be decrypted.
+        To decrypt the result, the same `associated_data` is needed.
 
         Raises:
             KeyServiceError: The key service failed.
@@ -50,9 +55,8 @@ class KeyProvider(Protocol):
         """Return the key in `wrapped`, which `wrap` returned.
 
         Raises:
-            TamperedError: Another root key wrapped it, `associated_data` is another, or `wrapped`
-                was modified.
-            WrongKeyError: The same, where a key service says that it is another key.
+            TamperedError: The root key or `associated_data` is wrong, or `wrapped` was modified.
+            WrongKeyError: The key service reported that another root key wrapped the key.
             KeyServiceError: The key service failed.
         """
         ...
@@ -67,7 +71,7 @@ def parse_key(key: bytes | str) -> bytes:
     """Return 32 key bytes from 32 bytes or from their base64 text, standard or URL-safe.
 
     Raises:
-        ConfigurationError: it is anything else; the message does not repeat it.
+        ConfigurationError: *key* is anything else; the message does not repeat *key*.
     """
     if isinstance(key, bytes | bytearray) and len(key) == KEY_LENGTH:
         return bytes(key)
@@ -93,7 +97,7 @@ def parse_key(key: bytes | str) -> bytes:
 
 
 def _derive(key: bytes, purpose: str, length: int) -> bytes:
-    # The root key itself is not used as a key: the user may use it with another algorithm, too.
+    # Derive keys instead of using the root key itself: users may use it with other algorithms, too.
     info = f"adk-secure-sessions/v1/{purpose}".encode()
     return HKDFExpand(SHA256(), length, info).derive(key)
 
@@ -101,13 +105,13 @@ def _derive(key: bytes, purpose: str, length: int) -> bytes:
 class StaticKey(KeyMaterial):
     """A root key in this process's memory.
 
-    Its `key_id` is `key:` and 16 hexadecimal digits, which are derived from the key.
+    Its `key_id` is `key:` and 16 hexadecimal digits that are derived from the root key.
 
     Args:
         key: 32 bytes, or their base64 text, standard or URL-safe.
 
     Raises:
-        ConfigurationError: It is neither; the message does not repeat it.
+        ConfigurationError: `key` is neither; the message does not repeat `key`.
     """
 
     __slots__ = ("_cipher", "key_id")
@@ -124,14 +128,14 @@ class StaticKey(KeyMaterial):
         return hash(self.key_id)
 
     async def wrap(self, key: bytes, associated_data: bytes) -> bytes:
-        """Wrap with AES-256-GCM under a key derived from the root key."""
+        """Encrypt `key` with AES-256-GCM and a key derived from the root key."""
         return RAW_KEY_WRAP + self._cipher.encrypt(key, RAW_KEY_WRAP + associated_data)
 
     async def unwrap(self, wrapped: bytes, associated_data: bytes) -> bytes:
         """Return the key in `wrapped`, which `wrap` returned.
 
         Raises:
-            TamperedError: The root key or `associated_data` is another, or `wrapped` was modified.
+            TamperedError: The root key or `associated_data` is wrong, or `wrapped` was modified.
         """
         if not wrapped.startswith(RAW_KEY_WRAP):
             raise TamperedError("not a key wrapped by a static root key", reason=Reason.MALFORMED)
@@ -139,10 +143,12 @@ class StaticKey(KeyMaterial):
 
 
 class EnvironmentKey(StaticKey):
-    """A root key as base64 text in the environment variable `name`, read once.
+    """A root key as base64 text in the environment variable `name`.
+
+    The variable is read once, when this object is created.
 
     Raises:
-        ConfigurationError: The variable is not set, or holds no key.
+        ConfigurationError: The variable is not set, or does not hold a key.
     """
 
     def __init__(self, name: str) -> None:
@@ -150,10 +156,11 @@ class EnvironmentKey(StaticKey):
 
 
 class FileKey(StaticKey):
-    """A root key in a file that only its owner may read: 32 bytes, or their base64 text.
+    """A root key in a file that only its owner may read.  It holds 32 bytes, or their base64 text.
 
     Raises:
-        ConfigurationError: The file cannot be read, can be read by others, or holds no key.
+        ConfigurationError: The file cannot be read, others may read or write it, or it does not
+            hold a key.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -164,7 +171,7 @@ def read_environment(name: str) -> str:
     """Return the value of the environment variable *name*.
 
     Raises:
-        ConfigurationError: it is not set, or empty.
+        ConfigurationError: the variable is not set, or it is empty.
     """
     value = os.environ.get(name)
     if not value:
@@ -173,14 +180,14 @@ def read_environment(name: str) -> str:
 
 
 def read_private_file(path: Path) -> bytes:
-    """Return the first 4096 bytes of a file that holds a secret.
+    """Return the first 4096 bytes of the file *path*, which holds a secret.
 
     Raises:
-        ConfigurationError: it cannot be read, or (on POSIX) others may read or write it.
+        ConfigurationError: the file cannot be read, or (on POSIX) others may read or write it.
     """
     try:
         with path.open("rb") as file:
-            status = os.fstat(file.fileno())  # of the open file: no race with a rename
+            status = os.fstat(file.fileno())  # of the open file: a rename cannot replace it
             data = file.read(4096)
     except OSError as error:
         raise ConfigurationError(

@@ -13,18 +13,19 @@ from adk_secure_sessions.errors import ConfigurationError, KeyServiceError, Reas
 
 TIMEOUT = 5.0  # seconds for each attempt
 ATTEMPTS = 3
-_KEY_ID_LENGTH = 255  # characters that the column holds
+_KEY_ID_LENGTH = 255  # characters: the width of the column `root_key_id`
 
 
 class RemoteKey(KeyMaterial):
-    """A root key that never leaves its key service, which encrypts and decrypts with it.
+    """A root key that never leaves its key service; the service encrypts and decrypts with it.
 
     No connection stays open between two calls, so one object works in every event loop and in
     forked processes.  Two objects are equal if they ask the same service for the same key.
 
     Attributes:
-        pause: Seconds after the first attempt; doubled after each, less up to half as jitter.
-        longest_pause: Seconds that it is never doubled beyond.
+        pause: Seconds between the first two attempts.  Each further pause is twice as long, and
+            each is shortened at random by up to half.
+        longest_pause: The longest pause, in seconds.
     """
 
     pause: ClassVar[float] = 0.25
@@ -52,10 +53,10 @@ class RemoteKey(KeyMaterial):
         return hash(self.key_id)
 
     async def wrap(self, key: bytes, associated_data: bytes) -> bytes:
-        """Have the key service encrypt `key` and authenticate `associated_data` with it.
+        """Ask the key service to encrypt `key` and to authenticate `associated_data` with it.
 
         Raises:
-            KeyServiceError: The service did not; the message says what to check.
+            KeyServiceError: The service failed; the message says what to check.
         """
         bound = self._kind + associated_data
         return self._kind + await self._ask(lambda: self._encrypt(key, bound))
@@ -64,9 +65,9 @@ class RemoteKey(KeyMaterial):
         """Return the key in `wrapped`, which `wrap` returned.
 
         Raises:
-            TamperedError: The root key or `associated_data` is another, or `wrapped` was modified.
-            WrongKeyError: The same, where the service says that it is another key.
-            KeyServiceError: The service did not answer that; the message says what to check.
+            TamperedError: The root key or `associated_data` is wrong, or `wrapped` was modified.
+            WrongKeyError: The service reported that another root key wrapped the key.
+            KeyServiceError: The service failed; the message says what to check.
         """
         if not wrapped.startswith(self._kind):
             raise TamperedError(
@@ -77,11 +78,11 @@ class RemoteKey(KeyMaterial):
 
     @abstractmethod
     async def _encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
-        """Ask the service once, without a retry."""
+        """Ask the service to encrypt, without a retry: `wrap` retries."""
 
     @abstractmethod
     async def _decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
-        """Ask the service once, without a retry."""
+        """Ask the service to decrypt, without a retry: `unwrap` retries."""
 
     async def _ask(self, once: Callable[[], Awaitable[bytes]]) -> bytes:
         pause = self.pause
@@ -91,7 +92,7 @@ class RemoteKey(KeyMaterial):
             except KeyServiceError as error:
                 if not error.retryable:
                     raise
-            # Jitter, so that processes which start together do not ask again together.
+            # Random, so that processes that start at the same time do not retry at the same time.
             await asyncio.sleep(pause * random.uniform(0.5, 1))  # noqa: S311
             pause = min(2 * pause, self.longest_pause)
         return await self._in_time(once)
@@ -105,7 +106,7 @@ class RemoteKey(KeyMaterial):
         raise self._unreachable(f"gave no answer within {self._timeout:g} s")
 
     def _failure(self, what: str, check: str, *, retryable: bool = False) -> KeyServiceError:
-        """Return an error made of texts of ours: a service's text may repeat what it was sent."""
+        """Return an error with our own text: a service's text may repeat the key it was sent."""
         return KeyServiceError(f"root key {self.key_id!r}: {what}; {check}", retryable=retryable)
 
     def _unreachable(self, what: str) -> KeyServiceError:
@@ -117,7 +118,7 @@ def need(extra: str, *modules: str) -> None:
     """Import *modules*, which are installed with the package's optional *extra*.
 
     Raises:
-        ConfigurationError: one of them is missing.
+        ConfigurationError: a module cannot be imported.
     """
     missing = None
     for module in modules:
@@ -132,10 +133,10 @@ def need(extra: str, *modules: str) -> None:
 
 
 def check_private(url: str) -> None:
-    """Reject an address of a key service at which keys would cross a network unencrypted.
+    """Reject the address of a key service if keys would cross a network unencrypted.
 
     Raises:
-        ConfigurationError: *url* is neither https, nor http to this machine itself.
+        ConfigurationError: *url* is neither https nor http to this machine.
     """
     parts = urlsplit(url)
     here = parts.hostname in ("127.0.0.1", "::1", "localhost")

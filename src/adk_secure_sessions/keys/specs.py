@@ -1,4 +1,7 @@
-"""Key specs: text that names a root key and does not hold it, for URIs and command lines."""
+"""Key specs: texts such as `env:NAME` that name a root key, for URIs and command lines.
+
+A key spec does not contain the key, so it may appear in logs and process lists.
+"""
 
 from collections.abc import Callable
 
@@ -28,19 +31,19 @@ _SCHEMES: dict[str, Callable[[str], KeyProvider]] = {
 
 
 def key_provider(spec: str) -> KeyProvider:
-    """Return the provider that `spec` names, such as `env:NAME` or `file:PATH`.
+    """Return the provider of the root key that `spec` names, such as `env:NAME` or `file:PATH`.
 
     All schemes: `docs/configuration.md`, "Key specs".
 
     Raises:
         ConfigurationError: The scheme is not known, the key cannot be read, or a library is not
-            installed.  The message does not repeat the spec, which may be a misplaced key.
+            installed.  The message does not repeat `spec`, which may be a key given by mistake.
     """
     scheme, colon, rest = spec.partition(":")
     make = _SCHEMES.get(scheme) if colon and rest else None
     if make is None:
         known = ", ".join(f"{name}:..." for name in _SCHEMES)
-        raise ConfigurationError(f"not a key spec this version knows; it knows {known}")
+        raise ConfigurationError(f"not a key spec that this version knows; it knows {known}")
     return make(rest)
 
 
@@ -48,7 +51,7 @@ def root_key(key: bytes | str | KeyProvider) -> KeyProvider:
     """Return the provider for *key*: 32 bytes, base64 text, a key spec, or a provider itself.
 
     Raises:
-        ConfigurationError: it is none of these, or cannot be read.
+        ConfigurationError: *key* is none of these, or the key cannot be read.
     """
     if isinstance(key, str) and ":" in key:  # base64 has no colon
         return key_provider(key)

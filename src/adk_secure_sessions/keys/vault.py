@@ -27,11 +27,11 @@ _CIPHERTEXT = re.compile(r"vault:v([1-9][0-9]{0,8}):([A-Za-z0-9+/]+={0,2})")
 _VERSION_LENGTH = 4
 _DIGEST_LENGTH = 32
 _LOGIN_IS_NEEDED = 403
-# Status codes that may be another in a moment.
+# Status codes of temporary failures.
 _RETRYABLE = {412, 429, 472, 473, 500, 502, 503, 504}
 _SEALED = 503
-# Parts of the text of an error, and what they mean: Vault has one status for all of these.  The
-# text itself is not shown.
+# By part of an error's text: its meaning.  Vault has one status for all of these errors.  Our error
+# does not show Vault's text, which may repeat the key it was sent.
 _TAMPERED = "tampered"
 _WORDS = {
     "message authentication failed": _TAMPERED,
@@ -47,16 +47,19 @@ class VaultKey(RemoteKey):
     Args:
         key: `MOUNT/KEY`, such as `transit/clinic`: an AEAD key without key derivation.
         address: `https://…`, or `http://` on this machine; by default `VAULT_ADDR`.
-        namespace: By default `VAULT_NAMESPACE`, or none.
+        namespace: By default `VAULT_NAMESPACE`, or no namespace.
         token: By default `VAULT_TOKEN`, unless `token_file` or `role_id` is given.
-        token_file: A file with the token, read for each call: the sink file of a Vault agent.
-        role_id: To log in with AppRole; by default `VAULT_ROLE_ID`.
-        secret_id: Belongs to `role_id`; by default `VAULT_SECRET_ID`.
+        token_file: A file with the token, such as the sink file of a Vault agent.  Each call reads
+            the file.
+        role_id: The role id for an AppRole login; by default `VAULT_ROLE_ID`.
+        secret_id: The secret id for that login; by default `VAULT_SECRET_ID`.
         approle_mount: The path at which AppRole is enabled.
         ca_file: Certificates to trust instead of the system's; by default `VAULT_CACERT`.
-        key_id: Stored as plaintext with each wrapped key; by default `vault:` and `key`.
+        key_id: The name of the root key, stored as plaintext with each wrapped key; by default
+            `vault:` and `key`.
         timeout: Seconds for each attempt.
-        attempts: How many attempts in all, if an error may go away; pauses of 0.25 s and more.
+        attempts: Attempts for one call, the first included.  Only temporary errors are retried,
+            after pauses of up to 0.25 s, 0.5 s and so on.
 
     Raises:
         ConfigurationError: An argument is missing or cannot be used, or the extra `vault` is not
@@ -109,7 +112,8 @@ class VaultKey(RemoteKey):
         self._logging_in = LoopLocks()
 
     async def _encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
-        # Servers before 1.13 ignore associated_data.  `_decrypt` notices by the hash inside.
+        # Servers before 1.13 ignore associated_data.  A hash of it is therefore part of the
+        # plaintext, and `_decrypt` checks the hash.
         content = plaintext + hashlib.sha256(associated_data).digest()
         answer = await self._transit(
             "encrypt", plaintext=_text(content), associated_data=_text(associated_data)
@@ -117,12 +121,13 @@ class VaultKey(RemoteKey):
         ciphertext = _CIPHERTEXT.fullmatch(str(answer.get("ciphertext")))
         if ciphertext is None:
             raise self._unexpected_answer()
-        # Stored as bytes: Vault's text could be modified without a change of its meaning.
+        # Store bytes: several base64 texts decode to the same bytes, so Vault's text could be
+        # modified and still be accepted.
         return int(ciphertext[1]).to_bytes(_VERSION_LENGTH) + self._bytes(ciphertext[2])
 
     async def _decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
         version = int.from_bytes(sealed[:_VERSION_LENGTH])
-        if len(sealed) <= _VERSION_LENGTH or not version:  # Vault reads 0 as 1
+        if len(sealed) <= _VERSION_LENGTH or not version:  # Vault takes v0 for v1: reject v0
             raise TamperedError("not a key wrapped by Vault", reason=Reason.MALFORMED)
         answer = await self._transit(
             "decrypt",
@@ -158,7 +163,7 @@ class VaultKey(RemoteKey):
             assert self._token is not None
             return self._token
         async with self._logging_in.hold("login"):
-            # Unless another task has logged in meanwhile.
+            # While this task waited for the lock, another task may have logged in.
             if self._token is None or self._token == instead_of:
                 self._token = await self._log_in(client, self._login)
             return self._token
@@ -244,7 +249,7 @@ class VaultKey(RemoteKey):
         raise self._unexpected_answer()
 
     def _unexpected_answer(self) -> KeyServiceError:
-        return self._failure("this is not the answer of a transit engine", "check the address")
+        return self._failure("the answer does not come from a transit engine", "check the address")
 
 
 def _text(data: bytes) -> str:
