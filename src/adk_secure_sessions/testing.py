@@ -1,4 +1,4 @@
-"""For the tests of your own key provider: `check_key_provider` checks all rules."""
+"""Test helper for authors of key providers: `check_key_provider` tries the provider's rules."""
 
 import asyncio
 import base64

@@ -28,6 +28,7 @@ from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.loops import LoopLocks, await_to_end
 
 _LARGE = 900_000  # bytes; every server accepts this much in one packet, so smaller is not checked
+_PACKET_REST = 900  # bytes of a statement beside its largest value
 _COUNT_ROWS = {"preserve_rowcount": True}  # by default, SQLAlchemy keeps no row count of an INSERT
 
 
@@ -192,8 +193,8 @@ def _check_packet(connection: sa.Connection, size: int) -> None:
         ConfigurationError: The value does not fit.
     """
     limit = connection.scalar(sa.text("SELECT @@max_allowed_packet"))
-    # Added to the value: 4% for the driver's escape characters, 900 bytes for the rest of it.
-    if limit is not None and size + size // 25 + _LARGE // 1000 > limit:
+    # A packet is larger than its value: 4% for the driver's escape characters, and the rest of it.
+    if limit is not None and size + size // 25 + _PACKET_REST > limit:
         raise ConfigurationError(
             f"a value of {size} bytes does not fit into one packet of the database server: "
             f"raise its max_allowed_packet, which is {limit} bytes"
@@ -263,7 +264,7 @@ class LoopBinding:
         try:
             generator.__anext__().send(None)
         except StopIteration:
-            pass  # expected: the generator has reached its yield and waits there
+            pass  # this ends `__anext__()`, not the generator, which now waits at its yield
 
     def _move(self, pid: int) -> None:
         """Detach from the previous event loop or parent process, or raise ConfigurationError."""

@@ -103,8 +103,8 @@ class Executor(Protocol):
     ) -> T:
         """Run *transaction*, commit its changes and return its result.
 
-        A transaction may yield an Apply several times, but only one may have the answer True: on
-        PostgreSQL each Apply commits by itself, so two of them would not be one transaction.
+        A transaction may yield several Apply requests, for example after one was answered False,
+        but none after an answer True: on PostgreSQL each Apply is committed separately.
 
         Args:
             transaction: Returns the generator; called once.

@@ -318,7 +318,7 @@ class StagedKeys:
             self._keys.owners.put(key_id, owner)
 
     def forget(self, owner: bytes) -> None:
-        """Remove the data keys of *owner*, whose row is not stored (any more), from the cache."""
+        """Remove the cached data keys of *owner*, whose row does not exist or has been deleted."""
         self._keys.by_owner.drop(owner)
         self._cached.pop(owner, None)
 

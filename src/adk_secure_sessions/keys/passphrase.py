@@ -24,7 +24,7 @@ _HEADER = Struct(f">c{_SALT_LENGTH}sIII")
 # RFC 9106, section 4, second recommended option: t=3, p=4, 64 MiB.
 _ITERATIONS, _LANES, _MEMORY_KIB = 3, 4, 64 * 1024
 # The stored cost is used before it is authenticated.  Without limits, an attacker who can write to
-# the database could make a start take any time and memory.
+# the database could make opening it take unlimited time and memory.
 _MAX_ITERATIONS, _MAX_LANES, _MAX_MEMORY_KIB = 64, 64, 4 * 1024 * 1024
 # Two derivations at once deadlock if each has several lanes: OpenSSL takes the threads for all
 # lanes from one pool.  Seen with cryptography 50.0.

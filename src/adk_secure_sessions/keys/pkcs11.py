@@ -79,7 +79,7 @@ class _Module:
             self._lock.release()
 
     def has_failed(self) -> None:
-        """Have the next `held` initialize the library again."""
+        """Record that the library has failed, so that the next `held` initializes it again."""
         self._failed = True
 
     def renew_lock(self) -> None:

@@ -94,7 +94,9 @@ async def _write(db: Database, old: list[MasterKeyRow], new: list[MasterKeyRow])
             return
         try:
             replaced = await db.key_executor.write(partial(_replace, old, new))
-        except Conflict:  # not repeated: the keys were unwrapped before they changed
+        except (
+            Conflict
+        ):  # do not try again: *new* was made from keyring rows that have changed since
             replaced = False
         if not replaced:
             raise SecureSessionError(_CHANGED)

@@ -151,7 +151,7 @@ class Checkpoints:
         await self._write(checkpoint, checkpoint.since)
 
     async def end(self, since: int, *, complete: bool) -> None:
-        """Delete the checkpoint; if not *complete*, reset it to the first row for the next run.
+        """If *complete*, delete the checkpoint; otherwise the next run begins with the first row.
 
         Raises:
             SecureSessionError: Another rotation was started after this one began.

@@ -61,7 +61,11 @@ _limit = bindparam("limit", type_=BigInteger)
 
 
 def _member(kind: int, numbers: list[Any], blobs: list[Any]) -> Select[Any]:
-    """Return a SELECT of `kind`, 7 numbers and 2 blobs; zeros and NULLs replace missing ones."""
+    """Return one SELECT of a UNION ALL.
+
+    All of them have the same columns: `kind`, 7 numbers (padded with zeros) and 2 blobs (padded
+    with NULL).
+    """
     padded = numbers + [_ZERO] * (_NUMBERS - len(numbers))
     padded += blobs + [cast(null(), LargeBinary)] * (_BLOBS - len(blobs))
     names = ["a", "b", "c", "d", "e", "f", "g", "h", "i"]

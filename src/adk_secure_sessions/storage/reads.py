@@ -214,7 +214,11 @@ def _view(session: StoredSession, user: Owner, app: Owner | None) -> View:
 def _listed(
     attempt: Attempt, found: Found, app: Owner | None, opened: list[Owner], *, skip: bool
 ) -> list[View]:
-    """Return the sessions in *found*; *opened* are the users who could be decrypted."""
+    """Return the sessions in *found*.
+
+    *opened* are the users whose rows could be decrypted.  *skip* leaves out unreadable sessions
+    instead of raising.
+    """
     by_row = {user.id: user for user in opened}
     views = []
     for row in found.sessions:

@@ -148,7 +148,7 @@ DATA_TABLES = tuple(table for table in TABLES if table not in (keyring, data_key
 
 for _table in metadata.sorted_tables:
     _store_external(_table)
-    for _dialect in ("mysql", "mariadb"):  # a server's default may lack transactions
+    for _dialect in ("mysql", "mariadb"):  # the default may be without transactions
         _table.kwargs[f"{_dialect}_engine"] = "InnoDB"
 
 

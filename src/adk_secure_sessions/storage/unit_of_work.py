@@ -268,7 +268,8 @@ class UnitOfWork:
     async def data_keys_of(self, *owners: object) -> StagedKeys:
         """Read the data keys of *owners*.
 
-        A key that was tampered with does not raise here; each use of its owner's keys raises.
+        A key that was tampered with causes no error here, but every later use of its owner's keys
+        raises DecryptionError.
         """
         keys = await self.keys()
         rows = await read_data_keys(self.read_keys, owners)

@@ -464,8 +464,9 @@ def _new_witness(attempt: Attempt, owner: bytes, tag: bytes, number: int) -> Cha
 def _ensure_first_key(changes: Changes, attempt: Attempt, owner: bytes) -> None:
     """Create the first data key of an owner who has no row yet.
 
-    If the owner already has a data key, the owner's row must have been removed.  Exception: with a
-    key database, the key is written first, and a process may have stopped before it wrote the row.
+    Raise TamperedError if the owner already has a data key: then somebody has removed the owner's
+    row.  With a key database this is no error: the key is written first, and a process may have
+    stopped before it wrote the row.
     """
     _require_read_keys(attempt)
     exists = attempt.keys.has_keys(owner)
