@@ -2,7 +2,8 @@
 
 1. Every case of every test runs on SQLite with AES-256-GCM.
 2. `pytestmark = also_on("fernet", "postgresql")` at the top of a file, or the same as a decorator
-   of one test, lists where its tests run besides: with Fernet, on PostgreSQL, on MariaDB.
+   of one test, lists where its tests run besides: with Fernet, on SQLite through an engine of the
+   caller's (which converts types), on PostgreSQL, on MariaDB.
 3. There, only the first case of a test runs, or the ones that the list names: `cases=["event"]`.
 4. `make soak` runs every case of every test everywhere.
 
@@ -18,7 +19,7 @@ SERVERS = ("postgresql", "mariadb")
 # The fixtures of conftest.py that give the database, and those of their parameters that stand for
 # another one than SQLite with AES-256-GCM.
 FIXTURES = ("db", "typed_db", "aes_db", "file_db", "server_db")
-OTHERS = ("fernet", *SERVERS)
+OTHERS = ("fernet", "engine", *SERVERS)
 
 
 def also_on(*databases: str, cases: Collection[str] = ()) -> pytest.MarkDecorator:

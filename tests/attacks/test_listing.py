@@ -110,6 +110,7 @@ async def test_user_without_a_data_key_does_not_keep_others_from_being_listed(
     assert reported(caplog)
 
 
+@also_on("engine", "mariadb")
 @pytest.mark.parametrize(
     "change",
     [

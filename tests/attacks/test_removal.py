@@ -206,6 +206,7 @@ async def test_inserted_plaintext_master_key_is_rejected(db: Database) -> None:
     assert db.dump() == before
 
 
+@also_on("engine", "postgresql")
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -8,7 +8,7 @@ from google.adk.errors.session_not_found_error import SessionNotFoundError
 from google.adk.events.event import Event
 from google.adk.sessions import BaseSessionService, Session
 
-from tests.conformance.services import KINDS
+from tests.conformance.services import MAIN_KINDS
 from tests.conformance.support import (
     STALE,
     create,
@@ -25,7 +25,12 @@ from tests.conformance.support import (
     together,
 )
 
-kind = each_kind(*KINDS)
+kind = each_kind(
+    *MAIN_KINDS,
+    *("encrypted-engine", "encrypted-key-database", "encrypted-psycopg"),
+    # The same executors as others of the list.
+    soak=["encrypted-memory", "encrypted-postgresql-engine", "encrypted-mariadb-engine"],
+)
 
 lost_updates = reference_fails("ADK's concurrent writers of one scope overwrite each other")
 locked_by_cancelling = only_ours("a cancelled append can leave ADK's database locked for seconds")
