@@ -5,7 +5,7 @@ says what to do next.  It never contains plaintext, ciphertext, keys, user ids o
 """
 
 from enum import StrEnum
-from typing import ClassVar, Self
+from typing import Self
 
 
 class SecureSessionError(Exception):
@@ -14,6 +14,8 @@ class SecureSessionError(Exception):
     Attributes:
         retryable: Whether the same call may succeed later without any change by the caller.
     """
+
+    retryable: bool = False
 
     def __init__(self, message: str = "", *, retryable: bool = False) -> None:
         super().__init__(message)
@@ -84,7 +86,10 @@ class DecryptionError(SecureSessionError):
             index in hexadecimal); None if it is not known.
     """
 
-    _reason: ClassVar[Reason] = Reason.AUTHENTICATION
+    # Defaults, also for a third party's subclass that does not call `__init__`.
+    reason: Reason = Reason.AUTHENTICATION
+    table: str | None = None
+    row: str | None = None
 
     def __init__(
         self,
@@ -95,27 +100,40 @@ class DecryptionError(SecureSessionError):
         row: object = None,
     ) -> None:
         super().__init__(detail if table is None else f"{table} row {row}: {detail}")
-        self.detail = detail
-        self.reason: Reason = self._reason if reason is None else reason
-        self.table = table
-        self.row: str | None = None if row is None else str(row)
+        self.detail: str = detail
+        if reason is not None:
+            self.reason = reason
+        if table is not None:
+            self.table = table
+        if row is not None:
+            self.row = str(row)
 
     def located(self, table: str, row: object) -> Self:
         """Return a copy whose message begins with this table and row.
 
         If the error already names a rejected row, `table` and `row` keep naming that row.
         """
-        error = type(self).__new__(type(self), f"{table} row {row}: {self}")
-        error.__dict__.update(self.__dict__)
+        error = self._copy(f"{table} row {row}: {self}")
         if error.table is None:
             error.table, error.row = table, str(row)
         return error
 
     def about(self, part: str) -> Self:
         """Return a copy whose message begins with the rejected part; call it before `located`."""
-        error = type(self).__new__(type(self), f"{part}: {self.detail}")
-        error.__dict__.update(self.__dict__)
+        error = self._copy(f"{part}: {self.__dict__.get('detail', self)}")
         error.detail = str(error)
+        return error
+
+    def _copy(self, text: str) -> Self:
+        """Return a copy with another message.
+
+        Only our own attributes are copied: a third party's cipher may raise a subclass with
+        attributes or notes that hold secrets.
+        """
+        error = type(self).__new__(type(self), text)
+        error.detail = str(self.__dict__.get("detail", self))
+        error.reason, error.retryable = self.reason, self.retryable
+        error.table, error.row = self.table, self.row
         return error
 
 
@@ -125,7 +143,7 @@ class UnknownKeyError(DecryptionError):
     If the message names a backend, list it in `additional_backends`.
     """
 
-    _reason = Reason.UNKNOWN_KEY
+    reason = Reason.UNKNOWN_KEY
 
 
 class TamperedError(DecryptionError):
@@ -138,4 +156,4 @@ class PlaintextRefusedError(DecryptionError):
     If `NoOpBackend` wrote it on purpose, list `NoOpBackend` in `additional_backends`.
     """
 
-    _reason = Reason.PLAINTEXT
+    reason = Reason.PLAINTEXT

@@ -154,13 +154,18 @@ class StagedKeys:
         keyring_is_complete: If True, a data master key that is missing in the keyring does not
             exist.  If False, another process may have created the data master key since the
             keyring was read, and `load` raises StaleKeyring.
+        uses_cache: If False, only keys that the transaction has read or created exist for it.
+            Maintenance must notice a data key that was deleted since it was cached.
 
     Attributes:
         has_new_keys: Whether `new` has created a data key.
     """
 
-    def __init__(self, keys: DataKeys, *, keyring_is_complete: bool = True) -> None:
+    def __init__(
+        self, keys: DataKeys, *, keyring_is_complete: bool = True, uses_cache: bool = True
+    ) -> None:
         self._keys = keys
+        self._uses_cache = uses_cache
         self._keyring_is_complete = keyring_is_complete
         self._by_owner: dict[bytes, OwnerKeys] = {}  # read or created by this transaction
         # Keys found in the cache.  The cache may drop or replace them during this transaction.
@@ -325,8 +330,10 @@ class StagedKeys:
     def _of(self, owner: bytes) -> OwnerKeys | None:
         self._raise_if_rejected(owner)
         known = self._by_owner.get(owner) or self._cached.get(owner)
-        if known is None and (known := self._keys.by_owner.get(owner)) is not None:
-            self._cached[owner] = known
+        if known is None and self._uses_cache:
+            known = self._keys.by_owner.get(owner)
+            if known is not None:
+                self._cached[owner] = known
         return known
 
     def _raise_if_rejected(self, owner: bytes) -> None:

@@ -88,6 +88,7 @@ class Database:
             self._open_keyring,
             cached_rows=_CACHED,
             cached_keys=_CACHED,
+            keyring_pause=0,
         )
         self._store = Store(self.unit, cached_sessions=_CACHED)
         self.has_keys: bool = backend is not None

@@ -307,7 +307,9 @@ async def open_database(
         else:
             _warn(data, writes_plaintext)
             return opened
-    raise SecureSessionError("the database kept changing while it was opened: try again")
+    raise SecureSessionError(
+        "the database kept changing while it was opened: try again", retryable=True
+    )
 
 
 async def survey_existing(executors: Executors) -> Survey:

@@ -57,6 +57,7 @@ _WRITE_PAUSES = (0.05, 0.2, 0.5, 1.0, 2.0)
 # Seconds before a rejected keyring is read again.  Otherwise an attacker with write access to the
 # database could make every operation call the key service.
 _KEYRING_PAUSE = 10.0
+_NEW_KEYS = 8  # data keys that one operation may create: the app's, the user's, and some for races
 
 
 class Operation(Protocol[T_co]):
@@ -139,6 +140,7 @@ class UnitOfWork:
             opened earlier, whose keys need not be unwrapped again.
         cached_rows: Maximum number of sessions, of users and of apps to cache.
         cached_keys: Maximum number of owners whose data keys are cached.
+        keyring_pause: Seconds until a keyring that was rejected is read again.
     """
 
     def __init__(
@@ -149,6 +151,7 @@ class UnitOfWork:
         *,
         cached_rows: int,
         cached_keys: int,
+        keyring_pause: float = _KEYRING_PAUSE,
     ) -> None:
         self.executors = executors
         self._backends = backends
@@ -156,6 +159,7 @@ class UnitOfWork:
         self._cached_rows = cached_rows
         self._cached_keys = cached_keys
         self._opened: _Opened | None = None
+        self._keyring_pause = keyring_pause
         self._locks = LoopLocks()
         # `renew_keyring` raises this error until `_retry_at`.
         self._rejected: SecureSessionError | None = None
@@ -208,9 +212,14 @@ class UnitOfWork:
         missing_is_final = not separate
         keyring_is_current = False
         is_first = True
+        new_keys = 0
         while True:
             keyring_seen = opened.keys.keyring
-            keys = StagedKeys(opened.keys, keyring_is_complete=keyring_is_current)
+            keys = StagedKeys(
+                opened.keys,
+                keyring_is_complete=keyring_is_current,
+                uses_cache=not operation.reads_keys,
+            )
             source = KeySource.CACHE
             if reads_keys:
                 source = KeySource.KEY_DATABASE if separate else KeySource.QUERY
@@ -228,15 +237,22 @@ class UnitOfWork:
                     missing_is_final = missing_is_final or reads_keys
                     reads_keys = True
                 except NeedsDataKey as need:
-                    await self._store_data_key(keys, need.owner, keyring_seen)
+                    new_keys += 1
+                    if new_keys > _NEW_KEYS:
+                        raise SecureSessionError(
+                            f"{_NEW_KEYS} new data keys were created, and another one is needed: "
+                            "try again",
+                            retryable=True,
+                        ) from None
+                    await self._store_data_key(opened.keys, keys, need.owner, keyring_seen)
                 except StaleKeyring:
-                    await self.renew_keyring(keyring_seen)
+                    await self._renew_keyring(opened.keys, keyring_seen)
                     keyring_is_current = True
                 except Conflict:
                     # Another process may have changed the keyring: a new data key is stored only
                     # if our keyring is current.
                     if keys.has_new_keys:
-                        await self.renew_keyring(keyring_seen)
+                        await self._renew_keyring(opened.keys, keyring_seen)
                     raise
                 else:
                     keys.publish()
@@ -273,22 +289,25 @@ class UnitOfWork:
         """
         keys = await self.keys()
         rows = await read_data_keys(self.read_keys, owners)
-        staged = StagedKeys(keys, keyring_is_complete=False)
+        staged = StagedKeys(keys, keyring_is_complete=False, uses_cache=False)
         try:
             staged.load(rows)
         except StaleKeyring:
-            await self.renew_keyring(keys.keyring)
-            staged = StagedKeys(keys)
+            await self._renew_keyring(keys, keys.keyring)
+            staged = StagedKeys(keys, uses_cache=False)
             staged.load(rows)
         return staged
 
     async def renew_keyring(self, seen: Keyring) -> None:
         """Read the keyring again, unless another task has already replaced the keyring *seen*.
 
-        Raises like *open_keyring*.  After such an error, calls within the next 10 seconds raise the
-        same error without calling the key service.
+        Raises like *open_keyring*.  After such an error, calls within the next *keyring_pause*
+        seconds raise the same error without calling the key service.
         """
-        keys = await self.keys()
+        await self._renew_keyring(await self.keys(), seen)
+
+    async def _renew_keyring(self, keys: DataKeys, seen: Keyring) -> None:
+        """Do so for *keys*: those of an operation stay in use when `close` is called meanwhile."""
         async with self._locks.hold("keyring"):
             if keys.keyring is not seen:
                 return
@@ -298,7 +317,7 @@ class UnitOfWork:
             try:
                 keys.keyring = await repeated(lambda: self._open_keyring(seen))
             except SecureSessionError as error:
-                self._rejected, self._retry_at = error, time.monotonic() + _KEYRING_PAUSE
+                self._rejected, self._retry_at = error, time.monotonic() + self._keyring_pause
                 raise
 
     async def _open(self) -> _Opened:
@@ -312,7 +331,9 @@ class UnitOfWork:
                 self._opened = _Opened(keys, RowCache(self._cached_rows), Lru(self._cached_rows))
             return self._opened
 
-    async def _store_data_key(self, keys: StagedKeys, owner: bytes, seen: Keyring) -> None:
+    async def _store_data_key(
+        self, known: DataKeys, keys: StagedKeys, owner: bytes, seen: Keyring
+    ) -> None:
         """Store a new data key of *owner* in the key database; the next attempt reads it.
 
         Raises UniqueViolation if another process stored a key of this generation first, and
@@ -321,7 +342,7 @@ class UnitOfWork:
         row = keys.new(owner)
         change = Change(INSERT_KEY, row._asdict() | keys.keyring_guard())
         if not await self.executors.keys.write(partial(_apply_one, change)):
-            await self.renew_keyring(seen)
+            await self._renew_keyring(known, seen)
             raise Conflict
 
 

@@ -493,6 +493,9 @@ def _ensure_key(changes: Changes, attempt: Attempt, owner: bytes, *stored: bytes
     if keys.is_as_new_as(owner, *stored):
         return
     _require_read_keys(attempt)
+    for record in stored:
+        # Its key must exist: otherwise no new key would ever be as new as the key of the record.
+        keys.cipher(owner, record)
     current = keys.current(owner)
     if current is None or attempt.key_source is KeySource.KEY_DATABASE:
         _new_key(changes, attempt, owner)
