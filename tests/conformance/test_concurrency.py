@@ -102,9 +102,9 @@ async def test_exactly_one_of_many_copies_wins(service: BaseSessionService) -> N
         *(service.append_event(c, event(str(n), delta={"n": n})) for n, c in enumerate(copies)),
         return_exceptions=True,
     )
-    refused = [result for result in results if isinstance(result, BaseException)]
-    assert len(refused) == 9
-    assert all(is_stale(error) for error in refused), refused
+    rejected = [result for result in results if isinstance(result, BaseException)]
+    assert len(rejected) == 9
+    assert all(is_stale(error) for error in rejected), rejected
     (winner,) = (copy for copy in copies if copy.events)
     assert await reload(service, session) == winner
 
@@ -124,9 +124,9 @@ async def test_exactly_one_of_many_copies_in_two_services_wins(
             ),
             return_exceptions=True,
         )
-        refused = [result for result in results if isinstance(result, BaseException)]
-        assert len(refused) == 7
-        assert all(is_stale(error) for error in refused), refused
+        rejected = [result for result in results if isinstance(result, BaseException)]
+        assert len(rejected) == 7
+        assert all(is_stale(error) for error in rejected), rejected
     assert len((await reload(service, session)).events) == 5
 
 
