@@ -27,8 +27,8 @@ _SERVER_OF_FILE = {
     "maintenance/test_status.py": "mariadb",
     "maintenance/test_verify.py": "mariadb",
     "cli/test_commands.py": "postgresql",
-    "cli/test_erasing.py": "mariadb",
-    "cli/test_rotating.py": "mariadb",
+    "cli/test_erase.py": "mariadb",
+    "cli/test_rotate.py": "mariadb",
 }
 
 

@@ -73,10 +73,10 @@ class Replica:
         known = {} if force else self._known
         with closing(sqlite3.connect(path)) as file:
             file.text_factory = _text
-            held = {
+            stored = {
                 name: file.execute(f"SELECT * FROM {name}").fetchall() for name in _tables(file)
             }
-        changed = {name: rows for name, rows in held.items() if not _same(rows, known.get(name))}
+        changed = {name: rows for name, rows in stored.items() if not _same(rows, known.get(name))}
         for name, rows in changed.items():
             self._check(name, rows)
         try:

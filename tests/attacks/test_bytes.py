@@ -86,12 +86,11 @@ async def assert_every_byte_is_authenticated(db: Database, cell: Cell, read: Ope
     async with db.service() as service:
         before = await read(service, db, cell.who)
         for offset in offsets(db, stored):
-            for bit in (0x01, 0x80):
-                changed = bytearray(stored)
-                changed[offset] ^= bit
-                cell.store(db, bytes(changed))
-                with pytest.raises(error_for(offset, changed[offset], cell)):
-                    await read(service, db, cell.who)
+            changed = bytearray(stored)
+            changed[offset] ^= 0x01 if offset < BODY else 1 << offset % 8
+            cell.store(db, bytes(changed))
+            with pytest.raises(error_for(offset, changed[offset], cell)):
+                await read(service, db, cell.who)
         cell.store(db, stored)
         assert await read(service, db, cell.who) == before
 

@@ -110,8 +110,8 @@ async def test_any_one_row_removed_is_detected(db: Database) -> None:
                         except SecureSessionError as error:
                             detected.append(error)
                         else:
-                            held = db.session(who)
-                            assert operation is user_state or result == held
+                            expected = db.session(who)
+                            assert operation is user_state or result == expected
                             assert result
             assert detected, f"{table}: {row[:2]} was not detected"
             assert db.dump() == after, f"{table}: {row[:2]}: reading changed the database"

@@ -111,13 +111,13 @@ async def errors_of_all_reads(db: Database) -> set[str]:
                 except SecureSessionError as error:
                     detected.add(type(error).__name__)
                 else:
-                    held = db.session(who)
-                    expected: object = held
+                    session = db.session(who)
+                    expected: object = session
                     if operation is user_state:
                         prefix = "user:"
                         expected = {
                             key.removeprefix(prefix): value
-                            for key, value in held.state.items()
+                            for key, value in session.state.items()
                             if key.startswith(prefix)
                         }
                     assert result == expected, f"{operation.__name__} returned something else"

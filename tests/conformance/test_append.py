@@ -191,12 +191,12 @@ async def test_state_changed_in_memory_only_is_not_stored(service: BaseSessionSe
     assert (await reload(service, session)).state == {"k": 1, "m": 4}
 
 
-@pytest.mark.parametrize("place", ["id", "user_id", "app_name"])
+@pytest.mark.parametrize("field", ["id", "user_id", "app_name"])
 async def test_append_to_an_unknown_session_changes_nothing_but_temp_keys(
-    kind: Kind, service: BaseSessionService, place: str
+    kind: Kind, service: BaseSessionService, field: str
 ) -> None:
     known = await create(service)
-    unknown = known.model_copy(deep=True, update={place: "unknown"})
+    unknown = known.model_copy(deep=True, update={field: "unknown"})
     appended = event("text", delta={"k": 1, "app:a": 1, "user:u": 1, "temp:t": 1})
     with pytest.raises(not_found(kind)):
         await service.append_event(unknown, appended)

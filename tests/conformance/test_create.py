@@ -67,9 +67,9 @@ async def test_session_without_state_has_none(
 
 @odd_ids
 async def test_odd_id_is_kept_wherever_it_stands(service: BaseSessionService, odd_id: str) -> None:
-    for place in ("session_id", "user_id", "app_name"):
+    for field in ("session_id", "user_id", "app_name"):
         where: dict[str, Any] = {"app_name": APP, "user_id": USER, "session_id": "s"}
-        where[place] = odd_id
+        where[field] = odd_id
         state = {"k": 1, "user:k": where["user_id"], "app:k": where["app_name"]}
         session = await service.create_session(**where, state=state)
         assert (session.app_name, session.user_id, session.id) == tuple(where.values())
@@ -132,19 +132,19 @@ async def test_empty_session_id_is_rejected_when_taken(service: BaseSessionServi
         await create(service, "")
 
 
-@pytest.mark.parametrize("place", ["app_name", "user_id", "session_id"])
+@pytest.mark.parametrize("field", ["app_name", "user_id", "session_id"])
 async def test_lone_surrogate_in_an_id_is_kept_or_rejected_as_a_value_error(
-    service: BaseSessionService, place: str
+    service: BaseSessionService, field: str
 ) -> None:
     where: dict[str, Any] = {"app_name": APP, "user_id": USER, "session_id": "s"}
-    where[place] = "lone \ud800"
+    where[field] = "lone \ud800"
     try:
         await service.create_session(**where)
     except ValueError:
         return
     session = await service.get_session(**where)
     assert session is not None
-    assert getattr(session, {"session_id": "id"}.get(place, place)) == "lone \ud800"
+    assert getattr(session, {"session_id": "id"}.get(field, field)) == "lone \ud800"
 
 
 async def test_creating_an_existing_id_is_rejected_and_leaves_the_session_alone(
@@ -159,7 +159,7 @@ async def test_creating_an_existing_id_is_rejected_and_leaves_the_session_alone(
     assert again.state == {"k": "first", "app:k": 1, "user:k": 1}
 
 
-async def test_refused_creation_leaves_no_app_or_user_state(
+async def test_rejected_creation_leaves_no_app_or_user_state(
     service: BaseSessionService,
 ) -> None:
     session = await create(service, "taken")

@@ -48,8 +48,8 @@ async def test_user_and_app_state_outlive_the_session(service: BaseSessionServic
 
 async def test_deleting_an_unknown_session_is_no_error(service: BaseSessionService) -> None:
     session = await create(service)
-    for place in ({"id": "unknown"}, {"user_id": "unknown"}, {"app_name": "unknown"}, {"id": ""}):
-        await delete(service, session.model_copy(update=place))
+    for changed in ({"id": "unknown"}, {"user_id": "unknown"}, {"app_name": "unknown"}, {"id": ""}):
+        await delete(service, session.model_copy(update=changed))
     assert await reload(service, session) == session
 
 

@@ -33,7 +33,7 @@ async def with_events(service: BaseSessionService, times: list[float]) -> Sessio
 
 async def test_unknown_session_is_none(service: BaseSessionService) -> None:
     session = await create(service)
-    for place in (
+    for changed in (
         {"id": "unknown"},
         {"user_id": "unknown"},
         {"app_name": "unknown"},
@@ -42,7 +42,7 @@ async def test_unknown_session_is_none(service: BaseSessionService) -> None:
         {"id": "SESSION"},
         {"id": "session "},
     ):
-        unknown = session.model_copy(update=place)
+        unknown = session.model_copy(update=changed)
         assert await find(service, unknown) is None
         assert await find(service, unknown, num_recent_events=0) is None
         assert await find(service, unknown, after_timestamp=START) is None

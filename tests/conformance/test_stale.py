@@ -62,13 +62,13 @@ async def test_stale_session_error_is_adks_own(service: BaseSessionService) -> N
     session = await create(service)
     stale = await reload(service, session)
     await service.append_event(session, event("first"))
-    with pytest.raises(STALE) as refusal:
+    with pytest.raises(STALE) as rejection:
         await service.append_event(stale, event("late"))
-    assert type(refusal.value) is STALE
-    assert isinstance(refusal.value, ValueError)
+    assert type(rejection.value) is STALE
+    assert isinstance(rejection.value, ValueError)
 
 
-async def test_refused_event_is_accepted_after_a_reload(service: BaseSessionService) -> None:
+async def test_rejected_event_is_accepted_after_a_reload(service: BaseSessionService) -> None:
     session = await create(service)
     stale = await reload(service, session)
     await service.append_event(session, event("first", delta={"k": 1}))
@@ -244,7 +244,7 @@ async def test_handmade_session_with_an_event_that_is_not_stored_is_rejected(
         await service.append_event(made, event("late"))
 
 
-async def test_refused_handmade_session_stays_rejected(service: BaseSessionService) -> None:
+async def test_rejected_handmade_session_stays_rejected(service: BaseSessionService) -> None:
     session = await create(service)
     made = handmade(session)
     await service.append_event(session, event("missed"))
