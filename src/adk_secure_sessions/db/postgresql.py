@@ -1,7 +1,7 @@
 """The executor for PostgreSQL with asyncpg: each read and each write is a single statement.
 
-A single statement takes one round trip and commits by itself.  On a server 1.3 ms away, such an
-append takes a third of the time that BEGIN, UPDATE, INSERT and COMMIT take.
+A single statement takes one round trip and commits by itself.  If a round trip takes
+1.3 ms, appending an event this way takes a third of the time of BEGIN, UPDATE, INSERT and COMMIT.
 """
 
 import asyncio

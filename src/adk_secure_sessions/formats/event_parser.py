@@ -34,8 +34,8 @@ _IDLE_HOOKS = {
     ("google.genai._common", "BaseModel._check_field_type_mismatches"),
     ("google.adk.events.event", "Event._accept_convenience_kwargs"),
 }
-# A JSON value for each schema type that contains no other schema.  The value for `any` is empty: a
-# value in `requested_auth_configs` makes ADK import its authentication, which takes 0.4 s.
+# Sample JSON values for the leaf schema types, which contain no other schema.  `any` is an empty
+# object: a non-empty one in `requested_auth_configs` makes ADK import its authentication (0.4 s).
 _LEAVES = {"any": {}, "bool": True, "bytes": "AAEC_w==", "float": 1.5, "int": 1, "str": "Grüße"}
 # The share of the samples that the public call must accept.  If it accepts fewer, comparing the two
 # parsers proves too little.

@@ -222,7 +222,9 @@ class StagedKeys:
         return row
 
     def keyring_guard(self) -> dict[str, object]:
-        """Return the parameters of INSERT_KEY's condition: the keyring is as this process read it.
+        """Return the parameters of INSERT_KEY's condition.
+
+        The condition holds if the stored keyring is still the one that this process has read.
 
         Without the condition, a data key could be stored under a data master key that another
         process has retired or replaced by a newer one.

@@ -139,9 +139,9 @@ async def open_keyring(
 ) -> Keyring:
     """Unwrap *rows* and return the keyring.  Each row names its root key; no other is tried.
 
-    The newest data master key under the writer's root key wraps new data keys.  If the writer's
-    root key wraps no data master key, the newest one under another root key does: a process whose
-    first backend has a new root key creates no master keys.  A master key that is stored as
+    The newest data master key under the writer's root key wraps new data keys.  If there is
+    none, the newest data master key under another root key wraps them: a process does not create
+    master keys only because its first backend has a new root key.  A master key that is stored as
     plaintext is usable only if the writer is `NoOpBackend`.
 
     Args:

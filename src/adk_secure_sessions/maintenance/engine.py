@@ -246,7 +246,7 @@ class _RecordGroup(NamedTuple):
 
 
 class _DataKeyGroup(NamedTuple):
-    """The number of data keys of one backend whose wrapped keys have the same header."""
+    """A group of data keys: same backend, same header of the wrapped key; *rows* is how many."""
 
     backend_id: int
     header: object

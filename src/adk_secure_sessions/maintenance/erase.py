@@ -119,7 +119,10 @@ class _Erasing(NamedTuple):
         steps: Sequence[Callable[["_Deletion"], None]],
         headers: Collection[bytes] = (),
     ) -> "_Deletion":
-        """Call *change* to run *steps* in a transaction; return the attempt that was committed."""
+        """Run *steps* in a transaction, by calling *change*, which may repeat it.
+
+        Return the deletion of the attempt that was committed.
+        """
         attempts: list[_Deletion] = []
 
         def work(connection: sa.Connection) -> None:

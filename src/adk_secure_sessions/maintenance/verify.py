@@ -45,9 +45,9 @@ from adk_secure_sessions.storage import (
     witnesses,
 )
 
-# 10 minutes, in microseconds.  With a key database, a new data key is stored before its owner's
-# row, so `verify` does not report a younger data key that has no owner.  Clocks may differ by as
-# much.
+# 10 minutes, in microseconds.  With a key database, a data key is stored before its owner's row.
+# So `verify` ignores a data key without an owner until the key is 10 minutes old.  This also
+# allows the clocks of two machines to differ by 10 minutes.
 _GRACE = 600_000_000
 
 

@@ -275,8 +275,9 @@ def open_listed_session(
 ) -> StoredSession:
     """Return the session in *row*, one row of a listing.
 
-    If a deleted session's row was replayed, its last event is missing, so the row is rejected.
-    Only a session without events needs its version witness to prove that it was not deleted.
+    An attacker may replay the row of a deleted session.  If the session had events, the last one is
+    missing, so the row is rejected.  If it had none, only its version witness proves that it was
+    not deleted.
     """
     return _open_session(attempt, found, user, row, needs_witness=not row.revision)
 

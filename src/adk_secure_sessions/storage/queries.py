@@ -421,7 +421,10 @@ def chunks(values: Iterable[Any]) -> Iterator[list[Any]]:
 
 
 def is_one_of(column: ColumnElement[Any], number: int) -> ColumnElement[bool]:
-    """Return the condition that *column* equals one of *number* parameters, as in `numbered`."""
+    """Return the condition that *column* equals one of the parameters `v0`, `v1` and so on.
+
+    *number* is how many there are; `numbered` returns their values.
+    """
     return column.in_([bindparam(f"v{n}", type_=column.type) for n in range(number)])
 
 
