@@ -13,6 +13,7 @@ from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import Bounds, Range, ranges, within
 from adk_secure_sessions.maintenance.problems import UNREADABLE
 from adk_secure_sessions.storage import (
+    UserRow,
     apps,
     naming,
     session_context,
@@ -70,16 +71,6 @@ class SessionColumns(NamedTuple):
         return self[:6]
 
 
-class UserColumns(NamedTuple):
-    """The columns of a row of `secure_users`, still encrypted."""
-
-    id: int
-    app_row: int
-    version: int
-    tag: bytes
-    state: bytes
-
-
 async def located_sessions(
     db: Database, before: int | None = None
 ) -> AsyncIterator[LocatedSessions]:
@@ -107,7 +98,7 @@ class _SessionsAndOwners(NamedTuple):
     """Session rows, the user rows they refer to, and those users' app names, each by row id."""
 
     sessions: list[SessionColumns]
-    users: Mapping[int, UserColumns]
+    users: Mapping[int, UserRow]
     app_names: Mapping[int, object]
 
 
@@ -162,7 +153,7 @@ async def _read(db: Database, span: Range, before: int | None) -> _SessionsAndOw
             found_sessions.append(SessionColumns(*values))
         elif kind == _USER:
             row_id, app_row, version, *_padding, tag, state = values
-            found_users[row_id] = UserColumns(row_id, app_row, version, tag, state)
+            found_users[row_id] = UserRow(row_id, app_row, version, tag, state)
         else:
             row_id, *_padding, app_name, _ = values
             app_names[row_id] = app_name

@@ -19,10 +19,11 @@ from adk_secure_sessions.maintenance.engine import (
     header_of,
     within,
 )
-from adk_secure_sessions.maintenance.identities import SessionColumns, UserColumns
+from adk_secure_sessions.maintenance.identities import SessionColumns
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problems
 from adk_secure_sessions.storage import (
     Identity,
+    UserRow,
     app_context,
     apps,
     bases,
@@ -140,7 +141,7 @@ async def read_user(
 
     Raises DecryptionError if the user's record cannot be decrypted.
     """
-    rows = await _read(db, USERS, [(row_id,)], UserColumns)
+    rows = await _read(db, USERS, [(row_id,)], UserRow)
     if not rows:
         return None
     row = rows[0]

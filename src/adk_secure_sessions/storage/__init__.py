@@ -29,6 +29,7 @@ from adk_secure_sessions.storage.opening import (
 from adk_secure_sessions.storage.queries import (
     DATA_KEYS,
     INSERT_KEY,
+    UserRow,
     chunks,
     is_one_of,
     numbered,
@@ -72,6 +73,7 @@ __all__ = [
     "StoredSession",
     "Survey",
     "UnitOfWork",
+    "UserRow",
     "View",
     "app_context",
     "apps",
