@@ -6,7 +6,7 @@ import time
 import pytest
 
 from adk_secure_sessions import ConfigurationError, KeyServiceError, TamperedError
-from adk_secure_sessions.keys.remote import RemoteKey, check_private
+from adk_secure_sessions.keys.remote import RemoteKey, check_transport
 
 
 class Failing(RemoteKey):
@@ -106,7 +106,7 @@ async def test_key_wrapped_by_another_kind_is_rejected_without_a_call() -> None:
     "url", ["https://kms.example", "http://127.0.0.1:8200", "http://[::1]:1", "http://localhost"]
 )
 def test_address_that_keeps_keys_private_is_accepted(url: str) -> None:
-    check_private(url)
+    check_transport(url)
 
 
 @pytest.mark.parametrize(
@@ -116,4 +116,4 @@ def test_address_that_keeps_keys_private_is_accepted(url: str) -> None:
 )  # fmt: skip
 def test_address_that_does_not_is_rejected(url: str) -> None:
     with pytest.raises(ConfigurationError):
-        check_private(url)
+        check_transport(url)

@@ -32,7 +32,7 @@ def test_extras_that_pages_and_messages_name_exist() -> None:
     source = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
     pages = "".join(page.read_text() for page in PAGES)
     named = set(re.findall(r"adk-secure-sessions\[(\w+)\]", pages))
-    named |= set(re.findall(r'need\("(\w+)"', source))
+    named |= set(re.findall(r'require\("(\w+)"', source))
     assert {"aws", "gcp", "pkcs11", "vault"} <= named <= set(PROJECT["optional-dependencies"])
 
 

@@ -1,6 +1,7 @@
-"""Root keys in AWS KMS.  botocore blocks, so each call runs in a thread.
+"""Root keys in AWS KMS.
 
-Format of a wrapped key: docs/format.md, "Key providers".
+Calls of the AWS library botocore block, so each call runs in a thread.
+docs/format.md, "Key providers", defines the format of a wrapped key.
 """
 
 import asyncio
@@ -14,12 +15,12 @@ from contextlib import closing
 from typing import Any, NamedTuple
 
 from adk_secure_sessions.errors import ConfigurationError, TamperedError, WrongKeyError
-from adk_secure_sessions.keys.remote import ATTEMPTS, TIMEOUT, RemoteKey, check_private, need
+from adk_secure_sessions.keys.remote import ATTEMPTS, TIMEOUT, RemoteKey, check_transport, require
 
 _ARN = r"arn:aws[a-z-]*:kms:(?P<region>[a-z0-9-]+):[0-9]{12}:(?:key|alias)/[\w/-]+"
 _NAME = re.compile(rf"(?:{_ARN}|alias/[\w/-]+|mrk-[0-9a-f]{{32}}|[0-9a-f-]{{36}})", re.ASCII)
-# The only name in the encryption context of a call.  CloudTrail logs the context, so its value is a
-# hash of the associated data.
+# The only entry of the "encryption context", which KMS authenticates.  CloudTrail logs the context,
+# so the value of this entry is a hash of the associated data instead of the data.
 _CONTEXT = "adk-secure-sessions"
 
 _CREDENTIALS = (
@@ -27,7 +28,7 @@ _CREDENTIALS = (
     "check that they are valid, their region, and this machine's clock",
 )
 _PENDING = ("the key cannot be used: disabled, pending deletion or import", "check its state")
-# By error code of AWS: the cause and the advice in our error text.
+# Maps each AWS error code to the cause and the advice in our error text.
 _ADVICE = {
     "AccessDeniedException": (
         "permission was denied",
@@ -60,7 +61,7 @@ _TOO_MANY, _SERVER_ERROR = 429, 500  # HTTP status codes
 
 
 class _Quiet(logging.Filter):
-    """Drops the debug messages of botocore about our calls: the messages show plaintext keys."""
+    """Drops debug messages of botocore about our calls, because they contain plaintext keys."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +75,7 @@ _quiet = _Quiet()
 
 
 class _ProcessSession(NamedTuple):
-    """The botocore session of one process, and its lock; a forked process creates its own."""
+    """A botocore session and its lock.  Only the process *pid* may use them, no forked process."""
 
     pid: int
     lock: threading.Lock
@@ -82,22 +83,22 @@ class _ProcessSession(NamedTuple):
 
 
 class AwsKmsKey(RemoteKey):
-    """A symmetric key of AWS KMS; `aws-kms:ARN-or-alias`.
+    """A symmetric key of AWS KMS; key spec `aws-kms:ARN-or-alias`.
 
-    botocore finds the credentials, like every AWS SDK: in the environment, in a profile, or from
-    the role of the machine.
+    Credentials come from the usual places of AWS SDKs: the environment, a profile, or the role of
+    the machine.
 
     Args:
-        key: The ARN of a key or an alias, `alias/NAME`, or a key's id.  Do not move an alias to
-            another key: the name of the alias is stored with each wrapped key, and only the key
-            that wrapped it decrypts it.
-        region: By default the region in the ARN, then `AWS_DEFAULT_REGION`, then the region of the
-            profile, then `AWS_REGION`.
-        profile: A profile of the AWS configuration files; by default `AWS_PROFILE`.
-        endpoint_url: By default `AWS_ENDPOINT_URL_KMS`, then the endpoint of the region.
-        timeout: Seconds for each attempt.
-        attempts: Attempts for one call, the first included.  Only temporary errors are retried,
-            after pauses of up to 0.25 s, 0.5 s and so on.
+        key: The ARN of a key or of an alias, `alias/NAME`, or a key's id.  Do not point an alias
+            at another key: KMS would then try to unwrap stored keys with that other key, and fail.
+        region: The AWS region.  By default the first of these that is set: the region in the ARN,
+            `AWS_DEFAULT_REGION`, the region of the profile, `AWS_REGION`.
+        profile: A profile in the AWS configuration files; by default `AWS_PROFILE`.
+        endpoint_url: The URL of KMS; by default `AWS_ENDPOINT_URL_KMS`, then the endpoint of the
+            region.
+        timeout: The time limit of each attempt, in seconds.
+        attempts: The maximum number of attempts for one call.  Only temporary errors are retried,
+            after pauses of at most 0.25 s, 0.5 s, 1 s, and then 2 s each.
 
     Raises:
         ConfigurationError: An argument cannot be used, no region is known, or the extra `aws` is
@@ -116,7 +117,7 @@ class AwsKmsKey(RemoteKey):
         timeout: float = TIMEOUT,
         attempts: int = ATTEMPTS,
     ) -> None:
-        need("aws", "botocore")
+        require("aws", "botocore")
         from botocore.exceptions import BotoCoreError
 
         named = _NAME.fullmatch(key)
@@ -133,7 +134,7 @@ class AwsKmsKey(RemoteKey):
         try:
             self._region = self._region or self._default_region()
             with closing(self._client()) as client:
-                check_private(client.meta.endpoint_url)
+                check_transport(client.meta.endpoint_url)
         except BotoCoreError as error:
             failure = type(error).__name__
         if failure is not None:
@@ -145,8 +146,8 @@ class AwsKmsKey(RemoteKey):
         )
 
     async def _decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
-        # `_call` sends the key's name.  Without it, AWS decrypts with any key that the ciphertext
-        # names, even an attacker's key in another account.
+        # `_call` sends the key's name.  Without the name, AWS decrypts with any key that the
+        # ciphertext names, even an attacker's key in another account.
         return await asyncio.to_thread(
             self._call, "decrypt", "Plaintext", associated_data, CiphertextBlob=sealed
         )
@@ -218,7 +219,7 @@ class AwsKmsKey(RemoteKey):
             client = current.botocore.create_client(
                 "kms", region_name=self._region, endpoint_url=self._endpoint_url, config=config
             )
-            # A filter applies to its own logger, not to child loggers: add it to each logger.
+            # A filter does not apply to child loggers, so add the filter to each logger.
             for name in list(logging.root.manager.loggerDict):
                 if name.startswith("botocore."):
                     logging.getLogger(name).addFilter(_quiet)

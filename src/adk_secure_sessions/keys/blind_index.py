@@ -13,7 +13,7 @@ TAG_LENGTH = 16
 
 
 class BlindIndex(KeyMaterial):
-    """Computes tags: HMAC-SHA-256 with the index master key, truncated to 16 bytes."""
+    """Computes tags: HMAC-SHA-256 with the index master, truncated to 16 bytes."""
 
     def __init__(self, key: bytes) -> None:
         self._mac = HMAC(key, SHA256())
@@ -31,7 +31,7 @@ class BlindIndex(KeyMaterial):
         return self._tag("session", app_name, user_id, session_id)
 
     def checkpoint(self, name: str, text: str) -> bytes:
-        """Return the MAC of the checkpoint *text* that a rotation stores under *name*."""
+        """Return the 16-byte MAC of *text*, the checkpoint that a rotation stores under *name*."""
         return self._tag("checkpoint", name, text)
 
     def _tag(self, *parts: str) -> bytes:

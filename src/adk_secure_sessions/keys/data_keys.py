@@ -1,9 +1,12 @@
-"""Data keys: random, one per user and one per app, wrapped by a data master key.
+"""Data keys: random keys, wrapped by a data master, that encrypt the records of one owner.
 
-An owner is a user or an app.  docs/format.md, "Which data key encrypts", defines three terms:
+An *owner* is a user or an app.  The *writing backend* encrypts all new records of this process.  A
+backend is *listed* if it is the writing backend or one of `additional_backends`.
+
+docs/format.md, "Which data key encrypts", defines three more terms:
 
 - A data key is *usable* if this process may encrypt new records with it: it was created for the
-  writing backend, and its data master key is usable (`Keyring.is_usable`).
+  writing backend, and its data master is usable (`Keyring.is_usable`).
 - An owner's *current* data key is the usable data key with the highest generation.  It encrypts
   every record that this process writes for that owner.
 - An owner's *newest* data key has the highest generation of all, usable or not.  It differs from
@@ -31,7 +34,7 @@ WRAP_BACKEND_ID = 1  # data keys are always wrapped with AES-256-GCM
 
 
 class CipherFactory(Protocol):
-    """The part of a backend that creates data keys, and ciphers that use them."""
+    """The part of a backend that creates data keys and the ciphers for them."""
 
     @property
     def backend_id(self) -> int: ...
@@ -45,10 +48,10 @@ class DataKeyRow(NamedTuple):
     Attributes:
         id: A random id.
         owner: The tag (blind index) of a user or an app.
-        generation: 0 for the owner's first data key, 1 for the second, counting all backends.
-        backend_id: The backend that the key is for.
-        created_at: Microseconds since 1970, UTC.
-        wrapped: The record that holds the key, encrypted with a data master key.
+        generation: 0 for the owner's first data key, 1 for the second, whatever their backends.
+        backend_id: The id of the backend that encrypts with the key.
+        created_at: When the key was created, in microseconds since 1970, UTC.
+        wrapped: The key in a record that a data master encrypts.
     """
 
     id: int
@@ -59,13 +62,13 @@ class DataKeyRow(NamedTuple):
     wrapped: bytes
 
     def context(self, database_id: bytes) -> bytes:
-        """Return the context that `wrapped` is bound to."""
+        """Return the context of `wrapped`, which decrypting it requires."""
         parts = ("data-key", database_id, self.owner)
         return records.context(parts, self.id, self.generation, self.backend_id, self.created_at)
 
 
 class DataKey(KeyMaterial):
-    """An unwrapped data key.  Its bytes are only inside its cipher."""
+    """An unwrapped data key.  Only its cipher contains the bytes of the key."""
 
     __slots__ = (
         "backend_id",
@@ -83,22 +86,22 @@ class DataKey(KeyMaterial):
         self.generation: int = row.generation
         self.backend_id: int = row.backend_id
         self.created_at: int = row.created_at
-        self.master_id: int = master_id  # of the data master key that wraps this key
+        self.master_id: int = master_id  # the id of the data master that wraps this key
         self.cipher: Cipher = cipher
 
 
 class StaleKeyring(Exception):
-    """A data key is wrapped by a data master key that this process has not read.
+    """A data key is wrapped by a data master that this process has not read.
 
-    Read the keyring again, then repeat the operation.
+    The caller must read the keyring again and then repeat the operation.
     """
 
 
 class OwnerKeys(KeyMaterial):
-    """All data keys of one owner, read by one query.
+    """All data keys of one owner.
 
     Attributes:
-        by_id: The data keys whose backend is listed, by id.
+        by_id: The data keys whose backend is listed, by data key id.
         current: The owner's current data key; None if no data key is usable.
         newest_generation: The generation of the owner's newest data key, even if its backend is
             not listed; -1 if the owner has no data key.
@@ -115,14 +118,14 @@ class OwnerKeys(KeyMaterial):
 
 
 class DataKeys(KeyMaterial):
-    """The data keys that this process has unwrapped: a bounded cache of committed rows.
+    """A bounded cache of unwrapped data keys.  Their rows are committed.
 
     Attributes:
         keyring: The master keys; replaced when the keyring is read again.
-        backends: All listed backends, by id.
+        backends: All listed backends, by backend id.
         writer: The writing backend.
-        by_owner: The data keys of the most recently used owners.
-        owners: The owner of each of these data keys, by the id of the data key.
+        by_owner: The data keys of the most recently used owners, by the owner's tag.
+        owners: The tags of the owners of the most recently used data keys, by data key id.
     """
 
     def __init__(
@@ -135,27 +138,27 @@ class DataKeys(KeyMaterial):
         self.owners: Lru[int, bytes] = Lru(limit)
 
     def knows(self, *owners: bytes) -> bool:
-        """Return whether the data keys of all *owners* are cached."""
+        """Return whether the data keys of all *owners* (tags) are cached."""
         return all(map(self.by_owner.get, owners))
 
 
 class StagedKeys:
-    """The data keys of one transaction.
+    """The data keys that one transaction uses.
 
-    For each owner, these are the data keys that the transaction has read or created.  If it has
-    neither read nor created data keys of an owner, the cached ones are used.
+    For an owner whose data keys the transaction has read or created, it uses only those data keys.
+    For any other owner, it uses the cached data keys.
 
     After the commit, `publish` puts the keys that the transaction read or created into the cache.
     Before the commit, other transactions must not encrypt with these keys: if this transaction is
-    rolled back, a key that it created is lost.
+    rolled back, the keys that it created are lost.
 
     Args:
         keys: The cache.
-        keyring_is_complete: If True, a data master key that is missing in the keyring does not
-            exist.  If False, another process may have created the data master key since the
-            keyring was read, and `load` raises StaleKeyring.
-        uses_cache: If False, only keys that the transaction has read or created exist for it.
-            Maintenance must notice a data key that was deleted since it was cached.
+        keyring_is_complete: If True, a data master that is missing in the keyring does not exist.
+            If False, another process may have created the missing data master after the keyring
+            was read, and `load` raises StaleKeyring.
+        uses_cache: If False, the transaction uses no cached keys.  Maintenance passes False,
+            because a data key may have been deleted after it was cached.
 
     Attributes:
         has_new_keys: Whether `new` has created a data key.
@@ -168,20 +171,20 @@ class StagedKeys:
         self._uses_cache = uses_cache
         self._keyring_is_complete = keyring_is_complete
         self._by_owner: dict[bytes, OwnerKeys] = {}  # read or created by this transaction
-        # Keys found in the cache.  The cache may drop or replace them during this transaction.
+        # Keys from the cache.  The transaction keeps them even if the cache drops or replaces them.
         self._cached: dict[bytes, OwnerKeys] = {}
         self._owners: dict[int, bytes] = {}  # by data key id
         self._rejected: dict[bytes, DecryptionError] = {}
         self.has_new_keys: bool = False
 
     def load(self, rows: Iterable[DataKeyRow]) -> None:
-        """Unwrap *rows*, which must hold all data keys of each owner that occurs in them.
+        """Unwrap *rows*, which must include all data keys of each owner in them.
 
-        A tampered row does not raise here.  Its error is raised by every later use of its owner's
-        data keys; other owners are not affected.
+        This call does not raise an error for a tampered row.  Every later use of that owner's data
+        keys raises the error.  Other owners are not affected.
 
         Raises:
-            StaleKeyring: the data master key of a row is missing in the keyring, and
+            StaleKeyring: the data master of a row is missing in the keyring, and
                 *keyring_is_complete* is False.
         """
         opened: dict[bytes, list[DataKey | None]] = {}
@@ -200,16 +203,16 @@ class StagedKeys:
             self._stage(owner, [key for key in keys if key is not None], generations[owner])
 
     def new(self, owner: bytes, not_before: int = 0) -> DataKeyRow:
-        """Create a data key of the next generation for *owner*; the caller stores its row.
+        """Create a data key of the next generation for *owner*, and return the row to store.
 
         Args:
-            owner: A tag.  If the owner has data keys, they must have been loaded.
-            not_before: The earliest `created_at`, in microseconds since 1970.  Rotations pass
-                their start: this process's clock may be behind the clock that measured the start.
+            owner: The owner's tag.  If the owner has data keys, `load` must have read them before.
+            not_before: The earliest `created_at`, in microseconds since 1970.  A rotation passes
+                its start time, because another machine with another clock may have measured it.
         """
         keyring, writer = self._keys.keyring, self._keys.writer
         master_id = keyring.current_id
-        assert master_id is not None, "opening the database creates a data master key"
+        assert master_id is not None, "opening the database creates a data master"
         known = self._by_owner.get(owner) or OwnerKeys({}, None, -1)
         generation = known.newest_generation + 1
         now = max(not_before, time.time_ns() // 1000)
@@ -222,12 +225,11 @@ class StagedKeys:
         return row
 
     def keyring_guard(self) -> dict[str, object]:
-        """Return the parameters of INSERT_KEY's condition.
+        """Return the parameters for the condition in the statement INSERT_KEY.
 
-        The condition holds if the stored keyring is still the one that this process has read.
-
-        Without the condition, a data key could be stored under a data master key that another
-        process has retired or replaced by a newer one.
+        INSERT_KEY stores a data key only if the stored keyring is still the one that this process
+        has read.  Otherwise, another process may have retired or replaced the data master that
+        wraps the data key.
         """
         keyring = self._keys.keyring
         return {"master_id": keyring.current_id, "masters": keyring.size}
@@ -242,7 +244,7 @@ class StagedKeys:
         return owner in self._by_owner
 
     def current(self, owner: bytes) -> DataKey | None:
-        """Return the owner's current data key; None if no usable data key of *owner* is known.
+        """Return the owner's current data key, or None if no usable data key is known.
 
         Raises:
             DecryptionError: a data key of *owner* was rejected by `load`.
@@ -260,10 +262,11 @@ class StagedKeys:
         return bool(known and known.current and known.current.generation == known.newest_generation)
 
     def is_as_new_as(self, owner: bytes, *stored: bytes) -> bool:
-        """Return whether the current data key is known and not older than the keys of *stored*.
+        """Return whether the current data key is at least as new as the keys of *stored*.
 
-        *stored* are records of *owner*, possibly none.  If the result is False, read the owner's
-        data keys again: another process may have created a newer one, or retired the current one.
+        *stored* are records of *owner*, possibly none.  Return False also if no current data key
+        is known.  After False, the caller reads the owner's data keys again: another process may
+        have created a newer data key, or retired the current one.
 
         Raises:
             DecryptionError: a data key of *owner* was rejected by `load`, or the header of a
@@ -277,21 +280,24 @@ class StagedKeys:
         return all(key is not None and key.generation <= newest for key in keys)
 
     def seal(self, owner: bytes, context: bytes, plaintext: bytes) -> bytes:
-        """Return the record of *plaintext*; the owner's current data key must be known."""
+        """Encrypt *plaintext* with the owner's current data key, and return the record.
+
+        The current data key must be known.
+        """
         key = self.current(owner)
         assert key is not None
         return records.seal(key.cipher, key.backend_id, key.id, context, plaintext)
 
     def open(self, owner: bytes, context: bytes, stored: bytes) -> bytes:
-        """Return the plaintext of a record of *owner*.
+        """Decrypt *stored*, a record of *owner*, and return the plaintext.
 
         Raises:
-            DecryptionError: see `cipher` and `records.open_record`.
+            DecryptionError: the errors of `cipher` and `records.open_record`.
         """
         return records.open_record(stored, context, self.cipher(owner, stored))
 
     def cipher(self, owner: bytes, stored: bytes) -> Cipher:
-        """Return the cipher of the data key that the header of *stored* names.
+        """Return the cipher of the data key that the header of the record *stored* names.
 
         No other data key is tried.
 
@@ -325,7 +331,7 @@ class StagedKeys:
             self._keys.owners.put(key_id, owner)
 
     def forget(self, owner: bytes) -> None:
-        """Remove the cached data keys of *owner*, whose row does not exist or has been deleted."""
+        """Remove the data keys of *owner* from the cache, because the owner does not exist."""
         self._keys.by_owner.drop(owner)
         self._cached.pop(owner, None)
 
@@ -356,7 +362,7 @@ class StagedKeys:
     def _unwrap(self, row: DataKeyRow) -> DataKey | None:
         backend = self._keys.backends.get(row.backend_id)
         if backend is None:
-            return None  # `cipher` rejects records of this key with an error that names the backend
+            return None  # `cipher` raises an error that names the backend
         keyring = self._keys.keyring
         master_id = records.unpack(row.wrapped)[1]
         if not self._keyring_is_complete and not keyring.holds(master_id):
@@ -365,7 +371,7 @@ class StagedKeys:
 
 
 def wrap_data_key(row: DataKeyRow, keyring: Keyring, master_id: int, key: bytes) -> DataKeyRow:
-    """Wrap *key* with the data master key *master_id*, and return *row* with the result."""
+    """Wrap *key* with the data master *master_id*, and return *row* with the result."""
     master, context = keyring.master(master_id), row.context(keyring.database_id)
     record = records.seal(master, WRAP_BACKEND_ID, master_id, context, key)
     return row._replace(wrapped=record)
@@ -375,7 +381,7 @@ def unwrap_data_key(row: DataKeyRow, keyring: Keyring) -> bytes:
     """Unwrap and return the data key in *row*.
 
     Raises:
-        DecryptionError: the row was tampered with, or *keyring* lacks its data master key.
+        DecryptionError: the row was tampered with, or *keyring* lacks its data master.
     """
     backend_id, master_id = records.unpack(row.wrapped)
     if backend_id != WRAP_BACKEND_ID:

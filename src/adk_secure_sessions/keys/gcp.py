@@ -1,6 +1,6 @@
 """Root keys in Google Cloud KMS.
 
-Format of a wrapped key: docs/format.md, "Key providers".
+docs/format.md, "Key providers", defines the format of a wrapped key.
 """
 
 import asyncio
@@ -8,7 +8,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from adk_secure_sessions.errors import ConfigurationError, KeyServiceError, Reason, TamperedError
-from adk_secure_sessions.keys.remote import ATTEMPTS, TIMEOUT, RemoteKey, need
+from adk_secure_sessions.keys.remote import ATTEMPTS, TIMEOUT, RemoteKey, require
 
 if TYPE_CHECKING:
     from google.auth.credentials import Credentials
@@ -18,7 +18,7 @@ _NAME = re.compile(
     r"projects/[\w.:-]+/locations/[\w-]+/keyRings/[\w-]+/cryptoKeys/[\w-]+", re.ASCII
 )
 _SCOPES = ("https://www.googleapis.com/auth/cloudkms",)
-# By class name of Google's exception: the cause and the advice in our error text.
+# Maps each class name of Google's exceptions to the cause and the advice in our error text.
 _ADVICE = {
     "PermissionDenied": (
         "permission was denied",
@@ -38,18 +38,19 @@ _RETRYABLE = {
 
 
 class GcpKmsKey(RemoteKey):
-    """A symmetric key of Google Cloud KMS; `gcp-kms:projects/…/cryptoKeys/…`.
+    """A symmetric key of Google Cloud KMS; key spec `gcp-kms:projects/…/cryptoKeys/…`.
 
     Args:
         key: `projects/P/locations/L/keyRings/R/cryptoKeys/K`, without a version.
-        credentials: Credentials of google-auth; by default the application default credentials.
+        credentials: A credentials object of google-auth; by default the application default
+            credentials.
         endpoint: `HOST` or `HOST:PORT` of the service; by default `cloudkms.googleapis.com`.
-        timeout: Seconds for each attempt.
-        attempts: Attempts for one call, the first included.  Only temporary errors are retried,
-            after pauses of up to 0.25 s, 0.5 s and so on.
+        timeout: The time limit of each attempt, in seconds.
+        attempts: The maximum number of attempts for one call.  Only temporary errors are retried,
+            after pauses of at most 0.25 s, 0.5 s, 1 s, and then 2 s each.
 
     Raises:
-        ConfigurationError: `key` does not have this form, or the extra `gcp` is not installed.
+        ConfigurationError: `key` does not have the form above, or the extra `gcp` is not installed.
     """
 
     _kind = b"\x04"
@@ -63,7 +64,7 @@ class GcpKmsKey(RemoteKey):
         timeout: float = TIMEOUT,
         attempts: int = ATTEMPTS,
     ) -> None:
-        need("gcp", "google.cloud.kms", "google_crc32c")
+        require("gcp", "google.cloud.kms", "google_crc32c")
         if not _NAME.fullmatch(key):
             raise ConfigurationError(
                 "a key of Cloud KMS is written projects/P/locations/L/keyRings/R/cryptoKeys/K"
@@ -111,7 +112,7 @@ class GcpKmsKey(RemoteKey):
         try:
             credentials = self._credentials
             if credentials is None:
-                # In a thread: google-auth reads files or calls the machine's metadata server.
+                # google-auth blocks: it reads files or calls the machine's metadata server.
                 credentials = self._credentials = await asyncio.to_thread(_default_credentials)
             async with self._client(credentials) as client:
                 ask = getattr(client, operation)

@@ -1,6 +1,7 @@
-"""Master keys: a few per database, wrapped by root keys and unwrapped once per process start.
+"""Master keys: a few random keys per database, wrapped by root keys.
 
-The index master key is the key of the blind indexes.  Data master keys wrap the data keys.
+The index master computes the blind indexes.  Data masters wrap the data keys.  A process unwraps
+all master keys once, when it opens the database.
 """
 
 import secrets
@@ -35,9 +36,9 @@ class MasterKeyRow(NamedTuple):
 
     Attributes:
         id: A random id.
-        purpose: `DATA` or `INDEX`.
+        purpose: `DATA` for a data master, `INDEX` for the index master.
         root_key_id: The id of the root key that wraps the master key.
-        created_at: Microseconds since 1970, UTC.
+        created_at: When the key was created, in microseconds since 1970, UTC.
         wrapped: The master key, wrapped by the provider of that root key.
     """
 
@@ -48,7 +49,7 @@ class MasterKeyRow(NamedTuple):
     wrapped: bytes
 
     def context(self, database_id: bytes) -> bytes:
-        """Return the context that `wrapped` is bound to."""
+        """Return the context of `wrapped`, which unwrapping it requires."""
         parts = ("master-key", database_id, self.purpose, self.root_key_id)
         return context(parts, self.id, self.created_at)
 
@@ -59,9 +60,9 @@ class Keyring(KeyMaterial):
     Attributes:
         database_id: The id of the database, 16 bytes.
         index: Computes the blind indexes.
-        masters: The data master keys by id.
-        current_id: The id of the data master key that wraps new data keys; None if the keyring
-            has no usable data master key yet.
+        masters: The data masters, by id.
+        current_id: The id of the data master that wraps new data keys; None if no data master is
+            usable (see `is_usable`).
     """
 
     def __init__(
@@ -79,10 +80,10 @@ class Keyring(KeyMaterial):
         self._usable = usable
 
     def master(self, key_id: int) -> Aes256Gcm:
-        """Return the data master key *key_id*.
+        """Return the data master *key_id*.
 
         Raises:
-            UnknownKeyError: the keyring has no data master key with this id.
+            UnknownKeyError: the keyring has no data master with this id.
         """
         try:
             return self.masters[key_id]
@@ -90,19 +91,19 @@ class Keyring(KeyMaterial):
             raise UnknownKeyError(f"the keyring holds no data master key {key_id}") from None
 
     def holds(self, key_id: int) -> bool:
-        """Return whether the keyring has the data master key *key_id*."""
+        """Return whether the keyring has the data master *key_id*."""
         return key_id in self.masters
 
     @property
     def size(self) -> int:
-        """The number of rows of `secure_keyring`: the data master keys and the index master key."""
+        """The number of rows of `secure_keyring`: the data masters and the index master."""
         return len(self.masters) + 1
 
     def is_usable(self, key_id: int) -> bool:
-        """Return whether this process may encrypt with the data keys under master key *key_id*.
+        """Return whether this process may encrypt with data keys that data master *key_id* wraps.
 
-        A data master key that is stored as plaintext is not usable: an attacker who reads the
-        database can unwrap its data keys.  Exception: the writer is `NoOpBackend`.
+        If a data master is stored as plaintext, an attacker who reads the database can unwrap its
+        data keys.  Only a process whose writing backend is `NoOpBackend` may use such a key.
         """
         return key_id in self._usable
 
@@ -137,23 +138,25 @@ async def open_keyring(
     database_id: bytes,
     known: Keyring | None = None,
 ) -> Keyring:
-    """Unwrap *rows* and return the keyring.  Each row names its root key; no other is tried.
+    """Unwrap *rows* and return the keyring.
 
-    The newest data master key under the writer's root key wraps new data keys.  If there is
-    none, the newest data master key under another root key wraps them: a process does not create
-    master keys only because its first backend has a new root key.  A master key that is stored as
-    plaintext is usable only if the writer is `NoOpBackend`.
+    Each row names its root key, and no other root key is tried.
+
+    New data keys are wrapped by the newest data master that the writing backend's root key wraps.
+    If no data master is wrapped by that root key, the newest other data master is used.  A process
+    therefore does not create a data master when its writing backend gets a new root key.  A data
+    master that is stored as plaintext is usable only if the writing backend is `NoOpBackend`.
 
     Args:
         rows: All rows of `secure_keyring`.
         roots: The providers of all root keys that were given, by root key id.
         writer: The id of the writing backend's root key.
         database_id: The id of the database, 16 bytes.
-        known: A keyring read earlier.  Its master keys are not unwrapped again.
+        known: A keyring that was read earlier.  Its master keys are not unwrapped again.
 
     Raises:
         WrongKeyError: the root key of a row is not in *roots*, or does not unwrap the row; or the
-            keyring has no index master key or no data master key.
+            keyring has no index master or no data master.
         PlaintextRefusedError: the keyring is stored as plaintext, and `NoOpBackend` is not listed.
         KeyServiceError: a provider failed.
     """
@@ -167,7 +170,7 @@ async def open_keyring(
     new = [row for row in rows if row.id not in masters and not (known and row.purpose == INDEX)]
     if known is None:
         unwrapped = await at_once(*(unwrap_master_key(row, roots, database_id) for row in new))
-    else:  # one by one: after the first rejected row, the key service is not called again
+    else:  # one by one, so that the first rejected row ends the calls of the key service
         unwrapped = [await unwrap_master_key(row, roots, database_id) for row in new]
     for row, key in zip(new, unwrapped, strict=True):
         if row.purpose == INDEX:
@@ -192,7 +195,10 @@ async def unwrap_master_key(
 ) -> bytes:
     """Unwrap the master key in *row* with the root key that the row names, and return it.
 
-    Raises the errors that `open_keyring` raises for a row.
+    Raises:
+        WrongKeyError: the root key is not in *roots*, or does not unwrap the row.
+        PlaintextRefusedError: the row is stored as plaintext, and `NoOpBackend` is not listed.
+        KeyServiceError: the provider failed.
     """
     root = roots.get(row.root_key_id)
     if root is None and row.root_key_id == PLAINTEXT_ROOT_KEY_ID:
@@ -222,14 +228,14 @@ async def unwrap_master_key(
 
 
 async def _await_provider(root: KeyProvider, answer: Awaitable[bytes]) -> bytes:
-    """Return the bytes that a provider answers with.
+    """Await *answer*, the result of the provider *root*, and return it.
 
     Raises:
-        SecureSessionError: raised by the provider itself.
+        SecureSessionError: the provider raised this error.
         KeyServiceError: the provider did not return bytes, or raised another exception.  The text
-            of that exception may hold secrets, so only its class is named.
+            of that exception may contain secrets, so the message gives only its class.
     """
-    failure = "something that is not bytes"
+    failure = "it returned something that is not bytes"
     try:
         result = await answer
         if isinstance(result, bytes):

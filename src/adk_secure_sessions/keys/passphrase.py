@@ -1,6 +1,6 @@
 """A root key that Argon2id (RFC 9106) derives from a passphrase.
 
-Format of a wrapped key: docs/format.md, "Key providers".
+docs/format.md, "Key providers", defines the format of a wrapped key.
 """
 
 import asyncio
@@ -26,8 +26,8 @@ _ITERATIONS, _LANES, _MEMORY_KIB = 3, 4, 64 * 1024
 # The stored cost is used before it is authenticated.  Without limits, an attacker who can write to
 # the database could make opening it take unlimited time and memory.
 _MAX_ITERATIONS, _MAX_LANES, _MAX_MEMORY_KIB = 64, 64, 4 * 1024 * 1024
-# Two derivations at once deadlock if each has several lanes: OpenSSL takes the threads for all
-# lanes from one pool.  Seen with cryptography 50.0.
+# Derive one key at a time.  Two derivations with several lanes (Argon2 threads) each may deadlock,
+# because OpenSSL takes the threads of both from one pool.  Seen with cryptography 50.0.
 _one_at_a_time = threading.Lock()
 
 
@@ -46,12 +46,13 @@ class PassphraseKey(KeyMaterial):
     The salt and the cost of the derivation are stored with each wrapped key.
 
     Args:
-        passphrase: Not empty; converted to Unicode normalization form C (NFC).
-        key_id: The name of the root key; give each passphrase its own.  It must not be `none` and
-            must not begin with `key:`: these are the names of other kinds of root keys.
+        passphrase: A text that is not empty.  It is converted to Unicode normalization form C
+            (NFC).
+        key_id: The name of the root key, different for each passphrase.  Other kinds of root keys
+            use the name `none` and names that begin with `key:`, so these are not allowed.
 
     Raises:
-        ConfigurationError: The passphrase is empty, or `key_id` is empty or not allowed.
+        ConfigurationError: `passphrase` is empty, or `key_id` is empty or not allowed.
     """
 
     __slots__ = ("_ciphers", "_new_header", "_passphrase", "key_id")
@@ -82,8 +83,8 @@ class PassphraseKey(KeyMaterial):
     async def wrap(self, key: bytes, associated_data: bytes) -> bytes:
         """Encrypt `key` with a key derived from the passphrase.
 
-        The salt is the first one that this object used, in `wrap` or `unwrap`: each further salt
-        would cost another derivation.
+        All calls reuse the first salt that `wrap` or `unwrap` of this object used, because each
+        further salt costs another derivation.
 
         Raises:
             ConfigurationError: This build of `cryptography` has no Argon2id.
@@ -109,7 +110,7 @@ class PassphraseKey(KeyMaterial):
     async def _cipher(self, header: bytes) -> Aes256Gcm:
         cipher = self._ciphers.get(header)
         if cipher is None:
-            # Hashing takes 0.1 to 0.2 s: in a thread, so that other tasks continue.
+            # Argon2id takes 0.1 to 0.2 s.  In a thread, it does not block other tasks.
             cipher = await asyncio.to_thread(self._derive_once, header)
         return cipher
 

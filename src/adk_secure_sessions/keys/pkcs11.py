@@ -1,6 +1,6 @@
 """Root keys in a hardware security module (HSM), through PKCS#11.
 
-Format of a wrapped key: docs/format.md, "Key providers".
+docs/format.md, "Key providers", defines the format of a wrapped key.
 """
 
 import asyncio
@@ -14,21 +14,21 @@ from typing import Any
 
 from adk_secure_sessions.errors import ConfigurationError, KeyServiceError, Reason, TamperedError
 from adk_secure_sessions.keys.providers import read_environment, read_private_file
-from adk_secure_sessions.keys.remote import ATTEMPTS, TIMEOUT, RemoteKey, need
+from adk_secure_sessions.keys.remote import ATTEMPTS, TIMEOUT, RemoteKey, require
 
 _KEY_BITS = 256
 _NONCE_LENGTH, _TAG_BITS = 12, 128
-# By class name of python-pkcs11's exception: the cause and the advice in our error text.
+# Maps each class name of python-pkcs11's exceptions to the cause and the advice in our error text.
 _ADVICE = {
-    "MechanismInvalid": ("the module has no AES-GCM", "use one that has CKM_AES_GCM"),
+    "MechanismInvalid": ("the module has no AES-GCM", "use a module with CKM_AES_GCM"),
     "MechanismParamInvalid": (
         "the module rejects a nonce that its caller chose",
-        "use one that accepts nonces for AES-GCM",
+        "use a module that accepts nonces for AES-GCM",
     ),
-    "MultipleTokensReturned": ("several tokens have this label", "give each its own label"),
-    "NoSuchToken": ("no token has this label", "check it, and that the token is plugged in"),
-    "PinExpired": ("the PIN has expired", "set a new one"),
-    "PinIncorrect": ("the PIN is wrong", "correct it: tokens lock after a few wrong ones"),
+    "MultipleTokensReturned": ("several tokens have this label", "give each a different label"),
+    "NoSuchToken": ("no token has this label", "check the label, and that the token is plugged in"),
+    "PinExpired": ("the PIN has expired", "set a new PIN"),
+    "PinIncorrect": ("the PIN is wrong", "correct it: tokens lock after a few wrong PINs"),
     "PinLocked": ("the PIN is locked", "have the security officer unlock it"),
 }
 _NOT_ALLOWED = (
@@ -41,9 +41,10 @@ _ADVICE |= dict.fromkeys(
 
 
 class _Module:
-    """A vendor's library: loaded once in a process, initialized again in each forked process.
+    """A vendor's PKCS#11 library.
 
-    Only one thread at a time may use the library: without CKF_OS_LOCKING_OK, it does not lock.
+    A process loads the library once; a forked process initializes it again.  Only one thread at a
+    time may use the library: without the flag CKF_OS_LOCKING_OK, it does no locking of its own.
     """
 
     def __init__(self, path: str) -> None:
@@ -65,8 +66,8 @@ class _Module:
             raise TimeoutError
         try:
             library = pkcs11.lib(self.path)
-            # A forked process must initialize the library again.  So must any process after a
-            # failure: many libraries find a reconnected token or server only then.
+            # Initialize the library again in a forked process, and after a failure: many libraries
+            # notice a reconnected token or server only when they are initialized.
             if self._failed or self._pid not in (None, os.getpid()):
                 try:
                     library.finalize()
@@ -78,12 +79,12 @@ class _Module:
         finally:
             self._lock.release()
 
-    def has_failed(self) -> None:
-        """Record that the library has failed, so that the next `held` initializes it again."""
+    def mark_failed(self) -> None:
+        """Make the next `held` initialize the library again, because it has failed."""
         self._failed = True
 
     def renew_lock(self) -> None:
-        """Replace the lock: a thread that held it at a fork does not exist in the child."""
+        """Replace the lock after a fork: a thread that held it does not exist in the child."""
         self._lock = threading.Lock()
 
 
@@ -100,21 +101,22 @@ if hasattr(os, "register_at_fork"):
 
 
 class Pkcs11Key(RemoteKey):
-    """An AES-256 key that cannot be extracted from its token; `pkcs11:TOKEN/LABEL`.
+    """An AES-256 key that cannot be extracted from its token; key spec `pkcs11:TOKEN/LABEL`.
 
-    Each call opens a session and closes it, so a token may be unplugged between two calls.
+    In PKCS#11, a token is the device, or the part of a device, that stores the key.  Each call
+    opens a PKCS#11 session and closes it, so the token may be unplugged between two calls.
 
     Args:
-        key: `TOKEN/LABEL`, the labels of the token and the key.
-        module: Path of the vendor's library; by default `PKCS11_MODULE`.
+        key: `TOKEN/LABEL`: the label of the token and the label of the key.
+        module: The path of the vendor's library; by default `PKCS11_MODULE`.
         pin: The PIN of the token's user; by default from `pin_file`, then `PKCS11_PIN`, then from
             the file that `PKCS11_PIN_FILE` names.
-        pin_file: A file that holds the PIN and that only its owner may read.
+        pin_file: A file with the PIN, which only the file's owner may read.
         key_id: The name of the root key, stored as plaintext with each wrapped key; by default
-            `pkcs11:` and `key`.
-        timeout: Seconds for each attempt.
-        attempts: Attempts for one call, the first included.  Only temporary errors are retried,
-            after pauses of up to 0.25 s, 0.5 s and so on.
+            `pkcs11:` followed by `key`.
+        timeout: The time limit of each attempt, in seconds.
+        attempts: The maximum number of attempts for one call.  Only temporary errors are retried,
+            after pauses of at most 0.25 s, 0.5 s, 1 s, and then 2 s each.
 
     Raises:
         ConfigurationError: An argument is missing or cannot be used, or the extra `pkcs11` is not
@@ -134,7 +136,7 @@ class Pkcs11Key(RemoteKey):
         timeout: float = TIMEOUT,
         attempts: int = ATTEMPTS,
     ) -> None:
-        need("pkcs11", "pkcs11")
+        require("pkcs11", "pkcs11")
         self._token, _, self._label = key.partition("/")
         if not self._token or not self._label:
             raise ConfigurationError("a key in a token is written TOKEN/LABEL")
@@ -177,17 +179,17 @@ class Pkcs11Key(RemoteKey):
         }
         found = [*session.get_objects(template)]
         if len(found) != 1:
-            raise self._failure(f"{len(found)} AES keys have this label", "give it to exactly one")
+            raise self._failure(f"{len(found)} AES keys have this label", "it must be exactly one")
         (key,) = found
         if key[Attribute.EXTRACTABLE] or not key[Attribute.SENSITIVE]:
             raise self._failure(
                 "the key can be extracted from its token",
-                "make one that is CKA_SENSITIVE and not CKA_EXTRACTABLE",
+                "make a key that is CKA_SENSITIVE and not CKA_EXTRACTABLE",
             )
         if not (key[Attribute.ENCRYPT] and key[Attribute.DECRYPT]):
             raise self._failure(*_NOT_ALLOWED)
         if key.key_length != _KEY_BITS:
-            raise self._failure(f"the key has {key.key_length} bits", f"use one of {_KEY_BITS}")
+            raise self._failure(f"the key has {key.key_length} bits", f"use a {_KEY_BITS}-bit key")
         return key
 
     def _explained(self, name: str) -> KeyServiceError:
@@ -201,7 +203,7 @@ class Pkcs11Key(RemoteKey):
             if name.startswith("Pin"):
                 self._pin_error = failure
             return failure
-        self._module.has_failed()
+        self._module.mark_failed()
         return self._failure(
             f"the token failed ({name})", "check that it is plugged in and works", retryable=True
         )
@@ -213,7 +215,8 @@ def _session(token: Any, pin: str) -> Iterator[Any]:
 
     try:
         session = token.open(user_pin=pin)
-    except UserAlreadyLoggedIn:  # by other code: a PKCS#11 login is valid for the whole process
+    except UserAlreadyLoggedIn:
+        # Other code has logged in, and a login is valid for the whole process.
         session = token.open()
     with session:
         yield session

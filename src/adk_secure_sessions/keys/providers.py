@@ -1,9 +1,9 @@
 """Root keys (key-encryption keys, KEKs), which wrap the master keys.
 
-This module has the protocol of key providers, and the providers of root keys in memory, in the
-environment and in files.
+This module defines the protocol of key providers, and implements it for root keys in memory, in
+the environment and in files.
 
-Format of a wrapped key: docs/format.md, "Key providers".
+docs/format.md, "Key providers", defines the format of a wrapped key.
 """
 
 import base64
@@ -27,24 +27,28 @@ PLAINTEXT_ROOT_KEY_ID = "none"  # `NoOpBackend` has no root key and stores maste
 
 @runtime_checkable
 class KeyProvider(Protocol):
-    """Wraps and unwraps master keys with one root key, held in memory or by a key service.
+    """Wraps and unwraps master keys with one root key, which is in memory or in a key service.
 
-    Write your own as any class with these attributes; it need not inherit from this class.
-    Test your class with `adk_secure_sessions.testing.check_key_provider`.
+    To write your own provider, create a class with these attributes; it need not inherit from this
+    class.  Test your class with `adk_secure_sessions.testing.check_key_provider`.
 
-    A service calls its provider a few times when a process starts.  It makes several calls at
-    once, and a process may use the provider in several event loops, one after another.
+    `EncryptedSessionService` calls the provider a few times when a process starts.  Several of
+    these calls may run at the same time.  A process may also use the provider in several event
+    loops, one after another.
     """
 
     @property
     def key_id(self) -> str:
-        """The root key's name, 1 to 255 characters.  Stored as plaintext: put no secret in it."""
+        """The root key's name: 1 to 255 characters.
+
+        The name is stored as plaintext, so it must not contain a secret.
+        """
         ...
 
     async def wrap(self, key: bytes, associated_data: bytes, /) -> bytes:
         """Encrypt `key`, a master key of 32 bytes, and authenticate `associated_data` with it.
 
-        To decrypt the result, the same `associated_data` is needed.
+        `unwrap` must reject the result if `unwrap` gets other associated data.
 
         Raises:
             KeyServiceError: The key service failed.
@@ -97,7 +101,7 @@ def parse_key(key: bytes | str) -> bytes:
 
 
 def _derive(key: bytes, purpose: str, length: int) -> bytes:
-    # Derive keys instead of using the root key itself: users may use it with other algorithms, too.
+    # Do not use the root key itself, because its owner may use it with other algorithms, too.
     info = f"adk-secure-sessions/v1/{purpose}".encode()
     return HKDFExpand(SHA256(), length, info).derive(key)
 
@@ -111,7 +115,7 @@ class StaticKey(KeyMaterial):
         key: 32 bytes, or their base64 text, standard or URL-safe.
 
     Raises:
-        ConfigurationError: `key` is neither; the message does not repeat `key`.
+        ConfigurationError: `key` is neither of these; the message does not repeat `key`.
     """
 
     __slots__ = ("_cipher", "key_id")
@@ -148,7 +152,7 @@ class EnvironmentKey(StaticKey):
     The variable is read once, when this object is created.
 
     Raises:
-        ConfigurationError: The variable is not set, or does not hold a key.
+        ConfigurationError: The variable is not set, or does not contain a key.
     """
 
     def __init__(self, name: str) -> None:
@@ -156,11 +160,13 @@ class EnvironmentKey(StaticKey):
 
 
 class FileKey(StaticKey):
-    """A root key in a file that only its owner may read.  It holds 32 bytes, or their base64 text.
+    """A root key in a file, as 32 bytes or as their base64 text.
+
+    Only the owner of the file may have the permission to read it.
 
     Raises:
-        ConfigurationError: The file cannot be read, others may read or write it, or it does not
-            hold a key.
+        ConfigurationError: The file cannot be read, other accounts may read or write it, or it
+            does not contain a key.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -183,11 +189,13 @@ def read_private_file(path: Path) -> bytes:
     """Return the first 4096 bytes of the file *path*, which holds a secret.
 
     Raises:
-        ConfigurationError: the file cannot be read, or (on POSIX) others may read or write it.
+        ConfigurationError: the file cannot be read, or (on POSIX) other accounts may read or write
+            it.
     """
     try:
         with path.open("rb") as file:
-            status = os.fstat(file.fileno())  # of the open file: a rename cannot replace it
+            # Check the open file: at its path, there may be another file by now.
+            status = os.fstat(file.fileno())
             data = file.read(4096)
     except OSError as error:
         raise ConfigurationError(

@@ -17,15 +17,15 @@ _KEY_ID_LENGTH = 255  # characters: the width of the column `root_key_id`
 
 
 class RemoteKey(KeyMaterial):
-    """A root key that never leaves its key service; the service encrypts and decrypts with it.
+    """A root key in a key service, which encrypts and decrypts with the key on request.
 
     No connection stays open between two calls, so one object works in every event loop and in
-    forked processes.  Two objects are equal if they ask the same service for the same key.
+    forked processes.  Two objects are equal if they name the same key of the same service.
 
     Attributes:
-        pause: Seconds between the first two attempts.  Each further pause is twice as long, and
-            each is shortened at random by up to half.
-        longest_pause: The longest pause, in seconds.
+        pause: The upper limit of the pause before the second attempt, in seconds.  The limit
+            doubles for each further attempt.  A pause is random: at least half of the limit.
+        longest_pause: The highest value of that limit, in seconds.
     """
 
     pause: ClassVar[float] = 0.25
@@ -36,7 +36,7 @@ class RemoteKey(KeyMaterial):
         if not 0 < len(key_id) <= _KEY_ID_LENGTH or not key_id.isprintable():
             raise ConfigurationError(f"a key_id has 1 to {_KEY_ID_LENGTH} printable characters")
         if not timeout > 0 or attempts < 1:
-            raise ConfigurationError("timeout, in seconds, must be above 0, and attempts above 0")
+            raise ConfigurationError("timeout (in seconds) and attempts must be above 0")
         self.key_id = key_id
         self._address = address
         self._timeout = timeout
@@ -53,13 +53,13 @@ class RemoteKey(KeyMaterial):
         return hash(self.key_id)
 
     async def wrap(self, key: bytes, associated_data: bytes) -> bytes:
-        """Ask the key service to encrypt `key` and to authenticate `associated_data` with it.
+        """Encrypt `key` in the key service, which also authenticates `associated_data`.
 
         Raises:
             KeyServiceError: The service failed; the message says what to check.
         """
         bound = self._kind + associated_data
-        return self._kind + await self._ask(lambda: self._encrypt(key, bound))
+        return self._kind + await self._with_retries(lambda: self._encrypt(key, bound))
 
     async def unwrap(self, wrapped: bytes, associated_data: bytes) -> bytes:
         """Return the key in `wrapped`, which `wrap` returned.
@@ -74,39 +74,39 @@ class RemoteKey(KeyMaterial):
                 "not a key wrapped by this kind of key service", reason=Reason.MALFORMED
             )
         bound = self._kind + associated_data
-        return await self._ask(lambda: self._decrypt(wrapped[1:], bound))
+        return await self._with_retries(lambda: self._decrypt(wrapped[1:], bound))
 
     @abstractmethod
     async def _encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
-        """Ask the service to encrypt, without a retry: `wrap` retries."""
+        """Call the service once to encrypt *plaintext*; `wrap` calls this again after an error."""
 
     @abstractmethod
     async def _decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
-        """Ask the service to decrypt, without a retry: `unwrap` retries."""
+        """Call the service once to decrypt *sealed*; `unwrap` calls this again after an error."""
 
-    async def _ask(self, once: Callable[[], Awaitable[bytes]]) -> bytes:
+    async def _with_retries(self, call_once: Callable[[], Awaitable[bytes]]) -> bytes:
         pause = self.pause
         for _ in range(self._attempts - 1):
             try:
-                return await self._in_time(once)
+                return await self._with_timeout(call_once)
             except KeyServiceError as error:
                 if not error.retryable:
                     raise
-            # Random, so that processes that start at the same time do not retry at the same time.
+            # A random pause, so that processes that start together do not retry together.
             await asyncio.sleep(pause * random.uniform(0.5, 1))  # noqa: S311
             pause = min(2 * pause, self.longest_pause)
-        return await self._in_time(once)
+        return await self._with_timeout(call_once)
 
-    async def _in_time(self, once: Callable[[], Awaitable[bytes]]) -> bytes:
+    async def _with_timeout(self, call_once: Callable[[], Awaitable[bytes]]) -> bytes:
         try:
             async with asyncio.timeout(self._timeout):
-                return await once()
+                return await call_once()
         except TimeoutError:
             pass
         raise self._unreachable(f"gave no answer within {self._timeout:g} s")
 
     def _failure(self, what: str, check: str, *, retryable: bool = False) -> KeyServiceError:
-        """Return an error with our own text: a service's text may repeat the key it was sent."""
+        """Return an error that does not quote the service, whose text may repeat a key."""
         return KeyServiceError(f"root key {self.key_id!r}: {what}; {check}", retryable=retryable)
 
     def _unreachable(self, what: str) -> KeyServiceError:
@@ -114,8 +114,8 @@ class RemoteKey(KeyMaterial):
         return self._failure(f"the key service {what}", check, retryable=True)
 
 
-def need(extra: str, *modules: str) -> None:
-    """Import *modules*, which are installed with the package's optional *extra*.
+def require(extra: str, *modules: str) -> None:
+    """Import *modules*, to check that the optional dependencies named *extra* are installed.
 
     Raises:
         ConfigurationError: a module cannot be imported.
@@ -132,7 +132,7 @@ def need(extra: str, *modules: str) -> None:
         )
 
 
-def check_private(url: str) -> None:
+def check_transport(url: str) -> None:
     """Reject the address of a key service if keys would cross a network unencrypted.
 
     Raises:

@@ -33,11 +33,11 @@ _SCHEMES: dict[str, Callable[[str], KeyProvider]] = {
 def key_provider(spec: str) -> KeyProvider:
     """Return the provider of the root key that `spec` names, such as `env:NAME` or `file:PATH`.
 
-    All schemes: `docs/configuration.md`, "Key specs".
+    `docs/configuration.md`, "Key specs", lists all schemes.
 
     Raises:
         ConfigurationError: The scheme is not known, the key cannot be read, or a library is not
-            installed.  The message does not repeat `spec`, which may be a key given by mistake.
+            installed.  The message does not repeat `spec`, because it may be a key by mistake.
     """
     scheme, colon, rest = spec.partition(":")
     make = _SCHEMES.get(scheme) if colon and rest else None

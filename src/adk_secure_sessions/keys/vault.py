@@ -1,6 +1,6 @@
 """Root keys in the transit engine of HashiCorp Vault or OpenBao.
 
-Format of a wrapped key: docs/format.md, "Key providers".
+docs/format.md, "Key providers", defines the format of a wrapped key.
 """
 
 import base64
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from adk_secure_sessions.errors import ConfigurationError, KeyServiceError, Reason, TamperedError
 from adk_secure_sessions.keys.providers import read_environment
-from adk_secure_sessions.keys.remote import ATTEMPTS, TIMEOUT, RemoteKey, check_private, need
+from adk_secure_sessions.keys.remote import ATTEMPTS, TIMEOUT, RemoteKey, check_transport, require
 from adk_secure_sessions.loops import LoopLocks
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ _LOGIN_IS_NEEDED = 403
 # Status codes of temporary failures.
 _RETRYABLE = {412, 429, 472, 473, 500, 502, 503, 504}
 _SEALED = 503
-# By part of an error's text: its meaning.  Vault has one status for all of these errors.  Our error
-# does not show Vault's text, which may repeat the key it was sent.
+# Maps parts of Vault's error texts to their meanings, because Vault has one status for all of these
+# errors.  Our error text does not quote Vault's, which may repeat the key that was sent.
 _TAMPERED = "tampered"
 _WORDS = {
     "message authentication failed": _TAMPERED,
@@ -42,24 +42,27 @@ _WORDS = {
 
 
 class VaultKey(RemoteKey):
-    """A key of the transit engine of Vault (1.13 or later) or OpenBao; `vault:MOUNT/KEY`.
+    """A key in the transit engine of Vault (1.13 or later) or OpenBao; key spec `vault:MOUNT/KEY`.
 
     Args:
-        key: `MOUNT/KEY`, such as `transit/clinic`: an AEAD key without key derivation.
-        address: `https://…`, or `http://` on this machine; by default `VAULT_ADDR`.
-        namespace: By default `VAULT_NAMESPACE`, or no namespace.
-        token: By default `VAULT_TOKEN`, unless `token_file` or `role_id` is given.
+        key: `MOUNT/KEY`, such as `transit/clinic`.  The key's type must be an AEAD cipher, and the
+            key must not be derived.
+        address: The URL of Vault: `https://…`, or `http://…` on this machine; by default
+            `VAULT_ADDR`.
+        namespace: The Vault namespace; by default `VAULT_NAMESPACE`, or none if that is not set.
+        token: The Vault token; by default `VAULT_TOKEN`, unless `token_file` or `role_id` is given.
         token_file: A file with the token, such as the sink file of a Vault agent.  Each call reads
             the file.
         role_id: The role id for an AppRole login; by default `VAULT_ROLE_ID`.
         secret_id: The secret id for that login; by default `VAULT_SECRET_ID`.
         approle_mount: The path at which AppRole is enabled.
-        ca_file: Certificates to trust instead of the system's; by default `VAULT_CACERT`.
+        ca_file: A file of certificates to trust instead of the system's; by default
+            `VAULT_CACERT`.
         key_id: The name of the root key, stored as plaintext with each wrapped key; by default
-            `vault:` and `key`.
-        timeout: Seconds for each attempt.
-        attempts: Attempts for one call, the first included.  Only temporary errors are retried,
-            after pauses of up to 0.25 s, 0.5 s and so on.
+            `vault:` followed by `key`.
+        timeout: The time limit of each attempt, in seconds.
+        attempts: The maximum number of attempts for one call.  Only temporary errors are retried,
+            after pauses of at most 0.25 s, 0.5 s, 1 s, and then 2 s each.
 
     Raises:
         ConfigurationError: An argument is missing or cannot be used, or the extra `vault` is not
@@ -84,11 +87,11 @@ class VaultKey(RemoteKey):
         timeout: float = TIMEOUT,
         attempts: int = ATTEMPTS,
     ) -> None:
-        need("vault", "httpx")
+        require("vault", "httpx")
         if not _NAME.fullmatch(key) or ".." in key:
             raise ConfigurationError("a key in Vault is written MOUNT/KEY, such as transit/clinic")
         address = (address or read_environment("VAULT_ADDR")).rstrip("/")
-        check_private(address)
+        check_transport(address)
         namespace = namespace or os.environ.get("VAULT_NAMESPACE") or ""
         super().__init__(
             key_id or f"vault:{key}", address, namespace, timeout=timeout, attempts=attempts
@@ -98,7 +101,7 @@ class VaultKey(RemoteKey):
         self._headers = {"X-Vault-Request": "true"}
         if namespace:
             self._headers["X-Vault-Namespace"] = namespace
-        self._tls = _trust(address, ca_file or os.environ.get("VAULT_CACERT"))
+        self._tls = _tls_context(address, ca_file or os.environ.get("VAULT_CACERT"))
         role_id = role_id or (None if token or token_file else os.environ.get("VAULT_ROLE_ID"))
         self._login: dict[str, str] | None = None
         self._login_path = f"auth/{approle_mount}/login"
@@ -112,8 +115,8 @@ class VaultKey(RemoteKey):
         self._logging_in = LoopLocks()
 
     async def _encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
-        # Servers before 1.13 ignore associated_data.  A hash of it is therefore part of the
-        # plaintext, and `_decrypt` checks the hash.
+        # Servers before 1.13 ignore associated_data.  Therefore append its hash to the plaintext;
+        # `_decrypt` checks the hash.
         content = plaintext + hashlib.sha256(associated_data).digest()
         answer = await self._transit(
             "encrypt", plaintext=_text(content), associated_data=_text(associated_data)
@@ -127,7 +130,7 @@ class VaultKey(RemoteKey):
 
     async def _decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
         version = int.from_bytes(sealed[:_VERSION_LENGTH])
-        if len(sealed) <= _VERSION_LENGTH or not version:  # Vault takes v0 for v1: reject v0
+        if len(sealed) <= _VERSION_LENGTH or not version:  # Vault treats v0 as v1
             raise TamperedError("not a key wrapped by Vault", reason=Reason.MALFORMED)
         answer = await self._transit(
             "decrypt",
@@ -199,7 +202,7 @@ class VaultKey(RemoteKey):
         try:
             return await client.post(f"{self._url}/{path}", json=body, headers=headers)
         except httpx.TransportError as error:
-            failure, untrusted = type(error).__name__, _is_about_trust(error)
+            failure, untrusted = type(error).__name__, _is_certificate_error(error)
         if untrusted:
             raise self._failure(
                 "the certificate of Vault is not trusted", "give ca_file, or VAULT_CACERT"
@@ -256,7 +259,7 @@ def _text(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-def _trust(address: str, ca_file: str | os.PathLike[str] | None) -> ssl.SSLContext | bool:
+def _tls_context(address: str, ca_file: str | os.PathLike[str] | None) -> ssl.SSLContext | bool:
     if not address.startswith("https:"):
         return False
     try:
@@ -266,7 +269,7 @@ def _trust(address: str, ca_file: str | os.PathLike[str] | None) -> ssl.SSLConte
     raise ConfigurationError(f"cannot read certificates from {os.fspath(ca_file or '')!r}")
 
 
-def _is_about_trust(error: BaseException | None) -> bool:
+def _is_certificate_error(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, ssl.SSLCertVerificationError):
             return True
