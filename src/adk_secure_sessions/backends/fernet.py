@@ -1,8 +1,7 @@
 """Fernet (https://github.com/fernet/spec): AES-128-CBC with HMAC-SHA-256.
 
-Fernet has no associated data.  Each token is therefore encrypted with its own key, which is derived
-from the data key and the associated data: HKDF-Expand-SHA-256 (RFC 5869), with the associated data
-as `info`.
+Fernet has no associated data.  Therefore each token is encrypted with a key of its own, which
+HKDF-Expand-SHA-256 (RFC 5869) derives from the data key, with the associated data as `info`.
 """
 
 import secrets
@@ -22,10 +21,10 @@ _KEY_LENGTH = 32
 
 
 class FernetCipher(KeyMaterial):
-    """Encrypts with Fernet and one data key.
+    """Encrypts and decrypts Fernet tokens with one data key.
 
-    Tokens are stored as bytes, not as base64 text: several texts decode to the same bytes, so a
-    modified text could still be accepted.
+    Tokens are stored as bytes, not as base64 text.  Several base64 texts decode to the same bytes,
+    so a modified text could still be accepted.
     """
 
     __slots__ = ("_key",)

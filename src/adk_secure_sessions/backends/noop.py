@@ -1,4 +1,4 @@
-"""The backend without encryption, for benchmarks and to stop encrypting."""
+"""The backend without encryption, for benchmarks and for turning encryption off."""
 
 import warnings
 
@@ -51,7 +51,8 @@ class NoOpBackend:
 
     def __init__(self) -> None:
         warnings.warn(
-            "NoOpBackend stores sessions as plaintext: it is for benchmarks and to stop encrypting",
+            "NoOpBackend stores sessions as plaintext: "
+            "use it only for benchmarks or to turn encryption off",
             stacklevel=2,
         )
         self.root_key: KeyProvider = _NoRootKey()

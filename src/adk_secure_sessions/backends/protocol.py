@@ -5,19 +5,23 @@ from typing import Protocol, runtime_checkable
 from adk_secure_sessions.formats.records import Cipher
 from adk_secure_sessions.keys.providers import KeyProvider
 
-THIRD_PARTY_IDS = range(0x80, 0x100)
+THIRD_PARTY_IDS = range(0x80, 0x100)  # ids that no backend of this library will ever have
 
 
 @runtime_checkable
 class EncryptionBackend(Protocol):
     """An encryption algorithm for records, and the root key that protects its data keys.
 
-    Write your own as any class with these attributes; it need not inherit from this class.
+    To write your own backend, create a class with these attributes; it need not inherit from this
+    class.
     """
 
     @property
     def backend_id(self) -> int:
-        """The backend's id in every record: 0x80 to 0xFF for your own.  It must never change."""
+        """The id of the backend, stored in every record.  It must never change.
+
+        The id of your own backend is a number from 0x80 to 0xFF.
+        """
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""The backends of one service: the writing backend, those whose records may be read, root keys."""
+"""Check the backends that a service was given, and collect them and their root keys by id."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -31,9 +31,9 @@ def register(backend: object, additional: Sequence[object]) -> Backends:
     """Check the backends that a service was given, and return them.
 
     Raises:
-        ConfigurationError: an object is not a backend; the id of a third party's backend is
-            reserved; two backends share an id; two different root keys share an id; or a third
-            party's cipher fails a test.
+        ConfigurationError: an object is not a backend; a third party's backend has an id outside
+            `THIRD_PARTY_IDS`; two backends share an id; two different root keys share an id; or a
+            third party's cipher fails a check of `_try_out`.
     """
     by_id: dict[int, EncryptionBackend] = {}
     roots: dict[str, KeyProvider] = {}
@@ -105,7 +105,7 @@ def _try_out(backend: EncryptionBackend) -> None:
 def _bytes_or_none(call: Callable[[], bytes]) -> bytes | None:
     """Return the result of *call* if it is bytes; None for other results and for an exception.
 
-    The exception is dropped, since its text may hold secrets.
+    The exception is not reported, because its text may contain secrets.
     """
     try:
         result = call()
