@@ -63,7 +63,7 @@ async def test_inspect_reads_headers_without_a_key(url: str, place: sa.URL) -> N
             with pytest.raises(ConfigurationError, match="secure_events"):
                 await inspect(db, wrong)
         for table, name in (("secure_users", "ada"), ("secure_witnesses", "xyz")):
-            with pytest.raises(ConfigurationError, match="is named by"):
+            with pytest.raises(ConfigurationError, match="is identified by"):
                 await inspect(db, table, name)
 
 

@@ -1,4 +1,4 @@
-"""Commands that maintain a database of encrypted sessions while services use it."""
+"""Functions that maintain a database of encrypted sessions while services use the database."""
 
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import DataKeyCount, Progress, RecordCount

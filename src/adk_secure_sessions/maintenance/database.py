@@ -1,4 +1,4 @@
-"""The database that the maintenance commands work on; opening it changes nothing in it."""
+"""The database that a maintenance command works on.  Opening the database does not change it."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -28,7 +28,8 @@ from adk_secure_sessions.storage import (
 
 T = TypeVar("T")
 
-# A command reads each row once, one owner after another: a larger cache would only take memory.
+# The sizes of the caches.  A command reads each row once, one owner after another, so larger caches
+# would only take memory.
 _CACHED = 64
 
 
@@ -36,10 +37,11 @@ class Limits(NamedTuple):
     """Limits for one statement of a maintenance command.
 
     Attributes:
-        rows: Number of app, user or session rows to read together with their states.
-        headers: Number of rows to read if only their primary keys and record headers are needed.
-        names: Number of row ids that one statement may list.
-        lock_wait: Seconds to wait for a lock.  Meanwhile, services may have to wait, too.
+        rows: The maximum number of app, user or session rows to read with their states.
+        headers: The maximum number of rows to read with only primary keys and record headers.
+        names: The maximum number of row ids to list in the statement.
+        lock_wait: The maximum number of seconds to wait for a lock.  Services may wait that long,
+            too.
     """
 
     rows: int = 100
@@ -54,9 +56,10 @@ class Database:
     Services may keep reading and writing the database.  Only `init` creates tables.
 
     Args:
-        db_url: A database URL, like that of `EncryptedSessionService`.
-        backend: The backend whose root key and records are used; None if no key is needed.
-        additional_backends: Other backends whose root keys and records may be needed.
+        db_url: The database URL, in the same form as for `EncryptedSessionService`.
+        backend: The backend that encrypts new records, with its root key; None if the command
+            needs no key.
+        additional_backends: Other backends whose root keys or records the database may have.
         db_engine: Your own engine, instead of `db_url`; it is not closed.
         key_db_url: The URL of the key database, if there is one.
         key_db_engine: Your own engine for the key database, instead of `key_db_url`.
@@ -96,6 +99,7 @@ class Database:
 
     @property
     def executors(self) -> Executors:
+        """The executors of the data database and of the key database."""
         return self.unit.executors
 
     @property
@@ -110,20 +114,27 @@ class Database:
 
     @property
     def backends(self) -> Backends:
-        """The backends that were given.  Raises ConfigurationError if there are none."""
+        """The backends that were given.  Raises ConfigurationError if none were given."""
         return self.unit.backends
 
     async def survey(self) -> Survey:
-        """Survey what the database holds.  Raises ConfigurationError if our tables do not exist."""
+        """Read which tables exist, and the rows of `secure_meta` and `secure_keyring`.
+
+        Raises:
+            ConfigurationError: The tables do not exist, or the database cannot be used.
+        """
         self._check_file()
         return await repeated(lambda: survey_existing(self.executors))
 
     async def keys(self) -> DataKeys:
-        """Return the unwrapped keyring with a cache of data keys.  Raises like `open_existing`."""
+        """Return the cache of data keys, with the unwrapped keyring.
+
+        Raises the errors of `open_existing`.
+        """
         return await self.unit.keys()
 
     async def store(self) -> Store:
-        """Return the `Store`; services use the same class to read and write sessions."""
+        """Return a `Store`, the class with which services read and write sessions."""
         await self.keys()
         return self._store
 
@@ -134,15 +145,18 @@ class Database:
         return keys.keyring
 
     async def keys_of(self, *owners: object) -> StagedKeys:
-        """Read the data keys of *owners* from the database.  A tampered key raises only if used."""
+        """Read the data keys of *owners* (tags) from the database.
+
+        This call does not raise an error for a tampered data key; every later use of the key does.
+        """
         return await self.unit.data_keys_of(*owners)
 
     async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
-        """Run *query* on the data database; run it again if the connection is lost."""
+        """Run *query* on the data database, again if the connection is lost; return the rows."""
         return await self.unit.read(query, parameters)
 
     async def read_keys(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
-        """Like `read`, but for a query of `secure_keyring` and `secure_data_keys`."""
+        """Do the same as `read`, for a query of `secure_keyring` or `secure_data_keys`."""
         return await self.unit.read_keys(query, parameters)
 
     def reader_of(
@@ -159,7 +173,7 @@ class Database:
         return await self.unit.change(work, commit=commit)
 
     async def change_keys(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
-        """Like `change`, but in a transaction on `secure_keyring` and `secure_data_keys`."""
+        """Do the same as `change`, for `secure_keyring` and `secure_data_keys`."""
         return await self.unit.change_keys(work, commit=commit)
 
     async def close(self) -> None:
@@ -190,7 +204,7 @@ class Database:
 def see_what_is_committed(connection: sa.Connection) -> None:
     """Set the isolation level READ COMMITTED; call this at the start of a transaction.
 
-    Each statement then sees what other transactions have committed before it.
+    Each statement then sees what other transactions committed before the statement began.
     """
     if connection.dialect.name in ("postgresql", "mysql", "mariadb"):
         connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL READ COMMITTED").close()

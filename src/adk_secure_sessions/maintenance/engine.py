@@ -26,18 +26,18 @@ from adk_secure_sessions.storage import (
 R = TypeVar("R")
 Progress = Callable[[int, int], None]
 
-# --- walking -------------------------------------------------------------------------------------
+# --- ranges and batches --------------------------------------------------------------------------
 
 
 class Bounds(NamedTuple):
-    """Which limits a `Range` has.  Each combination of limits needs its own SQL statement."""
+    """Tells which limits a `Range` has, because each combination needs another SQL statement."""
 
     has_after: bool
     has_last: bool
 
 
 class Range(NamedTuple):
-    """A range of primary keys: greater than *after* and at most *last*; None means no limit."""
+    """A range of primary keys: above *after*, and up to and including *last*; None is no limit."""
 
     after: int | bytes | None
     last: int | bytes | None
@@ -67,17 +67,18 @@ def within(key: sa.ColumnElement[Any], bounds: Bounds) -> list[sa.ColumnElement[
 async def ranges(
     db: Database, key: sa.Column[Any], size: int, after: int | bytes | None = None
 ) -> AsyncIterator[Range]:
-    """Yield ranges of *key* that cover all values above *after*: *size* rows each, except the last.
+    """Yield ranges of *key* that cover all values above *after*, each with *size* rows.
 
-    Each step reads only the last key of the next *size* rows, and the caller then reads the rows
-    of the range.  One statement for both would need a LIMIT in a subquery: MySQL rejects that.
+    The last range may have fewer or, after tampering, more rows.  A step reads only the last key
+    of the next *size* rows; the caller then reads the rows in the range.  One statement for both
+    would need a LIMIT in a subquery, which MySQL rejects.
     """
     read = db.reader_of(key.table)
     while True:
         query = _last_key(key, after is not None)
         rows = await read(query, {**Range(after, None).parameters, "step": size - 1})
         # SQLite stores any type in any column, so a modified key may have a wrong type.  Such a
-        # key cannot end a range: read its row with all remaining rows, in a last range.
+        # key cannot end a range: its row and all remaining rows belong to the last range.
         last = next((found for (found,) in rows if isinstance(found, int | bytes)), None)
         yield Range(after, last)
         if last is None:
@@ -92,7 +93,7 @@ async def batches(
     row: Callable[..., R],
     size: int,
 ) -> AsyncIterator[list[R]]:
-    """Run *statement* for each range of *key*, and yield what it reads as a list of *row*."""
+    """Run the statement for each range of *key*, and yield its rows, converted with *row*."""
     read = db.reader_of(key.table)
     async for span in ranges(db, key, size):
         found = await read(statement(span.bounds), span.parameters)
@@ -101,7 +102,7 @@ async def batches(
 
 def first_rows(query: sa.Select[Any], limit: sa.ColumnElement[int]) -> sa.Select[Any]:
     """Restrict *query* to its first *limit* rows."""
-    # Without an offset, SQLAlchemy adds one for SQLite: a parameter that the caller does not set.
+    # Without an offset, SQLAlchemy adds a parameter for it on SQLite, which no caller sets.
     zero: sa.ColumnElement[int] = sa.literal_column("0")
     return query.limit(limit).offset(zero)
 
@@ -114,7 +115,7 @@ def _last_key(key: sa.Column[Any], has_after: bool) -> sa.Select[Any]:
 
 
 class Meter:
-    """Counts processed rows, reports them to *progress*, and waits to keep *rows_per_second*."""
+    """Counts processed rows, calls *progress*, and waits so as not to exceed *rows_per_second*."""
 
     def __init__(self, progress: Progress | None, total: int, rows_per_second: float | None):
         self._progress = progress
@@ -124,7 +125,7 @@ class Meter:
         self._done = 0
 
     async def advance(self, rows: int = 1) -> None:
-        """Report *rows* more rows; wait if that is faster than the allowed rate."""
+        """Count and report *rows* more rows; wait if they came faster than *rows_per_second*."""
         self._done += rows
         if self._progress is not None and rows:
             # Services keep writing, so more rows may come than were counted at the start.
@@ -165,7 +166,7 @@ class DataKeyCount(NamedTuple):
 
     Attributes:
         backend_id: The id of the backend that encrypts with these keys.
-        master_id: The id of the data master; None if the wrapped keys do not name a master.
+        master_id: The id of the data master; None if the wrapped keys are in an unknown format.
         keys: The number of these data keys.
     """
 
@@ -175,16 +176,16 @@ class DataKeyCount(NamedTuple):
 
 
 def header_of(column: sa.Column[Any]) -> sa.ColumnElement[Any]:
-    """Return the SQL expression for the record header at the start of *column*."""
-    # Literals, not parameters: PostgreSQL would consider the expression in GROUP BY and the one in
-    # SELECT as different, because each has parameters of its own.
+    """Return the SQL expression for the header of the record in *column*."""
+    # Use literals: with parameters, PostgreSQL would take the expression in GROUP BY and the one in
+    # SELECT for different ones, because each would have parameters of its own.
     one: sa.ColumnElement[int] = sa.literal_column("1")
     length: sa.ColumnElement[int] = sa.literal_column(str(HEADER_LENGTH))
     return sa.func.substr(column, one, length, type_=sa.LargeBinary)
 
 
 async def count_rows(db: Database, *tables: sa.Table) -> int:
-    """Count all rows of *tables*."""
+    """Return the number of rows in all of *tables*."""
     total = 0
     for table in tables:
         ((count,),) = await db.reader_of(table)(_count(table), {})
@@ -198,15 +199,15 @@ async def count_events(db: Database) -> int:
     Counting the rows of `secure_events` would take long, because that table is large.
     """
     ((number,),) = await db.read(_CLAIMED_EVENTS, {})
-    # Revisions that were tampered with may be negative, or so large that their sum is infinite.
+    # If revisions were tampered with, they may be negative, or their sum may be infinite.
     return int(min(max(number or 0, 0), _MOST_EVENTS))
 
 
 async def count_records(db: Database, meter: Meter, since: int = 0) -> tuple[RecordCount, ...]:
-    """Count rows by table and by the backend in the record header; nothing is decrypted.
+    """Count records by table and by the backend in the header; nothing is decrypted.
 
-    If an owner's newest data key was created before *since*, none of the owner's rows counts as
-    `newest`.
+    If an owner's newest data key was created before *since* (microseconds since 1970), none of the
+    owner's records counts as `newest`.
     """
     counts: Counter[tuple[str, int | None]] = Counter()
     newest: Counter[tuple[str, int | None]] = Counter()
@@ -238,7 +239,10 @@ async def count_data_keys(db: Database, meter: Meter) -> tuple[DataKeyCount, ...
 
 
 class _RecordGroup(NamedTuple):
-    """The number of rows of one owner with one header; *owner* is None if its row is missing."""
+    """How many records of one owner have the same header.
+
+    *owner* is the owner's tag, or None if the owner's row does not exist.
+    """
 
     owner: object
     header: object
@@ -246,7 +250,7 @@ class _RecordGroup(NamedTuple):
 
 
 class _DataKeyGroup(NamedTuple):
-    """A group of data keys: same backend, same header of the wrapped key; *rows* is how many."""
+    """How many data keys have the same backend and the same header of the wrapped key."""
 
     backend_id: int
     header: object
@@ -254,7 +258,7 @@ class _DataKeyGroup(NamedTuple):
 
 
 async def _newest_keys(db: Database, owners: set[object], since: int) -> dict[object, int | None]:
-    """Map each owner to its newest data key's id, or to None if that key is older than *since*."""
+    """Map each owner to the id of its newest data key, or to None if the key predates *since*."""
     rows = await read_data_keys(db.read_keys, owners)
     # SQLite stores any type in any column, so a modified generation may not be a number.
     numbered = [row for row in rows if isinstance(row.generation, int)]
@@ -288,7 +292,7 @@ def _data_keys(bounds: Bounds) -> sa.Select[Any]:
 def _by_owner(
     column: sa.Column[Any], source: sa.FromClause, owner: sa.ColumnElement[Any]
 ) -> sa.Select[Any]:
-    """Count rows of *source* by owner and by the header in *column*; selects a `_RecordGroup`."""
+    """Count rows of *source* by owner and by the header in *column*, for `_RecordGroup`."""
     query = sa.select(owner, header_of(column), sa.func.count()).select_from(source)
     return query.group_by(owner, header_of(column))
 
@@ -331,7 +335,10 @@ def _events(bounds: Bounds) -> sa.Select[Any]:
 
 @functools.cache
 def _witnesses(bounds: Bounds) -> sa.Select[Any]:
-    """Count witnesses by owner: a session's user, or the app or user that the witness is about."""
+    """Count version witnesses by owner.
+
+    The owner of a session's witness is the user; any other witness belongs to an app or a user.
+    """
     tag = witnesses.c.tag
     source = witnesses.outerjoin(sessions, sessions.c.tag == tag)
     source = source.outerjoin(users, users.c.id == sessions.c.user_row)
@@ -340,14 +347,14 @@ def _witnesses(bounds: Bounds) -> sa.Select[Any]:
 
 
 class _Counted(NamedTuple):
-    """A table to count, the primary key to walk it by, and the query that counts one range."""
+    """A table to count, the key whose ranges are counted, and the query that counts a range."""
 
     table: sa.Table
     key: sa.Column[Any]
     query: Callable[[Bounds], sa.Executable]
 
 
-# Walk events and snapshots by session row id, so that one range has all rows of a session.
+# Count events and snapshots by session row id, so that one range has all rows of a session.
 _COUNTED = (
     _Counted(apps, apps.c.id, _apps),
     _Counted(users, users.c.id, _users),

@@ -1,4 +1,4 @@
-"""Erase a user: delete the data keys and all rows, and overwrite their remains in files."""
+"""Erase a user: delete the data keys and all rows, and remove the deleted keys from the file."""
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
@@ -50,7 +50,7 @@ class Erasure(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """The total number of rows."""
+        """The number of deleted rows in all tables."""
         return sum(self[:6])
 
 
@@ -60,9 +60,9 @@ async def erase_user(
     """Delete a user's data keys and all rows of that user.
 
     One transaction deletes everything.  With a key database, a first transaction deletes the
-    data keys, and a second one deletes the rows.  Nothing is decrypted, so rows that were
-    tampered with are deleted, too.  Services can keep running.  If the user returns with the same
-    id, they are a new user.  A second erasure finds nothing.
+    data keys, and a second transaction deletes the rows.  Nothing is decrypted, so rows that were
+    tampered with are deleted, too.  Services can keep running.  A user who returns with the same
+    id is a new user.  A second erasure finds nothing.
 
     Args:
         db: The database.
@@ -84,7 +84,7 @@ async def erase_user(
     erasing = _Erasing(tag, dry_run, db.limits)
     if db.key_executor is db.executor:
         deleted = (await erasing.commit(db.change, [find, rows, keys])).counts
-    else:  # first the keys: once their deletion is committed, nobody can decrypt the rows
+    else:  # first the keys: after their deletion is committed, nobody can decrypt the rows
         first = await erasing.commit(db.change_keys, [find, keys])
         then = await erasing.commit(db.change, [rows], first.headers)
         deleted = first.counts + then.counts
@@ -119,9 +119,9 @@ class _Erasing(NamedTuple):
         steps: Sequence[Callable[["_Deletion"], None]],
         headers: Collection[bytes] = (),
     ) -> "_Deletion":
-        """Run *steps* in a transaction, by calling *change*, which may repeat it.
+        """Run *steps* in one transaction, and return the attempt that was committed.
 
-        Return the deletion of the attempt that was committed.
+        *change* runs the transaction; after a conflict or a lost connection, it runs it again.
         """
         attempts: list[_Deletion] = []
 
@@ -132,15 +132,15 @@ class _Erasing(NamedTuple):
 
         await change(work)
         # If the connection was lost during COMMIT, that attempt may have been committed.  The
-        # next attempt then found nothing: return the latest one that deleted rows.
+        # next attempt then found nothing, so return the latest attempt that deleted rows.
         return next((one for one in reversed(attempts) if one.counts.total()), attempts[-1])
 
 
 class _Deletion:
     """One attempt to delete a user's rows, in one transaction.
 
-    *headers* are the record headers that name one of the user's data keys.  They find records of
-    the user if the row that leads to the records was removed or modified.
+    *headers* are the record headers that name one of the user's data keys.  They identify the
+    user's records even if the row that the records refer to was removed or modified.
     """
 
     def __init__(
@@ -155,10 +155,10 @@ class _Deletion:
         self._names = erasing.limits.names
 
     def run(self, steps: Sequence[Callable[["_Deletion"], None]]) -> None:
-        """Run all *steps*, again and again, until a pass finds no more rows.
+        """Run all *steps* in passes until a pass finds no more rows.
 
-        A service whose transaction began before ours may commit new rows later.  Each statement
-        sees what was committed before it, so the next pass finds them.
+        A service whose transaction began before ours may commit new rows during a pass.  The next
+        pass finds these rows, because each statement sees what was committed before it.
         """
         see_what_is_committed(self._connection)
         if not self._dry_run:
@@ -180,15 +180,15 @@ class _Deletion:
                 self.headers.add(pack(backend_id, key_id))
 
     def delete_keys(self) -> None:
-        """Delete all generations of the user's data key.  Needs only the table of data keys."""
+        """Delete all data keys of the user.  This uses only the table of data keys."""
         self._delete(data_keys, data_keys.c.owner == self._tag)
 
     def delete_rows(self) -> None:
         """Delete all rows that the user's data keys encrypt.
 
-        Lock rows in the same order as services do; otherwise there would be deadlocks: sessions
-        first, then the user, then the data keys.  A locked session gets no more events.  After
-        the user's row is deleted, the user gets no more sessions.
+        Lock rows in the same order as services, to avoid deadlocks: first the sessions, then the
+        user, then the data keys.  Services cannot append events to a locked session, and cannot
+        create sessions of a user whose row is deleted.
         """
         self._users |= self._user_rows()
         found = self._locked_sessions()
@@ -210,7 +210,7 @@ class _Deletion:
         return found
 
     def _locked_sessions(self) -> list["_SessionKey"]:
-        """Find and lock the user's sessions by user row or, if it was removed, by record header."""
+        """Find and lock the user's sessions: by user row or, without that row, by record header."""
         c = sessions.c
         of_user: sa.ColumnElement[bool]
         if self._users:
@@ -222,9 +222,9 @@ class _Deletion:
         # SQLite stores any type in any column, so a modified tag may not be bytes: cast it.
         query = sa.select(c.id, sa.cast(c.tag, sa.LargeBinary)).where(of_user)
         if not self._dry_run:
-            # From the second pass of `run`, we already hold the lock on the user's row.  A service
-            # may hold a session and wait for that row: a deadlock.  NOWAIT fails at once;
-            # PostgreSQL needs a second to detect it.
+            # From the second pass of `run` on, this transaction holds the lock on the user's row.
+            # A service may have locked a session and wait for the user's row: a deadlock.  NOWAIT
+            # fails at once, while PostgreSQL takes a second to detect a deadlock.
             kind, again = self._connection.dialect.name, self.counts[users.name]
             query = query.with_for_update(nowait=kind == "postgresql" and again > 0)
         return [_SessionKey(*row) for row in self._connection.execute(query)]
@@ -248,15 +248,18 @@ class _SessionKey(NamedTuple):
 
 
 # --- clearing ------------------------------------------------------------------------------------
-# When a row is deleted, a database only marks its space as free.  The bytes remain in the file and
-# can be read there.  docs/erasure.md says what was observed on each database.
+# When a row is deleted, a database only marks the space of the row as free.  The bytes of the row
+# remain in the file.  docs/erasure.md says what was observed on each database.
 
 _NOT_ASKED = "the table of the data keys was not rewritten"
 _IN_USE = "other connections used the database all the time"
 
 
 def _overwrite_deleted(connection: sa.Connection) -> None:
-    """On SQLite, make this connection overwrite rows that it deletes; other databases cannot."""
+    """On SQLite, make this connection overwrite the rows that it deletes.
+
+    Other databases have no such setting.
+    """
     if connection.dialect.name == "sqlite":
         connection.exec_driver_sql("PRAGMA secure_delete = ON").close()
 
@@ -271,7 +274,7 @@ async def _clear(executor: Executor, table: sa.Table, lock_wait: int, *, rewrite
         rewrite: Rewrite the table (SQLite: the whole file); services wait meanwhile.
 
     Returns:
-        Why the bytes could not be removed; empty if they were.
+        The reason why the bytes could not be removed; empty if they were removed.
     """
     try:
         return await executor.define(partial(_clear_now, table, lock_wait, rewrite), commit=False)
@@ -316,13 +319,13 @@ def _rewrite_postgresql(name: str, lock_wait: int, connection: sa.Connection) ->
     with _setting(connection, show, change, f"{lock_wait}s"):
         connection.exec_driver_sql(f"VACUUM (FULL) {name}")
     if connection.scalar(file) == before:  # VACUUM only warns, and raises no error
-        return f"the account is not allowed to VACUUM {name}; the owner of the table is"
+        return f"this account is not allowed to VACUUM {name}; the owner of the table is allowed"
     return ""
 
 
 def _rewrite_mysql(name: str, lock_wait: int, connection: sa.Connection) -> str:
     if not connection.scalar(sa.text("SELECT @@innodb_file_per_table")):
-        return "the table shares its file with others: innodb_file_per_table is off"
+        return "the table shares its file with other tables: innodb_file_per_table is off"
     show, change = "SELECT @@lock_wait_timeout", "SET lock_wait_timeout = {}"
     with _setting(connection, show, change, lock_wait):
         rows = connection.exec_driver_sql(f"OPTIMIZE TABLE {name}")
@@ -332,7 +335,7 @@ def _rewrite_mysql(name: str, lock_wait: int, connection: sa.Connection) -> str:
 
 @contextmanager
 def _setting(connection: sa.Connection, show: str, change: str, value: object) -> Iterator[None]:
-    """Change a setting while the block runs, then restore it: the caller may own the connection."""
+    """Change a setting while the block runs, then restore it for later users of *connection*."""
     before = connection.exec_driver_sql(show).scalar()
     connection.exec_driver_sql(change.format(value)).close()
     try:

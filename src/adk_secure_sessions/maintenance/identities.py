@@ -32,14 +32,14 @@ class SessionIds(NamedTuple):
 
 
 class LocatedSession(NamedTuple):
-    """A row of `secure_sessions` with its decrypted ids, or the error of decrypting them."""
+    """A row of `secure_sessions` with its decrypted ids, or the error that decrypting raised."""
 
     row: int
     ids: SessionIds | None
     error: Exception | None = None
 
     def known_ids(self) -> SessionIds:
-        """Return the ids, or raise the error of decrypting them."""
+        """Return the ids, or raise the error that decrypting them raised."""
         if self.ids is None:
             assert self.error is not None
             raise self.error
@@ -76,18 +76,20 @@ async def located_sessions(
 ) -> AsyncIterator[LocatedSessions]:
     """Yield all sessions in batches; with *before*, only those last updated before that time.
 
-    *before* (microseconds since 1970) is compared with the stored time, which is not authenticated
-    yet.  If a result has ids, its whole session row was authenticated; if not, it has the error.
-    The session's events, snapshot and version witness are not read.
+    The statement compares *before* (microseconds since 1970) with the stored time, before the row
+    is authenticated.  A result with ids is from an authenticated row; a result without ids has the
+    error.  The events, the snapshot and the version witness of a session are not read.
     """
     async for span in ranges(db, sessions.c.id, db.limits.rows):
         yield LocatedSessions(span, await _located_with_present_keys(db, span, before))
 
 
 def app_name_of(stored: object) -> str:
-    """Return the app's name from *stored*, the column of the app's row.
+    """Return the app's name from *stored*, the value of `secure_apps.app_name`.
 
-    Raises TamperedError if *stored* is None, because the app's row was removed, or is not bytes.
+    Raises:
+        TamperedError: *stored* is None, because the app's row was removed, or is not bytes.
+        UnicodeDecodeError: *stored* is not UTF-8.
     """
     if stored is None:
         raise TamperedError("its app's row was removed", reason=Reason.MISSING)
@@ -105,7 +107,7 @@ class _SessionsAndOwners(NamedTuple):
 async def _located_with_present_keys(
     db: Database, span: Range, before: int | None
 ) -> list[LocatedSession]:
-    """Read sessions and then their keys; do both again if a key is missing.
+    """Read sessions and then their data keys; read both again if a data key is missing.
 
     Between the two queries, another process may have re-encrypted rows and retired the old keys.
     """
@@ -166,7 +168,7 @@ _NUMBERS, _BLOBS = 6, 2
 
 @functools.cache
 def _sessions_users_apps(bounds: Bounds, by_time: bool) -> sa.CompoundSelect[Any]:
-    """Select sessions, users and apps in one statement; between two, services could write."""
+    """Select sessions, users and apps in one statement, so that no write comes between them."""
     s, u = sessions.c, users.c
     numbers = [s.id, s.user_row, s.revision, s.base_revision, s.created_at, s.updated_at]
     own = _member(_SESSION, numbers, [s.tag, s.state]).where(*within(s.id, bounds))
@@ -183,7 +185,7 @@ def _sessions_users_apps(bounds: Bounds, by_time: bool) -> sa.CompoundSelect[Any
 
 
 def _member(kind: int, numbers: list[Any], blobs: list[Any]) -> sa.Select[Any]:
-    """Return a member of the UNION: `kind`, 6 numbers and 2 blobs, padded with 0 and NULL."""
+    """Return one SELECT of the UNION: *kind*, 6 numbers and 2 blobs, padded with 0 and NULL."""
     zero: sa.ColumnElement[int] = sa.literal_column("0")
     padded = numbers + [zero] * (_NUMBERS - len(numbers))
     padded += blobs + [sa.cast(sa.null(), sa.LargeBinary)] * (_BLOBS - len(blobs))

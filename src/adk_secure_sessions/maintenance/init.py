@@ -52,7 +52,7 @@ async def init(db: Database) -> Initialisation:
 
 
 async def _survey_both(db: Database) -> tuple[Survey, Survey]:
-    """Survey the data database and the key database.  Without a key database, both are the same."""
+    """Survey the data database and the key database, which may be the same database."""
 
     async def survey(executor: Executor) -> Survey:
         return await repeated(lambda: executor.define(look, commit=False))

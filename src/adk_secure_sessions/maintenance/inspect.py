@@ -39,7 +39,7 @@ class Location(NamedTuple):
 
 
 class RecordHeader(NamedTuple):
-    """The header of a stored record, which is not authenticated.
+    """The header of a stored record.  `inspect` does not authenticate it.
 
     Attributes:
         row: The row's primary key; for a version witness, the tag in hexadecimal.
@@ -79,7 +79,7 @@ TABLES = tuple(_RECORDS)
 async def lookup(
     db: Database, app_name: str, user_id: str | None = None, session_id: str | None = None
 ) -> tuple[Location, ...]:
-    """Find the row of an app; with *user_id* and *session_id*, also of the user and the session.
+    """Find the row of an app and, if their ids are given, of a user and a session.
 
     Raises:
         ConfigurationError: *session_id* was given without *user_id*, or the database cannot be
@@ -114,7 +114,7 @@ async def inspect(
         limit: The maximum number of rows to return.
 
     Raises:
-        ConfigurationError: The table does not exist, *row* is malformed, or the database cannot
+        ConfigurationError: *table* holds no records, *row* is malformed, or the database cannot
             be used.
     """
     if table not in _RECORDS:
@@ -139,7 +139,7 @@ def _key(table: str, row: str | int) -> int | bytes:
     except ValueError:
         pass
     kind = "a tag in hexadecimal" if table == witnesses.name else "a number"
-    raise ConfigurationError(f"a row of {table} is named by {kind}")
+    raise ConfigurationError(f"a row of {table} is identified by {kind}")
 
 
 @functools.cache

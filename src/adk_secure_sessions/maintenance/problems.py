@@ -10,7 +10,7 @@ from adk_secure_sessions.storage import (
     users,
 )
 
-_KEPT = 1000
+_MAX_LISTED = 1000
 # Errors that decrypting and decoding a row may raise.  The last two are raised only for records of
 # NoOpBackend, because it does not authenticate what it reads.
 UNREADABLE = (DecryptionError, struct.error, UnicodeDecodeError)
@@ -37,7 +37,7 @@ class Problem(NamedTuple):
 
 
 class Problems:
-    """Collects problems: the number of all of them, and the first 1000."""
+    """Counts problems, and keeps the first 1000 of them in `kept`."""
 
     def __init__(self) -> None:
         self.count: int = 0
@@ -45,23 +45,26 @@ class Problems:
         self._named: set[tuple[str, str]] = set()
 
     def suppress(self, table: str, row: object) -> None:
-        """Skip later reports of *row* with `once`, because its problem was reported already."""
+        """Skip later reports of *row* with `once`, because the cause was reported already."""
         self._named.add((table, str(row)))
 
     def add(
         self, table: str, row: object, reason: Reason, detail: str, *, once: bool = False
     ) -> None:
-        """Report a row; with *once*, not if it was reported with *once* or suppressed before."""
+        """Report a row.
+
+        With *once*, skip the row if it was reported with *once* before or passed to `suppress`.
+        """
         if once:
             if (table, str(row)) in self._named:
                 return
             self._named.add((table, str(row)))
         self.count += 1
-        if len(self.kept) < _KEPT:
+        if len(self.kept) < _MAX_LISTED:
             self.kept.append(Problem(table, str(row), reason, detail))
 
     def add_error(self, error: Exception, table: str, row: object) -> bool:
-        """Report the row that *error* names or, if it names none, the given row of *table*.
+        """Report the row that *error* names or, if *error* names no row, *row* of *table*.
 
         Returns:
             True if many other rows cannot be decrypted without the reported row.

@@ -25,9 +25,9 @@ class Purge(NamedTuple):
         deleted: How many sessions were deleted, with their events.
         kept: How many sessions were old when `purge` read them, but were used or deleted by
             another process before `purge` could delete them.
-        bad: How many old sessions cannot be decrypted; they were left unchanged.
-        problems: The first 1000 rows that cause this: the session's own row, or that of its user,
-            app or data key.
+        bad: How many old sessions cannot be decrypted.  These sessions were left unchanged.
+        problems: The first 1000 rows because of which sessions cannot be decrypted: rows of
+            sessions, users, apps or data keys.
     """
 
     deleted: int
@@ -46,16 +46,16 @@ async def purge(
 ) -> Purge:
     """Delete sessions whose last event is older than *older_than*.
 
-    For a session without events, the time of its creation counts.  Each session is deleted in its
-    own transaction, which checks the session's age again.  Users and apps stay with their states,
-    even if they have no session left.
+    For a session without events, the time of its creation counts.  Each session is deleted in a
+    separate transaction, which checks the session's age again.  Users and apps keep their rows and
+    states, even if they have no session left.
 
     Args:
         db: The database, with every backend whose records it may hold.
-        older_than: The minimum age, computed from the timestamp that the application gave the
-            last event.
+        older_than: The minimum age.  It is computed from the timestamp of the last event, which
+            the application sets.
         dry_run: Count the sessions, but delete nothing.
-        progress: Called with the number of old sessions done and the number of all old sessions.
+        progress: Called with the number of old sessions processed and the number of all of them.
         rows_per_second: The maximum number of sessions to delete per second.
 
     Raises:
@@ -86,7 +86,10 @@ async def purge(
 
 
 async def _delete(store: Store, ids: SessionIds, before: int, dry_run: bool) -> bool:
-    """Delete the session if it is still old.  Return True if it was or, in a dry run, would be."""
+    """Delete the session if it is still old; a dry run deletes nothing.
+
+    Return whether the session was deleted or, in a dry run, would be deleted.
+    """
     if not dry_run:
         return await store.delete(*ids, before=before)
     found = await store.get(*ids, lambda *event: None, limit=0)

@@ -1,4 +1,4 @@
-"""Read the records of one app or user in batches, with their contexts, and re-encrypt them."""
+"""Read the records of one app or user in batches, and re-encrypt them."""
 
 import functools
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
@@ -42,15 +42,15 @@ from adk_secure_sessions.storage import (
 R = TypeVar("R", bound=tuple[Any, ...])
 Key = tuple[Any, ...]  # the values of a row's primary key
 
-_RECORDS = 64  # number of records that one statement reads, and that a group may have
-_BYTES = 4 * 1024 * 1024  # maximum size of the records in memory; a single record may be larger
+_RECORDS = 64  # maximum number of records in one statement, and in one group
+_BYTES = 4 * 1024 * 1024  # maximum size of the records of a group; a single record may be larger
 _SIZES = 1000  # number of primary keys, with record lengths, that one statement reads
 
 # --- records and their contexts ------------------------------------------------------------------
 
 
 class RecordColumn(NamedTuple):
-    """A column that stores records.
+    """A column that contains records.
 
     Attributes:
         table: The table that has the column.
@@ -76,7 +76,7 @@ WITNESSES = RecordColumn(witnesses, witnesses.c.seal, (witnesses.c.tag,), witnes
 class Record(NamedTuple):
     """A stored record, still encrypted.
 
-    *context* returns the record's associated data, or raises DecryptionError.
+    *context* is a function that returns the record's context, or raises DecryptionError.
     """
 
     column: RecordColumn
@@ -93,7 +93,7 @@ class Record(NamedTuple):
 
 
 class OwnerIds(NamedTuple):
-    """The app or user that owns records; *user_id* is None for an app."""
+    """The tag, row id and ADK ids of an app or user; *user_id* is None for an app."""
 
     tag: bytes
     row: int
@@ -104,8 +104,9 @@ class OwnerIds(NamedTuple):
 class SessionBatch(NamedTuple):
     """Some sessions of one user, with their records and version witnesses.
 
-    *sessions* maps row ids to session ids.  *rows* is the number of session, witness and event
-    rows, with events counted by revision.  *span* is the range of session row ids.
+    *sessions* maps row ids to session ids.  *rows* is the number of sessions, version witnesses and
+    events, for the progress report; the number of events comes from the revisions.  *span* is the
+    range of session row ids.
     """
 
     sessions: dict[int, str]
@@ -117,9 +118,12 @@ class SessionBatch(NamedTuple):
 async def read_app(
     db: Database, keys: StagedKeys, row_id: int
 ) -> tuple[OwnerIds, list[Record]] | None:
-    """Read an app's record and version witness; return None if the app's row does not exist.
+    """Read the records of an app: its row and its version witness.
 
-    Raises DecryptionError if the app's record cannot be decrypted.
+    Return None if the app's row does not exist.
+
+    Raises:
+        DecryptionError: The app's row cannot be decrypted.
     """
     rows = await _read(db, APPS, [(row_id,)], AppColumns)
     if not rows:
@@ -137,9 +141,12 @@ async def read_app(
 async def read_user(
     db: Database, keys: StagedKeys, row_id: int, app_name: str
 ) -> tuple[OwnerIds, list[Record]] | None:
-    """Read a user's record and version witness; return None if the user's row does not exist.
+    """Read the records of a user's own row and version witness, but not of the sessions.
 
-    Raises DecryptionError if the user's record cannot be decrypted.
+    Return None if the user's row does not exist.
+
+    Raises:
+        DecryptionError: The user's row cannot be decrypted.
     """
     rows = await _read(db, USERS, [(row_id,)], UserRow)
     if not rows:
@@ -156,7 +163,7 @@ async def read_user(
 async def session_batches(
     db: Database, keys: StagedKeys, owner: OwnerIds, problems: Problems
 ) -> AsyncIterator[SessionBatch]:
-    """Yield a user's sessions in the order of row ids; report those that cannot be decrypted."""
+    """Yield a user's sessions in the order of row ids; add undecryptable ones to *problems*."""
     after = -1
     query = _sessions_of_user(db.limits.rows)
     while True:
@@ -183,9 +190,10 @@ async def session_batches(
 async def snapshot_batches(
     db: Database, owner: OwnerIds, batch: SessionBatch, current: bytes
 ) -> AsyncIterator[list[Record]]:
-    """Yield the snapshots of *batch* that are not under the current key, in groups.
+    """Yield, in groups, the snapshots of *batch* that need to be re-encrypted.
 
-    *current* is the record header that names the current key.
+    These are the snapshots whose record header is not *current*, the header that names the owner's
+    current data key.
     """
     async for keys in _keys_of_others(db, SNAPSHOTS, owner, batch, current):
         rows = await _read(db, SNAPSHOTS, keys, SnapshotColumns)
@@ -195,9 +203,10 @@ async def snapshot_batches(
 async def event_batches(
     db: Database, owner: OwnerIds, batch: SessionBatch, current: bytes
 ) -> AsyncIterator[list[Record]]:
-    """Yield the events of *batch* that are not under the current key, in groups.
+    """Yield, in groups, the events of *batch* that need to be re-encrypted.
 
-    *current* is the record header that names the current key.
+    These are the events whose record header is not *current*, the header that names the owner's
+    current data key.
     """
     async for keys in _keys_of_others(db, EVENTS, owner, batch, current):
         rows = await _read(db, EVENTS, keys, EventColumns)
@@ -232,7 +241,7 @@ class WitnessColumns(NamedTuple):
 
 
 def _session_record(keys: StagedKeys, owner: OwnerIds, row: SessionColumns) -> tuple[str, Record]:
-    """Return the session's id and record.  Raises DecryptionError if it cannot be decrypted."""
+    """Return the session's id and record.  Raises DecryptionError for an undecryptable record."""
     assert owner.user_id is not None
     with naming(sessions.name, row.id):
         context = session_context(owner.app_name, owner.user_id, row.tag, *row.numbers)
@@ -269,7 +278,7 @@ def _identity(owner: OwnerIds, session_id: str) -> Identity:
 
 
 class _Decrypted(NamedTuple):
-    """A decrypted record, to be encrypted with the current key."""
+    """A decrypted record, which is to be encrypted with the current data key."""
 
     record: Record
     context: bytes
@@ -277,7 +286,7 @@ class _Decrypted(NamedTuple):
 
 
 class Reencryptor:
-    """Re-encrypts records of one owner after another; *count* is the number of them so far."""
+    """Re-encrypts records; `count` is the number of records re-encrypted so far."""
 
     def __init__(self, db: Database, problems: Problems, *, dry_run: bool) -> None:
         self._db = db
@@ -288,20 +297,21 @@ class Reencryptor:
     async def reencrypt(
         self, keys: StagedKeys, owner: bytes, records: Iterable[Record], target: int | None
     ) -> None:
-        """Re-encrypt those *records* that are not yet encrypted with the key *target*.
+        """Re-encrypt those *records* that are not yet encrypted with the data key *target*.
 
         A record that cannot be decrypted is reported and left unchanged.  A record that another
         process has changed since it was read is left unchanged, too.  All other records are read
-        back and decrypted before they are counted.
+        again and decrypted before they are counted.
 
         Args:
             keys: The data keys of *owner*.
             owner: The tag (blind index) of the app or user.
             records: Records of *owner*.
-            target: The id of the owner's current key; None in a dry run that would create it.
+            target: The id of the owner's current data key; None in a dry run, if the rotation would
+                create that key.
 
         Raises:
-            SecureSessionError: A record that was written does not read back as it was written.
+            SecureSessionError: A re-encrypted record does not decrypt to the original plaintext.
         """
         old: list[_Decrypted] = []
         for record in records:
@@ -352,7 +362,7 @@ def _key_id(stored: object) -> int | None:
 async def _keys_of_others(
     db: Database, column: RecordColumn, owner: OwnerIds, batch: SessionBatch, current: bytes
 ) -> AsyncIterator[list[Key]]:
-    """Yield the primary keys of records whose header is not *current*, in groups."""
+    """Yield, in groups, the primary keys of records whose header is not *current*."""
     parameters = {**batch.span.parameters, "user_row": owner.row, "current": current}
     at: Sequence[int] = [-1] * len(column.key)
     while True:
@@ -367,7 +377,10 @@ async def _keys_of_others(
 
 
 def _fitting(sizes: Iterable[tuple[Key, int]]) -> Iterator[list[Key]]:
-    """Group keys so that the records of a group fit in memory; *sizes*: (key, record bytes)."""
+    """Group primary keys so that each group keeps the limits `_RECORDS` and `_BYTES`.
+
+    *sizes* are pairs of a primary key and the length of its record in bytes.
+    """
     group: list[Key] = []
     total = 0
     for key, size in sizes:
@@ -392,7 +405,7 @@ async def _select(
     rows: list[Row] = []
     for start in range(0, len(keys), _RECORDS):
         part = list(keys[start : start + _RECORDS])
-        part += part[:1] * (_RECORDS - len(part))  # pad, to use the same statement for any number
+        part += part[:1] * (_RECORDS - len(part))  # the statement has 64 keys: repeat one
         parameters = {
             f"k{number}_{position}": value
             for number, key in enumerate(part)
@@ -426,7 +439,7 @@ def _sessions_of_user(limit: int) -> sa.Select[Any]:
 
 @functools.cache
 def _others(column: RecordColumn) -> sa.Select[Any]:
-    """Select primary keys and record lengths of a user's rows whose header is not `current`."""
+    """Select primary keys and record lengths of a user's records with another header."""
     *_, last = column.key
     after = [
         sa.bindparam(f"after_{number}", type_=sa.BigInteger) for number in range(len(column.key))

@@ -29,17 +29,17 @@ from adk_secure_sessions.storage import (
     witnesses,
 )
 
-_KEPT = 1000
+_MAX_EXAMPLES = 1000
 
 
 class KeptKey(NamedTuple):
-    """A replaced key that `retire` keeps, because rows need it, or may need it.
+    """A replaced key that `retire` keeps, because rows need it or may need it.
 
     Attributes:
         table: The table of the key: `secure_data_keys` or `secure_keyring`.
         id: The key's id.
-        references: `(table, rows)` for each table with rows that need the key.  Empty if these
-            rows cannot be determined, or if rows need only an older key of the same owner.
+        references: `(table, rows)` for each table with rows that need the key.  Empty if it cannot
+            be determined which rows need the key, or if rows need only an older key of its owner.
     """
 
     table: str
@@ -52,7 +52,7 @@ class Retirement(NamedTuple):
 
     Attributes:
         data_keys: How many data keys were deleted.
-        masters: Ids of the data masters that were deleted.
+        masters: The ids of the data masters that were deleted.
         kept: How many replaced keys were kept.
         examples: The first 1000 kept keys.
     """
@@ -72,15 +72,15 @@ async def retire(
 ) -> Retirement:
     """Delete the data keys and data masters that were replaced and that no row uses.
 
-    Without a key database, the same transaction checks that no row uses a key and deletes the
-    key.  If a key is kept, all newer keys of its owner are kept, too.  If a row of an owner uses
-    an unknown key, all keys of that owner are kept.  No root key is needed.
+    Without a key database, one transaction checks that no row uses a key, and deletes the key.  If
+    a data key is kept, all newer data keys of its owner are kept, too.  If a row of an owner uses
+    an unknown data key, all data keys of that owner are kept.  No root key is needed.
 
     Args:
         db: The database.
         dry_run: Find unused keys, but delete nothing.
-        progress: Called with the number of owners done and the number of all owners that have
-            more than one data key.
+        progress: Called with the number of owners (users and apps) processed, and the number of
+            all owners that have more than one data key.
         rows_per_second: The maximum number of owners to check per second.
 
     Raises:
@@ -99,12 +99,12 @@ async def retire(
             keys = await _retire_data_keys(db, owner, dry_run)
             deleted += len(keys.unused)
             number += len(keys.kept)
-            kept += keys.kept[: _KEPT - len(kept)]
+            kept += keys.kept[: _MAX_EXAMPLES - len(kept)]
             await meter.advance()
         after = owners[-1]
     meter.finish()
     masters = await db.change_keys(partial(_retire_masters, dry_run), commit=not dry_run)
-    kept += masters.kept[: _KEPT - len(kept)]
+    kept += masters.kept[: _MAX_EXAMPLES - len(kept)]
     unused = tuple(row.id for row in masters.unused)
     return Retirement(deleted, unused, number + len(masters.kept), tuple(kept))
 
@@ -132,9 +132,9 @@ async def _retire_data_keys(db: Database, owner: bytes, dry_run: bool) -> _Older
     """Delete the unused data keys of *owner*, and return kept and unused keys."""
     if db.key_executor is db.executor:
         return await db.change(partial(_retire_beside_data, owner, dry_run), commit=not dry_run)
-    # Read the keys before counting the records: services may write with the newest key that we
-    # know, and that key is always kept.  With a key database, a service never replaces a row with
-    # one under an older key, so an unused key that is older than all used keys stays unused.
+    # Read the keys before counting the records.  Services may meanwhile write with the newest of
+    # these keys, which is always kept.  With a key database, a service never overwrites a row with
+    # a record under an older key, so an unused key that is older than all used keys stays unused.
     rows = await read_data_keys(db.read_keys, [owner])
     found = await db.change(partial(_references, owner, dry_run), commit=not dry_run)
     keys = _sort_out(rows, found)
@@ -160,28 +160,30 @@ def _retire_beside_data(owner: bytes, dry_run: bool, connection: sa.Connection) 
 def _sort_out(rows: list[DataKeyRow], headers: Headers | None) -> _OlderKeys:
     """Sort an owner's replaced keys into kept and unused ones.
 
-    If rows use a key, all newer keys are kept, too: a service that knows a newer key may be about
-    to replace such a row with one under the newer key.
+    If rows use a key, all newer keys are kept, too: a service that has read a newer key may be
+    about to encrypt such a row with it.
 
     Args:
         rows: All data keys of the owner.
         headers: The number of the owner's records, by header.  None if the owner's row was
-            removed: the owner's records cannot be found without it, so all keys are kept.
+            removed.  The owner's records cannot be found without that row, so all keys are kept.
     """
     if not all(map(_is_sound, rows)):
         return _OlderKeys([KeptKey(data_keys.name, row.id, ()) for row in rows], [])
-    older = sorted(rows, key=attrgetter("generation"))[:-1]  # empty if keys were just deleted
+    older = sorted(rows, key=attrgetter("generation"))[:-1]  # empty if another process deleted all
     if headers is None:
         return _OlderKeys([KeptKey(data_keys.name, row.id, ()) for row in older], [])
     named = {pack(row.backend_id, row.id): row.id for row in rows}
-    unknown = [(table, number) for (table, head), number in headers.items() if head not in named]
+    unknown = [
+        (table, number) for (table, header), number in headers.items() if header not in named
+    ]
     kept: list[KeptKey] = []
     unused: list[DataKeyRow] = []
     for row in older:
         under = [
             (table, number)
-            for (table, head), number in headers.items()
-            if named.get(head) == row.id
+            for (table, header), number in headers.items()
+            if named.get(header) == row.id
         ]
         if under or unknown or kept:
             kept.append(KeptKey(data_keys.name, row.id, (*under, *unknown)))
@@ -197,7 +199,7 @@ def _delete(rows: list[DataKeyRow], connection: sa.Connection) -> None:
 
 
 def _is_sound(row: DataKeyRow) -> bool:
-    """Whether the columns have the types that we write; SQLite stores any type in any column."""
+    """Return whether the columns have the right types; SQLite stores any type in any column."""
     numbers = isinstance(row.generation, int) and row.backend_id in range(256)
     return numbers and isinstance(row.wrapped, bytes)
 
@@ -222,8 +224,8 @@ def _owner_row(owner: bytes, dry_run: bool, connection: sa.Connection) -> _Owner
 def _count_headers(owner: bytes, row: _OwnerRow, connection: sa.Connection) -> Headers:
     counts: Headers = Counter()
     for name, query in _queries_by_header(owner, row):
-        for head, number in connection.execute(query):
-            counts[name, head] += number
+        for header, number in connection.execute(query):
+            counts[name, header] += number
     return counts
 
 
@@ -231,8 +233,8 @@ def _queries_by_header(owner: bytes, row: _OwnerRow) -> Iterator[tuple[str, sa.S
     """Yield a table name and a query that counts the owner's records in that table by header."""
 
     def by_header(column: sa.Column[Any], *where: sa.ColumnElement[bool]) -> sa.Select[Any]:
-        head = header_of(column)
-        return sa.select(head, sa.func.count()).where(*where).group_by(head)
+        header = header_of(column)
+        return sa.select(header, sa.func.count()).where(*where).group_by(header)
 
     table = row.table
     yield table.name, by_header(table.c.state, table.c.id == row.id)
@@ -271,11 +273,11 @@ def _retire_masters(dry_run: bool, connection: sa.Connection) -> _OlderMasters:
     if not all(isinstance(row.created_at, int) for row in rows):
         return _OlderMasters([KeptKey(keyring.name, row.id, ()) for row in rows], [])
     older = sorted(rows, key=attrgetter("created_at", "id"))[:-1]
-    head = header_of(data_keys.c.wrapped)
-    by_header = sa.select(head, sa.func.count()).group_by(head)
-    counts = {head: int(number) for head, number in connection.execute(by_header)}
+    header = header_of(data_keys.c.wrapped)
+    by_header = sa.select(header, sa.func.count()).group_by(header)
+    counts = {header: int(number) for header, number in connection.execute(by_header)}
     known = {pack(WRAP_BACKEND_ID, row.id) for row in rows}
-    unknown = sum(number for head, number in counts.items() if head not in known)
+    unknown = sum(number for header, number in counts.items() if header not in known)
     kept, unused = [], []
     for row in older:
         number = counts.get(pack(WRAP_BACKEND_ID, row.id), 0) + unknown

@@ -85,18 +85,20 @@ async def rotate_data(
     """Create a new data key of `backend` for each app and user, and re-encrypt all records.
 
     Records are re-encrypted in batches.  A record is replaced only if no other process has changed
-    it since it was read, and it is read back before it is counted.  Services can keep running:
-    they read a new key when they first read a row that uses it.  If a run is killed, the next run
-    continues its rotation.  The old keys stay until `retire` deletes them.
+    the record since it was read.  Replaced records are read again and decrypted before they are
+    counted.  Services can keep running: when a service first reads a row that uses a new key, it
+    reads the new key.  If a run is killed, the next run continues its rotation.  The old keys stay
+    until `retire` deletes them.
 
     To change to another backend, first restart all services with the new backend as `backend` and
-    the old backend in `additional_backends`.  Then rotate with the same arguments.
+    the old backend in `additional_backends`.  Then call this function with a `Database` that has
+    the same arguments.
 
     Args:
         db: The database, with every backend whose records it may have.
         dry_run: Decrypt the records that would be re-encrypted, but write nothing.
         restart: Begin a new rotation even if another one is unfinished.
-        progress: Called with the number of rows done and the number of all rows.
+        progress: Called with the number of rows processed and the number of all rows.
         rows_per_second: The maximum number of rows to process per second.
 
     Raises:
@@ -104,8 +106,8 @@ async def rotate_data(
         ConfigurationError: The database cannot be used, or its only data master is stored as
             plaintext.
         TamperedError: The checkpoint of the unfinished rotation was modified.
-        SecureSessionError: Another rotation was started while this one ran.  Records that this
-            one has re-encrypted stay so.
+        SecureSessionError: Another rotation was started while this one ran.  Records that were
+            re-encrypted until then stay re-encrypted.
     """
     if (await db.keys()).keyring.current_id is None:
         raise ConfigurationError(
@@ -118,7 +120,7 @@ async def rotate_data(
 
 
 class _OwnerTag(NamedTuple):
-    """An app or a user; *app_name* (as stored) is None if the app's row does not exist."""
+    """The columns that identify an app or a user; *app_name* is None without an app's row."""
 
     id: int
     tag: object
@@ -188,8 +190,8 @@ class _DataRotationRun(Rotation):
         target = self._target(keys, owner.tag)
         header = pack(target.backend_id, target.id) if target else b""
         async for batch in session_batches(self._db, keys, owner, self._problems):
-            # Re-encrypt a session before its events: services never append with an older key than
-            # the session's, so no more event will use an old key.
+            # Re-encrypt a session before its events.  Services never append events with an older
+            # key than the session's key, so no event written from then on uses an old key.
             await self._reencrypt(keys, owner, batch.records)
             async for records in snapshot_batches(self._db, owner, batch, header):
                 await self._reencrypt(keys, owner, records)
@@ -206,15 +208,17 @@ class _DataRotationRun(Rotation):
         await self._reencryptor.reencrypt(keys, owner.tag, records, target_id)
 
     def _target(self, keys: StagedKeys, owner: bytes) -> DataKey | None:
-        """Return the owner's new data key; None if this rotation has not yet created it."""
+        """Return the owner's new data key, or None if this rotation has not created it yet."""
         current = keys.current(owner)
         if current is None or not keys.current_is_newest(owner):
             return None
         return current if is_since(self._since, current.created_at) else None
 
     async def _with_target(self, keys: StagedKeys, owner: bytes) -> StagedKeys:
-        """Return the owner's data keys after creating a new one, if this rotation has not yet."""
+        """Create the owner's new data key unless it exists already; return the owner's data keys.
 
+        A dry run creates nothing.
+        """
         known: StagedKeys | None = keys
 
         async def attempt() -> StagedKeys:
@@ -240,7 +244,7 @@ class _DataRotationRun(Rotation):
     async def _insert(self, owner: bytes, values: dict[str, object]) -> bool:
         """Store a data key unless its owner was erased; return whether it was stored.
 
-        If an erased user had a data key, services would reject the user when they return.
+        If an erased user still had a data key, services would reject a new user with the same id.
         """
         if self._db.key_executor is self._db.executor:
             work = partial(_insert_beside_owner, owner, values)
@@ -284,7 +288,10 @@ def _insert_beside_owner(
 
 
 def _exists(owner: bytes, connection: sa.Connection) -> bool:
-    """Lock the row of *owner*, and return whether it exists; waits for transactions deleting it."""
+    """Lock the row of *owner*, and return whether it exists.
+
+    The lock waits for a transaction that is deleting the row.
+    """
     queries = (sa.select(table.c.id).where(table.c.tag == owner) for table in (apps, users))
     return any(connection.scalar(query.with_for_update()) is not None for query in queries)
 

@@ -74,28 +74,28 @@ async def rotate_master(
 ) -> MasterRotation:
     """Create a new data master under the root key of `backend`, and wrap all data keys with it.
 
-    Data keys are wrapped in batches.  A row is replaced only if no other process has changed it
-    since it was read.  Services can keep running: they read the new master when they first need
-    it.  If a run is killed, the next run continues its rotation.  The old data masters stay until
-    `retire` deletes them.
+    Data keys are wrapped in batches.  A row is replaced only if no other process has changed the
+    row since it was read.  Services can keep running: they read the new data master when they first
+    need it.  If a run is killed, the next run continues its rotation.  The old data masters stay
+    until `retire` deletes them.
 
     Args:
         db: The database, with all root keys that wrap its master keys.
         dry_run: Unwrap all data keys, but write nothing.
         restart: Begin a new rotation even if another one is unfinished.
-        progress: Called with the number of data keys done and the number of all data keys.
+        progress: Called with the number of data keys processed and the number of all data keys.
         rows_per_second: The maximum number of data keys to wrap per second.
 
     Raises:
         WrongKeyError: A root key is missing or wrong.
-        SecureSessionError: Another rotation was started while this one ran.  Data keys that this
-            one has wrapped stay so.
+        SecureSessionError: Another rotation was started while this one ran.  Data keys that were
+            wrapped until then stay wrapped by the data master of this rotation.
         KeyServiceError: The key provider failed.
         ConfigurationError: The database cannot be used, or `backend` has no root key.
         TamperedError: The checkpoint of the unfinished rotation was modified.
     """
     if db.backends.writer.root_key.key_id == PLAINTEXT_ROOT_KEY_ID:
-        raise ConfigurationError("NoOpBackend has no root key to wrap a master with")
+        raise ConfigurationError("NoOpBackend has no root key to wrap a data master with")
     await db.keys()
     run = _MasterRotationRun(db, dry_run=dry_run)
     await run.run(restart=restart, progress=progress, rows_per_second=rows_per_second)
@@ -140,7 +140,7 @@ class _MasterRotationRun(Rotation):
             database_id = keys.keyring.database_id
             now = max(self._since, time.time_ns() // 1000)
             fresh = await new_master(DATA, root, database_id, now)
-            # Check that the new master can be unwrapped before any data key depends on it.
+            # Check that the new data master can be unwrapped before data keys depend on it.
             await unwrap_master_key(fresh, {root.key_id: root}, database_id)
             await self._db.change_keys(partial(_add, fresh, len(rows)))
 
@@ -157,7 +157,7 @@ class _MasterRotationRun(Rotation):
                 await self._checkpoints.save(at._replace(after=span.last))
 
     async def _wrap(self, rows: list[DataKeyRow], masters: Keyring) -> None:
-        """Wrap the data keys in *rows* with the new master; read each back before counting it."""
+        """Wrap the data keys in *rows* with the new data master; check each before counting it."""
         old: dict[int, DataKeyRow] = {}
         keys: dict[int, bytes] = {}
         for row in rows:
@@ -196,14 +196,14 @@ class _MasterRotationRun(Rotation):
         return sum(one.keys for one in counts if one.master_id != self._master_id)
 
     def _may_walk_again(self) -> bool:
-        # Other processes may have wrapped data keys with an old master during the pass.
+        # Other processes may have wrapped data keys with an old data master during the pass.
         return self._left > self._problems.count
 
 
 def _add(row: MasterKeyRow, known: int, connection: sa.Connection) -> None:
-    """Add *row* if the keyring still has *known* rows; if not, another process was first.
+    """Add *row* if the keyring still has *known* rows; if not, another process has changed it.
 
-    Services notice the new number of rows when they store a data key, and read the keyring again.
+    A service notices the new number of rows when it stores a data key, and reads the keyring again.
     """
     if connection.scalar(sa.select(sa.func.count()).select_from(keyring)) == known:
         connection.execute(sa.insert(keyring).values(row._asdict()))
@@ -212,7 +212,7 @@ def _add(row: MasterKeyRow, known: int, connection: sa.Connection) -> None:
 def _rewrap(
     pairs: list[tuple[DataKeyRow, DataKeyRow]], master_id: int, connection: sa.Connection
 ) -> None:
-    """Replace the old row of each pair by the new one if its wrapped key has not changed."""
+    """Replace the old row of each pair by the new row if its wrapped key has not changed."""
     parameters = [
         {"at_id": old.id, "at_wrapped": old.wrapped, "new": new.wrapped, "master_id": master_id}
         for old, new in pairs
@@ -225,8 +225,8 @@ _REWRAP = (
     .where(
         data_keys.c.id == sa.bindparam("at_id"),
         data_keys.c.wrapped == sa.bindparam("at_wrapped", type_=data_keys.c.wrapped.type),
-        # Require that the new master still exists: `retire` may have deleted it while it wrapped
-        # no data key yet, if another rotation had replaced it.
+        # Require that the new data master still exists.  If another rotation has replaced it before
+        # it wrapped a data key, `retire` may have deleted it.
         sa.select(sa.literal_column("1")).where(keyring.c.id == sa.bindparam("master_id")).exists(),
     )
     .values(wrapped=sa.bindparam("new", type_=data_keys.c.wrapped.type))

@@ -21,10 +21,10 @@ class RootRotation(NamedTuple):
 
     Attributes:
         root_key_id: The id of the new root key, which wraps the master keys now.
-        rotated: Ids of the master keys that were wrapped by another root key before.
-        unchanged: Ids of the master keys that the new root key already wrapped before.
-        plaintext: Ids of the master keys that `NoOpBackend` stored as plaintext.  They are not
-            wrapped: anybody who could read the database may know them already.
+        rotated: The ids of the master keys that another root key wrapped before.
+        unchanged: The ids of the master keys that the new root key already wrapped before.
+        plaintext: The ids of the master keys that `NoOpBackend` stored as plaintext.  They stay
+            plaintext, because anybody who could read the database may know them already.
     """
 
     root_key_id: str
@@ -36,9 +36,9 @@ class RootRotation(NamedTuple):
 async def rotate_root(db: Database, *, dry_run: bool = False) -> RootRotation:
     """Wrap the master keys with the new root key, which is the root key of `backend`.
 
-    One transaction replaces all master keys, so a killed run leaves all or none of them replaced.
-    It replaces none if one of them has changed since it was read.  Services can keep running, but
-    a service that starts later needs the new root key.  A second run has nothing to do.
+    One transaction replaces all rows of the keyring, so a killed run replaces all rows or none.  If
+    one of the rows has changed since it was read, the transaction replaces none.  Services can keep
+    running, but a service that starts later needs the new root key.  A second run changes nothing.
 
     Args:
         db: The database; `backend` has the new root key, `additional_backends` the old one.
@@ -60,8 +60,8 @@ async def rotate_root(db: Database, *, dry_run: bool = False) -> RootRotation:
     plaintext = [row for row in rows if row.root_key_id == PLAINTEXT_ROOT_KEY_ID]
     old = [row for row in rows if row.root_key_id not in (PLAINTEXT_ROOT_KEY_ID, root.key_id)]
     done = [row for row in rows if row.root_key_id == root.key_id]
-    # Unwrap master keys that are under the new root key already: if a wrong key was given with the
-    # right id, this raises WrongKeyError.
+    # Also unwrap the master keys that the new root key already wraps.  This raises WrongKeyError if
+    # the given root key has the right id but is wrong.
     await at_once(*(unwrap_master_key(row, db.backends.roots, survey.database_id) for row in done))
     new = await at_once(*(_rewrapped(db, row, root, survey.database_id) for row in old))
     if new and not dry_run:
@@ -82,21 +82,20 @@ async def _rewrapped(
 
 
 async def _write(db: Database, old: list[MasterKeyRow], new: list[MasterKeyRow]) -> None:
-    """Replace *old* by *new*, again if the connection is lost before the database answers."""
+    """Replace *old* by *new*; repeat this if the connection is lost before the result arrives."""
     is_first = True
 
     async def attempt() -> None:
         nonlocal is_first
-        # The attempt before may have been committed although its connection was lost.
+        # The previous attempt may have been committed although its connection was lost.
         stored = [] if is_first else (await db.survey()).keyring
         is_first = False
         if all(row in stored for row in new):
             return
         try:
             replaced = await db.key_executor.write(partial(_replace, old, new))
-        except (
-            Conflict
-        ):  # do not try again: *new* was made from keyring rows that have changed since
+        except Conflict:
+            # Do not try again: *new* was made from keyring rows that have changed since then.
             replaced = False
         if not replaced:
             raise SecureSessionError(_CHANGED)
@@ -105,7 +104,7 @@ async def _write(db: Database, old: list[MasterKeyRow], new: list[MasterKeyRow])
 
 
 def _replace(old: list[MasterKeyRow], new: list[MasterKeyRow]) -> Steps[bool]:
-    """Replace all rows.  If one has changed, return False or raise Conflict, and replace none."""
+    """Replace all rows; if one has changed, replace none, and return False or raise Conflict."""
     replaced: bool = yield Apply(
         [
             Change(

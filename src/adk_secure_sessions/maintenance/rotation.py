@@ -1,4 +1,4 @@
-"""Run a rotation in passes over all rows; store a checkpoint, so a killed run can be continued."""
+"""Run a rotation in passes over all rows, with a checkpoint from which a next run continues."""
 
 import re
 import time
@@ -30,9 +30,11 @@ class Checkpoint(NamedTuple):
     """How far a rotation has come.
 
     Attributes:
-        since: When the rotation began, in microseconds since 1970, UTC.  It replaces older keys.
-        stage: The index of the table that the rotation is walking.
-        after: The id of the last row of that table that is done; -1 if none is.
+        since: When the rotation began, in microseconds since 1970, UTC.  It replaces all keys that
+            were created before.
+        stage: The index of the table that the rotation is processing: for `data`, 0 is the table
+            of apps and 1 the table of users.
+        after: The id of the last processed row of that table; -1 if no row is processed yet.
     """
 
     since: int
@@ -59,8 +61,9 @@ class UnfinishedRotation(NamedTuple):
 class Rotation(ABC):
     """One run of a rotation.
 
-    A pass walks all rows, and then counts the rows that are still under older keys.  A service
-    that has not yet read a new key may write rows behind the walk, so there are up to 3 passes.
+    A pass processes all rows, and then counts the rows that are still under older keys.  A service
+    that has not read a new key yet may use an old key for rows that the pass has already processed.
+    So there are up to 3 passes.
     """
 
     def __init__(self, db: Database, name: str, *, dry_run: bool) -> None:
@@ -75,7 +78,7 @@ class Rotation(ABC):
     async def run(
         self, *, restart: bool, progress: Progress | None, rows_per_second: float | None
     ) -> None:
-        """Continue the unfinished rotation; if there is none, or with *restart*, begin a new one.
+        """Continue the unfinished rotation; without one, or with *restart*, begin a new rotation.
 
         Raises:
             TamperedError: The stored checkpoint was modified.
@@ -101,11 +104,11 @@ class Rotation(ABC):
         """Return the total number of rows for the progress report."""
 
     async def _begin(self) -> None:  # noqa: B027 - not every rotation has something to do
-        """Prepare the first pass: called once, after the checkpoint was read or stored."""
+        """Prepare the first pass; `run` calls this once, after it has read the checkpoint."""
 
     @abstractmethod
     async def _walk(self, at: Checkpoint) -> None:
-        """Replace the keys of all rows after *at*."""
+        """Process all rows after the position *at*: replace their keys, unless in a dry run."""
 
     @abstractmethod
     async def _count_left(self) -> int:
@@ -113,7 +116,7 @@ class Rotation(ABC):
 
     @abstractmethod
     def _may_walk_again(self) -> bool:
-        """Whether another pass may replace keys of the rows that are left."""
+        """Return whether another pass may replace keys of rows that are left."""
 
 
 class Checkpoints:
@@ -129,7 +132,7 @@ class Checkpoints:
         self.resumed: bool = False
 
     async def begin(self, *, restart: bool) -> Checkpoint:
-        """Return the stored checkpoint; if there is none, or with *restart*, store a new one.
+        """Return the stored checkpoint; without one, or with *restart*, store and return a new one.
 
         Raises:
             TamperedError: The stored checkpoint was modified.
@@ -151,7 +154,7 @@ class Checkpoints:
         await self._write(checkpoint, checkpoint.since)
 
     async def end(self, since: int, *, complete: bool) -> None:
-        """If *complete*, delete the checkpoint; otherwise the next run begins with the first row.
+        """If *complete*, delete the checkpoint; otherwise, reset its position to the first row.
 
         Raises:
             SecureSessionError: Another rotation was started after this one began.
@@ -159,9 +162,10 @@ class Checkpoints:
         await self._write(None if complete else Checkpoint(since), since)
 
     async def _later_than_all_keys(self) -> int:
-        """Return the current time, or a later one if the newest key has a time in the future.
+        """Return the current time or, if the newest key is from the future, a later time.
 
-        That key was created on a machine whose clock is ahead, by at most `_SKEW`.
+        Such a key was created on a machine whose clock is ahead.  Times that are more than `_SKEW`
+        ahead are ignored.
         """
         now = time.time_ns() // 1000
         moments = [now]
@@ -187,7 +191,7 @@ class Checkpoints:
             return None
         if not _is_genuine(await self._index(), self._name, str(value)):
             raise TamperedError(
-                "it was modified; begin the rotation again, with --restart or restart=True",
+                "the checkpoint was modified; begin a new rotation, with --restart or restart=True",
                 table=meta.name,
                 row=self._name,
             )
@@ -198,17 +202,17 @@ class Checkpoints:
 
 
 def is_since(since: int, created_at: int) -> bool:
-    """Whether a key with the time *created_at* was created since a rotation began at *since*.
+    """Return whether a key that was created at *created_at* is not older than *since*.
 
-    False for a time more than `_SKEW` in the future: clocks do not differ by that much.
+    Return False for a time that is more than `_SKEW` in the future: clocks do not differ that much.
     """
     return since <= created_at <= time.time_ns() // 1000 + _SKEW
 
 
 def unfinished(stored: Mapping[str, str], index: BlindIndex | None) -> Iterator[UnfinishedRotation]:
-    """Yield the rotations that have a checkpoint in *stored* (the content of `secure_meta`).
+    """Yield the rotations that have a checkpoint in *stored*, the values of `secure_meta` by name.
 
-    *index* authenticates checkpoints; None if it is not known.
+    *index* authenticates checkpoints; None if the keyring cannot be unwrapped.
     """
     for name, value in sorted(stored.items()):
         if str(name).startswith(_PREFIX):
@@ -233,14 +237,14 @@ def _is_genuine(index: BlindIndex, name: str, value: str) -> bool:
 
 
 def _replace(name: str, value: str | None, expected: int | None, connection: sa.Connection) -> bool:
-    """Replace or delete a checkpoint; return False if it belongs to another rotation.
+    """Replace the checkpoint *name* by *value*, or delete it if *value* is None.
 
-    The rotation of the stored checkpoint must have begun at *expected*, unless *expected* is None.
-    A *value* of None deletes the checkpoint.
+    If *expected* is not None and the stored checkpoint is of a rotation that began at another time,
+    leave the checkpoint unchanged and return False.
     """
     query = sa.select(meta.c.value).where(meta.c.name == name).with_for_update()
     stored = connection.scalar(query)
-    # If the checkpoint is gone, another run has completed this rotation and left nothing to do.
+    # If no checkpoint is stored, another run has completed this rotation: that is no conflict.
     if expected is not None and stored is not None and not str(stored).startswith(f"{expected} "):
         return False
     connection.execute(sa.delete(meta).where(meta.c.name == name))

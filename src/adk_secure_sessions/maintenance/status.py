@@ -78,7 +78,7 @@ async def status(
     Args:
         db: The database.  If *db* has a backend, the result also tells which master keys can be
             unwrapped, and whether the checkpoints of unfinished rotations are authentic.
-        progress: Called with the number of rows done and the number of all rows.
+        progress: Called with the number of rows processed and the number of all rows.
         rows_per_second: The maximum number of rows to count per second.
 
     Raises:
@@ -119,7 +119,7 @@ async def _master(db: Database, row: MasterKeyRow, database_id: bytes) -> Master
 
 
 async def _index(db: Database) -> BlindIndex | None:
-    """Return the `BlindIndex`, which authenticates checkpoints; None if it cannot be unwrapped."""
+    """Return the `BlindIndex`, which authenticates checkpoints; None without a usable keyring."""
     if not db.has_keys:
         return None
     try:

@@ -46,8 +46,8 @@ from adk_secure_sessions.storage import (
 )
 
 # 10 minutes, in microseconds.  With a key database, a data key is stored before its owner's row.
-# So `verify` ignores a data key without an owner until the key is 10 minutes old.  This also
-# allows the clocks of two machines to differ by 10 minutes.
+# So `verify` reports a data key without an owner only if it was created more than 10 minutes ago.
+# The clocks of two machines may differ, so a time up to 10 minutes in the future is ignored, too.
 _GRACE = 600_000_000
 
 
@@ -59,7 +59,7 @@ class Verification(NamedTuple):
         users: How many rows of users were decrypted and are authentic.
         sessions: How many sessions were decrypted and are authentic, each with its state, events
             and version witness.
-        events: How many events the `sessions` have.
+        events: How many events these sessions have.
         unchecked: How many users and sessions could not be checked, because the row of their app
             or user, or their data key, cannot be decrypted.
         bad: How many rows were tampered with or are orphaned (the session, user or app row that
@@ -87,7 +87,7 @@ async def verify(
 
     Args:
         db: The database, with all backends and root keys that its records may need.
-        progress: Called with the number of rows done and the number of all rows.
+        progress: Called with the number of rows processed and the number of all rows.
         rows_per_second: The maximum number of rows to check per second.
 
     Raises:
@@ -101,8 +101,8 @@ async def verify(
     await run.check_apps()
     await run.check_users()
     await run.check_sessions()
-    await _find_witnesses_of_nothing(db, run.problems, meter)
-    await _find_data_keys_of_nobody(db, run.problems, meter)
+    await _find_orphaned_witnesses(db, run.problems, meter)
+    await _find_orphaned_data_keys(db, run.problems, meter)
     meter.finish()
     return run.result()
 
@@ -113,7 +113,7 @@ class _AppName(NamedTuple):
 
 
 class _UserTag(NamedTuple):
-    """A user to check.  *app_name* is read from the app's row; None if that does not exist."""
+    """A user to check; *app_name* is from the app's row, or None if that row does not exist."""
 
     id: int
     app_row: int
@@ -122,6 +122,8 @@ class _UserTag(NamedTuple):
 
 
 class _WitnessTag(NamedTuple):
+    """A version witness; *is_owned* is 1 if its app, user or session exists, otherwise 0."""
+
     tag: bytes
     is_owned: int
 
@@ -133,7 +135,7 @@ class _DataKeyOwner(NamedTuple):
 
 
 class _Verifier:
-    """Checks and counts rows.  Rows that need a bad app or user row are counted as unchecked."""
+    """Checks and counts rows.  Users and sessions of bad app or user rows count as unchecked."""
 
     def __init__(self, db: Database, store: Store, index: BlindIndex, meter: Meter) -> None:
         self.problems = Problems()
@@ -181,7 +183,7 @@ class _Verifier:
         async for batch in located_sessions(self._db):
             for located in batch.sessions:
                 await self._check_session(located)
-            await _find_rows_of_no_session(self._db, batch.span, self.problems)
+            await _find_orphans_of_sessions(self._db, batch.span, self.problems)
 
     async def _check_app(self, row: _AppName) -> None:
         with naming(apps.name, row.id):
@@ -201,7 +203,7 @@ class _Verifier:
             self.problems.suppress(users.name, row.id)
 
     async def _check_user(self, row: _UserTag) -> bool:
-        """Check a user; return False if the user was deleted since the tag was read."""
+        """Check a user; return False if the user was deleted after *row* was read."""
         with naming(users.name, row.id):
             app_name = app_name_of(row.app_name)
             tag = binary(row.tag)
@@ -221,7 +223,7 @@ class _Verifier:
     async def _check_session(self, located: LocatedSession) -> None:
         rows = 1
         try:
-            # Read the session like a service does: one statement reads all of it.
+            # Read the session in the same way as a service: one statement reads the whole session.
             found = await self._store.get(*located.known_ids(), _undecoded)
             if found is not None:  # otherwise it was deleted since its ids were read
                 _, history = found
@@ -238,22 +240,22 @@ def _undecoded(plaintext: bytes, session_row: int, seq: int) -> None:
 
 
 # --- orphaned rows -------------------------------------------------------------------------------
-# The session, user or app row that an orphaned row belongs to does not exist, so services never
-# read the orphaned row.
+# A row is orphaned if the session, user or app row that it belongs to does not exist.  Services
+# never read orphaned rows.
 
 
-async def _find_rows_of_no_session(db: Database, span: Range, problems: Problems) -> None:
+async def _find_orphans_of_sessions(db: Database, span: Range, problems: Problems) -> None:
     """Report events and snapshots whose session row id is in *span* but does not exist."""
-    for session_row, count in await db.read(_events_of_none(span.bounds), span.parameters):
+    for session_row, count in await db.read(_orphaned_events(span.bounds), span.parameters):
         detail = f"{count} events belong to no session"
         problems.add(events.name, session_row, Reason.MISSING, detail)
-    for (session_row,) in await db.read(_bases_of_none(span.bounds), span.parameters):
+    for (session_row,) in await db.read(_orphaned_snapshots(span.bounds), span.parameters):
         problems.add(bases.name, session_row, Reason.MISSING, "it belongs to no session")
 
 
-async def _find_witnesses_of_nothing(db: Database, problems: Problems, meter: Meter) -> None:
+async def _find_orphaned_witnesses(db: Database, problems: Problems, meter: Meter) -> None:
     """Report version witnesses whose app, user or session does not exist."""
-    detail = "the row whose version it proves was removed"
+    detail = "the app, user or session row that it confirms was removed"
     size = db.limits.headers
     async for rows in batches(db, witnesses.c.tag, _witnesses, _WitnessTag, size):
         for row in rows:
@@ -263,7 +265,7 @@ async def _find_witnesses_of_nothing(db: Database, problems: Problems, meter: Me
         await meter.advance(len(rows))
 
 
-async def _find_data_keys_of_nobody(db: Database, problems: Problems, meter: Meter) -> None:
+async def _find_orphaned_data_keys(db: Database, problems: Problems, meter: Meter) -> None:
     """Report data keys whose app or user does not exist."""
     detail = "its owner's row was removed"
     if db.executors.has_key_database:
@@ -272,8 +274,8 @@ async def _find_data_keys_of_nobody(db: Database, problems: Problems, meter: Met
     async for rows in batches(db, data_keys.c.id, _data_keys, _DataKeyOwner, size):
         known = await _existing_owners(db, {row.owner for row in rows})
         lost = [row for row in rows if row.owner not in known and not _may_be_new(db, row)]
-        # An erasure may have deleted the owner while we read: it deletes the keys first, so those
-        # keys are gone now.  Report only keys that are still stored.
+        # An erasure may have deleted an owner after the data keys were read.  It deletes the data
+        # keys no later than the owner's row, so report only data keys that are still stored.
         there = {key.id for key in await read_data_keys(db.read_keys, [row.owner for row in lost])}
         for row in lost:
             if row.id in there or not isinstance(row.owner, bytes):
@@ -282,7 +284,7 @@ async def _find_data_keys_of_nobody(db: Database, problems: Problems, meter: Met
 
 
 def _may_be_new(db: Database, row: _DataKeyOwner) -> bool:
-    """Whether a service may be about to write the row of the key's owner (see `_GRACE`)."""
+    """Return whether a service may be about to write the row of the owner (see `_GRACE`)."""
     if not db.executors.has_key_database or not isinstance(row.created_at, int):
         return False
     return abs(time.time_ns() // 1000 - row.created_at) < _GRACE
@@ -314,8 +316,8 @@ def _users(bounds: Bounds) -> sa.Select[Any]:
 
 
 @functools.cache
-def _events_of_none(bounds: Bounds) -> sa.Select[Any]:
-    """Select row ids of sessions that do not exist but have events, with the number of events."""
+def _orphaned_events(bounds: Bounds) -> sa.Select[Any]:
+    """Select session row ids of events whose session does not exist, and count these events."""
     row = events.c.session_row
     query = sa.select(row, sa.func.count())
     query = query.where(*within(row, bounds), ~_exists(sessions.c.id == row))
@@ -323,7 +325,7 @@ def _events_of_none(bounds: Bounds) -> sa.Select[Any]:
 
 
 @functools.cache
-def _bases_of_none(bounds: Bounds) -> sa.Select[Any]:
+def _orphaned_snapshots(bounds: Bounds) -> sa.Select[Any]:
     row = bases.c.session_row
     query = sa.select(row).where(*within(row, bounds), ~_exists(sessions.c.id == row))
     return query.order_by(row)
@@ -345,7 +347,7 @@ def _data_keys(bounds: Bounds) -> sa.Select[Any]:
 
 @functools.cache
 def _owners(number: int) -> sa.CompoundSelect[Any]:
-    """Select the tags of apps and users, among a list of *number* tags."""
+    """Select the tags of existing apps and users from a list of *number* tags."""
     tags = (table.c.tag for table in (apps, users))
     return sa.union_all(*(sa.select(tag).where(is_one_of(tag, number)) for tag in tags))
 
