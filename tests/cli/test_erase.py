@@ -72,7 +72,7 @@ def test_missing_key_or_row_is_reported_and_exits_with_1(
     for option in (["--dry-run"], []):
         said = run("erase-user", "--db", file_url, *ADA, *option)
         assert said.code == 1
-        assert f"\n{missing} was missing: `verify` names rows that are left" in said.stdout
+        assert f"\n{missing} was missing: run `verify`, which lists any rows" in said.stdout
     assert query(place, "SELECT count(*) FROM secure_sessions") == [(0,)]
     assert run("verify", "--db", file_url, "--key", "env:OLD_KEY").code == 0
 

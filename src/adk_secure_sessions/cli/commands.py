@@ -23,7 +23,7 @@ _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks
 def _age(context: click.Context, parameter: click.Parameter, value: str) -> timedelta:
     match = re.fullmatch(r"(\d{1,6})([smhdw])", value)
     if match is None:
-        raise click.BadParameter("write a number and one of s, m, h, d, w, such as 90d")
+        raise click.BadParameter("write a number and a unit: s, m, h, d or w, such as 90d")
     return timedelta(**{_UNITS[match[2]]: int(match[1])})
 
 
@@ -58,7 +58,7 @@ def keygen(output: str | None) -> None:
 @with_keys(required=True)
 @on_database
 def init(db: Database, as_json: bool) -> None:
-    """Create the tables and master keys that are missing.  A second run changes nothing.
+    """Create the tables and master keys that do not exist.  A second run changes nothing.
 
     \b
     Example:
@@ -75,7 +75,7 @@ def init(db: Database, as_json: bool) -> None:
 @with_keys(required=False)
 @on_database
 def status(db: Database, as_json: bool, rows_per_second: float | None) -> None:
-    """Count rows and keys by the key that encrypts them.  No root key is needed.
+    """Count records by backend, and data keys by data master.  No root key is needed.
 
     With --key, the command also says which master keys can be unwrapped.  It then exits 1 if a
     master key cannot be unwrapped, or if the stored progress of an unfinished rotation was tampered
@@ -98,7 +98,7 @@ def status(db: Database, as_json: bool, rows_per_second: float | None) -> None:
 def verify(db: Database, as_json: bool, rows_per_second: float | None) -> None:
     """Decrypt every record, and name the rows that were modified, moved, removed or added.
 
-    Exits 1 if there are such rows.  The command leaves them unchanged.
+    Exits 1 if there are such rows.  The command leaves these rows unchanged.
 
     \b
     Example:
@@ -109,7 +109,8 @@ def verify(db: Database, as_json: bool, rows_per_second: float | None) -> None:
         *problem_lines(found.problems, found.bad),
         f"decrypted {counted(found.apps, 'app')}, {counted(found.users, 'user')} and "
         f"{counted(found.sessions, 'session')} with {counted(found.events, 'event')}",
-        f"bad: {counted(found.bad, 'row')}; could not be checked because of them: {found.unchecked}"
+        f"bad: {counted(found.bad, 'row')}; "
+        f"users and sessions that could not be checked because of bad rows: {found.unchecked}"
         if found.bad
         else "all rows are intact",
     ]
@@ -145,7 +146,7 @@ def lookup(db: Database, as_json: bool, app: str, user: str | None, session: str
 @click.option(
     "--row",
     metavar="KEY",
-    help="Row id; for events, the id of the session's row; for a witness, its tag.",
+    help="Id of the row; for events and snapshots, of the session's row; for a witness, its tag.",
 )
 @click.option(
     "--limit",
@@ -182,7 +183,7 @@ def inspect(db: Database, as_json: bool, table_name: str, row: str | None, limit
     required=True,
     callback=_age,
     metavar="AGE",
-    help="A number and s, m, h, d or w, such as 90d.",
+    help="A number and a unit: s, m, h, d or w.  Example: 90d.",
 )
 @with_dry_run
 @with_speed
@@ -197,7 +198,7 @@ def purge(
 ) -> None:
     """Delete sessions whose last event is older than AGE, with all their events.
 
-    Exits 1 if some of these sessions cannot be decrypted.  The command keeps them.
+    Exits 1 if some of these sessions cannot be decrypted.  The command keeps such sessions.
 
     \b
     Example:

@@ -17,16 +17,18 @@ from adk_secure_sessions.maintenance import Database
 @click.option("--user", required=True, metavar="ID", help="The id of one of the app's users.")
 @with_dry_run
 @click.option(
-    "--rewrite", is_flag=True, help="Rewrite the table of data keys, to clear its freed space."
+    "--rewrite",
+    is_flag=True,
+    help="Rewrite the table of data keys, to remove deleted keys from its free space.",
 )
 @with_keys(required=True)
 @on_database
 def erase_user(
     db: Database, as_json: bool, app: str, user: str, dry_run: bool, rewrite: bool
 ) -> None:
-    """Delete a user's data key and all records that it encrypts.
+    """Delete all data keys and rows of a user.
 
-    Exits 1 if the data key or the user's row was missing, or if --rewrite was not possible.
+    Exits 1 if the data keys or the user's own row were missing, or if --rewrite was not possible.
 
     \b
     Example:

@@ -1,4 +1,4 @@
-"""Options that several commands share, and the database and backends created from them."""
+"""Define the options that several commands share, and create databases and backends from them."""
 
 import functools
 import warnings
@@ -36,12 +36,15 @@ with_speed: Callable[[Command], Command] = click.option(
     help="Process at most this many rows per second.",
 )
 with_dry_run: Callable[[Command], Command] = click.option(
-    "--dry-run", is_flag=True, help="Say what would be done; change nothing."
+    "--dry-run", is_flag=True, help="Report what would be done, but change nothing."
 )
 
 
 def on_database(command: Command) -> Command:
-    """Add --db, --key-db and --json to *command*, which is called with `db` and `as_json`."""
+    """Add --db, --key-db and --json to *command*.
+
+    *command* is called with the arguments `db` (a `Database`) and `as_json`.
+    """
 
     @click.option("--db", envvar=DB_VARIABLE, required=True, metavar="URL", help=_DB_HELP)
     @click.option("--key-db", envvar=KEY_DB_VARIABLE, metavar="URL", help=_KEY_DB_HELP)
@@ -59,7 +62,7 @@ def on_database(command: Command) -> Command:
 def with_keys(*, required: bool) -> Callable[[Command], Command]:
     """Return a decorator that adds the options for root keys and backends.
 
-    Put it above `on_database`, which gives the backends to the database.
+    Apply it above `on_database`, which creates the database with these backends.
 
     Args:
         required: False if the command also works without a root key.
@@ -113,7 +116,8 @@ def _backends(
                 made.append(NoOpBackend())
         else:
             made += [_CIPHERS[name](root) for root in roots]
-    # With no-op as the only name, root keys must still unwrap master keys.  Any cipher can do that.
+    # If no-op is the only backend, the root keys must still unwrap master keys.  Backends with any
+    # cipher can do that.
     if not set(names) - {_NO_OP}:
         made += [AesGcmBackend(root) for root in roots]
     return made[0], made[1:]

@@ -18,17 +18,17 @@ LINE_EVERY = 10.0  # seconds between lines, if stderr is not a terminal
 
 
 def backend_name(backend_id: int | None) -> str:
-    """Return the name of our backend, "backend ID" for others, and "no record" for None."""
+    """Return a shipped backend's name, `backend ID` for another id, or `no record` for None."""
     if backend_id is None:
         return "no record"
     return _NAMES.get(backend_id, f"backend {backend_id}")
 
 
 def plain(value: Any) -> Any:
-    """Convert *value* for `json.dumps`; named tuples become dicts."""
+    """Convert *value* for `json.dumps`: named tuples to dicts, and bytes to hexadecimal."""
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         return {name: plain(item) for name, item in value._asdict().items()}
-    if isinstance(value, bytes):  # a tampered text column may hold bytes
+    if isinstance(value, bytes):  # from a text column that was tampered with
         return value.hex()
     return [plain(item) for item in value] if isinstance(value, tuple | list) else value
 
@@ -45,13 +45,13 @@ def show(result: Any, as_json: bool, lines: Iterable[str]) -> None:
 def without_controls(text: str) -> str:
     """Return *text* with control characters escaped.
 
-    A tampered database may hold escape sequences that a terminal would execute.
+    A tampered database may contain escape sequences that control the terminal.
     """
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def counted(number: int, noun: str) -> str:
-    """Return *number* and *noun*, such as `1 row` and `2 rows`."""
+    """Return *number* and *noun*, such as `1 row` or `2 rows`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 

@@ -1,4 +1,4 @@
-"""The group of all commands, and functions that run a command and print its error in one line."""
+"""The group of all commands, and functions that run a command and print an error in one line."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
@@ -14,7 +14,7 @@ from adk_secure_sessions.maintenance import Database
 
 T = TypeVar("T")
 
-# Modules of drivers.  Their error texts are safe to print: they never contain stored values.
+# Modules of database drivers.  Their error texts never contain stored values, so print them.
 _DRIVERS = ("asyncpg", "asyncmy", "psycopg", "sqlite3", "aiosqlite")
 
 
@@ -23,8 +23,8 @@ _DRIVERS = ("asyncpg", "asyncmy", "psycopg", "sqlite3", "aiosqlite")
 def main() -> None:
     """Maintain databases of encrypted sessions.
 
-    Exit status: 0 success, 1 something is wrong or left to do, 2 wrong usage, key or
-    configuration.
+    Exit status: 0 on success; 1 if something is wrong or left to do; 2 if the usage, a key or the
+    configuration is wrong.
     """
 
 
@@ -57,7 +57,7 @@ def run_with_progress(
     unit: str = "rows",
     **options: Any,
 ) -> T:
-    """Do the same as `run`, and show the progress of *work*; *unit* names what is counted."""
+    """Do the same as `run`, and show the progress of *work* in *unit* (such as rows)."""
     with progress(label, unit) as report:
         return run(db, lambda opened: work(opened, progress=report, **options))
 

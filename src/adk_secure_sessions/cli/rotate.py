@@ -1,6 +1,7 @@
 """The commands that replace keys, and that remove replaced keys."""
 
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,14 +19,19 @@ from adk_secure_sessions.cli.text import (
 )
 from adk_secure_sessions.maintenance import Database, DataRotation, MasterRotation
 
-_with_restart = click.option(
-    "--restart", is_flag=True, help="Begin a new rotation, even if the last one is unfinished."
-)
+
+def _with_rotation_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add all options of `rotate master` and `rotate data`."""
+    restart_help = "Begin a new rotation, even if the last one is unfinished."
+    restart = click.option("--restart", is_flag=True, help=restart_help)
+    for add_options in (on_database, with_keys(required=True), with_speed, with_dry_run, restart):
+        command = add_options(command)
+    return command
 
 
 @main.group()
 def rotate() -> None:
-    """Replace keys."""
+    """Replace root keys, data masters or data keys."""
 
 
 @rotate.command()
@@ -33,9 +39,10 @@ def rotate() -> None:
 @with_keys(required=True)
 @on_database
 def root(db: Database, as_json: bool, dry_run: bool) -> None:
-    """Wrap the master keys with the root key --key instead of the root key --also-key.
+    """Wrap the master keys with a new root key.
 
-    Running services are not interrupted.  Services that start need the new root key.
+    --key names the new root key, --also-key the old one.  Running services are not interrupted.
+    Services that start later need the new root key.
 
     \b
     Example:
@@ -47,16 +54,12 @@ def root(db: Database, as_json: bool, dry_run: bool) -> None:
 
 
 @rotate.command()
-@_with_restart
-@with_dry_run
-@with_speed
-@with_keys(required=True)
-@on_database
+@_with_rotation_options
 def master(db: Database, as_json: bool, dry_run: bool, **options: Any) -> None:
-    """Create a new data master key, and wrap the data keys of all users and apps with it.
+    """Create a new data master, and wrap the data keys of all users and apps with it.
 
     Running services are not interrupted.  If this command is killed, the next run continues its
-    work.  Exits 1 if data keys are left under another data master key.
+    work.  Exits 1 if data keys are left under another data master.
 
     \b
     Example:
@@ -69,16 +72,12 @@ def master(db: Database, as_json: bool, dry_run: bool, **options: Any) -> None:
 
 
 @rotate.command()
-@_with_restart
-@with_dry_run
-@with_speed
-@with_keys(required=True)
-@on_database
+@_with_rotation_options
 def data(db: Database, as_json: bool, dry_run: bool, **options: Any) -> None:
     """Create new data keys of --backend for all users and apps, and re-encrypt their records.
 
     Running services are not interrupted.  If this command is killed, the next run continues its
-    work.  Exits 1 if records are left under older keys, or of another backend.
+    work.  Exits 1 if records are left under older keys or another backend.
 
     \b
     Example:
@@ -101,9 +100,9 @@ def _exit(done: MasterRotation | DataRotation, dry_run: bool) -> None:
 @with_speed
 @on_database
 def retire(db: Database, as_json: bool, dry_run: bool, **options: Any) -> None:
-    """Remove the data keys and data master keys that were replaced and are no longer needed.
+    """Remove the data keys and data masters that were replaced and that no row needs any more.
 
-    No root key is needed.  Exits 1 if replaced keys are still needed.  The command keeps them.
+    No root key is needed.  The command keeps replaced keys that are still needed, and then exits 1.
 
     \b
     Example:

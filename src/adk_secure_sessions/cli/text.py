@@ -75,7 +75,7 @@ def root_rotation_lines(done: RootRotation, dry_run: bool) -> Iterator[str]:
     for number in done.unchanged:
         yield f"master key {number} was already wrapped by {done.root_key_id}"
     for number in done.plaintext:
-        yield f"master key {number} is stored as plaintext, and was left so"
+        yield f"master key {number} is stored as plaintext, and was left unchanged"
 
 
 def master_rotation_lines(done: MasterRotation, dry_run: bool) -> Iterator[str]:
@@ -138,7 +138,7 @@ def erasure_lines(done: Erasure, dry_run: bool) -> Iterator[str]:
     else:
         yield "there is no such user"
     if missing := missing_from(done):
-        yield f"{missing} was missing: `verify` names rows that are left of the user, if any are"
+        yield f"{missing} was missing: run `verify`, which lists any rows of the user that remain"
     if done.cleared:
         yield "freed space does not hold the wrapped data key"
     elif not dry_run:
@@ -146,7 +146,7 @@ def erasure_lines(done: Erasure, dry_run: bool) -> Iterator[str]:
 
 
 def missing_from(done: Erasure) -> str:
-    """Return the part of a user that was missing; "" if all parts or none existed."""
+    """Return which part of the user did not exist; "" if all parts existed, or none."""
     if not done.rows or (done.users and done.data_keys):
         return ""
     return "the data key" if done.users else "the user's own row"
