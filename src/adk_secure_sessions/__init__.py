@@ -68,8 +68,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Imported on first use: importing google-adk takes seconds, and the command line does not need
-    # google-adk.
+    # The service is imported on first use, because it imports google-adk.  That takes seconds, and
+    # the command line does not need google-adk.
     if name == "EncryptedSessionService":
         from adk_secure_sessions.service import EncryptedSessionService
 

@@ -1,7 +1,8 @@
 """The exceptions of this library: one class for each case that a caller handles differently.
 
-Facts are attributes, and messages are made from them.  A message names table rows and key ids, and
-says what to do next.  It never contains plaintext, ciphertext, keys, user ids or session ids.
+An error carries its facts as attributes, and its message repeats them.  A message names tables, row
+keys and key ids, and says what to do next.  No message contains plaintext, ciphertext, keys, user
+ids or session ids.
 """
 
 from enum import StrEnum
@@ -9,10 +10,10 @@ from typing import Self
 
 
 class SecureSessionError(Exception):
-    """Base class: `except SecureSessionError` catches every exception of this library.
+    """Base class of all public exceptions of this library.
 
     Attributes:
-        retryable: Whether the same call may succeed later without any change by the caller.
+        retryable: Whether the same call may succeed if the caller repeats it later.
     """
 
     retryable: bool = False
@@ -32,29 +33,30 @@ class ConfigurationError(SecureSessionError, ValueError):
 class WrongKeyError(SecureSessionError):
     """The root key does not decrypt this database's keyring, or the keyring was tampered with.
 
-    Nothing was written.  The message names the root key that is needed.
+    Nothing was written.  The message names the root key that is missing or wrong, or the table to
+    restore from a backup.
     """
 
 
 class KeyServiceError(SecureSessionError):
     """A key service, or another key provider, failed.
 
-    The message names the root key and says what to check.  It does not quote the key service's
-    own error.
+    The message names the root key and says what to check.  It does not quote the error of the key
+    service.
     """
 
 
 class Reason(StrEnum):
-    """Why a stored value was rejected: the values of `DecryptionError.reason`."""
+    """Reasons to reject a stored value, for `DecryptionError.reason`."""
 
     AUTHENTICATION = "authentication"
     """The value was modified or moved, or the key is wrong."""
 
     MALFORMED = "malformed"
-    """No release of this package writes such a value."""
+    """The value does not have the stored format of any release of this package."""
 
     MISMATCH = "mismatch"
-    """Rows that belong together disagree: one of them was replayed or replaced."""
+    """Two rows that must match do not match: one of them was replayed or replaced."""
 
     MISSING = "missing"
     """A row or a value is missing, although other rows prove that it existed."""
@@ -73,20 +75,20 @@ class Reason(StrEnum):
 
 
 class DecryptionError(SecureSessionError):
-    """A stored value cannot be decrypted or is not authentic; it was left unchanged.
+    """A stored value cannot be decrypted or is not authentic; the value was left unchanged.
 
-    Catch this class where the cause does not matter.  To repair the database, restore the whole
-    database from a backup: an older copy of a single row would be rejected, too.
+    To repair the database, restore the whole database from a backup.  An older copy of a single
+    row would be rejected, too.
 
     Attributes:
-        detail: The message without the table and row.
+        detail: The message without the table and the row.
         reason: Why the value was rejected.
         table: The table of the rejected row; None if it is not known.
         row: The primary key of the rejected row as text (for `secure_witnesses`, the row's blind
             index in hexadecimal); None if it is not known.
     """
 
-    # Defaults, also for a third party's subclass that does not call `__init__`.
+    # Class attributes, so that a third party's subclass has them without calling `__init__`.
     reason: Reason = Reason.AUTHENTICATION
     table: str | None = None
     row: str | None = None
@@ -119,16 +121,19 @@ class DecryptionError(SecureSessionError):
         return error
 
     def about(self, part: str) -> Self:
-        """Return a copy whose message begins with the rejected part; call it before `located`."""
+        """Return a copy whose message begins with *part*, a name of the rejected value.
+
+        Call `about` before `located`: the copy's message does not repeat the table and the row.
+        """
         error = self._copy(f"{part}: {self.__dict__.get('detail', self)}")
         error.detail = str(error)
         return error
 
     def _copy(self, text: str) -> Self:
-        """Return a copy with another message.
+        """Return a copy with the message *text*.
 
-        Only our own attributes are copied: a third party's cipher may raise a subclass with
-        attributes or notes that hold secrets.
+        Only the attributes of this class are copied.  A third party's cipher may raise a subclass
+        whose other attributes or notes hold secrets.
         """
         error = type(self).__new__(type(self), text)
         error.detail = str(self.__dict__.get("detail", self))

@@ -1,4 +1,4 @@
-"""Locks for services used by several event loops, and ways to wait until work has ended."""
+"""Locks for services that several event loops use, and functions that wait for work to end."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
@@ -10,20 +10,20 @@ T = TypeVar("T")
 
 
 class LoopLocks:
-    """One lock for each pair of event loop and key, created on first use.
+    """Locks by event loop and key, created on first use.
 
     A lock that no task holds or waits for is removed, so unused keys take no memory.
     """
 
     def __init__(self) -> None:
-        # For each lock, a list of one number: how many tasks hold the lock or wait for it.
+        # The list beside each lock has one number: how many tasks hold the lock or wait for it.
         self._loops: WeakKeyDictionary[
             asyncio.AbstractEventLoop, dict[Hashable, tuple[asyncio.Lock, list[int]]]
         ] = WeakKeyDictionary()
 
     @asynccontextmanager
     async def hold(self, key: Hashable) -> AsyncIterator[None]:
-        """Hold the lock of *key*.  Tasks of other event loops are not excluded."""
+        """Hold the lock of *key* during the block.  Tasks of other event loops do not wait."""
         locks = self._loops.setdefault(asyncio.get_running_loop(), {})
         lock, users = locks.setdefault(key, (asyncio.Lock(), [0]))
         users[0] += 1
@@ -41,17 +41,17 @@ async def await_to_end(
     on_result_after_cancel: Callable[[T], None] | None,
     has_begun: Callable[[], bool] = lambda: True,
 ) -> T:
-    """Await *task*; if the caller is cancelled, first wait until *task* has ended.
+    """Await *task*; if the caller is cancelled, wait until *task* has ended, then raise.
 
     Args:
         task: The work to wait for.
-        on_result_after_cancel: If the caller was cancelled, called with the result of *task*
-            before CancelledError is raised.
+        on_result_after_cancel: If the caller was cancelled and *task* returned a result, called
+            with that result before CancelledError is raised.
         has_begun: Returns True once *task* has reached the part that must not be interrupted.
             Before that, cancelling the caller also cancels *task*.
 
     Raises:
-        asyncio.CancelledError: The caller was cancelled; an error of *task* is then ignored.
+        asyncio.CancelledError: The caller was cancelled.  An error of *task* is then ignored.
         Exception: Whatever *task* raises.
     """
     try:
@@ -68,7 +68,7 @@ async def await_to_end(
 async def wait_ignoring_cancel(
     wait: Callable[[], Awaitable[object]], is_done: Callable[[], bool]
 ) -> None:
-    """Call and await *wait* until *is_done* returns True, and ignore cancellations."""
+    """Repeat `await wait()` until *is_done* returns True; ignore cancellations of the caller."""
     while not is_done():
         try:
             await wait()
@@ -77,11 +77,11 @@ async def wait_ignoring_cancel(
 
 
 async def at_once(*awaitables: Awaitable[T]) -> list[T]:
-    """Await all of *awaitables* at the same time and return their results, in order.
+    """Await all *awaitables* at the same time, and return their results in the same order.
 
     Raises:
-        BaseException: The first error among them, raised after all have ended.  `asyncio.gather`
-            alone would raise while others still run.
+        BaseException: The error of the first argument that failed.  It is raised after all
+            awaitables have ended; `asyncio.gather` alone would raise while others still run.
     """
     answers = await asyncio.gather(*awaitables, return_exceptions=True)
     results = []

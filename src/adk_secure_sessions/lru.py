@@ -10,8 +10,8 @@ V = TypeVar("V")
 class Lru(Generic[K, V]):
     """A cache of at most *limit* entries; several threads may use it at once.
 
-    No lock is needed: each call on the `OrderedDict` is atomic.  Between two calls, another thread
-    may remove the entry; the second call then raises `KeyError`, which is ignored.
+    No lock is needed, because each call on the `OrderedDict` is atomic.  If another thread removes
+    an entry between two calls, the second call raises `KeyError`, which is ignored.
     """
 
     def __init__(self, limit: int) -> None:
@@ -19,7 +19,7 @@ class Lru(Generic[K, V]):
         self._entries: OrderedDict[K, V] = OrderedDict()
 
     def get(self, key: K) -> V | None:
-        """Return the value of *key*, or None, and make its entry the most recently used."""
+        """Return the value of *key*, and mark it as most recently used; None if it has no entry."""
         value = self._entries.get(key)
         if value is not None:
             try:
@@ -29,7 +29,7 @@ class Lru(Generic[K, V]):
         return value
 
     def put(self, key: K, value: V) -> None:
-        """Store *value* under *key*; beyond the limit, remove the least recently used entries."""
+        """Store *value* under *key*.  Beyond the limit, remove the least recently used entry."""
         self._entries[key] = value
         try:
             self._entries.move_to_end(key)

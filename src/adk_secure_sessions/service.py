@@ -1,4 +1,4 @@
-"""`EncryptedSessionService`: implements ADK's session contract on top of `storage`."""
+"""`EncryptedSessionService`, which implements ADK's `BaseSessionService` with `storage`."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -53,29 +53,33 @@ _STALE = (
 class EncryptedSessionService(BaseSessionService):
     """A drop-in for ADK's `DatabaseSessionService` that encrypts everything with `backend`.
 
-    `prepare_tables`, or otherwise the first operation, opens the database and creates its tables.
-    That call raises `WrongKeyError` if the root key is wrong.  Every operation raises
-    `DecryptionError` if a row that it needs was tampered with.  If the installed google-adk has a
-    method that this release does not know, that method raises `NotImplementedError`.
+    `prepare_tables` opens the database and creates its tables.  If you do not call it, the first
+    operation does the same.  If the root key is wrong, the call that opens the database raises
+    `WrongKeyError`.  Every operation raises `DecryptionError` if a row that it needs was tampered
+    with.  If the installed google-adk has a method that this release does not implement, the
+    method raises `NotImplementedError`.
 
-    Many tasks may use one service.  On a server database they must share one event loop.
+    Many tasks may use one service at the same time.  With a database server, all these tasks must
+    run in one event loop.
 
     Args:
         db_url: A database URL such as `sqlite+aiosqlite:///sessions.db`, or `:memory:`.
         backend: Encrypts everything that is written.
         additional_backends: Other backends whose records may be read, for example while you
             change from one backend to another.
-        db_engine: Your own engine, instead of `db_url`; the service does not close it.
+        db_engine: Your own SQLAlchemy `AsyncEngine`, instead of `db_url`.  The service does not
+            close the engine.
         key_db_url: A separate database for the keys, so that a copy of the data alone cannot be
             decrypted.
-        key_db_engine: Your own engine for the key database, instead of `key_db_url`.
-        create_tables: Create missing tables; if False, a missing table is an error.
-        skip_unreadable_sessions: In listings, log sessions that cannot be decrypted and leave
-            them out, instead of raising.
-        session_cache_size: Number of sessions to cache.  Appending to a cached session needs no
-            read.
-        data_key_cache_size: Number of users and apps whose data keys are cached.
-        engine_kwargs: Options of the engine that is created for `db_url`.
+        key_db_engine: Your own `AsyncEngine` for the key database, instead of `key_db_url`.
+        create_tables: Create missing tables.  If False, a missing table raises
+            `ConfigurationError` when the database is opened.
+        skip_unreadable_sessions: If a session cannot be decrypted, `list_sessions` logs the error
+            and omits the session, instead of raising `DecryptionError`.
+        session_cache_size: Maximum number of sessions to cache.  Appending to a cached session
+            needs no read.
+        data_key_cache_size: Maximum number of users and apps whose data keys are cached.
+        engine_kwargs: Options of `sqlalchemy.create_engine` for the engine of `db_url`.
 
     Raises:
         ConfigurationError: An argument cannot be used as given.
@@ -112,10 +116,10 @@ class EncryptedSessionService(BaseSessionService):
         self._locks = LoopLocks()
 
     async def prepare_tables(self) -> None:
-        """Open the database now, instead of with the first operation.
+        """Open the database and create its tables, before the first operation does so.
 
         Raises:
-            WrongKeyError: The root key does not unwrap this database's keyring; nothing was
+            WrongKeyError: The root key does not unwrap the keyring of this database.  Nothing was
                 written.
             PlaintextRefusedError: The database's master keys are stored as plaintext, and
                 `NoOpBackend` is not listed.
@@ -137,16 +141,16 @@ class EncryptedSessionService(BaseSessionService):
         Args:
             app_name: The app's name, stored as plaintext.
             user_id: The user's id: any text, stored encrypted.
-            state: JSON values by key.  A value of another type is stored as its text, with a
-                warning in the log.  Keys that start with `app:` are stored in the app's state,
-                which all sessions of the app share; keys that start with `user:` in the user's
-                state, which all sessions of the user share.  Keys that start with `temp:` are
-                not stored.
-            session_id: The session's id: any text, stored encrypted.  None for a new UUID.
+            state: JSON values by key.  A value without JSON form is stored as its text, and a
+                warning is logged.  Keys that start with `app:` are stored in the app's state,
+                which all sessions of the app share.  Keys that start with `user:` are stored in
+                the user's state, which all sessions of the user share.  Keys that start with
+                `temp:` are not stored.
+            session_id: The session's id: any text, stored encrypted.  If None, a new UUID.
 
         Returns:
-            The session, without events.  Its state includes the app's and the user's state, under
-            keys that start with `app:` and `user:`.
+            The session, without events.  Its state includes the app's state and the user's state,
+            under keys that start with `app:` and `user:`.
 
         Raises:
             AlreadyExistsError: The user already has a session with this id.
@@ -192,7 +196,7 @@ class EncryptedSessionService(BaseSessionService):
                 `after_timestamp`, in seconds since 1970, leaves out events before that time.
 
         Returns:
-            The session, oldest event first; None if there is no such session.
+            The session with its events, oldest first; None if there is no such session.
 
         Raises:
             DecryptionError: A row of the session was tampered with or removed.
@@ -204,7 +208,7 @@ class EncryptedSessionService(BaseSessionService):
         limit = config.num_recent_events if config else None
         after = config.after_timestamp if config else None
         if limit == 0 or not after:
-            # Like ADK: with limit 0 there are no events to filter, and an `after_timestamp` of 0
+            # With limit 0, there are no events to filter.  As in ADK, an `after_timestamp` of 0
             # means no filter.
             after = None
         found = await self._store.get(
@@ -213,7 +217,8 @@ class EncryptedSessionService(BaseSessionService):
             session_id,
             events.decode,
             limit=limit,
-            # Stored times are rounded: read from one microsecond earlier, then filter exactly.
+            # Stored times are rounded to microseconds: read events from one microsecond earlier,
+            # then compare the exact times below.
             after=None if after is None else _microseconds(after) - 1,
         )
         if found is None:
@@ -248,9 +253,9 @@ class EncryptedSessionService(BaseSessionService):
         return ListSessionsResponse(sessions=[_session(app_name, view) for view in views])
 
     async def delete_session(self, *, app_name: str, user_id: str, session_id: str) -> None:
-        """Delete a session and its events; keep the user's and the app's state.
+        """Delete a session and its events, but not the user's or the app's state.
 
-        Deleting a session that does not exist is no error.
+        If the session does not exist, do nothing.
 
         Raises:
             DecryptionError: The session's row cannot be decrypted; nothing was deleted.
@@ -260,7 +265,7 @@ class EncryptedSessionService(BaseSessionService):
         await self._store.delete(app_name, user_id, session_id)
 
     async def get_user_state(self, *, app_name: str, user_id: str) -> dict[str, Any]:
-        """Return the user's state, its keys without `user:`; `{}` for an unknown user.
+        """Return the user's state, with keys without the prefix `user:`; `{}` for an unknown user.
 
         Raises:
             DecryptionError: The user's row was tampered with.
@@ -272,21 +277,22 @@ class EncryptedSessionService(BaseSessionService):
     async def append_event(self, session: Session, event: Event) -> Event:
         """Store `event`, then apply it to `session`.
 
-        If storing fails, only the keys of `session.state` that start with `temp:` have changed.
+        If storing fails, `session` is unchanged, except for the keys of `session.state` that start
+        with `temp:`.
 
         Args:
             session: A session that this service returned.
             event: The event to store.  Its `actions.state_delta` is merged into the stored states,
                 key by key.  Keys that start with `temp:` are not stored: they are removed from
-                `event` and set in `session.state`.  A partial event is returned without being
-                stored or applied.
+                `event` and set in `session.state`.  A partial event is neither stored nor applied.
 
         Returns:
             `event` itself.
 
         Raises:
             SessionNotFoundError: The session does not exist (any more).
-            StaleSessionError: Another append changed the stored session: get it again.
+            StaleSessionError: The stored session has changed since `session` was loaded.  Load it
+                again with `get_session`.
             DecryptionError: A row that the event would change was tampered with; nothing was
                 stored.
             ValueError: The event's timestamp is not a valid time, or an id is not a string.
@@ -303,8 +309,8 @@ class EncryptedSessionService(BaseSessionService):
         who = (session.app_name, session.user_id, session.id)
         _check_ids(*who)
 
-        # Parallel agents may append to the same session object: each append needs the marker that
-        # the append before it has set.
+        # Parallel agents may append to the same session object.  Each append needs the
+        # `_storage_update_marker` that the previous append has set, so appends wait in turn.
         async with self._locks.hold(who):
             await self._append(session, event)
         return event
@@ -340,10 +346,12 @@ class EncryptedSessionService(BaseSessionService):
         raise error
 
     async def _expected_of_unmarked(self, session: Session) -> Expected:
-        """Return the stored row key and revision for a session object that has no marker.
+        """Return the row key and revision of the stored session, for an object without a marker.
 
-        Raises StaleSessionError unless both have the same last event, or the object has no events
-        and both were last updated at the same time.
+        Raises StaleSessionError unless the object and the stored session have the same last event.
+        If the object has no events, both must have the same time of the last update instead.
+
+        Raises SessionNotFoundError if the session is not stored.
         """
         found = await self._store.get(
             session.app_name, session.user_id, session.id, events.decode, limit=1
@@ -353,18 +361,18 @@ class EncryptedSessionService(BaseSessionService):
         view, last = found
         known, stored = session.events[-1:], view.session
         same_end = [event.id for event in known] == [event.id for event in last]
-        # For example, the object was read without events, and lost its marker when it was
-        # converted to JSON and back.
+        # A session object may have been read without events.  If it was then converted to JSON and
+        # back, it has lost its marker.
         same_time = not known and stored.updated_at == _microseconds(session.last_update_time)
         if not (same_end or same_time):
             raise StaleSessionError(_STALE)
         return Expected(stored.id, stored.revision)
 
     async def flush(self) -> None:
-        """Do nothing: `append_event` returns only once the event is stored."""
+        """Do nothing: `append_event` returns after the event is stored."""
 
     async def close(self) -> None:
-        """Close the connections and forget all keys; a later call opens the database again."""
+        """Close the connections and discard all keys; a later call opens the database again."""
         await self._store.close()
 
     async def __aenter__(self) -> Self:
@@ -383,7 +391,7 @@ def _unsupported(name: str) -> Callable[..., Never]:
     def method(*args: object, **kwargs: object) -> Never:
         raise NotImplementedError(
             f"this release of adk-secure-sessions does not implement {name}(), which the installed "
-            "google-adk has: it is rejected, because ADK's own implementation would bypass "
+            "google-adk has: the call is rejected, because ADK's own implementation would bypass "
             "encryption"
         )
 
@@ -391,11 +399,10 @@ def _unsupported(name: str) -> Callable[..., Never]:
 
 
 def _reject_unknown_methods(service: type) -> None:
-    """Override each public method that *service* inherits from ADK with one that raises.
+    """Override each public method that *service* inherits from ADK by a stub.
 
-    A later google-adk may add a method to its base class; its implementation does not encrypt, so
-    it must not run.  This function runs once, when this module is imported: a test adds such a
-    method to the base class before it imports this module.
+    The stub raises NotImplementedError.  A later google-adk may add a method to the base class.
+    ADK's implementation of that method would not encrypt, so it must not run.
     """
     for base in BaseSessionService.__mro__:
         for name in vars(base) if base is not object else ():
@@ -413,7 +420,10 @@ def _check_ids(app_name: object, user_id: object, session_id: object) -> None:
 
 
 def _microseconds(timestamp: float) -> int:
-    """Convert seconds to microseconds, rounded like `datetime.fromtimestamp`, which ADK uses."""
+    """Convert seconds since 1970 to microseconds; raise ValueError for an impossible time.
+
+    Rounding is the same as in `datetime.fromtimestamp`, which ADK uses.
+    """
     if not math.isfinite(timestamp) or abs(timestamp) > 9e12:
         raise ValueError("the timestamp is not a possible time in seconds")
     fraction, seconds = math.modf(timestamp)
@@ -421,6 +431,10 @@ def _microseconds(timestamp: float) -> int:
 
 
 def _marker(stored: StoredSession) -> str:
+    """Return a session object's `_storage_update_marker`: the stored row key and revision.
+
+    ADK keeps this text in the session object, and `append_event` compares it with the stored row.
+    """
     return f"{stored.id:x}.{stored.revision}"
 
 
@@ -429,7 +443,7 @@ def _parse_marker(marker: str | None) -> Expected:
     try:
         return Expected(int(row, 16), int(revision))
     except ValueError:
-        # The marker of another service.  No row has the key -1, so appending raises
+        # Another session service made this marker.  No row has the key -1, so `append_event` raises
         # StaleSessionError.
         return Expected(-1, -1)
 
@@ -445,7 +459,7 @@ def _session(app_name: str, view: View, history: list[Event] | None = None) -> S
         events=[],
         last_update_time=stored.updated_at / 1_000_000,
     )
-    # Not passed to Session(): pydantic would validate each Event again.
+    # Not an argument of Session(): pydantic would validate each Event again.
     session.events = history or []
     session._storage_update_marker = _marker(stored)
     return session

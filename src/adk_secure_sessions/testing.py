@@ -1,4 +1,4 @@
-"""Test helper for authors of key providers: `check_key_provider` tries the provider's rules."""
+"""A test helper for authors of key providers: `check_key_provider`."""
 
 import asyncio
 import base64
@@ -20,28 +20,29 @@ async def check_key_provider(
     hidden: Collection[str | bytes] = (),
     every: int = 1,
 ) -> None:
-    """Check a key provider: use it like `EncryptedSessionService`, and tamper with its results.
+    """Check that a key provider follows the rules of `KeyProvider`.
 
-    The check unwraps two modified keys for each byte of a wrapped key, so it makes a few hundred
-    calls; a larger `every` makes fewer.
+    The check wraps and unwraps keys as `EncryptedSessionService` does, and tests that the provider
+    rejects modified wrapped keys.  It modifies each byte of a wrapped key in two ways, so it makes
+    a few hundred calls.
 
     Args:
         make: Returns a new provider in each call, always for the same root key.
-        other: Returns a provider for another root key.  The check then also tests that neither
-            provider unwraps the keys of the other.
+        other: Returns a new provider in each call, for another root key.  If given, the check also
+            tests that neither provider unwraps the keys of the other.
         hidden: Secrets that the provider holds, such as keys, tokens and passwords.  The check
-            tests that they do not appear in its `repr`, its `key_id` or a pickle.
-        every: Modify only every n-th byte of a wrapped key; 1 modifies each byte.
+            tests that they do not appear in its `repr`, its `str`, its `key_id` or a pickle.
+        every: The step between two modified bytes.  A larger step makes fewer calls.
 
     Raises:
         AssertionError: The provider breaks a rule; the message names the first such rule.
-        Exception: A call that must succeed failed; the provider's own error is raised unchanged.
+        Exception: A call that must succeed failed.  The provider's own error is raised unchanged.
     """
     provider, key = make(), secrets.token_bytes(32)
     _check_key_id(make, provider)
     wrapped = await provider.wrap(key, _CONTEXT)
     _check_wrap(key, wrapped)
-    _rule(await provider.wrap(key, _CONTEXT) != wrapped, "two wraps of one key must differ")
+    _rule(await provider.wrap(key, _CONTEXT) != wrapped, "must return wraps of one key that differ")
     for length in (0, 1, 255, 1000):
         context = secrets.token_bytes(length)
         await _check_returned(make(), await provider.wrap(key, context), context, key)
@@ -80,7 +81,8 @@ async def _check_returned(
         again = await provider.unwrap(wrapped, context)
     except (DecryptionError, WrongKeyError):
         again = b""
-    rule = f"created again, must unwrap the key, with {len(context)} bytes of associated data"
+    size = len(context)
+    rule = f"must unwrap the key after it is created again, with {size} bytes of associated data"
     _rule(again == key, rule)
 
 

@@ -329,11 +329,11 @@ async def test_replayed_checkpoint_does_not_pass_for_a_new_rotation(
         again = await ROTATIONS[name](maintained)
         assert again.resumed, "it must report that it continued"
         assert again.since == first.since < began
-        anew = await ROTATIONS[name](maintained, restart=True)
-        assert anew.resumed is False
-        assert anew.since >= began
+        restarted = await ROTATIONS[name](maintained, restart=True)
+        assert restarted.resumed is False
+        assert restarted.since >= began
     rotated = [
-        getattr(done, "rotated", 0) + getattr(done, "reencrypted", 0) for done in (again, anew)
+        getattr(done, "rotated", 0) + getattr(done, "reencrypted", 0) for done in (again, restarted)
     ]
     assert rotated[0] == 0 < rotated[1]
 

@@ -17,7 +17,7 @@ from adk_secure_sessions.cli.text import retirement_lines
 from adk_secure_sessions.maintenance import KeptKey, Retirement, rotate_data, rotate_master
 from adk_secure_sessions.storage.schema import metadata
 from tests.cli.support import Said, commands, on, run
-from tests.maintenance.support import OLD, clear_backend, fill, interrupt, query, run_sql
+from tests.maintenance.support import OLD, fill, interrupt, plaintext_backend, query, run_sql
 
 WITH_FERNET = ["--also-backend", "fernet"]
 ROTATIONS: dict[str, Any] = {"master": rotate_master, "data": rotate_data}
@@ -106,7 +106,7 @@ def test_dry_run_says_what_would_be_done_and_writes_nothing(
 
 
 def test_plaintext_database_is_moved_to_an_encrypting_backend(file_url: str) -> None:
-    asyncio.run(fill(file_url, clear_backend()))
+    asyncio.run(fill(file_url, plaintext_backend()))
     new = [*on(file_url), "--also-backend", "no-op"]
     assert run("rotate", "master", *new).code == 0
     assert run("rotate", "data", *new).code == 0
@@ -360,7 +360,7 @@ def test_rotation_with_a_wrong_key_writes_nothing(name: str, file: str, file_pla
 
 
 def test_master_key_under_no_root_key_is_rejected(file_url: str) -> None:
-    asyncio.run(fill(file_url, clear_backend()))
+    asyncio.run(fill(file_url, plaintext_backend()))
     rejected = run("rotate", "master", "--db", file_url, "--backend", "no-op")
     assert (rejected.code, "no root key" in rejected.stderr) == (2, True)
 
@@ -386,7 +386,7 @@ def test_progress_of_retire_counts_owners(
 def test_rotation_from_plaintext_without_a_data_master_key_says_what_to_do(
     file_url: str,
 ) -> None:
-    asyncio.run(fill(file_url, clear_backend()))
+    asyncio.run(fill(file_url, plaintext_backend()))
     rejected = run("rotate", "data", *on(file_url), "--also-backend", "no-op")
     assert (rejected.code, "rotate master" in rejected.stderr) == (2, True)
 

@@ -95,7 +95,7 @@ def not_found(kind: Kind) -> type[Exception]:
 
 
 @contextmanager
-def refused_as_stale() -> Iterator[None]:
+def rejected_as_stale() -> Iterator[None]:
     """Expect the error that a stale session object is rejected with."""
     with pytest.raises(STALE) as rejection:
         yield

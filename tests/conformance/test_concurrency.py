@@ -20,7 +20,7 @@ from tests.conformance.support import (
     listed,
     only_ours,
     reference_fails,
-    refused_as_stale,
+    rejected_as_stale,
     reload,
     together,
 )
@@ -335,7 +335,7 @@ async def test_cancelled_append_leaves_its_session_object_as_storage_has_it_or_s
             await service.append_event(session, event("goes on"))
         else:
             assert session == before
-            with refused_as_stale():
+            with rejected_as_stale():
                 await service.append_event(session, event("late"))
 
 

@@ -12,7 +12,7 @@ from tests.conformance.support import (
     find,
     listed,
     not_found,
-    refused_as_stale,
+    rejected_as_stale,
     reload,
 )
 
@@ -100,11 +100,11 @@ async def test_handle_from_before_deletion_stays_stale_for_the_recreated_session
         await service.append_event(old, event(str(n)))
     await delete(service, old)
     new = await create(service, "s", state={"k": "new"})
-    with refused_as_stale():
+    with rejected_as_stale():
         await service.append_event(old, event("too late", delta={"k": "too late"}))
     for n in range(appended):
         await service.append_event(new, event(str(n)))
-    with refused_as_stale():
+    with rejected_as_stale():
         await service.append_event(old, event("too late", delta={"k": "too late"}))
     assert await reload(service, new) == new
     assert new.state == {"k": "new"}
@@ -130,6 +130,6 @@ async def test_session_deleted_by_one_service_is_gone_for_another(
     with pytest.raises(not_found(kind)):
         await another_service.append_event(seen, event("text"))
     recreated = await create(another_service)
-    with refused_as_stale():
+    with rejected_as_stale():
         await service.append_event(session, event("text"))
     assert await reload(service, session) == recreated

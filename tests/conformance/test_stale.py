@@ -17,7 +17,7 @@ from tests.conformance.support import (
     marker,
     not_found,
     reference_fails,
-    refused_as_stale,
+    rejected_as_stale,
     reload,
 )
 
@@ -45,7 +45,7 @@ async def test_stale_copy_is_rejected_and_changes_nothing_but_temp_keys(
     await service.append_event(session, event("first", delta={"k": 1}))
 
     late = event("late", delta={"k": 2, "app:a": 2, "user:u": 2, "temp:t": 2})
-    with refused_as_stale():
+    with rejected_as_stale():
         await service.append_event(stale, late)
     assert stale.state == {"k": 0, "temp:t": 2}
     assert late.actions.state_delta == {"k": 2, "app:a": 2, "user:u": 2}
@@ -73,7 +73,7 @@ async def test_rejected_event_is_accepted_after_a_reload(service: BaseSessionSer
     stale = await reload(service, session)
     await service.append_event(session, event("first", delta={"k": 1}))
     late = event("late", delta={"l": 2})
-    with refused_as_stale():
+    with rejected_as_stale():
         await service.append_event(stale, late)
     fresh = await reload(service, stale)
     await service.append_event(fresh, late)
@@ -90,7 +90,7 @@ async def test_stale_copy_stays_stale_however_often_it_tries(
     stale = await reload(service, session)
     await service.append_event(session, event("first"))
     for _ in range(3):
-        with refused_as_stale():
+        with rejected_as_stale():
             await service.append_event(stale, event("late"))
     assert await reload(service, session) == session
 
@@ -104,7 +104,7 @@ async def test_copy_from_creation_is_stale_after_many_appends(
         await service.append_event(session, event(str(n)))
         copies.append(session.model_copy(deep=True))
     for stale in copies[:-1]:
-        with refused_as_stale():
+        with rejected_as_stale():
             await service.append_event(stale, event("late"))
     await service.append_event(copies[-1], event("in time"))
     assert len((await reload(service, session)).events) == 5
@@ -114,7 +114,7 @@ async def test_listed_copy_is_stale_after_an_append(service: BaseSessionService)
     session = await create(service)
     (stale,) = (await service.list_sessions(app_name=APP, user_id=USER)).sessions
     await service.append_event(session, event("first"))
-    with refused_as_stale():
+    with rejected_as_stale():
         await service.append_event(stale, event("late"))
 
 
@@ -124,7 +124,7 @@ async def test_write_at_an_equal_time_is_detected(service: BaseSessionService) -
     await service.append_event(session, event("first", timestamp=START))
     stale = await reload(service, session)
     await service.append_event(session, event("second", timestamp=START))
-    with refused_as_stale():
+    with rejected_as_stale():
         await service.append_event(stale, event("late", timestamp=START))
     assert await reload(service, session) == session
 
@@ -136,7 +136,7 @@ async def test_write_that_sets_the_time_back_is_detected(service: BaseSessionSer
     stale = await reload(service, session)
     for time in (START + 1, START):
         await service.append_event(session, event(timestamp=time))
-    with refused_as_stale():
+    with rejected_as_stale():
         await service.append_event(stale, event("late"))
     assert await reload(service, session) == session
 
@@ -149,7 +149,7 @@ async def test_one_of_two_services_detects_the_others_write_at_an_equal_time(
     await service.append_event(session, event("first", timestamp=START))
     stale = await reload(another_service, session)
     await service.append_event(session, event("second", timestamp=START))
-    with refused_as_stale():
+    with rejected_as_stale():
         await another_service.append_event(stale, event("late", timestamp=START))
 
 
@@ -159,11 +159,11 @@ async def test_one_of_two_services_detects_the_others_write(
     session = await create(service, state={"k": 0})
     stale = await reload(another_service, session)
     await service.append_event(session, event("first", delta={"k": 1}))
-    with refused_as_stale():
+    with rejected_as_stale():
         await another_service.append_event(stale, event("late", delta={"k": 2}))
     fresh = await reload(another_service, session)
     await another_service.append_event(fresh, event("second", delta={"k": 2}))
-    with refused_as_stale():
+    with rejected_as_stale():
         await service.append_event(session, event("late", delta={"k": 3}))
     again = await reload(service, session)
     assert again == fresh
@@ -215,7 +215,7 @@ async def test_handmade_session_that_storage_moved_past_is_rejected(
     for n in range(missed):
         await service.append_event(session, event(f"missed {n}"))
     before = made.model_copy(deep=True)
-    with refused_as_stale():
+    with rejected_as_stale():
         await service.append_event(made, event("late", delta={"user:u": 1, "temp:t": 1}))
     del made.state["temp:t"]
     assert made == before
@@ -227,7 +227,7 @@ async def test_handmade_session_that_knows_no_event_is_rejected_where_there_are_
 ) -> None:
     session = await create(service)
     await service.append_event(session, event("missed"))
-    with refused_as_stale():
+    with rejected_as_stale():
         await service.append_event(
             Session(id=session.id, app_name=APP, user_id=USER), event("late")
         )
@@ -240,7 +240,7 @@ async def test_handmade_session_with_an_event_that_is_not_stored_is_rejected(
     await service.append_event(session, event("stored"))
     made = handmade(session)
     made.events.append(event("invented"))
-    with refused_as_stale():
+    with rejected_as_stale():
         await service.append_event(made, event("late"))
 
 
@@ -249,7 +249,7 @@ async def test_rejected_handmade_session_stays_rejected(service: BaseSessionServ
     made = handmade(session)
     await service.append_event(session, event("missed"))
     for _ in range(2):
-        with refused_as_stale():
+        with rejected_as_stale():
             await service.append_event(made, event("late"))
 
 
@@ -263,5 +263,5 @@ async def test_session_that_went_through_json_is_accepted(service: BaseSessionSe
     again = await reload(service, session)
     assert len(again.events) == 2
     assert again.state == {"k": [1], "l": 2}
-    with refused_as_stale():
+    with rejected_as_stale():
         await service.append_event(session, event("late"))

@@ -142,7 +142,7 @@ async def test_cancelled_as_the_result_arrives_neither_hangs_nor_loses_it() -> N
     task = asyncio.create_task(job.outcome(reported.append))
     await asyncio.sleep(0)
     assert job.claim()  # by the thread
-    job.settle(5, None)
+    job.set_outcome(5, None)
     task.cancel()  # before the task has seen it
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(task, 5)

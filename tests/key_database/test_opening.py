@@ -33,7 +33,7 @@ from tests.key_database.support import (
     tables,
 )
 from tests.maintenance.dying import Statements, dying
-from tests.maintenance.support import clear_backend
+from tests.maintenance.support import plaintext_backend
 from tests.processes import children, results
 
 OF_KEYS = {"secure_meta", "secure_keyring", "secure_data_keys"}
@@ -98,7 +98,7 @@ async def test_two_databases_in_memory_are_distinct() -> None:
 
 
 async def test_no_op_backend_marks_both_databases_as_plaintext(files: Pair) -> None:
-    async with EncryptedSessionService(**files.urls, backend=clear_backend()) as service:
+    async with EncryptedSessionService(**files.urls, backend=plaintext_backend()) as service:
         await service.prepare_tables()
     assert marks(files.data)["plaintext"] == marks(files.keys)["plaintext"] == "1"
 

@@ -29,7 +29,7 @@ APP = "clinic"
 START = 1_700_000_000.0
 
 
-def clear_backend() -> NoOpBackend:
+def plaintext_backend() -> NoOpBackend:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return NoOpBackend()

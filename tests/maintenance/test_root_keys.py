@@ -24,9 +24,9 @@ from tests.maintenance.support import (
     NEW,
     OLD,
     OTHER,
-    clear_backend,
     event,
     fill,
+    plaintext_backend,
     query,
     run_sql,
 )
@@ -150,7 +150,7 @@ async def test_of_two_rotations_at_once_one_succeeds_and_the_other_says_so(url: 
 
 
 async def test_master_keys_stored_as_plaintext_are_left_unchanged(file_url: str) -> None:
-    no_op = clear_backend()
+    no_op = plaintext_backend()
     await fill(file_url, no_op)
     await fill(file_url, old(), others=[no_op], users=["eve"])
     async with Database(file_url, new(), [old(), no_op]) as db:

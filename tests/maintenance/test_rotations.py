@@ -31,17 +31,17 @@ from tests.faults import Point, with_faults
 from tests.maintenance.support import (
     APP,
     OLD,
-    clear_backend,
     event,
     fill,
     interrupt,
+    plaintext_backend,
     query,
     run_sql,
 )
 from tests.processes import children
 from tests.servers import Server
 
-AES, FERNET, NO_OP = AesGcmBackend(OLD), FernetBackend(OLD), clear_backend()
+AES, FERNET, NO_OP = AesGcmBackend(OLD), FernetBackend(OLD), plaintext_backend()
 BIG = "x" * 20_000  # a state that is stored as a snapshot
 
 

@@ -5,7 +5,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions import AesGcmBackend, ConfigurationError, FernetBackend
 from adk_secure_sessions.maintenance import Database, RecordCount, rotate_root, status
-from tests.maintenance.support import NEW, OLD, OTHER, clear_backend, fill, query, run_sql
+from tests.maintenance.support import NEW, OLD, OTHER, fill, plaintext_backend, query, run_sql
 
 AES, FERNET = AesGcmBackend(OLD), FernetBackend(NEW)
 
@@ -50,7 +50,7 @@ async def test_status_tells_which_masters_the_root_keys_unwrap(file_url: str) ->
 
 
 async def test_status_tells_of_plaintext_records(file_url: str) -> None:
-    no_op = clear_backend()
+    no_op = plaintext_backend()
     await fill(file_url, no_op)
     await fill(file_url, AES, others=[no_op], users=["eve"])
     async with Database(file_url, AES) as db:

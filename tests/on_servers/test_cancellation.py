@@ -17,7 +17,7 @@ from tests.conformance.support import (
     event,
     find,
     listed,
-    refused_as_stale,
+    rejected_as_stale,
     reload,
 )
 from tests.on_servers.test_lost_connections import LARGE
@@ -114,7 +114,7 @@ async def test_cancelled_append_is_stored_whole_or_not_at_all(
         assert (stored == before) is (len(stored.events) == len(before.events))
         if session != stored:  # stored, but the caller was not told
             assert session == before
-            with refused_as_stale():
+            with rejected_as_stale():
                 await service.append_event(session, event("late"))
             session = await reload(service, session)
     await service.append_event(session, event("goes on"))

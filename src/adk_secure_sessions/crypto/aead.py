@@ -15,7 +15,10 @@ NONCE_LENGTH = 12
 
 
 class Aes256Gcm:
-    """AES-256-GCM with one 32-byte key.  Limit: 2^32 records per key (docs/format.md, "Limits")."""
+    """AES-256-GCM with one 32-byte key.
+
+    One key may encrypt at most 2^32 records (docs/format.md, "Limits").
+    """
 
     __slots__ = ("_aead",)
 
@@ -25,7 +28,7 @@ class Aes256Gcm:
         self._aead = AESGCM(key)
 
     def encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
-        """Return nonce, ciphertext and GCM tag; `decrypt` needs the same *associated_data*."""
+        """Return nonce, ciphertext and GCM tag.  `decrypt` needs the same *associated_data*."""
         nonce = os.urandom(NONCE_LENGTH)
         return nonce + self._aead.encrypt(nonce, plaintext, associated_data)
 

@@ -1,6 +1,6 @@
-"""The executors that run transactions on a database.  They know nothing of encryption or ADK.
+"""The executors, which run transactions on a database.  They do not use encryption or ADK.
 
-- `protocol`: the requests that a transaction yields (`Read`, `Apply`); the `Executor` protocol.
+- `protocol`: the requests that a transaction yields (`Read`, `Apply`), and the class `Executor`.
 - `connect`: creates the executor for a URL or an engine.
 - `sqlite`: SQLite databases given by URL, on our own threads.
 - `postgresql`, `postgresql_sql`: PostgreSQL with asyncpg, one statement for each read and write.

@@ -1,4 +1,4 @@
-"""The executor for SQLAlchemy's `AsyncEngine`: the application's own, or ours for a server's URL.
+"""The executor for a SQLAlchemy `AsyncEngine`, which the application or this package has created.
 
 `AsyncEngineExecutor` runs transactions on the engine.  `LoopBinding` prevents two event loops from
 using the engine's connections at the same time.
@@ -27,15 +27,15 @@ from adk_secure_sessions.db.protocol import (
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.loops import LoopLocks, await_to_end
 
-_LARGE = 900_000  # bytes; every server accepts this much in one packet, so smaller is not checked
-_PACKET_REST = 900  # bytes of a statement beside its largest value
-_COUNT_ROWS = {"preserve_rowcount": True}  # by default, SQLAlchemy keeps no row count of an INSERT
+_LARGE = 900_000  # bytes; every server accepts values up to this size in one packet
+_PACKET_REST = 900  # bytes of a packet that are reserved for everything but the largest value
+_COUNT_ROWS = {"preserve_rowcount": True}  # by default, an INSERT has no row count
 
 
 class AsyncEngineExecutor:
     """Runs transactions on a SQLAlchemy engine; see `protocol.Executor`.
 
-    Each call runs in its own task.  A cancelled caller waits until the task has ended.
+    Each call runs in a task of its own.  A cancelled caller waits until the task has ended.
 
     Args:
         engine: The engine that connections come from.
@@ -46,8 +46,8 @@ class AsyncEngineExecutor:
         self._engine = engine
         self._owns_engine = owns_engine
         self._is_sqlite = engine.dialect.name == "sqlite"
-        # With a StaticPool, all tasks share one connection.  Without a lock, the statements of two
-        # tasks would end up in one transaction.
+        # With a StaticPool, all tasks share one connection.  Without a lock, one transaction would
+        # contain the statements of two tasks.
         self._has_one_connection = isinstance(engine.pool, StaticPool)
         self._locks = LoopLocks()
         self._binding = LoopBinding(
@@ -96,7 +96,10 @@ class AsyncEngineExecutor:
     async def _translating(
         self, work: Callable[[sa.Connection], T], *, commit: bool = False, exclusive: bool = False
     ) -> T:
-        """Run *work*.  Translate driver errors with `meaning`, and hide SQL parameters in them."""
+        """Run *work* and return its result.
+
+        Driver errors are translated by `meaning`, and their text has no SQL parameters.
+        """
         try:
             return await self._run(work, commit=commit, exclusive=exclusive)
         except sa.exc.DBAPIError as error:
@@ -117,10 +120,10 @@ class AsyncEngineExecutor:
             return result
 
     def _turn(self, exclusive: bool) -> AbstractAsyncContextManager[None]:
-        """Return a context manager that may exclude other tasks.
+        """Return a context manager that lets tasks of the same event loop wait for each other.
 
-        It holds a lock if *exclusive* or if all tasks share one connection.  Otherwise it does
-        nothing.
+        Tasks need to wait only if *exclusive* is True or if all tasks share one connection.
+        Otherwise, the context manager does nothing.
         """
         if exclusive or self._has_one_connection:
             return self._locks.hold("connection")
@@ -133,7 +136,7 @@ class AsyncEngineExecutor:
     ) -> T:
         """Run *work* in its own task and return its result.
 
-        A cancellation of the caller must not interrupt *work*: a transaction would stay open.
+        If the caller is cancelled, *work* must not be interrupted: a transaction would stay open.
         """
         try:
             self._enter()
@@ -193,7 +196,8 @@ def _check_packet(connection: sa.Connection, size: int) -> None:
         ConfigurationError: The value does not fit.
     """
     limit = connection.scalar(sa.text("SELECT @@max_allowed_packet"))
-    # A packet is larger than its value: 4% for the driver's escape characters, and the rest of it.
+    # A packet also contains the driver's escape characters (up to 4% of the value) and the rest of
+    # the statement.
     if limit is not None and size + size // 25 + _PACKET_REST > limit:
         raise ConfigurationError(
             f"a value of {size} bytes does not fit into one packet of the database server: "
@@ -202,9 +206,9 @@ def _check_packet(connection: sa.Connection, size: int) -> None:
 
 
 def _begin_immediate(connection: sa.Connection) -> None:
-    # A deferred BEGIN takes the write lock only at the first write, after our reads.  If another
-    # process holds the lock at that moment, SQLite fails at once and does not wait, because the
-    # rows that we have read may be outdated.
+    # A plain BEGIN takes the write lock at the first write, after our reads.  If another process
+    # holds the lock at that time, SQLite does not wait and raises an error, because the rows that
+    # we have read may be outdated.
     driver = connection.connection.driver_connection
     if not getattr(driver, "in_transaction", False):
         connection.exec_driver_sql("BEGIN IMMEDIATE")
@@ -229,15 +233,15 @@ class LoopBinding:
         self._guard = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pid = 0
-        self._calls = 0  # in progress
+        self._calls = 0  # the number of calls in progress
         self._at_end: AsyncGenerator[None] | None = None
 
     def enter(self) -> bool:
         """Begin a call and return True if it is the first one in its event loop.
 
         Raises:
-            ConfigurationError: Another event loop is using the engine, or has left connections in
-                an engine of the application, whose connections we may not discard.
+            ConfigurationError: Another event loop is using the engine; or it has left connections
+                in the application's own engine, which we may not discard.
         """
         loop, pid = asyncio.get_running_loop(), os.getpid()
         with self._guard:
@@ -264,7 +268,7 @@ class LoopBinding:
         try:
             generator.__anext__().send(None)
         except StopIteration:
-            pass  # this ends `__anext__()`, not the generator, which now waits at its yield
+            pass  # `__anext__()` has ended; the generator now waits at its `yield`
 
     def _move(self, pid: int) -> None:
         """Detach from the previous event loop or parent process, or raise ConfigurationError."""
@@ -291,8 +295,8 @@ class LoopBinding:
 async def _until_end_of_loop(
     closing: "WeakMethod[Callable[[], Awaitable[None]]]",
 ) -> AsyncGenerator[None]:
-    # At its end, `asyncio.run` closes the asynchronous generators of its event loop.  The finally
-    # block runs then.
+    # When `asyncio.run` ends, it closes the asynchronous generators of its event loop, which runs
+    # the finally block.
     try:
         yield
     finally:

@@ -16,7 +16,7 @@ from adk_secure_sessions.errors import ConfigurationError
 
 _SQLITE_DRIVERS = ("sqlite", "sqlite+pysqlite", "sqlite+aiosqlite")
 _ASYNC_DRIVERS = {"postgresql": "asyncpg", "mysql": "asyncmy", "mariadb": "asyncmy"}
-# The package to install if a driver's module is missing.
+# The package that installs the module of a driver.
 _EXTRAS = {
     "asyncpg": "'adk-secure-sessions[postgresql]'",
     "asyncmy": "'adk-secure-sessions[mysql]'",
@@ -54,7 +54,7 @@ def executors_for(
     if (db_url is None) == (db_engine is None):
         raise ConfigurationError("give exactly one of db_url and db_engine")
     if key_db_url is not None and key_db_engine is not None:
-        raise ConfigurationError("give one of key_db_url and key_db_engine, or none")
+        raise ConfigurationError("give at most one of key_db_url and key_db_engine")
     source = _source("db", db_url, db_engine)
     if key_db_url is None and key_db_engine is None:
         data = _executor(source, engine_kwargs)
@@ -70,9 +70,9 @@ def executors_for(
 
 @contextmanager
 def wrapping_executors(wrap: Wrap) -> Iterator[None]:
-    """During the block, make `executors_for` return *wrap*(executor) instead of each executor.
+    """During the block, make `executors_for` replace each executor by *wrap*(executor).
 
-    For tests: services and `maintenance.Database` objects that are created in the block use the
+    Tests use it.  Services and `maintenance.Database` objects that are created in the block use the
     wrappers.  A wrapper can raise errors, or let another process write between two statements.
     Other threads and tasks are not affected.
     """
@@ -86,7 +86,8 @@ def wrapping_executors(wrap: Wrap) -> Iterator[None]:
 def _source(name: str, url: object | None, engine: object | None) -> sa.URL | AsyncEngine:
     """Return *engine* if given, otherwise the parsed *url*.
 
-    Errors call these arguments *name*_engine and *name*_url.
+    In error texts, the two arguments are called *name*_engine and *name*_url.  Raises
+    ConfigurationError if the given argument cannot be used.
     """
     if engine is None:
         return _parse(f"{name}_url", url)
@@ -105,7 +106,7 @@ def _parse(name: str, url: object) -> sa.URL:
         try:
             return sa.make_url(url)
         except (sa.exc.ArgumentError, ValueError):
-            pass  # raise below, without this error as context: it quotes the URL and its password
+            pass  # ConfigurationError is raised below: this error quotes the URL and its password
     raise ConfigurationError(
         f"{name} is not a database URL: write, for example, sqlite+aiosqlite:///sessions.db"
     )
@@ -114,8 +115,8 @@ def _parse(name: str, url: object) -> sa.URL:
 def _identity(source: sa.URL | AsyncEngine) -> object:
     """Return a value that is equal for two sources only if they are the same database.
 
-    Two names of one database, such as two hard links, give different values.  They are detected
-    when the database is opened.
+    Two names of one database, such as two hard links, may give different values.  Opening such a
+    pair of databases raises ConfigurationError.
     """
     url = source.url if isinstance(source, AsyncEngine) else source
     backend = url.get_backend_name()

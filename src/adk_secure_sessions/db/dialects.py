@@ -13,7 +13,7 @@ from adk_secure_sessions.db.protocol import Conflict, Disconnected, UniqueViolat
 
 _sqlite = sqlite.dialect(paramstyle="named")
 
-# PostgreSQL's errors by SQLSTATE, SQLite's by name, those of MySQL and MariaDB by number.
+# Error codes: SQLSTATE on PostgreSQL, names on SQLite, numbers on MySQL and MariaDB.
 _UNIQUE: set[object] = {"23505", "SQLITE_CONSTRAINT_UNIQUE", "SQLITE_CONSTRAINT_PRIMARYKEY", 1062}
 _CONFLICT: set[object] = {
     "40001",  # serialization failure
@@ -21,7 +21,7 @@ _CONFLICT: set[object] = {
     "55P03",  # lock not available, after NOWAIT
     1205,  # lock wait timeout
     1213,  # deadlock
-    1020,  # the row has changed since the transaction's snapshot
+    1020,  # the row has changed since the transaction read it
 }
 _DISCONNECTED: set[object] = {
     "57P01",  # admin shutdown
@@ -44,7 +44,7 @@ _LOCK_TIMEOUT = 60  # seconds
 
 @functools.cache
 def sqlite_sql(statement: sa.Executable) -> str:
-    """Compile *statement* to SQLite's SQL with named parameters, once for each statement."""
+    """Return *statement* as SQL for SQLite, with named parameters; the result is cached."""
     assert isinstance(statement, sa.ClauseElement)
     return str(statement.compile(dialect=_sqlite))
 
@@ -53,10 +53,12 @@ def sqlite_sql(statement: sa.Executable) -> str:
 def exclusively(connection: sa.Connection) -> Iterator[None]:
     """Hold a lock during the block, so that only one process creates tables at a time.
 
-    If two processes create the same table at the same moment, one of them gets an error from the
-    server.  On PostgreSQL, the lock lasts until the caller commits.  On MySQL and MariaDB, the end
-    of the block commits and then releases the lock.  SQLite needs no lock, since it allows only one
-    writer at a time.
+    Without a lock, if two processes create the same table at the same time, one of them gets an
+    error from the server.
+
+    - On PostgreSQL, the lock lasts until the caller commits.
+    - On MySQL and MariaDB, the end of the block commits and then releases the lock.
+    - SQLite needs no lock, since it allows only one writer at a time.
     """
     kind = connection.dialect.name
     if kind == "postgresql":  # the server releases the lock at the end of the transaction
@@ -74,10 +76,11 @@ def exclusively(connection: sa.Connection) -> Iterator[None]:
 
 
 def any_text(data: bytes) -> str:
-    """Decode text from SQLite, even if it is not UTF-8; for `sqlite3.Connection.text_factory`.
+    """Decode text from SQLite, even if the text is not UTF-8.
 
-    SQLite stores text in any column, so an attacker may have written text into a column of bytes.
-    Our own checks must reject that text.  The default decoder would raise an error that quotes it.
+    It is the `text_factory` of our SQLite connections.  SQLite stores text in any column, so an
+    attacker may have written text into a binary column.  The default decoder would raise an
+    error that quotes such text; with this function, our own checks reject it.
     """
     return data.decode("utf-8", "backslashreplace")
 
@@ -86,7 +89,8 @@ def any_text(data: bytes) -> str:
 def taking_any_text(connection: sa.Connection) -> Iterator[None]:
     """Use `any_text` on a SQLite connection during the block.
 
-    The connection may belong to the application, so its own `text_factory` is restored afterwards.
+    The connection may belong to the application, so its previous `text_factory` is restored after
+    the block.
     """
     if connection.dialect.name != "sqlite":
         yield
@@ -114,8 +118,8 @@ def meaning(error: Exception, *, connection_lost: bool = False) -> Exception:
     state = getattr(driver, "sqlstate", None)
     codes = {state, getattr(driver, "sqlite_errorname", None)}
     codes.update(arg for arg in driver.args if isinstance(arg, int))
-    # A server's errors have a code, so an operational error without a code means that no server
-    # has answered.
+    # An error that a server has sent has a code.  Therefore, an operational error without a code
+    # means that no server has answered.
     unanswered = (
         codes == {None}
         and isinstance(error, sa.exc.OperationalError)

@@ -1,7 +1,7 @@
 """The executor for PostgreSQL with asyncpg: each read and each write is a single statement.
 
-A single statement takes one round trip and commits by itself.  If a round trip takes
-1.3 ms, appending an event this way takes a third of the time of BEGIN, UPDATE, INSERT and COMMIT.
+A single statement takes one round trip and commits by itself.  If a round trip takes 1.3 ms, a
+single statement appends an event in a third of the time of BEGIN, UPDATE, INSERT and COMMIT.
 """
 
 import asyncio
@@ -30,35 +30,37 @@ from adk_secure_sessions.db.protocol import (
     Transaction,
 )
 
-# Errors whose classes are in these modules are driver errors.  While connecting, SQLAlchemy wraps
-# errors of asyncpg in classes of the second module.
+# The modules that define the classes of driver errors.  While connecting, SQLAlchemy wraps errors
+# of asyncpg in classes of the second module.
 _DRIVER = ("asyncpg", "sqlalchemy.dialects.postgresql.asyncpg")
-# Connections of a parent process, or of an event loop that ended without closing them.  This list
-# keeps the garbage collector from closing them: closing a connection of the parent would break it
-# for the parent, and closing a connection of an ended event loop raises an error.
+# This list keeps the garbage collector from closing connections that must not be closed.  Closing a
+# connection of the parent process would break it for the parent.  Closing a connection of an event
+# loop that has ended raises an error.
 _abandoned: list[PoolProxiedConnection] = []
 
 
 class AsyncpgExecutor(AsyncEngineExecutor):
-    """Takes connections from SQLAlchemy's pool and uses asyncpg directly.
+    """Runs transactions with asyncpg on connections from SQLAlchemy's pool.
 
-    If we created the engine, this class keeps connections checked out of the pool between
-    operations.  A visit to the pool adds a fifth to a third to the CPU time of an operation, for
-    two greenlets, the pool's bookkeeping and its events.  This table divides the time of an
-    operation that visits the pool by the time of one that does not.  Measured: medians of 300
-    interleaved pairs, on PostgreSQL 18 on the same machine and through a line that adds 1 ms
-    (SQLAlchemy 2.1, asyncpg 0.32, two cores).
+    If this package created the engine, the executor keeps connections checked out of the pool
+    between operations.  Otherwise, each operation would check out a connection and return it.
+    That adds a fifth to a third to its CPU time, for two greenlets, the pool's bookkeeping and the
+    pool's events.
 
-    | operation | CPU time | time | CPU time, 1 ms away | time, 1 ms away |
+    The table compares an operation that checks out its connection with one that does not: 1.20
+    means 20% more time.  The figures are medians of 300 interleaved pairs with PostgreSQL 18, on
+    the same machine and with 1 ms of added latency (SQLAlchemy 2.1, asyncpg 0.32, two cores).
+
+    | operation | CPU time | elapsed time | CPU time, +1 ms | elapsed time, +1 ms |
     |---|---|---|---|---|
     | append | 1.31 | 1.17 | 1.28 | 1.07 |
     | get, 20 events | 1.20 | 1.16 | 1.20 | 1.06 |
 
-    Without greenlets, which works while the pool has an idle connection, a visit to the pool still
-    makes the CPU time 1.07 to 1.12 times as long.
+    While the pool has an idle connection, greenlets are not needed.  Checking out then still makes
+    the CPU time 1.07 to 1.12 times as long.
 
-    An application's engine may have any kind of pool and settings, so its connections are returned
-    to the pool after each operation.
+    An application's own engine may have any kind of pool, so its connections are returned to the
+    pool after each operation.
 
     Args:
         engine: The engine that connections come from; its driver is asyncpg.
@@ -76,10 +78,10 @@ class AsyncpgExecutor(AsyncEngineExecutor):
         self._timeout = timeout
         self._idle: list[PoolProxiedConnection] = []  # checked out of the pool, but not in use
         self._slots = self._new_slots()
-        weakref.finalize(self, _drop, self._idle, os.getpid())
+        weakref.finalize(self, _close_idle, self._idle, os.getpid())
 
     async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
-        # A read needs no task: if the caller is cancelled, `_use` just discards the connection.
+        # A read needs no task: if the caller is cancelled, `_use` discards the connection.
         self._enter()
         try:
             return await self._use(lambda driver: _fetch(driver, query, parameters))
@@ -87,7 +89,7 @@ class AsyncpgExecutor(AsyncEngineExecutor):
             self._binding.leave()
 
     async def close(self) -> None:
-        for _ in range(self._keep):  # each operation holds a slot: wait until all have ended
+        for _ in range(self._keep):  # wait until all operations have ended: each holds a slot
             await self._slots.acquire()
         for _ in range(self._keep):
             self._slots.release()
@@ -99,7 +101,7 @@ class AsyncpgExecutor(AsyncEngineExecutor):
     async def _run(self, work: Callable[[sa.Connection], T], *, commit: bool, exclusive: bool) -> T:
         await self._take_slot()
         try:
-            if self._idle:  # return one to the pool, so that SQLAlchemy can check it out
+            if self._idle:  # return a connection to the pool, so that SQLAlchemy can check it out
                 self._idle.pop().close()
             return await super()._run(work, commit=commit, exclusive=exclusive)
         finally:
@@ -119,7 +121,10 @@ class AsyncpgExecutor(AsyncEngineExecutor):
         await super()._release_all()
 
     async def _use(self, work: Callable[[Any], Awaitable[T]]) -> T:
-        """Return the result of *work* on an asyncpg connection; translate errors with `meaning`."""
+        """Call *work* with an asyncpg connection and return its result.
+
+        Driver errors are raised as translated by `meaning`.
+        """
         async with self._turn(False):
             pooled = await self._acquire()
             self._mark_begun()
@@ -137,10 +142,10 @@ class AsyncpgExecutor(AsyncEngineExecutor):
         raise meant
 
     async def _acquire(self) -> PoolProxiedConnection:
-        """Take a slot and return a connection that is open as far as the driver knows.
+        """Take a slot and return a connection that the driver has not closed.
 
-        A check with the server would take a round trip.  If the server has closed the connection,
-        the first statement raises Disconnected, and the service tries the operation again.
+        Checking the connection with the server would take a round trip.  If the server has closed
+        the connection, the first statement raises Disconnected, and the operation is repeated.
         """
         await self._take_slot()
         try:
@@ -176,7 +181,7 @@ class AsyncpgExecutor(AsyncEngineExecutor):
     def _new_slots(self) -> asyncio.Semaphore:
         """Return a semaphore with one slot for each connection that may be in use.
 
-        If we keep no connections, SQLAlchemy's pool limits how many are in use.  If we do, the
+        If *keep* is 0, SQLAlchemy's pool limits how many connections are in use.  Otherwise the
         pool cannot limit them, since it counts every kept connection as in use.
         """
         return asyncio.Semaphore(self._keep or sys.maxsize)
@@ -196,8 +201,11 @@ class AsyncpgExecutor(AsyncEngineExecutor):
         )
 
 
-def _drop(idle: list[PoolProxiedConnection], pid: int) -> None:
-    """Close the idle connections of an executor that was garbage-collected, or at exit."""
+def _close_idle(idle: list[PoolProxiedConnection], pid: int) -> None:
+    """Close idle connections when their executor is garbage-collected or Python exits.
+
+    Connections of a parent process are not closed; *pid* is the process that opened them.
+    """
     for pooled in idle:
         driver: Any = pooled.driver_connection
         pooled.detach()  # otherwise the pool warns that the connection was not returned
@@ -216,7 +224,7 @@ def _is_open(pooled: PoolProxiedConnection) -> bool:
 
 
 async def _follow(driver: Any, steps: Steps[T]) -> T:
-    """Run *steps* and return their result; each Read or Apply is one statement."""
+    """Run *steps* and return their result.  Each Read and each Apply is one statement."""
     try:
         step = next(steps)
         while True:
@@ -242,10 +250,10 @@ async def _fetch(driver: Any, query: sa.Executable, parameters: Parameters) -> S
 
 
 def _translated(error: Exception, *, connection_lost: bool) -> Exception:
-    """Translate an asyncpg error with `meaning`, or wrap it as SQLAlchemy does.
+    """Wrap an asyncpg error as SQLAlchemy does, and translate it with `meaning`.
 
-    The text of the wrapped error has no SQL parameters.  Errors that are not of the driver are
-    returned unchanged.
+    The text of the wrapped error has no SQL parameters.  If *error* is not a driver error, return
+    it unchanged.
     """
     state: str | None = getattr(error, "sqlstate", None)
     if state == DIVISION_BY_ZERO:  # a later change matched no row: see `postgresql_sql`

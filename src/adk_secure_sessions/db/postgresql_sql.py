@@ -9,10 +9,11 @@ takes one round trip.  Shortened example of an UPDATE and an INSERT:
     SELECT CASE WHEN EXISTS (SELECT 1 FROM change_0)
                 THEN 1 / (SELECT count(*) FROM change_1) ELSE 0 END
 
-- A change runs only if the last preceding change with *must_match_row* has matched a row.  So the
-  changes run in order.  If the first change matches no row, no change runs, and the answer is 0.
+- A change runs only if the last preceding change with *must_match_row* has matched a row.
+  Therefore, the changes run in order.  If the first change matches no row, the other changes do not
+  run, and the answer is 0.
 - If a later change with *must_match_row* matches no row, the following changes do not run either.
-  The count of the last change with *must_match_row* is then 0.  Dividing by it is an error, and
+  The row count of the last change with *must_match_row* is then 0.  Dividing by 0 is an error, so
   PostgreSQL rolls the whole statement back.
 """
 
@@ -52,28 +53,29 @@ class PreparedChanges(NamedTuple):
 
 @functools.cache
 def read_sql(query: sa.Executable) -> PreparedSql:
-    """Compile one query; the result is cached."""
+    """Compile *query* to SQL for asyncpg; the result is cached."""
     return PreparedSql(*_compiled(query))
 
 
 @functools.cache
 def apply_sql(changes: tuple[tuple[sa.Executable, bool], ...]) -> PreparedChanges:
-    """Compile *changes* into one statement that returns 1, or 0 if the first matched no row.
+    """Compile *changes* into one statement.
 
-    Compiling takes 1 to 5 ms.  The result is cached: a process compiles each kind of write once.
+    The statement returns 1 if all changes were made, and 0 if the first change matched no row.
+    Compiling takes 1 to 5 ms, so the result is cached.
 
     Args:
         changes: The statement and the *must_match_row* of each change; the first must have True.
 
     Raises:
         TypeError: A statement is not an INSERT, UPDATE or DELETE.
-        ValueError: The first change does not have *must_match_row*; or an INSERT contains values
-            instead of one parameter for each column.
+        ValueError: The first change does not have *must_match_row*; or an INSERT has neither a
+            SELECT nor one parameter for each column.
     """
     if not changes or not changes[0][1]:
-        raise ValueError("the first change must be one that must match a row")
+        raise ValueError("the first change must have must_match_row")
     members: list[sa.CTE] = []
-    guard: sa.CTE | None = None  # the last change so far that must match a row
+    guard: sa.CTE | None = None  # the last change so far with *must_match_row*
     sources: dict[str, tuple[int, str]] = {}
     for index, (executable, must_match_row) in enumerate(changes):
         statement = _with_own_parameters(_changing(executable), index, sources)
@@ -116,8 +118,8 @@ def _with_own_parameters(
 ) -> _Statement:
     """Return a copy of *statement* whose parameter names begin with *index*.
 
-    Two changes may use the same name for different values.  For each new name, *index* and the old
-    name are added to *sources*.
+    The index makes the names unique: two changes may use the same name for different values.  Each
+    new name is added to *sources*, with *index* and the old name.
     """
 
     def rename(parameter: sa.BindParameter[Any]) -> None:

@@ -1,7 +1,8 @@
 """The interface between transactions and the executors that run them on a database.
 
-A transaction is a generator that does no I/O itself.  When it yields a `Read`, the executor sends
-the rows back.  When it yields an `Apply`, the executor sends back whether it made the changes:
+A transaction is a generator that does no I/O itself.  When the generator yields a `Read`, the
+executor sends the rows back.  When the generator yields an `Apply`, the executor makes the changes
+and sends back True, or False if the first change matched no row:
 
     def rename(number: int, name: str) -> Steps[bool]:
         rows = yield Read(SELECT_BY_NUMBER, {"number": number})
@@ -26,23 +27,23 @@ Parameters = Mapping[str, object]
 
 
 class UniqueViolation(Exception):
-    """Another transaction has inserted the same row first.  Our transaction can be tried again."""
+    """Another transaction has inserted the same row first.  The transaction can be repeated."""
 
 
 class Conflict(Exception):
-    """Another transaction has changed a row that we read.  Our transaction can be tried again."""
+    """Another transaction has changed a row that was read.  The transaction can be repeated."""
 
 
 class Disconnected(Exception):
-    """The connection was lost before the answer came, so a write may have been stored or not."""
+    """The connection was lost before the answer.  A write may have been stored or not."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__("the connection to the database was lost")
-        self.error = error  # the driver's error, which callers raise if a retry fails, too
+        self.error = error  # the driver's error: callers raise it if they do not try again
 
 
 class Read(NamedTuple):
-    """Request for the rows of *query*.  The answer is a sequence (of any type) of rows."""
+    """Request for the rows of *query*.  The answer is the sequence of rows from the driver."""
 
     query: sa.Executable
     parameters: Parameters
@@ -61,12 +62,14 @@ class Change(NamedTuple):
 
 
 class Apply(NamedTuple):
-    """Request to make all *changes* in this order; the first must have *must_match_row*.
+    """Request to make all *changes*, in this order.  The first must have *must_match_row*.
 
-    The answer is True if all changes were made, and False if the first change matched no row and
-    so nothing was changed.  Other failures roll the transaction back and make `Executor.write`
-    raise: Conflict if a later change with *must_match_row* matched no row, UniqueViolation if an
-    inserted row already exists.
+    If all changes were made, the answer is True.  If the first change matched no row, nothing was
+    changed, and the answer is False.  In two other cases the transaction is rolled back, and
+    `Executor.write` raises an error:
+
+    - If a later change with *must_match_row* matched no row, the error is Conflict.
+    - If an inserted row already exists, the error is UniqueViolation.
 
     Other processes may have written since the transaction's last Read.  The WHERE clause of a
     change must therefore compare columns with the values that the transaction relies on.
@@ -80,7 +83,7 @@ Transaction = Callable[[], Steps[T]]
 
 
 class Executor(Protocol):
-    """Runs queries and transactions; there are several classes, for different kinds of database.
+    """Runs queries and transactions on a database; each kind of driver has a class of its own.
 
     If the caller of `write` is cancelled before the transaction has begun, the transaction does not
     run.  If the transaction has begun, `write` waits for its end and then raises CancelledError.
@@ -103,30 +106,30 @@ class Executor(Protocol):
     ) -> T:
         """Run *transaction*, commit its changes and return its result.
 
-        A transaction may yield several Apply requests, for example after one was answered False,
-        but none after an answer True: on PostgreSQL each Apply is committed separately.
+        A transaction may yield another Apply after the answer False, but not after the answer
+        True, because each Apply is committed separately on PostgreSQL.
 
         Args:
             transaction: Returns the generator; called once.
             on_commit_after_cancel: Called with the result if the caller was cancelled while the
-                transaction ran: `write` then raises CancelledError and returns no result.
+                transaction ran, because `write` then raises CancelledError and returns no result.
 
         Raises:
             Disconnected: The changes may have been stored or not.
-            UniqueViolation, Conflict: See `Apply`; nothing was stored.
-            Exception: Whatever *transaction* itself raises; nothing was stored.
+            UniqueViolation, Conflict: See `Apply`.  Nothing was stored.
+            Exception: The error that *transaction* itself raises.  Nothing was stored.
         """
         ...
 
     async def define(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
         """Run *work* in a transaction on a SQLAlchemy connection and return its result.
 
-        Use it for the schema and for maintenance; it is slower than `write`.  If *work* raises or
-        *commit* is False, the transaction is rolled back.
+        `define` is for the schema and for maintenance, since `write` is faster.  If *work* raises
+        or *commit* is False, the transaction is rolled back.
 
         Raises:
             Disconnected: The changes may have been stored or not.
-            Exception: Whatever *work* itself raises; nothing was stored.
+            Exception: The error that *work* itself raises.  Nothing was stored.
         """
         ...
 
@@ -146,7 +149,7 @@ class Executors(NamedTuple):
 
     @property
     def has_key_database(self) -> bool:
-        """True if the key tables are in a key database, separate from the data."""
+        """Whether the key tables are in a key database, separate from the data."""
         return self.keys is not self.data
 
     async def close(self) -> None:
@@ -174,7 +177,7 @@ def run_in_turn(
 
     Raises:
         Conflict: See `Apply`; the caller must roll back.
-        Exception: Whatever *steps*, *fetch* or *run* raise.
+        Exception: The error that *steps*, *fetch* or *run* raises.
     """
     try:
         step = next(steps)

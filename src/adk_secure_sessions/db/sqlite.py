@@ -1,16 +1,16 @@
 """The executor for SQLite databases given by URL, on our own threads.
 
-Each operation takes one hop from the event loop to a thread and back.  In ADK, an append takes 20
+Each operation takes one hop: from the event loop to a thread and back.  In ADK, an append takes 20
 hops with `DatabaseSessionService` and 8 with `SqliteSessionService`.  Hops and waiting for the disk
-take nearly all of an append's time.  This module in reading order:
+take nearly all of an append's time.  The parts of this module, in reading order:
 
 1. `SqliteExecutor` creates a `Job` for each call and puts it into a thread's inbox.  One thread
    writes.  Two other threads read at the same time, which write-ahead logging allows.  A database
    in memory has a single connection, so one thread reads and writes.
 2. `WorkerThread` takes jobs from its inbox.  The writer takes all waiting jobs, up to 64, runs them
-   in one `BEGIN IMMEDIATE` with a savepoint for each job, and commits once.  With 50 tasks that
-   append at the same time, this gives 3000 to 5600 appends a second.  With a commit for each append
-   there were 2000, and with ADK's service there are 100 to 200.
+   in one `BEGIN IMMEDIATE` with a savepoint for each job, and commits once.  If 50 tasks append at
+   the same time, this executor makes 3000 to 5600 appends a second.  With one commit for each
+   append, it made 2000.  ADK's service makes 100 to 200.
 3. `SqliteConnection` runs the steps of one transaction on the driver's connection.
 4. `_deliver` sends the outcomes of a batch to the callers' event loops, in one call for each loop.
 """
@@ -83,15 +83,15 @@ def sqlite_executor(url: sa.URL, engine_kwargs: dict[str, Any]) -> "SqliteExecut
 
 
 def _overwrite_deleted(driver: sqlite3.Connection, _record: object) -> None:
-    # Otherwise a page split leaves copies of rows in free space, and a DELETE does not erase them.
+    # Without secure_delete, deleted rows and copies of moved rows stay in the file's free space.
     driver.execute("PRAGMA secure_delete = ON").close()
 
 
 class SqliteExecutor:
-    """Runs transactions on threads that the first call starts; see `protocol.Executor`.
+    """Runs transactions on its own threads, which the first call starts; see `protocol.Executor`.
 
     Any number of event loops can use an executor at the same time.  After a `fork`, the child
-    process starts its own threads.  A database in memory cannot be used after a `fork`.
+    process starts threads of its own, but it cannot use a database in memory.
     """
 
     def __init__(self, engine: sa.Engine, *, memory: bool) -> None:
@@ -143,10 +143,10 @@ class SqliteExecutor:
         if os.getpid() != self._pid:
             self._after_fork()
         job = Job(work, on_engine=on_engine, commit=commit)
-        with self._lock:  # otherwise `close` could end the thread before it gets this job
+        with self._lock:  # otherwise, `close` could end the thread before it gets this job
             threads = self._threads or self._start()
             candidates = threads[1:] if reads and len(threads) > 1 else threads[:1]
-            # `min` prefers the first idle thread, whose cache holds the pages that were read last.
+            # If several threads are idle, `min` returns the first, whose cache holds recent pages.
             min(candidates, key=lambda thread: thread.inbox.waiting).inbox.put(job)
         result: T = await job.outcome(on_commit_after_cancel)
         return result
@@ -159,7 +159,10 @@ class SqliteExecutor:
         return self._threads
 
     def _after_fork(self) -> None:
-        """Forget the parent's threads and connections, which a child process cannot use."""
+        """Discard the parent's threads and connections, which a child process cannot use.
+
+        Raises ConfigurationError if the database is in memory.
+        """
         if self._memory:
             raise ConfigurationError(
                 "a database in memory does not survive a fork: "
@@ -167,7 +170,7 @@ class SqliteExecutor:
             )
         if self._finalizer is not None:
             self._finalizer.detach()
-        self._engine.dispose(close=False)  # closing would break connections of the parent
+        self._engine.dispose(close=False)  # closing the connections would break them for the parent
         self._forget_threads()
 
 
@@ -190,13 +193,14 @@ class Job:
         self.loop: asyncio.AbstractEventLoop = asyncio.get_running_loop()
         self._future: asyncio.Future[Any] = self.loop.create_future()
         self._claim = threading.Lock()
-        self._ended: asyncio.Event | None = None  # created if a cancelled caller has to wait
+        self._ended: asyncio.Event | None = None  # created when a cancelled caller has to wait
         self._result: list[Any] = []  # once the job has ended: the result and the error
 
     def claim(self) -> bool:
         """Return True to the first caller only.
 
-        The thread claims a job before running it.  A cancelled caller claims a job to prevent that.
+        The thread claims a job before it runs the job.  A cancelled caller claims its job so that
+        the thread does not run it.
         """
         return self._claim.acquire(blocking=False)
 
@@ -204,8 +208,8 @@ class Job:
         """Wait for the job and return its result, or raise its error.
 
         If the caller is cancelled before the job has begun, the job does not run.  If the job has
-        begun, CancelledError is raised after the job has ended.  This does the same as
-        `loops.await_to_end`, but without `asyncio.shield`, which costs a turn of the event loop.
+        begun, CancelledError is raised after the job has ended.  `loops.await_to_end` does the
+        same, but its `asyncio.shield` takes one more iteration of the event loop.
         """
         try:
             return await self._future
@@ -218,9 +222,12 @@ class Job:
                     on_commit_after_cancel(result)
             raise
 
-    def settle(self, result: Any, error: BaseException | None) -> None:
-        """Give the result or the error to the caller of `outcome`; runs in the caller's loop."""
-        # `outcome` reads this if its caller is cancelled, before or after this point.
+    def set_outcome(self, result: Any, error: BaseException | None) -> None:
+        """Set the result or the error that `outcome` returns or raises.
+
+        Call it in the caller's event loop.
+        """
+        # If its caller is cancelled, `outcome` reads `_result`, not the future.
         self._result = [result, error]
         if self._future.done():
             if self._ended is not None:
@@ -236,8 +243,8 @@ class _Inbox:
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
-        # A job taken from the queue that did not fit the batch.  The next `take` returns it.
-        self._ahead: list[Job | None] = []
+        # The item that ended the previous batch and was not part of it: `take` returns it next.
+        self._next: list[Job | None] = []
         self._busy = False
 
     @property
@@ -252,11 +259,11 @@ class _Inbox:
     def take(self, limit: int) -> list[Job]:
         """Wait for jobs and return up to *limit* of them, to run in one transaction.
 
-        A job with `on_engine` needs its own transaction, so it is the only job of its batch.  An
-        empty list means that the thread must end.
+        A job with `on_engine` needs its own transaction, so it is the only job of its list.  If
+        the list is empty, the thread must end.
         """
         self._busy = False
-        job = self._ahead.pop() if self._ahead else self._queue.get()
+        job = self._next.pop() if self._next else self._queue.get()
         self._busy = True
         batch: list[Job] = []
         while job is not None and not (batch and job.on_engine):
@@ -268,16 +275,17 @@ class _Inbox:
             except Empty:
                 return batch
         if batch:
-            self._ahead.append(job)
+            self._next.append(job)
         return batch
 
 
 class WorkerThread:
-    """A thread, and a connection that the thread opens, uses and closes itself."""
+    """A thread with its inbox.  The thread opens, uses and closes a connection of its own."""
 
     def __init__(self, engine: sa.Engine, *, writes: bool) -> None:
         self.inbox: _Inbox = _Inbox()
-        # ADK's tools exit without closing the service.  Only a daemon thread allows that.
+        # ADK's tools exit without closing the service.  Python would wait for a thread that is not
+        # a daemon.
         self.thread: threading.Thread = threading.Thread(
             target=_serve,
             args=(self.inbox, engine, writes),
@@ -302,7 +310,7 @@ class _Outcome(NamedTuple):
 
 
 def _serve(inbox: _Inbox, engine: sa.Engine, writes: bool) -> None:
-    """Run the jobs of *inbox* until it returns an empty batch; the target of a thread."""
+    """Run the jobs of *inbox* until it returns an empty batch.  Each thread runs this function."""
     connection: SqliteConnection | None = None
     while batch := inbox.take(_BATCH if writes else 1):
         try:
@@ -324,8 +332,8 @@ def _serve(inbox: _Inbox, engine: sa.Engine, writes: bool) -> None:
 def _run_batch(connection: "SqliteConnection", batch: list[Job]) -> list[_Outcome]:
     """Run *batch* in one transaction and return its outcomes, in order.
 
-    If a job raises, only its own changes are rolled back.  If the transaction itself fails, all
-    jobs get its error.
+    If a job raises, only that job's changes are rolled back.  If the transaction itself fails, its
+    error is the outcome of every job.
     """
     driver = connection.driver
     outcomes: list[_Outcome] = []
@@ -406,7 +414,7 @@ def _connect(engine: sa.Engine, writes: bool) -> SqliteConnection:
     assert isinstance(driver, sqlite3.Connection)
     if not isinstance(engine.pool, sa.pool.StaticPool):
         pooled.detach()  # the thread keeps the connection, so the pool must not count it
-    driver.isolation_level = None  # the driver must not begin transactions: `_run_batch` does
+    driver.isolation_level = None  # `_run_batch` begins transactions, so the driver must not
     driver.text_factory = any_text
     if writes:
         _enter_wal(driver)
@@ -418,7 +426,7 @@ def _connect(engine: sa.Engine, writes: bool) -> SqliteConnection:
 
 def _enter_wal(driver: sqlite3.Connection) -> None:
     """Switch the file to write-ahead logging, so that readers do not wait for the writer."""
-    # If another process switches at the same time, SQLite ignores the busy timeout: retry here.
+    # If another process does so at the same time, SQLite ignores the busy timeout, so retry here.
     for attempt in range(100):
         try:
             driver.execute("PRAGMA journal_mode = WAL")
@@ -433,7 +441,7 @@ def _enter_wal(driver: sqlite3.Connection) -> None:
 
 
 def _translated(error: BaseException) -> BaseException:
-    """Wrap a driver error in SQLAlchemy's, without its statement and parameters.
+    """Wrap a driver error in SQLAlchemy's DBAPIError, without the statement and its parameters.
 
     Other errors are returned unchanged.
     """
@@ -448,11 +456,11 @@ def _deliver(outcomes: list[_Outcome]) -> None:
         by_loop.setdefault(outcome.job.loop, []).append(outcome)
     for loop, of_loop in by_loop.items():
         try:
-            loop.call_soon_threadsafe(_settle, of_loop)
+            loop.call_soon_threadsafe(_set_outcomes, of_loop)
         except RuntimeError:  # the loop is closed, so no caller is waiting
             logger.debug("an event loop was closed before its transactions were answered")
 
 
-def _settle(outcomes: list[_Outcome]) -> None:
+def _set_outcomes(outcomes: list[_Outcome]) -> None:
     for job, result, error in outcomes:
-        job.settle(result, error)
+        job.set_outcome(result, error)

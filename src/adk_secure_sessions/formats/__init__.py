@@ -1,1 +1,1 @@
-"""The stored bytes: records and their contexts, states, events.  Nothing here uses a database."""
+"""The stored bytes of records, contexts, states and events.  Nothing here uses a database."""

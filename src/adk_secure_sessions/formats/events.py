@@ -1,6 +1,6 @@
-"""Stored events: `length of the version ‖ google-adk version ‖ JSON of the event`.
+"""Encode and decode stored events: `length of the version ‖ google-adk version ‖ JSON`.
 
-Format: docs/format.md, "Events".
+The format is described in docs/format.md, "Events".
 """
 
 import json
@@ -28,10 +28,10 @@ def encode(event: Event) -> bytes:
     """
     try:
         data = event.model_dump_json(exclude_none=True, warnings=False).encode()
-        if b"null" not in data:  # a null may be infinity or NaN, which the code below keeps
+        if b"null" not in data:  # a null may stand for infinity or NaN: encode these below
             return _PREFIX + data
     except Exception:
-        pass  # the event has lone surrogates, or values without JSON form such as callables
+        pass  # the event has lone surrogates or values without JSON form, such as callables
     fields = event.model_dump(exclude_none=True, warnings=False)
     try:
         fields = to_jsonable_python(fields, bytes_mode="base64")
@@ -42,18 +42,19 @@ def encode(event: Event) -> bytes:
 
 
 def decode(plaintext: bytes, session_row: int, seq: int) -> Event:
-    """Return the event in *plaintext*, which `encode` returned; it must be authenticated.
+    """Return the event in *plaintext*, authenticated bytes that `encode` returned.
 
     Raises:
         ConfigurationError: the installed google-adk cannot read the event.  The message names the
-            event's row (*session_row*, *seq*), the version that wrote it and the installed one.
+            event's row (*session_row*, *seq*), the google-adk version that wrote the event, and
+            the installed version.
     """
     end = 1 + plaintext[0]
     data = plaintext[end:]
     try:
         return _parse(data)
     except ValueError:
-        pass  # raise our error outside: here, its __context__ would hold the event's text
+        pass  # ConfigurationError is raised below: here, its __context__ would hold the event
     try:
         loaded: Any = json.loads(data)  # accepts lone surrogates, which pydantic rejects
         return Event.model_validate(loaded)

@@ -1,8 +1,9 @@
-"""The one record format: `magic ‖ version ‖ backend id ‖ key id ‖ backend's output`.
+"""The format of all records: `magic ‖ version ‖ backend id ‖ key id ‖ backend's output`.
 
-Format: docs/format.md, "Records".  A record is bound to its context: the kind of the record,
-and the row and column that it belongs to.  The associated data of a record is its header, followed
-by the bytes that `context` returns.  A record that is moved to another row does not decrypt there.
+docs/format.md describes the format in "Records".  A record is bound to its context: the kind of the
+record, its row, and the ids of its owner.  The associated data of a record is its header, followed
+by the bytes that `context` returns.  If a record is moved to another row, it cannot be decrypted
+there.
 """
 
 from functools import lru_cache
@@ -22,7 +23,7 @@ VERSION = 1
 _PREFIX = MAGIC + bytes([VERSION])
 _HEADER = Struct(">4sBq")  # magic and version, backend id, key id
 HEADER_LENGTH = _HEADER.size
-NOOP_BACKEND_ID = 3  # a record with this id holds plaintext: `NoOpBackend` wrote it
+NOOP_BACKEND_ID = 3  # a record with this backend id holds plaintext, written by `NoOpBackend`
 _LENGTH = Struct(">I")
 _NUMBERS = [Struct(f">I{count}q") for count in range(8)]
 
@@ -33,8 +34,8 @@ class Cipher(Protocol):
     def encrypt(self, plaintext: bytes, associated_data: bytes, /) -> bytes:
         """Encrypt `plaintext` and authenticate it together with `associated_data`.
 
-        Both arguments may have any length, also 0.  To decrypt the result, the same
-        `associated_data` is needed.
+        Both arguments may have any length, including 0.  `decrypt` needs the same
+        `associated_data`.
         """
         ...
 
@@ -48,7 +49,10 @@ class Cipher(Protocol):
 
 
 def encode_text(text: str) -> bytes:
-    """Return *text* as UTF-8.  Lone surrogates, which ADK accepts in ids, take three bytes each."""
+    """Return *text* as UTF-8.
+
+    Lone surrogates, which ADK accepts in ids, are encoded as three bytes each.
+    """
     return text.encode("utf-8", "surrogatepass")
 
 
@@ -63,7 +67,7 @@ def decode_text(data: object) -> str:
 
 
 def binary(value: object) -> bytes:
-    """Return *value*, which was read from a binary column, after checking that it is bytes.
+    """Check that *value*, which was read from a binary column, is bytes, and return it.
 
     Raises:
         TamperedError: *value* is not bytes.  SQLite stores any type in any column, so a modified
@@ -77,10 +81,10 @@ def binary(value: object) -> bytes:
 
 
 def context(parts: tuple[str | bytes, ...], *numbers: int) -> bytes:
-    """Return a context: each of *parts* after its length, then all *numbers* after their length.
+    """Return the context that consists of *parts* and at most 7 *numbers*.
 
-    Different arguments give different bytes.  At most 7 numbers.  Format: docs/format.md,
-    "Records".
+    A context has the length and the bytes of each part, then the length and the bytes of all
+    numbers, so different arguments give different contexts (docs/format.md, "Contexts").
 
     Raises:
         TamperedError: a part is neither text nor bytes, or a number is not a 64-bit integer.
@@ -89,9 +93,12 @@ def context(parts: tuple[str | bytes, ...], *numbers: int) -> bytes:
 
 
 def numbered_context(parts: bytes, *numbers: int) -> bytes:
-    """Return the context of *numbers* and of *parts*, which `context_parts` returned.
+    """Return the context that consists of *parts*, which `context_parts` returned, and *numbers*.
 
-    For many rows that share their parts.  Raises TamperedError like `context`.
+    If many rows have the same parts, this is faster than `context`.
+
+    Raises:
+        TamperedError: a number is not a 64-bit integer.
     """
     count = len(numbers)
     try:
@@ -103,7 +110,13 @@ def numbered_context(parts: bytes, *numbers: int) -> bytes:
 
 @lru_cache(maxsize=4096)
 def context_parts(parts: tuple[str | bytes, ...]) -> bytes:
-    """Return the first half of a context: each of *parts* after its length.  Many rows share it."""
+    """Return the first half of a context: the length and the bytes of each part.
+
+    The result is cached, because many rows have the same parts.
+
+    Raises:
+        TamperedError: a part is neither text nor bytes.
+    """
     made = []
     for part in parts:
         if not isinstance(part, str | bytes):
@@ -116,13 +129,13 @@ def context_parts(parts: tuple[str | bytes, ...]) -> bytes:
 
 
 def with_id(identifier: str, rest: bytes) -> bytes:
-    """Return the plaintext of a row that stores its id: the id's length, the id, *rest*."""
+    """Return the plaintext of a row that stores its own id: the id's length, the id, *rest*."""
     data = encode_text(identifier)
     return _LENGTH.pack(len(data)) + data + rest
 
 
 def split_id(plaintext: bytes) -> tuple[str, bytes]:
-    """Return the id and the rest of *plaintext*, authenticated bytes that `with_id` returned."""
+    """Split *plaintext*, authenticated bytes that `with_id` returned, into the id and the rest."""
     end = _LENGTH.size + _LENGTH.unpack_from(plaintext)[0]
     return decode_text(plaintext[_LENGTH.size : end]), plaintext[end:]
 
@@ -131,8 +144,8 @@ def seal(cipher: Cipher, backend_id: int, key_id: int, context: bytes, plaintext
     """Encrypt *plaintext* and return the record, bound to *context*.
 
     Raises:
-        SecureSessionError: the cipher failed.  The message names the class of its exception, and
-            does not repeat the exception's text.
+        SecureSessionError: the cipher failed.  The message names the class of the cipher's
+            exception, but does not contain the exception's text.
     """
     start = pack(backend_id, key_id)
     failure = "it returned something that is not bytes"
@@ -140,7 +153,7 @@ def seal(cipher: Cipher, backend_id: int, key_id: int, context: bytes, plaintext
         sealed = cipher.encrypt(plaintext, start + context)
         if isinstance(sealed, bytes):
             return start + sealed
-    except Exception as error:  # by a third party's cipher; its text may repeat the plaintext
+    except Exception as error:  # from a third party's cipher: its text may contain the plaintext
         failure = type(error).__name__
     raise SecureSessionError(f"backend {backend_id} failed to encrypt: {failure}")
 
@@ -151,9 +164,9 @@ def pack(backend_id: int, key_id: int) -> bytes:
 
 
 def unpack(stored: bytes) -> tuple[int, int]:
-    """Return the backend id and the key id in a record's header.  The ids are not authenticated.
+    """Return the backend id and the key id in a record's header; nothing is authenticated.
 
-    SQLite stores any type in any column, so *stored* may not be bytes if a row was modified.
+    SQLite stores any type in any column: if a row was modified, *stored* may not be bytes.
 
     Raises:
         PlaintextRefusedError: *stored* is not a record.
@@ -170,9 +183,10 @@ def unpack(stored: bytes) -> tuple[int, int]:
 
 
 def header(stored: object) -> tuple[int, int] | None:
-    """Return the backend id and the key id in a header; None if *stored* does not begin with one.
+    """Return the backend id and the key id in a header; None if *stored* has no valid header.
 
-    For counting: nothing is authenticated, and the first `HEADER_LENGTH` bytes are enough.
+    Use it only for counting, since nothing is authenticated.  *stored* may be a whole record or
+    its first `HEADER_LENGTH` bytes.
     """
     if not isinstance(stored, bytes) or len(stored) < HEADER_LENGTH:
         return None
@@ -185,7 +199,8 @@ def open_record(stored: bytes, context: bytes, cipher: Cipher) -> bytes:
 
     Raises:
         DecryptionError: raised by the cipher itself.
-        TamperedError: the cipher raised another exception.  Its text is not repeated.
+        TamperedError: the cipher raised another exception, whose text is not repeated, or did not
+            return bytes.
     """
     try:
         plaintext = cipher.decrypt(stored[HEADER_LENGTH:], stored[:HEADER_LENGTH] + context)
@@ -193,6 +208,6 @@ def open_record(stored: bytes, context: bytes, cipher: Cipher) -> bytes:
             return plaintext
     except DecryptionError:
         raise
-    except Exception:  # by a third party's cipher; it may hold secrets
-        pass  # raise our error outside: here, this exception would be its __context__
+    except Exception:  # from a third party's cipher: it may hold secrets
+        pass  # TamperedError is raised below: here, this exception would be its __context__
     raise TamperedError("the backend could not decrypt it")

@@ -1,4 +1,4 @@
-"""States: their stored JSON, and their three scopes, which are told apart by key prefixes."""
+"""Split states into the scopes app, user and session, and encode states as JSON."""
 
 import json
 import logging
@@ -10,13 +10,13 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 JsonObject = dict[str, Any]
 
-# Copied from google.adk.sessions.State; a test checks that they are equal.  Importing it takes
-# seconds and would delay the command line.
+# The prefixes of google.adk.sessions.State.  They are copied, because importing google-adk takes
+# seconds and would delay the command line.  A test checks that they are equal.
 APP_PREFIX, USER_PREFIX, TEMP_PREFIX = "app:", "user:", "temp:"
 
 
 class Scopes(NamedTuple):
-    """A state split by scope.  The names in `app` and `user` have no prefix."""
+    """A state, split by scope.  The keys in `app` and `user` have no prefix."""
 
     app: JsonObject
     user: JsonObject
@@ -39,7 +39,7 @@ def split(state: JsonObject | None) -> Scopes:
 
 
 def merge(app: JsonObject, user: JsonObject, session: JsonObject) -> JsonObject:
-    """Return the state of a session as callers see it: the inverse of `split`."""
+    """Return one state with all scopes, as callers see it: the inverse of `split`."""
     merged = dict(session)
     for key, value in app.items():
         merged[APP_PREFIX + key] = value
@@ -49,7 +49,7 @@ def merge(app: JsonObject, user: JsonObject, session: JsonObject) -> JsonObject:
 
 
 def dumps(state: JsonObject) -> bytes:
-    """Return *state* as JSON.  A value without JSON form becomes text, like in `to_json_values`."""
+    """Return *state* as JSON.  A value without JSON form becomes text, as in `to_json_values`."""
     if not state:
         return b"{}"
     try:
@@ -68,7 +68,7 @@ def _ascii(state: JsonObject) -> bytes:
 
 
 def loads(data: bytes) -> JsonObject:
-    """Return the state that `dumps` encoded, as new objects in each call."""
+    """Return the state that `dumps` encoded.  Each call returns new objects."""
     if data == b"{}":
         return {}
     state: JsonObject
@@ -80,9 +80,9 @@ def loads(data: bytes) -> JsonObject:
 
 
 def to_json_values(state: JsonObject) -> JsonObject:
-    """Return a copy of *state* that holds JSON values only.
+    """Return a copy of *state* that contains only JSON values.
 
-    Like in ADK, a value without JSON form is replaced by its text, and a warning is logged.
+    As in ADK, a value without JSON form is replaced by its text, and a warning is logged.
     """
     if not state:
         return {}

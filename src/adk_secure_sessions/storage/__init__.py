@@ -1,4 +1,4 @@
-"""The encrypted tables, and how rows are read and written.  Other packages import only from here.
+"""Read and write the encrypted tables.  Other packages import only the names below.
 
 Modules, lowest first: `schema` (tables), `queries` (statements and typed rows), `bindings` (the
 context of each record), `unit_of_work` (keys and retries), `writes`, `reads`, `opening` (checks a

@@ -1,7 +1,7 @@
 """Encrypt and decrypt rows: the context that each record is bound to, and the checks on reading.
 
-docs/format.md lists the parts of each context in their order.  In this module and those that use
-it, a *tag* is a blind index: the keyed hash of an app name, user id or session id.
+docs/format.md lists the parts of each context in order.  In the package `storage`, a *tag* is a
+blind index: the keyed hash of an app name, user id or session id.
 """
 
 from collections.abc import Iterable
@@ -33,7 +33,7 @@ from adk_secure_sessions.storage.schema import apps, bases, events, sessions, us
 R = TypeVar("R")
 V = TypeVar("V")
 
-NO_SNAPSHOT = -1  # the value of `base_revision` if the session's row holds the whole state
+NO_SNAPSHOT = -1  # the `base_revision` of a session whose row contains the whole state
 
 
 class Identity(NamedTuple):
@@ -47,7 +47,7 @@ class Identity(NamedTuple):
     session_tag: bytes
 
     def tags(self) -> dict[str, object]:
-        """Return the tags as statement parameters; statements find rows only by tag."""
+        """Return the tags as parameters of the statements in `queries`."""
         return {
             "app_tag": self.app_tag,
             "user_tag": self.user_tag,
@@ -56,7 +56,7 @@ class Identity(NamedTuple):
 
 
 def identify(index: BlindIndex, app_name: str, user_id: str = "", session_id: str = "") -> Identity:
-    """Return the ids with their tags."""
+    """Return the ids with their tags, which *index* computes."""
     return Identity(
         app_name,
         user_id,
@@ -68,7 +68,7 @@ def identify(index: BlindIndex, app_name: str, user_id: str = "", session_id: st
 
 
 class Owner(NamedTuple):
-    """A decrypted row of `secure_apps` or `secure_users`: each app and each user owns data keys.
+    """An owner of data keys: a decrypted row of `secure_apps` or `secure_users`.
 
     *state* is JSON.  For an app, *app_row* is 0 and *user_id* is empty.
     """
@@ -84,10 +84,12 @@ class Owner(NamedTuple):
 class StoredSession(NamedTuple):
     """A decrypted row of `secure_sessions`.
 
-    The session's state is *overlay* merged over *snapshot*.  Only a large state has a snapshot: a
-    row of `secure_bases`, written at *base_revision*.  The overlay then holds the changes since.
-    *snapshot* is `{}` if the session has none, and None if the snapshot was not read.  *sealed*
-    is the stored record: the next update requires that it is still stored.
+    The session's state is *overlay* merged over *snapshot*; both are JSON.  Only a large state has
+    a snapshot, which is a row of `secure_bases`.  The overlay then contains the changes after
+    *base_revision*, the revision of the snapshot.
+
+    If the session has no snapshot, *snapshot* is `{}`.  If the snapshot was not read, *snapshot* is
+    None.  *sealed* is the stored record: the next update fails if another record is stored.
     """
 
     id: int
@@ -106,8 +108,8 @@ class StoredSession(NamedTuple):
 class Seen(NamedTuple, Generic[R, V]):
     """A row, its version witness and the decrypted value.
 
-    As long as the stored row and witness are identical byte for byte, the value is reused without
-    decrypting again.
+    If a later read returns an identical row and an identical version witness, the value is reused
+    without decrypting the row again.
     """
 
     row: R
@@ -116,7 +118,7 @@ class Seen(NamedTuple, Generic[R, V]):
 
 
 class RowCache:
-    """The rows that this process decrypted last, by tag: at most *limit* of each kind."""
+    """A cache of decrypted rows, by tag.  It has at most *limit* rows of each kind."""
 
     def __init__(self, limit: int) -> None:
         self.apps: Lru[bytes, Seen[AppRow, Owner]] = Lru(limit)
@@ -125,15 +127,15 @@ class RowCache:
 
 
 class KeySource(Enum):
-    """Where an attempt gets the owners' data keys."""
+    """The source of the data keys of an attempt's owners."""
 
-    CACHE = "this process has read them before"
-    QUERY = "the query that reads the rows reads them, too"
-    KEY_DATABASE = "they were read from the key database before the rows"
+    CACHE = "this process has cached the data keys"
+    QUERY = "the query that reads the rows also reads the data keys"
+    KEY_DATABASE = "the data keys were read from the key database before the rows"
 
 
 class Attempt(NamedTuple):
-    """One attempt at an operation: whose rows it reads or writes, its keys, and the row cache."""
+    """One attempt at an operation on the rows of *who*, with its data keys and the row cache."""
 
     who: Identity
     keys: StagedKeys
@@ -142,11 +144,11 @@ class Attempt(NamedTuple):
     is_first: bool  # only the first attempt may use cached rows instead of a read
 
     def form_of(self, forms: QueryForms) -> CompoundSelect[Any]:
-        """Return the query that this attempt needs: with or without the owners' data keys."""
+        """Return the form of a query that this attempt needs: with or without data keys."""
         return forms[self.key_source is KeySource.QUERY]
 
     def forget_user(self) -> None:
-        """Remove the user from the caches: the user's row does not exist (any more)."""
+        """Remove the user from the caches, because the user's row is not stored."""
         self.keys.forget(self.who.user_tag)
         self.cache.users.drop(self.who.user_tag)
 
@@ -172,7 +174,10 @@ def witness_context(app_name: str, tag: bytes, number: int) -> bytes:
 
 
 def session_context(app_name: str, user_id: str, tag: bytes, *numbers: int) -> bytes:
-    """Return the context; *numbers*: id, user_row, revision, base_revision and both times."""
+    """Return the context of a session's row.
+
+    *numbers* are the columns id, user_row, revision, base_revision, created_at and updated_at.
+    """
     return records.context(("session", app_name, user_id, tag), *numbers)
 
 
@@ -193,8 +198,8 @@ def _event_parts(who: Identity) -> tuple[str, ...]:
 def open_app(attempt: Attempt, found: Found) -> Owner | None:
     """Return the app, or None if it is not stored.
 
-    Raises DecryptionError if its row was tampered with, or if the row is missing but its version
-    witness is still stored.
+    Raises DecryptionError if the app's row was tampered with, or if the row is missing and its
+    version witness is still stored.
     """
     who, row = attempt.who, found.app
     if row is None:
@@ -216,8 +221,8 @@ def open_app(attempt: Attempt, found: Found) -> Owner | None:
 def open_user(attempt: Attempt, found: Found) -> Owner | None:
     """Return the user, or None if the user is not stored.
 
-    Raises DecryptionError if the row was tampered with, or if the row is missing but its version
-    witness is still stored.
+    Raises DecryptionError if the user's row was tampered with, or if the row is missing and its
+    version witness is still stored.
     """
     row = found.user
     if row is None:
@@ -233,7 +238,10 @@ def open_user(attempt: Attempt, found: Found) -> Owner | None:
 
 
 def open_user_row(attempt: Attempt, found: Found, row: UserRow) -> Owner:
-    """Return the user in *row*, which may be any user of the app."""
+    """Return the user in *row*, which may be any user of the app.
+
+    Raises DecryptionError if *row* or its version witness was tampered with.
+    """
     user = _unchanged(attempt.cache.users, found, row.tag, row)
     if user is None:
         with naming(users.name, row.id):
@@ -248,8 +256,8 @@ def open_user_row(attempt: Attempt, found: Found, row: UserRow) -> Owner:
 def open_session(attempt: Attempt, found: Found, user: Owner | None) -> StoredSession | None:
     """Return the session, or None if it is not stored.
 
-    Raises DecryptionError if its row was tampered with, if the row is missing but its version
-    witness is still stored, or if the row is stored but the user's row is missing.
+    Raises DecryptionError if the session's row was tampered with, if the row is missing and its
+    version witness is still stored, or if the row is stored and the user's row is missing.
     """
     tag, row = attempt.who.session_tag, found.session
     if row is None:
@@ -273,11 +281,13 @@ def open_session(attempt: Attempt, found: Found, user: Owner | None) -> StoredSe
 def open_listed_session(
     attempt: Attempt, found: Found, user: Owner, row: SessionRow
 ) -> StoredSession:
-    """Return the session in *row*, one row of a listing.
+    """Return the session in *row*, a row of a listing.
 
-    An attacker may replay the row of a deleted session.  If the session had events, the last one is
-    missing, so the row is rejected.  If it had none, only its version witness proves that it was
-    not deleted.
+    An attacker may replay the row of a deleted session.  If the session had events, its last event
+    is missing, so the row is rejected.  If the session had no events, only its version witness
+    proves that it was not deleted.
+
+    Raises DecryptionError if the row was tampered with.
     """
     return _open_session(attempt, found, user, row, needs_witness=not row.revision)
 
@@ -304,7 +314,7 @@ def _open_session(
 def _open_session_row(
     attempt: Attempt, found: Found, user: Owner, row: SessionRow
 ) -> StoredSession:
-    """Decrypt a session of *user* and its snapshot; check its revision against its last event."""
+    """Decrypt a session of *user* and its snapshot, and compare its revision with its events."""
     app_name = attempt.who.app_name
     numbers = (row.id, row.user_row, row.revision, row.base_revision)
     with naming(sessions.name, row.id):
@@ -331,7 +341,7 @@ def _open_session_row(
 def _open_snapshot(
     attempt: Attempt, found: Found, whose: Identity, user: Owner, row: SessionRow
 ) -> bytes:
-    """Return the decrypted snapshot of the session in *row*; `{}` if it has no snapshot."""
+    """Return the decrypted snapshot of the session in *row*; `{}` if the session has none."""
     snapshot = found.snapshots.get(row.id)
     with naming(bases.name, row.id):
         if row.base_revision == NO_SNAPSHOT:
@@ -349,9 +359,10 @@ def _open_snapshot(
 
 
 def check_events(session: StoredSession, history: list[Row], limit: int | None) -> None:
-    """Sort *history*, and reject it unless it has each event of *session* exactly once.
+    """Sort *history*, which must contain each event of *session* exactly once.
 
-    If *limit* is given, *history* must have the last *limit* events instead.
+    If *limit* is given, *history* must contain only the last *limit* events.  Raises TamperedError
+    if an event is missing, was added or was renumbered.
     """
     first = 0 if limit is None else max(0, session.revision - limit)
     expected = list(range(first, session.revision))
@@ -374,8 +385,8 @@ def check_events(session: StoredSession, history: list[Row], limit: int | None) 
 def open_events(attempt: Attempt, session: StoredSession, history: Iterable[Row]) -> list[bytes]:
     """Return the plaintexts of the events in *history*, in order.
 
-    The loop runs once per event, and a history may be long: values that are the same for several
-    events (parts of the context, the cipher) are computed once.
+    A history may be long.  Therefore, values that several events share (the parts of the context,
+    the cipher) are computed once.  Raises DecryptionError if an event was tampered with.
     """
     who, session_row = attempt.who, session.id
     parts = records.context_parts(_event_parts(who))
@@ -408,7 +419,7 @@ def seal_user(attempt: Attempt, user: Owner) -> bytes:
 
 
 def seal_witness(attempt: Attempt, owner: bytes, tag: bytes, number: int) -> bytes:
-    """Return a version witness: a record with an empty plaintext; *number* is in its context."""
+    """Return a version witness: a record of the empty plaintext, with *number* in its context."""
     return attempt.keys.seal(owner, witness_context(attempt.who.app_name, tag, number), b"")
 
 
@@ -434,7 +445,7 @@ def seal_event(attempt: Attempt, session_row: int, seq: int, time: int, event: b
 
 
 class naming:  # noqa: N801 - used like a function: `with naming(...)`
-    """Context manager that adds the table and row to any `DecryptionError` raised inside it."""
+    """A context manager that adds the table and the row to a `DecryptionError` of its block."""
 
     __slots__ = ("_row", "_table")
 
@@ -451,7 +462,7 @@ class naming:  # noqa: N801 - used like a function: `with naming(...)`
 
 
 def _unchanged(cache: Lru[bytes, Seen[R, V]], found: Found, tag: bytes, row: R) -> V | None:
-    """Return the cached value of *row*; None if the row or its version witness has changed."""
+    """Return the cached value of *row*; None if *row* or its version witness is not as cached."""
     seen = cache.get(tag)
     if seen and seen.row == row and seen.witness == found.witnesses.get(tag):
         return seen.value
@@ -459,7 +470,7 @@ def _unchanged(cache: Lru[bytes, Seen[R, V]], found: Found, tag: bytes, row: R) 
 
 
 def _check_witness(attempt: Attempt, found: Found, owner: bytes, tag: bytes, number: int) -> None:
-    """Reject a row whose version witness is missing, was tampered with, or has another number."""
+    """Raise DecryptionError unless the row's version witness is authentic and has *number*."""
     witness = found.witnesses.get(tag)
     if witness is None:
         raise TamperedError(
@@ -472,7 +483,8 @@ def _check_witness(attempt: Attempt, found: Found, owner: bytes, tag: bytes, num
         raise error.about(f"its version witness, {witnesses.name} row {tag.hex()}") from None
     if witness.number != number:
         raise TamperedError(
-            f"it says {number} and its version witness {witness.number}: an older row was replayed",
+            f"its version witness has number {witness.number} instead of {number}: an older row "
+            "was replayed",
             reason=Reason.MISMATCH,
         )
 

@@ -1,8 +1,9 @@
-"""Opening a database: survey it, reject it if it cannot be used, and create what is missing.
+"""Open a database: check it, and create missing tables and keys.
 
-`look` surveys a database, `check` rejects a database that cannot be used, and `open_database`
-creates what is missing.  After each thing it creates, `open_database` surveys and checks again,
-until nothing is missing.
+1. `look` returns a survey of the database: its tables, its metadata and its keyring.
+2. `check` raises an error if the survey shows a database that cannot be used.
+3. `open_database` creates missing tables and keys.  After each step, it surveys and checks the
+   database again, until nothing is missing.
 """
 
 import logging
@@ -43,8 +44,8 @@ T = TypeVar("T")
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-_ATTEMPTS = 8
-# The names of SQLite's errors that mean that a file cannot be used.
+_ATTEMPTS = 8  # how often `open_database` surveys a database before it fails
+# The beginnings of the names of SQLite's errors for a file that cannot be used.
 _UNUSABLE = ("SQLITE_CANTOPEN", "SQLITE_NOTADB", "SQLITE_READONLY", "SQLITE_PERM", "SQLITE_AUTH")
 
 # The names of rows in `secure_meta`.
@@ -54,9 +55,10 @@ MASTER_KEYS = sa.select(*(keyring.c[name] for name in MasterKeyRow._fields))
 
 
 class Part(Enum):
-    """Which of our tables a database has.
+    """The tables that belong in a database: all tables, the data tables or the key tables.
 
-    The value is stored in row `holds` of `secure_meta`; a database with all tables has no such row.
+    The value is stored in the row `holds` of `secure_meta`.  A database with all tables has no such
+    row.
     """
 
     ALL = None
@@ -74,11 +76,11 @@ class Part(Enum):
 
 
 class Survey(NamedTuple):
-    """The tables and the metadata of a database, as stored: none of it is authenticated.
+    """The tables, the metadata and the keyring of a database, as stored and not authenticated.
 
-    *alien_tables* are named like one of our tables, but lack one of its columns.  *adk_tables*
-    is True if ADK's own tables exist.  *is_used* is True if a table other than `secure_meta` and
-    `secure_keyring` has rows.
+    *missing_tables* are names of our tables that do not exist.  *alien_tables* have the name of one
+    of our tables, but lack one of its columns.  *adk_tables* is True if ADK's own tables exist.
+    *is_used* is True if a table other than `secure_meta` and `secure_keyring` has rows.
     """
 
     missing_tables: frozenset[str]
@@ -90,7 +92,7 @@ class Survey(NamedTuple):
 
     @property
     def part(self) -> Part | None:
-        """The part that `secure_meta` names; None if this release does not know that value."""
+        """The part that `secure_meta` names; None if this release does not know its name."""
         mark = self.meta.get(HOLDS)
         return next((part for part in Part if part.value == mark), None)
 
@@ -101,7 +103,7 @@ class Survey(NamedTuple):
 
     @property
     def has_plaintext_records(self) -> bool:
-        """Whether the database is marked as holding records of `NoOpBackend`, now or earlier."""
+        """Whether `secure_meta` says that `NoOpBackend` has ever written to the database."""
         return PLAINTEXT in self.meta
 
     @property
@@ -115,7 +117,7 @@ class Survey(NamedTuple):
 
 
 def look(connection: sa.Connection) -> Survey:
-    """Survey a database without changing it."""
+    """Return a survey of a database, without changing the database."""
     survey = _look(connection)
     if survey.meta and (survey.part or Part.ALL).missing(survey):
         # Another process may have created these tables after we read the table names.
@@ -148,7 +150,8 @@ def _alien(tables: list[sa.Table], connection: sa.Connection) -> list[str]:
     """Return the names of those *tables* that lack one of our columns."""
     if not tables:
         return []
-    # Reflecting each table takes a hundred times as long as one query that names all columns.
+    # Reading the columns of each table takes a hundred times as long as one query that names all
+    # columns.
     columns = [", ".join(table.c.keys()) for table in tables]
     members = [
         f"SELECT 1 FROM (SELECT {listed} FROM {table.name}) AS t WHERE 1 = 0"  # noqa: S608
@@ -168,10 +171,10 @@ def _alien(tables: list[sa.Table], connection: sa.Connection) -> list[str]:
 
 
 def check(survey: Survey, part: Part, create_tables: bool) -> None:
-    """Reject a database that cannot be used as *part*, nor be completed to it.
+    """Check that a database can be used as *part*, if necessary after missing tables are created.
 
     Raises:
-        ConfigurationError: The database cannot be used; the message says why and what to do.
+        ConfigurationError: The database cannot be used.  The message says why and what to do.
     """
     if survey.alien_tables:
         raise ConfigurationError(
@@ -243,10 +246,10 @@ def _check_mark(survey: Survey, part: Part) -> None:
 
 
 def check_together(data: Survey, keys: Survey) -> None:
-    """Reject a data database and a key database, each valid, that do not belong together.
+    """Check that a data database and a key database, each accepted by `check`, are a pair.
 
     Raises:
-        ConfigurationError: They are not a pair; the message says why and what to do.
+        ConfigurationError: They are not a pair.  The message says why and what to do.
     """
     if data.database_id is None and keys.is_used:
         raise ConfigurationError(
@@ -270,8 +273,8 @@ async def open_database(
 ) -> Keyring:
     """Check the database, create missing tables and keys, and open the keyring.
 
-    A key database is completed before the data database, so that after a crash between the two
-    the next start can continue.
+    A key database is completed before the data database.  After a crash between the two, the next
+    start completes the data database.
 
     Args:
         executors: Run the statements on the data database and the key database.
@@ -280,8 +283,9 @@ async def open_database(
         known: A keyring opened earlier; if given, nothing is created.
 
     Raises:
-        ConfigurationError: A database cannot be used; it was left unchanged.
-        WrongKeyError, PlaintextRefusedError, KeyServiceError: see `open_keyring`.
+        ConfigurationError: A database cannot be used.  That database was left unchanged.
+        WrongKeyError, PlaintextRefusedError, KeyServiceError: See `open_keyring`.
+        SecureSessionError: Other processes kept changing the database.
     """
     if known is not None:
         return await open_existing(executors, backends, known)
@@ -315,7 +319,8 @@ async def open_database(
 async def survey_existing(executors: Executors) -> Survey:
     """Check and survey a database that already exists, without changing it.
 
-    With a key database, return the survey of the data database with the key database's keyring.
+    With a key database, the result is the survey of the data database, but the *keyring* is that of
+    the key database.
 
     Raises:
         ConfigurationError: The database cannot be used, or is new.
@@ -334,11 +339,11 @@ async def open_existing(
 ) -> Keyring:
     """Open the keyring of a database that already exists, without changing the database.
 
-    *known* is a keyring opened earlier: the keys that it holds are not unwrapped again.
+    *known* is a keyring that was opened earlier: its keys are not unwrapped again.
 
     Raises:
         ConfigurationError: See `survey_existing`; or *known* is the keyring of another database.
-        WrongKeyError, PlaintextRefusedError, KeyServiceError: see `open_keyring`.
+        WrongKeyError, PlaintextRefusedError, KeyServiceError: See `open_keyring`.
     """
     survey = await survey_existing(executors)
     assert survey.database_id is not None, "survey_existing rejects that"
@@ -351,17 +356,18 @@ async def open_existing(
 async def _survey(executors: Executors, create_tables: bool) -> tuple[Survey, Survey]:
     """Survey and check the data database and the key database; return both surveys.
 
-    Without a key database, both are the same survey.  Raises ConfigurationError.
+    Without a key database, both are the same survey.  Raises the errors of `check` and
+    `check_together`.
     """
     if not executors.has_key_database:
         survey = await _usable(executors.data.define(look, commit=False))
         check(survey, Part.ALL, create_tables)
         return survey, survey
-    # Read the data database first.  Another process may be creating both, and creates the key
-    # database first: if we see its data database, we also see its key database.
+    # Another process may be creating both databases, the key database first.  By reading the data
+    # database first, we never see its new data database without its key database.
     data = await _usable(executors.data.define(look, commit=False))
     keys = await _usable(executors.keys.define(look, commit=False), "key database's ")
-    # If the keys are in use, the data database was perhaps created after we surveyed it.
+    # If the key database is in use, the data database may have been created after we surveyed it.
     if keys.is_used and data.format_version is None:
         data = await _usable(executors.data.define(look, commit=False))
     check(keys, Part.KEYS, create_tables)
@@ -371,6 +377,11 @@ async def _survey(executors: Executors, create_tables: bool) -> tuple[Survey, Su
 
 
 async def _usable(work: Awaitable[T], whose: str = "") -> T:
+    """Return the result of *work*; *whose* is put before "SQLite file" in an error text.
+
+    Raises WrongKeyError if a stored text cannot be decoded, and ConfigurationError if a SQLite file
+    cannot be used.
+    """
     try:
         return await work
     except sa.exc.DBAPIError as error:
@@ -390,7 +401,7 @@ async def _usable(work: Awaitable[T], whose: str = "") -> T:
 
 
 def mark_plaintext(connection: sa.Connection) -> None:
-    """Mark the database as holding plaintext records; call this before the first is written."""
+    """Mark the database in `secure_meta` before the first plaintext record is written."""
     values = {meta.c.name: PLAINTEXT, meta.c.value: "1"}
     if not connection.scalar(sa.select(meta.c.value).where(meta.c.name == PLAINTEXT)):
         connection.execute(sa.insert(meta).values(values))
@@ -403,7 +414,10 @@ async def _make(
     marks: dict[str, str],
     fresh: list[MasterKeyRow],
 ) -> None:
-    """Create what is missing, unless the database has changed since the survey *expected*."""
+    """Create missing tables, marks and keys, unless the survey is no longer *expected*.
+
+    *marks* are rows of `secure_meta`, and *fresh* are rows of `secure_keyring`.
+    """
     if part.value is not None:
         marks = {**marks, HOLDS: part.value}
     work = partial(_establish, part, expected, marks, fresh)

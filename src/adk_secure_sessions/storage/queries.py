@@ -1,8 +1,9 @@
-"""The statements, as SQLAlchemy Core, and the rows that they return.
+"""The SQL statements, in SQLAlchemy Core, and the rows that they return.
 
 Each read is one statement, so that its rows are consistent with each other on every database and
-at every isolation level.  The statement is a UNION ALL of SELECTs with the same columns; the first
-column says of which kind a row is.  *tag* always means a blind index, as in `bindings`.
+at every isolation level.  The statement is a UNION ALL of SELECTs with the same columns.  The first
+column is the kind of the row, such as an app or an event.  A *tag* is a blind index, as in
+`bindings`.
 """
 
 import functools
@@ -44,14 +45,15 @@ from adk_secure_sessions.storage.schema import (
 )
 
 _APP, _USER, _WITNESS, _KEY, _SESSION, _SNAPSHOT, _EVENT = range(7)  # the kinds of rows
-_NUMBERS, _BLOBS = 7, 2
-# The positions of an event's values in its row.  A history may have thousands of events, and
-# converting a row to a named tuple takes as long as finding its cipher: event rows are therefore
-# used as the driver returns them.
+_NUMBERS, _BLOBS = 7, 2  # columns after the kind
+# The positions of an event's values in its row.  Event rows are used as the driver returns them: a
+# history may have thousands of events, and converting a row to a named tuple takes as long as
+# finding the cipher of its event.
 EVENT_SEQ, EVENT_TIME, EVENT_RECORD = 1, 2, 8
 _ZERO: ColumnElement[int] = literal_column("0")
 
-# Two forms of one query.  The form at True also reads the owners' rows of `secure_data_keys`.
+# The two forms of a query.  The form at key True also reads the owners' rows of
+# `secure_data_keys`; the form at key False does not.
 QueryForms = Mapping[bool, CompoundSelect[Any]]
 
 _app_tag = bindparam("app_tag", type_=LargeBinary)
@@ -63,8 +65,8 @@ _limit = bindparam("limit", type_=BigInteger)
 def _member(kind: int, numbers: list[Any], blobs: list[Any]) -> Select[Any]:
     """Return one SELECT of a UNION ALL.
 
-    All of them have the same columns: `kind`, 7 numbers (padded with zeros) and 2 blobs (padded
-    with NULL).
+    The columns of every SELECT are `kind`, 7 numbers (padded with zeros) and 2 blobs (padded with
+    NULL).
     """
     padded = numbers + [_ZERO] * (_NUMBERS - len(numbers))
     padded += blobs + [cast(null(), LargeBinary)] * (_BLOBS - len(blobs))
@@ -96,9 +98,9 @@ def _key() -> Select[Any]:
 
 def _session(source: FromClause = sessions) -> Select[Any]:
     c = sessions.c
-    head = select(func.max(events.c.seq)).where(events.c.session_row == c.id).scalar_subquery()
+    last_seq = select(func.max(events.c.seq)).where(events.c.session_row == c.id).scalar_subquery()
     numbers: list[Any] = [c.id, c.user_row, c.revision, c.base_revision, c.created_at, c.updated_at]
-    numbers.append(func.coalesce(head, literal_column("-1")))
+    numbers.append(func.coalesce(last_seq, literal_column("-1")))
     return _member(_SESSION, numbers, [c.tag, c.state]).select_from(source)
 
 
@@ -206,8 +208,9 @@ EVENT_AT = _event().where(
     events.c.session_row == bindparam("session_row"), events.c.seq == bindparam("seq")
 )
 
-# Inserts a data key only if the keyring still has the master key that wraps it, and still has as
-# many rows as this process has read.  Otherwise another process has changed the keyring.
+# Inserts a data key only if the stored keyring still has the master key that wraps the data key,
+# and has the number of rows that this process has read.  Otherwise, another process has changed
+# the keyring.
 INSERT_KEY = insert(data_keys).from_select(
     [column.name for column in data_keys.c],
     select(*(bindparam(column.name, type_=column.type) for column in data_keys.c))
@@ -218,8 +221,9 @@ INSERT_KEY = insert(data_keys).from_select(
         == bindparam("masters", type_=BigInteger),
     ),
 )
-# Sets the generation to the same value, only to lock the row.  A concurrent `retire` of this key
-# waits for the lock; if it deleted the key first, this statement matches no row: a conflict.
+# Sets the generation to the value that it has, only to lock the row.  A concurrent `retire` waits
+# for the lock.  If `retire` has already deleted the key, this statement matches no row, which is a
+# conflict.
 HOLD_KEY = (
     update(data_keys)
     .where(data_keys.c.id == bindparam("at_id"))
@@ -233,7 +237,7 @@ INSERT_SNAPSHOT = insert(bases)
 
 
 def _same_row(table: FromClause, prefix: str) -> ColumnElement[bool]:
-    """Return the condition that *table* has the row in the parameters that start with *prefix*."""
+    """Return the condition that *table* has a row equal to the parameters named *prefix*_…."""
     return select(literal_column("1")).where(*_equal(table, prefix)).exists()
 
 
@@ -242,10 +246,10 @@ def _equal(table: FromClause, prefix: str) -> list[ColumnElement[bool]]:
 
 
 def _session_of_user(*conditions: ColumnElement[bool]) -> Insert:
-    """Return an INSERT of a session that requires the user's row to be unchanged since the read.
+    """Return an INSERT of a session that matches only if the user's row is as this process read it.
 
-    The INSERT locks the user's row: a concurrent `erase_user` waits until it can see the new
-    session, and then erases it, too.
+    The INSERT locks the user's row.  Therefore, a concurrent `erase_user` waits until the new
+    session is visible, and then also erases that session.
     """
     columns = (bindparam(column.name, type_=column.type) for column in sessions.c)
     row = select(*columns).select_from(users).where(*_equal(users, "user"), *conditions)
@@ -256,7 +260,7 @@ def _session_of_user(*conditions: ColumnElement[bool]) -> Insert:
 
 
 INSERT_SESSION_OF_USER = _session_of_user()
-# Also requires the app's row and both version witnesses to equal those in this process's cache.
+# Also requires that the app's row and both version witnesses are as this process has cached them.
 INSERT_SESSION_OF_KNOWN = _session_of_user(
     _same_row(apps, "app"),
     _same_row(witnesses.alias("app_witnesses"), "app_witness"),
@@ -283,8 +287,8 @@ UPDATE_WITNESS = (
     .where(witnesses.c.tag == bindparam("at_tag"), witnesses.c.number == bindparam("at_number"))
     .values(number=bindparam("number"), seal=bindparam("seal"))
 )
-# Matches only a stored row that equals the one this process knows.  A row that was tampered with is
-# therefore not overwritten, and the read that follows rejects it.
+# Matches the stored row only if all its columns are as this process knows them.  Therefore, a row
+# that was tampered with is not overwritten, and the read that follows rejects the row.
 UPDATE_SESSION = (
     update(sessions)
     .where(*_equal(sessions, "at"))
@@ -300,8 +304,8 @@ UPDATE_SNAPSHOT = (
     .where(bases.c.session_row == _AT_ID, bases.c.revision == bindparam("at_revision"))
     .values(revision=bindparam("revision"), state=bindparam("state"))
 )
-# Matches only the revision that was read.  If an event was appended since, DELETE_EVENTS may not
-# see the event (PostgreSQL runs both in one statement) and would leave it behind.
+# Matches only the revision that was read.  If another process has appended an event since then,
+# DELETE_EVENTS may not see the event, because PostgreSQL runs both deletions in one statement.
 DELETE_SESSION = delete(sessions).where(
     sessions.c.id == _AT_ID, sessions.c.revision == bindparam("at_revision")
 )
@@ -331,7 +335,7 @@ class UserRow(NamedTuple):
 
 
 class WitnessRow(NamedTuple):
-    """A row of `secure_witnesses`; *number* is an owner's version, or a session's row key."""
+    """A row of `secure_witnesses`; *number* is an owner's version or a session's row key."""
 
     number: int
     tag: bytes
@@ -339,7 +343,7 @@ class WitnessRow(NamedTuple):
 
 
 class SessionRow(NamedTuple):
-    """A row of `secure_sessions`; *last_seq* is the `seq` of its last event, -1 without events."""
+    """A row of `secure_sessions`; *last_seq* is the `seq` of the last event, or -1."""
 
     id: int
     user_row: int
@@ -363,7 +367,7 @@ class SnapshotRow(NamedTuple):
 class Found:
     """The rows of one read, by kind.
 
-    SQLite stores any type in any column, so a modified value may not have its declared type.
+    SQLite stores any type in any column, so a modified value may have any type.
     """
 
     def __init__(self, rows: Iterable[Row]) -> None:
@@ -393,25 +397,26 @@ class Found:
 
     @property
     def user(self) -> UserRow | None:
-        """The user, if the query reads one user; None if the row does not exist."""
+        """The user's row, for a query that reads one user; None if the row does not exist."""
         return self.users[0] if self.users else None
 
     @property
     def session(self) -> SessionRow | None:
-        """The session, if the query reads one session; None if the row does not exist."""
+        """The session's row, for a query that reads one session; None if the row does not exist."""
         return self.sessions[0] if self.sessions else None
 
 
-# Query for data keys only.  In a key database, they cannot be read together with the rows.
-DATA_KEYS = select(*(data_keys.c[name] for name in DataKeyRow._fields))  # for DataKeyRow
-# The numbers of values in a statement: 2 for a user and the app, 200 for longer lists.
+# Query for data keys alone: with a key database, one query cannot read data keys and other rows.
+# The columns are the fields of DataKeyRow.
+DATA_KEYS = select(*(data_keys.c[name] for name in DataKeyRow._fields))
+# How many values a statement has: 2 for a user and an app, 200 for longer lists.
 _FEW, _MANY = 2, 200
 
 
 def chunks(values: Iterable[Any]) -> Iterator[list[Any]]:
-    """Split *values* into lists of exactly 2 or 200, so that only two statements are compiled.
+    """Split *values* into lists of 2 or 200, so that only two statements need to be compiled.
 
-    If too few values remain, the list repeats its last value.
+    The last list repeats its last value until it has 2 or 200 values.
     """
     remaining = list(values)
     while remaining:
@@ -423,17 +428,17 @@ def chunks(values: Iterable[Any]) -> Iterator[list[Any]]:
 def is_one_of(column: ColumnElement[Any], number: int) -> ColumnElement[bool]:
     """Return the condition that *column* equals one of the parameters `v0`, `v1` and so on.
 
-    *number* is how many there are; `numbered` returns their values.
+    *number* is the number of these parameters.  `numbered` returns their values.
     """
     return column.in_([bindparam(f"v{n}", type_=column.type) for n in range(number)])
 
 
 def numbered(values: Sequence[object]) -> dict[str, object]:
-    """Return *values* as the parameters of `is_one_of`: `v0`, `v1` and so on."""
+    """Return *values* as the parameters `v0`, `v1` and so on of `is_one_of`."""
     return {f"v{n}": value for n, value in enumerate(values)}
 
 
 @functools.cache
 def data_keys_of(number: int) -> Select[Any]:
-    """Return the query for all data keys of given owners; *number* is the number of owners."""
+    """Return the query for all data keys of *number* owners; its parameters are `numbered` tags."""
     return DATA_KEYS.where(is_one_of(data_keys.c.owner, number))

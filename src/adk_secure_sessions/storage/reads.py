@@ -1,7 +1,7 @@
-"""The reads: a session with its events, listings, a user's state.
+"""The reads: get a session with its events, list sessions, get a user's state.
 
-Each read is an operation with one query.  With a key database, data keys may need a query of their
-own.  Events are decrypted in the event loop in chunks; other tasks run between two chunks.
+Each read is an operation with one query.  With a key database, a second query may read data keys.
+Events are decrypted in chunks in the event loop, and other tasks can run between two chunks.
 """
 
 import asyncio
@@ -63,16 +63,16 @@ class _Read:
 
 
 class GetSession(_Read, Generic[E]):
-    """Read a session with its last *limit* events, or with those of time *after* or later.
+    """Read a session with its last *limit* events, or with all events from time *after* on.
 
-    `attempt` returns None if there is no such session.  Events before *after* are decrypted, too:
-    decrypting authenticates their times, and a modified time could otherwise hide an event.
+    `attempt` returns None if there is no such session.  Events before *after* are decrypted, too.
+    Decrypting authenticates an event's time; otherwise, a modified time could hide an event.
 
     Args:
         who: The ids of the session.
         decode: Called with an event's plaintext, its session's row key and its `seq`.
-        limit: The number of events; None for all.
-        after: Microseconds UTC; if given, *limit* is ignored.
+        limit: The maximum number of events; None for all.
+        after: A time in microseconds UTC.  If given, *limit* is ignored.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class GetSession(_Read, Generic[E]):
             if start:
                 await asyncio.sleep(0)
             rows = found.events[start : start + _CHUNK]
-            # Decrypt the whole chunk, then decode it: alternating per event takes twice as long.
+            # Decrypt all events of the chunk before decoding: alternating takes twice as long.
             opened = bindings.open_events(attempt, session, rows)
             events += [
                 self._decode(plaintext, session.id, row[EVENT_SEQ])
@@ -121,7 +121,8 @@ class GetSession(_Read, Generic[E]):
 class ListUserSessions(_Read):
     """Read all sessions of a user, without events.
 
-    With *skip*, sessions that cannot be decrypted are logged and left out, instead of raising.
+    If *skip* is True, a session that cannot be decrypted is omitted, and its error is logged.  If
+    False, the error is raised.
     """
 
     def __init__(self, who: Identity, *, skip: bool) -> None:
@@ -143,7 +144,8 @@ class ListUserSessions(_Read):
 class ListAppSessions(_Read):
     """Read all sessions of all users of an app, without events.
 
-    With *skip*, sessions that cannot be decrypted are logged and left out, instead of raising.
+    If *skip* is True, a session that cannot be decrypted is omitted, and its error is logged.  If
+    False, the error is raised.
     """
 
     reads_keys = True
@@ -177,10 +179,10 @@ class GetUserState(_Read):
 
 
 class CheckApp(_Read):
-    """Decrypt an app's row; return None if the app has no row.
+    """Decrypt an app's row; `attempt` returns None if the app has no row.
 
-    Unlike the operations above, this one and `CheckUser` decrypt a row even if this process has
-    decrypted the same bytes before: `verify` must notice a data key that was tampered with since.
+    `CheckApp` and `CheckUser` do not use the row cache.  `verify` must notice a data key that was
+    tampered with after the row was cached.
     """
 
     reads_keys = True
@@ -191,7 +193,7 @@ class CheckApp(_Read):
 
 
 class CheckUser(_Read):
-    """Decrypt the row of the user with the tag of *who*; return None if there is no such row."""
+    """Decrypt the row with the user tag of *who*; `attempt` returns None if no row has the tag."""
 
     reads_keys = True
 
@@ -203,7 +205,7 @@ class CheckUser(_Read):
 
 
 def _view(session: StoredSession, user: Owner, app: Owner | None) -> View:
-    """Return the session with both states.  Raises TamperedError if *app* is not the user's app."""
+    """Return a view of the session; raise TamperedError if *app* is not the user's app."""
     if app is None or user.app_row != app.id:
         raise TamperedError(
             "its app's row was removed", reason=Reason.MISSING, table=users.name, row=user.id
@@ -214,10 +216,10 @@ def _view(session: StoredSession, user: Owner, app: Owner | None) -> View:
 def _listed(
     attempt: Attempt, found: Found, app: Owner | None, opened: list[Owner], *, skip: bool
 ) -> list[View]:
-    """Return the sessions in *found*.
+    """Return views of the sessions in *found*.
 
-    *opened* are the users whose rows could be decrypted.  *skip* leaves out unreadable sessions
-    instead of raising.
+    *opened* are the users whose rows could be decrypted.  If *skip* is True, sessions that cannot
+    be decrypted are omitted, and their errors are logged.
     """
     by_row = {user.id: user for user in opened}
     views = []

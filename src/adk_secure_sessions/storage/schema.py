@@ -1,8 +1,10 @@
 """The tables and their row keys (see docs/format.md).  Times are microseconds since 1970, UTC.
 
-A second row confirms each row, so that modifying, moving, replaying or removing a single row is
-detected.  A session's row has a revision: the number of its events.  A version witness, a row of
-`secure_witnesses`, repeats the version of an app's or user's row, or the key of a session's row.
+Each row is confirmed by another row, so that replaying or removing a single row is detected:
+
+- A session's row has a revision, which is the number of the session's events.
+- A version witness is a row of `secure_witnesses`.  It repeats the version of an app's or a user's
+  row, or the key of a session's row.
 """
 
 import secrets
@@ -29,7 +31,7 @@ FORMAT_VERSION = 1
 
 metadata: MetaData = MetaData()
 
-# MySQL cannot index a BLOB without a length, and its BLOB holds at most 64 KiB.
+# MySQL cannot index a BLOB column without a length, and a BLOB there holds at most 64 KiB.
 _TAG = LargeBinary().with_variant(VARBINARY(TAG_LENGTH), "mysql", "mariadb")
 _RECORD = LargeBinary().with_variant(LONGBLOB(), "mysql", "mariadb")
 _KEY = BigInteger().with_variant(Integer(), "sqlite")  # INTEGER PRIMARY KEY is SQLite's rowid
@@ -125,12 +127,12 @@ events: Table = Table(
     Column("seq", BigInteger, primary_key=True, autoincrement=False),
     Column("time", BigInteger, nullable=False),
     Column("event", _RECORD, nullable=False),
-    sqlite_with_rowid=False,  # rows in key order: a session's events share pages
+    sqlite_with_rowid=False,  # stores rows in key order: a session's events share pages
 )
 
 
 def _store_external(table: Table) -> None:
-    """Tell PostgreSQL not to compress records: trying costs time and saves no space."""
+    """Tell PostgreSQL not to compress records: that takes time, and ciphertext does not shrink."""
     changes = ", ".join(
         f"ALTER COLUMN {column.name} SET STORAGE EXTERNAL"
         for column in table.columns
@@ -141,14 +143,14 @@ def _store_external(table: Table) -> None:
         event.listen(table, "after_create", statement.execute_if(dialect="postgresql"))
 
 
-# `secure_meta` is in both: a key database has its own.
+# `secure_meta` is in both lists: a key database has a `secure_meta` of its own.
 TABLES = tuple(metadata.tables.values())
 KEY_TABLES = (meta, keyring, data_keys)
 DATA_TABLES = tuple(table for table in TABLES if table not in (keyring, data_keys))
 
 for _table in metadata.sorted_tables:
     _store_external(_table)
-    for _dialect in ("mysql", "mariadb"):  # the default may be without transactions
+    for _dialect in ("mysql", "mariadb"):  # a server's default engine may have no transactions
         _table.kwargs[f"{_dialect}_engine"] = "InnoDB"
 
 
@@ -160,11 +162,13 @@ _last_row_key = 0
 def new_row_key() -> int:
     """Return an integer key for a new row.
 
-    This process chooses the key, not the database: the row's records are bound to the key, so it
-    must be known before the row is inserted.  A key has 63 bits: 42 bits of milliseconds since
-    1970, so that rows are in order of creation, and 21 random bits.  Keys ascend within a process.
-    If two processes choose the same key, the primary key rejects the second row, and the
-    transaction is repeated with a new key.
+    The database does not choose the key, because the row's records are bound to the key before the
+    row is inserted.
+
+    A key has 63 bits: 42 bits of milliseconds since 1970, so that rows are in order of creation,
+    and 21 random bits.  Each key is greater than the previous key of this process.  If two
+    processes choose the same key, the database rejects the second row, and the transaction is
+    repeated with a new key.
     """
     global _last_row_key
     fresh = (time.time_ns() // 1_000_000) << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS)

@@ -28,8 +28,8 @@ T = TypeVar("T")
 class Store:
     """The operations on the sessions of one database.
 
-    A store caches the sessions that it has read or written: appending to a cached session needs
-    no read.  Every method raises what `UnitOfWork.run` raises.
+    A store caches the sessions that it has read or written.  Appending to a cached session needs
+    no read.  Every method raises the errors of `UnitOfWork.run`.
     """
 
     def __init__(self, unit: UnitOfWork, *, cached_sessions: int) -> None:
@@ -38,11 +38,14 @@ class Store:
         self._cached_sessions = cached_sessions
 
     async def prepare(self) -> None:
-        """Open the database now."""
+        """Open the database, before the first operation does so."""
         await self.unit.keys()
 
     async def close(self) -> None:
-        """Close the connections, forget keys and sessions.  The next call opens the database."""
+        """Close the connections and discard all keys and cached sessions.
+
+        The next call opens the database again.
+        """
         self._known = Lru(self._cached_sessions)
         await self.unit.close()
 
@@ -56,9 +59,12 @@ class Store:
         state: bytes,
         now: int,
     ) -> View:
-        """Create a session and return it; *state* is JSON, *now* is in microseconds UTC.
+        """Create a session and return it.
 
-        Raises DuplicateSession if the session id is taken.
+        *app_delta* and *user_delta* are merged into the states of the app and the user.  *state*
+        is the session's state as JSON, and *now* is in microseconds UTC.
+
+        Raises DuplicateSession if the user already has a session with this id.
         """
         who = await self.unit.identify(app_name, user_id, session_id)
         created = await self.unit.run(CreateSession(who, app_delta, user_delta, state, now))
@@ -75,7 +81,10 @@ class Store:
         limit: int | None = None,
         after: int | None = None,
     ) -> tuple[View, list[T]] | None:
-        """Return a session and its decoded events; None if it is not stored.  See `GetSession`."""
+        """Return a session and its decoded events; None if the session is not stored.
+
+        See `GetSession` for the arguments.
+        """
         who = await self.unit.identify(app_name, user_id, session_id)
         found = await self.unit.run(GetSession(who, decode, limit, after))
         if found is not None:
@@ -83,21 +92,21 @@ class Store:
         return found
 
     async def list_user(self, app_name: str, user_id: str, *, skip: bool) -> list[View]:
-        """Return all sessions of a user; with *skip*, leave out those that cannot be decrypted."""
+        """Return all sessions of a user; see `ListUserSessions` for *skip*."""
         who = await self.unit.identify(app_name, user_id)
         return await self.unit.run(ListUserSessions(who, skip=skip))
 
     async def list_app(self, app_name: str, *, skip: bool) -> list[View]:
-        """Return all sessions of an app; with *skip*, leave out those that cannot be decrypted."""
+        """Return all sessions of an app; see `ListAppSessions` for *skip*."""
         who = await self.unit.identify(app_name)
         return await self.unit.run(ListAppSessions(who, skip=skip))
 
     async def delete(
         self, app_name: str, user_id: str, session_id: str, *, before: int | None = None
     ) -> bool:
-        """Delete a session and its events, and return whether it was deleted.
+        """Delete a session and its events, and return whether the session was deleted.
 
-        If *before* (microseconds UTC) is given, delete the session only if it was last updated
+        If *before* (microseconds UTC) is given, the session is deleted only if its last update was
         earlier.
         """
         who = await self.unit.identify(app_name, user_id, session_id)
@@ -115,10 +124,13 @@ class Store:
         event: NewEvent,
         stored: Callable[[StoredSession], None],
     ) -> None:
-        """Append an event.  Call *stored* after the commit, even if the caller was cancelled.
+        """Append an event.
 
-        Raises MissingSession if the session is not stored, and StaleRevision if its row key
-        or revision is not the expected one.
+        After the commit, *stored* is called with the session after the event, even if the caller
+        was cancelled.
+
+        Raises MissingSession if the session is not stored, and StaleRevision if its row key and
+        revision are not *expected*.
         """
         who = await self.unit.identify(app_name, user_id, session_id)
         sessions = self._known

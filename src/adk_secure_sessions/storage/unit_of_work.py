@@ -1,7 +1,7 @@
-"""The unit of work: repeats an operation until it has the keys it needs and meets no conflict.
+"""The unit of work: repeats an operation until it has all its keys and meets no conflict.
 
 A unit of work owns the executors, the unwrapped keys and the cache of decrypted rows.  Services
-and maintenance commands both use it, so all rules for retries are in this module:
+and maintenance commands both use it.  All rules for retries are in this module:
 
 - If an attempt lacks a data key, the key is read or created before the next attempt.
 - If the keyring has changed, it is read again, once for all tasks that noticed the change.
@@ -49,15 +49,17 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 OpenKeyring = Callable[[Keyring | None], Awaitable[Keyring]]
 
-_CONFLICTS = 20  # after so many conflicts, an operation fails
+_CONFLICTS = 20  # the number of conflicts after which an operation fails
 # Seconds to wait after each lost connection.  Writes are retried more often than reads: as long as
-# we do not know whether a write was stored, we can report neither success nor failure.
+# it is unknown whether a write was stored, neither success nor failure can be reported.
 _READ_PAUSES = (0.05,)
 _WRITE_PAUSES = (0.05, 0.2, 0.5, 1.0, 2.0)
-# Seconds before a rejected keyring is read again.  Otherwise an attacker with write access to the
-# database could make every operation call the key service.
+# Seconds before a rejected keyring is read again.  Without this pause, an attacker with write
+# access to the database could make every operation call the key service.
 _KEYRING_PAUSE = 10.0
-_NEW_KEYS = 8  # data keys that one operation may create: the app's, the user's, and some for races
+# How many data keys one operation may create in a key database.  It needs two at most, one for
+# the app and one for the user.  The others are for attempts that other processes interfere with.
+_NEW_KEYS = 8
 
 
 class Operation(Protocol[T_co]):
@@ -77,12 +79,12 @@ class Operation(Protocol[T_co]):
         ...
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> T_co:
-        """Run the operation once.  `UnitOfWork.run` handles the errors that call for a retry."""
+        """Run the operation once and return its result; `UnitOfWork.run` handles retries."""
         ...
 
 
 class Retries:
-    """Counts the failed attempts at one operation, and pauses between them."""
+    """Counts the failed attempts at one operation, and pauses before each new attempt."""
 
     def __init__(self, *, writes: bool) -> None:
         self._conflicts = 0
@@ -104,16 +106,17 @@ class Retries:
         self._conflicts += 1
         if self._conflicts == _CONFLICTS:
             raise SecureSessionError(
-                f"the same rows were changed under each of {_CONFLICTS} attempts: try again",
+                f"other transactions changed the same rows during each of {_CONFLICTS} attempts: "
+                "try again",
                 retryable=True,
             ) from None
         await asyncio.sleep(random.uniform(0, 0.005 * self._conflicts))  # noqa: S311 - no secret
 
 
 async def repeated(work: Callable[[], Awaitable[T]], *, writes: bool = False) -> T:
-    """Call and await *work*, again after each conflict and each lost connection.
+    """Call and await *work*; repeat it after each conflict and each lost connection.
 
-    Raises like `Retries.wait`.
+    Raises the errors of *work* and of `Retries.wait`.
     """
     retries = Retries(writes=writes)
     while True:
@@ -134,13 +137,13 @@ class UnitOfWork:
 
     Args:
         executors: Run the statements on the data database and the key database.
-        backends: None if no key is needed; then only `read`, `read_keys`, `change` and
-            `change_keys` work.
-        open_keyring: Reads the keyring and unwraps its keys.  Its argument is None, or a keyring
-            opened earlier, whose keys need not be unwrapped again.
+        backends: The listed backends.  If None, only `read`, `read_keys`, `change` and
+            `change_keys` can be used.
+        open_keyring: Reads the keyring and unwraps its keys.  The argument is None, or a keyring
+            that was opened earlier and whose keys need not be unwrapped again.
         cached_rows: Maximum number of sessions, of users and of apps to cache.
         cached_keys: Maximum number of owners whose data keys are cached.
-        keyring_pause: Seconds until a keyring that was rejected is read again.
+        keyring_pause: Seconds before a rejected keyring is read again.
     """
 
     def __init__(
@@ -169,18 +172,18 @@ class UnitOfWork:
     def backends(self) -> Backends:
         """The listed backends.  Raises ConfigurationError if none were given."""
         if self._backends is None:
-            raise ConfigurationError("this needs the root key: give a backend")
+            raise ConfigurationError("this operation needs the root key: give a backend")
         return self._backends
 
     async def keys(self) -> DataKeys:
-        """Return the keys of the database; open the database first if it is not open yet.
+        """Return the keys of the database.  If the database is not open yet, open it.
 
-        Raises like *open_keyring*.
+        Raises the errors of *open_keyring*.
         """
         return (self._opened or await self._open()).keys
 
     async def close(self) -> None:
-        """Close the connections and forget the keys; the next call opens the database again."""
+        """Close the connections and discard the keys; the next call opens the database again."""
         self._opened = None
         await self.executors.close()
 
@@ -195,20 +198,21 @@ class UnitOfWork:
         return who
 
     async def run(self, operation: Operation[T]) -> T:
-        """Attempt *operation* until it succeeds, then cache the data keys that it read or created.
+        """Attempt *operation* until it succeeds, and return its result.
 
-        Cached data keys are read again only if a record names a key that is not cached.  The
-        keyring is read again only if a data key names an unknown master key, or if a transaction
-        that stores a new data key meets a conflict.
+        The data keys that the operation has read or created are then cached.  Cached data keys are
+        read again only if a record names a key that is not cached.  The keyring is read again only
+        if a data key names an unknown master key, or if a transaction that stores a new data key
+        meets a conflict.
 
-        Raises whatever the operation raises, and the errors of `Retries.wait`.
+        Raises the errors of the operation, of *open_keyring* and of `Retries.wait`.
         """
         opened = self._opened or await self._open()
         who, retries = operation.who, Retries(writes=operation.writes)
         separate = self.executors.has_key_database
         reads_keys = operation.reads_keys or not opened.keys.knows(who.app_tag, who.user_tag)
-        # A key database and the rows are read one after the other, so a data key may have been
-        # created or retired between the two reads: if a key is missing, read both once more.
+        # With a key database, the data keys are read before the rows.  Between the two reads, a
+        # data key may have been created or retired: if a key is missing, read both again.
         missing_is_final = not separate
         keyring_is_current = False
         is_first = True
@@ -249,8 +253,8 @@ class UnitOfWork:
                     await self._renew_keyring(opened.keys, keyring_seen)
                     keyring_is_current = True
                 except Conflict:
-                    # Another process may have changed the keyring: a new data key is stored only
-                    # if our keyring is current.
+                    # A new data key is stored only if our keyring is current, so another process
+                    # may have changed the stored keyring.
                     if keys.has_new_keys:
                         await self._renew_keyring(opened.keys, keyring_seen)
                     raise
@@ -261,15 +265,15 @@ class UnitOfWork:
                 await retries.wait(error)
 
     async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
-        """Run one query on the data database; repeat it if the connection is lost."""
+        """Run one query on the data database; repeat the query if the connection is lost."""
         return await repeated(lambda: self.executors.data.read(query, parameters))
 
     async def read_keys(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
-        """Run one query on `secure_keyring` or `secure_data_keys`; repeat it like `read`."""
+        """Run one query on the key tables; repeat the query if the connection is lost."""
         return await repeated(lambda: self.executors.keys.read(query, parameters))
 
     async def change(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
-        """Run *work* in one transaction on the data database.
+        """Run *work* in one transaction on the data database, and return its result.
 
         After a conflict or a lost connection, *work* is repeated in a new transaction.
         """
@@ -277,15 +281,15 @@ class UnitOfWork:
         return await repeated(lambda: define(work, commit=commit), writes=True)
 
     async def change_keys(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
-        """Run *work* like `change`, on `secure_keyring` and `secure_data_keys`."""
+        """Run *work* on `secure_keyring` and `secure_data_keys`; otherwise like `change`."""
         define = self.executors.keys.define
         return await repeated(lambda: define(work, commit=commit), writes=True)
 
     async def data_keys_of(self, *owners: object) -> StagedKeys:
-        """Read the data keys of *owners*.
+        """Read and return the data keys of *owners*, which are tags.
 
-        A key that was tampered with causes no error here, but every later use of its owner's keys
-        raises DecryptionError.
+        If a data key was tampered with, this call raises no error.  Every later use of the keys of
+        its owner raises DecryptionError.
         """
         keys = await self.keys()
         rows = await read_data_keys(self.read_keys, owners)
@@ -301,13 +305,17 @@ class UnitOfWork:
     async def renew_keyring(self, seen: Keyring) -> None:
         """Read the keyring again, unless another task has already replaced the keyring *seen*.
 
-        Raises like *open_keyring*.  After such an error, calls within the next *keyring_pause*
-        seconds raise the same error without calling the key service.
+        Raises the errors of *open_keyring*.  After an error, calls within the next *keyring_pause*
+        seconds raise the same error, and do not read the keyring again.
         """
         await self._renew_keyring(await self.keys(), seen)
 
     async def _renew_keyring(self, keys: DataKeys, seen: Keyring) -> None:
-        """Do so for *keys*: those of an operation stay in use when `close` is called meanwhile."""
+        """Read the keyring of *keys* again, like `renew_keyring`.
+
+        An operation passes its own *keys*.  If `close` is called during the operation, the unit of
+        work has no keys or new ones, but the operation continues with its own.
+        """
         async with self._locks.hold("keyring"):
             if keys.keyring is not seen:
                 return
@@ -336,8 +344,8 @@ class UnitOfWork:
     ) -> None:
         """Store a new data key of *owner* in the key database; the next attempt reads it.
 
-        Raises UniqueViolation if another process stored a key of this generation first, and
-        Conflict if another process changed the keyring.
+        Raises UniqueViolation if another process has stored a data key of the same owner and
+        generation first, and Conflict if another process has changed the keyring.
         """
         row = keys.new(owner)
         change = Change(INSERT_KEY, row._asdict() | keys.keyring_guard())
@@ -356,7 +364,7 @@ async def read_data_keys(
 ) -> list[DataKeyRow]:
     """Return all data keys of *owners*; *read* queries the database that stores data keys."""
     found = []
-    # SQLite stores any type in any column, so a modified tag may not be bytes: it has no keys.
+    # SQLite stores any type in any column.  A modified tag that is not bytes has no data keys.
     for tags in chunks({owner for owner in owners if isinstance(owner, bytes)}):
         rows = await read(data_keys_of(len(tags)), numbered(tags))
         found += [DataKeyRow(*row) for row in rows]

@@ -1,9 +1,11 @@
 """The writes: create a session, append an event, delete a session.
 
 Each write is an operation whose generator `steps` yields requests to the database (`db.protocol`).
-The generator reads rows, decrypts them, and then applies all changes at once.  Therefore a row that
-cannot be decrypted is never overwritten, a database server holds no transaction open while rows
-are decrypted, and the same steps run on every executor.
+The generator reads rows, decrypts them, and then yields all changes in one request:
+
+- A row that cannot be decrypted is never overwritten.
+- On PostgreSQL, no transaction stays open while rows are decrypted.
+- The same steps run on every executor.
 """
 
 from abc import abstractmethod
@@ -34,8 +36,8 @@ from adk_secure_sessions.storage.schema import new_row_key, users
 T = TypeVar("T")
 Changes = list[Change]
 
-# In bytes of JSON.  A larger overlay is merged into the snapshot: most appends then rewrite only a
-# small row, however large the state is.
+# In bytes of JSON.  A larger overlay is merged into the snapshot.  Therefore, most appends rewrite
+# only a small row, even if the state is large.
 OVERLAY_LIMIT = 8 * 1024
 
 
@@ -48,11 +50,11 @@ class MissingSession(Exception):
 
 
 class StaleRevision(Exception):
-    """The stored session is not at the revision that the caller loaded."""
+    """The stored session does not have the row key and the revision that the caller expects."""
 
 
 class Expected(NamedTuple):
-    """The row key and the revision of the session object that the caller has loaded."""
+    """The row key and the revision that the stored session had when the caller loaded it."""
 
     session_row: int
     revision: int
@@ -69,7 +71,7 @@ class NewEvent(NamedTuple):
 
 
 class Created(NamedTuple):
-    """A new session, with its app and its user."""
+    """A session that was created, with its app and its user."""
 
     session: StoredSession
     app: Owner
@@ -77,7 +79,7 @@ class Created(NamedTuple):
 
 
 class _Write(Generic[T]):
-    """Base class of the operations that are one transaction on the data database."""
+    """Base class of operations that consist of one transaction on the data database."""
 
     reads_keys = False
     writes = True
@@ -90,16 +92,17 @@ class _Write(Generic[T]):
 
     @abstractmethod
     def steps(self, attempt: Attempt) -> Steps[T]:
-        """Return the transaction, a generator as `db.protocol` describes it."""
+        """Return the transaction: a generator, as described in `db.protocol`."""
 
     def on_commit_after_cancel(self, result: T) -> None:
         """Handle a commit whose caller was cancelled while the transaction ran."""
 
 
 class CreateSession(_Write[Created]):
-    """Store a new session.  If its app or user is not stored yet, store that, too.
+    """Store a new session, and its app and its user if they are not stored yet.
 
-    `attempt` raises DuplicateSession, and changes nothing, if the session id is taken.
+    If the user already has a session with this id, `attempt` raises DuplicateSession and changes
+    nothing.
     """
 
     def __init__(
@@ -110,9 +113,9 @@ class CreateSession(_Write[Created]):
         self._user_delta = user_delta
         self._state = state  # JSON
         self._now = now
-        # The row keys of the sessions that our attempts have sent.  An attempt that lost its
-        # connection may have been committed: if the next attempt finds such a row, the row is ours
-        # and not a duplicate.
+        # The row keys of the sessions that this operation's attempts have sent.  An attempt that
+        # lost its connection may have been committed.  If the next attempt finds a row with one of
+        # these keys, that row is not a duplicate.
         self._sent: set[int] = set()
 
     def steps(self, attempt: Attempt) -> Steps[Created]:
@@ -126,7 +129,7 @@ class CreateSession(_Write[Created]):
         user = bindings.open_user(attempt, found)
         if found.session and found.session.id not in self._sent:
             raise DuplicateSession
-        stored = bindings.open_session(attempt, found, user)  # rejects a partly removed session
+        stored = bindings.open_session(attempt, found, user)  # raises if only some rows are stored
         if stored and user and app:
             return Created(stored, app, user)
         changes: Changes = []
@@ -135,16 +138,16 @@ class CreateSession(_Write[Created]):
         user = _change_user(changes, attempt, found, user, app.id, self._user_delta)
         session, rest = self._new_session(attempt, user.id)
         row = Change(sql.INSERT_SESSION, _session_columns(session))
-        if user_row:  # not among *changes*, so require it to be unchanged
+        if user_row:  # *changes* do not update the user's row, so require that it is unchanged
             columns = _session_columns(session) | _user_columns(user_row)
             row = Change(sql.INSERT_SESSION_OF_USER, columns)
         yield from _apply([*changes, row, *rest])
         return Created(session, app, user)
 
     def _create_for_known(self, attempt: Attempt) -> Steps[Created | None]:
-        """Create the session without a read, from the cached rows of its app and user.
+        """Create the session without a read, from the cached rows of its app and its user.
 
-        Return None if a row is not cached, or if the stored row differs from the cached one.
+        If a row is not cached, or differs from the stored row, create nothing and return None.
         """
         who = attempt.who
         app, user = attempt.cache.apps.get(who.app_tag), attempt.cache.users.get(who.user_tag)
@@ -184,14 +187,14 @@ class CreateSession(_Write[Created]):
 class AppendEvent(_Write[StoredSession]):
     """Append an event to a session, and apply the event's state changes.
 
-    `attempt` raises MissingSession if the session does not exist, and StaleRevision if its row
-    key or its revision is not the expected one.  Otherwise it returns the session after the event.
+    `attempt` returns the session after the event.  It raises MissingSession if the session does not
+    exist, and StaleRevision if its row key and revision are not *expected*.
 
     Args:
         who: The ids of the session.
-        known: The session as this process last read or wrote it, or None.  If the stored row has
-            not changed since, no read is needed.
-        expected: The row key and revision that the caller's session object has.
+        known: The session as this process last read or wrote it, or None.  If the stored row is
+            still equal to *known*, no read is needed.
+        expected: The row key and the revision of the caller's session object.
         event: The event to append.
         stored: Called with the session after the event, but only if the event was committed after
             the caller had been cancelled.
@@ -210,9 +213,9 @@ class AppendEvent(_Write[StoredSession]):
         self._expected = expected
         self._event = event
         self._stored = stored
-        # The sessions that our attempts have sent, by the record of the event, which is unique.
-        # An attempt that lost its connection may have been committed: if the next attempt finds
-        # such a record, the event is stored and the session is not stale.
+        # The sessions that this operation's attempts have sent, by the record of the event, which
+        # is unique.  An attempt that lost its connection may have been committed.  If the next
+        # attempt finds one of these records, the event is stored and the session is not stale.
         self._sent: dict[bytes, StoredSession] = {}
 
     def on_commit_after_cancel(self, result: StoredSession) -> None:
@@ -249,7 +252,7 @@ class AppendEvent(_Write[StoredSession]):
         return step.session
 
     def _usable_without_read(self, attempt: Attempt) -> StoredSession | None:
-        """Return *known* if the event can be appended without a read, otherwise None."""
+        """Return the *known* session if the event can be appended without a read, or None."""
         known, event = self._known, self._event
         if known is None or not attempt.is_first or attempt.key_source is not KeySource.CACHE:
             return None
@@ -258,7 +261,10 @@ class AppendEvent(_Write[StoredSession]):
         return known if attempt.keys.is_as_new_as(attempt.who.user_tag, known.sealed) else None
 
     def _advance(self, attempt: Attempt, session: StoredSession) -> "_Step | None":
-        """Return the step to the next revision; None if it needs a snapshot that was not read."""
+        """Return the step to the next revision.
+
+        Return None if the step needs the session's snapshot, and the snapshot was not read.
+        """
         event, seq = self._event, session.revision
         new = session._replace(revision=seq + 1, updated_at=event.time, snapshot=None)
         if event.session_delta:
@@ -288,9 +294,9 @@ class AppendEvent(_Write[StoredSession]):
         return _Step(changes, new)
 
     def _stored_before(self) -> Steps[StoredSession]:
-        """Return the session if an earlier attempt, whose answer was lost, has stored the event.
+        """Return the session if an earlier attempt has stored the event, but its answer was lost.
 
-        Raises StaleRevision if none has.
+        Otherwise, raise StaleRevision.
         """
         if self._sent:
             where = {"session_row": self._expected.session_row, "seq": self._expected.revision}
@@ -310,9 +316,9 @@ class _Step(NamedTuple):
 class DeleteSession(_Write[bool]):
     """Delete a session and its events.
 
-    `attempt` returns whether the session was deleted: False if it does not exist, or if *before*
-    (microseconds UTC) is given and the session was not last updated earlier.  *known*: see
-    `AppendEvent`.
+    `attempt` returns True if the session was deleted, and False if the session does not exist.  If
+    *before* (microseconds UTC) is given, a session whose last update was not earlier is kept, and
+    `attempt` returns False.  For *known*, see `AppendEvent`.
     """
 
     def __init__(
@@ -342,7 +348,8 @@ class DeleteSession(_Write[bool]):
 def _deletions(session: StoredSession) -> Changes:
     """Return the changes to make after deleting the session's row.
 
-    The row is deleted first: a concurrent append that waits for its lock then finds no row.
+    The session's row must be deleted before its events: a concurrent append that waits for the
+    row's lock then finds no row, and adds no event.
     """
     at_row = {"at_id": session.id}
     changes = [
@@ -369,7 +376,10 @@ def _apply(changes: Changes) -> Steps[None]:
 def _change_app(
     changes: Changes, attempt: Attempt, found: Found, app: Owner | None, delta: JsonObject
 ) -> Owner:
-    """Add the changes that merge *delta* into the app's state; if *app* is None, insert its row."""
+    """Add the changes that merge *delta* into the app's state, and return the app after them.
+
+    If *app* is None, add the changes that insert it.
+    """
     if app is None:
         who = attempt.who
         app = Owner(new_row_key(), who.app_tag, 0, "", 0, dumps(delta))
@@ -401,9 +411,10 @@ def _change_user(
     app_row: int,
     delta: JsonObject,
 ) -> Owner:
-    """Add the changes that merge *delta* into the user's state; if *user* is None, insert its row.
+    """Add the changes that merge *delta* into the user's state, and return the user after them.
 
-    Also ensure that the user has a current data key, which encrypts the user's sessions.
+    If *user* is None, add the changes that insert it.  Also ensure that the user has a current data
+    key, which encrypts the user's sessions.
     """
     if user is None:
         who = attempt.who
@@ -462,11 +473,11 @@ def _new_witness(attempt: Attempt, owner: bytes, tag: bytes, number: int) -> Cha
 
 
 def _ensure_first_key(changes: Changes, attempt: Attempt, owner: bytes) -> None:
-    """Create the first data key of an owner who has no row yet.
+    """Ensure a current data key for an owner who has no row yet.
 
-    Raise TamperedError if the owner already has a data key: then somebody has removed the owner's
-    row.  With a key database this is no error: the key is written first, and a process may have
-    stopped before it wrote the row.
+    If the owner already has a data key, somebody has removed the owner's row, so raise
+    TamperedError.  With a key database, that is not an error: the key is written first, and a
+    process may have stopped before it wrote the row.
     """
     _require_read_keys(attempt)
     exists = attempt.keys.has_keys(owner)
@@ -483,18 +494,20 @@ def _ensure_first_key(changes: Changes, attempt: Attempt, owner: bytes) -> None:
 def _ensure_key(changes: Changes, attempt: Attempt, owner: bytes, *stored: bytes) -> None:
     """Ensure a current data key that `retire` cannot delete before the changes are made.
 
-    `retire` deletes a data key only if no record is encrypted with that key or an older one, and
-    the changes require the records *stored* to be unchanged.  Therefore a current key that is as
-    new as the keys of *stored* is safe.  If it is older (another backend's key is newer), the
-    changes lock its row; in a key database, where they cannot lock it, a new data key is created
-    instead.  A new data key is also created if there is no current one.
+    *stored* are records of the owner, which the changes require to be unchanged.  The cases are:
+
+    - The current key is as new as the keys of *stored*.  It is safe, because `retire` deletes a key
+      only if no record is encrypted with that key or an older one.
+    - The current key is older, because another backend's key is newer.  The changes lock the row of
+      the current key.  With a key database they cannot lock it, so a new data key is created.
+    - There is no current key.  A new data key is created.
     """
     keys = attempt.keys
     if keys.is_as_new_as(owner, *stored):
         return
     _require_read_keys(attempt)
     for record in stored:
-        # Its key must exist: otherwise no new key would ever be as new as the key of the record.
+        # Raise if the record's key does not exist: no new key could ever be as new as that key.
         keys.cipher(owner, record)
     current = keys.current(owner)
     if current is None or attempt.key_source is KeySource.KEY_DATABASE:
@@ -517,7 +530,7 @@ def _require_read_keys(attempt: Attempt) -> None:
 
 
 def _session_columns(session: StoredSession, prefix: str = "") -> dict[str, object]:
-    """Return the stored row as statement parameters, with *prefix* before each column's name."""
+    """Return the session's row as statement parameters, whose names begin with *prefix*."""
     return {
         f"{prefix}id": session.id,
         f"{prefix}user_row": session.user_row,
@@ -561,7 +574,10 @@ def _witness_columns(prefix: str, row: WitnessRow) -> dict[str, object]:
 def _snapshot_change(
     attempt: Attempt, session_row: int, revision: int, state: bytes, replaced: int
 ) -> Change:
-    """Return the change that stores a snapshot; it replaces that of revision *replaced*, if any."""
+    """Return the change that stores a snapshot of *revision*.
+
+    *replaced* is the revision of the snapshot that it replaces, or NO_SNAPSHOT.
+    """
     sealed = bindings.seal_snapshot(attempt, session_row, revision, state)
     if replaced == NO_SNAPSHOT:
         row = {"session_row": session_row, "revision": revision, "state": sealed}
