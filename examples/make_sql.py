@@ -1,6 +1,4 @@
-"""Regenerate docs/sql/, the scripts that create the tables.
-
-They are for teams whose service account may not create tables.
+"""Regenerate docs/sql/: the scripts that create the tables if the service's account may not.
 
     python examples/make_sql.py [--check]
 
@@ -22,19 +20,19 @@ URLS = {"postgresql": "postgresql+asyncpg://", "mysql": "mysql+asyncmy://", "sql
 PARTS = {
     "": (Part.ALL, "The tables of adk-secure-sessions"),
     "-keys": (Part.KEYS, "The tables of a key database of adk-secure-sessions"),
-    "-data": (Part.DATA, "The tables beside a key database of adk-secure-sessions"),
+    "-data": (Part.DATA, "The tables of adk-secure-sessions, without those of the key database"),
 }
 HEAD = """\
 -- {what}, for {database}.
--- Run this once as their owner, and give the service create_tables=False and an account
--- that may SELECT, INSERT, UPDATE and DELETE in them.
+-- Run this script once, with the account that is to own the tables.  Grant SELECT, INSERT, UPDATE
+-- and DELETE on the tables to the service's account, and pass create_tables=False to the service.
 
 """
 NAMES = {"postgresql": "PostgreSQL", "mysql": "MySQL and MariaDB", "sqlite": "SQLite"}
 
 
 def script(database: str, part: str) -> str:
-    """Return the text of one file: a comment, and the statements in the order to run them."""
+    """Return the text of one script: a comment, then the statements in the order to run them."""
     statements: list[str] = []
 
     def collect(statement: sa.schema.ExecutableDDLElement, *_: object, **__: object) -> None:

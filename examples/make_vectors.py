@@ -38,7 +38,7 @@ def made_files() -> dict[Path, str]:
 
 
 def _dumped(value: Json) -> str:
-    # Write each part of a place on one line.
+    # Write each part of a context on one line.
     return re.sub(r"\{\s+(\"\w+\": .*)\s+\}", r"{\1}", json.dumps(value, indent=1)) + "\n"
 
 

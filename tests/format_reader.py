@@ -1,7 +1,7 @@
 """A reader of the whole database, written from docs/format.md alone: nothing of ours is imported.
 
-It reads AES-256-GCM and Fernet under 32-byte root keys, and rejects with `Refused`.  The page
-calls `place` the encoding of a context.
+It reads records of AES-256-GCM and Fernet, with 32-byte root keys.  If the page says that a reader
+must reject a value, this reader raises `Refused`.
 """
 
 import json
@@ -28,7 +28,8 @@ class Refused(Exception):
     """A value or a database that the page tells readers to reject."""
 
 
-def place(*parts: Part) -> bytes:
+def context(*parts: Part) -> bytes:
+    """Return the encoded context of *parts*."""
     joined, integers = b"", b""
     for part in parts:
         if isinstance(part, int):
@@ -51,7 +52,7 @@ def expand(key: bytes, info: bytes, length: int = 32) -> bytes:
 
 def tag(index_master: bytes, *parts: str) -> bytes:
     mac = HMAC(index_master, SHA256())
-    mac.update(place(*parts))
+    mac.update(context(*parts))
     return mac.finalize()[:16]
 
 
@@ -188,7 +189,9 @@ class Database:
 
     def _unwrap(self, row: Row, roots: dict[str, bytes]) -> bytes:
         wrapped, root_id = row["wrapped"], row["root_key_id"]
-        where = place("master-key", self._id, row["purpose"], root_id, row["id"], row["created_at"])
+        where = context(
+            "master-key", self._id, row["purpose"], root_id, row["id"], row["created_at"]
+        )
         if root_id not in roots or wrapped[:1] != b"\x01":
             raise Refused
         wrapping_key = expand(roots[root_id], b"adk-secure-sessions/v1/wrap")
@@ -201,7 +204,7 @@ class Database:
         wrap_backend, master = unpack(row["wrapped"])
         if wrap_backend != 1 or master not in self._masters:
             raise Refused
-        where = place(
+        where = context(
             "data-key", self._id, owner, key_id, row["generation"], backend, row["created_at"]
         )
         return _checked(open_record(row["wrapped"], where, 1, self._masters[master]))
@@ -210,7 +213,7 @@ class Database:
         backend, key_id = unpack(record)
         if backend not in (1, 2):
             raise Refused
-        return open_record(record, place(*where), backend, self._data_key(key_id, owner, backend))
+        return open_record(record, context(*where), backend, self._data_key(key_id, owner, backend))
 
     def _check_witness(self, app: str, owner: bytes, row_tag: bytes, number: int) -> None:
         witness = self._witnesses.get(row_tag)

@@ -343,7 +343,7 @@ def add_master(path: Path, purpose: str, key: bytes) -> None:
         (text,) = connection.execute(
             "SELECT value FROM secure_meta WHERE name = 'database_id'"
         ).fetchone()
-        where = format_reader.place("master-key", bytes.fromhex(text), purpose, name, 1, 2)
+        where = format_reader.context("master-key", bytes.fromhex(text), purpose, name, 1, 2)
         wrapping_key = format_reader.expand(root, b"adk-secure-sessions/v1/wrap")
         body = AESGCM(wrapping_key).encrypt(bytes(12), key, b"\x01" + where)
         row = (1, purpose, name, 2, b"\x01" + bytes(12) + body)

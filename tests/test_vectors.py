@@ -132,10 +132,10 @@ def known_keys(accept: list[int]) -> StagedKeys:
 def context_of(case: Json) -> bytes:
     texts = tuple(
         part["text"] if "text" in part else bytes.fromhex(part["bytes"])
-        for part in case["place"]
+        for part in case["context"]
         if "int" not in part
     )
-    return records.context(texts, *(part["int"] for part in case["place"] if "int" in part))
+    return records.context(texts, *(part["int"] for part in case["context"] if "int" in part))
 
 
 @pytest.mark.parametrize("case", RECORDS["cases"], ids=name_of)
@@ -150,7 +150,7 @@ def test_record_opens_or_is_rejected_as_named(case: Json) -> None:
 
 @pytest.mark.parametrize("case", RECORDS["cases"], ids=name_of)
 def test_context_is_joined_as_the_vector_says(case: Json) -> None:
-    assert context_of(case).hex() == case["place_hex"]
+    assert context_of(case).hex() == case["context_hex"]
 
 
 @pytest.mark.parametrize("case", RECORDS["cases"], ids=name_of)
@@ -159,7 +159,7 @@ def test_reader_written_from_the_page_alone_agrees_on_the_record(case: Json) -> 
     stored = bytes.fromhex(case["record"])
     parts = [
         bytes.fromhex(value) if kind == "bytes" else value
-        for part in case["place"]
+        for part in case["context"]
         for kind, value in part.items()
     ]
     try:
@@ -169,7 +169,7 @@ def test_reader_written_from_the_page_alone_agrees_on_the_record(case: Json) -> 
             raise format_reader.Refused
         if key["owner"] != case["owner"] or key["backend"] != backend:
             raise format_reader.Refused
-        where = format_reader.place(*parts)
+        where = format_reader.context(*parts)
         plaintext = format_reader.open_record(stored, where, backend, bytes.fromhex(key["key"]))
     except format_reader.Refused:
         assert case["expect"] != "ok"
@@ -200,7 +200,7 @@ def test_sealing_with_the_fixed_nonce_gives_exactly_the_record(case: Json) -> No
 
 
 def test_every_backend_and_every_purpose_has_a_vector_to_encrypt() -> None:
-    made = {(case["backend"], case["place"][0]["text"]) for case in SEALED}
+    made = {(case["backend"], case["context"][0]["text"]) for case in SEALED}
     purposes = {"app", "user", "session", "base", "event", "witness"}
     assert made == {(backend, purpose) for backend in (1, 2) for purpose in purposes}
 
@@ -215,9 +215,9 @@ def test_root_key_gives_the_key_id(case: Json) -> None:
 
 @pytest.mark.parametrize("case", KEYS["root_keys"], ids=name_of)
 async def test_root_key_gives_the_wrapping_key(case: Json) -> None:
-    wrapped = await StaticKey(bytes.fromhex(case["root_key"])).wrap(b"key", b"place")
+    wrapped = await StaticKey(bytes.fromhex(case["root_key"])).wrap(b"key", b"context")
     wrapping = Aes256Gcm(bytes.fromhex(case["wrapping_key"]))
-    assert wrapping.decrypt(wrapped[1:], b"\x01place") == b"key"
+    assert wrapping.decrypt(wrapped[1:], b"\x01context") == b"key"
 
 
 def provider_of(case: Json) -> KeyProvider:
@@ -291,7 +291,7 @@ def test_data_key_is_unwrapped_or_rejected_as_named(case: Json) -> None:
 @pytest.mark.parametrize("case", KEYS["tags"], ids=name_of)
 def test_tag_is_the_one_in_the_vector(case: Json) -> None:
     index = BlindIndex(bytes.fromhex(KEYS["index_master"]))
-    purpose, *names = case["place"]
+    purpose, *names = case["context"]
     assert getattr(index, purpose)(*names).hex() == case["tag"]
 
 

@@ -12,18 +12,19 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 from adk_secure_sessions.formats import records
 from adk_secure_sessions.keys.data_keys import DataKeyRow
 from adk_secure_sessions.keys.keyring import MasterKeyRow
+from examples.vectors.contexts import ADA, BOB, DATABASE_ID
 from examples.vectors.fixed import MICROSECONDS, FixedAesGcm, Json, counting, flipped, made
-from examples.vectors.places import ADA, BOB, DATABASE_ID
 
 ABOUT = (
-    "Keys and tags, made by examples/make_vectors.py as docs/format.md says. Bytes are in hex. "
-    "'expect' is 'ok' or the class of our error; for an error, any reader must reject the row. "
-    "'root_keys': the id and the wrapping key of each 32-byte root key. 'master_keys': rows of "
-    "secure_keyring, each with the root key or passphrase to unwrap it. 'data_keys': rows of "
-    "secure_data_keys, which the data masters under 'masters' unwrap. 'associated_data' is the "
-    "place of the row. If 'nonce' is given, wrapping with it gives exactly 'wrapped'; for a "
-    "passphrase, 'header' is needed, too (02, salt, iterations, lanes, memory). 'tags': 'hmac' is "
-    "made with 'index_master', and 'tag' is its first 16 bytes."
+    "Keys and tags. examples/make_vectors.py generates them as docs/format.md says. Bytes are in "
+    "hex. If 'expect' is not 'ok', it is the class that adk-secure-sessions raises, and any reader "
+    "must reject the row. 'root_keys': the id and the wrapping key of each 32-byte root key. "
+    "'master_keys': rows of secure_keyring, each with the root key or passphrase that unwraps it. "
+    "'data_keys': rows of secure_data_keys, which the data masters in 'masters' unwrap. "
+    "'associated_data' is the context of the row. If 'nonce' is given, wrapping with it gives "
+    "exactly 'wrapped'; for a passphrase, 'header' is needed, too (02, salt, iterations, lanes, "
+    "memory). 'tags': 'hmac' is the HMAC-SHA-256 of 'context_hex' with the key 'index_master', and "
+    "'tag' is its first 16 bytes."
 )
 ROOT_KEYS = {
     "counting bytes": counting(0, 32),
@@ -135,14 +136,14 @@ def _passphrases() -> Iterator[Json]:
         return row._replace(wrapped=header + sealed), key
 
     named = row._replace(root_key_id="old passphrase")
-    for name, typed, used, cost, place in (
+    for name, typed, used, cost, unwrapped in (
         ("at the cost that writers take", PASSPHRASE, PASSPHRASE, _WRITERS, row),
         ("at the lowest cost", PASSPHRASE, PASSPHRASE, _CHEAP, row),
         ("that is not ASCII", COMPOSED, COMPOSED, _CHEAP, row),
         ("typed with decomposed letters", DECOMPOSED, COMPOSED, _CHEAP, row),
         ("with a name of the user's", PASSPHRASE, PASSPHRASE, _CHEAP, named),
     ):
-        wrapped, key = wrap(used, cost, place)
+        wrapped, key = wrap(used, cost, unwrapped)
         yield _master_case(
             f"passphrase {name}", "Argon2id", {"passphrase": typed}, wrapped, "ok"
         ) | {
@@ -299,8 +300,8 @@ def _tags() -> Iterator[Json]:
         digest = mac.finalize()
         yield {
             "name": f"tag of {parts!a}",
-            "place": list(parts),
-            "place_hex": joined.hex(),
+            "context": list(parts),
+            "context_hex": joined.hex(),
             "hmac": digest.hex(),
             "tag": digest[:16].hex(),
         }

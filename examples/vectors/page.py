@@ -7,8 +7,8 @@ from cryptography.hazmat.primitives.hmac import HMAC
 
 from adk_secure_sessions.formats import records
 from adk_secure_sessions.keys.data_keys import DataKeyRow
+from examples.vectors.contexts import DATABASE_ID
 from examples.vectors.fixed import MICROSECONDS, FixedAesGcm, counting
-from examples.vectors.places import DATABASE_ID
 
 START = "<!-- example: made by examples/make_vectors.py; do not edit by hand -->"
 END = "<!-- /example -->"
@@ -21,23 +21,23 @@ _EVENT_TIME = MICROSECONDS + 1_500_000
 
 def worked_example() -> str:
     """Return the lines between the markers."""
-    tag_place = records.context(("user", "clinic", "ada"))
+    tag_context = records.context(("user", "clinic", "ada"))
     mac = HMAC(_INDEX_MASTER, SHA256())
-    mac.update(tag_place)
+    mac.update(tag_context)
     digest = mac.finalize()
     row = DataKeyRow(21, digest[:16], 0, 1, MICROSECONDS, b"")
     wrapped = records.seal(
         FixedAesGcm(_DATA_MASTER, _WRAP_NONCE), 1, 11, row.context(DATABASE_ID), _DATA_KEY
     )
-    event_place = records.context(("event", "clinic", "ada", "first visit"), 301, 0, _EVENT_TIME)
+    event_context = records.context(("event", "clinic", "ada", "first visit"), 301, 0, _EVENT_TIME)
     plaintext = b"\x061.28.0" + _JSON.encode()
-    record = records.seal(FixedAesGcm(_DATA_KEY, _EVENT_NONCE), 1, row.id, event_place, plaintext)
+    record = records.seal(FixedAesGcm(_DATA_KEY, _EVENT_NONCE), 1, row.id, event_context, plaintext)
     return "\n\n".join(
         [
             "User `ada` of app `clinic` has the tag",
             _block(
                 ("index master", _INDEX_MASTER),
-                ('place("user", "clinic", "ada"), no integers', tag_place),
+                ('context("user", "clinic", "ada"), no integers', tag_context),
                 ("HMAC-SHA-256", digest),
                 ("tag: its first 16 bytes", digest[:16]),
             ),
@@ -45,16 +45,16 @@ def worked_example() -> str:
             _block(
                 ("data master 11", _DATA_MASTER),
                 ("database_id", DATABASE_ID),
-                ('place("data-key", database_id, owner = tag, id = 21, generation = 0, '
+                ('context("data-key", database_id, owner = tag, id = 21, generation = 0, '
                  f"backend_id = 1, created_at = {MICROSECONDS})", row.context(DATABASE_ID)),
                 *_sealed(wrapped, row.context(DATABASE_ID), _DATA_KEY, "plaintext: the data key"),
             ),
             "It encrypts the first event (`seq` 0) of the session `first visit`. The row of that "
             "session has the `id` 301:",
             _block(
-                ('place("event", "clinic", "ada", "first visit", session_row = 301, seq = 0, '
-                 f"time = {_EVENT_TIME})", event_place),
-                *_sealed(record, event_place, plaintext, f'plaintext: 06 "1.28.0" {_JSON}'),
+                ('context("event", "clinic", "ada", "first visit", session_row = 301, seq = 0, '
+                 f"time = {_EVENT_TIME})", event_context),
+                *_sealed(record, event_context, plaintext, f'plaintext: 06 "1.28.0" {_JSON}'),
             ),
         ]
     )  # fmt: skip
@@ -65,7 +65,7 @@ def _sealed(record: bytes, where: bytes, plaintext: bytes, what: str) -> list[tu
     return [
         (what, plaintext),
         ("header", header),
-        ("associated data: header ‖ place", header + where),
+        ("associated data: header ‖ context", header + where),
         ("nonce", body[:12]),
         ("ciphertext", body[12:-16]),
         ("tag of AES-256-GCM", body[-16:]),

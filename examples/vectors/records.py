@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from cryptography.fernet import Fernet
 
 from adk_secure_sessions.formats import records
+from examples.vectors.contexts import ADA, BOB, CONTEXTS, EVENT, Context
 from examples.vectors.fixed import (
     TIME,
     FixedAesGcm,
@@ -17,17 +18,17 @@ from examples.vectors.fixed import (
     flipped,
     made,
 )
-from examples.vectors.places import ADA, BOB, EVENT, PLACES, Place
 
 ABOUT = (
-    "Records to accept and to reject, made by examples/make_vectors.py as docs/format.md says. "
-    "The reader knows the data keys under 'keys', each with its owner and its backend. It accepts "
-    "only records of the backends in 'accept'. It decrypts 'record' (hex) at 'place', for 'owner'. "
-    "'place_hex' is the joined place. The associated data is the 13 header bytes of the record, "
-    "then the joined place. 'expect' is 'ok' or the class of our error; for an error, any reader "
-    "must reject the record. If 'expect' is 'ok', 'plaintext' (hex) is the result. If 'nonce' "
-    "(AES-256-GCM), or 'iv' and 'time' (Fernet, seconds), are given, encrypting 'plaintext' with "
-    "them gives exactly 'record'. Integers have 64 bits. Texts may hold lone surrogates."
+    "Records that a reader must accept or reject. examples/make_vectors.py generates them as "
+    "docs/format.md says. 'keys' lists the data keys, each with its owner and its backend. In each "
+    "case, the reader accepts only the backends in 'accept', and decrypts 'record' (hex), which "
+    "belongs to 'owner', with 'context'. 'context_hex' is the encoded context. The associated data "
+    "is the 13 header bytes of the record, then the encoded context. If 'expect' is 'ok', the "
+    "result is 'plaintext' (hex). Otherwise 'expect' is the class that adk-secure-sessions raises, "
+    "and any reader must reject the record. If 'nonce' (AES-256-GCM), or 'iv' and 'time' (Fernet, "
+    "seconds), are given, encrypting 'plaintext' with them gives exactly 'record'. Integers have "
+    "64 bits. Texts may contain lone surrogates."
 )
 AES, FERNET, CLEAR = 1, 2, 3
 LARGEST = 2**63 - 1
@@ -61,14 +62,14 @@ def _key(key_id: int) -> bytes:
     return found
 
 
-def _case(name: str, note: str, place: Place, record: bytes, expect: str) -> Json:
+def _case(name: str, note: str, context: Context, record: bytes, expect: str) -> Json:
     return {
         "name": name,
         "note": note,
         "owner": ADA.hex(),
         "accept": [AES, FERNET],
-        "place": place.as_json(),
-        "place_hex": place.joined().hex(),
+        "context": context.as_json(),
+        "context_hex": context.joined().hex(),
         "record": record.hex(),
         "expect": expect,
     }
@@ -77,7 +78,7 @@ def _case(name: str, note: str, place: Place, record: bytes, expect: str) -> Jso
 def _accepted(
     name: str,
     note: str,
-    place: Place = EVENT,
+    context: Context = EVENT,
     plaintext: bytes = _EVENT_TEXT,
     backend: int = AES,
     key_id: int | None = None,
@@ -95,9 +96,9 @@ def _accepted(
         nonce = made(name, 12)
         draws = {"nonce": nonce.hex()}
         sealer = FixedAesGcm(_key(key_id), nonce)
-    record = records.seal(sealer, backend, key_id, place.joined(), plaintext)
+    record = records.seal(sealer, backend, key_id, context.joined(), plaintext)
     made_of = {"backend": backend, "key_id": key_id, **draws, "plaintext": plaintext.hex()}
-    return _case(name, note, place, record, "ok") | made_of
+    return _case(name, note, context, record, "ok") | made_of
 
 
 def _in_clear(plaintext: bytes) -> bytes:
@@ -105,10 +106,10 @@ def _in_clear(plaintext: bytes) -> bytes:
 
 
 def _accept() -> Iterator[Json]:
-    for purpose, place in PLACES.items():
+    for purpose, context in CONTEXTS.items():
         for backend in (AES, FERNET):
             name = f"{purpose} record, {BACKEND_NAMES[backend]}"
-            yield _accepted(name, f"a record of purpose {purpose!r}", place,
+            yield _accepted(name, f"a record of purpose {purpose!r}", context,
                             _PLAINTEXTS[purpose], backend)  # fmt: skip
     for backend in (AES, FERNET):
         for text, plaintext in {
@@ -133,7 +134,7 @@ def _accept() -> Iterator[Json]:
     for name, changes in ids.items():
         note = "ids are bound as their UTF-8, as they are (a surrogate: its three bytes)"
         yield _accepted(name, note, EVENT.replacing(**changes))
-    session = PLACES["session"]
+    session = CONTEXTS["session"]
     yield _accepted("base_revision -1", "no base: a negative integer",
                     session.replacing(base_revision=-1), _PLAINTEXTS["session"])  # fmt: skip
     yield _accepted("the smallest and the largest integers", "all 64 bits are bound",
@@ -150,11 +151,11 @@ def _accept() -> Iterator[Json]:
 
 
 def _elsewhere(sealed: dict[tuple[str, int], bytes]) -> Iterator[Json]:
-    """Yield valid records at wrong places."""
-    for purpose, place in PLACES.items():
+    """Yield valid records, each with a wrong context."""
+    for purpose, context in CONTEXTS.items():
         for backend in (AES, FERNET) if purpose == "event" else (AES,):
             record = sealed[purpose, backend]
-            for field, value in zip(place.names, (*place.parts, *place.numbers), strict=True):
+            for field, value in zip(context.names, (*context.parts, *context.numbers), strict=True):
                 other: str | bytes | int
                 if field == "purpose":
                     other = "base" if purpose != "base" else "event"
@@ -165,10 +166,10 @@ def _elsewhere(sealed: dict[tuple[str, int], bytes]) -> Iterator[Json]:
                 yield _case(
                     f"{purpose} record at another {field}, {BACKEND_NAMES[backend]}",
                     f"written with {field} {_shown(value)}, read with {_shown(other)}",
-                    place.replacing(**{field: other}), record, _SEALED,
+                    context.replacing(**{field: other}), record, _SEALED,
                 )  # fmt: skip
-    event, session = sealed["event", AES], PLACES["session"]
-    witness, number = PLACES["witness"], struct.pack(">q", PLACES["witness"].numbers[0])
+    event, session = sealed["event", AES], CONTEXTS["session"]
+    witness, number = CONTEXTS["witness"], struct.pack(">q", CONTEXTS["witness"].numbers[0])
     shifted = {
         "a letter moved from user_id to session_id":
             (EVENT.replacing(user_id="ad", session_id="afirst visit"), event),
@@ -180,13 +181,13 @@ def _elsewhere(sealed: dict[tuple[str, int], bytes]) -> Iterator[Json]:
         "revision and base_revision exchanged":
             (session.replacing(revision=1, base_revision=2), sealed["session", AES]),
         "the last integer read as bytes":
-            (Place((), (*witness.parts, number), ()), sealed["witness", AES]),
-        "one integer fewer": (Place((), EVENT.parts, EVENT.numbers[:-1]), event),
-        "one integer more": (Place((), EVENT.parts, (*EVENT.numbers, 0)), event),
+            (Context((), (*witness.parts, number), ()), sealed["witness", AES]),
+        "one integer fewer": (Context((), EVENT.parts, EVENT.numbers[:-1]), event),
+        "one integer more": (Context((), EVENT.parts, (*EVENT.numbers, 0)), event),
     }  # fmt: skip
-    for name, (place, record) in shifted.items():
+    for name, (context, record) in shifted.items():
         yield _case(name, "the same letters or digits, split into other parts",
-                    place, record, _SEALED)  # fmt: skip
+                    context, record, _SEALED)  # fmt: skip
 
 
 def _shown(value: str | bytes | int) -> str:
@@ -257,7 +258,7 @@ def _forged() -> Iterator[Json]:
             (FixedAesGcm(another, nonce).encrypt(_EVENT_TEXT, header + where), _SEALED),
         "encrypted without the header as associated data":
             (FixedAesGcm(_key(1), nonce).encrypt(_EVENT_TEXT, where), _SEALED),
-        "encrypted without the place as associated data":
+        "encrypted without the context as associated data":
             (FixedAesGcm(_key(1), nonce).encrypt(_EVENT_TEXT, header), _SEALED),
         "the plaintext after an encrypted record's header": (_EVENT_TEXT, _SEALED),
     }  # fmt: skip
@@ -267,7 +268,7 @@ def _forged() -> Iterator[Json]:
     header = b"AKS\x01" + struct.pack(">Bq", FERNET, 2)
     right = FixedFernet(_key(2), made("forged", 16), TIME).encrypt(_EVENT_TEXT, header + where)
     unbound = FixedFernet(_key(2), made("forged", 16), TIME).encrypt(_EVENT_TEXT, b"")
-    yield _case("a Fernet token that is bound to no place", "its key derived with empty info",
+    yield _case("a Fernet token that is bound to no context", "its key derived with empty info",
                 EVENT, header + unbound, _SEALED)  # fmt: skip
     with fernet_draws(made("forged", 16), TIME):
         direct = urlsafe_b64decode(Fernet(urlsafe_b64encode(_key(2))).encrypt(_EVENT_TEXT))
@@ -291,7 +292,7 @@ def record_vectors() -> Json:
     accepted = list(_accept())
     sealed = {
         (purpose, backend): bytes.fromhex(case["record"])
-        for purpose in PLACES
+        for purpose in CONTEXTS
         for backend, backend_name in BACKEND_NAMES.items()
         for case in accepted
         if case["name"] == f"{purpose} record, {backend_name}"

@@ -48,18 +48,18 @@ def write(results: Results) -> None:
 
 
 class Report:
-    """The texts and tables that the template inserts."""
+    """The texts and Markdown tables that the template inserts; `name` is the name of a figure."""
 
     def __init__(self, results: Results) -> None:
         self.machine, self.versions = results.machine, results.versions
         self._figures = results.figures
 
     def text(self, name: str) -> str:
-        """Return the value of a figure, rounded."""
+        """Return the rounded value of a figure, with its unit."""
         return self._figures[name].text
 
     def interval(self, name: str) -> str:
-        """Return the value of a figure with its confidence interval."""
+        """Return the rounded value of a figure, with its unit and its confidence interval."""
         figure = self._figures[name]
         bounds = quantity(figure.low, figure.high, unit=figure.unit, separator="–")  # noqa: RUF001
         return f"{figure.text} ({bounds})"
@@ -71,9 +71,14 @@ class Report:
         rows: Sequence[object],
         interval: bool = False,
     ) -> str:
-        """Return a table with a heading and a name of a figure for each column.
+        """Return a Markdown table of figures.
 
-        In the names, the first {} stands for the row.
+        Args:
+            first: The heading of the first column, which contains the rows' labels.
+            columns: The heading of each further column, and the name of its figures.  The first
+                `{}` in a name is replaced by the row.
+            rows: The rows.
+            interval: Whether to show confidence intervals.
         """
         show = self.interval if interval else self.text
         cells = [
@@ -87,7 +92,7 @@ class Report:
         return self.table("database", columns, list(DATABASE_LABELS))
 
     def operations(self, database: str, heading: str) -> str:
-        """Return the table of all operations on one deployment, with ADK and the floor."""
+        """Return the table of all operations on one deployment, relative to ADK and the floor."""
         cells = []
         for operation in budgets.BUDGETS["postgresql"]:
             name = f"{database}/{operation}"
@@ -109,7 +114,7 @@ class Report:
         return "" if figure.goal is None else quantity(figure.goal, unit=figure.unit)
 
     def conversations(self, database: str) -> str:
-        """Return the table of rates and latencies by number of concurrent conversations."""
+        """Return the table of rates and latencies for each number of concurrent conversations."""
         cells = []
         for count in plan.CONVERSATION_ROUNDS:
             for side in (*_SIDES, ADK_SQLITE):
@@ -130,7 +135,7 @@ class Report:
         return quantity(*(figure.value for figure in figures), unit="s", separator=" / ")
 
     def growth(self, operation: str, by: str) -> str:
-        """Return the table of one operation by number of events or sessions."""
+        """Return the table of one operation for each number of events or sessions."""
         counts: tuple[int, ...] = (
             plan.EVENTS if by == "events" else (plan.FEW_USERS, plan.MANY_USERS)
         )
@@ -159,14 +164,14 @@ class Report:
         return self.table(DATABASE_LABELS[database], columns, rows)
 
     def pgcrypto(self) -> str:
-        """Return the table of encryption in the application and with pgcrypto."""
+        """Return the table that compares encryption in the application with pgcrypto."""
         cells = []
         others = (plan.OPENPGP, plan.AES_CBC)
         for operation in ("write", "read"):
             for size in plan.FIELD_SIZES:
                 name = f"pgcrypto/{operation} {size}"
                 if f"{name}/{OURS}" not in self._figures:
-                    return "This run had no PostgreSQL with `pgcrypto`."
+                    return "In this run, PostgreSQL with `pgcrypto` was not installed."
                 times = [self.text(f"{name}/{side}") for side in (OURS, *others)]
                 ratios = [self.interval(f"{name}/relative to {side}") for side in others]
                 cells.append([f"{operation} {size}", *times, *ratios])
@@ -175,7 +180,7 @@ class Report:
         return _markdown(["operation", "application", *names, *ratios], cells)
 
     def record_overhead(self, backend: str) -> str:
-        """Return how many bytes a record has more than its value."""
+        """Return the number of bytes that a record adds to its value: `29`, or `70 to 85`."""
         more = {
             int(self._figures[f"record/{size}/{backend}"].value) - plan.RECORD_SIZES[size]
             for size in plan.RECORDS
@@ -183,7 +188,7 @@ class Report:
         return f"{min(more)}" if len(more) == 1 else f"{min(more)} to {max(more)}"
 
     def log_lines(self) -> str:
-        """Return some log lines of each kind, as in the log of the run."""
+        """Return examples of each kind of line in the log of a run."""
         get = f"sqlite/get, 20 events/relative to {ADK}"
         lines = [
             *(overhead.log_line(self._figures, f"{name}/10KB") for name in (OURS, FERNET)),
@@ -218,7 +223,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("results", nargs="?", type=Path, default=RESULTS)
     parser.add_argument(
-        "--compare", type=Path, metavar="OLD", help="only list the changes since OLD"
+        "--compare",
+        type=Path,
+        metavar="OLD",
+        help="list the figures that differ from those in OLD, and write nothing",
     )
     arguments = parser.parse_args()
     results = Results.load(arguments.results)

@@ -1,11 +1,11 @@
-"""An example of each kind of place, with the names of its parts, as docs/format.md lists them.
+"""An example of each kind of context, with the names of its parts, as docs/format.md lists them.
 
-A place is the part of the associated data that says where a record belongs.
+A context is the part of the associated data that says where a record belongs.
 """
 
 from typing import NamedTuple
 
-from adk_secure_sessions.formats.records import context
+from adk_secure_sessions.formats import records
 from examples.vectors.fixed import MICROSECONDS, Json, made
 
 APP_TAG = made("tag of the app", 16)
@@ -15,20 +15,21 @@ SESSION_TAG = made("tag of the session", 16)
 DATABASE_ID = made("database id", 16)
 
 
-class Place(NamedTuple):
-    """The parts of a place in order: texts and bytes, then integers."""
+class Context(NamedTuple):
+    """The parts of a context in order: texts and bytes, then integers."""
 
     names: tuple[str, ...]
     parts: tuple[str | bytes, ...]
     numbers: tuple[int, ...]
 
     def joined(self) -> bytes:
-        return context(self.parts, *self.numbers)
+        """Return the encoded context."""
+        return records.context(self.parts, *self.numbers)
 
     def as_json(self) -> list[Json]:
         return [typed(part) for part in (*self.parts, *self.numbers)]
 
-    def replacing(self, **changes: str | bytes | int) -> "Place":
+    def replacing(self, **changes: str | bytes | int) -> "Context":
         """Return a copy with the named parts changed."""
         assert changes.keys() <= set(self.names)
         values = [
@@ -36,7 +37,7 @@ class Place(NamedTuple):
             for name, value in zip(self.names, (*self.parts, *self.numbers), strict=True)
         ]
         parts = tuple(value for value in values if not isinstance(value, int))
-        return Place(self.names, parts, tuple(v for v in values if isinstance(v, int)))
+        return Context(self.names, parts, tuple(v for v in values if isinstance(v, int)))
 
 
 def typed(part: str | bytes | int) -> Json:
@@ -45,26 +46,26 @@ def typed(part: str | bytes | int) -> Json:
     return {"bytes": part.hex()} if isinstance(part, bytes) else {"text": part}
 
 
-def _place(names: str, parts: tuple[str | bytes, ...], *numbers: int) -> Place:
-    return Place(("purpose", *names.split()), parts, numbers)
+def _context(names: str, parts: tuple[str | bytes, ...], *numbers: int) -> Context:
+    return Context(("purpose", *names.split()), parts, numbers)
 
 
-PLACES = {
-    "app": _place("app_name tag id version", ("app", "clinic", APP_TAG), 101, 4),
-    "user": _place("app_name tag id app_row version", ("user", "clinic", ADA), 201, 101, 2),
-    "session": _place(
+CONTEXTS = {
+    "app": _context("app_name tag id version", ("app", "clinic", APP_TAG), 101, 4),
+    "user": _context("app_name tag id app_row version", ("user", "clinic", ADA), 201, 101, 2),
+    "session": _context(
         "app_name user_id tag id user_row revision base_revision created_at updated_at",
         ("session", "clinic", "ada", SESSION_TAG),
         301, 201, 2, 1, MICROSECONDS, MICROSECONDS + 5_250_000,
     ),
-    "base": _place(
+    "base": _context(
         "app_name user_id session_id session_row revision",
         ("base", "clinic", "ada", "first visit"), 301, 1,
     ),
-    "event": _place(
+    "event": _context(
         "app_name user_id session_id session_row seq time",
         ("event", "clinic", "ada", "first visit"), 301, 1, MICROSECONDS + 5_250_000,
     ),
-    "witness": _place("app_name tag number", ("witness", "clinic", ADA), 2),
+    "witness": _context("app_name tag number", ("witness", "clinic", ADA), 2),
 }  # fmt: skip
-EVENT = PLACES["event"]
+EVENT = CONTEXTS["event"]
