@@ -17,6 +17,7 @@ _SERVERS = ("postgresql", "mariadb")
 _SERVER_OF_FILE = {
     "maintenance/test_checkpoints.py": "postgresql",
     "maintenance/test_clearing.py": "mariadb",
+    "maintenance/test_clocks.py": "mariadb",
     "maintenance/test_erasing.py": "postgresql",
     "maintenance/test_finding.py": "postgresql",
     "maintenance/test_kills.py": "mariadb",
@@ -78,6 +79,12 @@ def _greenlets_outlive_their_threads() -> Iterator[None]:
 def postgresql() -> Iterator[servers.PostgreSQL]:
     with servers.postgresql() as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def pgbouncer(postgresql: servers.PostgreSQL) -> Iterator[servers.PgBouncer]:
+    with servers.pgbouncer(postgresql) as pooler:
+        yield pooler
 
 
 @pytest.fixture(scope="session")

@@ -45,6 +45,7 @@ from adk_secure_sessions.db.protocol import (
     Steps,
     Transaction,
 )
+from adk_secure_sessions.errors import DatabaseError
 
 T = TypeVar("T")
 Fault = BaseException | Callable[[], object]
@@ -140,10 +141,12 @@ class FaultyExecutor:
         self,
         transaction: Transaction[T],
         on_commit_after_cancel: Callable[[T], None] | None = None,
+        *,
+        holds_locks: bool = False,
     ) -> T:
         await self._pass(Point.WRITE)
         result = await self._executor.write(
-            lambda: self._followed(transaction()), on_commit_after_cancel
+            lambda: self._followed(transaction()), on_commit_after_cancel, holds_locks=holds_locks
         )
         await self._pass(Point.WRITE, is_after=True)
         return result
@@ -251,4 +254,4 @@ def with_faults(make: Callable[[], T]) -> tuple[T, Faults]:
 
 def lost() -> Disconnected:
     """A lost connection, as executors report it."""
-    return Disconnected(ConnectionResetError("the connection was reset by a test"))
+    return Disconnected(DatabaseError("the connection was reset by a test", retryable=True))

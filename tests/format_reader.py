@@ -4,12 +4,13 @@ It reads records of AES-256-GCM and Fernet, with 32-byte root keys.  If the page
 must reject a value, this reader raises `Refused`.
 """
 
+import hmac
 import json
 import re
 import sqlite3
 import struct
 from base64 import urlsafe_b64encode
-from typing import Any
+from typing import Any, NamedTuple
 
 from cryptography.exceptions import InvalidTag
 from cryptography.fernet import Fernet, InvalidToken
@@ -22,10 +23,30 @@ Part = str | bytes | int
 Row = dict[str, Any]
 
 KEY_LENGTH = 32  # of master keys, and of data keys for AES-256-GCM and Fernet
+NO_LINK = bytes(16)
+KNOWN_FEATURES = {"-"}
+KEY_TABLES = ("secure_keyring", "secure_data_keys")
 
 
 class Refused(Exception):
     """A value or a database that the page tells readers to reject."""
+
+
+class UnknownFlags(Refused):
+    """A record whose flags byte is not 00: the page tells readers to name this case."""
+
+
+class Owner(NamedTuple):
+    """A decrypted row of an app or a user; *user_id* is empty for an app."""
+
+    user_id: str
+    state: Row
+    key_ids: tuple[int, ...]
+
+
+def require(condition: object) -> None:
+    if not condition:
+        raise Refused
 
 
 def context(*parts: Part) -> bytes:
@@ -46,11 +67,19 @@ def encoded(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
+def decoded(data: bytes) -> str:
+    try:
+        return data.decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError:
+        raise Refused from None
+
+
 def expand(key: bytes, info: bytes, length: int = 32) -> bytes:
     return HKDFExpand(SHA256(), length, info).derive(key)
 
 
-def tag(index_master: bytes, *parts: str) -> bytes:
+def tag(index_master: bytes, *parts: str | bytes) -> bytes:
+    """Return the first 16 bytes of the HMAC: a tag, or the MAC of a row of secure_meta."""
     mac = HMAC(index_master, SHA256())
     mac.update(context(*parts))
     return mac.finalize()[:16]
@@ -73,16 +102,57 @@ def open_fernet(key: bytes, body: bytes, associated_data: bytes) -> bytes:
 
 def unpack(record: bytes) -> tuple[int, int]:
     """A record's backend id and key id."""
-    if not isinstance(record, bytes) or len(record) < 13 or record[:4] != b"AKS\x01":
-        raise Refused
+    require(isinstance(record, bytes) and len(record) >= 13 and record[:4] == b"AKS\x02")
     return struct.unpack(">Bq", record[4:13])
 
 
 def open_record(record: bytes, where: bytes, backend: int, key: bytes) -> bytes:
-    body, associated_data = record[13:], record[:13] + where
-    if backend == 3:
-        return body
-    return (open_aes if backend == 1 else open_fernet)(key, body, associated_data)
+    """Return the plaintext without its flags byte."""
+    plaintext, associated_data = record[13:], record[:13] + where
+    if backend != 3:
+        opener = open_aes if backend == 1 else open_fernet
+        plaintext = opener(key, plaintext, associated_data)
+    require(plaintext)
+    if plaintext[0] != 0:
+        raise UnknownFlags
+    return plaintext[1:]
+
+
+class Fields:
+    """Takes the fields of a plaintext, one after another; none may reach beyond its end."""
+
+    def __init__(self, plaintext: bytes) -> None:
+        self._rest = plaintext
+
+    def take(self, length: int) -> bytes:
+        require(length <= len(self._rest))
+        taken, self._rest = self._rest[:length], self._rest[length:]
+        return taken
+
+    def link(self) -> bytes:
+        return self.take(16)
+
+    def identifier(self) -> str:
+        (length,) = struct.unpack(">I", self.take(4))
+        return decoded(self.take(length))
+
+    def key_ids(self) -> tuple[int, ...]:
+        (count,) = self.take(1)
+        return struct.unpack(f">{count}q", self.take(8 * count))
+
+    def adk_version(self) -> str:
+        (length,) = self.take(1)
+        version = self.take(length)
+        require(version.isascii())
+        return version.decode("ascii")
+
+    def json(self) -> Row:
+        try:
+            value = json.loads(self._rest.decode())
+        except (ValueError, RecursionError):
+            raise Refused from None
+        require(isinstance(value, dict))
+        return value  # type: ignore[no-any-return]
 
 
 class Database:
@@ -94,195 +164,283 @@ class Database:
         *root_keys: bytes,
         keys: sqlite3.Connection | None = None,
     ) -> None:
-        self._connections = {True: keys or connection, False: connection}
-        meta = self._meta(connection)
-        if meta.get("holds") != ("data" if keys else None):
-            raise Refused
-        if keys and self._meta(keys) != meta | {"holds": "keys"}:
-            raise Refused
-        database_id = meta.get("database_id", "")
-        if not re.fullmatch("[0-9a-f]{32}", database_id):
-            raise Refused
-        self._id = bytes.fromhex(database_id)
+        self._data, self._keys = connection, keys or connection
+        meta, meta_of_keys = self._meta(self._data), self._meta(self._keys)
+        require(meta.get("holds") == ("data" if keys else None))
+        require(meta_of_keys.get("holds") == ("keys" if keys else None))
+        require(meta["database_id"] == meta_of_keys["database_id"])
+        self._id = bytes.fromhex(meta["database_id"])
+        features = _features(meta_of_keys.get("features"))
         roots = {
             f"key:{expand(root, b'adk-secure-sessions/v1/key-id', 8).hex()}": root
             for root in root_keys
         }
         index: list[bytes] = []
         self._masters: dict[int, bytes] = {}
-        for row in self._rows("secure_keyring"):
+        rows = self._rows("secure_keyring")
+        require(len(rows) <= 64)
+        for row in rows:
             key = self._unwrap(row, roots)
             if row["purpose"] == "index":
                 index.append(key)
             else:
                 self._masters[row["id"]] = key
-        if len(index) != 1 or not self._masters:
-            raise Refused
+        require(len(index) == 1 and self._masters)
         (self._index,) = index
-        self._keys = {row["id"]: row for row in self._rows("secure_data_keys")}
+        mac = tag(self._index, "features", self._id, features[0]).hex()
+        require(hmac.compare_digest(mac, features[1]))
+        self._data_keys = {row["id"]: row for row in self._rows("secure_data_keys")}
         self._witnesses = {row["tag"]: row for row in self._rows("secure_witnesses")}
+
+    # --- what a caller reads ---
 
     def contents(self) -> Row:
         """All apps, users and sessions, in the order of their rows."""
         apps, users, sessions = [], [], []
         for app in self._rows("secure_apps"):
-            name = app["app_name"].decode("utf-8", "surrogatepass")
-            state = self._open_app(name, app)
-            apps.append({"app_name": name, "state": state})
-            for user in self._rows("secure_users", "app_row", app["id"]):
-                user_id, state = self._open_user(name, user)
-                users.append({"app_name": name, "user_id": user_id, "state": state})
-                for session in self._rows("secure_sessions", "user_row", user["id"]):
-                    sessions.append(self._open_session(name, user_id, user, session))
+            name = decoded(app["app_name"])
+            apps.append({"app_name": name, "state": self._open_app(name, app).state})
+            for row in self._rows("secure_users", "app_row", app["id"]):
+                user = self._open_user(name, row)
+                users.append({"app_name": name, "user_id": user.user_id, "state": user.state})
+                for session in self._rows("secure_sessions", "user_row", row["id"]):
+                    sessions.append(self._open_session(name, user.user_id, row, session))
         return {"apps": apps, "users": users, "sessions": sessions}
 
-    def session(self, app_name: str, user_id: str, session_id: str) -> Row | None:
-        """One session, with the state that an application sees; None if there is none."""
+    def session(
+        self, app_name: str, user_id: str, session_id: str, last: int | None = None
+    ) -> Row | None:
+        """One session, with the state that an application sees; None if there is none.
+
+        *last*: read only this number of events, the newest ones.
+        """
         app = self._find("secure_apps", "app", app_name)
         user = self._find("secure_users", "user", app_name, user_id)
         row = self._find("secure_sessions", "session", app_name, user_id, session_id)
         if row is None:
             return None
-        if app is None or user is None:
-            raise Refused
-        if (row["user_row"], user["app_row"]) != (user["id"], app["id"]):
-            raise Refused
-        app_state = self._open_app(app_name, app)
-        _, user_state = self._open_user(app_name, user)
-        session = self._open_session(app_name, user_id, user, row)
-        for prefix, state in (("app:", app_state), ("user:", user_state)):
-            session["state"] |= {prefix + name: value for name, value in state.items()}
+        require(app and user)
+        assert app is not None
+        assert user is not None
+        require((row["user_row"], user["app_row"]) == (user["id"], app["id"]))
+        states = self._states(app_name, app, user_id, user)
+        session = self._open_session(app_name, user_id, user, row, last)
+        require(session["session_id"] == session_id)
+        session["state"] |= states
         return session
 
-    def _find(self, table: str, *ids: str) -> Row | None:
-        """The row of *table* with the tag of *ids*; rejected if only its witness is there."""
-        row_tag = tag(self._index, *ids)
-        found = self._rows(table, "tag", row_tag)
-        if not found and row_tag in self._witnesses:
-            raise Refused
-        return found[0] if found else None
+    def listing(self, app_name: str, user_id: str) -> list[Row]:
+        """The sessions of a user, without events."""
+        app = self._find("secure_apps", "app", app_name)
+        user = self._find("secure_users", "user", app_name, user_id)
+        if user is None:
+            return []
+        require(app)
+        assert app is not None
+        require(user["app_row"] == app["id"])
+        states = self._states(app_name, app, user_id, user)
+        rows = self._rows("secure_sessions", "user_row", user["id"])
+        require(len({row["tag"] for row in rows}) == len(rows))
+        sessions = [self._open_session(app_name, user_id, user, row, 0) for row in rows]
+        for session in sessions:
+            session["state"] |= states
+        return sessions
 
-    def _meta(self, connection: sqlite3.Connection) -> dict[str, str]:
-        meta = dict(connection.execute("SELECT name, value FROM secure_meta"))
-        if meta.get("format") != "1":
-            raise Refused
-        return meta
+    def current_key(self, backend: int, app_name: str, user_id: str | None = None) -> int | None:
+        """The id of the data key with which a writer encrypts records of an app or a user.
+
+        None: the writer must create one.
+        """
+        if user_id is None:
+            row = self._find("secure_apps", "app", app_name)
+            owner = row and self._open_app(app_name, row)
+        else:
+            row = self._find("secure_users", "user", app_name, user_id)
+            owner = row and self._open_user(app_name, row)
+        named = [self._data_keys.get(key_id) for key_id in owner.key_ids] if owner else []
+        usable = [key for key in named if key and key["backend_id"] == backend]
+        for key in usable:
+            self._data_key(key["id"], key["owner"], backend)
+        newest: Row | None = max(usable, key=lambda key: key["generation"], default=None)
+        return newest["id"] if newest else None
 
     def checkpoints(self) -> dict[str, tuple[int, ...]]:
-        """Since when, at which table and after which row each rotation is."""
+        """When each unfinished rotation began."""
         found = {}
         for row in self._rows("secure_meta"):
             if row["name"].startswith("rotation."):
                 text, _, mac = row["value"].rpartition(" ")
-                if mac != tag(self._index, "checkpoint", row["name"], text).hex():
-                    raise Refused
+                require(mac == tag(self._index, "checkpoint", row["name"], text).hex())
                 found[row["name"]] = tuple(map(int, text.split(" ")))
         return found
 
+    # --- rows ---
+
+    def _meta(self, connection: sqlite3.Connection) -> dict[str, str]:
+        meta = dict(connection.execute("SELECT name, value FROM secure_meta"))
+        require(meta.get("format") == "2")
+        require(re.fullmatch("[0-9a-f]{32}", str(meta.get("database_id"))))
+        return meta
+
     def _rows(self, table: str, column: str = "1", value: object = 1) -> list[Row]:
         order = "seq" if table == "secure_events" else "1"
-        rows = self._connections[table in ("secure_keyring", "secure_data_keys")].execute(
+        connection = self._keys if table in KEY_TABLES else self._data
+        rows = connection.execute(
             f"SELECT * FROM {table} WHERE {column} = ? ORDER BY {order}", (value,)
         )
         names = [column[0] for column in rows.description]
         return [dict(zip(names, row, strict=True)) for row in rows]
 
+    def _find(self, table: str, *ids: str) -> Row | None:
+        """The row of *table* with the tag of *ids*; rejected if only its witness is there."""
+        row_tag = tag(self._index, *ids)
+        found = self._rows(table, "tag", row_tag)
+        require(found or row_tag not in self._witnesses)
+        require(len(found) <= 1)
+        return found[0] if found else None
+
+    # --- keys ---
+
     def _unwrap(self, row: Row, roots: dict[str, bytes]) -> bytes:
         wrapped, root_id = row["wrapped"], row["root_key_id"]
+        require(row["purpose"] in ("index", "data"))
         where = context(
             "master-key", self._id, row["purpose"], root_id, row["id"], row["created_at"]
         )
-        if root_id not in roots or wrapped[:1] != b"\x01":
-            raise Refused
+        require(root_id in roots and isinstance(wrapped, bytes) and wrapped[:1] == b"\x01")
         wrapping_key = expand(roots[root_id], b"adk-secure-sessions/v1/wrap")
         return _checked(open_aes(wrapping_key, wrapped[1:], b"\x01" + where))
 
     def _data_key(self, key_id: int, owner: bytes, backend: int) -> bytes:
-        row = self._keys.get(key_id)
+        row = self._data_keys.get(key_id)
         if row is None or row["owner"] != owner or row["backend_id"] != backend:
             raise Refused
         wrap_backend, master = unpack(row["wrapped"])
-        if wrap_backend != 1 or master not in self._masters:
-            raise Refused
+        require(wrap_backend == 1 and master in self._masters)
         where = context(
             "data-key", self._id, owner, key_id, row["generation"], backend, row["created_at"]
         )
         return _checked(open_record(row["wrapped"], where, 1, self._masters[master]))
 
-    def _open(self, record: bytes, owner: bytes, *where: Part) -> bytes:
+    # --- records ---
+
+    def _open(self, record: bytes, owner: bytes, *where: Part) -> Fields:
+        return Fields(self._plaintext(record, owner, *where))
+
+    def _plaintext(self, record: bytes, owner: bytes, *where: Part) -> bytes:
         backend, key_id = unpack(record)
-        if backend not in (1, 2):
-            raise Refused
+        require(backend in (1, 2))
         return open_record(record, context(*where), backend, self._data_key(key_id, owner, backend))
 
-    def _check_witness(self, app: str, owner: bytes, row_tag: bytes, number: int) -> None:
+    def _check_witness(
+        self, app: str, owner: bytes, row_tag: bytes, number: int, link: bytes
+    ) -> None:
         witness = self._witnesses.get(row_tag)
         if witness is None:
             raise Refused
         where = ("witness", app, row_tag, witness["number"])
-        if self._open(witness["seal"], owner, *where) != b"" or witness["number"] != number:
-            raise Refused
+        require(self._plaintext(witness["seal"], owner, *where) == link)
+        require(witness["number"] == number)
 
-    def _open_app(self, name: str, row: Row) -> Any:
-        row_tag = row["tag"]
-        if row["app_name"] != encoded(name) or row_tag != tag(self._index, "app", name):
-            raise Refused
-        self._check_witness(name, row_tag, row_tag, row["version"])
-        where = ("app", name, row_tag, row["id"], row["version"])
-        return json.loads(self._open(row["state"], row_tag, *where))
+    def _states(self, app_name: str, app: Row, user_id: str, user: Row) -> Row:
+        """The states of the app and the user, with their prefixes."""
+        opened = self._open_user(app_name, user)
+        require(opened.user_id == user_id)
+        app_state = self._open_app(app_name, app).state
+        prefixed = {f"app:{name}": value for name, value in app_state.items()}
+        return prefixed | {f"user:{name}": value for name, value in opened.state.items()}
 
-    def _open_user(self, app: str, row: Row) -> tuple[str, Any]:
+    def _open_app(self, name: str, row: Row) -> Owner:
         row_tag = row["tag"]
-        self._check_witness(app, row_tag, row_tag, row["version"])
+        require(row["app_name"] == encoded(name) and row_tag == tag(self._index, "app", name))
+        fields = self._open(row["state"], row_tag, "app", name, row_tag, row["id"], row["version"])
+        self._check_witness(name, row_tag, row_tag, row["version"], fields.link())
+        key_ids = fields.key_ids()
+        return Owner("", fields.json(), key_ids)
+
+    def _open_user(self, app: str, row: Row) -> Owner:
+        row_tag = row["tag"]
         where = ("user", app, row_tag, row["id"], row["app_row"], row["version"])
-        user_id, state = _split(self._open(row["state"], row_tag, *where))
-        if row_tag != tag(self._index, "user", app, user_id):
-            raise Refused
-        return user_id, state
+        fields = self._open(row["state"], row_tag, *where)
+        user_id = fields.identifier()
+        require(row_tag == tag(self._index, "user", app, user_id))
+        self._check_witness(app, row_tag, row_tag, row["version"], fields.link())
+        key_ids = fields.key_ids()
+        return Owner(user_id, fields.json(), key_ids)
 
-    def _open_session(self, app: str, user_id: str, user: Row, row: Row) -> Row:
-        numbers = ("id", "user_row", "revision", "base_revision", "created_at", "updated_at")
-        where = ("session", app, user_id, row["tag"], *(row[name] for name in numbers))
-        session_id, overlay = _split(self._open(row["state"], user["tag"], *where))
-        if row["tag"] != tag(self._index, "session", app, user_id, session_id):
-            raise Refused
-        self._check_witness(app, user["tag"], row["tag"], row["id"])
+    def _open_session(
+        self, app: str, user_id: str, user: Row, row: Row, last: int | None = None
+    ) -> Row:
+        numbers = ("id", "user_row", "revision", "base_revision")
+        times = ("created_at", "updated_at", "expires_at")
+        values = [row[name] for name in (*numbers, *times)]
+        where = ("session", app, user_id, row["tag"], *values)
+        fields = self._open(row["state"], user["tag"], *where)
+        session_id = fields.identifier()
+        head, snapshot_link = fields.link(), fields.link()
+        overlay = fields.json()
+        require(row["tag"] == tag(self._index, "session", app, user_id, session_id))
+        require(row["user_row"] == user["id"])
+        self._check_witness(app, user["tag"], row["tag"], row["id"], b"")
         who = (app, user_id, session_id)
-        base = {}
-        revisions = [] if row["base_revision"] == -1 else [row["base_revision"]]
-        bases = self._rows("secure_bases", "session_row", row["id"])
-        if [found["revision"] for found in bases] != revisions:
-            raise Refused
-        for found in bases:
-            where = ("base", *who, row["id"], found["revision"])
-            base = json.loads(self._open(found["state"], user["tag"], *where))
-        history = []
-        for number, event in enumerate(self._rows("secure_events", "session_row", row["id"])):
-            if event["seq"] != number:
-                raise Refused
-            where = ("event", *who, row["id"], number, event["time"])
-            plaintext = self._open(event["event"], user["tag"], *where)
-            history.append(json.loads(plaintext[1 + plaintext[0] :]))
-        if len(history) != row["revision"]:
-            raise Refused
+        snapshot = self._open_snapshot(who, user, row, snapshot_link)
         copied = ("created_at", "updated_at", "revision", "base_revision")
         return {
             "app_name": app,
             "user_id": user_id,
             "session_id": session_id,
             **{name: row[name] for name in copied},
-            "state": base | overlay,
+            "state": snapshot | overlay,
             "overlay_keys": sorted(overlay),
-            "events": history,
+            "events": self._open_events(who, user, row, head, last),
         }
+
+    def _open_snapshot(self, who: tuple[str, ...], user: Row, row: Row, link: bytes) -> Row:
+        found = self._rows("secure_bases", "session_row", row["id"])
+        if row["base_revision"] == -1:
+            require(not found)
+            return {}
+        require([one["revision"] for one in found] == [row["base_revision"]])
+        where = ("base", *who, row["id"], row["base_revision"])
+        fields = self._open(found[0]["state"], user["tag"], *where)
+        require(fields.link() == link)
+        return fields.json()
+
+    def _open_events(
+        self, who: tuple[str, ...], user: Row, row: Row, head: bytes, last: int | None
+    ) -> list[Row]:
+        rows = self._rows("secure_events", "session_row", row["id"])
+        require((rows[-1]["seq"] if rows else -1) == row["revision"] - 1)
+        if last == 0:
+            return []
+        first = 0 if last is None else max(0, row["revision"] - last)
+        rows = [one for one in rows if last is None or one["seq"] >= first]
+        require([one["seq"] for one in rows] == list(range(first, row["revision"])))
+        links, previous, history = [], [], []
+        for one in rows:
+            where = ("event", *who, row["id"], one["seq"], one["time"])
+            fields = self._open(one["event"], user["tag"], *where)
+            links.append(fields.link())
+            previous.append(fields.link())
+            fields.adk_version()
+            history.append(fields.json())
+        if first == 0:
+            links.insert(0, NO_LINK)
+            previous.insert(0, NO_LINK)
+        require(links[:-1] == previous[1:])
+        require(links[-1] == head)
+        return history
+
+
+def _features(value: object) -> tuple[str, str]:
+    """The names and the MAC in the row `features` of secure_meta."""
+    found = re.fullmatch(r"([^ ]+) ([0-9a-f]{32})", str(value))
+    if not found:
+        raise Refused
+    require(set(found[1].split(",")) <= KNOWN_FEATURES)
+    return found[1], found[2]
 
 
 def _checked(key: bytes) -> bytes:
-    if len(key) != KEY_LENGTH:
-        raise Refused
+    require(len(key) == KEY_LENGTH)
     return key
-
-
-def _split(plaintext: bytes) -> tuple[str, Any]:
-    end = 4 + struct.unpack(">I", plaintext[:4])[0]
-    return plaintext[4:end].decode("utf-8", "surrogatepass"), json.loads(plaintext[end:])

@@ -8,6 +8,7 @@ Each block runs in it as its language says:
 - `sh` runs in a shell, and what it exports is set for later blocks.  `python`, `uvicorn` and our
   own command run in this process, since importing google-adk takes seconds; a line that tests
   how they end (`||`) runs in the shell.  `make`, `pip` and `pytest` are only checked: see below;
+- `toml` is saved as the file in its title;
 - `sql` runs on PostgreSQL, as its superuser;
 - `text` is the expected output of the block before it; `...` stands for what differs between runs.
 
@@ -152,6 +153,10 @@ class Page:
                 if made := re.match(r"\s*CREATE (ROLE|DATABASE) (\w+)", statement):
                     self._stack.callback(self._drop, *made.groups())
 
+    def toml(self, source: str, title: str | None) -> None:
+        assert title is not None
+        (self.directory / title).write_text(source, encoding="utf-8")
+
     def text(self, source: str, title: str | None) -> None:
         assert title is None
         if source in self._expected:
@@ -284,6 +289,7 @@ RUNNERS: dict[str, Callable[[Page, str, str | None], None]] = {
     "sh": Page.sh,
     "sql": Page.sql,
     "text": Page.text,
+    "toml": Page.toml,
 }
 _COMMANDS: dict[str, Callable[[Page, list[str], str], None]] = {
     "adk-secure-sessions": Page._own,

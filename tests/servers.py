@@ -1,4 +1,4 @@
-"""Real PostgreSQL and MariaDB servers: private ones, or those that the environment names.
+"""Real PostgreSQL and MariaDB servers, and a pooler: private, or those the environment names.
 
 How it works: the fixtures `postgresql` and `mariadb` (tests/conftest.py) are a `Server` that runs
 for the whole test process, started when a test first wants it.  A private server keeps its data in
@@ -35,8 +35,8 @@ REQUIRE_VARIABLE = "ADK_SECURE_SESSIONS_TEST_REQUIRE_SERVERS"
 _PATIENCE = 60.0  # seconds for a server to start, or to end
 _ATTEMPTS = 3
 # Runs a server until its standard input ends, as it does when the test process dies.
-# QUIT ends both servers quickest; their data is thrown away anyhow.
-_UNTIL_EOF = '"$@" & read -r _; kill -QUIT $! 2>/dev/null; wait $!'
+# QUIT ends both servers quickest; their data is thrown away anyhow.  PgBouncer ends at TERM.
+_UNTIL_EOF = 'signal=$1; shift; "$@" & read -r _; kill -"$signal" $! 2>/dev/null; wait $!'
 # No test cuts the power of a server, so its data need not be on the disk.
 _POSTGRESQL_OPTIONS = ("-F", "-csynchronous_commit=off", "-cfull_page_writes=off")
 _MARIADB_OPTIONS = (
@@ -170,6 +170,17 @@ class PostgreSQL(Server):
         connection.exec_driver_sql(f"DROP ROLE {name}")
 
 
+class PgBouncer(PostgreSQL):
+    """A PostgreSQL server behind a pooler, which gives each transaction another connection.
+
+    The URLs of its databases lead to the pooler; everything else is done at the server itself.
+    """
+
+    def _create(self, connection: sa.Connection, name: str) -> sa.URL:
+        url = super()._create(connection, name)
+        return url.set(host=None, port=None, query={"host": str(self.directory)})
+
+
 class MariaDB(Server):
     """A database for a test is a database, used as the superuser."""
 
@@ -225,6 +236,53 @@ def postgresql(*options: str) -> Iterator[PostgreSQL]:
             directory, made.bin_path, made.postgres_user, made.system_user, options
         ) as server:
             yield server
+
+
+_PGBOUNCER = """
+[databases]
+* = {server}
+[pgbouncer]
+pool_mode = transaction
+; Fewer connections than a service has, so that transactions change them all the time.
+default_pool_size = 3
+max_client_conn = 2000
+server_round_robin = 1
+server_idle_timeout = 5
+listen_port = 5432
+unix_socket_dir = {directory}
+auth_type = trust
+auth_file = {directory}/users
+auth_user = {superuser}
+"""
+
+
+@contextmanager
+def pgbouncer(server: PostgreSQL) -> Iterator[PgBouncer]:
+    """Start a PgBouncer in transaction mode before *server*."""
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin"])
+    if (program := shutil.which("pgbouncer", path=path)) is None:
+        unavailable("no PgBouncer here: on Debian, apt-get install pgbouncer")
+    url = server.admin_url
+    host, port = url.query.get("host") or url.host, url.port or 5432
+    # The socket of a private server can only be reached by the server's own user.
+    user = Path(str(host)).owner() if _is_root() and str(host).startswith("/") else None
+    user = "nobody" if _is_root() and user in (None, "root") else user
+    with _directory() as directory:
+        superuser = url.username or "postgres"
+        (directory / "users").write_text(f'"{superuser}" "{url.password or ""}"\n')
+        configuration = directory / "pgbouncer.ini"
+        configuration.write_text(
+            _PGBOUNCER.format(
+                server=f"host={host} port={port}", directory=directory, superuser=superuser
+            )
+        )
+        if user:
+            for name in (directory, configuration, directory / "users"):
+                shutil.chown(name, user)
+        pooler = PgBouncer(url, directory)
+        command = [program, "-q", str(configuration)]
+        with _running(pooler, directory / ".s.PGSQL.5432", command, user=user):
+            yield pooler
 
 
 @contextmanager
@@ -354,6 +412,7 @@ class _Process:
         self._command = command
         self._user = user
         self._log = log
+        self._signal = "TERM" if isinstance(server, PgBouncer) else "QUIT"
         self._running: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -361,7 +420,7 @@ class _Process:
             return
         with self._log.open("ab") as output:
             self._running = subprocess.Popen(
-                ["sh", "-c", _UNTIL_EOF, "sh", *self._command],
+                ["sh", "-c", _UNTIL_EOF, "sh", self._signal, *self._command],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,

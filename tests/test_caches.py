@@ -1,15 +1,26 @@
 """Caches are bounded, however many sessions and users a service has seen."""
 
 import asyncio
+import gc
 import os
 import sqlite3
-from contextlib import ExitStack, closing
+import weakref
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 
 import pytest
 from google.adk.events import Event, EventActions
+from google.adk.sessions import Session
 
-from adk_secure_sessions import AesGcmBackend, EncryptedSessionService, StaticKey, WrongKeyError
+from adk_secure_sessions import (
+    AesGcmBackend,
+    DecryptionError,
+    EncryptedSessionService,
+    KeyServiceError,
+    StaticKey,
+    WrongKeyError,
+)
 from adk_secure_sessions.lru import Lru
 from tests.servers import Server
 
@@ -49,7 +60,7 @@ async def test_small_caches_stay_small_and_change_nothing(tmp_path: Path) -> Non
             assert found == session
         assert len((await service.list_sessions(app_name="a")).sessions) == 40
         sizes = [len(cache._entries) for cache in caches(service._store)]
-        assert len(sizes) == 7, "a cache was added, or is no longer found"
+        assert len(sizes) == 6, "a cache was added, or is no longer found"
         assert all(0 < size <= 5 for size in sizes), sizes
 
 
@@ -81,35 +92,127 @@ async def test_more_users_at_once_than_cached_keys_do_not_disturb_each_other(
             await asyncio.gather(*(converse(f"u{n}") for n in range(30)))
 
 
-async def test_key_service_is_not_called_for_every_operation_if_the_keyring_is_rejected(
-    tmp_path: Path,
+class Counting:
+    """A root key that counts the calls, and fails if it is told to."""
+
+    def __init__(self) -> None:
+        self._root = StaticKey(os.urandom(32))
+        self.key_id = "counting"
+        self.wrap = self._root.wrap
+        self.asked = 0
+        self.fails = False
+
+    async def unwrap(self, wrapped: bytes, associated_data: bytes) -> bytes:
+        self.asked += 1
+        if self.fails:
+            raise KeyServiceError("busy", retryable=True)
+        return await self._root.unwrap(wrapped, associated_data)
+
+
+def insert_junk(path: Path, number: int) -> None:
+    """Insert *number* rows into the keyring, which no root key unwraps."""
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        for key_id in range(number):
+            connection.execute(
+                "INSERT INTO secure_keyring SELECT ?, purpose, root_key_id, created_at, "
+                "wrapped FROM secure_keyring WHERE purpose = 'data' LIMIT 1",
+                (key_id,),
+            )
+
+
+@pytest.mark.parametrize(
+    ("junk", "fails", "calls", "error"),
+    [(20, False, 20, None), (64, False, 0, WrongKeyError), (1, True, 1, KeyServiceError)],
+    ids=["junk rows", "too many rows", "key service is down"],
+)
+async def test_key_service_is_not_called_for_every_operation_if_rows_of_the_keyring_are_rejected(
+    tmp_path: Path, junk: int, fails: bool, calls: int, error: type[Exception] | None
 ) -> None:
-    asked = 0
-    root = StaticKey(os.urandom(32))
-
-    class Counting:
-        key_id = root.key_id
-        wrap = root.wrap
-
-        async def unwrap(self, wrapped: bytes, associated_data: bytes) -> bytes:
-            nonlocal asked
-            asked += 1
-            return await root.unwrap(wrapped, associated_data)
-
+    root = Counting()
     async with EncryptedSessionService(
-        f"sqlite:///{tmp_path}/s.db", AesGcmBackend(Counting())
+        f"sqlite:///{tmp_path}/s.db", AesGcmBackend(root)
     ) as service:
         await service.create_session(app_name="a", user_id="known", session_id="s")
-        asked = 0
-        with closing(sqlite3.connect(tmp_path / "s.db", isolation_level=None)) as connection:
-            for number in range(20):
-                connection.execute(
-                    "INSERT INTO secure_keyring SELECT ?, purpose, root_key_id, created_at, "
-                    "wrapped FROM secure_keyring WHERE purpose = 'data' LIMIT 1",
-                    (number,),
-                )
+        root.asked, root.fails = 0, fails
+        insert_junk(tmp_path / "s.db", junk)
         for number in range(10):
-            with pytest.raises(WrongKeyError):
+            with pytest.raises(error) if error else nullcontext():
                 await service.create_session(app_name="a", user_id=f"new {number}")
-        assert asked == 1
+        assert root.asked == calls
         assert await service.get_session(app_name="a", user_id="known", session_id="s")
+
+
+# --- what stays in memory ------------------------------------------------------------------------
+
+
+class Id(str):
+    """An id that can be watched: its weak reference is dead once nothing keeps it."""
+
+
+def kept(watched: list[weakref.ref[Id]]) -> list[Id]:
+    gc.collect()
+    return [found for ref in watched if (found := ref()) is not None]
+
+
+async def test_ids_that_do_not_exist_are_not_kept(tmp_path: Path) -> None:
+    """Whoever may choose ids would fill the memory with them."""
+    url = f"sqlite:///{tmp_path}/s.db"
+    async with EncryptedSessionService(url, AesGcmBackend(os.urandom(32))) as service:
+        await service.create_session(app_name="a", user_id="u", session_id="s")
+        watched = [
+            *await unknown_session(service, "a", "u", Id("s?")),
+            *await unknown_session(service, "a", Id("u?"), "s"),
+            *await unknown_session(service, Id("a?"), "u", "s"),
+        ]
+        assert len(watched) == 3
+        assert kept(watched) == []
+
+
+async def unknown_session(service: EncryptedSessionService, *ids: str) -> list[weakref.ref[Id]]:
+    app_name, user_id, session_id = ids
+    found = await service.get_session(app_name=app_name, user_id=user_id, session_id=session_id)
+    assert found is None
+    await service.list_sessions(app_name=app_name, user_id=user_id)
+    return [weakref.ref(one) for one in ids if isinstance(one, Id)]
+
+
+async def test_ids_are_not_kept_after_close(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/s.db"
+    service = EncryptedSessionService(url, AesGcmBackend(os.urandom(32)))
+    user_id, session_id = Id("u"), Id("s")
+    session = await service.create_session(app_name="a", user_id=user_id, session_id=session_id)
+    await service.append_event(session, Event(author="a"))
+    await service.get_session(app_name="a", user_id=user_id, session_id=session_id)
+    watched = [weakref.ref(user_id), weakref.ref(session_id)]
+    del session, user_id, session_id
+    await service.close()
+    assert kept(watched) == []
+
+
+# --- a user whom another process has erased ------------------------------------------------------
+
+
+USES: dict[str, Callable[[EncryptedSessionService, Session], Awaitable[object]]] = {
+    "get": lambda service, session: service.get_session(app_name="a", user_id="u", session_id="s"),
+    "list": lambda service, session: service.list_sessions(app_name="a", user_id="u"),
+    "append": lambda service, session: service.append_event(session, Event(author="a")),
+    "create": lambda service, session: service.create_session(app_name="a", user_id="u"),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+async def test_erased_user_is_rejected_after_the_cache_time_though_the_rows_return(
+    tmp_path: Path, use: str
+) -> None:
+    url, key = f"sqlite:///{tmp_path}/s.db", os.urandom(32)
+    async with EncryptedSessionService(url, AesGcmBackend(key), cache_seconds=0.0) as service:
+        session = await service.create_session(app_name="a", user_id="u", session_id="s")
+        await service.append_event(session, Event(author="a"))
+        # Another process erases the user, and somebody inserts all rows again but the data keys.
+        with closing(sqlite3.connect(tmp_path / "s.db", isolation_level=None)) as connection:
+            deleted = connection.execute(
+                "DELETE FROM secure_data_keys WHERE owner IN (SELECT tag FROM secure_users)"
+            )
+            assert deleted.rowcount == 1
+        with pytest.raises(DecryptionError):
+            await USES[use](service, session)

@@ -9,10 +9,14 @@ import pytest
 
 import adk_secure_sessions
 from adk_secure_sessions import EncryptedSessionService
+from adk_secure_sessions.formats import json_text
+from adk_secure_sessions.formats.states import MAX_KEY_BYTES, MAX_STATE_LEVELS
 from adk_secure_sessions.keys import specs
+from adk_secure_sessions.service import MAX_ID_BYTES
 from tests.pages import DOCS, ROOT
 
 ATTACKS = ROOT / "tests" / "attacks"
+CONFORMANCE = ROOT / "tests" / "conformance"
 
 
 def cells(page: str) -> list[list[str]]:
@@ -23,17 +27,18 @@ def cells(page: str) -> list[list[str]]:
     return [[cell.strip() for cell in row] for row in rows]
 
 
+def named_in(text: str) -> list[tuple[str, str]]:
+    """Return the files and the words of "`test_file.py -k word`"."""
+    return re.findall(r"`(test_\w+\.py) -k (\w+)`", text)
+
+
 # --- the threat model ----------------------------------------------------------------------------
 
-TRIED = [
-    (file, word)
-    for row in cells("threats.md")
-    for file, word in re.findall(r"`(test_\w+\.py) -k (\w+)`", row[-1])
-]
+TRIED = [named for row in cells("threats.md") for named in named_in(row[-1])]
 
 
-def names_in(file: str) -> list[str]:
-    tree = ast.parse((ATTACKS / file).read_text(encoding="utf-8"))
+def names_in(file: str, folder: Path = ATTACKS) -> list[str]:
+    tree = ast.parse((folder / file).read_text(encoding="utf-8"))
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     names = [node.name for node in tree.body if isinstance(node, functions)]
     return [name for name in names if name.startswith("test_")]
@@ -54,6 +59,42 @@ def test_tests_that_the_threat_model_names_exist(file: str, word: str) -> None:
 
 def test_threat_model_names_every_file_of_attacks() -> None:
     assert {file for file, _ in TRIED} == {path.name for path in ATTACKS.glob("test_*.py")}
+
+
+# --- differences from ADK's service --------------------------------------------------------------
+
+
+def test_every_difference_names_tests_that_exist() -> None:
+    rows = [row for row in cells("differences.md") if not row[0].startswith(("subject", "--"))]
+    named = [named_in(row[-1]) for row in rows]
+    assert {len(of_row) for of_row in named} == {1}
+    for ((file, word),) in named:
+        assert any(word in name for name in names_in(file, CONFORMANCE)), (file, word)
+
+
+def test_page_of_differences_names_every_test_of_them() -> None:
+    page = (DOCS / "differences.md").read_text(encoding="utf-8")
+    words = [word for file, word in named_in(page) if file == "test_differences.py"]
+    for name in names_in("test_differences.py", CONFORMANCE):
+        assert any(word in name for word in words), name
+
+
+# --- limits --------------------------------------------------------------------------------------
+
+
+def test_limits_on_the_page_are_those_of_the_code() -> None:
+    page = (DOCS / "limits.md").read_text(encoding="utf-8")
+    for limit in (
+        f"{MAX_STATE_LEVELS - 1} levels in a value of a state; {json_text.MAX_LEVELS} levels",
+        f"{json_text.MAX_DIGITS} digits",
+        f"{MAX_KEY_BYTES} bytes",
+        f"{json_text.MAX_BYTES // 2**20} MiB",
+        f"{MAX_ID_BYTES} bytes",
+    ):
+        assert limit in page
+
+
+# --- errors --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("page", ["threats.md", "errors.md", "limits.md"])

@@ -1,16 +1,20 @@
 """Events as storage holds them."""
 
+import inspect
 import json
 import math
+import sys
+from collections.abc import Callable
 from typing import Any
 
+import pydantic
 import pytest
 from google.adk.events import Event, EventActions
 from google.adk.version import __version__ as adk_version
 from google.genai import types
 
-from adk_secure_sessions import ConfigurationError
-from adk_secure_sessions.formats import events
+from adk_secure_sessions import ConfigurationError, DecryptionError, Reason
+from adk_secure_sessions.formats import events, json_text
 
 ROW = "secure_events row 1, 0"
 
@@ -87,6 +91,12 @@ def test_lone_surrogate_survives_storage() -> None:
     assert stored.content.parts[0].text == "a \ud83c z"
 
 
+def test_lone_surrogate_in_a_key_survives_storage() -> None:
+    values = {"\ud800": {"\udfff": 1}, "k": "\ufffd"}
+    event = made("\ufffd", actions=EventActions(state_delta=values), custom_metadata=values)
+    assert roundtrip(event) == event
+
+
 def test_value_without_a_json_form_becomes_text() -> None:
     value = object()
     stored = roundtrip(made("text", custom_metadata={"a": value, "b": 1}))
@@ -102,11 +112,161 @@ def test_bytes_beside_such_a_value_survive_storage(data: bytes) -> None:
     assert roundtrip(event).content == event.content
 
 
+class Inner(pydantic.BaseModel):
+    """A model in a state, with a field that is None."""
+
+    empty: int | None = None
+    full: int = 1
+
+
+def test_none_in_a_model_beside_a_value_without_json_form_is_kept() -> None:
+    delta = {"m": [Inner()], "bad": print}
+    event = made(actions=EventActions(state_delta=delta, agent_state=delta), custom_metadata=delta)
+    _, fields = parsed(events.encode(event))
+    kept = {"m": [{"empty": None, "full": 1}], "bad": str(print)}
+    dropped = {"m": [{"full": 1}], "bad": str(print)}
+    assert fields["actions"]["state_delta"] == kept
+    assert fields["actions"]["agent_state"] == kept
+    assert fields["custom_metadata"] == dropped
+    assert "error_code" not in fields
+
+
+def test_none_in_a_model_beside_other_values_is_dropped_as_adk_does() -> None:
+    delta = {"m": Inner(), "n": None, "i": math.inf}
+    _, fields = parsed(events.encode(made(actions=EventActions(state_delta=delta))))
+    assert fields["actions"]["state_delta"] == {"m": {"full": 1}, "n": None, "i": math.inf}
+
+
+# --- limits --------------------------------------------------------------------------------------
+
+
+def nested(levels: int, bottom: Any = 1) -> Any:
+    for level in range(levels):
+        bottom = {"k": bottom} if level % 2 else [bottom]
+    return bottom
+
+
+def from_tool(result: Any) -> Event:
+    part = types.Part.from_function_response(name="tool", response={"result": result})
+    return made(content=types.Content(role="user", parts=[part, types.Part(text="beside")]))
+
+
+def result_of(event: Event) -> Any:
+    assert event.content is not None
+    assert event.content.parts is not None
+    assert event.content.parts[1].text == "beside"
+    response = event.content.parts[0].function_response
+    assert response is not None
+    assert response.response is not None
+    return response.response["result"]
+
+
+LARGEST = {"levels": nested(193), "digits": [10**4300 - 1, -(10**4300) + 1]}
+circular: list[Any] = ["secret 7Qx"]
+circular.append(circular)
+
+
+@pytest.mark.parametrize("bottom", ["text", None, math.inf, "\ud800"])
+@pytest.mark.parametrize("value", LARGEST.values(), ids=LARGEST)
+def test_largest_value_survives_storage(
+    value: Any, bottom: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert result_of(roundtrip(from_tool([value, bottom]))) == [value, bottom]
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (math.factorial(2000), "33162750924506332411"),
+        (-(10**4300), "-1000"),
+        (2**1_100_000, "0x1000"),
+        (circular, "['secret 7Qx', "),
+    ],
+    ids=["factorial", "negative", "millions of digits", "circular"],
+)
+def test_value_beyond_a_limit_becomes_text_with_a_warning_that_does_not_repeat_it(
+    value: Any, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    stored = roundtrip(from_tool({"bad": value, "good": 1}))
+    assert result_of(stored)["good"] == 1
+    bad = result_of(stored)["bad"]
+    while isinstance(bad, list):
+        bad = bad[-1]
+    assert bad.startswith(text)
+    assert "their text is stored" in caplog.text
+    assert "7Qx" not in caplog.text
+    assert "33162750924506332411" not in caplog.text
+
+
+@pytest.mark.parametrize("levels", [195, 300, 5000])
+def test_value_that_nests_too_deep_becomes_text_at_the_limit(levels: int) -> None:
+    result = result_of(roundtrip(from_tool(nested(levels, "bottom"))))
+    depth = 0
+    while not isinstance(result, str):
+        result = result[0] if isinstance(result, list) else result["k"]
+        depth += 1
+    assert depth == 194
+    assert ("bottom" in result) == (levels < 1000)
+
+
+def test_circular_value_in_a_state_change_does_not_lose_the_event() -> None:
+    event = made(
+        "kept", actions=EventActions(state_delta={"a": 1}), custom_metadata={"b": circular}
+    )
+    stored = roundtrip(event)
+    assert stored.content == event.content
+    assert stored.actions == event.actions
+
+
+def test_event_that_adk_could_not_read_back_is_not_stored() -> None:
+    event = made("secret 7Qx")
+    event.actions.artifact_delta["secret 7Qx"] = "secret 7Qx"  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="values of actions") as info:
+        events.encode(event)
+    assert "7Qx" not in str(info.value)
+    assert info.value.__context__ is None
+
+
+def test_event_that_no_record_can_hold_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_text, "MAX_BYTES", 10_000)
+    assert roundtrip(made("x" * 9_000))
+    for text in ("x" * 10_000, "null" * 2500, "\ud800" * 2000):
+        with pytest.raises(ValueError, match="too large"):
+            events.encode(made(text))
+
+
+def test_event_of_a_subclass_is_stored_as_an_event() -> None:
+    class Special(Event):
+        special: str = "secret 7Qx"
+
+    plaintext = events.encode(Special(author="agent"))
+    assert b"7Qx" not in plaintext
+    assert type(events.decode(plaintext, 1, 0)) is Event
+
+
+def at_depth(frames: int, call: Callable[[], Any]) -> Any:
+    return at_depth(frames - 1, call) if frames else call()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [*LARGEST.values(), ["\ud800", nested(193)]],
+    ids=[*LARGEST, "levels with lone surrogates"],
+)
+def test_writing_and_reading_do_not_depend_on_the_depth_of_the_stack(value: Any) -> None:
+    event = from_tool(value)
+    frames = sys.getrecursionlimit() - len(inspect.stack(0)) - 60
+    plaintext = at_depth(frames, lambda: events.encode(event))
+    assert plaintext == events.encode(event)
+    assert at_depth(frames, lambda: events.decode(plaintext, 1, 0)) == event
+
+
+# --- unreadable ----------------------------------------------------------------------------------
+
 UNREADABLE = {
     "unknown field": b'{"author":"secret 7Qx","actions":{"of_a_later_release":"secret 7Qx"}}',
     "wrong type": b'{"author":{"secret 7Qx":1}}',
-    "not an object": b'["secret 7Qx"]',
-    "no JSON": b"secret 7Qx",
 }
 
 
@@ -126,3 +286,37 @@ def test_error_about_an_event_does_not_repeat_it(data: bytes) -> None:
     assert "7Qx" not in str(info.value)
     assert info.value.__context__ is None
     assert info.value.__cause__ is None
+
+
+EVENT = b'{"author":"secret 7Qx"}'
+MALFORMED = {
+    "empty": b"",
+    "version only": b"\x051.2.3",
+    "version cut off": b"\x051.2",
+    "no version": EVENT,
+    "empty version": b"\x00 " + EVENT,
+    "version too short": b"\x041.2.3" + EVENT,
+    "version too long": b"\xff1.2.3" + EVENT,
+    "version of text": b"\x0asecret 7Qx" + EVENT,
+    "version not ASCII": b"\x051.2.\xff" + EVENT,
+    "no JSON": b"\x051.2.3secret 7Qx",
+    "cut off": b"\x051.2.3" + EVENT[:-1],
+    "a list": b'\x051.2.3["secret 7Qx"]',
+    "null": b"\x051.2.3null",
+    "not UTF-8": b'\x051.2.3{"author":"secret 7Qx \xff"}',
+    "UTF-16": b"\x051.2.3" + EVENT.decode().encode("utf-16"),
+    "byte order mark": b"\x051.2.3\xef\xbb\xbf" + EVENT,
+    "too deep": b'\x051.2.3{"custom_metadata":{"a":' + b"[" * 199 + b"1" + b"]" * 199 + b"}}",
+    "much too deep": b'\x051.2.3{"custom_metadata":{"a":' + b"[" * 100_000,
+    "too many digits": b'\x051.2.3{"custom_metadata":{"a":' + b"7" * 4301 + b"}}",
+}
+
+
+@pytest.mark.parametrize("plaintext", MALFORMED.values(), ids=MALFORMED)
+def test_malformed_event_is_rejected_without_repeating_it(plaintext: bytes) -> None:
+    with pytest.raises(DecryptionError, match=ROW) as info:
+        events.decode(plaintext, 1, 0)
+    assert info.value.reason is Reason.MALFORMED
+    assert (info.value.table, info.value.row) == ("secure_events", "1, 0")
+    assert "7Qx" not in str(info.value)
+    assert info.value.__context__ is None

@@ -1,12 +1,19 @@
 """The application that docs/fastapi.md shows, where things go wrong."""
 
+import asyncio
+import socket
 import sqlite3
-from contextlib import closing
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 from fastapi import FastAPI
 
 from adk_secure_sessions import WrongKeyError, generate_key
@@ -73,3 +80,72 @@ async def test_altered_session_is_told_to_the_log_and_not_to_the_caller(
     assert response.status_code == 500
     assert response.json() == {"detail": "the session cannot be read"}
     assert "secure_events" in caplog.text
+
+
+# --- over HTTP -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def served(app: FastAPI) -> Iterator[str]:
+    """Serve *app* on the loopback interface; yield its address, such as `127.0.0.1:8000`."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = uvicorn.Server(uvicorn.Config(app, ws="none", log_level="warning"))
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        try:
+            deadline = time.monotonic() + 60
+            while not server.started:
+                assert time.monotonic() < deadline
+                assert thread.is_alive()
+                time.sleep(0.01)
+            yield f"127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(60)
+
+
+def client(address: str) -> str:
+    """The page's client, which repeats requests that were answered with 409."""
+    regions = [region for _, region in pages.blocks(pages.DOCS / "fastapi.md").regions]
+    sources = [str(region.parsed["source"]) for region in regions]
+    (source,) = [source for source in sources if source.startswith("import random")]
+    assert "127.0.0.1:8000" in source
+    return source.replace("127.0.0.1:8000", address)
+
+
+async def test_concurrent_requests_for_one_session_are_answered_with_409(path: Path) -> None:
+    with served(application()) as address:
+        async with httpx.AsyncClient(base_url=f"http://{address}") as http:
+            for _ in range(2):  # the first time, they also create the session
+                responses = await asyncio.gather(
+                    *(http.post(MESSAGES, json={"text": f"{n}"}, timeout=60) for n in range(12))
+                )
+                statuses = Counter(response.status_code for response in responses)
+                assert statuses.keys() == {200, 409}, statuses
+                conflicts = [one.json() for one in responses if one.status_code == 409]
+                assert conflicts[0] == {"detail": "another request changed the session"}
+
+
+def test_client_of_the_page_gets_an_answer_although_others_write_the_same_session(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two processes would serve it as these two servers do: each has a service of its own."""
+    failures: list[BaseException] = []
+
+    def converse(source: str) -> None:
+        try:
+            exec(compile(source, "client.py", "exec"), {"__name__": "__main__"})
+        except BaseException as error:
+            failures.append(error)
+
+    with served(application()) as first, served(application()) as second:
+        clients = [
+            threading.Thread(target=converse, args=[client(address)])
+            for address in (first, second) * 2
+        ]
+        for thread in clients:
+            thread.start()
+        for thread in clients:
+            thread.join()
+    assert not failures
+    assert capsys.readouterr().out.count("That was message") == 2 * len(clients)

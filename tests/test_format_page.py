@@ -7,11 +7,12 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy.dialects import mysql
 
-from adk_secure_sessions import AesGcmBackend, FernetBackend, NoOpBackend
+from adk_secure_sessions import AesGcmBackend, FernetBackend, NoOpBackend, Reason
 from adk_secure_sessions.backends import THIRD_PARTY_IDS
 from adk_secure_sessions.crypto import aead
 from adk_secure_sessions.formats import records
-from adk_secure_sessions.keys import blind_index, passphrase
+from adk_secure_sessions.keys import blind_index, data_keys, keyring, passphrase
+from adk_secure_sessions.storage import opening
 from adk_secure_sessions.storage import schema as tables
 from adk_secure_sessions.storage import writes as transactions
 from examples import make_vectors
@@ -142,13 +143,13 @@ def test_page_gives_the_length_of_data_keys_for_each_backend() -> None:
         assert listed[str(backend.backend_id)] == f"{len(backend.new_key())} bytes"
 
 
-def test_page_gives_the_cost_of_passphrases_and_its_limits() -> None:
+def test_page_gives_the_cost_of_passphrases() -> None:
     text = " ".join(section("Key providers").split())
     cost = (passphrase._ITERATIONS, passphrase._LANES, passphrase._MEMORY_KIB)
     assert "{} iterations, {} lanes and {} KiB".format(*cost) in text
-    assert f"1 to {passphrase._MAX_ITERATIONS} iterations" in text
-    assert f"1 to {passphrase._MAX_LANES} lanes" in text
-    assert f"at most {passphrase._MAX_MEMORY_KIB // 1024**2} GiB" in text
+    assert f"1 to {passphrase._ITERATIONS} iterations" in text
+    assert f"1 to {passphrase._LANES} lanes" in text
+    assert f"at most {passphrase._MEMORY_KIB} KiB of memory" in text
 
 
 def test_page_gives_the_size_from_which_an_overlay_is_folded() -> None:
@@ -158,6 +159,41 @@ def test_page_gives_the_size_from_which_an_overlay_is_folded() -> None:
 def test_page_gives_the_format_version() -> None:
     assert f"`format` = `{tables.FORMAT_VERSION}`" in PAGE
     assert PAGE.startswith(f"# The stored format, version {records.VERSION}\n")
+
+
+def test_page_gives_the_flags_byte() -> None:
+    text = section("Flags")
+    assert f"MUST write {records.FLAGS.hex()}" in text
+    assert f"`{Reason.UNKNOWN_FLAGS}`" in text
+
+
+def test_page_gives_the_length_of_a_link() -> None:
+    assert f"A *link* is {records.LINK_LENGTH} bytes" in PAGE
+    assert bytes(records.LINK_LENGTH) == records.NO_LINK
+    assert f"`NO_LINK` is {records.LINK_LENGTH} zero bytes" in PAGE
+
+
+def test_page_gives_the_features_of_a_new_database() -> None:
+    text = " ".join(section("Features").split())
+    assert f"it MUST store the names `{opening.NO_FEATURES}`" in text
+    assert f"one feature, [`{opening.SEPARATING}`]" in text
+    assert frozenset({opening.NO_FEATURES, opening.SEPARATING}) == opening._KNOWN_FEATURES
+
+
+def test_page_gives_the_time_of_a_session_that_never_expires() -> None:
+    assert f"{tables.NEVER} (2^63 \N{MINUS SIGN} 1): never" in section("Tables")
+
+
+def test_page_gives_the_limits_of_keys() -> None:
+    listed = {cells[0]: cells[1] for cells in rows(section("Limits"))}
+    assert listed["master keys in the keyring"] == f"{keyring.MAX_ROWS} rows"
+    assert listed["generation of a data key"] == "2^62"
+    assert data_keys._LAST_GENERATION == 2**62
+
+
+def test_page_says_that_the_format_is_frozen() -> None:
+    assert "Every later release of adk-secure-sessions reads" in section("The format is frozen")
+    assert "Deviations" not in PAGE
 
 
 def test_example_in_the_page_and_vectors_are_those_that_the_script_makes(

@@ -4,6 +4,8 @@ import asyncio
 import copy
 import pickle
 import warnings
+from collections.abc import Iterable
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -22,7 +24,7 @@ from adk_secure_sessions import (
     UnknownKeyError,
     WrongKeyError,
 )
-from adk_secure_sessions.formats.records import unpack
+from adk_secure_sessions.formats.records import Cipher, pack, unpack
 from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.keys.data_keys import (
     CipherFactory,
@@ -36,8 +38,11 @@ from adk_secure_sessions.keys.keyring import (
     INDEX,
     Keyring,
     MasterKeyRow,
+    MasterMark,
     new_master,
     open_keyring,
+    unwrap_master_key,
+    wrap_master_key,
 )
 
 DATABASE = bytes(range(16))
@@ -67,8 +72,12 @@ class KeyService:
 
 async def made(*roots: KeyProvider) -> list[MasterKeyRow]:
     """Make an index master key, and a data master key for each of *roots*, the oldest first."""
-    rows = [await new_master(INDEX, roots[0], DATABASE, 0)]
-    return rows + [await new_master(DATA, root, DATABASE, age) for age, root in enumerate(roots)]
+    rows = [await row_of(INDEX, roots[0], 0)]
+    return rows + [await row_of(DATA, root, age) for age, root in enumerate(roots)]
+
+
+async def row_of(purpose: str, root: KeyProvider, created_at: int) -> MasterKeyRow:
+    return (await new_master(purpose, root, DATABASE, created_at)).row
 
 
 async def opened(
@@ -76,6 +85,16 @@ async def opened(
 ) -> Keyring:
     by_id = {root.key_id: root for root in roots}
     return await open_keyring(rows, by_id, roots[0].key_id, database_id)
+
+
+def row_like(row: MasterKeyRow, **columns: Any) -> MasterKeyRow:
+    return row._replace(**columns)
+
+
+async def renewed(rows: list[MasterKeyRow], known: Keyring, *roots: KeyProvider) -> Keyring:
+    """Read the keyring again, as a running service does."""
+    by_id = {root.key_id: root for root in roots}
+    return await open_keyring(rows, by_id, roots[0].key_id, DATABASE, known)
 
 
 # --- the keyring ---------------------------------------------------------------------------------
@@ -88,21 +107,50 @@ async def test_keyring_is_unwrapped_by_its_root_key() -> None:
     keyring.master(rows[1].id)
 
 
-async def test_key_service_is_called_for_all_master_keys_at_once() -> None:
-    """A start waits as long as for one call, however many master keys there are."""
+class Counted(StaticKey):
+    """Records the calls: all of them, and the most that waited at one time."""
 
-    class Patient(StaticKey):
-        waiting = 0
+    def __init__(self, key: bytes = bytes(range(32))) -> None:
+        super().__init__(key)
+        self.unwrapped: list[bytes] = []
+        self.waiting = self.most = 0
 
-        async def unwrap(self, wrapped: bytes, associated_data: bytes) -> bytes:
-            self.waiting += 1
-            while self.waiting < 3:
-                await asyncio.sleep(0)
-            return await super().unwrap(wrapped, associated_data)
+    async def unwrap(self, wrapped: bytes, associated_data: bytes) -> bytes:
+        self.unwrapped.append(wrapped)
+        self.waiting += 1
+        self.most = max(self.most, self.waiting)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        self.waiting -= 1
+        return await super().unwrap(wrapped, associated_data)
 
-    rows = await made(ROOT, ROOT)
-    async with asyncio.timeout(10):
-        await opened(rows, Patient(bytes(range(32))))
+
+async def test_key_service_unwraps_the_index_master_first_then_eight_at_once() -> None:
+    rows = await made(*[ROOT] * 20)
+    root = Counted()
+    await opened(rows[::-1], root)
+    assert root.unwrapped[0] == rows[0].wrapped
+    assert (len(root.unwrapped), root.most) == (21, 8)
+
+
+async def test_keyring_of_too_many_rows_is_rejected_without_a_call() -> None:
+    rows, root = await made(ROOT, ROOT), Counted()
+    junk = [row_like(rows[1], id=number, wrapped=b"junk") for number in range(62)]
+    with pytest.raises(WrongKeyError, match="more than 64 rows"):
+        await opened([*rows, *junk], root)
+    assert root.unwrapped == []
+    known = await opened(rows, ROOT)
+    with pytest.raises(WrongKeyError, match="more than 64 rows"):
+        await renewed([*rows, *junk], known, root)
+    assert root.unwrapped == []
+
+
+async def test_start_with_a_wrong_root_key_calls_the_key_service_once() -> None:
+    root = Counted(bytes(32))
+    rows = [row._replace(root_key_id=root.key_id) for row in await made(*[ROOT] * 20)]
+    with pytest.raises(WrongKeyError):
+        await opened(rows, root)
+    assert root.unwrapped == [rows[0].wrapped]
 
 
 async def test_missing_data_master_key_is_unknown() -> None:
@@ -112,7 +160,7 @@ async def test_missing_data_master_key_is_unknown() -> None:
 
 
 async def test_newest_master_key_of_the_writing_root_key_wraps_new_data_keys() -> None:
-    rows = [*(await made(ROOT, OTHER, ROOT)), await new_master(DATA, OTHER, DATABASE, 9)]
+    rows = [*(await made(ROOT, OTHER, ROOT)), await row_of(DATA, OTHER, 9)]
     assert (await opened(rows, ROOT, OTHER)).current_id == rows[3].id
     assert (await opened(rows[::-1], ROOT, OTHER)).current_id == rows[3].id
     assert (await opened(rows, OTHER, ROOT)).current_id == rows[4].id
@@ -131,7 +179,7 @@ async def test_plaintext_master_key_wraps_no_data_key_of_another_writer() -> Non
     rows = await made(clear)
     assert (await opened(rows, ROOT, clear)).current_id is None
     assert (await opened(rows, clear, ROOT)).current_id == rows[1].id
-    rows.append(await new_master(DATA, OTHER, DATABASE, 0))
+    rows.append(await row_of(DATA, OTHER, 0))
     assert (await opened(rows, ROOT, clear, OTHER)).current_id == rows[2].id
 
 
@@ -148,13 +196,75 @@ async def test_row_that_claims_another_root_key_is_rejected() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"id": 7}, {"purpose": DATA}, {"created_at": 7}, {"wrapped": b""}, {"wrapped": b"\x01" * 61}],
+    [{"id": 7}, {"created_at": 7}, {"wrapped": b""}, {"wrapped": b"\x01" * 61}],
     ids=str,
 )
 async def test_modified_row_is_rejected(change: dict[str, Any]) -> None:
+    for row, other in permutations(await made(ROOT)):
+        with pytest.raises(WrongKeyError, match="does not unwrap master key"):
+            await opened([row._replace(**change), other], ROOT)
+
+
+MALFORMED: list[dict[str, Any]] = [
+    {"id": -1},
+    {"id": 2**63},
+    {"id": 1.5},
+    {"id": "1"},
+    {"id": None},
+    {"id": True},
+    {"purpose": "index "},
+    {"purpose": "INDEX"},
+    {"purpose": b"data"},
+    {"purpose": ""},
+    {"purpose": 7},
+    {"purpose": None},
+    {"root_key_id": ""},
+    {"root_key_id": "x" * 256},
+    {"root_key_id": b"none"},
+    {"root_key_id": 7},
+    {"root_key_id": None},
+    {"created_at": -1},
+    {"created_at": 2**63},
+    {"created_at": 0.0},
+    {"created_at": "0"},
+    {"created_at": None},
+    {"wrapped": "text"},
+    {"wrapped": None},
+    {"wrapped": 5},
+]
+
+
+@pytest.mark.parametrize("change", MALFORMED, ids=str)
+async def test_malformed_row_is_rejected_by_its_id_without_a_call(change: dict[str, Any]) -> None:
+    rows, root = await made(ROOT), Counted()
+    junk = row_like(rows[1], **({"id": 5} | change))
+    with pytest.raises(WrongKeyError, match=f"secure_keyring row {junk.id!r}: .* tampered with"):
+        await opened([*rows, junk], root)
+    assert root.unwrapped == []
+    with pytest.raises(WrongKeyError, match=f"secure_keyring row {junk.id!r}: "):
+        await unwrap_master_key(junk, {ROOT.key_id: root}, DATABASE)
+    assert root.unwrapped == []
+
+
+async def test_two_rows_with_one_id_are_rejected() -> None:
     rows = await made(ROOT)
+    for junk in (rows[1], row_like(rows[1], wrapped=b"junk")):
+        with pytest.raises(WrongKeyError, match=f"{rows[1].id}: another row has the same id"):
+            await opened([*rows, junk], ROOT)
+
+
+async def test_two_index_masters_are_rejected_naming_both() -> None:
+    rows = [*(await made(ROOT)), await row_of(INDEX, ROOT, 0)]
+    with pytest.raises(WrongKeyError, match=f"{rows[0].id}.*{rows[2].id}.*both index masters"):
+        await opened(rows, ROOT)
+
+
+async def test_changed_purpose_is_rejected() -> None:
+    index, data = await made(ROOT)
     with pytest.raises(WrongKeyError, match="does not unwrap master key"):
-        await opened([rows[0]._replace(**change), rows[1]], ROOT)
+        await opened([row_like(index, purpose=DATA), data], ROOT)
+    with pytest.raises(WrongKeyError, match="both index masters"):
+        await opened([index, row_like(data, purpose=INDEX)], ROOT)
 
 
 async def test_wrapped_keys_of_two_rows_cannot_be_exchanged() -> None:
@@ -237,11 +347,21 @@ def on(keyring: Keyring, writer: int, *listed: int, limit: int = 100) -> DataKey
 
 
 def loaded(keys: DataKeys, *rows: DataKeyRow) -> StagedKeys:
+    """Return the keys of a transaction that has read *rows*, all of them named by their owners."""
     staged = StagedKeys(keys)
-    staged.load(rows)
-    for row in rows:
-        staged.current(row.owner)  # raises what `load` rejected
+    staged.load(rows, marks_of(keys.keyring.rows.values()))
+    for owner in {row.owner for row in rows}:
+        staged.adopt(owner, [row.id for row in rows])
     return staged
+
+
+def marks_of(rows: Iterable[MasterKeyRow]) -> list[MasterMark]:
+    return [MasterMark(row.id, row.created_at, row.wrapped) for row in rows]
+
+
+def cipher_of(keys: DataKeys, row: DataKeyRow) -> Cipher:
+    """Read *row*, and return the cipher for a record that names it."""
+    return loaded(keys, row).cipher(row.owner, pack(row.backend_id, row.id))
 
 
 async def test_record_of_a_new_data_key_is_decrypted_after_a_restart() -> None:
@@ -335,9 +455,9 @@ async def test_unknown_data_master_key_needs_the_keyring_again() -> None:
     row = StagedKeys(on(await opened(rows, ROOT), 1)).new(ADA)
     keys = on(await opened(rows[:2], ROOT), 1)
     with pytest.raises(StaleKeyring):
-        StagedKeys(keys, keyring_is_complete=False).load([row])
+        StagedKeys(keys, keyring_is_complete=False).load([row], marks_of(rows))
     with pytest.raises(UnknownKeyError, match=f"no data master key {rows[2].id}"):
-        loaded(keys, row)
+        cipher_of(keys, row)
     keys.keyring = await open_keyring(rows, {ROOT.key_id: ROOT}, "", DATABASE, keys.keyring)
     assert loaded(keys, row).current(ADA) is not None
 
@@ -360,6 +480,133 @@ async def test_keyring_that_is_read_again_unwraps_only_new_master_keys() -> None
     later = await open_keyring([rows[0], rows[2]], roots, ROOT.key_id, DATABASE, again)
     assert not later.holds(rows[1].id)
     assert len(asked) == 1
+
+
+# --- the keyring of a running service ------------------------------------------------------------
+
+
+async def test_keyring_knows_the_rows_that_it_was_read_from() -> None:
+    rows = await made(ROOT, OTHER)
+    keyring = await opened(rows, ROOT, OTHER)
+    assert keyring.rows == {row.id: row for row in rows}
+    assert keyring.row_count == 3
+    assert keyring.matches(rows)
+    assert keyring.matches(reversed(rows))
+    assert not keyring.matches(rows[1:])
+    assert not keyring.matches([*rows, rows[1]])
+    assert not keyring.matches([*rows[:2], rows[1]])
+    columns: list[dict[str, Any]] = [
+        {"id": 5},
+        {"purpose": "index"},
+        {"root_key_id": "x"},
+        {"created_at": 5},
+        {"created_at": 0.0},
+        {"wrapped": b""},
+    ]
+    for change in columns:
+        assert not keyring.matches([rows[0], row_like(rows[1], **change), rows[2]])
+
+
+JUNK: list[dict[str, Any]] = [
+    {"wrapped": b"\x01" + bytes(60)},
+    {"root_key_id": "another"},
+    {"root_key_id": "none"},
+    {"created_at": 7},
+    {"purpose": INDEX},
+    {"id": 5, "purpose": INDEX},
+    {"id": 5, "created_at": 2**62},
+    {"id": 5, "purpose": "other"},
+    {"id": "junk"},
+    {"wrapped": "text"},
+]
+
+
+@pytest.mark.parametrize("change", JUNK, ids=str)
+async def test_running_service_logs_a_junk_row_and_goes_on(
+    change: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = await made(ROOT, ROOT)
+    known = await opened(rows, ROOT)
+    junk = row_like(rows[1], **change)
+    stored = [row for row in rows if row.id != junk.id] + [junk]
+    root = Counted()
+    again = await renewed(stored, known, root)
+    assert again.index is known.index
+    assert again.current_id == rows[2].id
+    assert again.holds(rows[1].id) == (junk.id != rows[1].id)
+    assert again.row_count == len(stored)
+    assert again.matches(stored)
+    assert junk not in again.rows.values()
+    StagedKeys(on(again, 1)).new(ADA)
+    (record,) = caplog.records
+    assert str(junk.id) in record.getMessage()
+    assert record.levelname == "ERROR"
+    called = len(root.unwrapped)
+    assert called <= 1
+    # The same bytes are neither tried nor logged again; other bytes are.
+    for _ in range(3):
+        again = await renewed(stored, again, root)
+    assert again.matches(stored)
+    assert (len(root.unwrapped), len(caplog.records)) == (called, 1)
+    await renewed([*stored[:-1], row_like(junk, wrapped=b"\x01 other junk")], again, root)
+    assert len(caplog.records) == 2
+
+
+async def test_running_service_uses_no_data_key_under_a_changed_master() -> None:
+    rows = await made(ROOT, ROOT)
+    row = StagedKeys(on(await opened(rows[:2], ROOT), 1)).new(ADA)
+    known = await opened(rows, ROOT)
+    assert loaded(on(known, 1), row).current(ADA) is not None
+    changed = [rows[0], row_like(rows[1], created_at=5), rows[2]]
+    again = await renewed(changed, known, ROOT)
+    with pytest.raises(UnknownKeyError, match=f"no data master key {rows[1].id}"):
+        cipher_of(on(again, 1), row)
+    assert loaded(on(again, 1), row).current(ADA) is None
+
+
+async def test_running_service_without_a_data_master_that_is_left_raises() -> None:
+    rows = await made(ROOT)
+    known = await opened(rows, ROOT)
+    with pytest.raises(WrongKeyError, match="no data master key: restore"):
+        await renewed([rows[0], row_like(rows[1], created_at=5)], known, ROOT)
+
+
+async def test_running_service_takes_up_rows_under_a_new_root_key() -> None:
+    rows = await made(ROOT, ROOT)
+    known = await opened(rows, ROOT, OTHER)
+    roots = {ROOT.key_id: ROOT}
+    moved = []
+    for row in rows:
+        key = await unwrap_master_key(row, roots, DATABASE)
+        moved.append(await wrap_master_key(row, OTHER, DATABASE, key))
+    again = await renewed(moved, known, ROOT, OTHER)
+    assert again.matches(moved)
+    assert again.current_id == rows[2].id
+    assert again.rows[rows[0].id].root_key_id == OTHER.key_id
+    assert again.index is known.index
+
+
+async def test_running_service_rejects_another_index_master(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One that the same root key has wrapped, for example from a test database."""
+    rows = await made(ROOT)
+    known = await opened(rows, ROOT)
+    other = await row_of(INDEX, ROOT, 0)
+    for index in (other, other._replace(id=rows[0].id)):
+        again = await renewed([index, rows[1]], known, ROOT)
+        assert again.index is known.index
+        assert index.id not in again.rows
+        assert again.matches([index, rows[1]])
+    assert "another index master" in caplog.text
+    assert "does not unwrap" in caplog.text
+
+
+async def test_running_service_raises_the_error_of_a_key_service() -> None:
+    rows = await made(ROOT, ROOT)
+    known = await opened(rows[:2], ROOT)
+    with pytest.raises(KeyServiceError, match="busy"):
+        await renewed(rows, known, KeyService(KeyServiceError("busy", retryable=True)))
 
 
 async def test_current_key_is_as_new_as_its_own_and_older_records_only() -> None:
@@ -400,7 +647,7 @@ async def test_forgotten_owner_has_no_cached_keys() -> None:
 async def test_data_key_of_another_database_is_rejected_naming_its_row() -> None:
     row = StagedKeys(await store()).new(ADA)
     with pytest.raises(DecryptionError, match=f"secure_data_keys row {row.id}"):
-        loaded(await store(), row)
+        cipher_of(await store(), row)
 
 
 @pytest.mark.parametrize(
@@ -412,7 +659,7 @@ async def test_data_key_in_a_modified_row_is_rejected(change: dict[str, Any]) ->
     keys = await store(1, 2)
     row = StagedKeys(keys).new(ADA)
     with pytest.raises(TamperedError, match="secure_data_keys row"):
-        loaded(keys, row._replace(**change))
+        cipher_of(keys, row._replace(**change))
 
 
 @pytest.mark.parametrize("limit", [1, 2])
@@ -435,7 +682,8 @@ async def test_unwrapped_keys_cannot_be_pickled_or_copied(attempt: Any) -> None:
     keys = await store()
     staged = StagedKeys(keys)
     staged.new(ADA)
-    for holder in (keys, keys.keyring, keys.keyring.index, staged.current(ADA)):
+    master = (await new_master(DATA, ROOT, DATABASE, 0)).key
+    for holder in (keys, keys.keyring, keys.keyring.index, staged.current(ADA), master):
         with pytest.raises(TypeError, match="holds key material"):
             attempt(holder)
 
@@ -444,4 +692,5 @@ async def test_repr_of_unwrapped_keys_shows_nothing() -> None:
     keys = await store()
     assert repr(keys) == "<DataKeys>"
     assert repr(keys.keyring) == "<Keyring>"
+    assert repr((await new_master(DATA, ROOT, DATABASE, 0)).key) == "<MasterKey>"
     assert repr(BlindIndex(bytes(32))) == "<BlindIndex>"

@@ -32,6 +32,7 @@ from adk_secure_sessions import (
     generate_key,
     key_provider,
 )
+from adk_secure_sessions.crypto.aead import Aes256Gcm
 from adk_secure_sessions.keys import passphrase
 from adk_secure_sessions.keys.providers import parse_key
 from adk_secure_sessions.keys.specs import root_key
@@ -246,8 +247,42 @@ def test_missing_key_file_is_named(tmp_path: Path) -> None:
 
 
 def test_directory_in_place_of_a_key_file_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="cannot read the key file"):
+    with pytest.raises(ConfigurationError, match="is not a regular file"):
         FileKey(tmp_path)
+
+
+@posix
+@pytest.mark.parametrize("use", [FileKey, lambda path: key_provider(f"file:{path}")])
+def test_fifo_in_place_of_a_key_file_is_rejected_at_once(
+    tmp_path: Path, use: Callable[[Path], object]
+) -> None:
+    """Opening it would wait until something writes to it."""
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo, 0o600)
+    with pytest.raises(ConfigurationError, match="is not a regular file"):
+        use(fifo)
+
+
+@posix
+@pytest.mark.parametrize("mode", [0o600, 0o400])
+def test_key_file_of_another_user_is_rejected(
+    key_file: Path, monkeypatch: pytest.MonkeyPatch, mode: int
+) -> None:
+    """Its owner could replace the key, whatever the mode."""
+    key_file.chmod(mode)
+    if key_file.stat().st_uid == 0:  # root's files are accepted, and root can give them away
+        os.chown(key_file, 4711, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 4712)
+    with pytest.raises(ConfigurationError, match=r"belongs to another user \(uid"):
+        FileKey(key_file)
+
+
+@posix
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="needs a file of root")
+def test_key_file_of_root_is_accepted(key_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 4711)
+    assert FileKey(key_file) == StaticKey(KEY)
 
 
 @pytest.mark.parametrize("content", [b"", b"needle", b"needle" * 10_000])
@@ -363,11 +398,11 @@ async def test_event_loop_runs_on_during_a_derivation() -> None:
 
 
 EXPENSIVE = {
-    "memory": (3, 4, 4 * 1024 * 1024 + 1),
+    "memory": (3, 4, 65537),
     "all the memory there is": (3, 4, 2**32 - 1),
-    "iterations": (65, 4, 65536),
+    "iterations": (4, 4, 65536),
     "all iterations there are": (2**32 - 1, 4, 65536),
-    "lanes": (3, 65, 65536),
+    "lanes": (3, 5, 65536),
 }
 IMPOSSIBLE = {"iterations": (0, 1, 8), "lanes": (1, 0, 8), "memory": (1, 4, 8), "all": (0, 0, 0)}
 
@@ -388,6 +423,19 @@ async def test_stored_cost_beyond_the_limits_is_rejected_before_it_is_paid(
         await PassphraseKey(WORDS).unwrap(stored(cost), b"")
     argon2.assert_not_called()
     assert time.perf_counter() - began < 5
+
+
+async def test_higher_stored_cost_is_accepted_if_the_caller_allows_it() -> None:
+    header = stored((4, 5, 65537))[:29]
+    key = Argon2id(salt=bytes(16), length=32, iterations=4, lanes=5, memory_cost=65537)
+    sealed = Aes256Gcm(key.derive(WORDS.encode())).encrypt(MASTER, header + b"context")
+    allowed: dict[str, Any] = {"max_iterations": 4, "max_lanes": 5, "max_memory_kib": 65537}
+    assert await PassphraseKey(WORDS, **allowed).unwrap(header + sealed, b"context") == MASTER
+    for name, limit in allowed.items():
+        with pytest.raises(TamperedError, match="cost is above the limits"):
+            await PassphraseKey(WORDS, **allowed | {name: limit - 1}).unwrap(
+                header + sealed, b"context"
+            )
 
 
 @pytest.mark.parametrize("cost", IMPOSSIBLE.values(), ids=IMPOSSIBLE)

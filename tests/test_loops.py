@@ -156,7 +156,11 @@ async def test_error_of_work_whose_caller_was_cancelled_gives_way_to_the_cancell
 
 async def test_work_that_has_not_begun_is_cancelled_with_its_caller() -> None:
     future, reported = pending(), list[str]()
-    task = asyncio.create_task(await_to_end(future, reported.append, lambda: False))
+
+    def cancel_it() -> None:
+        future.cancel()
+
+    task = asyncio.create_task(await_to_end(future, reported.append, cancel_it))
     await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adk_secure_sessions import (
+    DecryptionError,
     PlaintextRefusedError,
+    Reason,
     SecureSessionError,
     TamperedError,
     UnknownKeyError,
@@ -91,7 +93,7 @@ def test_context_rejects_what_no_text_column_holds(part: Any) -> None:
 
 
 def test_context_takes_as_many_numbers_as_any_row_has() -> None:
-    assert len(context(("session",), *range(6))) == 4 + 7 + 4 + 48
+    assert len(context(("session",), *range(7))) == 4 + 7 + 4 + 56
 
 
 # --- texts ---------------------------------------------------------------------------------------
@@ -100,11 +102,6 @@ def test_context_takes_as_many_numbers_as_any_row_has() -> None:
 @given(TEXTS)
 def test_text_survives_encoding(text: str) -> None:
     assert records.decode_text(records.encode_text(text)) == text
-
-
-@given(TEXTS, st.binary())
-def test_id_and_rest_are_split_again(identifier: str, rest: bytes) -> None:
-    assert records.split_id(records.with_id(identifier, rest)) == (identifier, rest)
 
 
 # --- seal and open -------------------------------------------------------------------------------
@@ -121,8 +118,35 @@ def test_record_is_decrypted_in_its_context(
 
 def test_record_begins_with_the_documented_header() -> None:
     assert seal(CIPHER, 0x80, 0x0102, CONTEXT, b"")[:HEADER_LENGTH].hex() == (
-        "414b5301800000000000000102"
+        "414b5302800000000000000102"
     )
+
+
+def test_plaintext_begins_with_the_flags_byte() -> None:
+    stored = seal(CIPHER, 1, 7, CONTEXT, b"plaintext")
+    whole = CIPHER.decrypt(stored[HEADER_LENGTH:], stored[:HEADER_LENGTH] + CONTEXT)
+    assert whole == b"\x00plaintext"
+
+
+def with_flags(plaintext: bytes) -> bytes:
+    """A record of *plaintext*, which includes the flags byte, or lacks it."""
+    header = records.pack(1, 7)
+    return header + CIPHER.encrypt(plaintext, header + CONTEXT)
+
+
+@pytest.mark.parametrize("flags", [0x01, 0x80, 0xFF])
+def test_unknown_flags_are_rejected_by_name(flags: int) -> None:
+    with pytest.raises(DecryptionError, match=f"flags are 0x{flags:02x}, .* install") as info:
+        open_record(with_flags(bytes([flags]) + b"a secret"), CONTEXT, CIPHER)
+    assert info.value.reason is Reason.UNKNOWN_FLAGS
+    assert not isinstance(info.value, TamperedError)
+    assert "secret" not in str(info.value)
+
+
+def test_empty_plaintext_is_malformed() -> None:
+    with pytest.raises(TamperedError, match="empty") as info:
+        open_record(with_flags(b""), CONTEXT, CIPHER)
+    assert info.value.reason is Reason.MALFORMED
 
 
 def assert_rejected(stored: bytes) -> None:
@@ -162,13 +186,13 @@ def test_plaintext_where_a_record_belongs_is_rejected(stored: Any) -> None:
         unpack(stored)
 
 
-@pytest.mark.parametrize("stored", [b"AKS", b"AKS\x01", b"AKS\x01" + bytes(8)])
+@pytest.mark.parametrize("stored", [b"AKS", b"AKS\x02", b"AKS\x02" + bytes(8)])
 def test_record_without_a_whole_header_is_rejected(stored: bytes) -> None:
     with pytest.raises(TamperedError, match="header"):
         unpack(stored)
 
 
-@pytest.mark.parametrize("version", [0, 2, 0x31, 0xFF])
+@pytest.mark.parametrize("version", [0, 1, 3, 0x32, 0xFF])
 def test_record_of_another_version_is_rejected(version: int) -> None:
     with pytest.raises(TamperedError, match="header"):
         unpack(b"AKS" + bytes([version]) + bytes(40))
@@ -182,8 +206,8 @@ def test_header_is_read_without_the_rest_of_the_record(rest: bytes) -> None:
 
 @pytest.mark.parametrize(
     "stored",
-    [None, "", b"", "AKS\x01 and more text", 1, b'{"a": 1, "b": 2}', b"AKS\x01" + bytes(8)]
-    + [b"AKS" + bytes([version]) + bytes(40) for version in (0, 2, 0xFF)],
+    [None, "", b"", "AKS\x01 and more text", 1, b'{"a": 1, "b": 2}', b"AKS\x02" + bytes(8)]
+    + [b"AKS" + bytes([version]) + bytes(40) for version in (0, 1, 3, 0xFF)],
 )
 def test_value_without_a_whole_header_has_no_backend(stored: Any) -> None:
     assert records.header(stored) is None

@@ -1,10 +1,12 @@
 """States: their scopes, and their JSON."""
 
 import datetime
+import inspect
 import json
 import logging
 import math
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +15,9 @@ from google.adk.sessions import State
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adk_secure_sessions.formats import states
-from adk_secure_sessions.formats.states import dumps, loads, to_json_values
+from adk_secure_sessions import DecryptionError, Reason
+from adk_secure_sessions.formats import json_text, states
+from adk_secure_sessions.formats.states import dumps, encode, loads
 
 TEXTS = st.text(st.characters(codec=None), max_size=10)  # lone surrogates among them
 VALUES = st.recursive(
@@ -58,13 +61,6 @@ def test_merge_is_the_inverse_of_split() -> None:
     assert states.merge(*states.split(state)) == state
 
 
-def test_json_values_are_copies() -> None:
-    value = {"deep": [1]}
-    copy = to_json_values({"a": value})
-    value["deep"].append(2)
-    assert copy == {"a": {"deep": [1]}}
-
-
 def test_merge_leaves_its_arguments_alone() -> None:
     session = {"a": 1}
     states.merge({"b": 2}, {"c": 3}, session)
@@ -78,23 +74,179 @@ def test_values_with_a_json_form_are_stored_in_it() -> None:
     when = datetime.datetime(2024, 1, 2, 3, 4, 5)
     state = {"when": when, "pair": (1, 2), "some": {1}}
     expected = {"when": when.isoformat(), "pair": [1, 2], "some": [1]}
-    assert to_json_values(state) == expected
-    assert loads(dumps(state)) == expected
+    assert loads(encode(state)) == expected
 
 
-@pytest.mark.parametrize(
-    "coerce",
-    [to_json_values, lambda state: loads(dumps(state))],
-)
 def test_other_values_become_text_with_a_warning_that_does_not_repeat_them(
-    caplog: pytest.LogCaptureFixture, coerce: Callable[[dict[str, Any]], dict[str, Any]]
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        coerced = coerce({"a": Unserializable(), "b": (1,)})
+        coerced = loads(encode({"a": Unserializable(), "b": (1,)}))
     assert coerced == {"a": "secret 7Qx", "b": [1]}
     assert "not JSON-serializable" in caplog.text
     assert "7Qx" not in caplog.text
     assert len(caplog.records) == 1
+
+
+def test_values_beside_one_without_json_form_keep_their_own() -> None:
+    when = datetime.date(2024, 1, 2)
+    state = {"bad": print, "\ud800": {when: [when, {"when": when}]}, "none": None}
+    coerced = loads(encode(state))
+    assert coerced.pop("bad") == str(print)
+    assert coerced == {
+        "\ud800": {"2024-01-02": ["2024-01-02", {"when": "2024-01-02"}]},
+        "none": None,
+    }
+
+
+# --- limits --------------------------------------------------------------------------------------
+
+
+def nested(levels: int, value: Any = "secret 7Qx") -> Any:
+    for level in range(levels):
+        value = {"k": value} if level % 2 else [value]
+    return value
+
+
+circular: dict[str, Any] = {}
+circular["both"] = [circular, circular]
+
+LARGEST = {
+    "levels": nested(190),
+    "levels with lone surrogates": ["\ud800", nested(189)],
+    "levels with an empty list": nested(190, []),
+    "levels with an empty list and lone surrogates": ["\ud800", nested(189, {})],
+    "digits": [10**4300 - 1, -(10**4300) + 1],
+    "digits with lone surrogates": [10**4300 - 1, "\udfff"],
+    "key": {"é" * 4096: 1},
+}
+TOO_LARGE = {
+    "levels": nested(191),
+    "many levels": nested(5000),
+    "levels with an empty list": nested(191, []),
+    "levels with an empty list and lone surrogates": ["\ud800", nested(190, [])],
+    "levels with lone surrogates": ["\ud800", nested(190)],
+    "circular": circular,
+    "digits": 10**4300,
+    "negative digits": -(10**4300),
+    "digits with lone surrogates": ["\ud800", 10**4300],
+    "key of too many digits": {"k": {10**4300: 10**4300}},
+}
+
+
+@pytest.mark.parametrize("value", LARGEST.values(), ids=LARGEST)
+def test_largest_value_survives_storage(value: Any) -> None:
+    assert loads(encode({"k": value})) == {"k": value}
+    assert loads(dumps(loads(encode({"k": value})))) == {"k": value}
+
+
+@pytest.mark.parametrize("prefix", ["", "app:", "user:"])
+@pytest.mark.parametrize("value", TOO_LARGE.values(), ids=TOO_LARGE)
+def test_value_beyond_a_limit_is_rejected_by_its_key_alone(value: Any, prefix: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"state['{prefix}bad']")) as info:
+        encode({"good": 1, "bad": value}, prefix)
+    assert "7Qx" not in str(info.value)
+    assert len(str(info.value)) < 300
+    assert info.value.__context__ is None
+
+
+def test_error_names_the_path_of_keys() -> None:
+    with pytest.raises(ValueError, match=re.escape("state['a']['b'][1]: an integer")):
+        encode({"a": {"b": [0, 10**5000]}})
+
+
+def test_error_shortens_the_path_of_keys() -> None:
+    with pytest.raises(ValueError, match="…") as info:
+        encode({"k" * 1000: nested(300)})
+    assert len(str(info.value)) < 300
+
+
+@pytest.mark.parametrize("prefix", ["", "user:"])
+def test_key_beyond_the_limit_is_rejected(prefix: str) -> None:
+    key = "k" * (8192 - len(prefix))
+    assert loads(encode({key: 1}, prefix)) == {key: 1}
+    for longer in (key + "k", key[:-1] + "é", key[: len(key) // 2] + "\ud800" * 2000):
+        with pytest.raises(ValueError, match="8192 bytes") as info:
+            encode({longer: 1}, prefix)
+        assert len(str(info.value)) < 200
+
+
+def test_state_that_no_record_can_hold_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_text, "MAX_BYTES", 10_000)
+    state: dict[str, Any] = {"k": "x" * (10_000 - len('{"k":"","l":1}')), "l": 1}
+    assert loads(dumps(state)) == loads(encode(state)) == state
+    state["k"] += "x"
+    with pytest.raises(ValueError, match="10001 bytes of JSON are too large"):
+        dumps(state)
+    with pytest.raises(ValueError, match=re.escape("state['app:k']: 10001 bytes")):
+        encode(state, "app:")
+
+
+def test_brackets_and_digits_in_text_exceed_no_limit() -> None:
+    state = {"k": "[{" * 5000, "l": "9" * 5000, "m": [[]] * 5000}
+    assert loads(encode(state)) == state
+
+
+@pytest.mark.parametrize("limit", [0, 640, 100_000])
+def test_reading_does_not_depend_on_the_processes_limit_of_digits(limit: int) -> None:
+    stored = [(encode({"k": value}), {"k": value}) for value in LARGEST.values()]
+    before = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(limit)
+    try:
+        for data, state in stored:
+            assert loads(data) == state
+        with pytest.raises(ValueError, match="'k'"):
+            encode({"k": 10**4300})
+    finally:
+        sys.set_int_max_str_digits(before)
+
+
+def at_depth(frames: int, call: Callable[[], Any]) -> Any:
+    return at_depth(frames - 1, call) if frames else call()
+
+
+@pytest.mark.parametrize("value", LARGEST.values(), ids=LARGEST)
+def test_writing_and_reading_do_not_depend_on_the_depth_of_the_stack(value: Any) -> None:
+    state = {"k": value}
+    frames = sys.getrecursionlimit() - len(inspect.stack(0)) - 60
+    data = at_depth(frames, lambda: encode(state))
+    assert data == encode(state)
+    assert at_depth(frames, lambda: loads(data)) == state
+
+
+# --- malformed -----------------------------------------------------------------------------------
+
+MALFORMED = {
+    "empty": b"",
+    "no JSON": b"secret 7Qx",
+    "cut off": b'{"k":"secret 7Qx',
+    "followed by more": b'{"k":1}{"secret 7Qx":2}',
+    "a list": b'["secret 7Qx"]',
+    "null": b"null",
+    "a number": b"7",
+    "not UTF-8": b'{"k":"secret 7Qx \xff"}',
+    "a surrogate as UTF-8": b'{"k":"\xed\xa0\x80"}',
+    "UTF-16": '{"k":"secret 7Qx"}'.encode("utf-16"),
+    "UTF-16 without mark": '{"k":"secret 7Qx"}'.encode("utf-16-le"),
+    "UTF-32": '{"k":"secret 7Qx"}'.encode("utf-32-be"),
+    "byte order mark": b'\xef\xbb\xbf{"k":1}',
+    "byte order mark and surrogates": b'\xef\xbb\xbf{"k":"\\ud800"}',
+    "surrogates and no JSON": b'{"k":"\\ud800",}',
+    "too deep": b'{"k":' * 201 + b"1" + b"}" * 201,
+    "much too deep": b'{"k":' * 100_000,
+    "too deep with surrogates": b'{"k":' * 201 + b'"\\ud800"' + b"}" * 201,
+    "too many digits": b'{"k":' + b"7" * 4301 + b"}",
+    "too many digits with surrogates": b'{"k":["\\udfff",' + b"7" * 4301 + b"]}",
+}
+
+
+@pytest.mark.parametrize("data", MALFORMED.values(), ids=MALFORMED)
+def test_malformed_state_is_rejected_without_repeating_it(data: bytes) -> None:
+    with pytest.raises(DecryptionError, match="the user's state is not a JSON object") as info:
+        loads(data, "the user's state")
+    assert info.value.reason is Reason.MALFORMED
+    assert "7Qx" not in str(info.value)
+    assert info.value.__context__ is None
 
 
 # --- as JSON -------------------------------------------------------------------------------------
@@ -102,7 +254,7 @@ def test_other_values_become_text_with_a_warning_that_does_not_repeat_them(
 
 @given(STATES)
 def test_state_survives_storage(state: dict[str, Any]) -> None:
-    assert loads(dumps(state)) == state
+    assert loads(dumps(state)) == loads(encode(state)) == state
 
 
 @given(STATES)
@@ -129,7 +281,7 @@ def test_unusual_text_survives_storage(text: str) -> None:
 
 def test_state_of_many_levels_survives_storage() -> None:
     state: dict[str, Any] = {}
-    for _ in range(300):
+    for _ in range(190):
         state = {"a": state}
     assert loads(dumps(state)) == state
 

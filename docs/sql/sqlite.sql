@@ -66,6 +66,7 @@ CREATE TABLE secure_sessions (
   base_revision BIGINT NOT NULL,
   created_at BIGINT NOT NULL,
   updated_at BIGINT NOT NULL,
+  expires_at BIGINT NOT NULL,
   state BLOB NOT NULL,
   PRIMARY KEY (id),
   UNIQUE (tag)

@@ -6,7 +6,7 @@ A context is the part of the associated data that says where a record belongs.
 from typing import NamedTuple
 
 from adk_secure_sessions.formats import records
-from examples.vectors.fixed import MICROSECONDS, Json, made
+from examples.vectors.fixed import LARGEST, MICROSECONDS, Json, made
 
 APP_TAG = made("tag of the app", 16)
 ADA = made("tag of ada", 16)
@@ -54,9 +54,9 @@ CONTEXTS = {
     "app": _context("app_name tag id version", ("app", "clinic", APP_TAG), 101, 4),
     "user": _context("app_name tag id app_row version", ("user", "clinic", ADA), 201, 101, 2),
     "session": _context(
-        "app_name user_id tag id user_row revision base_revision created_at updated_at",
+        "app_name user_id tag id user_row revision base_revision created_at updated_at expires_at",
         ("session", "clinic", "ada", SESSION_TAG),
-        301, 201, 2, 1, MICROSECONDS, MICROSECONDS + 5_250_000,
+        301, 201, 2, 1, MICROSECONDS, MICROSECONDS + 5_250_000, LARGEST,
     ),
     "base": _context(
         "app_name user_id session_id session_row revision",

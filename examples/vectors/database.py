@@ -145,6 +145,7 @@ def _fixed() -> Iterator[None]:
     package = "adk_secure_sessions"
     replaced: dict[str, Any] = {
         f"{package}.crypto.aead.os": os_,
+        f"{package}.formats.records.secrets": secrets_,
         "cryptography.fernet.os": os_,
         "cryptography.fernet.time": clock,
         f"{package}.backends.aes_gcm.secrets": secrets_,
@@ -215,8 +216,8 @@ async def _add_master(path: Path, backend: EncryptionBackend) -> None:
         query = "SELECT value FROM secure_meta WHERE name = 'database_id'"
         ((database_id,),) = connection.execute(query)
         now = vars(setup)["time"].time_ns() // 1000  # the fixed clock
-        row = await new_master(DATA, backend.root_key, bytes.fromhex(database_id), now)
-        connection.execute("INSERT INTO secure_keyring VALUES (?, ?, ?, ?, ?)", row)
+        made = await new_master(DATA, backend.root_key, bytes.fromhex(database_id), now)
+        connection.execute("INSERT INTO secure_keyring VALUES (?, ?, ?, ?, ?)", made.row)
 
 
 async def _converse(
@@ -305,19 +306,32 @@ def _time_of(event: str) -> int:
 
 def database_vectors() -> tuple[str, Json]:
     """Return the contents of database.sql and database.json."""
+    _, sql, contents = database_file()
+    return sql, contents
+
+
+def database_file() -> tuple[bytes, str, Json]:
+    """Return the SQLite file that the service writes, the same as SQL, and what is in it."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "sessions.db"
         with _fixed():
             created = asyncio.run(_write(path))
         with closing(sqlite3.connect(path)) as connection:
             sql = _dump(connection)
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            connection.execute("PRAGMA journal_mode = DELETE")
+        file = path.read_bytes()
     roots = [
         {"backend": backend.name, "root_key": key.hex(), "root_key_id": root_key_id(key)}
         for backend, key in zip(backends(), (AES_KEY, FERNET_KEY), strict=True)
     ]
-    return sql, {
-        "about": ABOUT,
-        "root_keys": roots,
-        "adk_version": ADK_VERSION,
-        **_contents(created),
-    }
+    return (
+        file,
+        sql,
+        {
+            "about": ABOUT,
+            "root_keys": roots,
+            "adk_version": ADK_VERSION,
+            **_contents(created),
+        },
+    )

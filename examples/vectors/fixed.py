@@ -13,6 +13,7 @@ Json = dict[str, Any]
 
 TIME = 1_700_000_000  # seconds: 2023-11-14 22:13:20 UTC
 MICROSECONDS = TIME * 1_000_000
+LARGEST = 2**63 - 1  # of an integer column
 
 
 def made(label: str, length: int) -> bytes:

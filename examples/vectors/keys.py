@@ -21,7 +21,8 @@ ABOUT = (
     "must reject the row. 'root_keys': the id and the wrapping key of each 32-byte root key. "
     "'master_keys': rows of secure_keyring, each with the root key or passphrase that unwraps it. "
     "'data_keys': rows of secure_data_keys, which the data masters in 'masters' unwrap. "
-    "'associated_data' is the context of the row. If 'nonce' is given, wrapping with it gives "
+    "'associated_data' is the context of the row. The plaintext of a data key's wrap is the flags "
+    "byte 00, then 'data_key'. If 'nonce' is given, wrapping with it gives "
     "exactly 'wrapped'; for a passphrase, 'header' is needed, too (02, salt, iterations, lanes, "
     "memory). 'tags': 'hmac' is the HMAC-SHA-256 of 'context_hex' with the key 'index_master', and "
     "'tag' is its first 16 bytes."
@@ -161,9 +162,9 @@ def _passphrases() -> Iterator[Json]:
         "another salt": _CHEAP.header(flipped(salt, 0)),
         "more iterations than it was wrapped with": _Cost(2, 1, 8).header(salt),
         "another version byte": b"\x03" + _CHEAP.header(salt)[1:],
-        "too many iterations": _Cost(65, 1, 8).header(salt),
-        "too many lanes": _Cost(1, 65, 8 * 65).header(salt),
-        "more than 4 GiB of memory": _Cost(1, 1, 4 * 1024 * 1024 + 1).header(salt),
+        "more iterations than writers use": _Cost(4, 4, 65536).header(salt),
+        "more lanes than writers use": _Cost(3, 5, 65536).header(salt),
+        "more memory than writers use": _Cost(3, 4, 65537).header(salt),
         "all the memory that the field can say": _Cost(1, 1, 2**32 - 1).header(salt),
         "no iterations": _Cost(0, 1, 8).header(salt),
         "no lanes": _Cost(1, 0, 8).header(salt),
@@ -265,10 +266,27 @@ def _data_keys() -> Iterator[Json]:
         "no body": (wrapped[:13], "TamperedError"),
         "nothing": (b"", "TamperedError"),
         "a plaintext key": (made("AES-256-GCM data key", 32), "PlaintextRefusedError"),
+        "a wrap of record version 1": (wrapped[:3] + b"\x01" + wrapped[4:], "TamperedError"),
     }
     for name, (stored, expect) in altered.items():
         yield _data_case(f"data key's row with {name}", "the wrap itself is wrong",
                          row._replace(wrapped=stored), expect)  # fmt: skip
+    key = made("AES-256-GCM data key", 32)
+    wholes = {
+        "flags 01": (b"\x01" + key, "DecryptionError", "unknown flags"),
+        "no flags": (key, "DecryptionError", "unknown flags"),
+        "an empty plaintext": (b"", "TamperedError", "malformed"),
+        "flags and no key": (b"\x00", "TamperedError", "malformed"),
+        "a key of 31 bytes": (b"\x00" + key[:31], "TamperedError", "malformed"),
+        "a key of 33 bytes": (b"\x00" + key + b"\x00", "TamperedError", "malformed"),
+    }
+    header = records.pack(1, 11)
+    for name, (whole, expect, reason) in wholes.items():
+        cipher = FixedAesGcm(MASTERS[11], made(f"wrap with {name}", 12))
+        sealed = header + cipher.encrypt(whole, header + row.context(DATABASE_ID))
+        case = _data_case(f"data key's row whose wrap holds {name}", "wrapped by data master 11",
+                          row._replace(wrapped=sealed), expect)  # fmt: skip
+        yield case | {"reason": reason}
 
 
 def _by_master(wrapped: bytes, master_id: int) -> bytes:

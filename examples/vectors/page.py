@@ -6,6 +6,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.hmac import HMAC
 
 from adk_secure_sessions.formats import records
+from adk_secure_sessions.formats.records import NO_LINK
 from adk_secure_sessions.keys.data_keys import DataKeyRow
 from examples.vectors.contexts import DATABASE_ID
 from examples.vectors.fixed import MICROSECONDS, FixedAesGcm, counting
@@ -15,6 +16,7 @@ END = "<!-- /example -->"
 
 _INDEX_MASTER, _DATA_MASTER, _DATA_KEY = (counting(first, 32) for first in (0x00, 0x20, 0x40))
 _WRAP_NONCE, _EVENT_NONCE = counting(0xA0, 12), counting(0xB0, 12)
+_LINK = counting(0x60, 16)
 _JSON = '{"author":"user","id":"e-1","timestamp":1700000001.5}'
 _EVENT_TIME = MICROSECONDS + 1_500_000
 
@@ -30,7 +32,8 @@ def worked_example() -> str:
         FixedAesGcm(_DATA_MASTER, _WRAP_NONCE), 1, 11, row.context(DATABASE_ID), _DATA_KEY
     )
     event_context = records.context(("event", "clinic", "ada", "first visit"), 301, 0, _EVENT_TIME)
-    plaintext = b"\x061.28.0" + _JSON.encode()
+    text = b"\x061.28.0" + _JSON.encode()
+    plaintext = _LINK + NO_LINK + text
     record = records.seal(FixedAesGcm(_DATA_KEY, _EVENT_NONCE), 1, row.id, event_context, plaintext)
     return "\n\n".join(
         [
@@ -47,14 +50,20 @@ def worked_example() -> str:
                 ("database_id", DATABASE_ID),
                 ('context("data-key", database_id, owner = tag, id = 21, generation = 0, '
                  f"backend_id = 1, created_at = {MICROSECONDS})", row.context(DATABASE_ID)),
-                *_sealed(wrapped, row.context(DATABASE_ID), _DATA_KEY, "plaintext: the data key"),
+                ("the data key", _DATA_KEY),
+                *_sealed(wrapped, row.context(DATABASE_ID), _DATA_KEY,
+                         "plaintext: flags ‖ data key"),
             ),
-            "It encrypts the first event (`seq` 0) of the session `first visit`. The row of that "
-            "session has the `id` 301:",
+            "This data key encrypts the first event (`seq` 0) of the session `first visit`. The "
+            "row of that session has the `id` 301:",
             _block(
                 ('context("event", "clinic", "ada", "first visit", session_row = 301, seq = 0, '
                  f"time = {_EVENT_TIME})", event_context),
-                *_sealed(record, event_context, plaintext, f'plaintext: 06 "1.28.0" {_JSON}'),
+                ("link of the event", _LINK),
+                ("link of the previous event: there is none", NO_LINK),
+                (f'06 "1.28.0" {_JSON}', text),
+                *_sealed(record, event_context, plaintext,
+                         "plaintext: flags ‖ link ‖ previous ‖ length ‖ version ‖ JSON"),
             ),
         ]
     )  # fmt: skip
@@ -63,7 +72,7 @@ def worked_example() -> str:
 def _sealed(record: bytes, where: bytes, plaintext: bytes, what: str) -> list[tuple[str, bytes]]:
     header, body = record[: records.HEADER_LENGTH], record[records.HEADER_LENGTH :]
     return [
-        (what, plaintext),
+        (what, records.FLAGS + plaintext),
         ("header", header),
         ("associated data: header ‖ context", header + where),
         ("nonce", body[:12]),

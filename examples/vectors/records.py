@@ -1,5 +1,6 @@
 """tests/vectors/records.json: records to accept, and records to reject."""
 
+import itertools
 import struct
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Iterator
@@ -7,8 +8,10 @@ from collections.abc import Iterator
 from cryptography.fernet import Fernet
 
 from adk_secure_sessions.formats import records
+from adk_secure_sessions.formats.records import NO_LINK, OwnerFields, SessionFields
 from examples.vectors.contexts import ADA, BOB, CONTEXTS, EVENT, Context
 from examples.vectors.fixed import (
+    LARGEST,
     TIME,
     FixedAesGcm,
     FixedFernet,
@@ -25,13 +28,13 @@ ABOUT = (
     "case, the reader accepts only the backends in 'accept', and decrypts 'record' (hex), which "
     "belongs to 'owner', with 'context'. 'context_hex' is the encoded context. The associated data "
     "is the 13 header bytes of the record, then the encoded context. If 'expect' is 'ok', the "
-    "result is 'plaintext' (hex). Otherwise 'expect' is the class that adk-secure-sessions raises, "
-    "and any reader must reject the record. If 'nonce' (AES-256-GCM), or 'iv' and 'time' (Fernet, "
-    "seconds), are given, encrypting 'plaintext' with them gives exactly 'record'. Integers have "
-    "64 bits. Texts may contain lone surrogates."
+    "result is 'plaintext' (hex), with its flags byte. Otherwise 'expect' is the class that "
+    "adk-secure-sessions raises, and any reader must reject the record. 'reason', where it is "
+    "given, is the reason that the reader must name. If 'nonce' (AES-256-GCM), or 'iv' and 'time' "
+    "(Fernet, seconds), are given, encrypting 'plaintext' with them gives exactly 'record'. "
+    "Integers have 64 bits. Texts may contain lone surrogates."
 )
 AES, FERNET, CLEAR = 1, 2, 3
-LARGEST = 2**63 - 1
 KEYS = [
     {"id": 1, "owner": ADA, "backend": AES, "key": counting(0x00, 32)},
     {"id": 2, "owner": ADA, "backend": FERNET, "key": counting(0x20, 32)},
@@ -45,14 +48,19 @@ BACKEND_NAMES = {AES: "aesgcm", FERNET: "fernet", CLEAR: "noop"}
 
 _SEALED, _LOST, _CLEAR_TEXT = "TamperedError", "UnknownKeyError", "PlaintextRefusedError"
 _JSON = b'{"step":1}'
-_EVENT_TEXT = b'\x061.28.0{"author":"user","id":"e-1"}'
+_FIRST, _LAST, _SNAPSHOT, _APP, _USER = (counting(first, 16) for first in range(0, 0xA0, 0x20))
+_EVENT_TEXT = _LAST + _FIRST + b'\x061.28.0{"author":"user","id":"e-1"}'
+_STATE_OF_ADA = OwnerFields(_USER, (1, 2), b'{"allergies":["penicillin"]}')
+# Without the flags byte.
 _PLAINTEXTS = {
-    "app": _JSON,
-    "user": records.with_id("ada", b'{"allergies":["penicillin"]}'),
-    "session": records.with_id("first visit", _JSON),
-    "base": b'{"notes":"..."}',
+    "app": records.join_owner(OwnerFields(_APP, (7,), _JSON)),
+    "user": records.with_id("ada", records.join_owner(_STATE_OF_ADA)),
+    "session": records.with_id(
+        "first visit", records.join_session(SessionFields(_LAST, _SNAPSHOT, _JSON))
+    ),
+    "base": _SNAPSHOT + b'{"notes":"..."}',
     "event": _EVENT_TEXT,
-    "witness": b"",
+    "witness": _USER,
 }
 
 
@@ -97,12 +105,14 @@ def _accepted(
         draws = {"nonce": nonce.hex()}
         sealer = FixedAesGcm(_key(key_id), nonce)
     record = records.seal(sealer, backend, key_id, context.joined(), plaintext)
-    made_of = {"backend": backend, "key_id": key_id, **draws, "plaintext": plaintext.hex()}
+    whole = records.FLAGS + plaintext
+    made_of = {"backend": backend, "key_id": key_id, **draws, "plaintext": whole.hex()}
     return _case(name, note, context, record, "ok") | made_of
 
 
 def _in_clear(plaintext: bytes) -> bytes:
-    return b"AKS\x01" + struct.pack(">Bq", CLEAR, KEY_OF[CLEAR]) + plaintext
+    """Return a no-op record; *plaintext* includes the flags byte."""
+    return records.pack(CLEAR, KEY_OF[CLEAR]) + plaintext
 
 
 def _accept() -> Iterator[Json]:
@@ -113,16 +123,14 @@ def _accept() -> Iterator[Json]:
                             _PLAINTEXTS[purpose], backend)  # fmt: skip
     for backend in (AES, FERNET):
         for text, plaintext in {
-            "empty plaintext": b"",
-            "plaintext of one byte": b"\x00",
+            "plaintext of nothing but flags": b"",
+            "plaintext of one byte and flags": b"\x00",
             "plaintext of sixteen bytes": counting(0, 16),
             "plaintext that is not ASCII": "Grüße, 世界 🌱".encode(),
             "plaintext of 300 bytes": counting(0, 300),
         }.items():
             name = f"{text}, {BACKEND_NAMES[backend]}"
-            yield _accepted(
-                name, "a plaintext may be any bytes", plaintext=plaintext, backend=backend
-            )
+            yield _accepted(name, "00, then any bytes", plaintext=plaintext, backend=backend)
     ids: dict[str, dict[str, str | bytes | int]] = {
         "ids that are not ASCII": {"user_id": "Žofie 🌱", "session_id": "世界"},
         "ids with spaces and a line break": {"user_id": " ada ", "session_id": "a\nb"},
@@ -135,8 +143,13 @@ def _accept() -> Iterator[Json]:
         note = "ids are bound as their UTF-8, as they are (a surrogate: its three bytes)"
         yield _accepted(name, note, EVENT.replacing(**changes))
     session = CONTEXTS["session"]
-    yield _accepted("base_revision -1", "no base: a negative integer",
-                    session.replacing(base_revision=-1), _PLAINTEXTS["session"])  # fmt: skip
+    new = records.join_session(SessionFields(NO_LINK, NO_LINK, _JSON))
+    yield _accepted("base_revision -1", "no snapshot: a negative integer",
+                    session.replacing(base_revision=-1, revision=0),
+                    records.with_id("first visit", new))  # fmt: skip
+    yield _accepted("a session that expires", "readers of this format do not interpret expires_at",
+                    session.replacing(expires_at=TIME * 1_000_000 + 86_400_000_000),
+                    _PLAINTEXTS["session"])  # fmt: skip
     yield _accepted("the smallest and the largest integers", "all 64 bits are bound",
                     EVENT.replacing(session_row=LARGEST, time=-(2**63)))  # fmt: skip
     yield _accepted("the largest key id", "key ids have 63 bits", key_id=LARGEST)
@@ -145,8 +158,9 @@ def _accept() -> Iterator[Json]:
     yield _accepted("a Fernet token of 2100", "tokens of the future are accepted",
                     backend=FERNET, seconds=4_102_444_800)  # fmt: skip
     listed = _case("no-op record where no-op is accepted", "NoOpBackend was listed",
-                   EVENT, _in_clear(_EVENT_TEXT), "ok")  # fmt: skip
-    made_of = {"backend": CLEAR, "key_id": KEY_OF[CLEAR], "plaintext": _EVENT_TEXT.hex()}
+                   EVENT, _in_clear(records.FLAGS + _EVENT_TEXT), "ok")  # fmt: skip
+    whole = records.FLAGS + _EVENT_TEXT
+    made_of = {"backend": CLEAR, "key_id": KEY_OF[CLEAR], "plaintext": whole.hex()}
     yield listed | made_of | {"accept": [AES, FERNET, CLEAR]}
 
 
@@ -160,7 +174,7 @@ def _elsewhere(sealed: dict[tuple[str, int], bytes]) -> Iterator[Json]:
                 if field == "purpose":
                     other = "base" if purpose != "base" else "event"
                 elif isinstance(value, int):
-                    other = value + 1
+                    other = value - 1 if value == LARGEST else value + 1
                 else:
                     other = value + "x" if isinstance(value, str) else flipped(value, 0)
                 yield _case(
@@ -228,7 +242,8 @@ def _altered(sealed: dict[tuple[str, int], bytes]) -> Iterator[Json]:
         "another magic": (b"AKT" + record[3:], _CLEAR_TEXT),
         "the magic in small letters": (b"aks" + record[3:], _CLEAR_TEXT),
         "version 0": (record[:3] + b"\x00" + record[4:], _SEALED),
-        "version 2": (record[:3] + b"\x02" + record[4:], _SEALED),
+        "version 1": (record[:3] + b"\x01" + record[4:], _SEALED),
+        "version 3": (record[:3] + b"\x03" + record[4:], _SEALED),
         "backend id 0": (record[:4] + b"\x00" + record[5:], _LOST),
         "backend id of another accepted backend": (record[:4] + b"\x02" + record[5:], _SEALED),
         "backend id of a third party that is not accepted":
@@ -250,34 +265,35 @@ def _with_key(record: bytes, key_id: int) -> bytes:
 
 def _forged() -> Iterator[Json]:
     """Yield values that no writer makes."""
-    header, where = b"AKS\x01" + struct.pack(">Bq", AES, 1), EVENT.joined()
+    header, where = records.pack(AES, 1), EVENT.joined()
+    event = records.FLAGS + _EVENT_TEXT
     nonce = made("forged", 12)
     another = made("another key", 32)
     forgeries = {
         "encrypted with another key":
-            (FixedAesGcm(another, nonce).encrypt(_EVENT_TEXT, header + where), _SEALED),
+            (FixedAesGcm(another, nonce).encrypt(event, header + where), _SEALED),
         "encrypted without the header as associated data":
-            (FixedAesGcm(_key(1), nonce).encrypt(_EVENT_TEXT, where), _SEALED),
+            (FixedAesGcm(_key(1), nonce).encrypt(event, where), _SEALED),
         "encrypted without the context as associated data":
-            (FixedAesGcm(_key(1), nonce).encrypt(_EVENT_TEXT, header), _SEALED),
-        "the plaintext after an encrypted record's header": (_EVENT_TEXT, _SEALED),
+            (FixedAesGcm(_key(1), nonce).encrypt(event, header), _SEALED),
+        "the plaintext after an encrypted record's header": (event, _SEALED),
     }  # fmt: skip
     for name, (body, expect) in forgeries.items():
         yield _case(name, "an AES-256-GCM header before another body", EVENT,
                     header + body, expect)  # fmt: skip
-    header = b"AKS\x01" + struct.pack(">Bq", FERNET, 2)
-    right = FixedFernet(_key(2), made("forged", 16), TIME).encrypt(_EVENT_TEXT, header + where)
-    unbound = FixedFernet(_key(2), made("forged", 16), TIME).encrypt(_EVENT_TEXT, b"")
+    header = records.pack(FERNET, 2)
+    right = FixedFernet(_key(2), made("forged", 16), TIME).encrypt(event, header + where)
+    unbound = FixedFernet(_key(2), made("forged", 16), TIME).encrypt(event, b"")
     yield _case("a Fernet token that is bound to no context", "its key derived with empty info",
                 EVENT, header + unbound, _SEALED)  # fmt: skip
     with fernet_draws(made("forged", 16), TIME):
-        direct = urlsafe_b64decode(Fernet(urlsafe_b64encode(_key(2))).encrypt(_EVENT_TEXT))
+        direct = urlsafe_b64decode(Fernet(urlsafe_b64encode(_key(2))).encrypt(event))
     yield _case("a Fernet token under the data key itself", "without HKDF-Expand",
                 EVENT, header + direct, _SEALED)  # fmt: skip
     yield _case("a Fernet token twice", "two tokens in one record",
                 EVENT, header + right + right, _SEALED)  # fmt: skip
     values = {
-        "no-op record where no-op is not accepted": (_in_clear(_EVENT_TEXT), _CLEAR_TEXT),
+        "no-op record where no-op is not accepted": (_in_clear(event), _CLEAR_TEXT),
         "empty value": (b"", _SEALED),
         "plaintext JSON": (_JSON, _CLEAR_TEXT),
         "plaintext event": (_EVENT_TEXT, _CLEAR_TEXT),
@@ -285,6 +301,31 @@ def _forged() -> Iterator[Json]:
     }
     for name, (stored, expect) in values.items():
         yield _case(name, "stored in place of a record", EVENT, stored, expect)
+
+
+def _flagged() -> Iterator[Json]:
+    """Yield records of valid encryption whose plaintext does not begin with the flags 00."""
+    for backend, flags in itertools.product(BACKEND_NAMES, (0x01, 0x80, 0xFF)):
+        name = f"flags {flags:02x}, {BACKEND_NAMES[backend]}"
+        record = _sealed_whole(name, backend, bytes([flags]) + _EVENT_TEXT)
+        case = _case(name, "a plaintext of a later release", EVENT, record, "DecryptionError")
+        yield case | {"reason": "unknown flags", "accept": [AES, FERNET, CLEAR]}
+    for backend in BACKEND_NAMES:
+        name = f"no flags, {BACKEND_NAMES[backend]}"
+        record = _sealed_whole(name, backend, b"")
+        case = _case(name, "an empty plaintext, as in no release", EVENT, record, _SEALED)
+        yield case | {"reason": "malformed", "accept": [AES, FERNET, CLEAR]}
+
+
+def _sealed_whole(name: str, backend: int, plaintext: bytes) -> bytes:
+    """Return a record of *plaintext*, which includes the flags byte, or lacks it."""
+    if backend == CLEAR:
+        return _in_clear(plaintext)
+    header = records.pack(backend, KEY_OF[backend])
+    key, associated_data = _key(KEY_OF[backend]), header + EVENT.joined()
+    if backend == FERNET:
+        return header + FixedFernet(key, made(name, 16), TIME).encrypt(plaintext, associated_data)
+    return header + FixedAesGcm(key, made(name, 12)).encrypt(plaintext, associated_data)
 
 
 def record_vectors() -> Json:
@@ -301,5 +342,5 @@ def record_vectors() -> Json:
         {name: value.hex() if isinstance(value, bytes) else value for name, value in key.items()}
         for key in KEYS
     ]
-    cases = [*accepted, *_elsewhere(sealed), *_altered(sealed), *_forged()]
+    cases = [*accepted, *_elsewhere(sealed), *_altered(sealed), *_forged(), *_flagged()]
     return {"about": ABOUT, "keys": keys, "cases": cases}

@@ -10,6 +10,7 @@ from adk_secure_sessions.backends import (
 )
 from adk_secure_sessions.errors import (
     ConfigurationError,
+    DatabaseError,
     DecryptionError,
     KeyServiceError,
     PlaintextRefusedError,
@@ -35,13 +36,14 @@ from adk_secure_sessions.keys.specs import key_provider
 from adk_secure_sessions.keys.vault import VaultKey
 
 if TYPE_CHECKING:
-    from adk_secure_sessions.service import EncryptedSessionService
+    from adk_secure_sessions.service import EncryptedSessionService, StaleSessionError
 
 __all__ = [
     "AesGcmBackend",
     "AwsKmsKey",
     "Cipher",
     "ConfigurationError",
+    "DatabaseError",
     "DecryptionError",
     "EncryptedSessionService",
     "EncryptionBackend",
@@ -57,6 +59,7 @@ __all__ = [
     "PlaintextRefusedError",
     "Reason",
     "SecureSessionError",
+    "StaleSessionError",
     "StaticKey",
     "TamperedError",
     "UnknownKeyError",
@@ -70,10 +73,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # The service is imported on first use, because it imports google-adk.  That takes seconds, and
     # the command line does not need google-adk.
-    if name == "EncryptedSessionService":
-        from adk_secure_sessions.service import EncryptedSessionService
+    if name in ("EncryptedSessionService", "StaleSessionError"):
+        from adk_secure_sessions import service
 
-        return EncryptedSessionService
+        return getattr(service, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -46,6 +46,27 @@ class KeyServiceError(SecureSessionError):
     """
 
 
+class DatabaseError(SecureSessionError):
+    """The database cannot be reached, failed to run a statement, or took too long.
+
+    The message says what to do.  It contains no statement, no parameters, and no text in which a
+    database may quote stored values.  If a write raises this error and `retryable` is True, the
+    write may have been stored or not.
+
+    Attributes:
+        code: The database's own code: PostgreSQL's SQLSTATE, the error number of MySQL or MariaDB,
+            or the name of SQLite's error.  None if the database gave none.
+    """
+
+    code: str | None = None
+
+    def __init__(
+        self, message: str = "", *, retryable: bool = False, code: str | None = None
+    ) -> None:
+        super().__init__(message, retryable=retryable)
+        self.code = code
+
+
 class Reason(StrEnum):
     """Reasons to reject a stored value, for `DecryptionError.reason`."""
 
@@ -72,6 +93,9 @@ class Reason(StrEnum):
 
     UNKNOWN_BACKEND = "unknown backend"
     """The value names a backend that is not listed."""
+
+    UNKNOWN_FLAGS = "unknown flags"
+    """A later release wrote the value, in a way that this release does not know."""
 
 
 class DecryptionError(SecureSessionError):

@@ -39,7 +39,7 @@ class LoopLocks:
 async def await_to_end(
     task: "asyncio.Future[T]",
     on_result_after_cancel: Callable[[T], None] | None,
-    has_begun: Callable[[], bool] = lambda: True,
+    on_cancel: Callable[[], None] = lambda: None,
 ) -> T:
     """Await *task*; if the caller is cancelled, wait until *task* has ended, then raise.
 
@@ -47,8 +47,7 @@ async def await_to_end(
         task: The work to wait for.
         on_result_after_cancel: If the caller was cancelled and *task* returned a result, called
             with that result before CancelledError is raised.
-        has_begun: Returns True once *task* has reached the part that must not be interrupted.
-            Before that, cancelling the caller also cancels *task*.
+        on_cancel: Called when the caller is cancelled.  It may cancel *task*, or end it sooner.
 
     Raises:
         asyncio.CancelledError: The caller was cancelled.  An error of *task* is then ignored.
@@ -57,8 +56,8 @@ async def await_to_end(
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
-        if not has_begun():
-            task.cancel()
+        if not task.done():
+            on_cancel()
         await wait_ignoring_cancel(lambda: asyncio.wait([task]), task.done)
         if on_result_after_cancel is not None and not task.cancelled() and task.exception() is None:
             on_result_after_cancel(task.result())

@@ -1,5 +1,6 @@
 """`EncryptedSessionService`, which implements ADK's `BaseSessionService` with `storage`."""
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,10 +19,12 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from adk_secure_sessions.backends import EncryptionBackend
 from adk_secure_sessions.backends.registry import register
+from adk_secure_sessions.crypto.key_material import KeyMaterial, hides_frames
 from adk_secure_sessions.db.connect import executors_for
-from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.errors import ConfigurationError, DecryptionError
 from adk_secure_sessions.formats import events, states
-from adk_secure_sessions.formats.states import dumps, loads, to_json_values
+from adk_secure_sessions.formats.records import encode_text
+from adk_secure_sessions.formats.states import APP_PREFIX, USER_PREFIX, Scopes, encode, loads
 from adk_secure_sessions.loops import LoopLocks
 from adk_secure_sessions.storage import (
     DuplicateSession,
@@ -33,16 +36,24 @@ from adk_secure_sessions.storage import (
     StoredSession,
     UnitOfWork,
     View,
+    bases,
+    naming,
     open_database,
+    sessions,
+    users,
 )
 
 try:
-    from google.adk.errors import StaleSessionError
+    from google.adk.errors import StaleSessionError as StaleSessionError
 except ImportError:  # google-adk before 2.7 raises a plain ValueError
 
     class StaleSessionError(ValueError):  # type: ignore[no-redef]
         """The stored session was changed after the session object was loaded."""
 
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+MAX_ID_BYTES = 1024
 
 _STALE = (
     "The session has been modified in storage since it was loaded. "
@@ -50,14 +61,15 @@ _STALE = (
 )
 
 
-class EncryptedSessionService(BaseSessionService):
+class EncryptedSessionService(KeyMaterial, BaseSessionService):
     """A drop-in for ADK's `DatabaseSessionService` that encrypts everything with `backend`.
 
     `prepare_tables` opens the database and creates its tables.  If you do not call it, the first
     operation does the same.  If the root key is wrong, the call that opens the database raises
     `WrongKeyError`.  Every operation raises `DecryptionError` if a row that it needs was tampered
-    with.  If the installed google-adk has a method that this release does not implement, the
-    method raises `NotImplementedError`.
+    with, and `DatabaseError` if the database cannot be reached, reports an error or takes too long.
+    If the installed google-adk has a method that this release does not implement, the method raises
+    `NotImplementedError`.
 
     Many tasks may use one service at the same time.  With a database server, all these tasks must
     run in one event loop.
@@ -79,12 +91,17 @@ class EncryptedSessionService(BaseSessionService):
         session_cache_size: Maximum number of sessions to cache.  Appending to a cached session
             needs no read.
         data_key_cache_size: Maximum number of users and apps whose data keys are cached.
+        cache_seconds: How long sessions and data keys are cached: so long may a process still use
+            the data key of a user whom another process has erased.
+        read_timeout: Seconds that one query of the database may take.  Then it is interrupted, and
+            the operation raises `DatabaseError`.  None for any time.
         engine_kwargs: Options of `sqlalchemy.create_engine` for the engine of `db_url`.
 
     Raises:
         ConfigurationError: An argument cannot be used as given.
     """
 
+    @hides_frames
     def __init__(
         self,
         db_url: str | sa.URL | None = None,
@@ -98,20 +115,25 @@ class EncryptedSessionService(BaseSessionService):
         skip_unreadable_sessions: bool = False,
         session_cache_size: int = 4096,
         data_key_cache_size: int = 10_000,
+        cache_seconds: float = 300.0,
+        read_timeout: float | None = 60.0,
         **engine_kwargs: Any,
     ) -> None:
         if backend is None:
             raise ConfigurationError("give a backend, for example AesGcmBackend(key)")
         backends = register(backend, additional_backends)
-        executors = executors_for(db_url, db_engine, key_db_url, key_db_engine, engine_kwargs)
+        executors = executors_for(
+            db_url, db_engine, key_db_url, key_db_engine, engine_kwargs, read_timeout
+        )
         unit = UnitOfWork(
             executors,
             backends,
             partial(open_database, executors, backends, create_tables),
             cached_rows=session_cache_size,
             cached_keys=data_key_cache_size,
+            cache_seconds=cache_seconds,
         )
-        self._store = Store(unit, cached_sessions=session_cache_size)
+        self._store = Store(unit)
         self._skip = skip_unreadable_sessions
         self._locks = LoopLocks()
 
@@ -155,7 +177,8 @@ class EncryptedSessionService(BaseSessionService):
         Raises:
             AlreadyExistsError: The user already has a session with this id.
             DecryptionError: The row of the app or the user was tampered with.
-            ValueError: An id is not a string.
+            ValueError: An id is not a string or too long, or *state* has a key or a value beyond
+                a limit (see "Limits").  The message names the path of keys to the value.
         """
         _check_ids(app_name, user_id, session_id or "")
         scopes = states.split(state)
@@ -167,9 +190,9 @@ class EncryptedSessionService(BaseSessionService):
                 app_name,
                 user_id,
                 session_id,
-                to_json_values(scopes.app),
-                to_json_values(scopes.user),
-                dumps(scopes.session),
+                loads(encode(scopes.app, APP_PREFIX)),
+                loads(encode(scopes.user, USER_PREFIX)),
+                encode(scopes.session),
                 now,
             )
             return _session(app_name, view)
@@ -202,7 +225,7 @@ class EncryptedSessionService(BaseSessionService):
             DecryptionError: A row of the session was tampered with or removed.
             ConfigurationError: The installed google-adk cannot parse an event that a newer
                 google-adk stored.
-            ValueError: An id is not a string.
+            ValueError: An id is not a string or too long.
         """
         _check_ids(app_name, user_id, session_id)
         limit = config.num_recent_events if config else None
@@ -240,7 +263,7 @@ class EncryptedSessionService(BaseSessionService):
         Raises:
             DecryptionError: A session cannot be decrypted, and `skip_unreadable_sessions` is
                 False; the message names the session's row.
-            ValueError: An id is not a string.
+            ValueError: An id is not a string or too long.
         """
         _check_ids(app_name, user_id or "", "")
         if user_id is None:
@@ -250,7 +273,15 @@ class EncryptedSessionService(BaseSessionService):
         views.sort(
             key=lambda view: (view.session.updated_at, view.user_id, view.session.session_id)
         )
-        return ListSessionsResponse(sessions=[_session(app_name, view) for view in views])
+        listed = []
+        for view in views:
+            try:
+                listed.append(_session(app_name, view))
+            except DecryptionError as error:
+                if not self._skip:
+                    raise
+                logger.error("left out of a listing: %s", error)
+        return ListSessionsResponse(sessions=listed)
 
     async def delete_session(self, *, app_name: str, user_id: str, session_id: str) -> None:
         """Delete a session and its events, but not the user's or the app's state.
@@ -259,7 +290,7 @@ class EncryptedSessionService(BaseSessionService):
 
         Raises:
             DecryptionError: The session's row cannot be decrypted; nothing was deleted.
-            ValueError: An id is not a string.
+            ValueError: An id is not a string or too long.
         """
         _check_ids(app_name, user_id, session_id)
         await self._store.delete(app_name, user_id, session_id)
@@ -269,10 +300,10 @@ class EncryptedSessionService(BaseSessionService):
 
         Raises:
             DecryptionError: The user's row was tampered with.
-            ValueError: An id is not a string.
+            ValueError: An id is not a string or too long.
         """
         _check_ids(app_name, user_id, "")
-        return loads(await self._store.user_state(app_name, user_id))
+        return loads(await self._store.user_state(app_name, user_id), "the user's state")
 
     async def append_event(self, session: Session, event: Event) -> Event:
         """Store `event`, then apply it to `session`.
@@ -285,6 +316,8 @@ class EncryptedSessionService(BaseSessionService):
             event: The event to store.  Its `actions.state_delta` is merged into the stored states,
                 key by key.  Keys that start with `temp:` are not stored: they are removed from
                 `event` and set in `session.state`.  A partial event is neither stored nor applied.
+                A value in the event (outside the state delta) that has no JSON form or exceeds a
+                limit is stored as its text, with a warning in the log.
 
         Returns:
             `event` itself.
@@ -295,7 +328,9 @@ class EncryptedSessionService(BaseSessionService):
                 again with `get_session`.
             DecryptionError: A row that the event would change was tampered with; nothing was
                 stored.
-            ValueError: The event's timestamp is not a valid time, or an id is not a string.
+            ValueError: The event's timestamp is not a valid time, an id is not a string or too
+                long, the state delta has a key or a value beyond a limit (the message names the
+                path of keys to the value), or the event is too large or could not be read back.
         """
         if event.partial:
             return event
@@ -316,7 +351,12 @@ class EncryptedSessionService(BaseSessionService):
         return event
 
     async def _append(self, session: Session, event: Event) -> None:
-        scopes = states.Scopes(*map(to_json_values, states.split(event.actions.state_delta)))
+        delta = states.split(event.actions.state_delta)
+        scopes = Scopes(
+            loads(encode(delta.app, APP_PREFIX)),
+            loads(encode(delta.user, USER_PREFIX)),
+            loads(encode(delta.session)),
+        )
         time_us = _microseconds(event.timestamp)
         expected = _parse_marker(session._storage_update_marker)
         if session._storage_update_marker is None:
@@ -346,7 +386,7 @@ class EncryptedSessionService(BaseSessionService):
         raise error
 
     async def _expected_of_unmarked(self, session: Session) -> Expected:
-        """Return the row key and revision of the stored session, for an object without a marker.
+        """Return the row id and revision of the stored session, for an object without a marker.
 
         Raises StaleSessionError unless the object and the stored session have the same last event.
         If the object has no events, both must have the same time of the last update instead.
@@ -417,6 +457,8 @@ def _check_ids(app_name: object, user_id: object, session_id: object) -> None:
     for name, value in (("app_name", app_name), ("user_id", user_id), ("session_id", session_id)):
         if not isinstance(value, str):
             raise ValueError(f"{name} must be a string, not {type(value).__name__}")
+        if len(value) > MAX_ID_BYTES // 4 and len(encode_text(value)) > MAX_ID_BYTES:
+            raise ValueError(f"{name} has more than {MAX_ID_BYTES} bytes in UTF-8")
 
 
 def _microseconds(timestamp: float) -> int:
@@ -431,7 +473,7 @@ def _microseconds(timestamp: float) -> int:
 
 
 def _marker(stored: StoredSession) -> str:
-    """Return a session object's `_storage_update_marker`: the stored row key and revision.
+    """Return a session object's `_storage_update_marker`: the stored row id and revision.
 
     ADK keeps this text in the session object, and `append_event` compares it with the stored row.
     """
@@ -449,13 +491,20 @@ def _parse_marker(marker: str | None) -> Expected:
 
 
 def _session(app_name: str, view: View, history: list[Event] | None = None) -> Session:
+    """Return ADK's session.  Raises DecryptionError if the JSON of a state is malformed."""
     stored = view.session
-    own = loads(stored.snapshot or b"{}") | loads(stored.overlay)
+    app = loads(view.app_state, "the app's state")
+    with naming(users.name, stored.user_row):
+        user = loads(view.user_state)
+    with naming(bases.name, stored.id):
+        snapshot = {} if stored.snapshot is None else loads(stored.snapshot)
+    with naming(sessions.name, stored.id):
+        overlay = loads(stored.overlay)
     session = Session(
         id=stored.session_id,
         app_name=app_name,
         user_id=view.user_id,
-        state=states.merge(loads(view.app_state), loads(view.user_state), own),
+        state=states.merge(app, user, snapshot | overlay),
         events=[],
         last_update_time=stored.updated_at / 1_000_000,
     )

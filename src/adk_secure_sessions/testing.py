@@ -6,8 +6,13 @@ import pickle
 import secrets
 from collections.abc import Callable, Collection
 
-from adk_secure_sessions.errors import DecryptionError, KeyServiceError, WrongKeyError
-from adk_secure_sessions.keys.providers import KeyProvider
+from adk_secure_sessions.errors import (
+    ConfigurationError,
+    DecryptionError,
+    KeyServiceError,
+    WrongKeyError,
+)
+from adk_secure_sessions.keys.providers import KeyProvider, StaticKey, check_key_id
 
 _CONTEXT = b"context"
 _AT_ONCE = 8
@@ -71,6 +76,13 @@ def _check_key_id(make: Callable[[], KeyProvider], provider: KeyProvider) -> Non
     _rule(isinstance(provider, KeyProvider), "must have key_id, wrap and unwrap")
     key_id = provider.key_id
     _rule(isinstance(key_id, str) and 0 < len(key_id) <= 255, "needs a key_id of 1-255 characters")
+    try:
+        if not isinstance(provider, StaticKey):
+            check_key_id(key_id)
+        fault = ""
+    except ConfigurationError as error:
+        fault = str(error)
+    _rule(not fault, f"must not have this key_id: {fault}")
     _rule(make().key_id == key_id, "must have the same key_id each time it is created")
 
 

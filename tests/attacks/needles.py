@@ -151,6 +151,42 @@ def all_of(error: BaseException) -> str:
     return "".join([*traceback.format_exception(error), *texts_of(error)])
 
 
+def locals_of(error: BaseException) -> str:
+    """What an error reporter records: the variables of every frame, of the whole chain of errors.
+
+    Frames of pytest and of test modules are left out: a test knows the keys that it searches for.
+    """
+    texts: list[str] = []
+    left: list[object] = [error]
+    seen: set[int] = set()
+    while left:
+        one = left.pop()
+        if not isinstance(one, BaseException) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        texts.append(all_of(one))
+        for frame, _ in traceback.walk_tb(one.__traceback__):
+            if "/test_" in frame.f_code.co_filename:
+                continue
+            for name, value in frame.f_locals.items():
+                texts.append(f"{frame.f_code.co_qualname} {name}={value!r}")
+                if isinstance(value, list | tuple):  # errors that asyncio.gather returned
+                    left += value
+        left += [one.__cause__, one.__context__]
+        if isinstance(one, BaseExceptionGroup):
+            left += one.exceptions
+    return "\n".join(texts)
+
+
+def forms_of(key: bytes) -> list[str]:
+    """The texts that show *key*, in a log or in a variable: also a part of it, as reprlib does."""
+    forms = [key.hex(), repr(key[:9])[2:-1], repr(key[-9:])[2:-1], repr(list(key))[1:-1]]
+    for shift, start in ((0, 0), (1, 2), (2, 3)):  # base64 depends on the offset, modulo 3
+        encoded = base64.b64encode(b"\0" * shift + key)[start:-4].decode()
+        forms += [encoded, encoded.replace("+", "-").replace("/", "_")]
+    return forms
+
+
 @contextmanager
 def all_logged() -> Iterator[io.StringIO]:
     """Collect what every logger writes, from DEBUG on; restore the loggers afterwards."""

@@ -94,7 +94,7 @@ def test_missing_key_file_is_rejected(tmp_path: Path) -> None:
 
 
 def test_directory_in_place_of_a_key_file_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="cannot read the key file"):
+    with pytest.raises(ConfigurationError, match="is not a regular file"):
         FileKey(tmp_path)
 
 
@@ -121,7 +121,7 @@ def service(url: Any, **options: Any) -> EncryptedSessionService:
     ("url", "advice"),
     [
         (f"postgresql+psycopg2://user:{PASSWORD}@localhost/db", r"postgresql\+asyncpg|install"),
-        (f"mysql://user:{PASSWORD}@localhost/db", r"mysql\+asyncmy|install"),
+        (f"mysql+mysqldb://user:{PASSWORD}@localhost/db", r"mysql\+asyncmy|install"),
         (f"mysql+pymysql://user:{PASSWORD}@localhost/db", r"mysql\+asyncmy|install"),
         (f"nosuch://user:{PASSWORD}@localhost/db", "does not know"),
         (f"postgresql+nosuch://user:{PASSWORD}@localhost/db", "does not know"),
@@ -283,15 +283,15 @@ async def assert_server_left_alone(db: Database, match: str) -> None:
     assert db.dump() == before
 
 
-@pytest.mark.parametrize("version", ["2", "10", "1.1", "-1", "next"])
+@pytest.mark.parametrize("version", ["3", "10", "1.1", "-1", "next"])
 async def test_database_of_a_newer_format_is_rejected(file_db: Database, version: str) -> None:
     file_db.run("UPDATE secure_meta SET value = :v WHERE name = 'format'", v=version)
     await assert_left_alone(file_db.path, f"format '{version}'.*install")
 
 
 async def test_database_of_a_newer_format_on_a_server_is_rejected(server_db: Database) -> None:
-    server_db.run("UPDATE secure_meta SET value = '2' WHERE name = 'format'")
-    await assert_server_left_alone(server_db, r"format '2'.*install")
+    server_db.run("UPDATE secure_meta SET value = '3' WHERE name = 'format'")
+    await assert_server_left_alone(server_db, r"format '3'.*install")
 
 
 async def test_database_of_a_newer_format_with_other_tables_is_rejected(tmp_path: Path) -> None:
@@ -299,9 +299,9 @@ async def test_database_of_a_newer_format_with_other_tables_is_rejected(tmp_path
     path = tmp_path / "sessions.db"
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
         connection.execute("CREATE TABLE secure_meta (name TEXT PRIMARY KEY, value TEXT)")
-        connection.execute("INSERT INTO secure_meta VALUES ('format', '2')")
+        connection.execute("INSERT INTO secure_meta VALUES ('format', '3')")
         connection.execute("CREATE TABLE secure_things (a)")
-    await assert_left_alone(path, "format '2'.*install")
+    await assert_left_alone(path, "format '3'.*install")
 
 
 @pytest.mark.parametrize(
@@ -413,6 +413,6 @@ async def test_id_that_is_not_a_string_is_rejected(aes_db: Database, ids: dict[s
 def test_every_public_error_is_a_secure_session_error() -> None:
     names = [name for name in adk_secure_sessions.__all__ if name.endswith("Error")]
     assert len(names) > 5
-    for name in names:
+    for name in set(names) - {"StaleSessionError"}:  # google-adk's own
         assert issubclass(getattr(adk_secure_sessions, name), SecureSessionError)
     assert issubclass(ConfigurationError, ValueError)

@@ -1,28 +1,39 @@
 """Rows of an erased user: replayed from a copy, or read in that copy."""
 
+import asyncio
+import gc
+import secrets
 import sqlite3
+import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+from google.adk.sessions import Session
 
 from adk_secure_sessions import EncryptedSessionService, TamperedError, UnknownKeyError, maintenance
+from adk_secure_sessions.formats.records import unpack
 from tests.attacks.databases import also_on
+from tests.attacks.forging import insert_rows
 from tests.attacks.support import (
     USER,
     Database,
     append,
+    append_delta,
     assert_rejected,
     assert_works,
     create_again,
     create_another,
     get,
+    get_last,
+    get_no_events,
     list_user,
+    outcome,
     rejection,
     user_state,
 )
-from tests.attacks.world import ARCHIVE, BOB, CAROL, NOTES, VISIT, new_event
+from tests.attacks.world import ARCHIVE, BOB, CAROL, NOTES, VISIT, SessionIds, new_event
 
 pytestmark = also_on("fernet", "postgresql")
 
@@ -40,12 +51,17 @@ ALICES = {
 }
 
 
-async def erase(db: Database) -> Rows:
-    """Erase alice; return the rows that she had."""
+def rows_of_alice(db: Database) -> Rows:
     rows = {
         table: db.rows(f"SELECT * FROM {table} WHERE {where}") for table, where in ALICES.items()
     }
     assert all(rows.values())
+    return rows
+
+
+async def erase(db: Database) -> Rows:
+    """Erase alice; return the rows that she had."""
+    rows = rows_of_alice(db)
     async with maintenance.Database(db.url, db.backend()) as opened:
         erased = await maintenance.erase_user(opened, VISIT.app_name, VISIT.user_id)
     assert erased.rows == sum(map(len, rows.values()))
@@ -140,6 +156,207 @@ async def test_rows_replayed_with_their_data_key_are_accepted(db: Database) -> N
     replay(db, rows, *ALICES)
     for who in (VISIT, ARCHIVE, BOB, CAROL):
         await assert_works(db, who)
+
+
+# --- services that run on ------------------------------------------------------------------------
+
+READS = (get, get_last, get_no_events, list_user, user_state)
+
+
+async def erase_elsewhere(db: Database) -> Rows:
+    """Erase alice as another process does: nothing tells this process that the rows are gone."""
+    rows = rows_of_alice(db)
+    tag = db.value(f"SELECT {TAG}")
+    sessions = [row[0] for row in rows["secure_sessions"]]
+    with db.connect() as connection:
+        for table, column, values in (
+            ("secure_data_keys", "owner", [tag]),
+            ("secure_users", "tag", [tag]),
+            ("secure_witnesses", "tag", [tag]),
+            ("secure_witnesses", "number", sessions),
+            ("secure_bases", "session_row", sessions),
+            ("secure_events", "session_row", sessions),
+            ("secure_sessions", "id", sessions),
+        ):
+            for value in values:
+                connection.execute(f"DELETE FROM {table} WHERE {column} = ?", [value])
+    assert not any(db.rows(f"SELECT * FROM {table}") == rows[table] for table in rows)
+    return rows
+
+
+async def use(service: EncryptedSessionService, db: Database) -> None:
+    """Bring everything of alice into the caches."""
+    for operation in READS:
+        assert await operation(service, db, VISIT)
+    await append_delta(service, db.session(VISIT), {"step": 100, "user:step": 100})
+
+
+async def assert_nothing_is_left(service: EncryptedSessionService, db: Database) -> None:
+    for operation in (*READS, append, create_another, create_again):
+        error = await rejection(operation, service, db, VISIT)
+        assert type(error) is UnknownKeyError, operation
+
+
+async def test_rows_replayed_are_rejected_by_a_service_of_the_process_that_erased(
+    db: Database,
+) -> None:
+    async with db.service() as service, db.service() as other:
+        for one in (service, other):
+            for operation in READS:
+                await operation(one, db, VISIT)
+        rows = await erase(db)
+        replay(db, rows, *SEALED)
+        before = db.dump()
+        for one in (service, other):
+            await assert_nothing_is_left(one, db)
+        assert db.dump() == before
+    await assert_works(db, BOB)
+
+
+async def test_rows_replayed_are_rejected_once_another_process_has_seen_that_they_were_gone(
+    db: Database,
+) -> None:
+    async with db.service() as service:
+        await use(service, db)
+        rows = await erase_elsewhere(db)
+        assert await get(service, db, VISIT) is None
+        replay(db, rows, *SEALED)
+        await assert_nothing_is_left(service, db)
+
+
+@also_on()
+async def test_rows_replayed_are_rejected_by_another_process_after_cache_seconds(
+    db: Database,
+) -> None:
+    """Before, it serves them from its cache, and cannot know; docs/erasure.md says how long."""
+    async with db.service(cache_seconds=0.8) as service:
+        await use(service, db)
+        began = time.monotonic()
+        rows = await erase_elsewhere(db)
+        replay(db, rows, *SEALED)
+        served = await outcome(get(service, db, VISIT))
+        assert time.monotonic() - began > 0.8 or not isinstance(served, Exception)
+        await asyncio.sleep(0.9)
+        await assert_nothing_is_left(service, db)
+
+
+@also_on("engine")
+async def test_state_of_an_erased_user_is_not_in_memory(typed_db: Database) -> None:
+    """After the erasure, and after reads that find nothing: no object holds it."""
+    db, who = typed_db, VISIT._replace(user_id="dave", session_id="of dave")
+    marks = Marks()
+    async with db.service() as service:
+        await fill(service, who, marks)
+        assert marks.in_memory(), "the search finds what a service has cached"
+        async with maintenance.Database(db.url, db.backend()) as opened:
+            await maintenance.erase_user(opened, who.app_name, who.user_id)
+        assert not marks.in_memory()
+        assert await service.get_session(**who._asdict()) is None
+        assert (await list_sessions(service, who)) == []
+        assert not marks.in_memory()
+
+
+@also_on()
+async def test_state_of_a_user_whom_another_process_erased_is_not_in_memory_after_cache_seconds(
+    typed_db: Database,
+) -> None:
+    db, who = typed_db, VISIT._replace(user_id="dave", session_id="of dave")
+    marks = Marks()
+    async with db.service(cache_seconds=0.5) as service:
+        await fill(service, who, marks)
+        db.run("DELETE FROM secure_users WHERE id = (SELECT max(id) FROM secure_users)")
+        db.run("DELETE FROM secure_sessions WHERE id = (SELECT max(id) FROM secure_sessions)")
+        await asyncio.sleep(0.6)
+        assert await get(service, db, BOB)  # any operation
+        assert not marks.in_memory()
+
+
+class Marks:
+    """Random texts in a state, and a search for them among all objects of this process."""
+
+    def __init__(self) -> None:
+        self._reversed = [secrets.token_hex(12) for _ in range(3)]
+
+    def state(self) -> dict[str, str]:
+        """Hold no reference to the result."""
+        session, user, event = (text[::-1] for text in self._reversed)
+        return {"a": session, "user:a": user, "b": event}
+
+    def in_memory(self) -> list[str]:
+        """Return the types of the objects that hold one of the marks."""
+        gc.collect()
+        wanted = [text[::-1].encode() for text in self._reversed]
+        found = []
+        texts: dict[int, str | bytes | bytearray] = {}
+        for thing in gc.get_objects():
+            for one in gc.get_referents(thing):
+                if type(one) in (str, bytes, bytearray) and len(one) >= 24:
+                    texts[id(one)] = one
+        mine = set(map(id, wanted))
+        for key, text in texts.items():
+            data = text.encode("utf-8", "replace") if isinstance(text, str) else text
+            if key not in mine and any(mark in data for mark in wanted):
+                found.append(type(text).__name__)
+        return found
+
+
+async def fill(service: EncryptedSessionService, who: SessionIds, marks: Marks) -> None:
+    session = await service.create_session(**who._asdict(), state=marks.state())
+    await service.append_event(session, new_event(1, {"b": marks.state()["b"]}))
+    await service.get_session(**who._asdict())
+    await list_sessions(service, who)
+
+
+async def list_sessions(service: EncryptedSessionService, who: SessionIds) -> list[Session]:
+    return (await service.list_sessions(app_name=who.app_name, user_id=who.user_id)).sessions
+
+
+# --- an erased key of a higher generation --------------------------------------------------------
+
+
+@also_on("fernet")
+async def test_erased_key_of_a_higher_generation_encrypts_nothing_of_the_returned_user(
+    db: Database,
+) -> None:
+    async with db.maintained() as maintained:
+        for _ in range(3):
+            await maintenance.rotate_data(maintained)
+    rows = await erase(db)
+    erased = {row[0] for row in rows["secure_data_keys"]}
+    async with db.service() as service, db.service() as other:
+        session = await service.create_session(**VISIT._asdict())
+        assert await get(other, db, VISIT) == session
+        highest = rows["secure_data_keys"][-1:]
+        insert_rows(db, "secure_data_keys", highest)
+        for one in (service, other):
+            await append_delta(one, session, {"step": 1})
+            await append_delta(one, session, {"user:step": 1})
+            await create_another(one, db, VISIT)
+    async with db.service() as service:
+        await append_delta(service, session, {"step": 2, "user:step": 2})
+        assert await get(service, db, VISIT) == session
+        await create_another(service, db, VISIT)
+    assert not named_by_records(db) & erased
+    async with db.maintained() as maintained:
+        assert (await maintenance.rotate_data(maintained)).left == 0
+    async with db.service() as service:
+        await append_delta(service, session, {"step": 3})
+    assert not named_by_records(db) & erased
+    async with db.maintained() as maintained:
+        await maintenance.retire(maintained)
+        assert not {row_id for (row_id,) in db.rows("SELECT id FROM secure_data_keys")} & erased
+        assert (await maintenance.verify(maintained)).bad == 0
+
+
+def named_by_records(db: Database) -> set[int]:
+    """The ids of the data keys that any record names."""
+    columns = dict.fromkeys(("users", "sessions", "bases"), "state")
+    columns |= {"events": "event", "witnesses": "seal"}
+    return {
+        unpack(record)[1]
+        for table, column in columns.items()
+        for (record,) in db.rows(f"SELECT {column} FROM secure_{table}")
+    }
 
 
 # --- copies of the rows --------------------------------------------------------------------------

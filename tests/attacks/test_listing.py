@@ -8,7 +8,8 @@ from google.adk.sessions import Session
 from adk_secure_sessions import DecryptionError, TamperedError
 from tests.attacks.cells import SESSION_STATE, SNAPSHOT, USER_KEY, USER_STATE, Cell
 from tests.attacks.databases import also_on
-from tests.attacks.support import Database
+from tests.attacks.forging import insert_rows
+from tests.attacks.support import Database, list_app, list_user, rejection
 from tests.attacks.world import ALL_SESSIONS, ARCHIVE, BOB, NOTES, SECRET, VISIT, SessionIds
 
 pytestmark = also_on("fernet", "mariadb")
@@ -133,6 +134,34 @@ async def test_column_of_any_type_does_not_keep_others_from_being_listed(
     assert {session.id for session in sessions} == ALICES - {VISIT.session_id}
     (line,) = reported(caplog)
     assert str(typed_db.world.rows["visit"]) in line
+
+
+@pytest.mark.parametrize("witness", [None, "junk", "of another"])
+async def test_deleted_session_inserted_with_a_made_up_event_is_not_listed(
+    db: Database, witness: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The event makes its row seem complete to a listing, which decrypts no events."""
+    (row,) = db.rows("SELECT * FROM secure_sessions WHERE id = :visit")
+    tag = db.value("SELECT tag FROM secure_sessions WHERE id = :visit")
+    async with db.service() as service:
+        await service.delete_session(**VISIT._asdict())
+    insert_rows(db, "secure_sessions", [row])
+    insert_rows(db, "secure_events", [(row[0], 3, 0, b"AKS")])
+    if witness:
+        seal = db.value("SELECT seal FROM secure_witnesses WHERE number = :notes")
+        seal = seal if witness == "of another" else b"AKS"
+        columns = db.rows("SELECT name FROM pragma_table_info('secure_witnesses')")
+        values: dict[str, object] = {"tag": tag, "number": row[0], "seal": seal}
+        insert_rows(db, "secure_witnesses", [tuple(values[name] for (name,) in columns)])
+    for operation in (list_user, list_app):
+        async with db.service() as service:
+            error = await rejection(operation, service, db, VISIT)
+            assert isinstance(error, DecryptionError)
+    for user_id in (VISIT.user_id, None):
+        assert VISIT.session_id not in {
+            session.id for session in await listed(db, user_id) if session.user_id != BOB.user_id
+        }
+    assert all(str(row[0]) in line for line in reported(caplog))
 
 
 async def test_app_that_cannot_be_read_is_rejected_even_where_sessions_may_be_left_out(

@@ -321,9 +321,9 @@ async def tampering_errors(service: EncryptedSessionService, path: Path, errors:
         "x''",
         "'text'",
         "CAST({} AS TEXT)",
-        "CAST(replace({}, x'414b5301', x'414b5302') AS BLOB)",
-        "x'414b5301' || x'03' || zeroblob(8)",
-        "x'414b5301' || x'01' || zeroblob(30)",
+        "CAST(replace({}, x'414b5302', x'414b5303') AS BLOB)",
+        "x'414b5302' || x'03' || zeroblob(8)",
+        "x'414b5302' || x'01' || zeroblob(30)",
     ]
     for table, column in columns:
         change(path, f"CREATE TABLE kept AS SELECT * FROM {table}")

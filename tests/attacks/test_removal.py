@@ -212,10 +212,11 @@ async def test_inserted_plaintext_master_key_is_rejected(db: Database) -> None:
     [
         ("format", None),
         ("format", "0"),
-        ("format", "2"),
+        ("format", "1"),
+        ("format", "3"),
         ("format", ""),
-        ("format", "1.0"),
-        ("format", b"1"),
+        ("format", "2.0"),
+        ("format", b"2"),
         ("database_id", None),
         ("database_id", ""),
         ("database_id", "00"),
@@ -224,6 +225,14 @@ async def test_inserted_plaintext_master_key_is_rejected(db: Database) -> None:
         ("database_id", "\ud800".encode("utf-8", "surrogatepass")),
         ("database_id", b"\0" * 16),
         ("database_id", 5),
+        ("features", None),
+        ("features", ""),
+        ("features", "-"),
+        ("features", "- " + "0" * 32),
+        ("features", "later " + "0" * 32),
+        ("features", "\ud800".encode("utf-8", "surrogatepass")),
+        ("features", b"- " + b"0" * 32),
+        ("features", 5),
     ],
 )
 async def test_modified_meta_row_is_rejected(typed_db: Database, name: str, value: object) -> None:
@@ -233,13 +242,13 @@ async def test_modified_meta_row_is_rejected(typed_db: Database, name: str, valu
 
 
 async def test_renamed_meta_row_is_rejected(db: Database) -> None:
-    for name in ("format", "database_id"):
+    for name in ("format", "database_id", "features"):
         db.run("UPDATE secure_meta SET name = 'other' WHERE name = :name", name=name)
         await assert_rejected(db, DATABASE, ConfigurationError)
         db.restore()
 
 
-@pytest.mark.parametrize("name", ["format", "database_id"])
+@pytest.mark.parametrize("name", ["format", "database_id", "features"])
 async def test_removed_meta_row_is_detected_and_not_created_again(db: Database, name: str) -> None:
     db.run("DELETE FROM secure_meta WHERE name = :name", name=name)
     await assert_rejected(db, DATABASE, ConfigurationError)

@@ -22,6 +22,7 @@ from tests.attacks.cells import EVENT, RECORDS, SAMPLE, SESSION_STATE, USER_KEY,
 from tests.attacks.databases import also_on
 from tests.attacks.support import (
     SESSION,
+    USER,
     Database,
     append,
     assert_rejected,
@@ -84,7 +85,7 @@ async def test_record_replaced_by_a_no_op_one_is_rejected(
     db: Database, cell: Cell, same_key: bool
 ) -> None:
     key_id = cell.stored(db)[KEY_ID] if same_key else secrets.randbits(63).to_bytes(8, "big")
-    cell.store(db, b"AKS\x01\x03" + key_id + forged_plaintext(cell))
+    cell.store(db, b"AKS\x02\x03" + key_id + forged_plaintext(cell))
     await assert_rejected(db, cell.impact, PlaintextRefusedError, who=cell.who)
 
 
@@ -96,7 +97,7 @@ async def test_no_op_record_with_a_no_op_key_beside_it_is_rejected(db: Database)
         f"FROM secure_data_keys WHERE {USER_KEY.where}",
         key=key_id,
     )
-    record = b"AKS\x01\x03" + key_id.to_bytes(8, "big") + forged_plaintext(SESSION_STATE)
+    record = b"AKS\x02\x03" + key_id.to_bytes(8, "big") + forged_plaintext(SESSION_STATE)
     SESSION_STATE.store(db, record)
     await assert_rejected(db, SESSION, PlaintextRefusedError)
 
@@ -107,7 +108,7 @@ async def test_no_op_record_under_our_key_id_is_rejected_even_where_no_op_is_lis
     db: Database, cell: Cell
 ) -> None:
     """Listing NoOpBackend allows its own records; those of other backends stay protected."""
-    cell.store(db, b"AKS\x01\x03" + cell.stored(db)[KEY_ID] + forged_plaintext(cell))
+    cell.store(db, b"AKS\x02\x03" + cell.stored(db)[KEY_ID] + forged_plaintext(cell))
     async with db.service(additional_backends=[no_op()]) as service:
         assert type(await rejection(get, service, db, cell.who)) is TamperedError
 
@@ -150,7 +151,7 @@ async def test_record_that_names_an_unknown_key_is_rejected(db: Database, cell: 
 @pytest.mark.parametrize("cell", RECORDS, ids=by_name)
 async def test_record_of_a_later_format_is_rejected(db: Database, cell: Cell) -> None:
     stored = cell.stored(db)
-    cell.store(db, stored[:3] + b"\x02" + stored[4:])
+    cell.store(db, stored[:3] + b"\x03" + stored[4:])
     await assert_rejected(db, cell.impact, TamperedError, who=cell.who)
 
 
@@ -161,7 +162,7 @@ async def test_record_of_a_backend_that_is_no_longer_listed_is_rejected(db: Data
         session = db.session(VISIT)
         await service.append_event(session, new_event(20, {"step": 20}))
         assert await get(service, db, VISIT) == session
-    await assert_rejected(db, SESSION, UnknownKeyError)
+    await assert_rejected(db, USER, UnknownKeyError)  # her row names the other backend's key
     async with db.service() as service:
         error = await rejection(get, service, db, VISIT)
     assert "list it in additional_backends" in str(error)

@@ -1,5 +1,6 @@
 """Keys that were rotated and retired: what an attacker can do who has them or replays them."""
 
+import asyncio
 import re
 import time
 from collections.abc import Iterator
@@ -18,24 +19,25 @@ from adk_secure_sessions import (
 )
 from adk_secure_sessions.formats.records import unpack
 from adk_secure_sessions.keys.blind_index import BlindIndex
-from adk_secure_sessions.keys.data_keys import DataKeyRow, wrap_data_key
-from adk_secure_sessions.keys.keyring import Keyring, new_key_id
 from adk_secure_sessions.maintenance import Database as Maintained
 from adk_secure_sessions.maintenance import (
     retire,
     rotate_data,
     rotate_master,
     rotate_root,
+    status,
     verify,
 )
 from adk_secure_sessions.storage.schema import metadata
-from tests.attacks.cells import RECORDS, SAMPLE, Cell, by_name
+from tests.attacks.cells import RECORDS, SAMPLE, SESSION_STATE, Cell, by_name
 from tests.attacks.databases import also_on
+from tests.attacks.forging import ForgedKey
 from tests.attacks.support import (
     Database,
     Dump,
     OlderCopy,
     append,
+    append_delta,
     assert_rejected,
     assert_works,
     create_another,
@@ -79,6 +81,12 @@ async def replace_all(db: Database, *, retiring: bool = True) -> None:
             assert (await retire(maintained)).kept == 0
 
 
+def named_by_records(data: Dump) -> set[int]:
+    """The ids of the data keys that the records in *data* name."""
+    tables = ("apps", "users", "sessions", "bases", "events", "witnesses")
+    return {unpack(row[-1])[1] for table in tables for row in data[f"secure_{table}"]}
+
+
 async def assert_whole(db: Database, *backends: EncryptionBackend) -> None:
     backend, *others = backends or (db.backend(),)
     async with Maintained(db.url, backend, others) as maintained:
@@ -115,7 +123,7 @@ def every_decryption(root: bytes, keys: Dump, data: Dump) -> Iterator[bytes]:
     wrapping = expand(root, b"adk-secure-sessions/v1/wrap")
     masters = {opened(wrapping, row[4][1:]) for row in keys["secure_keyring"]}
     data_keys = [row[5][13:] for row in keys["secure_data_keys"]]
-    known = masters | {opened(key, sealed) for key in masters for sealed in data_keys}
+    known = masters | {opened(key, sealed)[1:] for key in masters for sealed in data_keys}
     for table in ("apps", "users", "sessions", "bases", "events"):
         for row in data[f"secure_{table}"]:
             for key in known:
@@ -192,22 +200,31 @@ async def test_retired_data_key_replayed_encrypts_nothing(db: Database) -> None:
             await create_another(service, db, who)
     after = contents(db)
     assert len(after["secure_sessions"]) == 2 * len(ALL_SESSIONS)
-    for table in ("apps", "users", "sessions", "bases", "events", "witnesses"):
-        assert not {unpack(row[-1])[1] for row in after[f"secure_{table}"]} & dropped
-    async with Maintained(db.url) as maintained:  # finds and retires it again
+    assert not named_by_records(after) & dropped
+    async with Maintained(db.url, db.backend()) as maintained:  # finds and retires it again
         assert (await retire(maintained)).data_keys == len(dropped)
 
 
-async def test_retired_data_key_replayed_without_its_master_is_rejected(db: Database) -> None:
+async def test_retired_data_key_replayed_without_its_master_encrypts_and_decrypts_nothing(
+    db: Database,
+) -> None:
+    """It cannot be unwrapped, which is an error only for a record that names it."""
     before = contents(db)
+    stored = SESSION_STATE.stored(db)
     await replace_all(db)
-    owner = db.value(f"SELECT {ALICES_TAG}")
-    alices = [row for row in before["secure_data_keys"] if row[1] == owner]
-    replay(db, before | {"secure_data_keys": alices}, "secure_data_keys")
+    replay(db, before, "secure_data_keys")
+    replayed = {row[0] for row in before["secure_data_keys"]}
+    async with db.service(under(NEW, db)) as service:
+        for who in ALL_SESSIONS:
+            assert await get(service, db, who) == db.session(who)
+            await create_another(service, db, who)
+        await append(service, db, VISIT)
+    assert not named_by_records(contents(db)) & replayed
+    SESSION_STATE.store(db, stored)
     async with db.service(under(NEW, db)) as service:
         assert type(await rejection(get, service, db, VISIT)) is UnknownKeyError
         assert type(await rejection(append, service, db, VISIT)) is UnknownKeyError
-        assert await get(service, db, BOB) == db.session(BOB)
+        assert await get(service, db, BOB) is not None
 
 
 async def test_retired_master_replayed_under_the_old_root_key_is_rejected(
@@ -221,18 +238,14 @@ async def test_retired_master_replayed_under_the_old_root_key_is_rejected(
         assert type(await rejection(get, service, db, VISIT)) is WrongKeyError
 
 
-def forged_key(known: Keyring, owner: bytes, backend: EncryptionBackend) -> DataKeyRow:
-    """A data key of the attacker, wrapped by a master key that the attacker knows."""
-    assert known.current_id is not None
-    row = DataKeyRow(new_key_id(), owner, 99, backend.backend_id, now(), b"")
-    return wrap_data_key(row, known, known.current_id, bytes(32))
-
-
 @pytest.mark.parametrize("again", [True, False])
 async def test_retired_master_replayed_wraps_keys_unless_the_root_key_was_rotated_again(
     db: Database, again: bool
 ) -> None:
-    """The attacker has the master key, and its row as the new root key wrapped it."""
+    """The attacker has the master key, and its row as the new root key wrapped it.
+
+    A data key alone encrypts nothing: the attacker also forges the user's row, to name it.
+    """
     async with Maintained(db.url, db.backend()) as maintained:
         known = (await maintained.keys()).keyring
     await replace_all(db, retiring=False)
@@ -246,21 +259,27 @@ async def test_retired_master_replayed_wraps_keys_unless_the_root_key_was_rotate
             await rotate_root(maintained)
     await assert_whole(db, backend)
     replay(db, before, "secure_keyring")
-    forged = forged_key(known, db.value(f"SELECT {ALICES_TAG}"), backend)
-    replay(db, {"secure_data_keys": [tuple(forged)]}, "secure_data_keys")
+    forged = ForgedKey(known, db.value(f"SELECT {ALICES_TAG}"), backend)
+    forged.insert(db)
     async with db.service(backend) as service:
         if again:
             assert type(await rejection(append, service, db, VISIT)) is WrongKeyError
             return
-        await append(service, db, VISIT)
-    stored = db.value("SELECT state FROM secure_sessions WHERE id = :visit")
-    assert unpack(stored)[1] == forged.id, "the limit is gone: say so in docs/limits.md"
+        session = await service.get_session(**VISIT._asdict())
+        assert session == db.session(VISIT)
+        await append_delta(service, session, {"step": 1})
+    stored = "SELECT state FROM secure_sessions WHERE id = :visit"
+    assert unpack(db.value(stored))[1] != forged.row.id
+    forged.insert_user_row(db)
+    async with db.service(backend) as service:
+        await append_delta(service, session, {"step": 2})
+    limit = "the limit is gone: say so in docs/limits.md"
+    assert unpack(db.value(stored))[1] == forged.row.id, limit
 
 
 # --- an attacker makes a rotation skip rows ------------------------------------------------------
 
 ROTATIONS: dict[str, Any] = {"master": rotate_master, "data": rotate_data}
-LAST = 2**63 - 1
 
 
 async def interrupt(db: Database, name: str) -> str:
@@ -283,12 +302,11 @@ def store(db: Database, name: str, value: str) -> None:
     db.run("REPLACE INTO secure_meta VALUES (:n, :v)", n=f"rotation.{name}", v=value)
 
 
-async def forged_checkpoint(db: Database, name: str, *words: int) -> str:
+async def forged_checkpoint(db: Database, name: str, since: int) -> str:
     """A checkpoint by an attacker who has the index master key."""
     async with Maintained(db.url, db.backend()) as maintained:
         index = (await maintained.keys()).keyring.index
-    text = " ".join(map(str, words))
-    return f"{text} {index.checkpoint(f'rotation.{name}', text).hex()}"
+    return f"{since} {index.checkpoint(f'rotation.{name}', str(since)).hex()}"
 
 
 def now() -> int:
@@ -298,7 +316,7 @@ def now() -> int:
 @pytest.mark.parametrize("name", ROTATIONS)
 @pytest.mark.parametrize("whose", ["nobody's", "another index master's", "the other rotation's"])
 async def test_forged_checkpoint_is_rejected(file_db: Database, name: str, whose: str) -> None:
-    text = f"{now()} 1 {LAST}"
+    text = str(now())
     if whose == "the other rotation's":
         (other,) = ROTATIONS.keys() - {name}
         value = await interrupt(file_db, other)
@@ -338,34 +356,88 @@ async def test_replayed_checkpoint_does_not_pass_for_a_new_rotation(
     assert rotated[0] == 0 < rotated[1]
 
 
+@pytest.mark.parametrize("since", ["", "-1", "1" * 18 + "2", "x", "01", "1 0 -1", "\u0661"])
+async def test_checkpoint_of_another_form_is_rejected(file_db: Database, since: str) -> None:
+    """Also if its MAC is right."""
+    async with Maintained(file_db.url, file_db.backend()) as maintained:
+        index = (await maintained.keys()).keyring.index
+        mac = index.checkpoint("rotation.data", since).hex()
+        for value in (f"{since} {mac}", mac, f"{since} {mac}\n", f"{since} \u00df{mac[1:]}"):
+            store(file_db, "data", value)
+            with pytest.raises(TamperedError, match="restart"):
+                await rotate_data(maintained)
+
+
 async def test_forged_checkpoint_does_not_hide_records_of_another_backend(
     file_db: Database,
 ) -> None:
     other = AesGcmBackend(KEY) if file_db.is_fernet else FernetBackend(KEY)
-    store(file_db, "data", await forged_checkpoint(file_db, "data", now(), 1, LAST))
+    store(file_db, "data", await forged_checkpoint(file_db, "data", 0))
     async with Maintained(file_db.url, other, [file_db.backend()]) as maintained:
         done = await rotate_data(maintained)
-        assert (done.resumed, done.reencrypted, done.left > 0) == (True, 0, True)
-        again = await rotate_data(maintained)  # from the start
-        assert (again.reencrypted, again.left) == (done.left, 0)
+    assert (done.resumed, done.since, done.reencrypted > 0, done.left) == (True, 0, True, 0)
 
 
-async def test_forged_checkpoint_does_not_hide_records_under_older_keys(
-    file_db: Database,
-) -> None:
-    store(file_db, "data", await forged_checkpoint(file_db, "data", now(), 1, LAST))
+@pytest.mark.parametrize("name", ROTATIONS)
+async def test_forged_checkpoint_of_an_early_time_is_reported(file_db: Database, name: str) -> None:
+    """The limit that docs/limits.md names: it makes every key seem new."""
+    store(file_db, name, await forged_checkpoint(file_db, name, 0))
     async with Maintained(file_db.url, file_db.backend()) as maintained:
-        done = await rotate_data(maintained)
-        assert (done.resumed, done.reencrypted, done.left > 0) == (True, 0, True)
-        again = await rotate_data(maintained)
-        assert (again.reencrypted, again.left) == (done.left, 0)
+        done = await ROTATIONS[name](maintained)
+        rotated = getattr(done, "rotated", 0) + getattr(done, "reencrypted", 0)
+        assert (done.resumed, done.since, rotated) == (True, 0, 0)
+        again = await ROTATIONS[name](maintained, restart=True)
+    assert getattr(again, "rotated", 0) + getattr(again, "reencrypted", 0) > 0
 
 
-async def test_forged_checkpoint_does_not_hide_data_keys_under_another_master(
-    file_db: Database,
+@pytest.mark.parametrize("name", ROTATIONS)
+async def test_forged_checkpoint_of_a_late_time_replaces_all_keys(
+    file_db: Database, name: str
 ) -> None:
-    store(file_db, "master", await forged_checkpoint(file_db, "master", now(), 0, LAST))
+    """The keys are created then, too, and a next rotation replaces them again."""
+    since = now() + 3600 * 24 * 365 * 10**6
+    store(file_db, name, await forged_checkpoint(file_db, name, since))
     async with Maintained(file_db.url, file_db.backend()) as maintained:
-        done = await rotate_master(maintained)
-    keys = file_db.value("SELECT count(*) FROM secure_data_keys")
-    assert (done.resumed, done.rotated, done.left) == (True, keys, 0)
+        done = await ROTATIONS[name](maintained)
+        again = await ROTATIONS[name](maintained)
+    assert (done.since, done.left, again.left) == (since, 0, 0)
+    assert again.since > since
+    for one in (done, again):
+        assert getattr(one, "rotated", 0) + getattr(one, "reencrypted", 0) > 0
+    await assert_whole(file_db)
+
+
+# --- an attacker makes a rotation wait, or take an old key for a new one --------------------------
+
+PATIENCE = 20  # seconds
+
+
+@pytest.mark.parametrize("created_at", [2**63 - 1, 253_402_300_799_999_999, "x", 9.9e30, 0])
+@pytest.mark.parametrize("name", ROTATIONS)
+async def test_created_at_that_was_modified_does_not_decide_when_a_rotation_begins(
+    file_db: Database, name: str, created_at: object
+) -> None:
+    key = file_db.value(f"SELECT id FROM secure_data_keys WHERE owner = {ALICES_TAG}")
+    file_db.run("UPDATE secure_data_keys SET created_at = :c WHERE id = :k", c=created_at, k=key)
+    async with Maintained(file_db.url, file_db.backend()) as maintained:
+        before = now()
+        done = await asyncio.wait_for(ROTATIONS[name](maintained), PATIENCE)
+        assert before <= done.since <= now()
+        assert done.bad
+        assert done.left, "her records or her key are not under a new key"
+        named = {one.row for one in done.problems if one.table == "secure_data_keys"}
+        assert named == {str(key)}
+
+
+@pytest.mark.parametrize("revision", [10**15, 2**62, -5])
+async def test_revision_that_was_modified_does_not_stop_a_rotation_with_a_speed_limit(
+    file_db: Database, revision: int
+) -> None:
+    """A row claims any number of events, which nobody has to wait for."""
+    file_db.run("UPDATE secure_sessions SET revision = :r WHERE id = :visit", r=revision)
+    async with Maintained(file_db.url, file_db.backend()) as maintained:
+        done = await asyncio.wait_for(rotate_data(maintained, rows_per_second=1000), PATIENCE)
+        for command in (status, verify):
+            await asyncio.wait_for(command(maintained, rows_per_second=1000), PATIENCE)
+    assert "secure_sessions" in {one.table for one in done.problems}
+    assert done.left

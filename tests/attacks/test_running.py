@@ -22,7 +22,18 @@ from tests.attacks.cells import (
     by_name,
 )
 from tests.attacks.databases import also_on
-from tests.attacks.support import Database, OlderCopy, append_delta, texts_of
+from tests.attacks.support import (
+    Database,
+    OlderCopy,
+    append_delta,
+    get,
+    get_last,
+    get_no_events,
+    list_app,
+    list_user,
+    rejection,
+    texts_of,
+)
 from tests.attacks.world import ARCHIVE, BOB, CAROL, SECRET, VISIT, SessionIds, new_event
 
 pytestmark = also_on("fernet", "postgresql")
@@ -175,6 +186,50 @@ async def test_row_rolled_back_after_it_was_read_is_rejected(db: Database, cell:
             connection.execute(f"REPLACE INTO {cell.table} VALUES ({slots})", row)
         await assert_read_rejected(db, run)
         await assert_append_rejected(db, run, {"user:step": 2, "app:step": 2})
+
+
+OLDER_TOGETHER = {
+    "session": {"secure_sessions": "id = :visit"},
+    "user": {
+        "secure_users": "id = :alice",
+        "secure_witnesses": "tag = (SELECT tag FROM past.secure_users WHERE id = :alice)",
+    },
+    "app": {
+        "secure_apps": "id = :clinic",
+        "secure_witnesses": "tag = (SELECT tag FROM past.secure_apps WHERE id = :clinic)",
+    },
+}
+
+
+@pytest.mark.parametrize("what", OLDER_TOGETHER)
+async def test_rows_rolled_back_together_are_rejected_if_the_service_has_read_newer_ones(
+    older: OlderCopy, what: str
+) -> None:
+    """A service that has not read them accepts them, as docs/limits.md says."""
+    db = older.database
+    reads = (get, get_last, get_no_events, list_user, list_app)
+    deltas: list[dict[str, Any]] = [{"step": 1}]
+    if what != "session":
+        deltas = [{f"{what}:step": 1}]
+    async with db.service() as service:
+        session = await service.get_session(**VISIT._asdict())
+        assert session is not None
+        for table, where in OLDER_TOGETHER[what].items():
+            older.replay_row(table, where)
+        if what == "session":
+            db.run("DELETE FROM secure_events WHERE session_row = :visit AND seq > 1")
+        before = db.dump()
+        for operation in reads:
+            error = await rejection(operation, service, db, VISIT)
+            assert type(error) is TamperedError, operation
+            assert "restart the service" in str(error)
+        for delta in deltas:
+            with pytest.raises(TamperedError):
+                await append_delta(service, session, delta)
+        assert db.dump() == before
+    async with db.service() as service:
+        for operation in reads:
+            assert await operation(service, db, VISIT)
 
 
 @pytest.mark.parametrize("cell", [USER_STATE, USER_WITNESS, SESSION_STATE], ids=by_name)

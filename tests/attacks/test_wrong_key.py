@@ -11,12 +11,16 @@ import pytest
 
 from adk_secure_sessions import (
     AesGcmBackend,
+    ConfigurationError,
     EncryptedSessionService,
     EncryptionBackend,
     EnvironmentKey,
     FernetBackend,
     FileKey,
+    KeyProvider,
     PassphraseKey,
+    StaticKey,
+    VaultKey,
     WrongKeyError,
 )
 from adk_secure_sessions.maintenance import Database as Maintained
@@ -194,21 +198,39 @@ async def test_wrong_key_file_is_rejected(tmp_path: Path) -> None:
 
 async def test_root_key_that_takes_the_name_of_another_is_rejected(tmp_path: Path) -> None:
     """A provider chooses its `key_id` itself."""
-
-    class Impostor(PassphraseKey):
-        def __init__(self, key_id: str) -> None:
-            super().__init__("a passphrase of its own")
-            self.key_id = key_id
-
-    right = AesGcmBackend(OTHER)
-    wrong = AesGcmBackend(Impostor(right.root_key.key_id))
+    right = AesGcmBackend(PassphraseKey("correct horse battery staple", key_id="clinic"))
+    wrong = AesGcmBackend(ThirdParty("clinic"))
     await assert_other_is_rejected(tmp_path / "sessions.db", right, wrong)
+
+
+class ThirdParty:
+    """A provider with a root key of its own, under any name."""
+
+    def __init__(self, key_id: str) -> None:
+        self._key = StaticKey(OTHER)
+        self.key_id = key_id
+        self.wrap, self.unwrap = self._key.wrap, self._key.unwrap
+
+
+@pytest.mark.parametrize("key_id", ["none", "key:", "key:0123456789abcdef", "", "x" * 256, "a\nb"])
+def test_wrong_name_that_is_reserved_for_another_kind_of_root_key_is_rejected(key_id: str) -> None:
+    """Rows under the name `none` count as plaintext, and those under `key:` as a static key's."""
+    makers: list[Callable[[], KeyProvider]] = [
+        lambda: ThirdParty(key_id),
+        lambda: PassphraseKey("words", key_id=key_id),
+        lambda: VaultKey("transit/a", address="https://vault", token="t", key_id=key_id or "none"),
+    ]
+    for make in makers:
+        with pytest.raises(ConfigurationError, match="key_id"):
+            EncryptedSessionService(":memory:", AesGcmBackend(make()))
 
 
 PASSPHRASE_HEADER = {
     "another salt": (1, b"\0" * 16),
     "more iterations": (17, (4).to_bytes(4, "big")),
     "no iterations": (17, (0).to_bytes(4, "big")),
+    "one more lane": (21, (5).to_bytes(4, "big")),
+    "more memory": (25, (65 * 1024).to_bytes(4, "big")),
     "iterations for a day": (17, (2**32 - 1).to_bytes(4, "big")),
     "no lanes": (21, (0).to_bytes(4, "big")),
     "too many lanes": (21, (2**24).to_bytes(4, "big")),

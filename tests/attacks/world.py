@@ -100,10 +100,10 @@ async def _build(path: Path, backend: Callable[[], EncryptionBackend]) -> World:
             await service.create_session(**who._asdict(), state=large | state)
             for name, table in ROWS[who].items():
                 rows[name] = _newest(path, f"secure_{table}")
-        await _append_two(service, 0, large=1000)
+        await append_two(service, 0, large=1000)
     first = _content(path)
     async with EncryptedSessionService(url, backend()) as service:
-        await _append_two(service, 2, large=8200)
+        await append_two(service, 2, large=8200)
     async with EncryptedSessionService(url, backend()) as service:
         loaded = {who: await service.get_session(**who._asdict()) for who in ALL_SESSIONS}
     found = {who: session for who, session in loaded.items() if session}
@@ -111,7 +111,7 @@ async def _build(path: Path, backend: Callable[[], EncryptionBackend]) -> World:
     return World((first, _content(path)), rows, found)
 
 
-async def _append_two(service: EncryptedSessionService, first: int, large: int) -> None:
+async def append_two(service: EncryptedSessionService, first: int, large: int) -> None:
     for number in (first, first + 1):
         for who in ALL_SESSIONS:
             session = await service.get_session(**who._asdict())

@@ -16,8 +16,8 @@ WITH app AS (SELECT id, state FROM secure_apps WHERE tag = $1),
  member AS (SELECT id, state FROM secure_users WHERE tag = $2),
  inserted AS (
   INSERT INTO secure_sessions
-   (id, user_row, tag, revision, base_revision, created_at, updated_at, state)
-  SELECT $4, member.id, $3, 0, $5, $6, $6, $7 FROM member),
+   (id, user_row, tag, revision, base_revision, created_at, updated_at, expires_at, state)
+  SELECT $4, member.id, $3, 0, $5, $6, $6, 9223372036854775807, $7 FROM member),
  base AS (
   INSERT INTO secure_bases (session_row, revision, state)
   SELECT $4, 0, $8 FROM member WHERE $8::bytea IS NOT NULL)

@@ -79,7 +79,9 @@ class SqliteFloor(Floor):
                 user_row = self.next_row()
                 _insert(connection, "secure_users", user_row, app_row, new.user_tag, 0, b"{}")
                 _insert(connection, "secure_witnesses", new.user_tag, 0, b"")
-            row = (new.id, user_row, new.tag, 0, new.base_revision, new.now, new.now, new.state)
+            never = 2**63 - 1
+            times = (new.now, new.now, never)
+            row = (new.id, user_row, new.tag, 0, new.base_revision, *times, new.state)
             _insert(connection, "secure_sessions", *row)
             _insert(connection, "secure_witnesses", new.tag, new.id, b"")
             if new.base is not None:

@@ -3,7 +3,7 @@ import base64
 
 import pytest
 
-from adk_secure_sessions.cli.options import DB_VARIABLE
+from adk_secure_sessions.cli.config import variable
 from tests.maintenance.conftest import file_url, place, url
 from tests.maintenance.support import NEW, OLD, fill
 
@@ -16,7 +16,7 @@ KEYS = {"OLD_KEY": OLD, "NEW_KEY": NEW}
 def _keys(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, key in KEYS.items():
         monkeypatch.setenv(name, base64.b64encode(key).decode())
-    monkeypatch.delenv(DB_VARIABLE, raising=False)
+    monkeypatch.delenv(variable("db"), raising=False)
 
 
 @pytest.fixture

@@ -45,6 +45,7 @@ def test_erased_user_is_counted_and_not_named(url: str, place: sa.URL) -> None: 
     else:
         assert rewritten.code == 0
         assert rewritten.json == {
+            "dry_run": False,
             "data_keys": 0,
             "users": 0,
             "sessions": 0,

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import click
@@ -9,12 +10,17 @@ import pytest
 
 from adk_secure_sessions import maintenance
 from adk_secure_sessions.cli import main
-from adk_secure_sessions.cli.options import DB_VARIABLE
+from adk_secure_sessions.cli.config import variable
 from tests.cli.support import commands, run
 from tests.pages import DOCS
 
 PAGE = (DOCS / "cli.md").read_text(encoding="utf-8")
-SHARED = ["Options of all commands with a database"]
+SHARED = [
+    "Options of all commands with a database",
+    "Configuration file",
+    "JSON",
+    "Shell completion",
+]
 
 
 def section(title: str) -> str:
@@ -63,16 +69,26 @@ def test_page_has_no_command_that_there_is_not() -> None:
         dict.fromkeys(re.findall(r"^\| \[`(.*?)`\]", PAGE, re.MULTILINE))
     )
     assert set(titles) == {*SHARED, *commands()}
-    assert DB_VARIABLE in PAGE
+    assert variable("db") in PAGE
 
 
 def test_examples_in_the_help_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run("keygen", "--output", "new.key")
-    order = ["keygen", "init", "status", "verify", "lookup", "inspect", "purge"]
-    order += ["rotate master", "rotate data", "retire", "erase-user", "rotate root"]
+    order = ["keygen", "init", "check", "status", "verify", "lookup", "inspect", "purge"]
+    order += [
+        "rotate master",
+        "rotate data",
+        "retire",
+        "separate",
+        "vacuum",
+        "erase-user",
+        "rotate root",
+    ]
     assert sorted(order) == sorted(commands())
     for name in order:
+        if name == "separate":
+            shutil.copy("sessions.db", "staging.db")
         program, *arguments = example(name)
         assert program == "adk-secure-sessions"
         said = run(*arguments)

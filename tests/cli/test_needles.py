@@ -95,7 +95,7 @@ def test_commands_print_no_plaintext_and_no_key(
         ["rotate", "master", *right],
         ["rotate", "data", *right],
         ["rotate", "data", *right, "--backend", "fernet", "--also-backend", "aesgcm", "--restart"],
-        ["retire", *db],
+        ["retire", *right],
         ["status", *right],
         ["init", *wrong],
         ["verify", *db, "--key", KEY],

@@ -7,7 +7,7 @@ import pytest
 from google.adk.sessions import BaseSessionService
 from sqlalchemy import URL
 
-from tests.conformance.services import MAIN_KINDS, Kind, file_in
+from tests.conformance.services import MAIN_KINDS, POOLED_KINDS, Kind, file_in
 from tests.conformance.support import each_kind
 from tests.servers import Server
 
@@ -19,7 +19,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 kind = each_kind(
-    *MAIN_KINDS, soak=["encrypted-memory", "encrypted-engine", "encrypted-key-database"]
+    *MAIN_KINDS,
+    soak=["encrypted-memory", "encrypted-engine", "encrypted-key-database", *POOLED_KINDS],
 )
 
 

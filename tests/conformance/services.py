@@ -111,12 +111,15 @@ KINDS: dict[str, Kind] = {
         encrypted_engine, "postgresql+asyncpg", "postgresql", is_bound=True
     ),
     "encrypted-psycopg": Kind(encrypted, "postgresql+psycopg", "postgresql"),
+    "encrypted-pgbouncer": Kind(encrypted, "postgresql+asyncpg", "pgbouncer"),
+    "encrypted-pgbouncer-psycopg": Kind(encrypted, "postgresql+psycopg", "pgbouncer"),
     "encrypted-mariadb": Kind(encrypted, "mariadb+asyncmy", "mariadb"),
     "encrypted-mariadb-engine": Kind(encrypted_engine, "mysql+asyncmy", "mariadb", is_bound=True),
 }
 # Every test runs on these: one for each executor.  By default, the others run the tests that may
 # depend on a driver or an engine; `make soak` runs all tests on all of them.
 MAIN_KINDS = ["adk", "encrypted-file", "encrypted-postgresql", "encrypted-mariadb"]
+POOLED_KINDS = ["encrypted-pgbouncer", "encrypted-pgbouncer-psycopg"]
 OTHER_KINDS = [name for name in KINDS if name not in MAIN_KINDS]
 ENGINES = [name for name, kind in KINDS.items() if kind.open is encrypted_engine]
 

@@ -26,13 +26,14 @@ from tests.conformance.support import (
 )
 
 kind = each_kind(
-    *(*MAIN_KINDS, "encrypted-engine", "encrypted-key-database"),
+    *(*MAIN_KINDS, "encrypted-engine", "encrypted-key-database", "encrypted-pgbouncer"),
     # Executors that the others have, too, with another driver or an engine of the caller's.
     soak=[
         "encrypted-memory",
         "encrypted-postgresql-engine",
         "encrypted-psycopg",
         "encrypted-mariadb-engine",
+        "encrypted-pgbouncer-psycopg",
     ],
 )
 

@@ -15,13 +15,20 @@ from pydantic import BaseModel
 
 from tests.conformance import samples
 from tests.conformance.samples import BINARY, CORPUS
+from tests.conformance.services import POOLED_KINDS
 from tests.conformance.support import create, each_kind, event, reference_lacks, reload
 from tests.conformance.values import RICH, a_function
 
 # To a database, all encrypted events are alike.
 kind = each_kind(
     *("adk", "encrypted-file"),
-    soak=["encrypted-memory", "encrypted-engine", "encrypted-postgresql", "encrypted-mariadb"],
+    soak=[
+        "encrypted-memory",
+        "encrypted-engine",
+        "encrypted-postgresql",
+        "encrypted-mariadb",
+        *POOLED_KINDS,
+    ],
 )
 
 # ADK's AuthConfig calls a deprecated method of its own.

@@ -16,6 +16,7 @@ from google.adk.sessions import BaseSessionService
 from google.genai import types
 
 from tests.conformance.agents import offline_agent
+from tests.conformance.services import POOLED_KINDS
 from tests.conformance.support import (
     APP,
     USER,
@@ -38,7 +39,7 @@ pytestmark = [
 
 kind = each_kind(
     *("adk", "encrypted-file", "encrypted-postgresql"),
-    soak=["encrypted-engine", "encrypted-mariadb"],
+    soak=["encrypted-engine", "encrypted-mariadb", *POOLED_KINDS],
 )
 
 

@@ -7,6 +7,7 @@ import pytest
 from google.adk.sessions import BaseSessionService
 from pydantic_core import to_jsonable_python
 
+from tests.conformance.services import POOLED_KINDS
 from tests.conformance.support import (
     create,
     each_kind,
@@ -20,7 +21,9 @@ from tests.conformance.support import (
 from tests.conformance.values import IMPOSSIBLE, OPAQUE, PLAIN, RICH
 
 # To a database, all encrypted states are alike.
-kind = each_kind("adk", "encrypted-file", soak=["encrypted-postgresql", "encrypted-mariadb"])
+kind = each_kind(
+    "adk", "encrypted-file", soak=["encrypted-postgresql", "encrypted-mariadb", *POOLED_KINDS]
+)
 
 coercion = reference_lacks("state is not coerced to JSON")
 SCOPES = ("k", "app:k", "user:k")

@@ -12,6 +12,7 @@ from google.adk.apps.app import App
 from google.adk.sessions import BaseSessionService
 
 from tests.conformance.agents import offline_agent
+from tests.conformance.services import POOLED_KINDS
 from tests.conformance.support import APP, USER, create, each_kind, event, listed, reload
 
 with warnings.catch_warnings():  # of an old Python, and of ADK's experimental parts
@@ -29,7 +30,9 @@ pytestmark = [
 SESSIONS = f"/apps/{APP}/users/{USER}/sessions"
 
 
-kind = each_kind("adk", "encrypted-file", "encrypted-postgresql", soak=["encrypted-mariadb"])
+kind = each_kind(
+    "adk", "encrypted-file", "encrypted-postgresql", soak=["encrypted-mariadb", *POOLED_KINDS]
+)
 
 
 class OneAgent(BaseAgentLoader):

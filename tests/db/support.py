@@ -31,6 +31,8 @@ KINDS = {
     "asyncpg": Kind("postgresql+asyncpg", "postgresql"),
     "asyncpg-engine": Kind("postgresql+asyncpg", "postgresql", by_engine=True),
     "psycopg": Kind("postgresql+psycopg", "postgresql"),
+    "asyncpg-pgbouncer": Kind("postgresql+asyncpg", "pgbouncer"),
+    "psycopg-pgbouncer": Kind("postgresql+psycopg", "pgbouncer"),
     "asyncmy": Kind("mariadb+asyncmy", "mariadb"),
 }
 

@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.pool import AsyncAdaptedQueuePool, NullPool, StaticPool
 
 from adk_secure_sessions.db.async_engine import AsyncEngineExecutor, LoopBinding
-from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from tests.db.support import apply, insert, stored, things
 
 
@@ -181,7 +181,7 @@ async def test_tasks_on_one_connection_do_not_share_a_transaction(tmp_path: Path
 async def test_parameters_are_hidden_though_the_engine_shows_them(tmp_path: Path) -> None:
     engine = create_async_engine(f"sqlite+aiosqlite:///{tmp_path}/things.db", hide_parameters=False)
     executor = AsyncEngineExecutor(engine, owns_engine=False)
-    with pytest.raises(sa.exc.OperationalError) as info:
+    with pytest.raises(DatabaseError) as info:
         await apply(executor, insert(88_123, b"secret"))
     assert "88123" not in str(info.value)
     assert "secret" not in str(info.value)

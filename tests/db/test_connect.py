@@ -1,6 +1,10 @@
 """From URLs and engines to executors.  `attacks` tests that errors tell no secret."""
 
+import importlib
+import re
 import sys
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -83,11 +87,15 @@ REJECTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "unknown driver": (("postgresql+nosuch://h/d",), "that SQLAlchemy does not know"),
     "synchronous driver of PostgreSQL": (
         ("postgresql+psycopg2://h/d",),
-        r"synchronous driver: write postgresql\+asyncpg|psycopg2.* not installed",
+        r"synchronous driver: write postgresql\+asyncpg://, .*\[postgresql\]",
     ),
     "synchronous driver of MySQL": (
         ("mysql+pymysql://h/d",),
-        r"synchronous driver: write mysql\+asyncmy://",
+        r"synchronous driver: write mysql\+asyncmy://, .*adk-secure-sessions\[mysql\]",
+    ),
+    "driver of MySQL that is not installed": (
+        ("mysql+mysqldb://h/d",),
+        r"synchronous driver: write mysql\+asyncmy://, .*adk-secure-sessions\[mysql\]",
     ),
     "one URL twice": (("sqlite:///s.db", None, "sqlite:///s.db"), "must not be the database of"),
     "one file by two paths": (
@@ -121,16 +129,83 @@ def test_options_do_not_go_with_an_engine(engine: AsyncEngine) -> None:
 
 
 @pytest.fixture
-def without_asyncpg(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if asyncpg were not installed."""
-    for name in [name for name in sys.modules if name.startswith("asyncpg")]:
-        monkeypatch.setitem(sys.modules, name, None)
+def without(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes drivers unavailable, as if they were not installed."""
+
+    def forget(*drivers: str) -> None:
+        for driver in drivers:
+            importlib.import_module(driver)
+            for name in [name for name in sys.modules if name.partition(".")[0] == driver]:
+                monkeypatch.setitem(sys.modules, name, None)
+
+    return forget
 
 
-@pytest.mark.usefixtures("without_asyncpg")
-def test_driver_that_is_missing_is_named_with_what_to_install() -> None:
-    with pytest.raises(ConfigurationError, match=r"pip install 'adk-secure-sessions\[postgresql\]"):
-        executors("postgresql+asyncpg://u:p@h/d")
+@pytest.mark.parametrize(
+    ("url", "extra"),
+    [
+        ("postgresql+asyncpg://u:p@h/d", "adk-secure-sessions[postgresql]"),
+        ("postgresql://u:p@h/d", "adk-secure-sessions[postgresql]"),
+        ("postgresql+psycopg://u:p@h/d", "psycopg[binary]"),
+        ("mysql+asyncmy://u:p@h/d", "adk-secure-sessions[mysql]"),
+        ("mysql://u:p@h/d", "adk-secure-sessions[mysql]"),
+        ("mariadb://u:p@h/d", "adk-secure-sessions[mysql]"),
+    ],
+)
+def test_driver_that_is_missing_is_named_with_what_to_install(
+    without: Callable[..., None], url: str, extra: str
+) -> None:
+    without("asyncpg", "psycopg", "asyncmy")
+    with pytest.raises(ConfigurationError, match=re.escape(f'pip install "{extra}"')):
+        executors(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "driver"),
+    [
+        ("postgresql://u:p@h/d", "asyncpg"),
+        ("postgresql://u:p@h/d?sslmode=require", "asyncpg"),
+        ("postgres://u:p@h/d", "asyncpg"),
+        ("mysql://u:p@h/d", "asyncmy"),
+        ("mariadb://u:p@h/d", "asyncmy"),
+    ],
+)
+def test_url_without_a_driver_uses_the_async_driver_of_our_extra(url: str, driver: str) -> None:
+    assert engine_of(executors(url).data).dialect.driver == driver
+
+
+def test_url_without_a_driver_uses_psycopg_if_asyncpg_is_missing(
+    without: Callable[..., None],
+) -> None:
+    without("asyncpg")
+    assert engine_of(executors("postgresql://u:p@h/d").data).dialect.driver == "psycopg"
+
+
+def engine_of(executor: Executor) -> AsyncEngine:
+    assert isinstance(executor, AsyncEngineExecutor)
+    return executor._engine  # there is no public name for it
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql+psycopg2://user:needle@host/d",
+        "mysql+pymysql://needle:needle@needle/needle?password=needle",
+        "nosuch://user@host/d?password=needle",
+        "postgresql+nosuch://user:pass/needle@host/d",
+        "sqlite+nosuch:///d?key=needle",
+        "postgresql+asyncpg://h/d?prepared_statement_cache_size=needle",
+        "sqlite:///d?timeout=needle",
+        "needle",
+        "://needle",
+        "postgresql://user:needle@host:needle/d",
+    ],
+)
+def test_errors_show_nothing_of_a_url_but_its_driver(url: str) -> None:
+    with pytest.raises(ConfigurationError) as info:
+        executors(url)
+    assert "needle" not in "".join(traceback.format_exception(info.value))
+    assert info.value.__context__ is None
 
 
 @pytest.mark.parametrize(

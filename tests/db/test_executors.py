@@ -15,6 +15,7 @@ from adk_secure_sessions.db.protocol import (
     Steps,
     UniqueViolation,
 )
+from adk_secure_sessions.errors import DatabaseError
 from tests.db.support import (
     ALL,
     INSERT,
@@ -137,7 +138,7 @@ async def test_transaction_that_raises_before_its_changes_stores_nothing(filled:
 
 
 @pytest.mark.parametrize("statement", ["SELECT", "INSERT"])
-async def test_error_of_the_database_is_sqlalchemys_without_parameters(
+async def test_error_of_the_database_is_ours_without_parameters(
     executor: Executor, statement: str
 ) -> None:
     secret = 8_812_345
@@ -149,7 +150,7 @@ async def test_error_of_the_database_is_sqlalchemys_without_parameters(
     else:
         inserted = sa.insert(table).from_select(["n"], sa.select(number))
         asked = apply(executor, Change(inserted, {"n": secret}))
-    with pytest.raises(sa.exc.DBAPIError) as info:
+    with pytest.raises(DatabaseError) as info:
         await asked
     assert str(secret) not in str(info.value)
     assert await stored(executor) == {}

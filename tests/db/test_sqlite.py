@@ -5,9 +5,14 @@ What every executor promises is tested in `test_executors`.
 
 import asyncio
 import gc
+import importlib
+import os
 import sqlite3
+import stat
+import tempfile
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +28,8 @@ from adk_secure_sessions.db.protocol import (
     UniqueViolation,
 )
 from adk_secure_sessions.db.sqlite import Job, SqliteExecutor, sqlite_executor
+from adk_secure_sessions.errors import DatabaseError
+from tests.processes import results
 
 TABLE = sa.Table(
     "numbers", sa.MetaData(), sa.Column("n", sa.Integer, primary_key=True, autoincrement=False)
@@ -99,14 +106,14 @@ async def test_unique_violation_is_told_from_other_errors(numbers: SqliteExecuto
     await numbers.write(partial(add, 1))
     with pytest.raises(UniqueViolation):
         await numbers.write(partial(add, 1))
-    with pytest.raises(sa.exc.IntegrityError):
+    with pytest.raises(DatabaseError):
         await numbers.write(partial(add, "text"))
 
     def change(one: Change) -> Steps[None]:
         yield Apply([one])
 
     missing = Change(sa.text("INSERT INTO none VALUES (:n)"), {"n": 123456})
-    with pytest.raises(sa.exc.OperationalError) as info:
+    with pytest.raises(DatabaseError) as info:
         await numbers.write(partial(change, missing))
     assert "123456" not in str(info.value)
     await numbers.close()
@@ -193,7 +200,7 @@ async def test_full_disk_fails_the_transaction_and_no_other(tmp_path: Path) -> N
         for number in range(100_000):
             yield from add(number)
 
-    with pytest.raises(sa.exc.OperationalError, match="full"):
+    with pytest.raises(DatabaseError, match="full"):
         await executor.write(fill)
     assert await executor.write(partial(add, 1)) == 1
     assert await stored(executor) == [1]
@@ -216,7 +223,7 @@ async def test_reader_cannot_write(tmp_path: Path) -> None:
     executor = sqlite_executor(sa.make_url(f"sqlite:///{tmp_path}/numbers.db"), {})
     await executor.define(TABLE.metadata.create_all, commit=True)
     await executor.write(partial(add, 1))
-    with pytest.raises(sa.exc.OperationalError, match="readonly"):
+    with pytest.raises(DatabaseError, match="readonly"):
         await executor.read(INSERT, {"n": 2})
     await executor.close()
 
@@ -233,3 +240,95 @@ async def test_file_is_written_ahead_and_fully_synchronous(tmp_path: Path) -> No
 
     assert await executor.write(pragmas) == ["wal", 2]
     await executor.close()
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def modes(directory: Path) -> dict[str, int]:
+    return {file.name: stat.S_IMODE(file.stat().st_mode) for file in directory.iterdir()}
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "sqlite:///{}/n.db",
+        "sqlite:///file:{}/n.db?uri=true",
+        "sqlite:///file:{}/n%2Edb?uri=true&cache=private",
+        "sqlite:///file://{}/n.db?uri=true",
+    ],
+)
+async def test_new_file_and_its_log_can_be_read_by_their_owner_only(
+    tmp_path: Path, url: str
+) -> None:
+    umask = os.umask(0)
+    try:
+        executor = sqlite_executor(sa.make_url(url.format(tmp_path)), {})
+        await executor.define(TABLE.metadata.create_all, commit=True)
+        await executor.write(partial(add, 1))
+        assert modes(tmp_path) == {"n.db": 0o600, "n.db-wal": 0o600, "n.db-shm": 0o600}
+        await executor.close()
+    finally:
+        os.umask(umask)
+
+
+async def test_mode_of_an_existing_file_stays_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "n.db").touch()
+    (tmp_path / "n.db").chmod(0o640)
+    executor = sqlite_executor(sa.make_url(f"sqlite:///{tmp_path}/n.db"), {})
+    await executor.define(TABLE.metadata.create_all, commit=True)
+    await executor.write(partial(add, 1))
+    assert set(modes(tmp_path).values()) == {0o640}
+    await executor.close()
+
+
+async def test_directory_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
+    executor = sqlite_executor(sa.make_url(f"sqlite:///{tmp_path}/none/n.db"), {})
+    with pytest.raises(DatabaseError, match="SQLITE_CANTOPEN"):
+        await executor.write(partial(add, 1))
+    await executor.close()
+
+
+def use_as_somebody_else(say: Callable[[object], None], path: str) -> None:
+    """Read, and try to write, with an account that may not write to the file or its directory."""
+    if os.geteuid() == 0:
+        importlib.import_module("concurrent.futures.thread")  # Python itself may be root's
+        os.setgid(65534)
+        os.setuid(65534)
+
+    async def use() -> None:
+        executor = sqlite_executor(sa.URL.create("sqlite", database=path), {})
+        say(await stored(executor))
+        names = await executor.define(
+            lambda connection: sa.inspect(connection).get_table_names(), commit=False
+        )
+        say(names)
+        try:
+            await executor.write(partial(add, 99))
+        except DatabaseError as error:
+            say(error.code)
+        await executor.close()
+
+    asyncio.run(use())
+
+
+@pytest.mark.parametrize("is_open", [False, True], ids=["closed", "open elsewhere"])
+async def test_file_that_cannot_be_written_can_be_read(is_open: bool) -> None:
+    with tempfile.TemporaryDirectory() as name:  # tmp_path is closed to other accounts
+        directory = Path(name)
+        path = directory / "n ü#?%.db"
+        executor = sqlite_executor(sa.URL.create("sqlite", database=str(path)), {})
+        await executor.define(TABLE.metadata.create_all, commit=True)
+        await executor.write(partial(add, 1))
+        if not is_open:
+            await executor.close()
+        for file in directory.iterdir():
+            file.chmod(0o444)
+        directory.chmod(0o555)
+        ((rows, tables, code),) = await asyncio.to_thread(
+            results, (use_as_somebody_else, str(path))
+        )
+        directory.chmod(0o755)
+        await executor.close()
+        assert (rows, tables) == ([1], ["numbers"])
+        assert str(code).startswith("SQLITE_READONLY")

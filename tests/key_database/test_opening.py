@@ -64,8 +64,9 @@ async def test_each_database_gets_its_tables_and_a_mark_of_what_it_holds(pair: P
     await start(**pair.urls)
     assert (tables(pair.data), tables(pair.keys)) == (OF_DATA, OF_KEYS)
     data, keys = marks(pair.data), marks(pair.keys)
-    assert data == {"format": "1", "database_id": keys["database_id"], "holds": "data"}
-    assert keys == {"format": "1", "database_id": keys["database_id"], "holds": "keys"}
+    assert data == {"format": "2", "database_id": keys["database_id"], "holds": "data"}
+    own = {"holds": "keys", "features": keys["features"]}
+    assert keys == {"format": "2", "database_id": keys["database_id"], **own}
     assert count(pair.keys, "secure_keyring") == 2
     before = query(pair.keys, "SELECT * FROM secure_keyring")
     await start(**pair.urls)  # it finds nothing to do
@@ -87,9 +88,9 @@ async def test_engines_of_the_caller_are_used_and_left_open(pair: Pair) -> None:
         db_engine=data, key_db_engine=keys, backend=AesGcmBackend(KEY)
     ) as service:
         await service.prepare_tables()
-    for engine in (data, keys):
+    for engine, rows in ((data, 3), (keys, 4)):  # the key database also has the features
         async with engine.connect() as connection:
-            assert await connection.scalar(sa.text("SELECT count(*) FROM secure_meta")) == 3
+            assert await connection.scalar(sa.text("SELECT count(*) FROM secure_meta")) == rows
         await engine.dispose()
 
 

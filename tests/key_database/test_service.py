@@ -12,11 +12,14 @@ import pytest
 from adk_secure_sessions import (
     AesGcmBackend,
     ConfigurationError,
+    DatabaseError,
     EncryptedSessionService,
     FernetBackend,
     StaticKey,
     UnknownKeyError,
 )
+from adk_secure_sessions.formats.records import unpack
+from adk_secure_sessions.maintenance import retire, verify
 from tests.faults import Point, with_faults
 from tests.key_database.support import (
     APP,
@@ -62,7 +65,15 @@ async def use(pair: Pair) -> None:
 
 async def test_service_does_all_it_does_without_a_key_database(pair: Pair) -> None:
     await use(pair)
-    assert count(pair.keys, "secure_data_keys") == pair.owners() == 2
+    # Two processes may each have stored a key; only one of the two is in use.
+    async with pair.maintained() as db:
+        await retire(db)
+    records = [
+        *query(pair.data, "SELECT state FROM secure_apps"),
+        *query(pair.data, "SELECT state FROM secure_users"),
+        *query(pair.data, "SELECT state FROM secure_sessions"),
+    ]
+    assert len({unpack(bytes(record)) for (record,) in records}) == pair.owners() == 2
 
 
 async def test_data_without_its_key_database_is_rejected(files: Pair, tmp_path: Path) -> None:
@@ -144,12 +155,16 @@ async def test_key_is_stored_before_what_it_encrypts(files: Pair) -> None:
         await service.prepare_tables()
         run_sql(files.data, "CREATE TRIGGER t BEFORE INSERT ON secure_users BEGIN "
                 "SELECT RAISE(ABORT, 'no'); END")  # fmt: skip
-        with pytest.raises(Exception, match="no"):
+        with pytest.raises(DatabaseError, match="SQLITE_CONSTRAINT_TRIGGER"):
             await create(service)
         assert (count(files.keys, "secure_data_keys"), files.owners()) == (2, 0)
         run_sql(files.data, "DROP TRIGGER t")
         await create(service)
-    assert (count(files.keys, "secure_data_keys"), files.owners()) == (2, 2)
+    # No row names the first two keys, so they encrypt nothing.
+    assert (count(files.keys, "secure_data_keys"), files.owners()) == (4, 2)
+    async with files.maintained() as db:
+        assert (await retire(db)).data_keys == 2
+        assert (await verify(db)).bad == 0
 
 
 async def test_another_backend_stores_the_next_generation_in_the_key_database(pair: Pair) -> None:
@@ -202,7 +217,15 @@ async def test_processes_that_are_the_first_of_a_user_agree_on_one_key(pair: Pai
     await asyncio.to_thread(results, *jobs)
     async with pair.service() as service:
         assert len((await service.list_sessions(app_name=APP)).sessions) == 20
-    assert count(pair.keys, "secure_data_keys") == pair.owners() == 2
+    # Two processes may each have stored a key; only one of the two is in use.
+    async with pair.maintained() as db:
+        await retire(db)
+    records = [
+        *query(pair.data, "SELECT state FROM secure_apps"),
+        *query(pair.data, "SELECT state FROM secure_users"),
+        *query(pair.data, "SELECT state FROM secure_sessions"),
+    ]
+    assert len({unpack(bytes(record)) for (record,) in records}) == pair.owners() == 2
 
 
 def create_and_die(say: Say, urls: dict[str, Any]) -> None:
@@ -215,7 +238,9 @@ def create_and_die(say: Say, urls: dict[str, Any]) -> None:
     asyncio.run(create(service))
 
 
-async def test_key_whose_process_was_killed_before_it_wrote_the_row_is_used(pair: Pair) -> None:
+async def test_key_whose_process_was_killed_before_it_wrote_the_row_encrypts_nothing(
+    pair: Pair,
+) -> None:
     with children((create_and_die, pair.urls)) as (child,):
         said = await asyncio.to_thread(list, child.said())
         assert said == ["a key is stored"] * 2  # the app's, and the user's
@@ -224,5 +249,8 @@ async def test_key_whose_process_was_killed_before_it_wrote_the_row_is_used(pair
     keys = sorted(query(pair.keys, "SELECT id FROM secure_data_keys"))
     assert (len(keys), pair.owners()) == (2, 0)
     await use(pair)
-    assert sorted(query(pair.keys, "SELECT id FROM secure_data_keys")) == keys
+    assert len(set(query(pair.keys, "SELECT id FROM secure_data_keys")) - set(keys)) == 2
     assert pair.owners() == 2
+    async with pair.maintained() as db:
+        assert (await retire(db)).data_keys == 2
+    assert not set(query(pair.keys, "SELECT id FROM secure_data_keys")) & set(keys)

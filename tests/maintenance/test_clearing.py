@@ -231,7 +231,7 @@ async def test_rewriting_gives_up_while_another_transaction_uses_the_table(
 ) -> None:
     server: Server = request.getfixturevalue(kind)
     driver = {"postgresql": "postgresql+asyncpg", "mariadb": "mariadb+asyncmy"}[kind]
-    with _file_per_table(server), server.database() as place:
+    with file_per_table(server), server.database() as place:
         url = place.set(drivername=driver).render_as_string(hide_password=False)
         await fill(url, users=["ada"], sessions=1)
         engine = sa.create_engine(place)
@@ -248,7 +248,7 @@ async def test_rewriting_gives_up_while_another_transaction_uses_the_table(
 
 
 @contextmanager
-def _file_per_table(server: Server) -> Iterator[None]:
+def file_per_table(server: Server) -> Iterator[None]:
     """As MariaDB is by default; the tests' server is not."""
     if not isinstance(server, MariaDB):
         yield
@@ -266,28 +266,28 @@ def _file_per_table(server: Server) -> Iterator[None]:
 async def test_mariadb_keeps_bytes_in_the_table_until_it_is_rewritten(mariadb: MariaDB) -> None:
     if mariadb.directory is None:
         unavailable("the server's files are not to be read here")
-    with _file_per_table(mariadb), mariadb.database() as place:
+    with file_per_table(mariadb), mariadb.database() as place:
         url = place.set(drivername="mariadb+asyncmy")
         await fill(url.render_as_string(hide_password=False), users=["ada"], sessions=1)
         wrapped = wrapped_of(place)
         async with Database(url, BACKEND) as db:
-            _write_out(mariadb, place)
+            write_out(mariadb, place)
             assert "secure_data_keys.ibd" in files_with(mariadb, wrapped)
             found = await erase_user(db, APP, "ada")
             assert (found.data_keys, found.cleared) == (1, False)
             assert "not rewritten" in found.obstacle
-            _write_out(mariadb, place)
+            write_out(mariadb, place)
             assert "secure_data_keys.ibd" in files_with(mariadb, wrapped)
             found = await erase_user(db, APP, "ada", rewrite=True)
             assert (found.rows, found.cleared, found.obstacle) == (0, True, "")
-            _write_out(mariadb, place)
+            write_out(mariadb, place)
             assert files_with(mariadb, wrapped) <= {"ib_logfile0"}  # the redo log
 
 
-def _write_out(server: MariaDB, place: sa.URL) -> None:
+def write_out(server: MariaDB, place: sa.URL, table: str = "secure_data_keys") -> None:
     """Have the table's file hold what is in memory."""
     with server.admin.connect() as connection:
-        connection.exec_driver_sql(f"FLUSH TABLES {place.database}.secure_data_keys FOR EXPORT")
+        connection.exec_driver_sql(f"FLUSH TABLES {place.database}.{table} FOR EXPORT")
         connection.exec_driver_sql("UNLOCK TABLES")
 
 

@@ -432,7 +432,7 @@ async def test_services_that_write_during_erasures_leave_no_row_behind(
 # --- killed, disconnected ------------------------------------------------------------------------
 
 
-CLEARING = "wal_checkpoint|pg_relation_filenode|innodb_file_per_table"
+CLEARING = "wal_checkpoint|CLUSTER|innodb_file_per_table"
 
 
 def erase_and_die(say: Say, url: str, pattern: str, number: int) -> None:

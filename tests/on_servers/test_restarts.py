@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 
 import pytest
-import sqlalchemy as sa
 from google.adk.sessions import BaseSessionService, Session
 from sqlalchemy import URL
 
+from adk_secure_sessions import DatabaseError
 from tests import servers
 from tests.conformance.services import Kind
 from tests.conformance.support import (
@@ -27,7 +27,7 @@ from tests.conformance.support import (
 )
 
 kind = each_kind("encrypted-postgresql", soak=["encrypted-mariadb", "encrypted-psycopg"])
-LOST = (OSError, sa.exc.SQLAlchemyError)
+LOST = DatabaseError
 # Unlike on the servers of other tests, committed data must survive a crash.
 PRIVATE: dict[str, Callable[[], AbstractContextManager[servers.Server]]] = {
     "postgresql": partial(servers.postgresql, "-csynchronous_commit=on"),

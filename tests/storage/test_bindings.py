@@ -7,14 +7,25 @@ from typing import Any, NamedTuple
 import pytest
 
 from adk_secure_sessions.errors import DecryptionError, Reason, TamperedError, UnknownKeyError
+from adk_secure_sessions.formats.records import NO_LINK, new_link
 from adk_secure_sessions.keys.data_keys import StagedKeys
 from adk_secure_sessions.storage import bindings
-from adk_secure_sessions.storage.bindings import NO_SNAPSHOT, Attempt, Identity, RowCache, identify
+from adk_secure_sessions.storage.bindings import (
+    NO_SNAPSHOT,
+    Attempt,
+    Identity,
+    RowCache,
+    StoredSession,
+    identify,
+)
 from adk_secure_sessions.storage.queries import Found
+from adk_secure_sessions.storage.schema import NEVER
 from tests.storage.support import (
     APP,
+    BLOB,
     EVENT,
     INDEX,
+    SECOND_BLOB,
     SESSION,
     SNAPSHOT,
     USER,
@@ -22,10 +33,19 @@ from tests.storage.support import (
     WITNESS,
     RawRow,
     Stored,
+    event_row,
+    marks,
     raw,
+    session_row,
+    witness_row,
 )
 
 LARGE = b'{"large":true}'
+
+
+@pytest.fixture
+def cache() -> RowCache:
+    return RowCache(10)
 
 
 class CountingKeys(StagedKeys):
@@ -40,13 +60,21 @@ class CountingKeys(StagedKeys):
 
 def open_all(attempt: Attempt, rows: list[RawRow]) -> list[bytes]:
     """Open everything that a read of one session opens; the events' plaintexts."""
+    return open_last(attempt, rows, None)
+
+
+def open_last(attempt: Attempt, rows: list[RawRow], limit: int | None) -> list[bytes]:
+    """Open everything that a read of one session with its last *limit* events opens."""
     found = Found(rows)
     bindings.open_app(attempt, found)
     user = bindings.open_user(attempt, found)
     session = bindings.open_session(attempt, found, user)
     assert session is not None
-    bindings.check_events(session, found.events, None)
-    return bindings.open_events(attempt, session, found.events)
+    bindings.check_events(session, found.events, limit)
+    before = NO_LINK if limit is None else None
+    opened, head = bindings.open_events(attempt, session, found.events, before)
+    bindings.check_head(attempt, session, head)
+    return opened
 
 
 # --- contexts ------------------------------------------------------------------------------------
@@ -67,8 +95,8 @@ CONTEXTS = {
     "witness": Context(bindings.witness_context, ("app", TAG, 1), ("App", OTHER_TAG, 2)),
     "session": Context(
         bindings.session_context,
-        ("app", "user", TAG, 1, 2, 3, 4, 5, 6),
-        ("App", "User", OTHER_TAG, 7, 8, 9, 10, 11, 12),
+        ("app", "user", TAG, 1, 2, 3, 4, 5, 6, 7),
+        ("App", "User", OTHER_TAG, 8, 9, 10, 11, 12, 13, 14),
     ),
     "snapshot": Context(
         lambda app, user, session, *numbers: bindings.snapshot_context(
@@ -132,7 +160,8 @@ def test_sealed_rows_open_as_what_they_were() -> None:
     session = bindings.open_session(attempt, found, user)
     assert session == stored.session
     assert session is not None
-    assert bindings.open_events(attempt, session, found.events) == [b"event 0", b"event 1"]
+    opened, head = bindings.open_events(attempt, session, found.events, NO_LINK)
+    assert (opened, head) == ([b"event 0", b"event 1"], session.head)
 
 
 def test_sealed_snapshot_opens_under_its_overlay() -> None:
@@ -145,30 +174,31 @@ def test_sealed_snapshot_opens_under_its_overlay() -> None:
 
 def test_sealing_the_same_twice_gives_different_records() -> None:
     stored = Stored()
-    attempt = stored.attempt()
+    attempt = stored.sealing()
     assert bindings.seal_app(attempt, stored.app) != bindings.seal_app(attempt, stored.app)
 
 
 # --- what was changed, or belongs elsewhere, does not ---------------------------------------------
 
 COLUMNS = [
-    (APP, "id", 1), (APP, "version", 2), (APP, "app_name", 8), (APP, "state", 9),
-    (USER, "id", 1), (USER, "app_row", 2), (USER, "version", 3), (USER, "tag", 8),
-    (USER, "state", 9),
-    (WITNESS, "number", 1), (WITNESS, "seal", 9),
+    (APP, "id", 1), (APP, "version", 2), (APP, "app_name", BLOB), (APP, "state", SECOND_BLOB),
+    (USER, "id", 1), (USER, "app_row", 2), (USER, "version", 3), (USER, "tag", BLOB),
+    (USER, "state", SECOND_BLOB),
+    (WITNESS, "number", 1), (WITNESS, "seal", SECOND_BLOB),
     (SESSION, "id", 1), (SESSION, "user_row", 2), (SESSION, "revision", 3),
     (SESSION, "base_revision", 4), (SESSION, "created_at", 5), (SESSION, "updated_at", 6),
-    (SESSION, "last_seq", 7), (SESSION, "tag", 8), (SESSION, "state", 9),
-    (SNAPSHOT, "session_row", 1), (SNAPSHOT, "revision", 2), (SNAPSHOT, "state", 8),
-    (EVENT, "seq", 1), (EVENT, "time", 2), (EVENT, "event", 8),
+    (SESSION, "expires_at", 7), (SESSION, "last_seq", 8), (SESSION, "tag", BLOB),
+    (SESSION, "state", SECOND_BLOB),
+    (SNAPSHOT, "session_row", 1), (SNAPSHOT, "revision", 2), (SNAPSHOT, "state", BLOB),
+    (EVENT, "seq", 1), (EVENT, "time", 2), (EVENT, "event", BLOB),
 ]  # fmt: skip
 NAMES = {APP: "app", USER: "user", WITNESS: "witness", SESSION: "session", SNAPSHOT: "snapshot"}
 
 
 def other_value(value: object) -> object:
-    """One more, or the last byte of several flipped."""
+    """One more (less than the most that a column holds), or the last byte of several flipped."""
     if isinstance(value, int):
-        return value + 1
+        return value + 1 if value < NEVER else value - 1
     assert isinstance(value, bytes)
     return value[:-1] + bytes([value[-1] ^ 1])
 
@@ -196,7 +226,7 @@ def test_row_with_one_column_modified_is_rejected(
 ])  # fmt: skip
 def test_error_of_a_tampered_record_names_its_row(kind: int, table: str, row: str) -> None:
     stored = Stored(snapshot=LARGE)
-    position = 8 if kind in (SNAPSHOT, EVENT) else 9
+    position = BLOB if kind in (SNAPSHOT, EVENT) else SECOND_BLOB
     value = stored.rows()[stored.indexes(kind)[0]][position]
     with pytest.raises(TamperedError) as rejected:
         open_all(stored.attempt(), stored.replaced(kind, position, other_value(value)))
@@ -219,7 +249,10 @@ def test_rows_found_for_other_ids_are_rejected(ids: str) -> None:
         open_all(stored.attempt(IDS[ids]), stored.rows())
 
 
-PAIRS = [*itertools.permutations([(APP, 9), (USER, 9), (SESSION, 9), (SNAPSHOT, 8), (EVENT, 8)], 2)]
+RECORDS = [
+    (APP, SECOND_BLOB), (USER, SECOND_BLOB), (SESSION, SECOND_BLOB), (SNAPSHOT, BLOB), (EVENT, BLOB)
+]  # fmt: skip
+PAIRS = [*itertools.permutations(RECORDS, 2)]
 
 
 @pytest.mark.parametrize(("target", "source"), PAIRS, ids=lambda one: NAMES.get(one[0], "event"))
@@ -237,18 +270,19 @@ def test_record_of_one_kind_is_rejected_as_another(
 def test_record_under_the_apps_data_key_is_rejected_where_the_users_belongs(kind: int) -> None:
     """Its context is right; only the owner of its key is not."""
     stored = Stored(snapshot=LARGE)
-    attempt, (user, session) = stored.attempt(), (stored.user, stored.session)
+    attempt, (user, session) = stored.sealing(), (stored.user, stored.session)
+    first = session._replace(head=NO_LINK)
     sealed = {
         USER: bindings.seal_user(attempt, user),
         SESSION: bindings.seal_session(attempt, session),
-        SNAPSHOT: bindings.seal_snapshot(attempt, session.id, 0, LARGE),
-        EVENT: bindings.seal_event(attempt, session.id, 0, 100, b"event 0"),
+        SNAPSHOT: bindings.seal_snapshot(attempt, session.id, 0, session.snapshot_link, LARGE),
+        EVENT: bindings.seal_event(attempt, first, 0, 100, stored.links[0], b"event 0"),
     }[kind]
     app_key = attempt.keys.current(WHO.app_tag)
     assert app_key is not None
     forged = sealed[:5] + app_key.id.to_bytes(8, "big") + sealed[13:]
     with pytest.raises(TamperedError) as rejected:
-        open_all(attempt, stored.replaced(kind, 8 if kind in (SNAPSHOT, EVENT) else 9, forged))
+        open_all(attempt, stored.replaced(kind, dict(RECORDS)[kind], forged))
     assert rejected.value.reason is Reason.WRONG_OWNER
 
 
@@ -294,9 +328,8 @@ def test_row_without_its_version_witness_is_rejected(whose: str) -> None:
 def test_older_row_beside_its_newer_witness_is_rejected(whose: str) -> None:
     """A replayed row is authentic; only its witness has moved on."""
     stored = Stored()
-    newer = raw(WITNESS, (9,), TAGS[whose], bindings.seal_witness(
-        stored.attempt(), TAGS[whose], TAGS[whose], 9
-    ))  # fmt: skip
+    link = {"app": stored.app, "user": stored.user}[whose].link
+    newer = witness_row(stored.sealing(), TAGS[whose], TAGS[whose], 9, link)
     rows = [*stored.without_witness(TAGS[whose]), newer]
     with pytest.raises(TamperedError, match="an older row was replayed") as rejected:
         open_all(stored.attempt(), rows)
@@ -305,17 +338,17 @@ def test_older_row_beside_its_newer_witness_is_rejected(whose: str) -> None:
 
 def test_witness_of_a_session_that_was_recreated_rejects_the_former_row() -> None:
     stored = Stored()
-    seal = bindings.seal_witness(stored.attempt(), WHO.user_tag, WHO.session_tag, 99)
-    rows = [*stored.without_witness(WHO.session_tag), raw(WITNESS, (99,), WHO.session_tag, seal)]
+    newer = witness_row(stored.sealing(), WHO.user_tag, WHO.session_tag, 99, b"")
+    rows = [*stored.without_witness(WHO.session_tag), newer]
     with pytest.raises(TamperedError, match="an older row was replayed"):
         open_all(stored.attempt(), rows)
 
 
 def test_error_of_a_tampered_witness_names_it_and_the_row_that_it_belongs_to() -> None:
     stored = Stored()
-    seal = other_value(stored.rows()[stored.indexes(WITNESS)[0]][9])
+    seal = other_value(stored.rows()[stored.indexes(WITNESS)[0]][SECOND_BLOB])
     with pytest.raises(TamperedError) as rejected:
-        open_all(stored.attempt(), stored.replaced(WITNESS, 9, seal))
+        open_all(stored.attempt(), stored.replaced(WITNESS, SECOND_BLOB, seal))
     assert rejected.value.table == "secure_apps"
     assert f"secure_witnesses row {WHO.app_tag.hex()}" in str(rejected.value)
 
@@ -354,19 +387,237 @@ def test_unknown_user_is_forgotten_by_the_key_cache_and_the_row_cache() -> None:
     assert attempt.cache.users.get(WHO.user_tag) is None
 
 
-@pytest.mark.parametrize(("events", "needed"), [(0, True), (1, False)])
-def test_listing_needs_the_witness_only_of_a_session_without_events(
-    events: int, needed: bool
-) -> None:
+@pytest.mark.parametrize("events", [0, 1])
+def test_listed_session_needs_its_witness(events: int) -> None:
     stored = Stored(events=events)
     attempt, found = stored.attempt(), Found(stored.without_witness(WHO.session_tag))
     assert found.session is not None
-    if needed:
-        with pytest.raises(TamperedError, match="version witness"):
-            bindings.open_listed_session(attempt, found, stored.user, found.session)
+    with pytest.raises(TamperedError, match="version witness"):
+        bindings.open_session_row(attempt, found, stored.user, found.session)
+    listed = bindings.open_session_row(attempt, stored.found(), stored.user, found.session)
+    assert listed == stored.session
+
+
+# --- rows of another copy of the database --------------------------------------------------------
+# Each of these rows is authentic: the other copy has the same ids and the same data keys.
+
+ANOTHER_COPY = "another copy of the database"
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize("limit", [None, 3, 5])
+def test_event_of_another_copy_is_rejected(at: int, limit: int | None) -> None:
+    stored = Stored(events=3)
+    rows = stored.with_rows_of(stored.another_copy(events=3), EVENT, at=at)
+    with pytest.raises(TamperedError, match=ANOTHER_COPY) as rejected:
+        open_last(stored.attempt(), rows, limit)
+    assert rejected.value.reason is Reason.MISMATCH
+
+
+@pytest.mark.parametrize("snapshot", [None, LARGE])
+@pytest.mark.parametrize("limit", [None, 1, 2])
+def test_session_row_of_another_copy_is_rejected(snapshot: bytes | None, limit: int | None) -> None:
+    stored = Stored(events=3, snapshot=snapshot)
+    other = stored.another_copy(events=3, snapshot=snapshot)
+    rows = [
+        row
+        for row in stored.with_rows_of(other, SESSION)
+        if row[0] != EVENT or limit is None or row[1] >= 3 - limit
+    ]
+    with pytest.raises(TamperedError, match=ANOTHER_COPY) as rejected:
+        open_last(stored.attempt(), rows, limit)
+    assert rejected.value.table == ("secure_bases" if snapshot else "secure_sessions")
+
+
+@pytest.mark.parametrize("at", [2, 3])
+def test_last_events_are_rejected_if_one_is_of_another_copy(at: int) -> None:
+    stored = Stored(events=4)
+    rows = stored.with_rows_of(stored.another_copy(events=4), EVENT, at=at)
+    last = [row for row in rows if row[0] != EVENT or row[1] >= 2]
+    with pytest.raises(TamperedError, match=ANOTHER_COPY):
+        open_last(stored.attempt(), last, 2)
+
+
+def test_event_before_those_that_are_read_is_not_judged() -> None:
+    stored = Stored(events=4)
+    rows = stored.with_rows_of(stored.another_copy(events=4), EVENT, at=1)
+    last = [row for row in rows if row[0] != EVENT or row[1] >= 2]
+    assert open_last(stored.attempt(), last, 2) == [b"event 2", b"event 3"]
+
+
+@pytest.mark.parametrize("events", [1, 3])
+def test_history_whose_first_event_follows_another_is_rejected(events: int) -> None:
+    """An event that was written after others does not become the first by a new number."""
+    stored = Stored(events=events)
+    after = stored.session._replace(head=new_link())
+    first = event_row(stored.sealing(), after, 0, stored.links[0], b"event 0")
+    rows = [row for row in stored.rows() if row[0] != EVENT or row[1] != 0]
+    with pytest.raises(TamperedError, match=ANOTHER_COPY) as rejected:
+        open_all(stored.attempt(), [*rows, first])
+    assert (rejected.value.table, rejected.value.row) == ("secure_events", "3, 0")
+
+
+def test_session_without_events_whose_head_is_an_event_is_rejected() -> None:
+    stored = Stored(events=0)
+    session = stored.session._replace(head=new_link())
+    session = session._replace(sealed=bindings.seal_session(stored.sealing(), session))
+    rows = [*stored.rows(without=[SESSION]), session_row(session)]
+    with pytest.raises(TamperedError, match=ANOTHER_COPY):
+        open_all(stored.attempt(), rows)
+
+
+def test_snapshot_of_another_copy_is_rejected() -> None:
+    stored = Stored(snapshot=LARGE)
+    rows = stored.with_rows_of(stored.another_copy(snapshot=LARGE), SNAPSHOT)
+    with pytest.raises(TamperedError, match=ANOTHER_COPY) as rejected:
+        open_all(stored.attempt(), rows)
+    error = rejected.value
+    assert (error.table, error.row, error.reason) == ("secure_bases", "3", Reason.MISMATCH)
+
+
+def test_session_row_of_another_copy_passes_a_read_without_events_but_its_head_is_not_proven(
+    cache: RowCache,
+) -> None:
+    stored = Stored()
+    rows = stored.with_rows_of(stored.another_copy(), SESSION)
+    assert open_without_events(stored.attempt(cache=cache), rows)
+    assert cache.proven_session(WHO.session_tag) is None
+
+
+def open_without_events(attempt: Attempt, rows: list[RawRow]) -> StoredSession | None:
+    found = Found(rows)
+    return bindings.open_session(attempt, found, bindings.open_user(attempt, found))
+
+
+def test_head_is_proven_by_reading_the_last_event(cache: RowCache) -> None:
+    stored = Stored()
+    open_without_events(stored.attempt(cache=cache), stored.rows())
+    assert cache.proven_session(WHO.session_tag) is None
+    open_last(stored.attempt(cache=cache), stored.rows(last=1), 1)
+    assert cache.proven_session(WHO.session_tag) == stored.session
+    open_without_events(stored.attempt(cache=cache), stored.rows())
+    assert cache.proven_session(WHO.session_tag) == stored.session
+
+
+def test_head_of_a_replaced_session_row_is_not_taken_for_proven(cache: RowCache) -> None:
+    stored = Stored()
+    open_all(stored.attempt(cache=cache), stored.rows())
+    rows = stored.with_rows_of(stored.another_copy(), SESSION)
+    open_without_events(stored.attempt(cache=cache), rows)
+    assert cache.proven_session(WHO.session_tag) is None
+
+
+@pytest.mark.parametrize("replaced", ["the row", "the witness"])
+@pytest.mark.parametrize("whose", ["app", "user"])
+@pytest.mark.parametrize("remembered", [False, True])
+def test_row_and_witness_of_two_copies_are_rejected(
+    cache: RowCache, whose: str, replaced: str, remembered: bool
+) -> None:
+    stored = Stored()
+    if remembered:
+        open_all(stored.attempt(cache=cache), stored.rows())
+    kind, at = {"app": (APP, 0), "user": (USER, 1)}[whose]
+    other = stored.another_copy()
+    rows = (
+        stored.with_rows_of(other, kind)
+        if replaced == "the row"
+        else stored.with_rows_of(other, WITNESS, at=at)
+    )
+    with pytest.raises(TamperedError, match=ANOTHER_COPY) as rejected:
+        open_all(stored.attempt(cache=cache), rows)
+    assert rejected.value.table == f"secure_{whose}s"
+    assert rejected.value.reason is Reason.MISMATCH
+
+
+def test_witness_of_a_session_has_no_link() -> None:
+    stored = Stored()
+    witness = witness_row(stored.sealing(), WHO.user_tag, WHO.session_tag, 3, new_link())
+    with pytest.raises(TamperedError, match=ANOTHER_COPY):
+        open_all(stored.attempt(), [*stored.without_witness(WHO.session_tag), witness])
+
+
+# --- rows older than what this process has read ---------------------------------------------------
+
+
+class Versions(NamedTuple):
+    """The rows of an app, a user or a session, as stored one after the other."""
+
+    older: list[RawRow]
+    newer: list[RawRow]
+
+
+def versions_of(stored: Stored, whose: str) -> Versions:
+    """The rows before and after an update of the row, each with its own version witness."""
+    sealing = stored.sealing()
+    if whose == "session":
+        session, link = stored.session, new_link()
+        event = event_row(sealing, session, session.revision, link, b"event 2")
+        newer = session._replace(revision=session.revision + 1, head=link, updated_at=102)
+        newer = newer._replace(sealed=bindings.seal_session(sealing, newer))
+        rows = stored.rows(without=[SESSION])
+        return Versions(stored.rows(), [*rows, session_row(newer), event])
+    owner = {"app": stored.app, "user": stored.user}[whose]
+    owner = owner._replace(version=owner.version + 1, link=new_link())
+    witness = witness_row(sealing, owner.tag, owner.tag, owner.version, owner.link)
+    if whose == "app":
+        sealed = bindings.seal_app(sealing, owner)
+        row = raw(APP, [1, owner.version], b"clinic", sealed)
     else:
-        listed = bindings.open_listed_session(attempt, found, stored.user, found.session)
-        assert listed == stored.session
+        row = raw(USER, [2, 1, owner.version], owner.tag, bindings.seal_user(sealing, owner))
+    rows = [one for one in stored.without_witness(owner.tag) if one[0] != KINDS[whose]]
+    return Versions(stored.rows(), [*rows, row, witness])
+
+
+@pytest.mark.parametrize("whose", TAGS)
+def test_row_that_is_older_than_one_read_before_is_rejected(cache: RowCache, whose: str) -> None:
+    """The row and all that prove it are older: nothing stored tells."""
+    stored = Stored()
+    versions = versions_of(stored, whose)
+    open_all(stored.attempt(cache=cache), versions.older)
+    open_all(stored.attempt(cache=cache), versions.newer)
+    for _ in range(2):
+        with pytest.raises(TamperedError, match="an older row was replayed") as rejected:
+            open_all(stored.attempt(cache=cache), versions.older)
+        assert rejected.value.reason is Reason.MISMATCH
+        assert rejected.value.table == f"secure_{whose}s"
+    open_all(stored.attempt(cache=cache), versions.newer)
+
+
+@pytest.mark.parametrize("whose", TAGS)
+def test_row_that_changed_while_it_was_read_is_no_error(cache: RowCache, whose: str) -> None:
+    """Another task has read or written a newer version since the read began."""
+    stored = Stored()
+    versions = versions_of(stored, whose)
+    slow = stored.attempt(cache=cache)
+    open_all(stored.attempt(cache=cache), versions.newer)
+    assert open_all(slow, versions.older)
+
+
+@pytest.mark.parametrize("whose", TAGS)
+def test_slow_read_does_not_make_a_process_forget_a_newer_version(
+    cache: RowCache, whose: str
+) -> None:
+    stored = Stored()
+    versions = versions_of(stored, whose)
+    slow = stored.attempt(cache=cache)
+    open_all(stored.attempt(cache=cache), versions.newer)
+    open_all(slow, versions.older)
+    with pytest.raises(TamperedError, match="an older row was replayed"):
+        open_all(stored.attempt(cache=cache), versions.older)
+
+
+def test_session_that_was_created_again_may_have_a_lower_revision(cache: RowCache) -> None:
+    stored = Stored(events=2)
+    open_all(stored.attempt(cache=cache), stored.rows())
+    sealing = stored.sealing()
+    session = stored.session._replace(id=4, revision=0, head=NO_LINK)
+    session = session._replace(sealed=bindings.seal_session(sealing, session))
+    rows = [
+        *(row for row in stored.without_witness(session.tag) if row[0] not in (SESSION, EVENT)),
+        session_row(session),
+        witness_row(sealing, WHO.user_tag, session.tag, 4, b""),
+    ]
+    assert open_all(stored.attempt(cache=cache), rows) == []
 
 
 # --- snapshots -----------------------------------------------------------------------------------
@@ -374,7 +625,7 @@ def test_listing_needs_the_witness_only_of_a_session_without_events(
 
 def test_snapshot_where_the_session_has_none_is_rejected() -> None:
     stored = Stored()
-    sealed = bindings.seal_snapshot(stored.attempt(), 3, 0, LARGE)
+    sealed = bindings.seal_snapshot(stored.sealing(), 3, 0, NO_LINK, LARGE)
     with pytest.raises(TamperedError, match="this row was added") as rejected:
         open_all(stored.attempt(), [*stored.rows(), raw(SNAPSHOT, (3, NO_SNAPSHOT), sealed)])
     assert (rejected.value.table, rejected.value.reason) == ("secure_bases", Reason.MISMATCH)
@@ -390,7 +641,8 @@ def test_snapshot_that_is_missing_is_rejected() -> None:
 def test_snapshot_of_an_older_revision_is_rejected() -> None:
     """Authentic, as it was at its own revision."""
     stored = Stored(snapshot=LARGE)
-    older = bindings.seal_snapshot(stored.attempt(), 3, -7, b'{"older":true}')
+    link = stored.session.snapshot_link
+    older = bindings.seal_snapshot(stored.sealing(), 3, -7, link, b'{"older":true}')
     rows = [*stored.rows(without=[SNAPSHOT]), raw(SNAPSHOT, (3, -7), older)]
     with pytest.raises(TamperedError, match="an older row was replayed"):
         open_all(stored.attempt(), rows)
@@ -401,13 +653,8 @@ def test_snapshot_of_an_older_revision_is_rejected() -> None:
 
 def counting(stored: Stored, cache: RowCache) -> tuple[Attempt, CountingKeys]:
     keys = CountingKeys(stored.keys)
-    keys.load(stored.key_rows)
+    keys.load(stored.key_rows, marks())
     return stored.attempt(keys=keys, cache=cache), keys
-
-
-@pytest.fixture
-def cache() -> RowCache:
-    return RowCache(10)
 
 
 def test_rows_that_are_stored_unchanged_are_not_decrypted_again(cache: RowCache) -> None:
@@ -421,7 +668,7 @@ def test_rows_that_are_stored_unchanged_are_not_decrypted_again(cache: RowCache)
 
 
 @pytest.mark.parametrize("kind", [APP, USER, SESSION, WITNESS])
-@pytest.mark.parametrize("position", [1, 9])
+@pytest.mark.parametrize("position", [1, SECOND_BLOB])
 def test_remembered_row_is_no_excuse_for_one_that_was_modified_since(
     cache: RowCache, kind: int, position: int
 ) -> None:
@@ -441,12 +688,16 @@ def test_remembered_row_without_its_witness_is_rejected(cache: RowCache, whose: 
         open_all(stored.attempt(cache=cache), stored.without_witness(TAGS[whose]))
 
 
-def test_session_with_a_snapshot_is_not_remembered(cache: RowCache) -> None:
-    """A snapshot may be large."""
+def test_snapshot_of_a_remembered_session_is_read_again(cache: RowCache) -> None:
+    """A snapshot may be large: only the session's own row is remembered."""
     stored = Stored(snapshot=LARGE)
     open_all(stored.attempt(cache=cache), stored.rows())
-    assert cache.sessions.get(WHO.session_tag) is None
-    assert cache.users.get(WHO.user_tag)
+    remembered = cache.proven_session(WHO.session_tag)
+    assert remembered == stored.session._replace(snapshot=None)
+    attempt, keys = counting(stored, cache)
+    session = bindings.open_session(attempt, stored.found(), stored.user)
+    assert session == stored.session
+    assert keys.opened == 3  # the session, its snapshot, its version witness
 
 
 def test_rejected_row_is_not_remembered(cache: RowCache) -> None:
@@ -512,29 +763,29 @@ def test_incomplete_history_is_rejected(case: str) -> None:
 def test_revision_that_disagrees_with_the_last_event_is_rejected(last_seq: int) -> None:
     stored = Stored(events=2)
     with pytest.raises(TamperedError, match="events were added or removed") as rejected:
-        open_all(stored.attempt(), stored.replaced(SESSION, 7, last_seq))
+        open_all(stored.attempt(), stored.replaced(SESSION, 8, last_seq))
     assert rejected.value.reason is Reason.MISMATCH
 
 
 def test_events_of_several_data_keys_open_in_one_history() -> None:
     stored = Stored(events=2)
-    keys = StagedKeys(stored.keys)
-    keys.load(stored.key_rows)
+    keys = stored.read_keys()
     newer = keys.new(WHO.user_tag)
-    attempt = stored.attempt(keys=keys)
-    third = raw(EVENT, (2, 102), bindings.seal_event(attempt, 3, 2, 102, b"event 2"))
+    attempt, third, fourth = stored.attempt(keys=keys), new_link(), new_link()
     rows = [row for row in stored.rows() if row[0] == EVENT]
-    both = [*rows, third, rows[0]]
-    opened = bindings.open_events(attempt, stored.session, both)
-    assert opened == [b"event 0", b"event 1", b"event 2", b"event 0"]
+    rows.append(event_row(attempt, stored.session, 2, third, b"event 2"))
+    older = stored.sealing()
+    rows.append(event_row(older, stored.session._replace(head=third), 3, fourth, b"event 3"))
+    opened = bindings.open_events(attempt, stored.session, rows, NO_LINK)
+    assert opened == ([b"event 0", b"event 1", b"event 2", b"event 3"], fourth)
     assert newer.generation == 1
 
 
-@pytest.mark.parametrize("record", [b"", None, "text", 17, b"{}", b"AKS\1\1"])
+@pytest.mark.parametrize("record", [b"", None, "text", 17, b"{}", b"AKS\2\1"])
 def test_event_that_is_no_record_is_rejected_by_name(record: object) -> None:
     stored = Stored(events=2)
     with pytest.raises(DecryptionError) as rejected:
-        open_all(stored.attempt(), stored.replaced(EVENT, 8, record, at=1))
+        open_all(stored.attempt(), stored.replaced(EVENT, BLOB, record, at=1))
     assert (rejected.value.table, rejected.value.row) == ("secure_events", "3, 1")
 
 

@@ -11,6 +11,7 @@ import pytest
 import sqlalchemy as sa
 
 from adk_secure_sessions.keys.data_keys import DataKeyRow
+from adk_secure_sessions.keys.keyring import MasterMark
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage import schema
 from adk_secure_sessions.storage.queries import (
@@ -24,7 +25,19 @@ from adk_secure_sessions.storage.queries import (
     is_one_of,
     numbered,
 )
-from tests.storage.support import APP, EVENT, KEY, SESSION, SNAPSHOT, USER, WHO, WITNESS, raw
+from tests.storage.support import (
+    APP,
+    BLOB,
+    EVENT,
+    KEY,
+    MASTER_MARK,
+    SESSION,
+    SNAPSHOT,
+    USER,
+    WHO,
+    WITNESS,
+    raw,
+)
 
 # --- typed rows ----------------------------------------------------------------------------------
 
@@ -33,7 +46,8 @@ ONE_OF_EACH = [
     raw(USER, [3, 4, 5], b"tag", b"state"),
     raw(WITNESS, [6], b"tag", b"seal"),
     raw(KEY, [7, 8, 9, 10], b"owner", b"wrapped"),
-    raw(SESSION, [11, 12, 13, 14, 15, 16, 17], b"tag", b"state"),
+    raw(MASTER_MARK, [22, 23], b"wrapped"),
+    raw(SESSION, [11, 12, 13, 14, 15, 16, 17, 24], b"tag", b"state"),
     raw(SNAPSHOT, [18, 19], b"state"),
     raw(EVENT, [20, 21], b"event"),
 ]
@@ -51,8 +65,9 @@ def test_row_of_each_kind_becomes_a_typed_one() -> None:
     ]
     assert found.session == SessionRow(
         id=11, user_row=12, revision=13, base_revision=14, created_at=15, updated_at=16,
-        last_seq=17, tag=b"tag", state=b"state",
+        expires_at=17, last_seq=24, tag=b"tag", state=b"state",
     )  # fmt: skip
+    assert found.masters == [MasterMark(id=22, created_at=23, wrapped=b"wrapped")]
     assert found.snapshots == {18: SnapshotRow(session_row=18, revision=19, state=b"state")}
     (event,) = found.events
     assert (event[sql.EVENT_SEQ], event[sql.EVENT_TIME], event[sql.EVENT_RECORD]) == (
@@ -111,7 +126,7 @@ def connection() -> Iterator[sa.Connection]:
 
 SESSION_COLUMNS: dict[str, Any] = {
     "id": 3, "user_row": 2, "tag": WHO.session_tag, "revision": 1, "base_revision": -1,
-    "created_at": 50, "updated_at": 60, "state": b"session",
+    "created_at": 50, "updated_at": 60, "expires_at": 65, "state": b"session",
 }  # fmt: skip
 APP_COLUMNS: dict[str, Any] = {
     "id": 1, "tag": WHO.app_tag, "app_name": b"clinic", "version": 4, "state": b"app"
@@ -123,6 +138,11 @@ KEY_COLUMNS: dict[str, Any] = {
     "id": 70, "owner": WHO.user_tag, "generation": 0, "backend_id": 1, "created_at": 80,
     "wrapped": b"wrapped",
 }  # fmt: skip
+
+MASTER_COLUMNS: dict[str, Any] = {
+    "id": 60, "purpose": "data", "root_key_id": "root", "created_at": 61, "wrapped": b"master",
+}  # fmt: skip
+MARK = MasterMark(60, 61, b"master")
 
 
 @pytest.fixture
@@ -154,6 +174,7 @@ def filled(connection: sa.Connection) -> sa.Connection:
             for seq in range(3)
         ),
     )
+    add(schema.keyring, MASTER_COLUMNS)
     add(schema.data_keys, KEY_COLUMNS, KEY_COLUMNS | {"id": 71, "owner": other})
     return connection
 
@@ -166,13 +187,14 @@ def test_statement_returns_the_rows_of_one_session_and_nobody_elses(filled: sa.C
     rows = found(filled, sql.SESSION_WITH_ALL_EVENTS[True])
     assert rows.app == AppRow(1, 4, b"clinic", b"app")
     assert rows.users == [UserRow(2, 1, 5, WHO.user_tag, b"user")]
-    assert rows.sessions == [SessionRow(3, 2, 1, -1, 50, 60, 2, WHO.session_tag, b"session")]
+    assert rows.sessions == [SessionRow(3, 2, 1, -1, 50, 60, 65, 2, WHO.session_tag, b"session")]
     assert rows.snapshots == {3: SnapshotRow(3, 0, b"snapshot")}
     assert rows.data_keys == [DataKeyRow(70, WHO.user_tag, 0, 1, 80, b"wrapped")]
+    assert rows.masters == [MARK]
     assert {tag: row.number for tag, row in rows.witnesses.items()} == {
         WHO.app_tag: 4, WHO.user_tag: 5, WHO.session_tag: 3
     }  # fmt: skip
-    assert [(row[1], row[2], bytes(row[8])) for row in rows.events] == [
+    assert [(row[1], row[2], bytes(row[BLOB])) for row in rows.events] == [
         (0, 90, b"0"), (1, 91, b"1"), (2, 92, b"2")
     ]  # fmt: skip
 
@@ -189,11 +211,13 @@ def test_statement_returns_the_rows_of_one_session_and_nobody_elses(filled: sa.C
     ],
     ids=["all events", "last events", "no events", "user's list", "app's list", "owners"],
 )
-def test_data_keys_are_read_only_where_they_are_asked_for(
+def test_data_keys_and_the_keyring_are_read_only_where_they_are_asked_for(
     filled: sa.Connection, forms: sql.QueryForms
 ) -> None:
-    assert len(found(filled, forms[True], limit=1).data_keys) == 1
-    assert found(filled, forms[False], limit=1).data_keys == []
+    rows = found(filled, forms[True], limit=1)
+    assert (len(rows.data_keys), rows.masters) == (1, [MARK])
+    rows = found(filled, forms[False], limit=1)
+    assert (rows.data_keys, rows.masters) == ([], [])
 
 
 @pytest.mark.parametrize(("revision", "limit", "seqs"), [(3, 2, [1, 2]), (3, 5, [0, 1, 2])])
@@ -213,14 +237,13 @@ def test_session_without_events_has_the_last_sequence_minus_one(filled: sa.Conne
 
 
 @pytest.mark.parametrize("forms", [sql.SESSIONS_OF_USER, sql.SESSIONS_OF_APP])
-@pytest.mark.parametrize(("revision", "there"), [(0, True), (1, False)])
-def test_listing_reads_the_witness_of_a_session_only_if_it_has_no_events(
-    filled: sa.Connection, forms: sql.QueryForms, revision: int, there: bool
+@pytest.mark.parametrize("revision", [0, 1])
+def test_listing_reads_the_witness_of_each_session_and_of_nobody_elses(
+    filled: sa.Connection, forms: sql.QueryForms, revision: int
 ) -> None:
     filled.execute(sa.update(schema.sessions).values(revision=revision))
     witnesses = found(filled, forms[False]).witnesses
-    assert (WHO.session_tag in witnesses) == there
-    assert {WHO.app_tag, WHO.user_tag} <= witnesses.keys()
+    assert witnesses.keys() == {WHO.app_tag, WHO.user_tag, WHO.session_tag}
 
 
 def test_condition_is_one_of_meets_each_value_and_no_other(filled: sa.Connection) -> None:
@@ -228,11 +251,11 @@ def test_condition_is_one_of_meets_each_value_and_no_other(filled: sa.Connection
     assert {row.seq for row in filled.execute(query, numbered([0, 2]))} == {0, 2}
 
 
-def test_data_keys_of_owners_are_rows_as_data_keys_take_them(filled: sa.Connection) -> None:
+def test_data_keys_of_owners_come_with_the_keyring(filled: sa.Connection) -> None:
     rows = filled.execute(sql.data_keys_of(2), numbered([WHO.user_tag, WHO.user_tag]))
-    assert [DataKeyRow(*row) for row in rows] == [
-        DataKeyRow(70, WHO.user_tag, 0, 1, 80, b"wrapped")
-    ]
+    found = Found([tuple(row) for row in rows])
+    assert found.data_keys == [DataKeyRow(70, WHO.user_tag, 0, 1, 80, b"wrapped")]
+    assert found.masters == [MARK]
 
 
 # --- changes that rely on what was read ----------------------------------------------------------

@@ -8,9 +8,10 @@ import pytest
 
 from adk_secure_sessions.db.protocol import Read
 from adk_secure_sessions.errors import TamperedError
+from adk_secure_sessions.formats.records import NO_LINK
 from adk_secure_sessions.keys.data_keys import StagedKeys
 from adk_secure_sessions.storage import bindings
-from adk_secure_sessions.storage.bindings import Attempt, Owner, StoredSession, identify
+from adk_secure_sessions.storage.bindings import Attempt, identify
 from adk_secure_sessions.storage.reads import (
     GetSession,
     GetUserState,
@@ -19,17 +20,21 @@ from adk_secure_sessions.storage.reads import (
 )
 from tests.storage.support import (
     APP,
+    BLOB,
     EVENT,
     INDEX,
     SESSION,
     USER,
     WHO,
-    WITNESS,
     RawRow,
     Stored,
+    key_rows,
+    marks,
     one_database,
     raw,
+    session_row,
     two_databases,
+    witness_row,
 )
 
 
@@ -155,7 +160,7 @@ async def test_other_tasks_get_a_turn_after_each_64_events(events: int, turns: i
 
 async def test_session_whose_apps_row_was_removed_is_rejected() -> None:
     stored = Stored()
-    rows = [row for row in stored.rows(without=[APP]) if row[8] != WHO.app_tag]
+    rows = [row for row in stored.rows(without=[APP]) if row[BLOB] != WHO.app_tag]
     executors, _ = one_database(rows)
     with pytest.raises(TamperedError, match="its app's row was removed"):
         await get().attempt(stored.attempt(), executors)
@@ -181,20 +186,17 @@ async def test_unknown_user_has_an_empty_state() -> None:
 def another_session(stored: Stored, attempt: Attempt, number: int) -> list[RawRow]:
     """A session of the same user, without events, and its version witness."""
     who = identify(INDEX, "clinic", "alice", f"session {number}")
-    session = StoredSession(
-        number, 2, who.session_tag, who.session_id, 0, -1, 100, 100, b"{}", b"{}", b""
+    session = stored.session._replace(
+        id=number, tag=who.session_tag, session_id=who.session_id, revision=0, head=NO_LINK
     )
-    sealed = bindings.seal_session(attempt._replace(who=who), session)
-    seal = bindings.seal_witness(attempt, WHO.user_tag, who.session_tag, number)
-    return [
-        raw(SESSION, [number, 2, 0, -1, 100, 100, -1], who.session_tag, sealed),
-        raw(WITNESS, [number], who.session_tag, seal),
-    ]
+    session = session._replace(sealed=bindings.seal_session(attempt._replace(who=who), session))
+    witness = witness_row(attempt, WHO.user_tag, who.session_tag, number, b"")
+    return [session_row(session), witness]
 
 
-def listing(stored: Stored, attempt: Attempt) -> list[RawRow]:
+def listing(stored: Stored) -> list[RawRow]:
     """The rows of three sessions of one user."""
-    rows = stored.rows(without=[EVENT])
+    rows, attempt = stored.rows(without=[EVENT]), stored.sealing()
     return [*rows, *another_session(stored, attempt, 4), *another_session(stored, attempt, 5)]
 
 
@@ -202,21 +204,21 @@ def listing(stored: Stored, attempt: Attempt) -> list[RawRow]:
 async def test_listing_has_every_session(operation: Any) -> None:
     stored = Stored()
     attempt = stored.attempt()
-    executors, _ = one_database(listing(stored, attempt))
+    executors, _ = one_database(listing(stored))
     views = await operation(WHO, skip=False).attempt(attempt, executors)
     assert [view.session.session_id for view in views] == ["visit", "session 4", "session 5"]
     assert {(view.user_id, view.user_state) for view in views} == {("alice", b'{"u":1}')}
 
 
 def damaged(rows: list[RawRow], kind: int, row: int) -> list[RawRow]:
-    return [(*one[:9], one[9][:-1]) if one[0] == kind and one[1] == row else one for one in rows]
+    return [(*one[:-1], one[-1][:-1]) if one[0] == kind and one[1] == row else one for one in rows]
 
 
 @pytest.mark.parametrize("operation", [ListUserSessions, ListAppSessions])
 async def test_listing_names_the_session_that_cannot_be_decrypted(operation: Any) -> None:
     stored = Stored()
     attempt = stored.attempt()
-    executors, _ = one_database(damaged(listing(stored, attempt), SESSION, 4))
+    executors, _ = one_database(damaged(listing(stored), SESSION, 4))
     with pytest.raises(TamperedError, match="secure_sessions row 4"):
         await operation(WHO, skip=False).attempt(attempt, executors)
 
@@ -227,7 +229,7 @@ async def test_listing_that_skips_leaves_out_and_logs_the_session_that_cannot_be
 ) -> None:
     stored = Stored()
     attempt = stored.attempt()
-    executors, _ = one_database(damaged(listing(stored, attempt), SESSION, 4))
+    executors, _ = one_database(damaged(listing(stored), SESSION, 4))
     views = await operation(WHO, skip=True).attempt(attempt, executors)
     assert [view.session.id for view in views] == [3, 5]
     ((_, level, message),) = caplog.record_tuples
@@ -241,7 +243,7 @@ async def test_listing_that_skips_is_empty_where_its_user_cannot_be_decrypted(
 ) -> None:
     stored = Stored()
     attempt = stored.attempt()
-    executors, _ = one_database(damaged(listing(stored, attempt), USER, 2))
+    executors, _ = one_database(damaged(listing(stored), USER, 2))
     assert await operation(WHO, skip=True).attempt(attempt, executors) == []
     assert "secure_users row 2" in caplog.text
 
@@ -253,7 +255,7 @@ async def test_listing_that_skips_is_rejected_where_its_app_cannot_be_decrypted(
     """The app's state is part of every session's."""
     stored = Stored()
     attempt = stored.attempt()
-    executors, _ = one_database(damaged(listing(stored, attempt), APP, 1))
+    executors, _ = one_database(damaged(listing(stored), APP, 1))
     with pytest.raises(TamperedError, match="secure_apps row 1"):
         await operation(WHO, skip=True).attempt(attempt, executors)
 
@@ -268,15 +270,39 @@ async def test_listing_of_an_app_reads_its_users_keys_from_the_key_database() ->
     stored = Stored()
     app_key, user_key = stored.key_rows
     keys = StagedKeys(stored.keys)
-    keys.load([app_key])
+    keys.load([app_key], marks())
     executors, data, key_database = two_databases(
-        data=[stored.rows(without=[EVENT])], keys=[[tuple(user_key)]]
+        data=[stored.rows(without=[EVENT])], keys=[key_rows([user_key])]
     )
     attempt = stored.attempt(keys=keys)
     views = await ListAppSessions(WHO, skip=False).attempt(attempt, executors)
     assert [view.session.id for view in views] == [3]
     assert key_database.requests == ["read data keys of owners"]
     assert len(data.requests) == 1
+
+
+@pytest.mark.parametrize("operation", [ListUserSessions, ListAppSessions])
+async def test_session_that_is_stored_twice_is_listed_once(
+    operation: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Possible in a table that was rebuilt without its keys."""
+    stored = Stored()
+    rows = listing(stored)
+    twice = [*rows, *(row for row in rows if row[0] == SESSION and row[1] == 4)]
+    with pytest.raises(TamperedError, match="secure_sessions row 4: it is stored twice"):
+        await operation(WHO, skip=False).attempt(stored.attempt(), one_database(twice)[0])
+    views = await operation(WHO, skip=True).attempt(stored.attempt(), one_database(twice)[0])
+    assert [view.session.id for view in views] == [3, 4, 5]
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("operation", [ListUserSessions, ListAppSessions])
+async def test_listing_rejects_a_session_without_its_witness(operation: Any) -> None:
+    """Only its row and an event were put back: its head is not proven in a listing."""
+    stored = Stored()
+    executors, _ = one_database(stored.without_witness(WHO.session_tag))
+    with pytest.raises(TamperedError, match=r"version witness .* was removed"):
+        await operation(WHO, skip=False).attempt(stored.attempt(), executors)
 
 
 async def test_session_of_a_user_who_is_not_in_the_listing_is_rejected() -> None:
@@ -288,8 +314,8 @@ async def test_session_of_a_user_who_is_not_in_the_listing_is_rejected() -> None
 
 async def test_user_of_another_app_is_not_listed() -> None:
     stored = Stored()
-    moved = Owner(2, WHO.user_tag, 99, "alice", 7, b"{}")
-    sealed = bindings.seal_user(stored.attempt(), moved)
+    moved = stored.user._replace(app_row=99)
+    sealed = bindings.seal_user(stored.sealing(), moved)
     rows = [*stored.rows(without=[USER, EVENT]), raw(USER, [2, 99, 7], WHO.user_tag, sealed)]
     executors, _ = one_database(rows)
     with pytest.raises(TamperedError, match="its app's row was removed"):

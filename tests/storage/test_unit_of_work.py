@@ -1,7 +1,13 @@
 """An operation is attempted until it has its keys and meets no conflict, and not once more."""
 
 import asyncio
+import gc
+import sys
+import time
+import weakref
 from collections.abc import Callable
+from threading import Event, Thread
+from typing import cast
 
 import pytest
 
@@ -14,35 +20,43 @@ from adk_secure_sessions.db.protocol import (
 )
 from adk_secure_sessions.errors import (
     ConfigurationError,
+    DatabaseError,
     SecureSessionError,
     TamperedError,
     UnknownKeyError,
     WrongKeyError,
 )
+from adk_secure_sessions.formats.records import unpack
 from adk_secure_sessions.keys.data_keys import DataKeyRow, StagedKeys, StaleKeyring
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.storage.bindings import Attempt, KeySource, NeedsDataKey
+from adk_secure_sessions.storage.reads import GetSession
 from adk_secure_sessions.storage.unit_of_work import (
     OpenKeyring,
     Retries,
     UnitOfWork,
+    empty_caches,
     read_data_keys,
     repeated,
 )
+from adk_secure_sessions.storage.writes import AppendEvent, Expected, NewEvent
 from tests.storage.support import (
     ANOTHER_MASTER,
     MASTER,
     WHO,
     FakeExecutor,
+    Stored,
     backends,
     change_in,
     data_keys,
+    key_rows,
     keyring,
+    marks,
     one_database,
     two_databases,
 )
 
-LOST = Disconnected(OSError("the driver's own error"))
+LOST = Disconnected(DatabaseError("the database's error"))
 
 
 @pytest.fixture
@@ -146,10 +160,10 @@ async def test_write_that_lost_its_connection_is_repeated_after_ever_longer_paus
     assert pauses == sorted(pauses) == [0.05, 0.2, 0.5, 1.0, 2.0]
 
 
-async def test_connection_that_stays_lost_ends_in_the_drivers_error(pauses: list[float]) -> None:
+async def test_connection_that_stays_lost_ends_in_the_databases_error(pauses: list[float]) -> None:
     retries = Retries(writes=False)
     await retries.wait(LOST)
-    with pytest.raises(OSError, match="the driver's own error") as raised:
+    with pytest.raises(DatabaseError, match="the database's error") as raised:
         await retries.wait(LOST)
     assert raised.value is LOST.error
 
@@ -223,12 +237,19 @@ async def test_only_the_first_attempt_may_trust_what_the_process_remembers(
     assert [attempt.is_first for attempt in operation.attempts] == [True, False, False]
 
 
+async def test_attempts_lock_their_rows_after_three_conflicts(pauses: list[float]) -> None:
+    operation = Scripted(Conflict(), LOST, UniqueViolation(), Conflict(), Conflict(), "done")
+    await unit_of(one_database()[0]).run(operation)
+    locks = [attempt.locks_rows for attempt in operation.attempts]
+    assert locks == [False, False, False, False, True, True]
+
+
 @pytest.mark.parametrize("writes", [True, False])
-async def test_operation_whose_connection_stays_lost_raises_the_drivers_error(
+async def test_operation_whose_connection_stays_lost_raises_the_databases_error(
     pauses: list[float], writes: bool
 ) -> None:
     operation = Scripted(*[LOST] * 10, writes=writes)
-    with pytest.raises(OSError, match="the driver's own error"):
+    with pytest.raises(DatabaseError, match="the database's error"):
         await unit_of(one_database()[0]).run(operation)
     assert len(operation.attempts) == (6 if writes else 2)
 
@@ -329,6 +350,9 @@ async def test_keys_of_an_attempt_that_failed_are_not_shared(pauses: list[float]
 # --- data keys in a key database -----------------------------------------------------------------
 
 
+NO_KEYS = key_rows([])
+
+
 def stored_keys() -> list[DataKeyRow]:
     staged = StagedKeys(data_keys())
     return [staged.new(WHO.app_tag), staged.new(WHO.user_tag)]
@@ -336,19 +360,18 @@ def stored_keys() -> list[DataKeyRow]:
 
 async def test_key_database_is_read_before_the_attempt() -> None:
     rows = stored_keys()
-    executors, data, keys = two_databases(keys=[rows])
+    executors, data, keys = two_databases(keys=[key_rows(rows)])
     operation = Scripted("done")
     await unit_of(executors).run(operation)
     assert operation.sources == [KeySource.KEY_DATABASE]
     assert (data.requests, keys.requests) == ([], ["read data keys of owners"])
-    current = operation.attempts[0].keys.current(WHO.user_tag)
-    assert current is not None
-    assert current.id == rows[1].id
+    attempt = operation.attempts[0]
+    assert attempt.keys.rows_are_authentic(WHO.user_tag, [rows[1].id])
 
 
 async def test_key_that_the_key_database_lacks_is_looked_up_twice() -> None:
     """It may have been made, or retired, between the read of the keys and that of the rows."""
-    executors, _, keys = two_databases(keys=[[], []])
+    executors, _, keys = two_databases(keys=[NO_KEYS, NO_KEYS])
     operation = Scripted(UnknownKeyError("no key"), UnknownKeyError("no key"))
     with pytest.raises(UnknownKeyError):
         await unit_of(executors).run(operation)
@@ -356,8 +379,8 @@ async def test_key_that_the_key_database_lacks_is_looked_up_twice() -> None:
 
 
 async def test_new_data_key_is_stored_in_the_key_database_before_the_attempt_that_uses_it() -> None:
-    executors, data, keys = two_databases(keys=[[], True, []])
-    operation = Scripted(NeedsDataKey(WHO.user_tag), "done")
+    executors, data, keys = two_databases(keys=[NO_KEYS, True, NO_KEYS])
+    operation = Scripted(NeedsDataKey(WHO.user_tag, 0), "done")
     assert await unit_of(executors).run(operation) == "done"
     read = "read data keys of owners"
     assert (data.requests, keys.requests) == ([], [read, "apply INSERT_KEY", read])
@@ -368,8 +391,8 @@ async def test_new_data_key_is_stored_in_the_key_database_before_the_attempt_tha
 async def test_data_key_that_another_process_stored_first_is_read_instead(
     pauses: list[float],
 ) -> None:
-    executors, _, keys = two_databases(keys=[[], UniqueViolation(), stored_keys()])
-    operation = Scripted(NeedsDataKey(WHO.user_tag), "done")
+    executors, _, keys = two_databases(keys=[NO_KEYS, UniqueViolation(), key_rows(stored_keys())])
+    operation = Scripted(NeedsDataKey(WHO.user_tag, 0), "done")
     assert await unit_of(executors).run(operation) == "done"
     assert (len(keys.requests), len(pauses)) == (3, 1)
 
@@ -380,8 +403,9 @@ async def test_data_key_that_the_keyring_no_longer_allows_waits_for_the_new_keyr
     """INSERT_KEY met no row: a master key was made or retired meanwhile."""
     newer = keyring(MASTER, ANOTHER_MASTER)
     keyrings = KeyringReads(keyring(), newer)
-    executors, _, keys = two_databases(keys=[[], False, [], True, []])
-    operation = Scripted(NeedsDataKey(WHO.user_tag), NeedsDataKey(WHO.user_tag), "done")
+    empty = key_rows([], newer)
+    executors, _, keys = two_databases(keys=[NO_KEYS, False, empty, True, empty])
+    operation = Scripted(NeedsDataKey(WHO.user_tag, 0), NeedsDataKey(WHO.user_tag, 0), "done")
     unit = unit_of(executors, keyrings)
     assert await unit.run(operation) == "done"
     assert (await unit.keys()).keyring is newer
@@ -395,15 +419,17 @@ async def test_data_key_that_the_keyring_no_longer_allows_waits_for_the_new_keyr
 
 
 async def test_owners_are_asked_for_once_and_only_by_tag() -> None:
-    executor = FakeExecutor([tuple(row) for row in stored_keys()])
+    executor = FakeExecutor(key_rows(stored_keys()))
     owners: list[object] = [WHO.user_tag, WHO.user_tag, "text", 17, None]
-    rows = await read_data_keys(executor.read, owners)
-    assert [row.owner for row in rows] == [WHO.app_tag, WHO.user_tag]
+    found = await read_data_keys(executor.read, owners)
+    assert [row.owner for row in found.data_keys] == [WHO.app_tag, WHO.user_tag]
+    assert found.masters == marks()
     assert len(executor.requests) == 1
 
 
-async def test_no_owner_needs_no_query() -> None:
-    assert await read_data_keys(FakeExecutor().read, ["text"]) == []
+async def test_keyring_is_read_even_for_no_owner() -> None:
+    found = await read_data_keys(FakeExecutor(NO_KEYS).read, ["text"])
+    assert (found.data_keys, found.masters) == ([], marks())
 
 
 # --- the keyring ---------------------------------------------------------------------------------
@@ -420,7 +446,7 @@ async def test_keyring_that_cannot_be_opened_is_asked_for_again_by_the_next_call
     unit = unit_of(one_database()[0], KeyringReads(WrongKeyError("wrong"), keyring()))
     with pytest.raises(WrongKeyError):
         await unit.keys()
-    assert (await unit.keys()).keyring.size == 2
+    assert (await unit.keys()).keyring.row_count == 2
 
 
 async def test_keyring_that_has_grown_is_read_again_before_the_next_attempt() -> None:
@@ -435,16 +461,18 @@ async def test_keyring_that_has_grown_is_read_again_before_the_next_attempt() ->
 
 async def test_master_key_that_no_newly_read_keyring_has_is_unknown_and_not_stale() -> None:
     """A data key that names a master key of nobody's must not be asked for without end."""
-    forged = StagedKeys(data_keys(keyring(ANOTHER_MASTER))).new(WHO.user_tag)
+    forger = StagedKeys(data_keys(keyring(ANOTHER_MASTER)))
+    forged = forger.new(WHO.user_tag)
+    record = forger.seal(WHO.user_tag, b"", b"")
 
     def loads(attempt: Attempt) -> object:
-        attempt.keys.load([forged])
-        return attempt.keys.current(WHO.user_tag)
+        attempt.keys.load([forged], marks())
+        return attempt.keys.open(WHO.user_tag, b"", record)
 
     operation = Scripted(loads, loads)
     with pytest.raises(UnknownKeyError, match="keyring holds no data master key"):
         await unit_of(one_database()[0]).run(operation)
-    assert len(operation.attempts) == 2
+    assert len(operation.attempts) == 1
 
 
 async def test_tasks_that_saw_the_same_stale_keyring_read_the_new_one_once() -> None:
@@ -494,11 +522,11 @@ async def test_conflict_of_an_attempt_with_a_new_key_renews_the_keyring(
 async def test_data_keys_as_stored_now_are_read_under_the_keyring_of_now() -> None:
     newer = keyring(MASTER, ANOTHER_MASTER)
     row = StagedKeys(data_keys(newer)).new(WHO.user_tag)
-    executors, executor = one_database([tuple(row)])
+    executors, executor = one_database(key_rows([row], newer))
     unit = unit_of(executors, KeyringReads(keyring(), newer))
-    current = (await unit.data_keys_of(WHO.user_tag)).current(WHO.user_tag)
-    assert current is not None
-    assert current.id == row.id
+    keys = await unit.data_keys_of(WHO.user_tag)
+    assert keys.rows_are_authentic(WHO.user_tag, [row.id])
+    assert (await unit.keys()).keyring is newer
     assert executor.requests == ["read data keys of owners"]
 
 
@@ -537,11 +565,22 @@ async def test_unit_without_a_backend_reads_but_opens_nothing() -> None:
         await unit.keys()
 
 
-async def test_identity_is_computed_once() -> None:
-    unit = unit_of(one_database()[0])
+async def test_identity_of_a_stored_session_is_computed_once() -> None:
+    stored = Stored()
+    unit = unit_of(one_database(stored.rows(keys=True))[0], KeyringReads(stored.keys.keyring))
     who = await unit.identify(*WHO[:3])
+    await unit.run(GetSession(who, lambda *_: None))
     assert who == WHO
     assert await unit.identify(*WHO[:3]) is who
+
+
+async def test_unknown_ids_are_not_cached() -> None:
+    """An attacker who asks for many of them would drive out the ids that exist."""
+    unit = unit_of(one_database(NO_KEYS)[0])
+    who = await unit.identify(*WHO[:3])
+    assert await unit.run(GetSession(who, lambda *_: None)) is None
+    assert await unit.identify(*WHO[:3]) == who
+    assert await unit.identify(*WHO[:3]) is not who
 
 
 async def test_closed_unit_forgets_its_keys_and_opens_the_database_again() -> None:
@@ -553,6 +592,168 @@ async def test_closed_unit_forgets_its_keys_and_opens_the_database_again() -> No
     assert executor.closed == 1
     assert not (await unit.keys()).knows(WHO.user_tag)
     assert len(keyrings.seen) == 2
+
+
+async def filled_unit(executors: Executors, keyrings: OpenKeyring, **options: float) -> UnitOfWork:
+    """A unit of work that has read a session: its keys, its rows and its ids are cached."""
+    unit = UnitOfWork(executors, backends(), keyrings, cached_rows=10, cached_keys=10, **options)
+    assert await unit.run(GetSession(await unit.identify(*WHO[:3]), lambda *_: None))
+    return unit
+
+
+READ_WITH_KEYS = "read SESSION_WITH_ALL_EVENTS with keys"
+
+
+@pytest.mark.parametrize("cache_seconds", [0.0, 0.05])
+async def test_keys_and_rows_are_read_again_after_the_cache_time(cache_seconds: float) -> None:
+    stored, keyrings = Stored(), KeyringReads(Stored().keys.keyring)
+    executors, executor = one_database(stored.rows(keys=True), stored.rows(keys=True))
+    unit = await filled_unit(executors, keyrings, cache_seconds=cache_seconds)
+    await asyncio.sleep(cache_seconds)
+    before = await unit.identify(*WHO[:3])
+    assert await unit.run(GetSession(before, lambda *_: None))
+    assert executor.requests == [READ_WITH_KEYS] * 2
+    assert keyrings.seen == [None], "the keyring is not unwrapped again"
+
+
+async def test_use_does_not_lengthen_the_cache_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored, clock = Stored(), [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    executors, executor = one_database(*[stored.rows(keys=True)] * 5)
+    unit = await filled_unit(executors, KeyringReads(), cache_seconds=10)
+    for clock[0] in (1004.0, 1008.0, 1009.9, 1010.0):
+        await unit.run(GetSession(WHO, lambda *_: None))
+    assert [request == READ_WITH_KEYS for request in executor.requests] == [
+        True, False, False, False, True
+    ]  # fmt: skip
+
+
+async def test_erased_users_rows_are_rejected_after_the_cache_time() -> None:
+    """Another process has erased the user, and somebody has inserted the rows again."""
+    stored = Stored()
+    replayed = [*key_rows(stored.key_rows[:1]), *stored.rows()]
+    executors, executor = one_database(stored.rows(keys=True), replayed)
+    unit = await filled_unit(executors, KeyringReads(), cache_seconds=0)
+    with pytest.raises(UnknownKeyError):
+        await unit.run(GetSession(WHO, lambda *_: None))
+    expected, event = Expected(3, 2), NewEvent(b"", 0, {}, {}, {})
+    executor.answers.append([*key_rows(stored.key_rows[:1]), *stored.rows(last=1)])
+    with pytest.raises(UnknownKeyError):
+        await unit.run(AppendEvent(WHO, expected, event, lambda session: None))
+    assert not any(request.startswith("apply") for request in executor.requests)
+
+
+async def test_one_call_empties_the_caches_of_all_units_and_keeps_their_keyrings() -> None:
+    stored = Stored()
+    units, opened = [], []
+    for _ in range(3):
+        executors, executor = one_database(stored.rows(keys=True), stored.rows(keys=True))
+        keyrings = KeyringReads()
+        units.append((await filled_unit(executors, keyrings), executor, keyrings))
+        opened.append(await units[-1][0].keys())
+    never_opened = unit_of(one_database()[0])
+    empty_caches()
+    for (unit, executor, keyrings), before in zip(units, opened, strict=True):
+        after = await unit.keys()
+        assert not after.knows(WHO.user_tag)
+        assert after.keyring is before.keyring
+        who = await unit.identify(*WHO[:3])
+        assert await unit.run(GetSession(who, lambda *_: None))
+        assert executor.requests == [READ_WITH_KEYS] * 2
+        assert keyrings.seen == [None]
+    assert (await never_opened.keys()).keyring.row_count == 2
+
+
+async def test_operation_that_runs_while_the_caches_are_emptied_fills_none() -> None:
+    unit = await unit_that_knows_the_keys()
+
+    def empties(attempt: Attempt) -> str:
+        empty_caches()
+        return load_keys(attempt)
+
+    await unit.run(Scripted(empties, reads_keys=True))
+    assert not (await unit.keys()).knows(WHO.user_tag)
+
+
+def test_caches_can_be_emptied_while_another_thread_creates_services() -> None:
+    """An erasure must not fail after its commit."""
+    executors, interval = one_database()[0], sys.getswitchinterval()
+    done = Event()
+
+    def create() -> None:
+        while not done.is_set():
+            kept = [unit_of(executors) for _ in range(1000)]
+            del kept
+
+    sys.setswitchinterval(1e-6)
+    creating = Thread(target=create)
+    creating.start()
+    try:
+        for _ in range(2000):
+            empty_caches()
+    finally:
+        done.set()
+        creating.join()
+        sys.setswitchinterval(interval)
+
+
+@pytest.mark.parametrize("rejected", [False, True])
+async def test_nothing_is_kept_after_close(rejected: bool) -> None:
+    stored = Stored()
+    executors, _ = one_database(stored.rows(keys=True))
+
+    async def open_keyring(known: Keyring | None) -> Keyring:
+        if known is not None:
+            raise WrongKeyError("tampered")
+        return keyring()
+
+    unit = await filled_unit(executors, open_keyring)
+    operation = Scripted("done", StaleKeyring())
+    await unit.run(operation)
+    if rejected:
+        with pytest.raises(WrongKeyError):
+            await unit.run(operation)
+    rows = weakref.ref(operation.attempts[0].cache)
+    keys = weakref.ref(await unit.keys())
+    await unit.close()
+    del stored, operation
+    gc.collect()
+    assert (keys(), rows()) == (None, None)
+
+
+async def test_unit_that_is_dropped_is_not_kept_by_the_list_of_all_units() -> None:
+    unit = await unit_that_knows_the_keys()
+    dropped = weakref.ref(unit)
+    del unit
+    gc.collect()
+    assert dropped() is None
+
+
+async def test_changed_keyring_is_noticed_by_the_query_that_reads_data_keys() -> None:
+    """A data key that was planted under a leaked master is not taken up after its retirement."""
+    stored, both = Stored(), keyring(ANOTHER_MASTER, MASTER)
+    leaked = StagedKeys(data_keys(keyring(ANOTHER_MASTER)))
+    planted = leaked.new(WHO.user_tag)
+    rows = stored.rows(last=1)
+    now = [*key_rows([*stored.key_rows, planted], keyring(MASTER)), *rows]
+    executors, executor = one_database(now, now, True)
+    keyrings = KeyringReads(both, keyring(MASTER))
+    unit = unit_of(executors, keyrings)
+    expected, event = Expected(3, 2), NewEvent(b"", 500, {}, {}, {})
+    await unit.run(AppendEvent(WHO, expected, event, lambda session: None))
+    assert keyrings.seen == [None, both]
+    assert not (await unit.keys()).keyring.holds(ANOTHER_MASTER)
+    record = change_in(executor.steps[-1], "INSERT_EVENT").parameters["event"]
+    assert unpack(cast(bytes, record)) == (1, stored.key_rows[1].id)
+
+
+async def test_record_under_a_data_key_of_a_retired_master_is_rejected() -> None:
+    stored, both = Stored(), keyring(MASTER, ANOTHER_MASTER)
+    now = [*key_rows(stored.key_rows, keyring(ANOTHER_MASTER)), *stored.rows()]
+    executors, _ = one_database(now, now)
+    unit = unit_of(executors, KeyringReads(both, keyring(ANOTHER_MASTER)))
+    with pytest.raises(UnknownKeyError, match="no data master key"):
+        await unit.run(GetSession(WHO, lambda *_: None))
 
 
 async def test_both_databases_are_closed_even_if_one_cannot_be() -> None:

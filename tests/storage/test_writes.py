@@ -1,15 +1,15 @@
 """Each write, driven by hand: what it asks of the database, in which order, and what it concludes.
 
-`steps(...)` is the transaction, a generator: `next` gives its first request, `send` answers it.
+`steps_of(...)` is the transaction, a generator: `next` gives its first request, `send` answers it.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from adk_secure_sessions.db.protocol import Apply, Conflict
 from adk_secure_sessions.errors import Reason, TamperedError, UnknownKeyError
-from adk_secure_sessions.formats.records import unpack
+from adk_secure_sessions.formats.records import NO_LINK, split_link, unpack
 from adk_secure_sessions.formats.states import loads
 from adk_secure_sessions.keys.data_keys import StagedKeys
 from adk_secure_sessions.storage import bindings
@@ -19,23 +19,28 @@ from adk_secure_sessions.storage.bindings import (
     KeySource,
     NeedsDataKey,
     RowCache,
-    StoredSession,
 )
+from adk_secure_sessions.storage.owner_changes import OwnerChanges
 from adk_secure_sessions.storage.queries import Found
+from adk_secure_sessions.storage.schema import NEVER
 from adk_secure_sessions.storage.writes import (
     OVERLAY_LIMIT,
     AppendEvent,
+    Created,
     CreateSession,
     DeleteSession,
     DuplicateSession,
     Expected,
     MissingSession,
     NewEvent,
+    RenewKey,
     StaleRevision,
 )
 from tests.storage.support import (
     APP,
+    BLOB,
     EVENT,
+    SECOND_BLOB,
     SESSION,
     SNAPSHOT,
     USER,
@@ -45,13 +50,18 @@ from tests.storage.support import (
     change_in,
     data_keys,
     key_row,
+    key_rows,
     keyring,
+    marks,
     raw,
     request,
     result_of,
+    steps_of,
 )
 
 READ, READ_WITH_KEYS = "read SESSION_WITHOUT_EVENTS", "read SESSION_WITHOUT_EVENTS with keys"
+READ_LAST = "read SESSION_WITH_LAST_EVENTS"  # before an append: the last event proves the head
+READ_LAST_WITH_KEYS = "read SESSION_WITH_LAST_EVENTS with keys"
 NO_EVENTS = [EVENT]
 
 
@@ -65,11 +75,10 @@ def append(
     stored: Stored,
     new: NewEvent | None = None,
     *,
-    known: StoredSession | None = None,
     expected: tuple[int, int] | None = None,
 ) -> AppendEvent:
     at = Expected(*(expected or (stored.session.id, stored.session.revision)))
-    return AppendEvent(WHO, known, at, new or event(), lambda session: None)
+    return AppendEvent(WHO, at, new or event(), lambda session: None)
 
 
 def create(
@@ -91,7 +100,7 @@ def reading(stored: Stored, *, is_first: bool = False) -> Attempt:
 
 def test_append_to_a_known_session_needs_no_read() -> None:
     stored = Stored(events=2)
-    steps = append(stored, known=stored.session).steps(stored.knowing())
+    steps = steps_of(append(stored), stored.knowing_session())
     step = next(steps)
     assert request(step) == "apply UPDATE_SESSION, INSERT_EVENT"
     row = change_in(step, "UPDATE_SESSION").parameters
@@ -103,24 +112,25 @@ def test_append_to_a_known_session_needs_no_read() -> None:
 
 def test_append_stores_the_event_bound_to_its_place_in_the_history() -> None:
     stored = Stored(events=2)
-    attempt = stored.knowing()
-    step = next(append(stored, known=stored.session).steps(attempt))
-    row = change_in(step, "INSERT_EVENT").parameters
+    attempt = stored.knowing_session()
+    steps = steps_of(append(stored), attempt)
+    row = change_in(next(steps), "INSERT_EVENT").parameters
     assert (row["session_row"], row["seq"], row["time"]) == (3, 2, 500)
     record: Any = row["event"]
-    assert attempt.keys.open(WHO.user_tag, bindings.event_context(WHO, 3, 2, 500), record) == (
-        b"the event"
-    )
+    plaintext = attempt.keys.open(WHO.user_tag, bindings.event_context(WHO, 3, 2, 500), record)
+    head = result_of(steps, True).head
+    assert plaintext == head + stored.session.head + b"the event"
+    assert head not in (NO_LINK, stored.session.head)
 
 
 def test_append_to_a_known_session_that_has_changed_reads_it() -> None:
     stored = Stored(events=2)
-    older = bindings.seal_session(stored.attempt(), stored.session)
+    older = bindings.seal_session(stored.sealing(), stored.session)
     known = stored.session._replace(sealed=older)
-    steps = append(stored, known=known).steps(stored.knowing())
+    steps = steps_of(append(stored), stored.knowing_session(known))
     assert request(next(steps)) == "apply UPDATE_SESSION, INSERT_EVENT"
-    assert request(steps.send(False)) == READ
-    step = steps.send(stored.rows(without=NO_EVENTS))
+    assert request(steps.send(False)) == READ_LAST
+    step = steps.send(stored.rows(last=1))
     assert request(step) == "apply UPDATE_SESSION, INSERT_EVENT"
     assert change_in(step, "UPDATE_SESSION").parameters["at_state"] == stored.session.sealed
     assert result_of(steps, True).revision == 3
@@ -128,30 +138,31 @@ def test_append_to_a_known_session_that_has_changed_reads_it() -> None:
 
 def test_append_reads_a_session_that_is_not_known() -> None:
     stored = Stored()
-    steps = append(stored).steps(stored.knowing())
-    assert request(next(steps)) == READ
+    steps = steps_of(append(stored), stored.knowing())
+    assert request(next(steps)) == READ_LAST
 
 
 def test_append_reads_the_keys_with_the_rows_where_they_are_not_known() -> None:
     stored = Stored()
-    attempt = stored.attempt(keys=StagedKeys(stored.keys))
-    steps = append(stored, known=stored.session).steps(attempt)
-    assert request(next(steps)) == READ_WITH_KEYS
-    step = steps.send(stored.rows(without=NO_EVENTS, keys=True))
+    remembered = stored.knowing_session().cache
+    attempt = stored.attempt(keys=StagedKeys(stored.keys), cache=remembered)
+    steps = steps_of(append(stored), attempt)
+    assert request(next(steps)) == READ_LAST_WITH_KEYS
+    step = steps.send(stored.rows(last=1, keys=True))
     assert request(step) == "apply UPDATE_SESSION, INSERT_EVENT"
 
 
 def test_second_attempt_at_an_append_trusts_nothing_that_is_remembered() -> None:
     stored = Stored()
-    steps = append(stored, known=stored.session).steps(stored.knowing()._replace(is_first=False))
-    assert request(next(steps)) == READ
+    steps = steps_of(append(stored), stored.knowing_session()._replace(is_first=False))
+    assert request(next(steps)) == READ_LAST
 
 
 def test_append_that_meets_a_changed_row_after_its_read_is_a_conflict() -> None:
     stored = Stored()
-    steps = append(stored).steps(reading(stored))
+    steps = steps_of(append(stored), reading(stored))
     next(steps)
-    steps.send(stored.rows(without=NO_EVENTS))
+    steps.send(stored.rows(last=1))
     with pytest.raises(Conflict):
         steps.send(False)
 
@@ -173,9 +184,11 @@ def test_append_changes_the_row_of_each_scope_and_its_witness(
     scopes: list[str], changes: str
 ) -> None:
     stored = Stored()
-    steps = append(stored, event(**{scope: {"new": 1} for scope in scopes})).steps(reading(stored))
-    assert request(next(steps)) == READ
-    assert request(steps.send(stored.rows(without=NO_EVENTS))) == f"apply {changes}"
+    steps = steps_of(
+        append(stored, event(**{scope: {"new": 1} for scope in scopes})), reading(stored)
+    )
+    assert request(next(steps)) == READ_LAST
+    assert request(steps.send(stored.rows(last=1))) == f"apply {changes}"
 
 
 @pytest.mark.parametrize("scope", ["app", "user"])
@@ -183,16 +196,16 @@ def test_known_session_is_read_where_a_shared_state_changes(scope: str) -> None:
     """That state may have been changed by anybody."""
     stored = Stored()
     new = event(**{scope: {"new": 1}})
-    steps = append(stored, new, known=stored.session).steps(stored.knowing())
-    assert request(next(steps)) == READ
+    steps = steps_of(append(stored, new), stored.knowing_session())
+    assert request(next(steps)) == READ_LAST
 
 
 @pytest.mark.parametrize(("scope", "version"), [("app", 5), ("user", 7)])
 def test_changed_scope_goes_to_its_next_version_with_its_witness(scope: str, version: int) -> None:
     stored = Stored()
-    steps = append(stored, event(**{scope: {"new": 1}})).steps(reading(stored))
+    steps = steps_of(append(stored, event(**{scope: {"new": 1}})), reading(stored))
     next(steps)
-    step = steps.send(stored.rows(without=NO_EVENTS))
+    step = steps.send(stored.rows(last=1))
     row = change_in(step, f"UPDATE_{scope.upper()}").parameters
     witness = change_in(step, "UPDATE_WITNESS").parameters
     assert (row["at_version"], row["version"]) == (version, version + 1)
@@ -201,7 +214,7 @@ def test_changed_scope_goes_to_its_next_version_with_its_witness(scope: str, ver
 
 def test_append_to_no_session_reports_that_it_is_missing() -> None:
     stored = Stored()
-    steps = append(stored).steps(reading(stored))
+    steps = steps_of(append(stored), reading(stored))
     next(steps)
     with pytest.raises(MissingSession):
         steps.send([])
@@ -212,59 +225,60 @@ def test_append_to_no_session_reports_that_it_is_missing() -> None:
 )
 def test_append_at_another_revision_or_row_is_stale(expected: tuple[int, int]) -> None:
     stored = Stored(events=2)
-    steps = append(stored, expected=expected).steps(reading(stored))
+    steps = steps_of(append(stored, expected=expected), reading(stored))
     next(steps)
     with pytest.raises(StaleRevision):
-        steps.send(stored.rows(without=NO_EVENTS))
+        steps.send(stored.rows(last=1))
 
 
-def lost_append(stored: Stored) -> tuple[AppendEvent, Apply, list[Any]]:
-    """An append that was sent and got no answer; what it sent, and the rows if it was stored."""
-    operation = append(stored, known=stored.session)
-    sent = next(operation.steps(stored.knowing()))
+def sent_append(stored: Stored) -> tuple[AppendEvent, Apply, list[Any]]:
+    """An append that was sent; what it sent, and the rows of the next read if it is stored."""
+    operation = append(stored)
+    sent = next(steps_of(operation, stored.knowing_session()))
     assert isinstance(sent, Apply)
     row = change_in(sent, "UPDATE_SESSION").parameters
-    numbers = [3, 2, row["revision"], row["base_revision"], 100, row["updated_at"], 2]
+    event = change_in(sent, "INSERT_EVENT").parameters["event"]
+    numbers = [3, 2, row["revision"], row["base_revision"], 100, row["updated_at"], NEVER, 2]
     rows = stored.rows(without=[EVENT, SESSION])
-    return operation, sent, [*rows, raw(SESSION, numbers, WHO.session_tag, row["state"])]
+    rows.append(raw(SESSION, numbers, WHO.session_tag, row["state"]))
+    return operation, sent, [*rows, raw(EVENT, [2, 500], event)]
 
 
 def test_append_whose_answer_was_lost_finds_its_own_event_and_is_not_stale() -> None:
     stored = Stored(events=2)
-    operation, sent, rows = lost_append(stored)
-    steps = operation.steps(reading(stored))
-    assert request(next(steps)) == READ
+    operation, sent, rows = sent_append(stored)
+    steps = steps_of(operation, reading(stored))
+    assert request(next(steps)) == READ_LAST
     assert request(steps.send(rows)) == "read EVENT_AT"
-    event = change_in(sent, "INSERT_EVENT").parameters["event"]
-    session = result_of(steps, [raw(EVENT, [2, 500], event)])
+    session = result_of(steps, rows[-1:])
     assert session.revision == 3
     assert session.sealed == change_in(sent, "UPDATE_SESSION").parameters["state"]
 
 
 def test_append_whose_answer_was_lost_is_stale_where_another_event_is_stored() -> None:
     stored = Stored(events=2)
-    operation, _, rows = lost_append(stored)
-    steps = operation.steps(reading(stored))
+    operation, _, _ = sent_append(stored)
+    _, _, rows = sent_append(stored)
+    steps = steps_of(operation, reading(stored))
     next(steps)
-    steps.send(rows)
+    assert request(steps.send(rows)) == "read EVENT_AT"
     with pytest.raises(StaleRevision):
-        steps.send([raw(EVENT, [2, 500], b"somebody else's event")])
+        steps.send(rows[-1:])
 
 
 def test_append_to_a_tampered_session_is_rejected_before_anything_is_changed() -> None:
     stored = Stored()
-    steps = append(stored).steps(reading(stored))
+    steps = steps_of(append(stored), reading(stored))
     next(steps)
-    rows = stored.replaced(SESSION, 6, 999)
     with pytest.raises(TamperedError):
-        steps.send([row for row in rows if row[0] != EVENT])
+        steps.send(stored.replaced(SESSION, 6, 999))
 
 
 def test_append_of_app_state_is_rejected_where_the_apps_row_was_removed() -> None:
     stored = Stored()
-    steps = append(stored, event(app={"new": 1})).steps(reading(stored))
+    steps = steps_of(append(stored, event(app={"new": 1})), reading(stored))
     next(steps)
-    rows = [row for row in stored.rows(without=[EVENT, APP]) if row[8] != WHO.app_tag]
+    rows = [row for row in stored.rows(without=[APP], last=1) if row[BLOB] != WHO.app_tag]
     with pytest.raises(TamperedError, match="its app's row was removed"):
         steps.send(rows)
 
@@ -276,8 +290,7 @@ FULL = {"large": "x" * OVERLAY_LIMIT}
 
 def test_small_change_of_state_goes_into_the_overlay() -> None:
     stored = Stored()
-    attempt = stored.knowing()
-    steps = append(stored, event(session={"new": 1}), known=stored.session).steps(attempt)
+    steps = steps_of(append(stored, event(session={"new": 1})), stored.knowing_session())
     assert request(next(steps)) == "apply UPDATE_SESSION, INSERT_EVENT"
     session = result_of(steps, True)
     assert loads(session.overlay) == {"s": 1, "new": 1}
@@ -289,22 +302,24 @@ def test_overlay_is_merged_into_a_snapshot_once_it_is_larger_than_the_limit(more
     stored = Stored()
     rest = len(b'{"s":1,"k":""}')
     new = event(session={"k": "x" * (OVERLAY_LIMIT - rest + more)})
-    steps = append(stored, new, known=stored.session).steps(stored.knowing())
+    steps = steps_of(append(stored, new), stored.knowing_session())
     snapshots = "INSERT_SNAPSHOT, " if more else ""
     assert request(next(steps)) == f"apply UPDATE_SESSION, {snapshots}INSERT_EVENT"
 
 
 def test_first_snapshot_holds_the_whole_state_under_an_empty_overlay() -> None:
     stored = Stored(events=2)
-    attempt = stored.knowing()
-    steps = append(stored, event(session=FULL), known=stored.session).steps(attempt)
+    attempt = stored.knowing_session()
+    steps = steps_of(append(stored, event(session=FULL)), attempt)
     step = next(steps)
     row = change_in(step, "INSERT_SNAPSHOT").parameters
     assert (row["session_row"], row["revision"]) == (3, 3)
     sealed: Any = row["state"]
     snapshot = attempt.keys.open(WHO.user_tag, bindings.snapshot_context(WHO, 3, 3), sealed)
-    assert loads(snapshot) == {"s": 1} | FULL
     session = result_of(steps, True)
+    link, state = split_link(snapshot)
+    assert loads(state) == {"s": 1} | FULL
+    assert link == session.snapshot_link != NO_LINK
     assert (session.overlay, session.base_revision) == (b"{}", 3)
     assert session.snapshot is None, "a snapshot may be large: it is not kept in memory"
 
@@ -312,23 +327,25 @@ def test_first_snapshot_holds_the_whole_state_under_an_empty_overlay() -> None:
 def test_next_snapshot_replaces_the_one_before() -> None:
     stored = Stored(events=2, snapshot=b'{"old":1,"s":0}')
     attempt = reading(stored)
-    steps = append(stored, event(session=FULL)).steps(attempt)
+    steps = steps_of(append(stored, event(session=FULL)), attempt)
     next(steps)
-    step = steps.send(stored.rows(without=NO_EVENTS))
+    step = steps.send(stored.rows(last=1))
     assert request(step) == "apply UPDATE_SESSION, UPDATE_SNAPSHOT, INSERT_EVENT"
     row = change_in(step, "UPDATE_SNAPSHOT").parameters
     assert (row["at_id"], row["at_revision"], row["revision"]) == (3, 0, 3)
     sealed: Any = row["state"]
     snapshot = attempt.keys.open(WHO.user_tag, bindings.snapshot_context(WHO, 3, 3), sealed)
-    assert loads(snapshot) == {"old": 1, "s": 1} | FULL
+    link, state = split_link(snapshot)
+    assert loads(state) == {"old": 1, "s": 1} | FULL
+    assert link == result_of(steps, True).snapshot_link != stored.session.snapshot_link
 
 
 def test_known_session_is_read_where_its_snapshot_has_to_be_merged() -> None:
     stored = Stored(snapshot=b'{"old":1}')
     known = stored.session._replace(snapshot=None)
-    steps = append(stored, event(session=FULL), known=known).steps(stored.knowing())
-    assert request(next(steps)) == READ
-    small = append(stored, event(session={"k": 1}), known=known).steps(stored.knowing())
+    steps = steps_of(append(stored, event(session=FULL)), stored.knowing_session(known))
+    assert request(next(steps)) == READ_LAST
+    small = steps_of(append(stored, event(session={"k": 1})), stored.knowing_session(known))
     assert request(next(small)) == "apply UPDATE_SESSION, INSERT_EVENT"
 
 
@@ -347,7 +364,7 @@ def strangers(stored: Stored) -> Attempt:
 
 def test_first_session_of_an_app_makes_app_user_their_keys_and_their_witnesses() -> None:
     stored = Stored()
-    steps = create(app={"a": 1}, user={"u": 1}).steps(strangers(stored))
+    steps = steps_of(create(app={"a": 1}, user={"u": 1}), strangers(stored))
     assert request(next(steps)) == READ_WITH_KEYS
     assert request(steps.send([])) == NEW_OWNERS
     created = result_of(steps, True)
@@ -359,13 +376,14 @@ def test_first_session_of_an_app_makes_app_user_their_keys_and_their_witnesses()
 def test_created_rows_open_again() -> None:
     stored = Stored()
     attempt = strangers(stored)
-    steps = create().steps(attempt)
+    steps = steps_of(create(), attempt)
     next(steps)
     step = steps.send([])
     assert isinstance(step, Apply)
     row = change_in(step, "INSERT_SESSION").parameters
-    numbers = [row[name] for name in ("id", "user_row", "revision", "base_revision")]
-    context = bindings.session_context("clinic", "alice", WHO.session_tag, *numbers, 500, 500)  # type: ignore[arg-type]
+    numbers: list[Any] = [row[name] for name in ("id", "user_row", "revision", "base_revision")]
+    numbers += [500, 500, NEVER]
+    context = bindings.session_context("clinic", "alice", WHO.session_tag, *numbers)
     record: Any = row["state"]
     assert attempt.keys.open(WHO.user_tag, context, record).endswith(b'{"s":1}')
 
@@ -373,12 +391,12 @@ def test_created_rows_open_again() -> None:
 def owners_only(stored: Stored, **more: Any) -> list[Any]:
     """The rows of the app and the user, but none of the session."""
     rows = stored.rows(without=[EVENT, SESSION, SNAPSHOT], **more)
-    return [row for row in rows if not (row[0] == WITNESS and row[8] == WHO.session_tag)]
+    return [row for row in rows if not (row[0] == WITNESS and row[BLOB] == WHO.session_tag)]
 
 
 def test_session_of_an_existing_user_relies_on_the_users_row() -> None:
     stored = Stored()
-    steps = create().steps(reading(stored))
+    steps = steps_of(create(), reading(stored))
     next(steps)
     step = steps.send(owners_only(stored))
     assert request(step) == "apply INSERT_SESSION_OF_USER, INSERT_WITNESS"
@@ -387,7 +405,7 @@ def test_session_of_an_existing_user_relies_on_the_users_row() -> None:
 
 def test_session_that_changes_shared_states_updates_their_rows() -> None:
     stored = Stored()
-    steps = create(app={"a": 2}, user={"u": 2}).steps(reading(stored))
+    steps = steps_of(create(app={"a": 2}, user={"u": 2}), reading(stored))
     next(steps)
     assert request(steps.send(owners_only(stored))) == (
         "apply UPDATE_APP, UPDATE_WITNESS, UPDATE_USER, UPDATE_WITNESS, INSERT_SESSION, "
@@ -406,7 +424,7 @@ def remembering(stored: Stored) -> Attempt:
 
 def test_session_of_owners_that_are_remembered_needs_no_read() -> None:
     stored = Stored()
-    steps = create().steps(remembering(stored))
+    steps = steps_of(create(), remembering(stored))
     step = next(steps)
     assert request(step) == "apply INSERT_SESSION_OF_KNOWN, INSERT_WITNESS"
     guard = change_in(step, "INSERT_SESSION_OF_KNOWN").parameters
@@ -417,7 +435,7 @@ def test_session_of_owners_that_are_remembered_needs_no_read() -> None:
 
 def test_session_of_owners_that_have_changed_since_reads_them() -> None:
     stored = Stored()
-    steps = create().steps(remembering(stored))
+    steps = steps_of(create(), remembering(stored))
     next(steps)
     assert request(steps.send(False)) == READ
     assert request(steps.send(owners_only(stored))) == (
@@ -429,18 +447,18 @@ def test_session_of_owners_that_have_changed_since_reads_them() -> None:
 def test_remembered_owners_are_read_where_their_state_changes(scope: str) -> None:
     stored = Stored()
     operation = create(app={"new": 1}) if scope == "app" else create(user={"new": 1})
-    assert request(next(operation.steps(remembering(stored)))) == READ
+    assert request(next(steps_of(operation, remembering(stored)))) == READ
 
 
 def test_second_attempt_at_a_creation_reads_the_owners() -> None:
     stored = Stored()
     again = remembering(stored)._replace(is_first=False)
-    assert request(next(create().steps(again))) == READ
+    assert request(next(steps_of(create(), again))) == READ
 
 
 def test_session_id_that_is_taken_is_reported() -> None:
     stored = Stored()
-    steps = create().steps(reading(stored))
+    steps = steps_of(create(), reading(stored))
     next(steps)
     with pytest.raises(DuplicateSession):
         steps.send(stored.rows(without=NO_EVENTS))
@@ -450,24 +468,37 @@ def test_creation_whose_answer_was_lost_finds_its_own_session_and_is_no_duplicat
     stored = Stored()
     operation = create()
     attempt = remembering(stored)
-    step = next(operation.steps(attempt))
+    step = next(steps_of(operation, attempt))
     row = change_in(step, "INSERT_SESSION_OF_KNOWN").parameters
     witness = change_in(step, "INSERT_WITNESS").parameters
     numbers = [row[name] for name in ("id", "user_row", "revision", "base_revision")]
     there = [
-        raw(SESSION, [*numbers, 500, 500, -1], WHO.session_tag, row["state"]),
+        raw(SESSION, [*numbers, 500, 500, NEVER, -1], WHO.session_tag, row["state"]),
         raw(WITNESS, [witness["number"]], witness["tag"], witness["seal"]),
     ]
-    steps = operation.steps(reading(stored))
+    steps = steps_of(operation, reading(stored))
     assert request(next(steps)) == READ
     created = result_of(steps, [*owners_only(stored), *there])
     assert (created.session.id, created.user.id) == (row["id"], stored.user.id)
 
 
+@pytest.mark.parametrize(("revision", "proven"), [(0, True), (1, False)])
+def test_head_of_a_created_session_is_proven_as_long_as_it_has_no_events(
+    revision: int, proven: bool
+) -> None:
+    """An event may have been appended since a creation whose answer was lost."""
+    stored = Stored(events=revision)
+    attempt, operation = stored.knowing(), create()
+    created = Created(stored.session, stored.app, stored.user)
+    operation.committed(attempt, OwnerChanges(attempt), created)
+    assert (attempt.cache.proven_session(WHO.session_tag) is not None) == proven
+    assert attempt.cache.sessions.get(WHO.session_tag) is not None
+
+
 def test_large_first_state_is_a_snapshot_from_the_start() -> None:
     stored = Stored()
     attempt = remembering(stored)
-    step = next(create(b'{"large":"' + b"x" * OVERLAY_LIMIT + b'"}').steps(attempt))
+    step = next(steps_of(create(b'{"large":"' + b"x" * OVERLAY_LIMIT + b'"}'), attempt))
     assert request(step) == "apply INSERT_SESSION_OF_KNOWN, INSERT_SNAPSHOT, INSERT_WITNESS"
     assert change_in(step, "INSERT_SESSION_OF_KNOWN").parameters["base_revision"] == 0
 
@@ -476,10 +507,10 @@ def test_user_of_another_apps_row_gets_no_session() -> None:
     """An attacker who can write may have changed which row the app's name leads to."""
     stored = Stored()
     moved = stored.user._replace(app_row=99)
-    sealed = bindings.seal_user(stored.attempt(), moved)
+    sealed = bindings.seal_user(stored.sealing(), moved)
     rows = [row for row in owners_only(stored) if row[0] != USER]
     rows.append(raw(USER, [2, 99, 7], WHO.user_tag, sealed))
-    steps = create().steps(reading(stored))
+    steps = steps_of(create(), reading(stored))
     next(steps)
     with pytest.raises(TamperedError, match="another app's row") as rejected:
         steps.send(rows)
@@ -492,35 +523,46 @@ def test_user_of_another_apps_row_gets_no_session() -> None:
 @pytest.mark.parametrize("kept", [0, 1], ids=["of the app", "of the user"])
 def test_data_key_without_its_owners_row_proves_that_the_row_was_removed(kept: int) -> None:
     stored = Stored()
-    steps = create().steps(strangers(stored))
+    steps = steps_of(create(), strangers(stored))
     next(steps)
     with pytest.raises(TamperedError, match="its data key is still stored") as rejected:
         steps.send([key_row(stored.key_rows[kept])])
     assert rejected.value.reason is Reason.MISSING
 
 
-def test_new_owner_in_a_key_database_needs_its_key_stored_first() -> None:
+@pytest.mark.parametrize("found", [0, 2], ids=["none", "one that proves nothing"])
+def test_new_owner_in_a_key_database_needs_its_key_stored_first(found: int) -> None:
+    """A key that is there without the owner's row may be an erased one, inserted again."""
     stored = Stored()
-    attempt = strangers(stored)._replace(key_source=KeySource.KEY_DATABASE)
-    steps = create().steps(attempt)
+    keys = StagedKeys(stored.keys)
+    keys.load(stored.key_rows[:found], marks())
+    attempt = stored.attempt(keys=keys, source=KeySource.KEY_DATABASE)
+    steps = steps_of(create(), attempt)
     assert request(next(steps)) == READ
     with pytest.raises(NeedsDataKey) as needed:
         steps.send([])
     assert needed.value.owner == WHO.app_tag
 
 
-def test_key_in_a_key_database_may_wait_for_its_owners_row() -> None:
-    """A process may have ended between the two writes."""
+def test_key_that_this_operation_stored_in_the_key_database_is_used_and_named() -> None:
     stored = Stored()
-    steps = create().steps(stored.attempt(source=KeySource.KEY_DATABASE))
+    older = StagedKeys(stored.keys)
+    older.load(stored.key_rows, marks())
+    planted = [older.new(WHO.app_tag), older.new(WHO.user_tag)]
+    keys = StagedKeys(stored.keys, created=[row.id for row in stored.key_rows])
+    keys.load([*stored.key_rows, *planted], marks())
+    attempt = stored.attempt(keys=keys, source=KeySource.KEY_DATABASE)
+    steps = steps_of(create(), attempt)
     next(steps)
     assert request(steps.send([])) == NEW_OWNERS.replace("INSERT_KEY, ", "")
+    created = result_of(steps, True)
+    assert (created.app.key_ids, created.user.key_ids) == (stored.app.key_ids, stored.user.key_ids)
 
 
 def test_nothing_is_made_for_an_owner_whose_keys_were_not_read() -> None:
     stored = Stored()
     attempt = strangers(stored)._replace(key_source=KeySource.CACHE)
-    steps = create().steps(attempt)
+    steps = steps_of(create(), attempt)
     next(steps)
     with pytest.raises(UnknownKeyError, match="read again"):
         steps.send([])
@@ -529,62 +571,265 @@ def test_nothing_is_made_for_an_owner_whose_keys_were_not_read() -> None:
 def other_backends(stored: Stored) -> StagedKeys:
     """The keys as a process sees them whose writing backend is another than the rows'."""
     keys = StagedKeys(data_keys(stored.keys.keyring, fernet=True))
-    keys.load(stored.key_rows)
+    keys.load(stored.key_rows, marks())
     return keys
 
 
 def test_owner_without_a_key_of_the_writing_backend_gets_the_next_generation() -> None:
     stored = Stored()
     attempt = stored.attempt(keys=other_backends(stored))
-    steps = append(stored).steps(attempt)
+    steps = steps_of(append(stored), attempt)
     next(steps)
-    step = steps.send(stored.rows(without=NO_EVENTS, keys=True))
-    assert request(step) == "apply UPDATE_SESSION, INSERT_EVENT, INSERT_KEY"
+    step = steps.send(stored.rows(last=1, keys=True))
+    assert request(step) == (
+        "apply UPDATE_SESSION, INSERT_EVENT, INSERT_KEY, UPDATE_USER, UPDATE_WITNESS"
+    )
     made = change_in(step, "INSERT_KEY").parameters
     assert (made["owner"], made["generation"], made["backend_id"]) == (WHO.user_tag, 1, 2)
-    record: Any = change_in(step, "INSERT_EVENT").parameters["event"]
-    assert unpack(record) == (2, made["id"])
+    for record in (
+        change_in(step, "INSERT_EVENT").parameters["event"],
+        change_in(step, "UPDATE_SESSION").parameters["state"],
+        change_in(step, "UPDATE_USER").parameters["state"],
+        change_in(step, "UPDATE_WITNESS").parameters["seal"],
+    ):
+        assert unpack(cast(bytes, record)) == (2, made["id"])
+
+
+def test_row_of_the_owner_names_the_new_key_and_keeps_those_of_other_backends() -> None:
+    stored = Stored()
+    attempt = stored.attempt(keys=other_backends(stored))
+    steps = steps_of(append(stored), attempt)
+    next(steps)
+    step = steps.send(stored.rows(last=1, keys=True))
+    row, witness = (change_in(step, f"UPDATE_{one}").parameters for one in ("USER", "WITNESS"))
+    made = change_in(step, "INSERT_KEY").parameters["id"]
+    numbers = [2, 1, row["version"]]
+    rows = [
+        raw(USER, numbers, WHO.user_tag, row["state"]),
+        raw(WITNESS, [witness["number"]], WHO.user_tag, witness["seal"]),
+    ]
+    user = bindings.open_user(attempt, Found(rows))
+    assert user is not None
+    assert user.key_ids == (made, stored.key_rows[1].id)
+    assert (user.version, user.state) == (8, stored.user.state)
+    assert user.link != stored.user.link
 
 
 def test_key_that_is_older_than_a_records_is_locked_while_it_encrypts() -> None:
     """Another process's backend has made a newer one; ours must not be retired meanwhile."""
-    stored = Stored()
-    ours = stored.key_rows
-    keys = other_backends(stored)
+    first = Stored()
+    ours, keys = first.key_rows, other_backends(first)
     theirs = keys.new(WHO.user_tag)
-    later = stored.attempt(keys=keys)
-    resealed = bindings.seal_session(later, stored.session)
-    rows = stored.replaced(SESSION, 9, resealed)
+    stored = first.another_copy(more_key_ids=(theirs.id,))
+    resealed = bindings.seal_session(stored.attempt(keys=keys), stored.session)
+    rows = [row for row in stored.replaced(SESSION, SECOND_BLOB, resealed) if row[0] != EVENT]
+    last = stored.rows(last=1)[-1]
     attempt = stored.attempt(keys=StagedKeys(stored.keys))
-    steps = append(stored).steps(attempt)
+    steps = steps_of(append(stored), attempt)
     next(steps)
-    key_rows = [key_row(row) for row in [*ours, theirs]]
-    step = steps.send([*key_rows, *(row for row in rows if row[0] != EVENT)])
+    step = steps.send([*key_rows([*ours, theirs]), *rows, last])
     assert request(step) == "apply UPDATE_SESSION, INSERT_EVENT, HOLD_KEY"
     assert change_in(step, "HOLD_KEY").parameters == {"at_id": ours[1].id, "generation": 0}
 
 
 def test_known_session_under_a_newer_key_is_read_with_its_keys_before_it_is_written() -> None:
     stored = Stored()
-    keys = StagedKeys(stored.keys)
-    keys.load(stored.key_rows)
+    keys = stored.read_keys()
     keys.new(WHO.user_tag)
     newer = stored.session._replace(
         sealed=bindings.seal_session(stored.attempt(keys=keys), stored.session)
     )
-    steps = append(stored, known=newer).steps(stored.knowing())
-    assert request(next(steps)) == READ
+    steps = steps_of(append(stored), stored.knowing_session(newer))
+    assert request(next(steps)) == READ_LAST
 
 
 def test_new_data_key_is_stored_only_under_the_keyring_that_was_read() -> None:
     stored = Stored()
-    steps = create().steps(strangers(stored))
+    steps = steps_of(create(), strangers(stored))
     next(steps)
     step = steps.send([])
     assert isinstance(step, Apply)
     guard = step.changes[0].parameters
     ring = keyring()
-    assert (guard["master_id"], guard["masters"]) == (ring.current_id, ring.size)
+    assert (guard["master_id"], guard["masters"]) == (ring.current_id, ring.row_count)
+
+
+def test_key_that_the_row_does_not_name_encrypts_nothing() -> None:
+    """A key of a higher generation: an erased one, inserted again by who kept a copy."""
+    stored = Stored()
+    planted = stored.read_keys().new(WHO.user_tag)
+    keys = StagedKeys(stored.keys)
+    steps = steps_of(append(stored, event(user={"new": 1})), stored.attempt(keys=keys))
+    next(steps)
+    rows = stored.rows(last=1)
+    step = steps.send([*key_rows([*stored.key_rows, planted]), *rows])
+    assert request(step) == "apply UPDATE_SESSION, INSERT_EVENT, UPDATE_USER, UPDATE_WITNESS"
+    assert isinstance(step, Apply)
+    sealed = [value for change in step.changes for value in change.parameters.values()]
+    records = [value for value in sealed if isinstance(value, bytes) and value[:3] == b"AKS"]
+    assert len(records) == 6  # two of them as they are stored now
+    assert {unpack(record)[1] for record in records} == {stored.key_rows[1].id}
+
+
+def test_key_that_the_row_does_not_name_encrypts_nothing_from_the_cache_either() -> None:
+    stored = Stored()
+    planted = stored.read_keys().new(WHO.user_tag)
+    keys = StagedKeys(stored.keys)
+    keys.load([*stored.key_rows, planted], marks())
+    bindings.open_user(stored.attempt(keys=keys), stored.found())
+    keys.publish()
+    attempt = stored.knowing_session()._replace(keys=StagedKeys(stored.keys))
+    step = next(steps_of(append(stored), attempt))
+    record: Any = change_in(step, "INSERT_EVENT").parameters["event"]
+    assert unpack(record) == (1, stored.key_rows[1].id)
+
+
+def test_append_that_reads_is_rejected_where_the_session_row_is_of_another_copy() -> None:
+    """Nothing is appended to it: the session could not be read any more."""
+    stored = Stored()
+    rows = stored.with_rows_of(stored.another_copy(), SESSION)
+    cache = RowCache(10)
+    found = Found(rows)
+    bindings.open_session(stored.knowing(cache), found, stored.user)  # a read without events
+    steps = steps_of(append(stored), stored.knowing(cache))
+    assert request(next(steps)) == READ_LAST
+    with pytest.raises(TamperedError, match="another copy of the database"):
+        steps.send([row for row in rows if row[0] != EVENT or row[1] == 1])
+
+
+# --- a new data key for an owner -----------------------------------------------------------------
+
+WHOSE = {"app": (0, WHO.app_tag), "user": (1, WHO.user_tag)}
+LATER = 2**60  # microseconds: after the keys of `Stored` were made
+
+
+def renewing(
+    stored: Stored, whose: str, since: int = LATER, attempt: Attempt | None = None
+) -> tuple[RenewKey, Any]:
+    operation = RenewKey(WHO, since, of_user=whose == "user")
+    attempt = attempt or stored.attempt(keys=StagedKeys(stored.keys))
+    return operation, steps_of(operation, attempt)
+
+
+def named_by(stored: Stored, step: Any, whose: str, keys: StagedKeys) -> tuple[int, ...]:
+    """The key ids in the owner's row as *step* writes it."""
+    row = change_in(step, f"UPDATE_{whose.upper()}").parameters
+    witness = change_in(step, "UPDATE_WITNESS").parameters
+    rows = [raw(WITNESS, [witness["number"]], WHOSE[whose][1], witness["seal"])]
+    if whose == "app":
+        rows.append(raw(APP, [1, row["version"]], b"clinic", row["state"]))
+        owner = bindings.open_app(stored.attempt(keys=keys), Found(rows))
+    else:
+        rows.append(raw(USER, [2, 1, row["version"]], WHO.user_tag, row["state"]))
+        owner = bindings.open_user(stored.attempt(keys=keys), Found(rows))
+    assert owner is not None
+    return owner.key_ids
+
+
+@pytest.mark.parametrize("whose", WHOSE)
+def test_renewed_key_is_the_only_one_that_the_row_names(whose: str) -> None:
+    first = Stored()
+    theirs = other_backends(first).new(WHOSE[whose][1])
+    stored = first.another_copy(more_key_ids=(theirs.id,))
+    keys = StagedKeys(stored.keys)
+    _, steps = renewing(stored, whose, attempt=stored.attempt(keys=keys))
+    assert request(next(steps)) == "read OWNERS with keys"
+    step = steps.send([*key_rows([*stored.key_rows, theirs]), *stored.rows()])
+    assert request(step) == f"apply INSERT_KEY, UPDATE_{whose.upper()}, UPDATE_WITNESS"
+    new = change_in(step, "INSERT_KEY").parameters
+    assert (new["owner"], new["generation"]) == (WHOSE[whose][1], 2)
+    assert cast(int, new["created_at"]) >= LATER
+    assert named_by(stored, step, whose, keys) == (new["id"],)
+    assert result_of(steps, True) is True
+
+
+@pytest.mark.parametrize("whose", WHOSE)
+def test_key_that_was_renewed_before_is_not_renewed_again(whose: str) -> None:
+    stored = Stored()
+    _, steps = renewing(stored, whose, since=0)
+    next(steps)
+    assert result_of(steps, stored.rows(keys=True)) is True
+
+
+@pytest.mark.parametrize("whose", WHOSE)
+def test_row_that_names_an_older_key_beside_a_new_one_is_renewed(whose: str) -> None:
+    """Another service has made the new key since the rotation began; the older one must go."""
+    first, (at, tag) = Stored(), WHOSE[whose]
+    keys = other_backends(first)
+    new = keys.new(tag, LATER)
+    stored = first.another_copy(more_key_ids=(new.id,))
+    ours = StagedKeys(data_keys(first.keys.keyring, fernet=True))
+    _, steps = renewing(stored, whose, attempt=stored.attempt(keys=ours))
+    next(steps)
+    step = steps.send([*key_rows([*stored.key_rows, new]), *stored.rows()])
+    assert request(step) == f"apply UPDATE_{whose.upper()}, UPDATE_WITNESS"
+    assert named_by(stored, step, whose, ours) == (new.id,)
+    assert stored.key_rows[at].id not in named_by(stored, step, whose, ours)
+
+
+def test_new_key_that_is_older_than_a_planted_one_is_renewed() -> None:
+    stored = Stored()
+    planted = stored.read_keys().new(WHO.user_tag)
+    _, steps = renewing(stored, "user", since=0)
+    next(steps)
+    step = steps.send([*key_rows([*stored.key_rows, planted]), *stored.rows()])
+    assert change_in(step, "INSERT_KEY").parameters["generation"] == 2
+
+
+@pytest.mark.parametrize("whose", WHOSE)
+def test_owner_who_is_gone_gets_no_key(whose: str) -> None:
+    stored = Stored()
+    operation, steps = renewing(stored, whose)
+    next(steps)
+    assert result_of(steps, key_rows(stored.key_rows)) is False
+    assert not operation.created
+
+
+@pytest.mark.parametrize("whose", WHOSE)
+def test_renewed_key_is_stored_in_the_key_database_first(whose: str) -> None:
+    stored, (at, tag) = Stored(), WHOSE[whose]
+    attempt = stored.attempt(source=KeySource.KEY_DATABASE)
+    operation, steps = renewing(stored, whose, attempt=attempt)
+    assert request(next(steps)) == "read OWNERS"
+    with pytest.raises(NeedsDataKey) as needed:
+        steps.send(stored.rows())
+    assert (needed.value.owner, needed.value.not_before) == (tag, LATER)
+
+    new = attempt.keys.new(tag, LATER)
+    keys = StagedKeys(stored.keys, created=[new.id])
+    keys.load([*stored.key_rows, new], marks())
+    again = stored.attempt(keys=keys, source=KeySource.KEY_DATABASE)
+    steps = steps_of(operation, again)
+    next(steps)
+    step = steps.send(stored.rows())
+    assert request(step) == f"apply UPDATE_{whose.upper()}, UPDATE_WITNESS"
+    assert named_by(stored, step, whose, keys) == (new.id,)
+    assert stored.key_rows[at].id != new.id
+
+
+def test_renewed_key_of_an_owner_who_went_meanwhile_is_reported() -> None:
+    """It is in the key database, and no row names it: the rotation deletes it."""
+    stored = Stored()
+    keys = StagedKeys(stored.keys, created=[5])
+    keys.load(stored.key_rows, marks())
+    attempt = stored.attempt(keys=keys, source=KeySource.KEY_DATABASE)
+    operation, steps = renewing(stored, "user", attempt=attempt)
+    next(steps)
+    assert result_of(steps, []) is False
+    assert operation.stored_keys == [5]
+
+
+def test_key_in_the_key_database_that_no_row_names_is_not_taken_up() -> None:
+    """A rotation that was killed may have stored it; or an attacker has inserted it."""
+    stored = Stored()
+    orphan = stored.read_keys().new(WHO.user_tag, LATER)
+    keys = StagedKeys(stored.keys)
+    keys.load([*stored.key_rows, orphan], marks())
+    attempt = stored.attempt(keys=keys, source=KeySource.KEY_DATABASE)
+    _, steps = renewing(stored, "user", attempt=attempt)
+    next(steps)
+    with pytest.raises(NeedsDataKey):
+        steps.send(stored.rows())
 
 
 # --- delete --------------------------------------------------------------------------------------
@@ -592,14 +837,14 @@ def test_new_data_key_is_stored_only_under_the_keyring_that_was_read() -> None:
 
 def test_deleting_a_known_session_needs_no_read() -> None:
     stored = Stored()
-    steps = DeleteSession(WHO, stored.session).steps(stored.knowing())
+    steps = steps_of(DeleteSession(WHO), stored.knowing_session())
     assert request(next(steps)) == "apply DELETE_KNOWN_SESSION, DELETE_EVENTS, DELETE_WITNESS"
     assert result_of(steps, True) is True
 
 
 def test_deleting_a_known_session_that_has_changed_reads_it() -> None:
     stored = Stored()
-    steps = DeleteSession(WHO, stored.session).steps(stored.knowing())
+    steps = steps_of(DeleteSession(WHO), stored.knowing_session())
     next(steps)
     assert request(steps.send(False)) == READ
     step = steps.send(stored.rows(without=NO_EVENTS))
@@ -609,7 +854,7 @@ def test_deleting_a_known_session_that_has_changed_reads_it() -> None:
 
 def test_deleting_a_session_deletes_its_snapshot() -> None:
     stored = Stored(snapshot=b"{}")
-    steps = DeleteSession(WHO, stored.session).steps(stored.knowing())
+    steps = steps_of(DeleteSession(WHO), stored.knowing_session())
     assert request(next(steps)) == (
         "apply DELETE_KNOWN_SESSION, DELETE_EVENTS, DELETE_WITNESS, DELETE_SNAPSHOT"
     )
@@ -617,14 +862,14 @@ def test_deleting_a_session_deletes_its_snapshot() -> None:
 
 def test_events_go_in_any_number_and_all_else_must_be_there() -> None:
     stored = Stored()
-    step = next(DeleteSession(WHO, stored.session).steps(stored.knowing()))
+    step = next(steps_of(DeleteSession(WHO), stored.knowing_session()))
     assert isinstance(step, Apply)
     assert [change.must_match_row for change in step.changes] == [True, False, True]
 
 
 def test_deleting_what_is_not_there_changes_nothing() -> None:
     stored = Stored()
-    steps = DeleteSession(WHO, None).steps(reading(stored))
+    steps = steps_of(DeleteSession(WHO), reading(stored))
     next(steps)
     assert result_of(steps, owners_only(stored)) is False
 
@@ -634,7 +879,7 @@ def test_only_a_session_that_was_last_updated_earlier_is_deleted(
     before: int, deleted: bool
 ) -> None:
     stored = Stored(events=2)  # last updated at 102
-    steps = DeleteSession(WHO, None, before).steps(reading(stored))
+    steps = steps_of(DeleteSession(WHO, before), reading(stored))
     next(steps)
     if deleted:
         assert request(steps.send(stored.rows(without=NO_EVENTS))).startswith(
@@ -648,7 +893,7 @@ def test_only_a_session_that_was_last_updated_earlier_is_deleted(
 def test_deletion_that_meets_a_changed_row_after_its_read_is_a_conflict() -> None:
     """An event was appended meanwhile: it would be left behind."""
     stored = Stored()
-    steps = DeleteSession(WHO, None).steps(reading(stored))
+    steps = steps_of(DeleteSession(WHO), reading(stored))
     next(steps)
     steps.send(stored.rows(without=NO_EVENTS))
     with pytest.raises(Conflict):
@@ -657,7 +902,7 @@ def test_deletion_that_meets_a_changed_row_after_its_read_is_a_conflict() -> Non
 
 def test_tampered_session_is_not_deleted() -> None:
     stored = Stored()
-    steps = DeleteSession(WHO, None).steps(reading(stored))
+    steps = steps_of(DeleteSession(WHO), reading(stored))
     next(steps)
     rows = [row for row in stored.replaced(SESSION, 6, 999) if row[0] != EVENT]
     with pytest.raises(TamperedError):

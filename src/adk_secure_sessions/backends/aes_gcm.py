@@ -3,7 +3,7 @@
 import secrets
 
 from adk_secure_sessions.crypto.aead import KEY_LENGTH, Aes256Gcm
-from adk_secure_sessions.crypto.key_material import KeyMaterial
+from adk_secure_sessions.crypto.key_material import KeyMaterial, hides_frames
 from adk_secure_sessions.formats.records import Cipher
 from adk_secure_sessions.keys.providers import KeyProvider
 from adk_secure_sessions.keys.specs import root_key
@@ -22,6 +22,7 @@ class AesGcmBackend(KeyMaterial):
     backend_id = 1
     name = "aesgcm"
 
+    @hides_frames
     def __init__(self, key: bytes | str | KeyProvider) -> None:
         self.root_key: KeyProvider = root_key(key)
 
@@ -29,6 +30,7 @@ class AesGcmBackend(KeyMaterial):
         """Return 32 random bytes."""
         return secrets.token_bytes(KEY_LENGTH)
 
+    @hides_frames
     def cipher(self, key: bytes) -> Cipher:
         """Return the cipher for `key`, a data key of 32 bytes.
 

@@ -11,7 +11,7 @@ from cryptography.fernet import Fernet, InvalidToken
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
-from adk_secure_sessions.crypto.key_material import KeyMaterial
+from adk_secure_sessions.crypto.key_material import KeyMaterial, hides_frames
 from adk_secure_sessions.errors import TamperedError
 from adk_secure_sessions.formats.records import Cipher
 from adk_secure_sessions.keys.providers import KeyProvider
@@ -68,6 +68,7 @@ class FernetBackend(KeyMaterial):
     backend_id = 2
     name = "fernet"
 
+    @hides_frames
     def __init__(self, key: bytes | str | KeyProvider) -> None:
         self.root_key: KeyProvider = root_key(key)
 
@@ -75,6 +76,7 @@ class FernetBackend(KeyMaterial):
         """Return 32 random bytes."""
         return secrets.token_bytes(_KEY_LENGTH)
 
+    @hides_frames
     def cipher(self, key: bytes) -> Cipher:
         """Return the cipher for `key`, a data key of 32 bytes.
 

@@ -9,13 +9,13 @@ from adk_secure_sessions.keys.providers import PLAINTEXT_ROOT_KEY_ID, KeyProvide
 _PLAINTEXT_WRAP = b"\x00"
 
 
-class _NoRootKey:
+class NoRootKey:
     """A key provider without a root key: stores master keys as plaintext."""
 
     key_id = PLAINTEXT_ROOT_KEY_ID
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _NoRootKey)
+        return isinstance(other, NoRootKey)
 
     def __hash__(self) -> int:
         return hash(self.key_id)
@@ -55,7 +55,7 @@ class NoOpBackend:
             "use it only for benchmarks or to turn encryption off",
             stacklevel=2,
         )
-        self.root_key: KeyProvider = _NoRootKey()
+        self.root_key: KeyProvider = NoRootKey()
 
     def new_key(self) -> bytes:
         """Return an empty key: `NoOpBackend` does not encrypt."""

@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 from adk_secure_sessions.backends.aes_gcm import AesGcmBackend
 from adk_secure_sessions.backends.fernet import FernetBackend
-from adk_secure_sessions.backends.noop import NoOpBackend
+from adk_secure_sessions.backends.noop import NoOpBackend, NoRootKey
 from adk_secure_sessions.backends.protocol import THIRD_PARTY_IDS, EncryptionBackend
 from adk_secure_sessions.errors import ConfigurationError
-from adk_secure_sessions.keys.providers import KeyProvider
+from adk_secure_sessions.keys.providers import KeyProvider, StaticKey, check_key_id
 
 _SHIPPED = (AesGcmBackend, FernetBackend, NoOpBackend)
 
@@ -32,8 +32,9 @@ def register(backend: object, additional: Sequence[object]) -> Backends:
 
     Raises:
         ConfigurationError: an object is not a backend; a third party's backend has an id outside
-            `THIRD_PARTY_IDS`; two backends share an id; two different root keys share an id; or a
-            third party's cipher fails a check of `_try_out`.
+            `THIRD_PARTY_IDS`; the id of a root key is reserved or malformed; two backends share an
+            id; two different root keys share an id; or a third party's cipher fails a check of
+            `_try_out`.
     """
     by_id: dict[int, EncryptionBackend] = {}
     roots: dict[str, KeyProvider] = {}
@@ -63,6 +64,8 @@ def _checked(candidate: object) -> EncryptionBackend:
         raise ConfigurationError(
             f"the root_key of backend {candidate.name!r} is not a key provider"
         )
+    if not isinstance(candidate.root_key, StaticKey | NoRootKey):
+        check_key_id(candidate.root_key.key_id)
     if isinstance(candidate, _SHIPPED):
         return candidate
     if candidate.backend_id not in THIRD_PARTY_IDS:

@@ -1,21 +1,39 @@
 """The commands that create, inspect and clean up a database."""
 
+import asyncio
 import os
 import re
 import sys
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+from click.shell_completion import CompletionItem
 
-from adk_secure_sessions import maintenance
 from adk_secure_sessions.cli.options import on_database, with_dry_run, with_keys, with_speed
 from adk_secure_sessions.cli.output import backend_name, counted, show, table
-from adk_secure_sessions.cli.program import main, one_line_errors, run, run_with_progress
-from adk_secure_sessions.cli.text import problem_lines, status_lines
+from adk_secure_sessions.cli.program import (
+    AGAIN,
+    Failure,
+    main,
+    one_line_errors,
+    run,
+    run_with_progress,
+)
+from adk_secure_sessions.cli.text import (
+    check_lines,
+    moment,
+    problem_lines,
+    status_lines,
+    vacuum_lines,
+)
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.keys.providers import StaticKey, generate_key
-from adk_secure_sessions.maintenance import Database
+
+if TYPE_CHECKING:
+    from adk_secure_sessions.maintenance import Check, Database
 
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
@@ -44,26 +62,44 @@ def keygen(output: str | None) -> None:
         return
     with one_line_errors():
         try:
-            file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            _write_key(Path(output), key)
         except FileExistsError:
             raise ConfigurationError(
                 f"{output!r} exists already, and a key file is not overwritten"
             ) from None
+    click.echo(f"wrote root key {StaticKey(key).key_id} to {output}")
+
+
+def _write_key(path: Path, key: str) -> None:
+    """Write a new key file so that it survives a power failure: without it, the data is lost."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
         with os.fdopen(file, "w") as stream:
             stream.write(f"{key}\n")
-    click.echo(f"wrote root key {StaticKey(key).key_id} to {output}")
+            stream.flush()
+            os.fsync(file)
+    except OSError:
+        path.unlink()  # no key that is cut off may stay
+        raise
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
 
 
 @main.command()
 @with_keys(required=True)
 @on_database
-def init(db: Database, as_json: bool) -> None:
+def init(db: "Database", as_json: bool) -> None:
     """Create the tables and master keys that do not exist.  A second run changes nothing.
 
     \b
     Example:
       adk-secure-sessions init --db sqlite:///sessions.db --key file:root.key
     """
+    from adk_secure_sessions import maintenance
+
     made = run(db, maintenance.init)
     lines = [f"created table {name}" for name in made.tables]
     lines += [f"created master key {number}" for number in made.masters]
@@ -71,10 +107,51 @@ def init(db: Database, as_json: bool) -> None:
 
 
 @main.command()
+@click.option(
+    "--timeout",
+    metavar="SECONDS",
+    type=click.FloatRange(min=0, min_open=True),
+    default=10.0,
+    show_default=True,
+    help="Give up after this time.",
+)
+@with_keys(required=True)
+@on_database
+def check(db: "Database", as_json: bool, timeout: float) -> None:
+    """Open the database and its keys as a service does, and say whether a service could start.
+
+    Reads no sessions and writes nothing.  Exits 0 if a service could start, and 2 if it could not.
+
+    \b
+    Example:
+      adk-secure-sessions check --db sqlite:///sessions.db --key file:root.key
+    """
+    from adk_secure_sessions import maintenance
+
+    async def in_time(opened: "Database") -> "Check":
+        limit = asyncio.timeout(timeout)
+        try:
+            async with limit:
+                return await maintenance.check(opened)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+        raise Failure(
+            f"no answer from the database or the key service within {timeout:g} s: check that "
+            "they can be reached, or raise --timeout",
+            "Timeout",
+            retryable=True,
+        )
+
+    found = run(db, in_time, again=None)
+    show(found, as_json, check_lines(found))
+
+
+@main.command()
 @with_speed
 @with_keys(required=False)
 @on_database
-def status(db: Database, as_json: bool, rows_per_second: float | None) -> None:
+def status(db: "Database", as_json: bool, rows_per_second: float | None) -> None:
     """Count records by backend, and data keys by data master.  No root key is needed.
 
     With --key, the command also says which master keys can be unwrapped.  It then exits 1 if a
@@ -85,7 +162,11 @@ def status(db: Database, as_json: bool, rows_per_second: float | None) -> None:
     Example:
       adk-secure-sessions status --db sqlite:///sessions.db
     """
-    found = run_with_progress(db, "status", maintenance.status, rows_per_second=rows_per_second)
+    from adk_secure_sessions import maintenance
+
+    found = run_with_progress(
+        db, "status", maintenance.status, rows_per_second=rows_per_second, again=None
+    )
     show(found, as_json, status_lines(found))
     if False in [one.unwraps for one in found.masters] + [one.genuine for one in found.unfinished]:
         sys.exit(1)
@@ -95,7 +176,7 @@ def status(db: Database, as_json: bool, rows_per_second: float | None) -> None:
 @with_speed
 @with_keys(required=True)
 @on_database
-def verify(db: Database, as_json: bool, rows_per_second: float | None) -> None:
+def verify(db: "Database", as_json: bool, rows_per_second: float | None) -> None:
     """Decrypt every record, and name the rows that were modified, moved, removed or added.
 
     Exits 1 if there are such rows.  The command leaves these rows unchanged.
@@ -104,7 +185,11 @@ def verify(db: Database, as_json: bool, rows_per_second: float | None) -> None:
     Example:
       adk-secure-sessions verify --db sqlite:///sessions.db --key file:root.key
     """
-    found = run_with_progress(db, "verify", maintenance.verify, rows_per_second=rows_per_second)
+    from adk_secure_sessions import maintenance
+
+    found = run_with_progress(
+        db, "verify", maintenance.verify, rows_per_second=rows_per_second, again=None
+    )
     lines = [
         *problem_lines(found.problems, found.bad),
         f"decrypted {counted(found.apps, 'app')}, {counted(found.users, 'user')} and "
@@ -125,7 +210,7 @@ def verify(db: Database, as_json: bool, rows_per_second: float | None) -> None:
 @click.option("--session", metavar="ID", help="The id of one of that user's sessions.")
 @with_keys(required=True)
 @on_database
-def lookup(db: Database, as_json: bool, app: str, user: str | None, session: str | None) -> None:
+def lookup(db: "Database", as_json: bool, app: str, user: str | None, session: str | None) -> None:
     """Show the row ids and tags (blind indexes) of an app, a user and a session.
 
     \b
@@ -133,16 +218,26 @@ def lookup(db: Database, as_json: bool, app: str, user: str | None, session: str
       adk-secure-sessions lookup --db sqlite:///sessions.db --key file:root.key \\
           --app clinic --user ada
     """
-    found = run(db, lambda opened: maintenance.lookup(opened, app, user, session))
+    from adk_secure_sessions import maintenance
+
+    found = run(db, lambda opened: maintenance.lookup(opened, app, user, session), again=None)
     rows = [
         (one.table, "no row" if one.row is None else f"row {one.row}", f"tag {one.tag}")
         for one in found
     ]
-    show(found, as_json, table(rows))
+    show({"rows": found}, as_json, table(rows))
+
+
+def _tables(
+    context: click.Context, parameter: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    from adk_secure_sessions.maintenance import TABLES
+
+    return [CompletionItem(name) for name in TABLES if name.startswith(incomplete)]
 
 
 @main.command()
-@click.argument("table_name", metavar="TABLE", type=click.Choice(maintenance.TABLES))
+@click.argument("table_name", metavar="TABLE", shell_complete=_tables)
 @click.option(
     "--row",
     metavar="KEY",
@@ -156,14 +251,18 @@ def lookup(db: Database, as_json: bool, app: str, user: str | None, session: str
     help="Show at most this many rows.",
 )
 @on_database
-def inspect(db: Database, as_json: bool, table_name: str, row: str | None, limit: int) -> None:
+def inspect(db: "Database", as_json: bool, table_name: str, row: str | None, limit: int) -> None:
     """Show the headers of encrypted values: backend, key id, length.  No root key is needed.
 
     \b
     Example:
       adk-secure-sessions inspect secure_users --db sqlite:///sessions.db
     """
-    found = run(db, lambda opened: maintenance.inspect(opened, table_name, row, limit=limit))
+    from adk_secure_sessions import maintenance
+
+    found = run(
+        db, lambda opened: maintenance.inspect(opened, table_name, row, limit=limit), again=None
+    )
     rows = [
         (
             f"row {one.row}",
@@ -174,7 +273,7 @@ def inspect(db: Database, as_json: bool, table_name: str, row: str | None, limit
         )
         for one in found
     ]
-    show(found, as_json, table(rows) if rows else ["no such row"])
+    show({"rows": found}, as_json, table(rows) if rows else ["no such row"])
 
 
 @main.command()
@@ -190,7 +289,7 @@ def inspect(db: Database, as_json: bool, table_name: str, row: str | None, limit
 @with_keys(required=True)
 @on_database
 def purge(
-    db: Database,
+    db: "Database",
     as_json: bool,
     older_than: timedelta,
     dry_run: bool,
@@ -205,15 +304,39 @@ def purge(
       adk-secure-sessions purge --db sqlite:///sessions.db --key file:root.key \\
           --older-than 90d --dry-run
     """
+    from adk_secure_sessions import maintenance
+
     purging = partial(maintenance.purge, older_than=older_than, dry_run=dry_run)
-    done = run_with_progress(db, "purge", purging, rows_per_second=rows_per_second)
+    again = None if dry_run else AGAIN
+    done = run_with_progress(db, "purge", purging, rows_per_second=rows_per_second, again=again)
     verb = "would be deleted" if dry_run else "deleted"
     lines = [*problem_lines(done.problems, len(done.problems))]
-    lines.append(f"{verb}: {counted(done.deleted, 'session')}")
+    sessions = counted(done.deleted, "session")
+    lines.append(f"{verb}: {sessions} last used before {moment(done.before)}")
     if done.kept:
         lines.append(f"updated meanwhile, and kept: {counted(done.kept, 'session')}")
     if done.bad:
         lines.append(f"cannot be decrypted, and kept: {counted(done.bad, 'session')}")
-    show(done, as_json, lines)
+    show(done, as_json, lines, dry_run=dry_run)
     if done.bad:
+        sys.exit(1)
+
+
+@main.command()
+@on_database
+def vacuum(db: "Database", as_json: bool) -> None:
+    """Rewrite all tables, to remove replaced and deleted values from their free space.
+
+    Services wait while a table is rewritten.  No root key is needed.  Exits 1 if a table could not
+    be rewritten.
+
+    \b
+    Example:
+      adk-secure-sessions vacuum --db sqlite:///sessions.db
+    """
+    from adk_secure_sessions import maintenance
+
+    done = run(db, maintenance.vacuum)
+    show(done, as_json, vacuum_lines(done))
+    if not done.cleared:
         sys.exit(1)

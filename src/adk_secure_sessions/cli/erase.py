@@ -1,15 +1,17 @@
 """The command that erases a user."""
 
 import sys
+from typing import TYPE_CHECKING
 
 import click
 
-from adk_secure_sessions import maintenance
 from adk_secure_sessions.cli.options import on_database, with_dry_run, with_keys
 from adk_secure_sessions.cli.output import show
-from adk_secure_sessions.cli.program import main, run
+from adk_secure_sessions.cli.program import AGAIN, main, run
 from adk_secure_sessions.cli.text import erasure_lines, missing_from
-from adk_secure_sessions.maintenance import Database
+
+if TYPE_CHECKING:
+    from adk_secure_sessions.maintenance import Database
 
 
 @main.command("erase-user")
@@ -24,7 +26,7 @@ from adk_secure_sessions.maintenance import Database
 @with_keys(required=True)
 @on_database
 def erase_user(
-    db: Database, as_json: bool, app: str, user: str, dry_run: bool, rewrite: bool
+    db: "Database", as_json: bool, app: str, user: str, dry_run: bool, rewrite: bool
 ) -> None:
     """Delete all data keys and rows of a user.
 
@@ -35,10 +37,13 @@ def erase_user(
       adk-secure-sessions erase-user --db sqlite:///sessions.db --key file:root.key \\
           --app clinic --user ada
     """
+    from adk_secure_sessions import maintenance
+
     done = run(
         db,
         lambda opened: maintenance.erase_user(opened, app, user, dry_run=dry_run, rewrite=rewrite),
+        again=None if dry_run else AGAIN,
     )
-    show(done, as_json, erasure_lines(done, dry_run))
+    show(done, as_json, erasure_lines(done, dry_run), dry_run=dry_run)
     if missing_from(done) or (rewrite and not dry_run and not done.cleared):
         sys.exit(1)

@@ -13,16 +13,14 @@ from adk_secure_sessions.backends import (
     FernetBackend,
     NoOpBackend,
 )
+from adk_secure_sessions.cli.config import CONFIG_VARIABLE, read_config, variable
 from adk_secure_sessions.cli.program import one_line_errors
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.keys.providers import KeyProvider
 from adk_secure_sessions.keys.specs import key_provider
-from adk_secure_sessions.maintenance import Database
 
 Command = Callable[..., Any]
 
-DB_VARIABLE = "ADK_SECURE_SESSIONS_DB"
-KEY_DB_VARIABLE = "ADK_SECURE_SESSIONS_KEY_DB"
 _CIPHERS: dict[str, Callable[[KeyProvider], EncryptionBackend]] = {
     "aesgcm": AesGcmBackend,
     "fernet": FernetBackend,
@@ -41,16 +39,28 @@ with_dry_run: Callable[[Command], Command] = click.option(
 
 
 def on_database(command: Command) -> Command:
-    """Add --db, --key-db and --json to *command*.
+    """Add --db, --key-db, --config and --json to *command*.
 
     *command* is called with the arguments `db` (a `Database`) and `as_json`.
     """
 
-    @click.option("--db", envvar=DB_VARIABLE, required=True, metavar="URL", help=_DB_HELP)
-    @click.option("--key-db", envvar=KEY_DB_VARIABLE, metavar="URL", help=_KEY_DB_HELP)
+    @click.option("--db", envvar=variable("db"), required=True, metavar="URL", help=_DB_HELP)
+    @click.option("--key-db", envvar=variable("key-db"), metavar="URL", help=_KEY_DB_HELP)
+    @click.option(
+        "--config",
+        envvar=CONFIG_VARIABLE,
+        metavar="FILE",
+        type=click.Path(),
+        is_eager=True,
+        expose_value=False,
+        callback=read_config,
+        help=_CONFIG_HELP,
+    )
     @click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
     @functools.wraps(command)
     def run(db: str, key_db: str | None, **options: Any) -> Any:
+        from adk_secure_sessions.maintenance import Database
+
         options.setdefault("backends", ())
         with one_line_errors():
             database = Database(db, *options.pop("backends"), key_db_url=key_db)
@@ -70,11 +80,28 @@ def with_keys(*, required: bool) -> Callable[[Command], Command]:
 
     def decorate(command: Command) -> Command:
         @click.option(
-            "--backend", type=_BACKENDS, default="aesgcm", show_default=True, help=_BACKEND_HELP
+            "--backend",
+            envvar=variable("backend"),
+            type=_BACKENDS,
+            default="aesgcm",
+            show_default=True,
+            help=_BACKEND_HELP,
         )
-        @click.option("--key", metavar="SPEC", help=_KEY_HELP)
-        @click.option("--also-key", multiple=True, metavar="SPEC", help=_ALSO_KEY_HELP)
-        @click.option("--also-backend", multiple=True, type=_BACKENDS, help=_ALSO_BACKEND_HELP)
+        @click.option("--key", envvar=variable("key"), metavar="SPEC", help=_KEY_HELP)
+        @click.option(
+            "--also-key",
+            envvar=variable("also-key"),
+            multiple=True,
+            metavar="SPEC",
+            help=_ALSO_KEY_HELP,
+        )
+        @click.option(
+            "--also-backend",
+            envvar=variable("also-backend"),
+            multiple=True,
+            type=_BACKENDS,
+            help=_ALSO_BACKEND_HELP,
+        )
         @functools.wraps(command)
         def run(
             backend: str,
@@ -85,7 +112,9 @@ def with_keys(*, required: bool) -> Callable[[Command], Command]:
         ) -> Any:
             specs = [spec for spec in (key, *also_key) if spec is not None]
             if key is None and backend != _NO_OP and (required or specs):
-                raise click.UsageError("give --key SPEC, which names the root key")
+                raise click.UsageError(
+                    f"give --key SPEC or set {variable('key')}: it names the root key"
+                )
             names = [backend, *also_backend]
             # If the command works without keys, create backends only if a key or no-op is given.
             backends: tuple[Any, ...] = ()
@@ -132,9 +161,22 @@ def _root(spec: str) -> KeyProvider:
     return key_provider(spec)
 
 
-_DB_HELP = f"URL of the database, such as sqlite:///sessions.db; by default from {DB_VARIABLE}."
-_KEY_DB_HELP = f"URL of the key database, if there is one; by default from {KEY_DB_VARIABLE}."
-_BACKEND_HELP = "Backend with which the services write; no-op stores plaintext and needs no key."
-_KEY_HELP = "Key spec of the root key: env:NAME, file:PATH and others; never the key itself."
-_ALSO_KEY_HELP = "Another root key that may wrap master keys; repeatable."
-_ALSO_BACKEND_HELP = "Another backend whose records may be decrypted; repeatable."
+_DB_HELP = f"URL of the database, such as sqlite:///sessions.db; or set {variable('db')}."
+_KEY_DB_HELP = f"URL of the key database, if there is one; or set {variable('key-db')}."
+_CONFIG_HELP = f"TOML file with defaults of options such as db and key; or set {CONFIG_VARIABLE}."
+_BACKEND_HELP = (
+    "Backend with which the services write; no-op stores plaintext and needs no key; or set "
+    f"{variable('backend')}."
+)
+_KEY_HELP = (
+    "Key spec of the root key: env:NAME, file:PATH and others; never the key itself; or set "
+    f"{variable('key')}."
+)
+_ALSO_KEY_HELP = (
+    "Another root key that may wrap master keys; repeatable; or set "
+    f"{variable('also-key')}, separated by spaces."
+)
+_ALSO_BACKEND_HELP = (
+    "Another backend whose records may be decrypted; repeatable; or set "
+    f"{variable('also-backend')}, separated by spaces."
+)

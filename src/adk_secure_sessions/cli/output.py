@@ -5,13 +5,19 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from adk_secure_sessions.backends import AesGcmBackend, FernetBackend, NoOpBackend
-from adk_secure_sessions.maintenance import Progress
+from adk_secure_sessions.cli.wording import for_command_line
 
+if TYPE_CHECKING:
+    from adk_secure_sessions.maintenance import Progress
+
+# Fields that are lists of ids.  Other ids have the field `id` or `row`, or end with `_id`.
+_LISTS_OF_IDS = ("masters", "rotated", "unchanged", "plaintext")
+_TEXTS = ("detail", "obstacle")  # fields whose texts may name arguments of Python functions
 _NAMES = {one.backend_id: one.name for one in (AesGcmBackend, FernetBackend, NoOpBackend)}
 BAR_EVERY = 0.1  # seconds between updates of the bar, on a terminal
 LINE_EVERY = 10.0  # seconds between lines, if stderr is not a terminal
@@ -24,19 +30,35 @@ def backend_name(backend_id: int | None) -> str:
     return _NAMES.get(backend_id, f"backend {backend_id}")
 
 
-def plain(value: Any) -> Any:
-    """Convert *value* for `json.dumps`: named tuples to dicts, and bytes to hexadecimal."""
+def plain(value: Any, name: str = "") -> Any:
+    """Convert *value*, of the field *name*, for `json.dumps`.
+
+    Named tuples become objects, and bytes hexadecimal.  Ids become strings: many programs read the
+    numbers of JSON as floating point, which cannot hold 63 bits.
+    """
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return {name: plain(item) for name, item in value._asdict().items()}
+        value = value._asdict()
+    if isinstance(value, dict):
+        return {name: plain(item, name) for name, item in value.items()}
     if isinstance(value, bytes):  # from a text column that was tampered with
         return value.hex()
-    return [plain(item) for item in value] if isinstance(value, tuple | list) else value
+    if isinstance(value, tuple | list):
+        element = "id" if name in _LISTS_OF_IDS else ""
+        return [plain(item, element) for item in value]
+    if name in _TEXTS:
+        return for_command_line(value)
+    is_id = name in ("id", "row") or name.endswith("_id")
+    return value if value is None or not is_id else str(value)
 
 
-def show(result: Any, as_json: bool, lines: Iterable[str]) -> None:
-    """Print *result* as JSON if *as_json*; otherwise print *lines*, which describe *result*."""
+def show(result: Any, as_json: bool, lines: Iterable[str], **more: object) -> None:
+    """Print *result* and the fields *more* as JSON if *as_json*; otherwise print *lines*.
+
+    *lines* describe *result*; *more* are, for example, `dry_run=True`.
+    """
     if as_json:
-        click.echo(json.dumps(plain(result), indent=2))
+        fields = result if isinstance(result, dict) else result._asdict()
+        click.echo(json.dumps(plain(more | fields), indent=2))
         return
     for line in lines:
         click.echo(without_controls(line))
@@ -65,7 +87,7 @@ def table(rows: Sequence[Sequence[object]], indent: str = "") -> Iterator[str]:
 
 
 @contextmanager
-def progress(label: str, unit: str = "rows") -> Iterator[Progress]:
+def progress(label: str, unit: str = "rows") -> "Iterator[Progress]":
     """Yield a function that takes the number done and the total number, and shows the progress.
 
     On a terminal, the progress is a bar with the rate and the time left.  Elsewhere, it is a line

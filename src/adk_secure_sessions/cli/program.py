@@ -1,65 +1,172 @@
-"""The group of all commands, and functions that run a command and print an error in one line."""
+"""The group of all commands, and functions that run a command and end it with one line on failure.
+
+Modules of commands import `maintenance` inside their functions: SQLAlchemy takes a second to
+import, and neither `--help` nor `keygen` needs SQLAlchemy.
+"""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+import json
+import sys
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 import click
-import sqlalchemy as sa
 
 from adk_secure_sessions.cli.output import progress, without_controls
+from adk_secure_sessions.cli.wording import for_command_line
 from adk_secure_sessions.errors import SecureSessionError
-from adk_secure_sessions.maintenance import Database
+
+if TYPE_CHECKING:
+    from adk_secure_sessions.maintenance import Database
 
 T = TypeVar("T")
 
-# Modules of database drivers.  Their error texts never contain stored values, so print them.
-_DRIVERS = ("asyncpg", "asyncmy", "psycopg", "sqlite3", "aiosqlite")
+AGAIN = "run the same command again"
+
+# Modules of SQLAlchemy and of drivers.  The texts of a driver's errors have no stored values.
+_DRIVERS = ("sqlalchemy", "asyncpg", "asyncmy", "psycopg", "sqlite3", "aiosqlite")
 
 
-@click.group()
+class Failure(click.ClickException):
+    """Ends the command with one line on stderr and, with --json, with a JSON object on stdout.
+
+    Args:
+        message: What is wrong, and what to do.
+        error: The name of the error, for scripts.
+        retryable: Whether the same command may succeed later.
+    """
+
+    exit_code = 2
+
+    def __init__(self, message: str, error: str, *, retryable: bool = False) -> None:
+        super().__init__(without_controls(" ".join(message.split())))
+        self.error: str = error
+        self.retryable: bool = retryable
+
+
+class Declined(Failure):
+    """The user did not want the command to begin."""
+
+    exit_code = 1
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, "Declined")
+
+
+class Interrupted(Failure):
+    """The user pressed Ctrl-C.
+
+    *again* says how to go on; None if nothing was changed.
+    """
+
+    exit_code = 130
+
+    def __init__(self, again: str | None) -> None:
+        said = "interrupted; nothing was changed"
+        if again is not None:
+            said = f"interrupted, which is safe: no change is left half done; to go on, {again}"
+        super().__init__(said, "Interrupted", retryable=True)
+
+
+class Program(click.Group):
+    """The group of all commands.  With --json, a failure is a JSON object on stdout, too."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> NoReturn:
+        arguments = sys.argv[1:] if args is None else list(args)
+        failure: click.ClickException
+        try:
+            status = super().main(
+                arguments, prog_name, complete_var, standalone_mode=False, **extra
+            )
+            sys.exit(status if isinstance(status, int) else 0)
+        except click.ClickException as error:
+            failure = error
+        except click.Abort:  # Ctrl-C before the command began its work
+            failure = Interrupted(None)
+        if "--json" in arguments:
+            click.echo(json.dumps(_as_json(failure), indent=2))
+        failure.show()
+        sys.exit(failure.exit_code)
+
+
+@click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="adk-secure-sessions")
 def main() -> None:
     """Maintain databases of encrypted sessions.
 
     Exit status: 0 on success; 1 if something is wrong or left to do; 2 if the usage, a key or the
-    configuration is wrong.
+    configuration is wrong; 130 after Ctrl-C.
     """
 
 
-class Failure(click.ClickException):
-    """Ends the command with one line on stderr."""
+class Call(Protocol):
+    """Runs a coroutine to its end, and returns its result."""
 
-    exit_code = 2
+    def __call__(self, work: Awaitable[T], /) -> T: ...
 
 
-def run(db: Database, work: Callable[[Database], Awaitable[T]]) -> T:
-    """Open *db*, run *work* on it, close it, and return the result.
+@contextmanager
+def opened(db: "Database", *, again: str | None = AGAIN) -> Iterator[Call]:
+    """Yield a function that runs coroutines which use *db*, and close *db* at the end.
+
+    Between two coroutines, the command may ask the user.
+
+    Args:
+        db: The database.
+        again: How to go on after Ctrl-C; None if the command changes nothing.
 
     Raises:
-        Failure: See `one_line_errors`.
+        Failure: See `one_line_errors`; or the user pressed Ctrl-C.
     """
 
-    async def opened() -> T:
-        async with db:
-            return await work(db)
+    async def awaited(work: Awaitable[T]) -> T:
+        return await work
 
     with one_line_errors():
-        return asyncio.run(opened())
+        try:
+            with asyncio.Runner() as runner:
+
+                def call(work: Awaitable[T]) -> T:
+                    return runner.run(awaited(work))
+
+                try:
+                    yield call
+                finally:
+                    runner.run(db.close())
+            return
+        except KeyboardInterrupt:
+            pass
+        raise Interrupted(again)
+
+
+def run(
+    db: "Database", work: Callable[["Database"], Awaitable[T]], *, again: str | None = AGAIN
+) -> T:
+    """Open *db*, run *work* on it, close it, and return the result.  See `opened`."""
+    with opened(db, again=again) as call:
+        return call(work(db))
 
 
 def run_with_progress(
-    db: Database,
+    db: "Database",
     label: str,
     work: Callable[..., Awaitable[T]],
     *,
     unit: str = "rows",
+    again: str | None = AGAIN,
     **options: Any,
 ) -> T:
     """Do the same as `run`, and show the progress of *work* in *unit* (such as rows)."""
     with progress(label, unit) as report:
-        return run(db, lambda opened: work(opened, progress=report, **options))
+        return run(db, lambda opened: work(opened, progress=report, **options), again=again)
 
 
 @contextmanager
@@ -67,16 +174,28 @@ def one_line_errors() -> Iterator[None]:
     """Raise Failure for each error of this library, the operating system or the database."""
     try:
         yield
+        return
     except (SecureSessionError, OSError) as error:
-        message = str(error)
-    except sa.exc.DBAPIError as error:
-        message = f"the database: {error.orig}"
-    except sa.exc.SQLAlchemyError as error:
-        message = str(error)
+        name, message = type(error).__name__, for_command_line(str(error))
+        retryable = getattr(error, "retryable", False)
+        if isinstance(error, OSError):
+            name = "OSError"
     except Exception as error:
         if not type(error).__module__.startswith(_DRIVERS):
             raise
-        message = f"the database: {error}"
-    else:
-        return
-    raise Failure(without_controls(" ".join(message.split())))
+        name, message, retryable = "DatabaseError", f"the database: {_cause(error)}", False
+    raise Failure(message, name, retryable=retryable)
+
+
+def _cause(error: Exception) -> object:
+    return getattr(error, "orig", None) or error
+
+
+def _as_json(failure: click.ClickException) -> dict[str, object]:
+    if isinstance(failure, Failure):
+        return {
+            "error": failure.error,
+            "message": failure.message,
+            "retryable": failure.retryable,
+        }
+    return {"error": "UsageError", "message": failure.format_message(), "retryable": False}

@@ -1,30 +1,48 @@
 """The commands that replace keys, and that remove replaced keys."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from adk_secure_sessions import maintenance
 from adk_secure_sessions.cli.options import on_database, with_dry_run, with_keys, with_speed
-from adk_secure_sessions.cli.output import show
-from adk_secure_sessions.cli.program import main, run, run_with_progress
+from adk_secure_sessions.cli.output import progress, show
+from adk_secure_sessions.cli.program import (
+    AGAIN,
+    Declined,
+    main,
+    opened,
+    run,
+    run_with_progress,
+)
 from adk_secure_sessions.cli.text import (
     data_rotation_lines,
     master_rotation_lines,
+    resumed_line,
     retirement_lines,
     root_rotation_lines,
+    separation_lines,
 )
-from adk_secure_sessions.maintenance import Database, DataRotation, MasterRotation
+
+if TYPE_CHECKING:
+    from adk_secure_sessions.maintenance import (
+        Database,
+        DataRotation,
+        MasterRotation,
+        UnfinishedRotation,
+    )
 
 
 def _with_rotation_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add all options of `rotate master` and `rotate data`."""
     restart_help = "Begin a new rotation, even if the last one is unfinished."
     restart = click.option("--restart", is_flag=True, help=restart_help)
-    for add_options in (on_database, with_keys(required=True), with_speed, with_dry_run, restart):
+    yes_help = "Continue an unfinished rotation without asking.  Only a terminal is asked."
+    yes = click.option("--yes", is_flag=True, help=yes_help)
+    decorators = (on_database, with_keys(required=True), with_speed, with_dry_run, restart, yes)
+    for add_options in decorators:
         command = add_options(command)
     return command
 
@@ -38,7 +56,7 @@ def rotate() -> None:
 @with_dry_run
 @with_keys(required=True)
 @on_database
-def root(db: Database, as_json: bool, dry_run: bool) -> None:
+def root(db: "Database", as_json: bool, dry_run: bool) -> None:
     """Wrap the master keys with a new root key.
 
     --key names the new root key, --also-key the old one.  Running services are not interrupted.
@@ -49,13 +67,16 @@ def root(db: Database, as_json: bool, dry_run: bool) -> None:
       adk-secure-sessions rotate root --db sqlite:///sessions.db \\
           --key file:new.key --also-key file:root.key
     """
-    done = run(db, lambda opened: maintenance.rotate_root(opened, dry_run=dry_run))
-    show(done, as_json, root_rotation_lines(done, dry_run))
+    from adk_secure_sessions import maintenance
+
+    again = None if dry_run else AGAIN
+    done = run(db, lambda opened: maintenance.rotate_root(opened, dry_run=dry_run), again=again)
+    show(done, as_json, root_rotation_lines(done, dry_run), dry_run=dry_run)
 
 
 @rotate.command()
 @_with_rotation_options
-def master(db: Database, as_json: bool, dry_run: bool, **options: Any) -> None:
+def master(db: "Database", as_json: bool, dry_run: bool, **options: Any) -> None:
     """Create a new data master, and wrap the data keys of all users and apps with it.
 
     Running services are not interrupted.  If this command is killed, the next run continues its
@@ -65,15 +86,15 @@ def master(db: Database, as_json: bool, dry_run: bool, **options: Any) -> None:
     Example:
       adk-secure-sessions rotate master --db sqlite:///sessions.db --key file:root.key
     """
-    work = partial(maintenance.rotate_master, dry_run=dry_run)
-    done = run_with_progress(db, "rotate master", work, **options)
-    show(done, as_json, master_rotation_lines(done, dry_run))
-    _exit(done, dry_run)
+    from adk_secure_sessions import maintenance
+
+    done = _rotate(db, "master", maintenance.rotate_master, dry_run=dry_run, **options)
+    _show(done, as_json, master_rotation_lines(done, dry_run), dry_run=dry_run)
 
 
 @rotate.command()
 @_with_rotation_options
-def data(db: Database, as_json: bool, dry_run: bool, **options: Any) -> None:
+def data(db: "Database", as_json: bool, dry_run: bool, **options: Any) -> None:
     """Create new data keys of --backend for all users and apps, and re-encrypt their records.
 
     Running services are not interrupted.  If this command is killed, the next run continues its
@@ -84,13 +105,57 @@ def data(db: Database, as_json: bool, dry_run: bool, **options: Any) -> None:
       adk-secure-sessions rotate data --db sqlite:///sessions.db --key file:root.key \\
           --backend aesgcm --also-backend fernet
     """
-    work = partial(maintenance.rotate_data, dry_run=dry_run)
-    done = run_with_progress(db, "rotate data", work, **options)
-    show(done, as_json, data_rotation_lines(done, dry_run))
-    _exit(done, dry_run)
+    from adk_secure_sessions import maintenance
+
+    done = _rotate(db, "data", maintenance.rotate_data, dry_run=dry_run, **options)
+    _show(done, as_json, data_rotation_lines(done, dry_run), dry_run=dry_run)
 
 
-def _exit(done: MasterRotation | DataRotation, dry_run: bool) -> None:
+def _rotate(
+    db: "Database",
+    name: str,
+    work: Callable[..., Awaitable[Any]],
+    *,
+    dry_run: bool,
+    restart: bool,
+    yes: bool,
+    rows_per_second: float | None,
+) -> Any:
+    """Run the rotation *name*; first say so, or ask, if it continues an unfinished rotation."""
+    from adk_secure_sessions import maintenance
+
+    without = ", without --restart" if restart else ""
+    with opened(db, again=None if dry_run else f"{AGAIN}{without}") as call:
+        if not restart:
+            for one in call(maintenance.unfinished_rotations(db)):
+                if one.rotation == name:
+                    _announce(one, dry_run=dry_run, yes=yes)
+        with progress(f"rotate {name}") as report:
+            return call(
+                work(
+                    db,
+                    dry_run=dry_run,
+                    restart=restart,
+                    progress=report,
+                    rows_per_second=rows_per_second,
+                )
+            )
+
+
+def _announce(unfinished: "UnfinishedRotation", *, dry_run: bool, yes: bool) -> None:
+    if not unfinished.genuine:
+        return  # the rotation will reject it
+    click.echo(resumed_line(unfinished, dry_run), err=True)
+    if dry_run or yes or not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return
+    if not click.confirm("Continue it?", default=True, err=True):
+        raise Declined("nothing was changed; --restart begins a new rotation")
+
+
+def _show(
+    done: "MasterRotation | DataRotation", as_json: bool, lines: Iterable[str], *, dry_run: bool
+) -> None:
+    show(done, as_json, lines, dry_run=dry_run)
     if done.bad or (done.left and not dry_run):
         sys.exit(1)
 
@@ -98,18 +163,54 @@ def _exit(done: MasterRotation | DataRotation, dry_run: bool) -> None:
 @main.command()
 @with_dry_run
 @with_speed
+@with_keys(required=True)
 @on_database
-def retire(db: Database, as_json: bool, dry_run: bool, **options: Any) -> None:
+def retire(db: "Database", as_json: bool, dry_run: bool, rows_per_second: float | None) -> None:
     """Remove the data keys and data masters that were replaced and that no row needs any more.
 
-    No root key is needed.  The command keeps replaced keys that are still needed, and then exits 1.
+    The command keeps replaced keys that are still needed, and then exits 1.
 
     \b
     Example:
-      adk-secure-sessions retire --db sqlite:///sessions.db
+      adk-secure-sessions retire --db sqlite:///sessions.db --key file:root.key
     """
+    from adk_secure_sessions import maintenance
+
     work = partial(maintenance.retire, dry_run=dry_run)
-    done = run_with_progress(db, "retire", work, unit="owners", **options)
-    show(done, as_json, retirement_lines(done, dry_run))
+    again = None if dry_run else AGAIN
+    done = run_with_progress(
+        db, "retire", work, unit="owners", rows_per_second=rows_per_second, again=again
+    )
+    show(done, as_json, retirement_lines(done, dry_run), dry_run=dry_run)
     if done.kept:
+        sys.exit(1)
+
+
+@main.command()
+@click.option("--yes", is_flag=True, help="Do not ask.  Only a terminal is asked.")
+@with_speed
+@with_keys(required=True)
+@on_database
+def separate(db: "Database", as_json: bool, rows_per_second: float | None, yes: bool) -> None:
+    """Give a copy of a database an id and keys of its own.
+
+    Run this on the copy, for example a staging clone, before a service uses the copy.  Until the
+    command has ended, services reject the copy.  If the command is interrupted, or exits 1, run it
+    again: it continues.  It exits 1 if a row cannot be decrypted.
+
+    \b
+    Example:
+      adk-secure-sessions separate --db sqlite:///staging.db --key file:root.key
+    """
+    from adk_secure_sessions import maintenance
+
+    if sys.stdin.isatty() and not yes:
+        question = "Replace all keys of this database?  Services that use it must be stopped."
+        if not click.confirm(question, err=True):
+            raise Declined("nothing was changed")
+    done = run_with_progress(
+        db, "separate", maintenance.separate, rows_per_second=rows_per_second, again=AGAIN
+    )
+    show(done, as_json, separation_lines(done))
+    if not done.complete:
         sys.exit(1)

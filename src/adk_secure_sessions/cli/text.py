@@ -1,24 +1,46 @@
 """Format the results of commands as lines of text."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
+from typing import TYPE_CHECKING
 
 from adk_secure_sessions.cli.output import backend_name, counted, table
+from adk_secure_sessions.cli.wording import for_command_line
 from adk_secure_sessions.errors import Reason
-from adk_secure_sessions.maintenance import (
-    DataRotation,
-    Erasure,
-    KeptKey,
-    MasterRotation,
-    Problem,
-    RecordCount,
-    Retirement,
-    RootRotation,
-    Status,
-    UnfinishedRotation,
-)
+
+if TYPE_CHECKING:
+    from adk_secure_sessions.maintenance import (
+        Check,
+        DataRotation,
+        Erasure,
+        KeptKey,
+        MasterRotation,
+        Problem,
+        RecordCount,
+        Retirement,
+        RootRotation,
+        RotationProgress,
+        Separated,
+        Status,
+        UnfinishedRotation,
+        Vacuum,
+    )
 
 _INDENT = "  "
+
+
+def check_lines(found: Check) -> Iterator[str]:
+    keys = "in the key database" if found.has_key_database else "in this database"
+    yield (
+        f"a service can start: format {found.format_version}, root key {found.root_key_id}, "
+        f"{counted(found.masters, 'master key')} {keys}"
+    )
+    if found.master_id is None:
+        yield "the first service to start creates a data master key"
+    if found.has_plaintext_records:
+        yield "some records are, or were, plaintext"
 
 
 def status_lines(found: Status) -> Iterator[str]:
@@ -49,13 +71,15 @@ def status_lines(found: Status) -> Iterator[str]:
         _INDENT,
     )
     yield "rows"
+    rotated = any(one.rotation == "data" and one.done is not None for one in found.unfinished)
+    under = "under keys of the rotation" if rotated else "under newest key"
     yield from table(
         [
             (
                 one.table,
                 backend_name(one.backend_id),
                 one.rows,
-                f"{one.newest} under newest key",
+                f"{one.newest} {under}",
                 _percent(one),
             )
             for one in found.records
@@ -79,7 +103,6 @@ def root_rotation_lines(done: RootRotation, dry_run: bool) -> Iterator[str]:
 
 
 def master_rotation_lines(done: MasterRotation, dry_run: bool) -> Iterator[str]:
-    yield from _resumed(done, dry_run)
     yield from problem_lines(done.problems, done.bad)
     if dry_run:
         master = "a new master key" if done.master_id is None else f"master key {done.master_id}"
@@ -96,7 +119,6 @@ def master_rotation_lines(done: MasterRotation, dry_run: bool) -> Iterator[str]:
 
 
 def data_rotation_lines(done: DataRotation, dry_run: bool) -> Iterator[str]:
-    yield from _resumed(done, dry_run)
     yield from problem_lines(done.problems, done.bad)
     verb = "would be re-encrypted" if dry_run else "re-encrypted"
     with_keys = "" if dry_run else f", with {counted(done.keys, 'new data key')}"
@@ -121,11 +143,14 @@ def retirement_lines(done: Retirement, dry_run: bool) -> Iterator[str]:
     yield f"{verb}: {data} and {masters}"
     if done.kept:
         yield f"kept: {counted(done.kept, 'older key')}"
-        tables = {one.table for one in done.examples}
+        # A rotation helps only where it is known which rows need the key.
+        tables = {one.table for one in done.examples if one.references}
         if "secure_data_keys" in tables:
             yield "next: `rotate data` re-encrypts the records under them; then run `retire` again"
         if "secure_keyring" in tables:
             yield "next: `rotate master` wraps the data keys under them; then run `retire` again"
+        if tables:
+            yield "a key stays needed by rows that cannot be decrypted: `verify` names these rows"
 
 
 def erasure_lines(done: Erasure, dry_run: bool) -> Iterator[str]:
@@ -145,6 +170,25 @@ def erasure_lines(done: Erasure, dry_run: bool) -> Iterator[str]:
         yield f"freed space may hold the wrapped data key: {done.obstacle}"
 
 
+def separation_lines(done: Separated) -> Iterator[str]:
+    keys = f"{counted(done.data_keys, 'data key')}, {counted(len(done.masters), 'data master')}"
+    yield f"deleted: {keys}; kept: {counted(done.kept, 'replaced key')}"
+    if done.complete:
+        yield f"the copy has the id {done.database_id} and keys of its own: services can start"
+    else:
+        yield (
+            "the separation has not ended, and services reject the copy: run `verify`, delete or "
+            "restore the rows that it names, and run this command again"
+        )
+
+
+def vacuum_lines(done: Vacuum) -> Iterator[str]:
+    for obstacle in done.obstacles:
+        yield f"not rewritten: {obstacle}"
+    if done.cleared:
+        yield "all tables were rewritten: their free space holds no replaced or deleted values"
+
+
 def missing_from(done: Erasure) -> str:
     """Return which part of the user did not exist; "" if all parts existed, or none."""
     if not done.rows or (done.users and done.data_keys):
@@ -154,22 +198,25 @@ def missing_from(done: Erasure) -> str:
 
 def problem_lines(problems: Sequence[Problem], count: int) -> Iterator[str]:
     for one in problems:
-        yield f"{one.table} row {one.row}: {one.detail}"
+        yield f"{one.table} row {one.row}: {for_command_line(one.detail)}"
     if count > len(problems):
         yield f"and {count - len(problems)} more"
 
 
-def _resumed(done: MasterRotation | DataRotation, dry_run: bool) -> Iterator[str]:
-    if done.resumed:
-        verb = "would continue" if dry_run else "continues"
-        yield f"{verb} the rotation begun {_time(done.since)}; --restart begins a new one"
+def resumed_line(unfinished: UnfinishedRotation, dry_run: bool) -> str:
+    verb = "would continue" if dry_run else "continues"
+    assert unfinished.since is not None, "it is authentic"
+    return f"{verb} the rotation begun {moment(unfinished.since)}; --restart begins a new one"
 
 
 def _next(done: MasterRotation | DataRotation) -> Iterator[str]:
     if done.problems and all(one.reason is Reason.UNKNOWN_BACKEND for one in done.problems):
         yield "next: run this again with --also-backend, for the backend that encrypted these rows"
     elif done.bad:
-        yield "next: see what `verify` says, restore these rows from a backup, then run this again"
+        yield (
+            "next: run `verify`, restore the whole database from a backup (an older copy of a "
+            "single row may be rejected), then run this again"
+        )
     elif done.left:
         yield "next: once all services write with the same backend and root key, run this again"
     else:
@@ -185,17 +232,39 @@ def _percent(count: RecordCount) -> str:
     return f"{100 * count.newest // max(count.rows, 1)}%"  # rounded down: 100% means all rows
 
 
-def _unfinished(rotation: UnfinishedRotation) -> str:
+def _unfinished(rotation: RotationProgress) -> str:
     if rotation.genuine is False or rotation.since is None:
         return (
             f"{rotation.rotation}: its stored progress was tampered with; "
             "--restart begins a new rotation"
         )
     unchecked = "" if rotation.genuine else "; not verified: that needs --key"
-    return f"{rotation.rotation}: begun {_time(rotation.since)}{unchecked}"
+    return (
+        f"{rotation.rotation}: {_done(rotation)}; begun {moment(rotation.since)}{unchecked}; "
+        f"if it is not running, `rotate {rotation.rotation}` continues it"
+    )
 
 
-def _time(microseconds: int) -> str:
+def _done(rotation: RotationProgress) -> str:
+    assert rotation.done is not None
+    assert rotation.total is not None
+    percent = 100 * rotation.done // max(rotation.total, 1)
+    noun = "data key" if rotation.rotation == "master" else "record"
+    said = f"{percent}%, {rotation.done:,} of {counted(rotation.total, noun)}"
+    if rotation.seconds_left is None:
+        return said
+    return f"{said}, {_duration(rotation.seconds_left)} left at the average speed since it began"
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        if seconds >= 2 * size:
+            return f"about {counted(round(seconds / size), unit)}"
+    return f"about {counted(round(seconds), 'second')}"
+
+
+def moment(microseconds: int) -> str:
+    """Return the date and the time of *microseconds* since 1970 as text, UTC."""
     try:
         return f"{datetime.fromtimestamp(microseconds / 1e6, UTC):%Y-%m-%d %H:%M} UTC"
     except (ValueError, OverflowError, OSError):

@@ -7,7 +7,13 @@ using the engine's connections at the same time.
 import asyncio
 import os
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Sequence,
+)
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 from weakref import WeakMethod
@@ -16,7 +22,8 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.pool import NullPool, StaticPool
 
-from adk_secure_sessions.db.dialects import meaning, sqlite_sql, taking_any_text
+from adk_secure_sessions.db.dialects import sqlite_sql, taking_any_text
+from adk_secure_sessions.db.failures import meaning, needs_unprepared, overdue
 from adk_secure_sessions.db.protocol import (
     Parameters,
     Row,
@@ -24,12 +31,21 @@ from adk_secure_sessions.db.protocol import (
     Transaction,
     run_in_turn,
 )
-from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
 from adk_secure_sessions.loops import LoopLocks, await_to_end
 
 _LARGE = 900_000  # bytes; every server accepts values up to this size in one packet
 _PACKET_REST = 900  # bytes of a packet that are reserved for everything but the largest value
 _COUNT_ROWS = {"preserve_rowcount": True}  # by default, an INSERT has no row count
+_KILL_TIMEOUT = 5.0  # seconds
+_CANCEL_REQUESTS = 5  # one or two seconds apart
+_CHECKED = "adk_secure_sessions.pooler"  # key of a connection's `info`
+
+_UNPREPARED = {
+    "asyncpg": "connect_args={'prepared_statement_cache_size': 0, "
+    "'prepared_statement_name_func': lambda: ''}",
+    "psycopg": "connect_args={'prepare_threshold': None}",
+}
 
 
 class AsyncEngineExecutor:
@@ -40,12 +56,17 @@ class AsyncEngineExecutor:
     Args:
         engine: The engine that connections come from.
         owns_engine: True if we created the engine, so that `close` disposes of it.
+        read_timeout: Seconds that one query may take; None for any time.
     """
 
-    def __init__(self, engine: AsyncEngine, *, owns_engine: bool) -> None:
+    def __init__(
+        self, engine: AsyncEngine, *, owns_engine: bool, read_timeout: float | None = None
+    ) -> None:
         self._engine = engine
         self._owns_engine = owns_engine
+        self._read_timeout = read_timeout
         self._is_sqlite = engine.dialect.name == "sqlite"
+        self._is_psycopg = engine.dialect.driver == "psycopg"
         # With a StaticPool, all tasks share one connection.  Without a lock, one transaction would
         # contain the statements of two tasks.
         self._has_one_connection = isinstance(engine.pool, StaticPool)
@@ -54,40 +75,55 @@ class AsyncEngineExecutor:
             engine, owns_engine=owns_engine, connections_need_loop=not self._is_sqlite
         )
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._begun: set[asyncio.Task[Any]] = set()  # tasks that have a connection
+        # The tasks that have a connection, and the driver's connection.
+        self._begun: dict[asyncio.Task[Any], Any] = {}
+        self._interrupting: set[asyncio.Task[Any]] = set()
 
     async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
         return await self._shielded(
-            self._translating(lambda connection: _fetch(connection, query, parameters))
+            self._translating(
+                lambda connection: self._fetch_in_time(connection, query, parameters)
+            ),
+            interruptible=True,
         )
 
     async def write(
         self,
         transaction: Transaction[T],
         on_commit_after_cancel: Callable[[T], None] | None = None,
+        *,
+        holds_locks: bool = False,
     ) -> T:
-        return await self._shielded(self._transact(transaction), on_commit_after_cancel)
+        return await self._shielded(
+            self._transact(transaction, holds_locks), on_commit_after_cancel
+        )
 
     async def define(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
         def run(connection: sa.Connection) -> T:
             with taking_any_text(connection):
-                return work(connection)
+                if commit:
+                    return work(connection)
+                return self._in_time(connection, lambda: work(connection))
 
         return await self._shielded(
-            self._translating(run, commit=commit, exclusive=self._is_sqlite)
+            self._translating(run, commit=commit, exclusive=self._is_sqlite),
+            interruptible=not commit,
         )
 
     async def close(self) -> None:
-        if tasks := list(self._tasks):
+        while tasks := [*self._tasks, *self._interrupting]:
             await asyncio.wait(tasks)
         if self._owns_engine:
             await self._release_all()
 
-    async def _transact(self, transaction: Transaction[T]) -> T:
+    async def _transact(self, transaction: Transaction[T], holds_locks: bool) -> T:
         def work(connection: sa.Connection) -> T:
+            if holds_locks and not self._is_sqlite:
+                text = "SET TRANSACTION ISOLATION LEVEL READ COMMITTED"
+                connection.exec_driver_sql(text).close()
             return run_in_turn(
                 transaction(),
-                lambda query, parameters: _fetch(connection, query, parameters),
+                lambda query, parameters: self._fetch_in_time(connection, query, parameters),
                 lambda statement, parameters: _write(connection, statement, parameters),
             )
 
@@ -96,22 +132,33 @@ class AsyncEngineExecutor:
     async def _translating(
         self, work: Callable[[sa.Connection], T], *, commit: bool = False, exclusive: bool = False
     ) -> T:
-        """Run *work* and return its result.
-
-        Driver errors are translated by `meaning`, and their text has no SQL parameters.
-        """
+        """Run *work*, and translate the errors of SQLAlchemy and of the driver with `meaning`."""
         try:
             return await self._run(work, commit=commit, exclusive=exclusive)
-        except sa.exc.DBAPIError as error:
-            error.hide_parameters = True  # an application's engine may show parameters
-            meant = meaning(error, connection_lost=error.connection_invalidated)
-        except OSError as error:  # the driver could not connect
+        except Exception as error:
             meant = meaning(error)
+            if meant is error and asyncio.current_task() not in self._begun:
+                meant = rejected_option(error)
+            if meant is error:
+                raise
+            if needs_unprepared(error):
+                meant = self._needs_option()
         raise meant
+
+    def _needs_option(self) -> Exception:
+        """Return the error for prepared statements that a pooler in transaction mode mixes up."""
+        option = _UNPREPARED.get(self._engine.dialect.driver, "options that prepare no statements")
+        return ConfigurationError(
+            "there is a connection pooler in transaction mode before the database: give the "
+            f"engine {option}"
+        )
 
     async def _run(self, work: Callable[[sa.Connection], T], *, commit: bool, exclusive: bool) -> T:
         async with self._turn(exclusive), self._engine.connect() as connection:
-            self._mark_begun()
+            assert connection.sync_connection is not None
+            self._mark_begun(connection.sync_connection.connection.driver_connection)
+            if self._is_psycopg and not connection.sync_connection.info.get(_CHECKED):
+                await connection.run_sync(_prepare_nothing_behind_pooler)
             if commit and self._is_sqlite:
                 await connection.run_sync(_begin_immediate)
             result = await connection.run_sync(work)
@@ -133,10 +180,13 @@ class AsyncEngineExecutor:
         self,
         work: Coroutine[Any, Any, T],
         on_commit_after_cancel: Callable[[T], None] | None = None,
+        *,
+        interruptible: bool = False,
     ) -> T:
         """Run *work* in its own task and return its result.
 
         If the caller is cancelled, *work* must not be interrupted: a transaction would stay open.
+        Work that is *interruptible*, since it writes nothing, is interrupted at the database.
         """
         try:
             self._enter()
@@ -146,26 +196,155 @@ class AsyncEngineExecutor:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._leave)
-        return await await_to_end(task, on_commit_after_cancel, lambda: task in self._begun)
 
-    def _mark_begun(self) -> None:
+        def on_cancel() -> None:
+            if task not in self._begun:
+                task.cancel()
+            elif interruptible:
+                self._interrupt(task)
+
+        return await await_to_end(task, on_commit_after_cancel, on_cancel)
+
+    def _fetch_in_time(
+        self, connection: sa.Connection, query: sa.Executable, parameters: Parameters
+    ) -> Sequence[Row]:
+        return self._in_time(connection, lambda: _fetch(connection, query, parameters))
+
+    def _in_time(self, connection: sa.Connection, work: Callable[[], T]) -> T:
+        """Run *work*, which only reads; interrupt it at the database after `read_timeout`.
+
+        Raises:
+            DatabaseError: *work* was interrupted.
+        """
+        task = asyncio.current_task()
+        if self._read_timeout is None or task is None:
+            return work()
+        is_overdue = False
+
+        def interrupt() -> None:
+            nonlocal is_overdue
+            is_overdue = True
+            self._interrupt(task)
+
+        timer = asyncio.get_running_loop().call_later(self._read_timeout, interrupt)
+        try:
+            return work()
+        except BaseException as error:
+            if not is_overdue:
+                raise
+            if isinstance(error, asyncio.CancelledError):
+                task.uncancel()
+        finally:
+            timer.cancel()
+        raise overdue(self._read_timeout)
+
+    def _interrupt(self, task: asyncio.Task[Any]) -> None:
+        """Interrupt the query that *task* has sent to the database.
+
+        Changes no setting of the connection or the server: a pooler would pass it on to others.
+        """
+        driver = self._begun[task]
+        if self._is_sqlite:
+            try:
+                driver.interrupt().send(None)  # at once: soon the connection may run other work
+            except StopIteration:
+                pass
+            return
+        if self._is_psycopg and hasattr(driver, "cancel_safe"):  # since psycopg 3.2
+            self._in_background(_cancel_query(task, driver))
+            return
+        task.cancel()  # asyncpg then sends the server a cancel request
+        if self._engine.dialect.name in ("mysql", "mariadb"):
+            self._in_background(self._kill_query(driver.thread_id()))
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._interrupting.add(task)
+        task.add_done_callback(self._interrupting.discard)
+
+    async def _kill_query(self, number: int) -> None:
+        """Make a MySQL or MariaDB server end the query of connection *number*.
+
+        Without this, the server would go on with the query after its connection was closed.
+        """
+        try:
+            async with asyncio.timeout(_KILL_TIMEOUT), self._engine.connect() as connection:
+                await connection.exec_driver_sql(f"KILL QUERY {int(number)}")
+        except Exception:
+            pass  # the query has ended, or the server does not answer
+
+    def _mark_begun(self, driver: Any) -> None:
         if (task := asyncio.current_task()) in self._tasks:
-            self._begun.add(task)
+            assert task is not None
+            self._begun[task] = driver
 
     def _enter(self) -> bool:
         """Begin a call and return True if it is the first one in its event loop."""
         is_first = self._binding.enter()
-        if is_first and self._owns_engine:
-            self._binding.close_at_end_of_loop(self._release_all)
+        if is_first:
+            self._binding.close_at_end_of_loop(self._end_of_loop)
         return is_first
 
     def _leave(self, task: asyncio.Task[Any]) -> None:
         self._binding.leave()
         self._tasks.discard(task)
-        self._begun.discard(task)
+        self._begun.pop(task, None)
+
+    async def _end_of_loop(self) -> None:
+        if self._interrupting:
+            await asyncio.wait(self._interrupting)
+        if self._owns_engine:
+            await self._release_all()
 
     async def _release_all(self) -> None:
         await self._engine.dispose()
+
+
+async def _cancel_query(task: asyncio.Task[Any], driver: Any) -> None:
+    """Send the server cancel requests until *task*, which waits for a query of psycopg, ends.
+
+    If *task* were cancelled instead, psycopg would send a single request.  A pooler ignores it if
+    the query has not reached the server yet.
+    """
+    for _ in range(_CANCEL_REQUESTS):
+        try:
+            await driver.cancel_safe(timeout=1)
+        except Exception:
+            pass  # the server does not answer
+        if task in (await asyncio.wait([task], timeout=1))[0]:
+            return
+    task.cancel()
+
+
+def rejected_option(error: Exception) -> Exception:
+    """Return the error for options that the driver rejected when it connected.
+
+    Returns *error* itself if it says something else.
+    """
+    if isinstance(error, SecureSessionError) or not isinstance(error, TypeError | ValueError):
+        return error
+    # The text of a TypeError has names of functions and arguments, but no values.
+    problem = str(error) if isinstance(error, TypeError) else "a value is not valid"
+    return ConfigurationError(
+        "the driver of the database does not accept an option in the database URL or in "
+        f"connect_args: {problem}"
+    )
+
+
+def _prepare_nothing_behind_pooler(connection: sa.Connection) -> None:
+    """Keep psycopg from preparing statements if this connection is behind a pooler.
+
+    In transaction mode, a pooler runs each transaction on another connection to the server.
+    psycopg gives its prepared statements the same names in every process, so that a statement of
+    another client could be executed.  A pooler is recognized by the process number that it has
+    given the client: it is not the number of the server's process.
+    """
+    driver: Any = connection.connection.driver_connection
+    number = connection.exec_driver_sql("SELECT pg_backend_pid()").scalar()
+    connection.rollback()
+    if number != driver.info.backend_pid:
+        driver.prepare_threshold = None
+    connection.info[_CHECKED] = True
 
 
 def _fetch(

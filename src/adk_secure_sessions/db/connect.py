@@ -4,22 +4,34 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import sqlalchemy as sa
-from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
-from adk_secure_sessions.db.async_engine import AsyncEngineExecutor
 from adk_secure_sessions.db.protocol import Executor, Executors
 from adk_secure_sessions.db.sqlite import is_in_memory, sqlite_executor
 from adk_secure_sessions.errors import ConfigurationError
 
+# Imported on first use: `sqlalchemy.ext.asyncio` imports SQLAlchemy's ORM, which takes a third of a
+# second, and a SQLite database given by URL does not need it.
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncEngine
+
+Source: TypeAlias = "sa.URL | AsyncEngine"
+
 _SQLITE_DRIVERS = ("sqlite", "sqlite+pysqlite", "sqlite+aiosqlite")
-_ASYNC_DRIVERS = {"postgresql": "asyncpg", "mysql": "asyncmy", "mariadb": "asyncmy"}
-# The package that installs the module of a driver.
+# The async drivers of each kind of server.  A URL without a driver means the first installed one.
+_ASYNC_DRIVERS = {
+    "postgresql": ("asyncpg", "psycopg"),
+    "mysql": ("asyncmy", "aiomysql"),
+    "mariadb": ("asyncmy", "aiomysql"),
+}
+# What to install if the driver is missing; otherwise the driver itself.
 _EXTRAS = {
-    "asyncpg": "'adk-secure-sessions[postgresql]'",
-    "asyncmy": "'adk-secure-sessions[mysql]'",
+    "asyncpg": "adk-secure-sessions[postgresql]",
+    "asyncmy": "adk-secure-sessions[mysql]",
+    "psycopg": "psycopg[binary]",
 }
 _POOL_SIZE = 10
 _POOL_TIMEOUT = 30.0  # seconds; SQLAlchemy's default
@@ -36,6 +48,7 @@ def executors_for(
     key_db_url: str | sa.URL | None,
     key_db_engine: object | None,
     engine_kwargs: dict[str, Any],
+    read_timeout: float | None = None,
 ) -> Executors:
     """Create the executors for the data tables and for the key tables, without connecting.
 
@@ -45,6 +58,7 @@ def executors_for(
         key_db_url: The key database; give at most one of *key_db_url* and *key_db_engine*.
         key_db_engine: The application's own engine for the key database.
         engine_kwargs: Options of `sqlalchemy.create_engine` for *db_url*; empty with *db_engine*.
+        read_timeout: Seconds that one query may take; None for any time.
 
     Raises:
         ConfigurationError: Too many or too few of these arguments are given; SQLAlchemy rejects
@@ -57,7 +71,7 @@ def executors_for(
         raise ConfigurationError("give at most one of key_db_url and key_db_engine")
     source = _source("db", db_url, db_engine)
     if key_db_url is None and key_db_engine is None:
-        data = _executor(source, engine_kwargs)
+        data = _executor(source, engine_kwargs, read_timeout)
         return Executors(data, data)
     key_source = _source("key_db", key_db_url, key_db_engine)
     if source is key_source or _identity(source) == _identity(key_source):
@@ -65,7 +79,9 @@ def executors_for(
             "the key database must not be the database of the sessions: "
             "omit it to store the keys in the database of the sessions"
         )
-    return Executors(_executor(source, engine_kwargs), _executor(key_source, {}))
+    return Executors(
+        _executor(source, engine_kwargs, read_timeout), _executor(key_source, {}, read_timeout)
+    )
 
 
 @contextmanager
@@ -83,7 +99,7 @@ def wrapping_executors(wrap: Wrap) -> Iterator[None]:
         _wrap.reset(token)
 
 
-def _source(name: str, url: object | None, engine: object | None) -> sa.URL | AsyncEngine:
+def _source(name: str, url: object | None, engine: object | None) -> Source:
     """Return *engine* if given, otherwise the parsed *url*.
 
     In error texts, the two arguments are called *name*_engine and *name*_url.  Raises
@@ -91,6 +107,8 @@ def _source(name: str, url: object | None, engine: object | None) -> sa.URL | As
     """
     if engine is None:
         return _parse(f"{name}_url", url)
+    from sqlalchemy.ext.asyncio import AsyncEngine
+
     if isinstance(engine, AsyncEngine):
         return engine
     raise ConfigurationError(
@@ -104,7 +122,7 @@ def _parse(name: str, url: object) -> sa.URL:
         return sa.make_url("sqlite://")
     if isinstance(url, str | sa.URL):
         try:
-            return sa.make_url(url)
+            return _with_driver(sa.make_url(url))
         except (sa.exc.ArgumentError, ValueError):
             pass  # ConfigurationError is raised below: this error quotes the URL and its password
     raise ConfigurationError(
@@ -112,55 +130,92 @@ def _parse(name: str, url: object) -> sa.URL:
     )
 
 
-def _identity(source: sa.URL | AsyncEngine) -> object:
+def _with_driver(url: sa.URL) -> sa.URL:
+    """Add an installed async driver to a URL that names only the kind of server."""
+    backend, _, driver = url.drivername.partition("+")
+    if backend == "postgres":  # as some hosting companies write it
+        backend = "postgresql"
+        url = url.set(drivername="+".join(filter(None, [backend, driver])))
+    drivers = _ASYNC_DRIVERS.get(backend)
+    if driver or drivers is None:
+        return url
+    driver = next((name for name in drivers if _is_installed(name)), drivers[0])
+    if driver == "asyncpg" and "sslmode" in url.query:  # the name for all other drivers
+        query = {"ssl" if name == "sslmode" else name: url.query[name] for name in url.query}
+        url = url.set(query=query)
+    return url.set(drivername=f"{backend}+{driver}")
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ValueError:  # it is None in sys.modules
+        return False
+
+
+def _identity(source: Source) -> object:
     """Return a value that is equal for two sources only if they are the same database.
 
     Two names of one database, such as two hard links, may give different values.  Opening such a
     pair of databases raises ConfigurationError.
     """
-    url = source.url if isinstance(source, AsyncEngine) else source
+    url = source if isinstance(source, sa.URL) else source.url
     backend = url.get_backend_name()
     if backend != "sqlite":
         return url._replace(drivername=backend, password=None)
     return object() if is_in_memory(url) else os.path.realpath(url.database or "")
 
 
-def _executor(source: sa.URL | AsyncEngine, engine_kwargs: dict[str, Any]) -> Executor:
+def _executor(
+    source: Source, engine_kwargs: dict[str, Any], read_timeout: float | None
+) -> Executor:
     if isinstance(source, sa.URL):
-        executor = _for_url(source, engine_kwargs)
+        executor = _for_url(source, engine_kwargs, read_timeout)
     elif engine_kwargs:
         raise ConfigurationError(
             f"{', '.join(sorted(engine_kwargs))}: engine options can be given with db_url, "
             "not with db_engine"
         )
     else:
-        executor = _for_engine(source, owns_engine=False)
+        executor = _for_engine(source, owns_engine=False, read_timeout=read_timeout)
     wrap = _wrap.get()
     return executor if wrap is None else wrap(executor)
 
 
-def _for_url(url: sa.URL, engine_kwargs: dict[str, Any]) -> Executor:
+def _for_url(url: sa.URL, engine_kwargs: dict[str, Any], read_timeout: float | None) -> Executor:
+    backend, _, driver = url.drivername.partition("+")
+    known = _ASYNC_DRIVERS.get(backend)
     try:
-        if url.get_backend_name() != "sqlite":
-            return _for_server(url, engine_kwargs)
+        if backend != "sqlite":
+            return _for_server(url, engine_kwargs, read_timeout)
         if url.drivername in _SQLITE_DRIVERS:
-            return sqlite_executor(url, engine_kwargs)
+            return sqlite_executor(url, engine_kwargs, read_timeout)
         problem = f"names a driver that is not one of {', '.join(_SQLITE_DRIVERS)}"
-    except sa.exc.InvalidRequestError:
-        driver = _ASYNC_DRIVERS.get(url.get_backend_name(), "an async driver")
-        problem = f"names a synchronous driver: write {url.get_backend_name()}+{driver}://"
     except sa.exc.NoSuchModuleError:
         problem = "names a database or driver that SQLAlchemy does not know"
-    except ImportError as error:
-        extra = _EXTRAS.get(error.name or "", error.name or "it")
-        problem = f"needs a driver that is not installed: pip install {extra}"
-    except (TypeError, ValueError, sa.exc.ArgumentError) as error:
+    except (sa.exc.InvalidRequestError, ImportError) as error:
+        if known is None:
+            problem = "names a driver that is synchronous, or not installed"
+        elif driver in known and isinstance(error, ImportError):
+            problem = (
+                f'needs a driver that is not installed: pip install "{_EXTRAS.get(driver, driver)}"'
+            )
+        else:
+            problem = (
+                f"names a synchronous driver: write {backend}+{known[0]}://, and "
+                f'pip install "{_EXTRAS[known[0]]}"'
+            )
+    except (TypeError, sa.exc.ArgumentError) as error:  # these name options, and not their values
         problem = f"cannot be used with these options: {error}"
-    shown = url.render_as_string(hide_password=True)
-    raise ConfigurationError(f"the database URL {shown!r} {problem}")
+    except ValueError:
+        problem = "cannot be used with these options: a value is not valid"
+    # Only its beginning: a password may be anywhere in the rest, for example in the query.
+    raise ConfigurationError(f"the database URL {url.drivername}://... {problem}")
 
 
-def _for_server(url: sa.URL, engine_kwargs: dict[str, Any]) -> Executor:
+def _for_server(url: sa.URL, engine_kwargs: dict[str, Any], read_timeout: float | None) -> Executor:
+    from sqlalchemy.ext.asyncio import create_async_engine
+
     options = {**engine_kwargs, "hide_parameters": True}
     keep: dict[str, Any] = {}
     if not options.keys() & _POOL_OPTIONS:
@@ -168,13 +223,18 @@ def _for_server(url: sa.URL, engine_kwargs: dict[str, Any]) -> Executor:
         options = {"pool_size": _POOL_SIZE, "max_overflow": 0, **options}
         timeout = options.get("pool_timeout", _POOL_TIMEOUT)
         keep = {"keep": options["pool_size"], "timeout": timeout}
-    return _for_engine(create_async_engine(url, **options), owns_engine=True, **keep)
+    engine = create_async_engine(url, **options)
+    return _for_engine(engine, owns_engine=True, read_timeout=read_timeout, **keep)
 
 
-def _for_engine(engine: AsyncEngine, *, owns_engine: bool, **keep: Any) -> Executor:
+def _for_engine(
+    engine: "AsyncEngine", *, owns_engine: bool, read_timeout: float | None, **keep: Any
+) -> Executor:
     """Create the executor for *engine*; *keep* is passed to `AsyncpgExecutor` only."""
     if engine.dialect.driver == "asyncpg":
         from adk_secure_sessions.db.postgresql import AsyncpgExecutor  # asyncpg is optional
 
-        return AsyncpgExecutor(engine, owns_engine=owns_engine, **keep)
-    return AsyncEngineExecutor(engine, owns_engine=owns_engine)
+        return AsyncpgExecutor(engine, owns_engine=owns_engine, read_timeout=read_timeout, **keep)
+    from adk_secure_sessions.db.async_engine import AsyncEngineExecutor
+
+    return AsyncEngineExecutor(engine, owns_engine=owns_engine, read_timeout=read_timeout)

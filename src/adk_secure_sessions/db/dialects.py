@@ -1,7 +1,6 @@
-"""Differences between the databases: SQL text, locks, and error codes."""
+"""Differences between the databases: SQL text and locks.  `failures` has their error codes."""
 
 import functools
-import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,35 +8,8 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.dialects import sqlite
 
-from adk_secure_sessions.db.protocol import Conflict, Disconnected, UniqueViolation
-
 _sqlite = sqlite.dialect(paramstyle="named")
 
-# Error codes: SQLSTATE on PostgreSQL, names on SQLite, numbers on MySQL and MariaDB.
-_UNIQUE: set[object] = {"23505", "SQLITE_CONSTRAINT_UNIQUE", "SQLITE_CONSTRAINT_PRIMARYKEY", 1062}
-_CONFLICT: set[object] = {
-    "40001",  # serialization failure
-    "40P01",  # deadlock
-    "55P03",  # lock not available, after NOWAIT
-    1205,  # lock wait timeout
-    1213,  # deadlock
-    1020,  # the row has changed since the transaction read it
-}
-_DISCONNECTED: set[object] = {
-    "57P01",  # admin shutdown
-    "57P02",  # crash shutdown
-    "57P03",  # cannot connect now
-    "25006",  # read only: the server is no longer the primary
-    1053,  # server shutdown in progress
-    1927,  # connection was killed
-    1290,  # read only
-    1792,  # write in a read-only transaction
-    2003,  # cannot connect
-    2006,  # server has gone away
-    2013,  # connection lost during a query
-    2055,  # connection lost
-}
-_CONNECTION_CLASS = "08"  # the first two characters of every SQLSTATE for a connection error
 _ADVISORY_LOCK = int.from_bytes(b"AKS init")
 _LOCK_TIMEOUT = 60  # seconds
 
@@ -102,32 +74,3 @@ def taking_any_text(connection: sa.Connection) -> Iterator[None]:
         yield
     finally:
         driver.text_factory = text_factory
-
-
-def meaning(error: Exception, *, connection_lost: bool = False) -> Exception:
-    """Translate the error of a driver into UniqueViolation, Conflict or Disconnected.
-
-    Args:
-        error: The driver's error, or SQLAlchemy's error that wraps it.
-        connection_lost: True if the driver says that its connection is closed.
-
-    Returns:
-        The translated error; *error* itself if it has another cause.
-    """
-    driver: Any = error.orig if isinstance(error, sa.exc.DBAPIError) else error
-    state = getattr(driver, "sqlstate", None)
-    codes = {state, getattr(driver, "sqlite_errorname", None)}
-    codes.update(arg for arg in driver.args if isinstance(arg, int))
-    # An error that a server has sent has a code.  Therefore, an operational error without a code
-    # means that no server has answered.
-    unanswered = (
-        codes == {None}
-        and isinstance(error, sa.exc.OperationalError)
-        and not isinstance(driver, sqlite3.Error)
-    )
-    ended = codes & _DISCONNECTED or str(state).startswith(_CONNECTION_CLASS)
-    if connection_lost or unanswered or ended or isinstance(driver, OSError):
-        return Disconnected(error)
-    if codes & _UNIQUE:
-        return UniqueViolation()
-    return Conflict() if codes & _CONFLICT else error

@@ -2,11 +2,21 @@
 
 A single statement takes one round trip and commits by itself.  If a round trip takes 1.3 ms, a
 single statement appends an event in a third of the time of BEGIN, UPDATE, INSERT and COMMIT.
+
+Statements are prepared once for each connection.  A pooler in transaction mode, such as PgBouncer,
+may run each transaction on another connection to the server.  There, a prepared statement may be
+missing, or be another client's.  Therefore a statement's name is a hash of its text: whichever
+client prepared it, it is the same statement.  The server rejects a missing one without executing
+anything.  After the first such rejection, an executor prepares nothing any more (`_Pooler`).
 """
 
 import asyncio
+import functools
+import hashlib
+import logging
 import os
 import sys
+import uuid
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -16,8 +26,13 @@ from sqlalchemy import PoolProxiedConnection
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.util import greenlet_spawn
 
-from adk_secure_sessions.db.async_engine import AsyncEngineExecutor
-from adk_secure_sessions.db.dialects import meaning
+from adk_secure_sessions.db.async_engine import AsyncEngineExecutor, rejected_option
+from adk_secure_sessions.db.failures import (
+    meaning,
+    needs_unprepared,
+    no_free_connection,
+    overdue,
+)
 from adk_secure_sessions.db.postgresql_sql import DIVISION_BY_ZERO, apply_sql, read_sql
 from adk_secure_sessions.db.protocol import (
     Conflict,
@@ -30,9 +45,12 @@ from adk_secure_sessions.db.protocol import (
     Transaction,
 )
 
-# The modules that define the classes of driver errors.  While connecting, SQLAlchemy wraps errors
-# of asyncpg in classes of the second module.
-_DRIVER = ("asyncpg", "sqlalchemy.dialects.postgresql.asyncpg")
+logger: logging.Logger = logging.getLogger(__name__)
+
+_PLAN_IS_OUTDATED = "0A000"  # SQLSTATE: a table has changed since the statement was prepared
+_CLOSE_TIMEOUT = 5.0  # seconds
+_PREPARED = "adk_secure_sessions.prepared"  # key of a connection's `info`
+_NO_CACHE = ("statement_cache_size", "prepared_statement_cache_size")  # options of a connection
 # This list keeps the garbage collector from closing connections that must not be closed.  Closing a
 # connection of the parent process would break it for the parent.  Closing a connection of an event
 # loop that has ended raises an error.
@@ -71,9 +89,18 @@ class AsyncpgExecutor(AsyncEngineExecutor):
     """
 
     def __init__(
-        self, engine: AsyncEngine, *, owns_engine: bool, keep: int = 0, timeout: float = 0
+        self,
+        engine: AsyncEngine,
+        *,
+        owns_engine: bool,
+        read_timeout: float | None = None,
+        keep: int = 0,
+        timeout: float = 0,
     ) -> None:
-        super().__init__(engine, owns_engine=owns_engine)
+        super().__init__(engine, owns_engine=owns_engine, read_timeout=read_timeout)
+        self._pooler = _Pooler()
+        if owns_engine:
+            sa.event.listen(engine.sync_engine, "do_connect", self._pooler.set_options)
         self._keep = keep
         self._timeout = timeout
         self._idle: list[PoolProxiedConnection] = []  # checked out of the pool, but not in use
@@ -84,7 +111,7 @@ class AsyncpgExecutor(AsyncEngineExecutor):
         # A read needs no task: if the caller is cancelled, `_use` discards the connection.
         self._enter()
         try:
-            return await self._use(lambda driver: _fetch(driver, query, parameters))
+            return await self._use(lambda session: session.fetch(query, parameters))
         finally:
             self._binding.leave()
 
@@ -95,14 +122,22 @@ class AsyncpgExecutor(AsyncEngineExecutor):
             self._slots.release()
         await super().close()
 
-    async def _transact(self, transaction: Transaction[T]) -> T:
-        return await self._use(lambda driver: _follow(driver, transaction()))
+    async def _transact(self, transaction: Transaction[T], holds_locks: bool) -> T:
+        return await self._use(lambda session: session.follow(transaction(), holds_locks))
 
     async def _run(self, work: Callable[[sa.Connection], T], *, commit: bool, exclusive: bool) -> T:
         await self._take_slot()
         try:
             if self._idle:  # return a connection to the pool, so that SQLAlchemy can check it out
                 self._idle.pop().close()
+            try:
+                return await super()._run(work, commit=commit, exclusive=exclusive)
+            except sa.exc.DBAPIError as error:
+                if not (self._owns_engine and needs_unprepared(error)):
+                    raise
+            # Nothing was committed.  The connections that have prepared statements are replaced.
+            self._pooler.was_found()
+            await self._release_all()
             return await super()._run(work, commit=commit, exclusive=exclusive)
         finally:
             self._slots.release()
@@ -120,23 +155,23 @@ class AsyncpgExecutor(AsyncEngineExecutor):
             self._idle.pop().close()
         await super()._release_all()
 
-    async def _use(self, work: Callable[[Any], Awaitable[T]]) -> T:
-        """Call *work* with an asyncpg connection and return its result.
-
-        Driver errors are raised as translated by `meaning`.
-        """
+    async def _use(self, work: "Callable[[_Session], Awaitable[T]]") -> T:
+        """Call *work* with a connection and return its result; translate errors with `meaning`."""
         async with self._turn(False):
             pooled = await self._acquire()
-            self._mark_begun()
             driver: Any = pooled.driver_connection
+            self._mark_begun(driver)
+            session = _Session(
+                driver, pooled.info.setdefault(_PREPARED, {}), self._pooler, self._read_timeout
+            )
             usable = False  # stays False if we are cancelled before the server answers
             try:
-                result = await work(driver)
+                result = await work(session)
                 usable = True
                 return result
             except Exception as error:
                 meant = _translated(error, connection_lost=driver.is_closed())
-                usable = not isinstance(meant, Disconnected)
+                usable = not isinstance(meant, Disconnected) and not session.is_overdue
             finally:
                 await self._release(pooled, usable=usable)
         raise meant
@@ -157,7 +192,7 @@ class AsyncpgExecutor(AsyncEngineExecutor):
                 pooled.invalidate()
             return pooled
         except Exception as error:
-            meant = _translated(error, connection_lost=False)
+            meant = rejected_option(_translated(error, connection_lost=False))
             self._slots.release()
         except BaseException:
             self._slots.release()
@@ -170,7 +205,9 @@ class AsyncpgExecutor(AsyncEngineExecutor):
     async def _release(self, pooled: PoolProxiedConnection, *, usable: bool) -> None:
         try:
             if not usable:
-                pooled.invalidate()
+                driver = pooled.driver_connection
+                pooled.detach()  # from the pool, which may open a new connection
+                self._in_background(_close(driver))
             elif self._keep:
                 self._idle.append(pooled)
             else:
@@ -196,9 +233,7 @@ class AsyncpgExecutor(AsyncEngineExecutor):
                 return
         except TimeoutError:
             pass
-        raise sa.exc.TimeoutError(
-            f"none of {self._keep} connections was free within {self._timeout:g} s: raise pool_size"
-        )
+        raise no_free_connection(self._timeout)
 
 
 def _close_idle(idle: list[PoolProxiedConnection], pid: int) -> None:
@@ -223,51 +258,169 @@ def _is_open(pooled: PoolProxiedConnection) -> bool:
     return not driver.is_closed()
 
 
-async def _follow(driver: Any, steps: Steps[T]) -> T:
-    """Run *steps* and return their result.  Each Read and each Apply is one statement."""
+async def _close(driver: Any) -> None:
+    """Close a connection that may be waiting for an answer.
+
+    asyncpg first sends the server a cancel request, for which it opens another connection.
+    """
     try:
-        step = next(steps)
-        while True:
-            answer: object
-            if isinstance(step, Read):
-                answer = await _fetch(driver, step.query, step.parameters)
-            else:
-                text, sources = apply_sql(
-                    tuple((change.statement, change.must_match_row) for change in step.changes)
-                )
-                values = [step.changes[index].parameters[name] for index, name in sources]
-                answer = bool(await driver.fetchval(text, *values))
-            step = steps.send(answer)
-    except StopIteration as end:
-        result: T = end.value
-        return result
+        await driver.close(timeout=_CLOSE_TIMEOUT)
+    except Exception:
+        pass  # asyncpg has aborted the connection
 
 
-async def _fetch(driver: Any, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
-    text, names = read_sql(query)
-    rows: Sequence[Row] = await driver.fetch(text, *[parameters[name] for name in names])
-    return rows
+class _Pooler:
+    """Whether there is a pooler that does not keep prepared statements.
+
+    Behind such a pooler, each operation is a transaction, since the pooler changes the connection
+    to the server only between transactions, and its statements have no names.  An operation then
+    takes four round trips instead of one.
+    """
+
+    def __init__(self) -> None:
+        self.is_found = False
+
+    def was_found(self) -> None:
+        if not self.is_found:
+            self.is_found = True
+            logger.info(
+                "there is a connection pooler in transaction mode before the database: statements "
+                "are not prepared any more"
+            )
+
+    def set_options(
+        self, dialect: object, record: object, args: list[Any], options: dict[str, Any]
+    ) -> None:
+        """Set the options of a new connection for statements that SQLAlchemy runs."""
+        if any(options.get(name) == 0 for name in _NO_CACHE):
+            self.is_found = True  # the application says so
+        if self.is_found:
+            # Each execution prepares its statement, in the same transaction and without a name.
+            options["prepared_statement_cache_size"] = options["statement_cache_size"] = 0
+            options["prepared_statement_name_func"] = str
+        else:
+            # No other client has prepared a statement with this name.
+            options.setdefault("prepared_statement_name_func", lambda: f"aks_{uuid.uuid4().hex}")
+
+
+class _Session:
+    """Runs the statements of one operation on a connection of asyncpg.
+
+    Args:
+        driver: The connection.
+        prepared: The statements that were prepared on it, by their text.
+        pooler: Says whether statements may be prepared.
+        read_timeout: Seconds that one query may take; None for any time.
+    """
+
+    __slots__ = ("_driver", "_in_transaction", "_pooler", "_prepared", "_timeout", "is_overdue")
+
+    def __init__(
+        self,
+        driver: Any,
+        prepared: dict[str, Any],
+        pooler: _Pooler,
+        read_timeout: float | None,
+    ) -> None:
+        self._driver = driver
+        self._prepared = prepared
+        self._pooler = pooler
+        self._timeout = read_timeout
+        self._in_transaction = False
+        self.is_overdue = False  # True once a query has been interrupted
+
+    async def fetch(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
+        """Run *query* and return its rows.
+
+        Raises:
+            DatabaseError: The query took too long.
+        """
+        text, names = read_sql(query)
+        try:
+            return await self._execute(text, [parameters[name] for name in names], self._timeout)
+        except TimeoutError as error:
+            if error.errno is not None or self._timeout is None:  # the network's
+                raise
+            self.is_overdue = True
+        raise overdue(self._timeout)
+
+    async def follow(self, steps: Steps[T], holds_locks: bool) -> T:
+        """Run *steps* and return their result.
+
+        Each Read or Apply is one statement, which commits by itself.  If *holds_locks*, or behind
+        a pooler, all of them are one transaction.
+        """
+        if not (holds_locks or self._pooler.is_found):
+            return await self._follow(steps)
+        async with self._driver.transaction(isolation="read_committed"):
+            self._in_transaction = True
+            return await self._follow(steps)
+
+    async def _follow(self, steps: Steps[T]) -> T:
+        try:
+            step = next(steps)
+            while True:
+                answer: object
+                if isinstance(step, Read):
+                    answer = await self.fetch(step.query, step.parameters)
+                else:
+                    text, sources = apply_sql(
+                        tuple((change.statement, change.must_match_row) for change in step.changes)
+                    )
+                    values = [step.changes[index].parameters[name] for index, name in sources]
+                    answer = bool((await self._execute(text, values))[0][0])
+                step = steps.send(answer)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+    async def _execute(
+        self, text: str, values: list[object], seconds: float | None = None
+    ) -> Sequence[Row]:
+        rows: Sequence[Row]
+        if not self._pooler.is_found:
+            try:
+                if (statement := self._prepared.get(text)) is None:
+                    statement = await self._driver.prepare(text, name=_name(text), timeout=seconds)
+                    self._prepared[text] = statement
+                rows = await statement.fetch(*values, timeout=seconds)
+                return rows
+            except Exception as error:
+                # In both cases, the server has executed nothing.
+                if getattr(error, "sqlstate", None) == _PLAN_IS_OUTDATED:
+                    self._prepared.pop(text, None)
+                elif needs_unprepared(error):
+                    self._pooler.was_found()
+                else:
+                    raise
+            statement = None  # asyncpg closes it at the server once it is not referenced
+            if self._in_transaction:
+                raise Conflict  # the server has aborted the transaction
+        if self._in_transaction:
+            return await self._execute_unnamed(text, values, seconds)
+        async with self._driver.transaction():
+            return await self._execute_unnamed(text, values, seconds)
+
+    async def _execute_unnamed(
+        self, text: str, values: list[object], seconds: float | None
+    ) -> Sequence[Row]:
+        statement = await self._driver.prepare(text, name="", timeout=seconds)
+        rows: Sequence[Row] = await statement.fetch(*values, timeout=seconds)
+        return rows
+
+
+@functools.cache
+def _name(text: str) -> str:
+    """Return the name under which *text* is prepared: the same in all processes."""
+    return f"aks_{hashlib.sha256(text.encode()).hexdigest()[:40]}"
 
 
 def _translated(error: Exception, *, connection_lost: bool) -> Exception:
-    """Wrap an asyncpg error as SQLAlchemy does, and translate it with `meaning`.
-
-    The text of the wrapped error has no SQL parameters.  If *error* is not a driver error, return
-    it unchanged.
-    """
+    """Translate an error of asyncpg with `meaning`."""
     state: str | None = getattr(error, "sqlstate", None)
     if state == DIVISION_BY_ZERO:  # a later change matched no row: see `postgresql_sql`
         return Conflict()
-    if isinstance(error, sa.exc.DBAPIError | OSError):
-        return meaning(error)
-    if not type(error).__module__.startswith(_DRIVER):
-        return error
-    kind: type[sa.exc.DBAPIError] = sa.exc.DBAPIError
-    if connection_lost or state is None:
-        kind = sa.exc.OperationalError
-    elif state.startswith("23"):
-        kind = sa.exc.IntegrityError
-    elif state.startswith("42"):
-        kind = sa.exc.ProgrammingError
-    wrapped = kind(None, None, error, hide_parameters=True, connection_invalidated=connection_lost)
-    return meaning(wrapped, connection_lost=connection_lost)
+    is_of_asyncpg = "asyncpg" in type(error).__module__  # SQLAlchemy has classes for them, too
+    # Without a state, it is an error of the connection, unless a value was not valid.
+    lost = connection_lost or (state is None and not isinstance(error, ValueError))
+    return meaning(error, connection_lost=is_of_asyncpg and lost)

@@ -39,7 +39,7 @@ class Disconnected(Exception):
 
     def __init__(self, error: Exception) -> None:
         super().__init__("the connection to the database was lost")
-        self.error = error  # the driver's error: callers raise it if they do not try again
+        self.error = error  # a DatabaseError, which callers raise if a retry fails, too
 
 
 class Read(NamedTuple):
@@ -92,17 +92,22 @@ class Executor(Protocol):
 
     - Disconnected if the connection is lost,
     - Conflict if the database reports a deadlock or a serialization failure,
-    - an exception of `sqlalchemy.exc`, whose text has no SQL parameters, for other driver errors.
+    - DatabaseError for other errors of the database; never an exception of SQLAlchemy or a driver.
+
+    An executor with a read timeout interrupts each query that takes longer, and raises
+    DatabaseError.  A query that a transaction reads with counts, too.
     """
 
     async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
-        """Run one query and return its rows."""
+        """Run one query and return its rows; interrupt the query if the caller is cancelled."""
         ...
 
     async def write(
         self,
         transaction: Transaction[T],
         on_commit_after_cancel: Callable[[T], None] | None = None,
+        *,
+        holds_locks: bool = False,
     ) -> T:
         """Run *transaction*, commit its changes and return its result.
 
@@ -112,7 +117,10 @@ class Executor(Protocol):
         Args:
             transaction: Returns the generator; called once.
             on_commit_after_cancel: Called with the result if the caller was cancelled while the
-                transaction ran, because `write` then raises CancelledError and returns no result.
+                transaction ran: `write` then raises CancelledError and returns no result.
+            holds_locks: Run all steps in one transaction of the database, so that rows which a
+                Read has locked with FOR UPDATE stay locked until the commit.  Each query sees what
+                was committed before it.
 
         Raises:
             Disconnected: The changes may have been stored or not.

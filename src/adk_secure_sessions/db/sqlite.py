@@ -20,14 +20,18 @@ import logging
 import os
 import sqlite3
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
+from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.db.dialects import any_text, meaning, sqlite_sql, taking_any_text
+from adk_secure_sessions.db.dialects import any_text, sqlite_sql, taking_any_text
+from adk_secure_sessions.db.failures import meaning, overdue
 from adk_secure_sessions.db.protocol import (
     Parameters,
     Row,
@@ -44,7 +48,10 @@ logger: logging.Logger = logging.getLogger(__name__)
 _READERS = 2
 _BUSY_TIMEOUT = 30.0  # seconds to wait while another process holds the write lock
 _BATCH = 64  # maximum number of jobs in one commit
-_EXIT_TIMEOUT = 5.0  # seconds to wait for a thread to end
+_EXIT_TIMEOUT = 5.0  # seconds to wait for a thread to end, before and after its read is interrupted
+# SQLite's instructions between two checks whether to go on with a read.  They take a millisecond or
+# two; reading a session with 1000 events takes fewer.
+_INSTRUCTIONS = 100_000
 
 
 # --- The executor -------------------------------------------------------------------------------
@@ -57,12 +64,15 @@ def is_in_memory(url: sa.URL) -> bool:
     return memory or url.query.get("mode") == "memory"
 
 
-def sqlite_executor(url: sa.URL, engine_kwargs: dict[str, Any]) -> "SqliteExecutor":
+def sqlite_executor(
+    url: sa.URL, engine_kwargs: dict[str, Any], read_timeout: float | None = None
+) -> "SqliteExecutor":
     """Create the executor for a SQLite URL.
 
     Args:
         url: The URL; its driver is ignored.
         engine_kwargs: Options of `sqlalchemy.create_engine`.
+        read_timeout: Seconds that one query may take; None for any time.
 
     Raises:
         TypeError, ValueError, sqlalchemy.exc.ArgumentError: SQLAlchemy rejects the options.
@@ -78,13 +88,48 @@ def sqlite_executor(url: sa.URL, engine_kwargs: dict[str, Any]) -> "SqliteExecut
     }
     options["hide_parameters"] = True
     engine = sa.create_engine(url.set(drivername="sqlite+pysqlite"), **options)
-    sa.event.listen(engine, "connect", _overwrite_deleted)
-    return SqliteExecutor(engine, memory=memory)
+    sa.event.listen(engine, "do_connect", _prepare_file)
+    sa.event.listen(engine, "connect", _set_up)
+    return SqliteExecutor(engine, memory=memory, read_timeout=read_timeout)
 
 
-def _overwrite_deleted(driver: sqlite3.Connection, _record: object) -> None:
+def _prepare_file(
+    _dialect: object, _record: object, args: list[Any], options: dict[str, Any]
+) -> None:
+    """Create the file with mode 0600, or open a file that cannot be written for reading only.
+
+    SQLite gives the write-ahead log and its index the mode of the file.
+    """
+    name = str(args[0])
+    if options.get("uri") and name.startswith("file:"):
+        parts = urlsplit(name)
+        if not parse_qs(parts.query).keys() & {"mode", "immutable", "vfs"}:
+            _create(unquote(parts.path))
+        return
+    path = Path(name)
+    if not path.exists():
+        _create(name)
+    elif not os.access(path, os.W_OK) or not os.access(path.resolve().parent, os.W_OK):
+        # If no process has the file open, no write-ahead log lies beside it.  SQLite could not
+        # create one to read the file, unless it is told that nobody changes the file.
+        is_open = path.with_name(f"{path.name}-wal").exists()
+        args[0] = f"file:{quote(str(path.absolute()))}?{'mode=ro' if is_open else 'immutable=1'}"
+        options["uri"] = True
+
+
+def _create(name: str) -> None:
+    if name in ("", ":memory:"):
+        return
+    try:
+        os.close(os.open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
+    except OSError:
+        pass  # it exists, or SQLite raises an error that says more
+
+
+def _set_up(driver: sqlite3.Connection, _record: object) -> None:
     # Without secure_delete, deleted rows and copies of moved rows stay in the file's free space.
     driver.execute("PRAGMA secure_delete = ON").close()
+    driver.set_progress_handler(_must_stop, _INSTRUCTIONS)
 
 
 class SqliteExecutor:
@@ -94,9 +139,12 @@ class SqliteExecutor:
     process starts threads of its own, but it cannot use a database in memory.
     """
 
-    def __init__(self, engine: sa.Engine, *, memory: bool) -> None:
+    def __init__(
+        self, engine: sa.Engine, *, memory: bool, read_timeout: float | None = None
+    ) -> None:
         self._engine = engine
         self._memory = memory
+        self._read_timeout = read_timeout
         self._forget_threads()
 
     def _forget_threads(self) -> None:
@@ -114,13 +162,15 @@ class SqliteExecutor:
         self,
         transaction: Transaction[T],
         on_commit_after_cancel: Callable[[T], None] | None = None,
+        *,
+        holds_locks: bool = False,  # no other transaction writes at the same time
     ) -> T:
         return await self._submit(
             lambda connection: connection.transact(transaction), on_commit_after_cancel
         )
 
     async def define(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
-        return await self._submit(work, on_engine=True, commit=commit)
+        return await self._submit(work, reads=not commit, on_engine=True, commit=commit)
 
     async def close(self) -> None:
         with self._lock:
@@ -142,10 +192,12 @@ class SqliteExecutor:
     ) -> T:
         if os.getpid() != self._pid:
             self._after_fork()
-        job = Job(work, on_engine=on_engine, commit=commit)
+        timeout = self._read_timeout
+        job = Job(work, on_engine=on_engine, commit=commit, reads=reads, read_timeout=timeout)
         with self._lock:  # otherwise, `close` could end the thread before it gets this job
             threads = self._threads or self._start()
-            candidates = threads[1:] if reads and len(threads) > 1 else threads[:1]
+            readers = reads and not on_engine and len(threads) > 1
+            candidates = threads[1:] if readers else threads[:1]
             # If several threads are idle, `min` returns the first, whose cache holds recent pages.
             min(candidates, key=lambda thread: thread.inbox.waiting).inbox.put(job)
         result: T = await job.outcome(on_commit_after_cancel)
@@ -183,13 +235,36 @@ class Job:
     Create the job in the caller's event loop.
     """
 
-    __slots__ = ("_claim", "_ended", "_future", "_result", "commit", "loop", "on_engine", "work")
+    __slots__ = (
+        "_claim",
+        "_ended",
+        "_future",
+        "_result",
+        "commit",
+        "is_abandoned",
+        "loop",
+        "on_engine",
+        "read_timeout",
+        "reads",
+        "work",
+    )
 
-    def __init__(self, work: Callable[[Any], Any], *, on_engine: bool, commit: bool) -> None:
+    def __init__(
+        self,
+        work: Callable[[Any], Any],
+        *,
+        on_engine: bool,
+        commit: bool,
+        reads: bool = False,
+        read_timeout: float | None = None,
+    ) -> None:
         self.work: Callable[[Any], Any] = work
         # True: `work` takes a SQLAlchemy connection.  False: it takes a SqliteConnection.
         self.on_engine: bool = on_engine
         self.commit: bool = commit
+        self.reads: bool = reads  # and writes nothing, so that it can be interrupted
+        self.read_timeout: float | None = read_timeout
+        self.is_abandoned: bool = False  # True once the caller of a read was cancelled
         self.loop: asyncio.AbstractEventLoop = asyncio.get_running_loop()
         self._future: asyncio.Future[Any] = self.loop.create_future()
         self._claim = threading.Lock()
@@ -215,6 +290,7 @@ class Job:
             return await self._future
         except asyncio.CancelledError:
             if not self.claim():
+                self.is_abandoned = self.reads
                 self._ended = self._ended or asyncio.Event()
                 await wait_ignoring_cancel(self._ended.wait, lambda: bool(self._result))
                 result, error = self._result
@@ -284,11 +360,12 @@ class WorkerThread:
 
     def __init__(self, engine: sa.Engine, *, writes: bool) -> None:
         self.inbox: _Inbox = _Inbox()
+        self.must_end: threading.Event = threading.Event()  # interrupts its read
         # ADK's tools exit without closing the service.  Python would wait for a thread that is not
         # a daemon.
         self.thread: threading.Thread = threading.Thread(
             target=_serve,
-            args=(self.inbox, engine, writes),
+            args=(self.inbox, engine, writes, self.must_end),
             name=f"adk-secure-sessions-{'writer' if writes else 'reader'}",
             daemon=True,
         )
@@ -296,11 +373,15 @@ class WorkerThread:
 
 
 def _stop(threads: list[WorkerThread]) -> None:
-    """End *threads* after their queued jobs, and wait up to `_EXIT_TIMEOUT` for each thread."""
+    """End *threads* after their queued jobs; interrupt reads that take longer than that."""
     for thread in threads:
         thread.inbox.put(None)
-    for thread in threads:
-        thread.thread.join(_EXIT_TIMEOUT)
+    for interrupts in (False, True):
+        deadline = time.monotonic() + _EXIT_TIMEOUT
+        for thread in threads:
+            if interrupts:
+                thread.must_end.set()
+            thread.thread.join(max(deadline - time.monotonic(), 0))
 
 
 class _Outcome(NamedTuple):
@@ -309,8 +390,53 @@ class _Outcome(NamedTuple):
     error: BaseException | None
 
 
-def _serve(inbox: _Inbox, engine: sa.Engine, writes: bool) -> None:
+class _CurrentRead(threading.local):
+    """The read that a thread runs, if any: when and why it must end."""
+
+    job: Job | None = None
+    deadline: float | None = None
+    must_end: threading.Event | None = None
+
+    def is_overdue(self) -> bool:
+        return self.deadline is not None and time.monotonic() > self.deadline
+
+
+_current = _CurrentRead()
+
+
+def _must_stop() -> bool:
+    """Return True to interrupt this thread's query; SQLite calls this again and again.
+
+    Unlike `sqlite3.Connection.interrupt`, this cannot interrupt the next query by mistake.
+    """
+    if (job := _current.job) is None:
+        return False  # it is no read
+    must_end = _current.must_end is not None and _current.must_end.is_set()
+    return must_end or job.is_abandoned or _current.is_overdue()
+
+
+def _read(job: Job, work: Callable[..., T], *arguments: object) -> T:
+    """Call *work*, whose queries are interrupted if they take too long or *job* is abandoned.
+
+    Raises:
+        DatabaseError: A query took longer than the job's `read_timeout`.
+    """
+    timeout = job.read_timeout
+    _current.deadline = None if timeout is None else time.monotonic() + timeout
+    _current.job = job
+    try:
+        return work(*arguments)
+    except (sqlite3.OperationalError, sa.exc.OperationalError):
+        if timeout is None or not _current.is_overdue():
+            raise
+    finally:
+        _current.job = None
+    raise overdue(timeout)
+
+
+def _serve(inbox: _Inbox, engine: sa.Engine, writes: bool, must_end: threading.Event) -> None:
     """Run the jobs of *inbox* until it returns an empty batch.  Each thread runs this function."""
+    _current.must_end = must_end
     connection: SqliteConnection | None = None
     while batch := inbox.take(_BATCH if writes else 1):
         try:
@@ -325,6 +451,8 @@ def _serve(inbox: _Inbox, engine: sa.Engine, writes: bool) -> None:
         except BaseException as error:
             outcomes = [_Outcome(job, None, _translated(error)) for job in batch]
         _deliver(outcomes)
+        # They hold decrypted rows, and this thread may wait long for the next job.
+        batch, outcomes = [], []
     if connection is not None:
         connection.driver.close()
 
@@ -361,10 +489,13 @@ def _run_batch(connection: "SqliteConnection", batch: list[Job]) -> list[_Outcom
 
 
 def _run(connection: "SqliteConnection", job: Job) -> _Outcome:
+    connection.job = job
     try:
         return _Outcome(job, job.work(connection), None)
     except BaseException as error:
         return _Outcome(job, None, _translated(error))
+    finally:
+        del connection.job  # like `batch` in `_serve`
 
 
 def _run_on_engine(engine: sa.Engine, job: Job) -> _Outcome:
@@ -373,12 +504,12 @@ def _run_on_engine(engine: sa.Engine, job: Job) -> _Outcome:
             if job.commit:
                 connection.exec_driver_sql("BEGIN IMMEDIATE")
             with taking_any_text(connection):
-                result = job.work(connection)
+                result = _read(job, job.work, connection) if job.reads else job.work(connection)
             if job.commit:
                 connection.commit()
         return _Outcome(job, result, None)
     except BaseException as error:
-        return _Outcome(job, None, error)
+        return _Outcome(job, None, _translated(error))
 
 
 # --- Connections ---------------------------------------------------------------------------------
@@ -387,13 +518,17 @@ def _run_on_engine(engine: sa.Engine, job: Job) -> _Outcome:
 class SqliteConnection:
     """Runs queries and transactions on the driver's connection, in the thread that owns it."""
 
-    __slots__ = ("driver",)
+    __slots__ = ("driver", "job")
 
     def __init__(self, driver: sqlite3.Connection) -> None:
         self.driver: sqlite3.Connection = driver
+        self.job: Job  # the one that runs
 
     def fetch(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
-        return self.driver.execute(sqlite_sql(query), parameters).fetchall()
+        return _read(self.job, self._fetch, sqlite_sql(query), parameters)
+
+    def _fetch(self, text: str, parameters: Parameters) -> Sequence[Row]:
+        return self.driver.execute(text, parameters).fetchall()
 
     def transact(self, transaction: Transaction[T]) -> T:
         return run_in_turn(transaction(), self.fetch, self._run)
@@ -441,13 +576,11 @@ def _enter_wal(driver: sqlite3.Connection) -> None:
 
 
 def _translated(error: BaseException) -> BaseException:
-    """Wrap a driver error in SQLAlchemy's DBAPIError, without the statement and its parameters.
+    """Translate an error of the driver with `meaning`, and return other errors unchanged.
 
-    Other errors are returned unchanged.
+    The translated error has no context: its traceback would hold statement parameters.
     """
-    if not isinstance(error, sqlite3.Error):
-        return error
-    return sa.exc.DBAPIError.instance(None, None, error, sqlite3.Error, hide_parameters=True)
+    return meaning(error) if isinstance(error, Exception) else error
 
 
 def _deliver(outcomes: list[_Outcome]) -> None:

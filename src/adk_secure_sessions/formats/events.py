@@ -3,42 +3,123 @@
 The format is described in docs/format.md, "Events".
 """
 
-import json
 import logging
 from typing import Any
 
 from google.adk.events import Event
 from google.adk.version import __version__ as adk_version
-from pydantic_core import PydanticSerializationError, to_jsonable_python
+from pydantic import BaseModel, ValidationError
+from pydantic_core import to_json, to_jsonable_python
 
-from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.errors import ConfigurationError, DecryptionError
+from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.event_parser import EventParser
+from adk_secure_sessions.formats.json_text import JsonObject
 
 logger: logging.Logger = logging.getLogger(__name__)
 
 _parse = EventParser()
 _PREFIX = bytes([len(adk_version)]) + adk_version.encode("ascii")
+# Of the class itself: the fields of a subclass would not be read back.
+_serializer = Event.__pydantic_serializer__
 
 
 def encode(event: Event) -> bytes:
     """Return the bytes to store for *event*.
 
-    Fields that are None are omitted.  If a value has no JSON form, its text is stored instead, and
-    a warning is logged.
+    Fields that are None are omitted.  If a value has no JSON form or exceeds a limit, its text is
+    stored instead, and a warning is logged.
+
+    Raises:
+        ValueError: The event could not be read back: it is too large, or a field holds a value of
+            another type than google-adk declares.
     """
     try:
-        data = event.model_dump_json(exclude_none=True, warnings=False).encode()
-        if b"null" not in data:  # a null may stand for infinity or NaN: encode these below
+        data: bytes = _serializer.to_json(event, exclude_none=True, warnings="error")
+        if json_text.fits(data):
+            # A null may stand for infinity or NaN, and U+FFFD for a lone surrogate in a key: the
+            # JSON of plain values keeps the former, and rejects the latter.
+            if b"null" in data or (b"\xef" in data and b"\xef\xbf\xbd" in data):
+                fields = _serializer.to_python(event, exclude_none=True, warnings="error")
+                data = to_json(fields, inf_nan_mode="constants", bytes_mode="base64")
             return _PREFIX + data
     except Exception:
-        pass  # the event has lone surrogates or values without JSON form, such as callables
-    fields = event.model_dump(exclude_none=True, warnings=False)
+        # Lone surrogates, values without JSON form such as callables, or fields with a value of
+        # another type.
+        pass
+    return _encode_slowly(event)
+
+
+def _encode_slowly(event: Event) -> bytes:
+    values, is_lossy = json_text.to_values(
+        _fields(event), levels=json_text.MAX_LEVELS, bytes_mode="base64"
+    )
+    if is_lossy:
+        logger.warning(
+            "an event holds values without JSON form, or beyond a limit: their text is stored "
+            "instead"
+        )
+    plaintext = _PREFIX + json_text.dumps(values)
     try:
-        fields = to_jsonable_python(fields, bytes_mode="base64")
-    except PydanticSerializationError:
-        logger.warning("an event holds values without JSON form: their text is stored instead")
-        fields = to_jsonable_python(fields, bytes_mode="base64", serialize_unknown=True)
-    return _PREFIX + json.dumps(fields, separators=(",", ":")).encode("ascii")
+        decode(plaintext, 0, 0)
+        return plaintext
+    except ConfigurationError:
+        pass
+    raise ValueError(
+        "the event is not stored, because google-adk could not read it back: it rejects the values "
+        f"of {', '.join(_rejected(values))}"
+    )
+
+
+def _rejected(values: JsonObject) -> list[str]:
+    """Return the names of the fields that google-adk rejects."""
+    try:
+        Event.model_validate(values)
+    except ValidationError as error:
+        return sorted({str(problem["loc"][0]) for problem in error.errors() if problem["loc"]})
+    return []
+
+
+def _fields(event: Event) -> JsonObject:
+    """Return what google-adk stores of *event*, with its values of any type."""
+    fields = _dumped(event)
+    actions = fields.get("actions")
+    for name in ("state_delta", "agent_state"):
+        # Where these hold a value without JSON form, google-adk keeps their models' None fields.
+        value = getattr(event.actions, name, None)
+        if isinstance(actions, dict) and name in actions and not _has_json_form(value):
+            actions[name] = value
+    return fields
+
+
+def _dumped(model: BaseModel) -> JsonObject:
+    serializer = _serializer if isinstance(model, Event) else type(model).__pydantic_serializer__
+    try:
+        dumped: JsonObject = serializer.to_python(model, exclude_none=True, warnings=False)
+        return dumped
+    except Exception:  # a circular value, or one that a field's serializer rejects
+        return {name: _dumped_value(value) for name, value in model if value is not None}
+
+
+def _dumped_value(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return _dumped(value)
+    if type(value) is list:
+        return [_dumped(item) if isinstance(item, BaseModel) else item for item in value]
+    if type(value) is dict:
+        return {
+            key: _dumped(item) if isinstance(item, BaseModel) else item
+            for key, item in value.items()
+        }
+    return value
+
+
+def _has_json_form(value: object) -> bool:
+    try:
+        to_jsonable_python(value)
+    except Exception:
+        return False
+    return True
 
 
 def decode(plaintext: bytes, session_row: int, seq: int) -> Event:
@@ -48,19 +129,26 @@ def decode(plaintext: bytes, session_row: int, seq: int) -> Event:
         ConfigurationError: the installed google-adk cannot read the event.  The message names the
             event's row (*session_row*, *seq*), the google-adk version that wrote the event, and
             the installed version.
+        DecryptionError: *plaintext* is not the version and the JSON of an event.
     """
-    end = 1 + plaintext[0]
-    data = plaintext[end:]
+    is_ours = plaintext.startswith(_PREFIX)
+    if start := len(_PREFIX) if is_ours else json_text.version_end(plaintext):
+        try:
+            return _parse(plaintext[start:])
+        except ValueError:
+            pass  # our error is raised below: here, its __context__ would hold the event
+    writer, malformed = "", None
+    fields: JsonObject = {}
     try:
-        return _parse(data)
-    except ValueError:
-        pass  # ConfigurationError is raised below: here, its __context__ would hold the event
+        writer, fields = json_text.read_event(plaintext)
+    except DecryptionError as error:
+        malformed = error.located("secure_events", f"{session_row}, {seq}")
+    if malformed:
+        raise malformed
     try:
-        loaded: Any = json.loads(data)  # accepts lone surrogates, which pydantic rejects
-        return Event.model_validate(loaded)
+        return Event.model_validate(fields)  # has lone surrogates, which `_parse` rejects
     except ValueError:
         pass
-    writer = plaintext[1:end].decode("ascii")
     raise ConfigurationError(
         f"secure_events row {session_row}, {seq} was written by google-adk {writer}, and the "
         f"installed google-adk {adk_version} cannot read it: install that version or a later one"

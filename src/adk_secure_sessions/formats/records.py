@@ -4,11 +4,17 @@ docs/format.md describes the format in "Records".  A record is bound to its cont
 record, its row, and the ids of its owner.  The associated data of a record is its header, followed
 by the bytes that `context` returns.  If a record is moved to another row, it cannot be decrypted
 there.
+
+The last part of this module is about plaintexts: the fields before the JSON of a state or an event
+("What each record holds").  A *link* is 16 random bytes.  Rows that belong together share links:
+each event has its own link and that of the event before it, and the session has those of its last
+event and of its snapshot.  A row of another timeline, for example of a database that was restored
+from a backup since, is authentic but has other links.
 """
 
-from functools import lru_cache
+import secrets
 from struct import Struct, error
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from adk_secure_sessions.errors import (
     DecryptionError,
@@ -19,11 +25,12 @@ from adk_secure_sessions.errors import (
 )
 
 MAGIC = b"AKS"
-VERSION = 1
+VERSION = 2
 _PREFIX = MAGIC + bytes([VERSION])
 _HEADER = Struct(">4sBq")  # magic and version, backend id, key id
 HEADER_LENGTH = _HEADER.size
-NOOP_BACKEND_ID = 3  # a record with this backend id holds plaintext, written by `NoOpBackend`
+FLAGS = b"\x00"  # the first byte of every plaintext; reserved for later releases
+NOOP_BACKEND_ID = 3  # a record with this id holds plaintext: `NoOpBackend` wrote it
 _LENGTH = Struct(">I")
 _NUMBERS = [Struct(f">I{count}q") for count in range(8)]
 
@@ -60,10 +67,13 @@ def decode_text(data: object) -> str:
     """Return the text that `encode_text` encoded.
 
     Raises:
-        TamperedError: *data* is not bytes.
-        UnicodeDecodeError: *data* is not UTF-8.
+        TamperedError: *data* is not bytes, or not UTF-8.
     """
-    return binary(data).decode("utf-8", "surrogatepass")
+    try:
+        return binary(data).decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError:
+        pass  # raise our error outside: this exception holds the bytes
+    raise TamperedError("its text is not UTF-8", reason=Reason.MALFORMED)
 
 
 def binary(value: object) -> bytes:
@@ -108,11 +118,8 @@ def numbered_context(parts: bytes, *numbers: int) -> bytes:
     raise TamperedError("an integer column holds a value of another type", reason=Reason.MALFORMED)
 
 
-@lru_cache(maxsize=4096)
 def context_parts(parts: tuple[str | bytes, ...]) -> bytes:
     """Return the first half of a context: the length and the bytes of each part.
-
-    The result is cached, because many rows have the same parts.
 
     Raises:
         TamperedError: a part is neither text nor bytes.
@@ -128,18 +135,6 @@ def context_parts(parts: tuple[str | bytes, ...]) -> bytes:
     return b"".join(made)
 
 
-def with_id(identifier: str, rest: bytes) -> bytes:
-    """Return the plaintext of a row that stores its own id: the id's length, the id, *rest*."""
-    data = encode_text(identifier)
-    return _LENGTH.pack(len(data)) + data + rest
-
-
-def split_id(plaintext: bytes) -> tuple[str, bytes]:
-    """Split *plaintext*, authenticated bytes that `with_id` returned, into the id and the rest."""
-    end = _LENGTH.size + _LENGTH.unpack_from(plaintext)[0]
-    return decode_text(plaintext[_LENGTH.size : end]), plaintext[end:]
-
-
 def seal(cipher: Cipher, backend_id: int, key_id: int, context: bytes, plaintext: bytes) -> bytes:
     """Encrypt *plaintext* and return the record, bound to *context*.
 
@@ -150,7 +145,7 @@ def seal(cipher: Cipher, backend_id: int, key_id: int, context: bytes, plaintext
     start = pack(backend_id, key_id)
     failure = "it returned something that is not bytes"
     try:
-        sealed = cipher.encrypt(plaintext, start + context)
+        sealed = cipher.encrypt(FLAGS + plaintext, start + context)
         if isinstance(sealed, bytes):
             return start + sealed
     except Exception as error:  # from a third party's cipher: its text may contain the plaintext
@@ -195,19 +190,144 @@ def header(stored: object) -> tuple[int, int] | None:
 
 
 def open_record(stored: bytes, context: bytes, cipher: Cipher) -> bytes:
-    """Return the plaintext of a record whose header `unpack` accepted.
+    """Return the plaintext of a record whose header `unpack` accepted, without its flags byte.
+
+    Raises like `open_with_flags`.
+    """
+    return open_with_flags(stored, context, cipher)[1:]
+
+
+def open_with_flags(stored: bytes, context: bytes, cipher: Cipher) -> bytes:
+    """Return the plaintext of a record whose header `unpack` accepted; it begins with `FLAGS`.
+
+    For events, which are read by the thousand: the caller copies each plaintext anyway.
 
     Raises:
-        DecryptionError: raised by the cipher itself.
-        TamperedError: the cipher raised another exception, whose text is not repeated, or did not
-            return bytes.
+        DecryptionError: raised by the cipher itself; or the record has flags of a later release.
+        TamperedError: the cipher raised another exception.  Its text is not repeated.
     """
     try:
         plaintext = cipher.decrypt(stored[HEADER_LENGTH:], stored[:HEADER_LENGTH] + context)
         if isinstance(plaintext, bytes):
-            return plaintext
+            if plaintext.startswith(FLAGS):
+                return plaintext
+            raise _unknown_flags(plaintext)
     except DecryptionError:
         raise
-    except Exception:  # from a third party's cipher: it may hold secrets
-        pass  # TamperedError is raised below: here, this exception would be its __context__
+    except Exception:  # from a third party's cipher: the exception may hold secrets
+        pass  # raise our error outside: here, this exception would be its __context__
     raise TamperedError("the backend could not decrypt it")
+
+
+def _unknown_flags(plaintext: bytes) -> DecryptionError:
+    if not plaintext:
+        return TamperedError("its plaintext is empty", reason=Reason.MALFORMED)
+    return DecryptionError(
+        f"its flags are {plaintext[0]:#04x}, which this release of adk-secure-sessions does not "
+        "know: install the release that wrote it",
+        reason=Reason.UNKNOWN_FLAGS,
+    )
+
+
+# --- plaintexts ----------------------------------------------------------------------------------
+# The decoders take authenticated bytes, so only a faulty writer can make them raise TamperedError.
+
+LINK_LENGTH = 16
+NO_LINK = bytes(LINK_LENGTH)  # of a session without events or snapshot; before the first event
+# The parts of an event's plaintext, whose flags byte is still there.
+EVENT_LINK = slice(1, 1 + LINK_LENGTH)
+EVENT_PREVIOUS = slice(1 + LINK_LENGTH, 1 + 2 * LINK_LENGTH)
+EVENT_REST = slice(1 + 2 * LINK_LENGTH, None)  # google-adk's version, and JSON
+
+_KEY_IDS = [Struct(f">B{count}q") for count in range(256)]
+
+
+class OwnerFields(NamedTuple):
+    """The plaintext of an app or a user.
+
+    Attributes:
+        link: Shared with the version witness; each version has a new one.
+        key_ids: The data keys that may encrypt new records of this owner: one for each backend
+            that writes.
+        state: JSON.
+    """
+
+    link: bytes
+    key_ids: tuple[int, ...]
+    state: bytes
+
+
+class SessionFields(NamedTuple):
+    """The plaintext of a session.
+
+    Attributes:
+        head: The link of the last event, or `NO_LINK`.
+        snapshot_link: The link of the snapshot, or `NO_LINK`.
+        overlay: JSON.
+    """
+
+    head: bytes
+    snapshot_link: bytes
+    overlay: bytes
+
+
+def new_link() -> bytes:
+    """Return 16 random bytes."""
+    return secrets.token_bytes(LINK_LENGTH)
+
+
+def with_id(identifier: str, rest: bytes) -> bytes:
+    """Return the plaintext of a row that stores its id: the id's length, the id, *rest*."""
+    data = encode_text(identifier)
+    return _LENGTH.pack(len(data)) + data + rest
+
+
+def split_id(plaintext: bytes) -> tuple[str, bytes]:
+    """Return the id and the rest of a plaintext that `with_id` returned.  Raises TamperedError."""
+    if len(plaintext) >= _LENGTH.size:
+        end = _LENGTH.size + _LENGTH.unpack_from(plaintext)[0]
+        if end <= len(plaintext):
+            return decode_text(plaintext[_LENGTH.size : end]), plaintext[end:]
+    raise _malformed()
+
+
+def join_owner(fields: OwnerFields) -> bytes:
+    """Return the bytes that store *fields*: at most 255 key ids."""
+    ids = fields.key_ids
+    return fields.link + _KEY_IDS[len(ids)].pack(len(ids), *ids) + fields.state
+
+
+def split_owner(data: bytes) -> OwnerFields:
+    """Return the fields that `join_owner` joined.  Raises TamperedError."""
+    try:
+        layout = _KEY_IDS[data[LINK_LENGTH]]
+        _, *key_ids = layout.unpack_from(data, LINK_LENGTH)
+    except (IndexError, error):
+        pass
+    else:
+        return OwnerFields(data[:LINK_LENGTH], tuple(key_ids), data[LINK_LENGTH + layout.size :])
+    raise _malformed()
+
+
+def join_session(fields: SessionFields) -> bytes:
+    """Return the bytes that store *fields*."""
+    return fields.head + fields.snapshot_link + fields.overlay
+
+
+def split_session(data: bytes) -> SessionFields:
+    """Return the fields that `join_session` joined.  Raises TamperedError."""
+    if len(data) < 2 * LINK_LENGTH:
+        raise _malformed()
+    end = 2 * LINK_LENGTH
+    return SessionFields(data[:LINK_LENGTH], data[LINK_LENGTH:end], data[end:])
+
+
+def split_link(data: bytes) -> tuple[bytes, bytes]:
+    """Return the link that *data* begins with, and the rest.  Raises TamperedError."""
+    if len(data) < LINK_LENGTH:
+        raise _malformed()
+    return data[:LINK_LENGTH], data[LINK_LENGTH:]
+
+
+def _malformed() -> TamperedError:
+    return TamperedError("its plaintext is malformed", reason=Reason.MALFORMED)

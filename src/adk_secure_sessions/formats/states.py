@@ -1,14 +1,21 @@
 """Split states into the scopes app, user and session, and encode states as JSON."""
 
-import json
 import logging
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from pydantic_core import from_json, to_json, to_jsonable_python
+from pydantic_core import to_json
+
+from adk_secure_sessions.formats import json_text
+from adk_secure_sessions.formats.records import encode_text
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-JsonObject = dict[str, Any]
+JsonObject = json_text.JsonObject
+
+# The state itself is one of these levels.  In the event that changes it, it is the third level.  So
+# every value of a state fits in an event.
+MAX_STATE_LEVELS = 191
+MAX_KEY_BYTES = 8192
 
 # The prefixes of google.adk.sessions.State.  They are copied, because importing google-adk takes
 # seconds and would delay the command line.  A test checks that they are equal.
@@ -49,50 +56,65 @@ def merge(app: JsonObject, user: JsonObject, session: JsonObject) -> JsonObject:
 
 
 def dumps(state: JsonObject) -> bytes:
-    """Return *state* as JSON.  A value without JSON form becomes text, as in `to_json_values`."""
+    """Return the JSON of *state*, whose values come from `loads`.
+
+    Raises:
+        ValueError: The JSON is too large for one record.
+    """
+    return json_text.dumps(state) if state else b"{}"
+
+
+def loads(data: bytes, name: str = "the state") -> JsonObject:
+    """Return the state in *data*, which must be authenticated, as new objects in each call.
+
+    Raises:
+        DecryptionError: *data* is not a JSON object within the limits.  The message calls it
+            *name*.
+    """
+    return {} if data == b"{}" else json_text.loads(data, name)
+
+
+def encode(state: JsonObject, prefix: str = "") -> bytes:
+    """Return the JSON of the *state* that a caller gives, after checking its limits.
+
+    As in ADK, a value that has no JSON form is replaced by its text, and a warning is logged.
+
+    Args:
+        state: Keys and values of one scope.
+        prefix: The prefix of the scope, for messages.
+
+    Raises:
+        ValueError: A value or a key exceeds a limit.  The message names the path of keys to the
+            value, and never the value.
+    """
     if not state:
         return b"{}"
     try:
-        return to_json(state, inf_nan_mode="constants")
-    except Exception:
-        pass
-    try:
-        return _ascii(state)  # also encodes lone surrogates and deeper nesting than `to_json`
-    except Exception:
-        pass
-    return _ascii(to_json_values(state))
-
-
-def _ascii(state: JsonObject) -> bytes:
-    return json.dumps(state, separators=(",", ":")).encode("ascii")
-
-
-def loads(data: bytes) -> JsonObject:
-    """Return the state that `dumps` encoded.  Each call returns new objects."""
-    if data == b"{}":
-        return {}
-    state: JsonObject
-    try:
-        state = from_json(data)
-    except ValueError:  # lone surrogates, which pydantic rejects
-        state = json.loads(data)
-    return state
-
-
-def to_json_values(state: JsonObject) -> JsonObject:
-    """Return a copy of *state* that contains only JSON values.
-
-    As in ADK, a value without JSON form is replaced by its text, and a warning is logged.
-    """
-    if not state:
-        return {}
-    try:
-        coerced: JsonObject = to_jsonable_python(state)
-    except Exception:
-        # The exception's text may repeat a value, so it is not logged.
-        logger.warning(
-            "some state values are not JSON-serializable (callables, for example): "
-            "their text is stored instead"
+        data = to_json(state, inf_nan_mode="constants")
+    except Exception:  # the exception's text may repeat a value
+        data = b""
+    if not data or not json_text.fits(data, MAX_STATE_LEVELS):
+        named = {prefix + key: value for key, value in state.items()} if prefix else state
+        values, is_lossy = json_text.to_values(
+            named, levels=MAX_STATE_LEVELS, bytes_mode="utf8", reject="state"
         )
-        coerced = to_jsonable_python(state, serialize_unknown=True)
-    return coerced
+        if is_lossy:
+            logger.warning(
+                "some state values are not JSON-serializable (callables, for example): "
+                "their text is stored instead"
+            )
+        try:
+            data = dumps({key.removeprefix(prefix): value for key, value in values.items()})
+        except ValueError as error:  # it is too large, and the message is ours
+            path = json_text.shown([json_text.largest(values)])
+            raise ValueError(f"state{path}: {error}") from None
+    if len(data) > MAX_KEY_BYTES:
+        _check_keys(state, prefix)
+    return data
+
+
+def _check_keys(state: JsonObject, prefix: str) -> None:
+    for key in state:
+        if len(key) > MAX_KEY_BYTES // 4 and len(encode_text(prefix + key)) > MAX_KEY_BYTES:
+            path = json_text.shown([prefix + key])
+            raise ValueError(f"state{path}: the key has more than {MAX_KEY_BYTES} bytes in UTF-8")

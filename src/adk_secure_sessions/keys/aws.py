@@ -4,18 +4,25 @@ Calls of the AWS library botocore block, so each call runs in a thread.
 docs/format.md, "Key providers", defines the format of a wrapped key.
 """
 
-import asyncio
 import base64
 import hashlib
-import logging
 import os
 import re
 import threading
 from contextlib import closing
 from typing import Any, NamedTuple
+from urllib.request import getproxies
 
 from adk_secure_sessions.errors import ConfigurationError, TamperedError, WrongKeyError
-from adk_secure_sessions.keys.remote import ATTEMPTS, TIMEOUT, RemoteKey, check_transport, require
+from adk_secure_sessions.keys.remote import (
+    ATTEMPTS,
+    TIMEOUT,
+    RemoteKey,
+    check_transport,
+    in_thread,
+    is_plain_http,
+    require,
+)
 
 _ARN = r"arn:aws[a-z-]*:kms:(?P<region>[a-z0-9-]+):[0-9]{12}:(?:key|alias)/[\w/-]+"
 _NAME = re.compile(rf"(?:{_ARN}|alias/[\w/-]+|mrk-[0-9a-f]{{32}}|[0-9a-f-]{{36}})", re.ASCII)
@@ -58,20 +65,6 @@ _RETRYABLE = {
     "TooManyRequestsException",
 }
 _TOO_MANY, _SERVER_ERROR = 429, 500  # HTTP status codes
-
-
-class _Quiet(logging.Filter):
-    """Drops debug messages of botocore about our calls, because they contain plaintext keys."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calling = threading.local()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return record.levelno > logging.DEBUG or not getattr(self.calling, "now", False)
-
-
-_quiet = _Quiet()
 
 
 class _ProcessSession(NamedTuple):
@@ -141,22 +134,21 @@ class AwsKmsKey(RemoteKey):
             raise ConfigurationError(f"the AWS configuration cannot be used ({failure})")
 
     async def _encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
-        return await asyncio.to_thread(
-            self._call, "encrypt", "CiphertextBlob", associated_data, Plaintext=plaintext
+        return await in_thread(
+            lambda: self._call("encrypt", "CiphertextBlob", associated_data, Plaintext=plaintext)
         )
 
     async def _decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
         # `_call` sends the key's name.  Without the name, AWS decrypts with any key that the
         # ciphertext names, even an attacker's key in another account.
-        return await asyncio.to_thread(
-            self._call, "decrypt", "Plaintext", associated_data, CiphertextBlob=sealed
+        return await in_thread(
+            lambda: self._call("decrypt", "Plaintext", associated_data, CiphertextBlob=sealed)
         )
 
     def _call(self, operation: str, answer: str, associated_data: bytes, **data: bytes) -> bytes:
         from botocore.exceptions import BotoCoreError, ClientError
 
         digest = base64.b64encode(hashlib.sha256(associated_data).digest()).decode()
-        _quiet.calling.now = True
         try:
             with closing(self._client()) as client:
                 ask = getattr(client, operation)
@@ -166,8 +158,6 @@ class AwsKmsKey(RemoteKey):
             failure = self._service_error(error.response)
         except BotoCoreError as error:
             failure = self._call_error(error)
-        finally:
-            _quiet.calling.now = False
         raise failure
 
     def _service_error(self, response: Any) -> Exception:
@@ -209,28 +199,37 @@ class AwsKmsKey(RemoteKey):
         from botocore.config import Config
 
         current = self._process_session()
-        config = Config(
-            connect_timeout=self._timeout,
-            read_timeout=self._timeout,
-            retries={"total_max_attempts": 1},  # RemoteKey retries
-            max_pool_connections=1,
-        )
-        with current.lock:
-            client = current.botocore.create_client(
+
+        def client(proxies: dict[str, str] | None) -> Any:
+            config = Config(
+                connect_timeout=self._timeout,
+                read_timeout=self._timeout,
+                retries={"total_max_attempts": 1},  # RemoteKey retries
+                max_pool_connections=1,
+                proxies=proxies,
+            )
+            return current.botocore.create_client(
                 "kms", region_name=self._region, endpoint_url=self._endpoint_url, config=config
             )
-            # A filter does not apply to child loggers, so add the filter to each logger.
-            for name in list(logging.root.manager.loggerDict):
-                if name.startswith("botocore."):
-                    logging.getLogger(name).addFilter(_quiet)
-        return client
+
+        with current.lock:
+            # Only the client knows the endpoint's address, which may come from the environment,
+            # a profile or the region.  So create the client before checking the address.
+            made = client(proxies=None)  # None: those of the environment
+            if is_plain_http(made.meta.endpoint_url):
+                made.close()
+                made = client(proxies={})
+            return made
 
     def _process_session(self) -> _ProcessSession:
         from botocore.session import Session
 
         current = self._current
         if current is None or current.pid != os.getpid():
-            current = _ProcessSession(os.getpid(), threading.Lock(), Session(profile=self._profile))
+            session = Session(profile=self._profile)
+            if "http" in getproxies():
+                _ask_metadata_service_directly(session)
+            current = _ProcessSession(os.getpid(), threading.Lock(), session)
             self._current = current
         return current
 
@@ -241,3 +240,16 @@ class AwsKmsKey(RemoteKey):
         if not known:
             raise ConfigurationError("no AWS region is known: give region, or set AWS_REGION")
         return str(known)
+
+
+def _ask_metadata_service_directly(session: Any) -> None:
+    """Let *session* ask the machine's metadata service for credentials without a proxy.
+
+    botocore would send these requests, which are plain HTTP, to the proxy for HTTP.  There is no
+    public option against that.
+    """
+    from botocore.httpsession import URLLib3Session
+
+    provider = session.get_component("credential_provider").get_provider("iam-role")
+    fetcher = provider._role_fetcher
+    fetcher._session = URLLib3Session(timeout=fetcher._timeout, proxies={})

@@ -3,6 +3,8 @@
 Queries find rows by tag, so the ids of users and sessions are never stored as plaintext.
 """
 
+import hmac
+
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.hmac import HMAC
 
@@ -17,6 +19,10 @@ class BlindIndex(KeyMaterial):
 
     def __init__(self, key: bytes) -> None:
         self._mac = HMAC(key, SHA256())
+
+    def has_key_of(self, other: "BlindIndex") -> bool:
+        """Return whether *other* has the same key; the comparison is constant-time."""
+        return hmac.compare_digest(self._tag("same key?"), other._tag("same key?"))
 
     def app(self, app_name: str) -> bytes:
         """Return the tag of an app."""
@@ -34,7 +40,15 @@ class BlindIndex(KeyMaterial):
         """Return the 16-byte MAC of *text*, the checkpoint that a rotation stores under *name*."""
         return self._tag("checkpoint", name, text)
 
-    def _tag(self, *parts: str) -> bytes:
+    def features(self, database_id: bytes, names: str) -> bytes:
+        """Return the 16-byte MAC of the database's feature list."""
+        return self._tag("features", database_id, names)
+
+    def separation(self, database_id: bytes, text: str) -> bytes:
+        """Return the 16-byte MAC of *text*, which an unfinished run of `separate` has stored."""
+        return self._tag("separation", database_id, text)
+
+    def _tag(self, *parts: str | bytes) -> bytes:
         mac = self._mac.copy()
         mac.update(context(parts))
         return mac.finalize()[:TAG_LENGTH]

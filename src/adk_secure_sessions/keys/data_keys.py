@@ -6,15 +6,16 @@ backend is *listed* if it is the writing backend or one of `additional_backends`
 docs/format.md, "Which data key encrypts", defines three more terms:
 
 - A data key is *usable* if this process may encrypt new records with it: it was created for the
-  writing backend, and its data master is usable (`Keyring.is_usable`).
-- An owner's *current* data key is the usable data key with the highest generation.  It encrypts
-  every record that this process writes for that owner.
+  writing backend, and its data master key is usable (`Keyring.is_usable`).
+- An owner's *current* data key is the usable data key that the owner's row names.  It encrypts
+  every record that this process writes for that owner.  A data key that the row does not name may
+  have been erased and inserted again by an attacker who kept a copy of it, so it encrypts nothing.
 - An owner's *newest* data key has the highest generation of all, usable or not.  It differs from
   the current data key if, for example, another service writes with another backend.
 """
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple, Protocol
 
 from adk_secure_sessions.crypto.key_material import KeyMaterial
@@ -27,9 +28,10 @@ from adk_secure_sessions.errors import (
 )
 from adk_secure_sessions.formats import records
 from adk_secure_sessions.formats.records import Cipher
-from adk_secure_sessions.keys.keyring import Keyring, new_key_id
+from adk_secure_sessions.keys.keyring import Keyring, MasterMark, new_key_id
 from adk_secure_sessions.lru import Lru
 
+_LAST_GENERATION = 2**62
 WRAP_BACKEND_ID = 1  # data keys are always wrapped with AES-256-GCM
 
 
@@ -91,7 +93,7 @@ class DataKey(KeyMaterial):
 
 
 class StaleKeyring(Exception):
-    """A data key is wrapped by a data master that this process has not read.
+    """The stored keyring is not the one that this process has read.
 
     The caller must read the keyring again and then repeat the operation.
     """
@@ -101,8 +103,9 @@ class OwnerKeys(KeyMaterial):
     """All data keys of one owner.
 
     Attributes:
-        by_id: The data keys whose backend is listed, by data key id.
-        current: The owner's current data key; None if no data key is usable.
+        by_id: The data keys by id; None for a data key whose backend is not listed.
+        current: The owner's current data key; None if the owner's row names no usable data key,
+            or if the row has not been decrypted yet.
         newest_generation: The generation of the owner's newest data key, even if its backend is
             not listed; -1 if the owner has no data key.
     """
@@ -110,9 +113,12 @@ class OwnerKeys(KeyMaterial):
     __slots__ = ("by_id", "current", "newest_generation")
 
     def __init__(
-        self, by_id: Mapping[int, DataKey], current: DataKey | None, newest_generation: int
+        self,
+        by_id: Mapping[int, DataKey | None],
+        current: DataKey | None,
+        newest_generation: int,
     ) -> None:
-        self.by_id: Mapping[int, DataKey] = by_id
+        self.by_id: Mapping[int, DataKey | None] = by_id
         self.current: DataKey | None = current
         self.newest_generation: int = newest_generation
 
@@ -154,19 +160,28 @@ class StagedKeys:
 
     Args:
         keys: The cache.
-        keyring_is_complete: If True, a data master that is missing in the keyring does not exist.
-            If False, another process may have created the missing data master after the keyring
-            was read, and `load` raises StaleKeyring.
-        uses_cache: If False, the transaction uses no cached keys.  Maintenance passes False,
-            because a data key may have been deleted after it was cached.
+        keyring_is_complete: If True, the keyring was read again during this operation.  If
+            False, another process may have changed the stored keyring since this process has read
+            it, and `load` then raises StaleKeyring.
+        uses_cache: If False, only keys that the transaction has read or created exist for it: a
+            data key may have been deleted since it was cached.
+        created: The ids of data keys that this operation has stored in a key database, before the
+            rows that name them.
 
     Attributes:
+        created: The argument.
         has_new_keys: Whether `new` has created a data key.
     """
 
     def __init__(
-        self, keys: DataKeys, *, keyring_is_complete: bool = True, uses_cache: bool = True
+        self,
+        keys: DataKeys,
+        *,
+        keyring_is_complete: bool = True,
+        uses_cache: bool = True,
+        created: Collection[int] = (),
     ) -> None:
+        self.created: Collection[int] = created
         self._keys = keys
         self._uses_cache = uses_cache
         self._keyring_is_complete = keyring_is_complete
@@ -174,55 +189,117 @@ class StagedKeys:
         # Keys from the cache.  The transaction keeps them even if the cache drops or replaces them.
         self._cached: dict[bytes, OwnerKeys] = {}
         self._owners: dict[int, bytes] = {}  # by data key id
-        self._rejected: dict[bytes, DecryptionError] = {}
+        self._rejected: dict[int, DecryptionError] = {}  # by data key id
+        self._rejected_of: dict[bytes, DecryptionError] = {}  # by the owner that the row names
+        self._taken: dict[bytes, int] = {}  # the highest stored generation of each owner
         self.has_new_keys: bool = False
 
-    def load(self, rows: Iterable[DataKeyRow]) -> None:
-        """Unwrap *rows*, which must include all data keys of each owner in them.
+    def load(self, rows: Iterable[DataKeyRow], masters: Iterable[MasterMark]) -> None:
+        """Unwrap *rows*, which must hold all data keys of each owner that occurs in them.
 
-        This call does not raise an error for a tampered row.  Every later use of that owner's data
-        keys raises the error.  Other owners are not affected.
+        A tampered row does not raise here.  Its error is raised when a record names its key, or
+        when its owner needs a new data key; other owners are not affected.
+
+        Args:
+            rows: Rows of `secure_data_keys`.
+            masters: The rows of `secure_keyring`, read by the same query.
 
         Raises:
-            StaleKeyring: the data master of a row is missing in the keyring, and
-                *keyring_is_complete* is False.
+            StaleKeyring: *masters* differ from the keyring, and *keyring_is_complete* is False.
         """
-        opened: dict[bytes, list[DataKey | None]] = {}
-        generations: dict[bytes, int] = {}
+        if not self._keyring_is_complete and not self._keys.keyring.has_marks(masters):
+            raise StaleKeyring
+        opened: dict[bytes, dict[int, DataKey | None]] = {}
+        newest: dict[bytes, int] = {}
         for row in rows:
             try:
                 key = self._unwrap(row)
-                if not isinstance(row.generation, int):
-                    raise TamperedError("its generation is not an integer", reason=Reason.MALFORMED)
             except DecryptionError as error:
-                self._rejected[row.owner] = error.located("secure_data_keys", row.id)
-                continue
-            opened.setdefault(row.owner, []).append(key)
-            generations[row.owner] = max(generations.get(row.owner, -1), row.generation)
+                located = error.located("secure_data_keys", row.id)
+                self._rejected[row.id] = self._rejected_of[row.owner] = located
+            else:
+                opened.setdefault(row.owner, {})[row.id] = key
+                newest[row.owner] = max(newest.get(row.owner, -1), row.generation)
+            if isinstance(row.generation, int):  # also if the row was rejected: it is taken
+                self._taken[row.owner] = max(self._taken.get(row.owner, -1), row.generation)
         for owner, keys in opened.items():
-            self._stage(owner, [key for key in keys if key is not None], generations[owner])
+            self._by_owner[owner] = OwnerKeys(keys, None, newest[owner])
+            self._owners.update(dict.fromkeys(keys, owner))
+
+    def adopt(self, owner: bytes, key_ids: Collection[int]) -> None:
+        """Take the current data key of *owner* from those that the owner's row names.
+
+        If none of them is usable, take one that this operation has created.
+
+        Call it with the authentic *key_ids* of the row before `current`, `seal` and `names` are
+        used.  Without a row, *key_ids* are empty.
+        """
+        known = self._of(owner)
+        if known is None:
+            return
+        usable = [key for key in known.by_id.values() if key and self._is_usable(key)]
+        named = [key for key in usable if key.id in key_ids]
+        candidates = named or [key for key in usable if key.id in self.created]
+        current = max(candidates, key=lambda key: key.generation, default=None)
+        if current is not known.current:
+            known = OwnerKeys(known.by_id, current, known.newest_generation)
+            (self._by_owner if owner in self._by_owner else self._cached)[owner] = known
+
+    def names(self, owner: bytes, key_ids: Collection[int]) -> tuple[int, ...]:
+        """Return the key ids to store in the next version of the owner's row.
+
+        The current data key replaces the key of the same backend; keys of other backends stay as
+        long as they exist.  Cached keys do not tell whether a key exists: another process may have
+        created it since.
+        """
+        known = self._of(owner)
+        assert known is not None
+        assert known.current is not None
+        backend_id, kept = known.current.backend_id, []
+        keys_were_read = owner in self._by_owner
+        for key_id in key_ids:
+            exists = key_id in known.by_id or not keys_were_read
+            key = known.by_id.get(key_id)
+            if exists and (key is None or key.backend_id != backend_id):
+                kept.append(key_id)
+        return (known.current.id, *kept)
 
     def new(self, owner: bytes, not_before: int = 0) -> DataKeyRow:
         """Create a data key of the next generation for *owner*, and return the row to store.
 
         Args:
-            owner: The owner's tag.  If the owner has data keys, `load` must have read them before.
-            not_before: The earliest `created_at`, in microseconds since 1970.  A rotation passes
-                its start time, because another machine with another clock may have measured it.
+            owner: A tag.  If the owner has data keys, they must have been loaded.
+            not_before: The earliest `created_at`, in microseconds since 1970.  Rotations pass
+                their start: this process's clock may be behind the clock that measured the start.
+
+        Raises:
+            TamperedError: a row of another data key of *owner* has the highest possible generation.
         """
         keyring, writer = self._keys.keyring, self._keys.writer
         master_id = keyring.current_id
         assert master_id is not None, "opening the database creates a data master"
         known = self._by_owner.get(owner) or OwnerKeys({}, None, -1)
-        generation = known.newest_generation + 1
+        generation = max(self._taken.get(owner, -1), known.newest_generation) + 1
+        if generation > _LAST_GENERATION:
+            raise TamperedError(
+                "a data key of this owner has the highest possible generation",
+                reason=Reason.MALFORMED,
+                table="secure_data_keys",
+            )
         now = max(not_before, time.time_ns() // 1000)
         row = DataKeyRow(new_key_id(), owner, generation, writer.backend_id, now, b"")
         key = writer.new_key()
         row = wrap_data_key(row, keyring, master_id, key)
         made = DataKey(row, master_id, writer.cipher(key))
-        self._stage(owner, [*known.by_id.values(), made], generation)
+        self._by_owner[owner] = OwnerKeys({**known.by_id, made.id: made}, made, generation)
+        self._owners[made.id] = owner
         self.has_new_keys = True
         return row
+
+    def rows_are_authentic(self, owner: bytes, ids: Collection[int]) -> bool:
+        """Return whether the data keys *ids* of *owner* were read, and none was rejected."""
+        known = self._by_owner.get(owner)
+        return known is not None and known.by_id.keys() == set(ids)
 
     def keyring_guard(self) -> dict[str, object]:
         """Return the parameters for the condition in the statement INSERT_KEY.
@@ -232,32 +309,19 @@ class StagedKeys:
         wraps the data key.
         """
         keyring = self._keys.keyring
-        return {"master_id": keyring.current_id, "masters": keyring.size}
+        return {"master_id": keyring.current_id, "masters": keyring.row_count}
 
     def has_keys(self, owner: bytes) -> bool:
-        """Return whether this transaction has read or created a data key of *owner*.
-
-        Raises:
-            DecryptionError: a data key of *owner* was rejected by `load`.
-        """
-        self._raise_if_rejected(owner)
+        """Return whether this transaction has read or created an authentic data key of *owner*."""
         return owner in self._by_owner
 
     def current(self, owner: bytes) -> DataKey | None:
-        """Return the owner's current data key, or None if no usable data key is known.
-
-        Raises:
-            DecryptionError: a data key of *owner* was rejected by `load`.
-        """
+        """Return the owner's current data key; None if it is not known (see `adopt`)."""
         known = self._of(owner)
         return known.current if known else None
 
     def current_is_newest(self, owner: bytes) -> bool:
-        """Return whether the owner's current data key is known and is also the newest.
-
-        Raises:
-            DecryptionError: a data key of *owner* was rejected by `load`.
-        """
+        """Return whether the owner's current data key is known and is also the newest."""
         known = self._of(owner)
         return bool(known and known.current and known.current.generation == known.newest_generation)
 
@@ -269,8 +333,7 @@ class StagedKeys:
         have created a newer data key, or retired the current one.
 
         Raises:
-            DecryptionError: a data key of *owner* was rejected by `load`, or the header of a
-                record is malformed.
+            DecryptionError: the header of a record is malformed.
         """
         known = self._of(owner)
         if known is None or known.current is None:
@@ -307,12 +370,14 @@ class StagedKeys:
                 malformed.
             PlaintextRefusedError: *stored* is not a record, or `NoOpBackend` wrote it and is not
                 listed.
-            DecryptionError: a data key of *owner* was rejected by `load`.
+            DecryptionError: `load` rejected the data key.
         """
         known = self._of(owner)
         backend_id, key_id = records.unpack(stored)
         if backend_id not in self._keys.backends:
             raise _not_listed(backend_id)
+        if key_id in self._rejected:
+            raise self._rejected[key_id]
         key = known.by_id.get(key_id) if known else None
         if key is not None and key.backend_id == backend_id:
             return key.cipher
@@ -321,6 +386,8 @@ class StagedKeys:
             raise TamperedError(
                 f"data key {key_id} belongs to another owner or backend", reason=Reason.WRONG_OWNER
             )
+        if owner in self._rejected_of:  # perhaps that row is the key, with a modified id
+            raise self._rejected_of[owner]
         raise UnknownKeyError(f"its data key {key_id} is not known")
 
     def publish(self) -> None:
@@ -336,7 +403,6 @@ class StagedKeys:
         self._cached.pop(owner, None)
 
     def _of(self, owner: bytes) -> OwnerKeys | None:
-        self._raise_if_rejected(owner)
         known = self._by_owner.get(owner) or self._cached.get(owner)
         if known is None and self._uses_cache:
             known = self._keys.by_owner.get(owner)
@@ -344,35 +410,38 @@ class StagedKeys:
                 self._cached[owner] = known
         return known
 
-    def _raise_if_rejected(self, owner: bytes) -> None:
-        if owner in self._rejected:
-            raise self._rejected[owner]
-
-    def _stage(self, owner: bytes, keys: list[DataKey], newest_generation: int) -> None:
+    def _is_usable(self, key: DataKey) -> bool:
         writer, keyring = self._keys.writer, self._keys.keyring
-        usable = [
-            key
-            for key in keys
-            if key.backend_id == writer.backend_id and keyring.is_usable(key.master_id)
-        ]
-        current = max(usable, key=lambda key: key.generation, default=None)
-        self._by_owner[owner] = OwnerKeys({key.id: key for key in keys}, current, newest_generation)
-        self._owners.update((key.id, owner) for key in keys)
+        return key.backend_id == writer.backend_id and keyring.is_usable(key.master_id)
 
     def _unwrap(self, row: DataKeyRow) -> DataKey | None:
-        backend = self._keys.backends.get(row.backend_id)
+        """Authenticate *row*; return None if its backend is not listed.
+
+        `cipher` rejects records of such a key with an error that names the backend.
+        """
+        keyring, backend = self._keys.keyring, self._keys.backends.get(row.backend_id)
+        key = unwrap_data_key(row, keyring)
         if backend is None:
-            return None  # `cipher` raises an error that names the backend
-        keyring = self._keys.keyring
-        master_id = records.unpack(row.wrapped)[1]
-        if not self._keyring_is_complete and not keyring.holds(master_id):
-            raise StaleKeyring
-        return DataKey(row, master_id, backend.cipher(unwrap_data_key(row, keyring)))
+            return None
+        return DataKey(row, records.unpack(row.wrapped)[1], make_cipher(backend, key))
+
+
+def make_cipher(backend: CipherFactory, key: bytes) -> Cipher:
+    """Return the cipher for *key*, the bytes of an authentic data key.
+
+    Raises:
+        TamperedError: the backend rejects the key, for example because of its length.
+    """
+    try:
+        return backend.cipher(key)
+    except Exception:  # perhaps by a third party's backend; its text may hold the key
+        pass
+    raise TamperedError("its backend rejects the data key", reason=Reason.MALFORMED)
 
 
 def wrap_data_key(row: DataKeyRow, keyring: Keyring, master_id: int, key: bytes) -> DataKeyRow:
     """Wrap *key* with the data master *master_id*, and return *row* with the result."""
-    master, context = keyring.master(master_id), row.context(keyring.database_id)
+    master, context = keyring.master(master_id), row.context(keyring.database_id_for(master_id))
     record = records.seal(master, WRAP_BACKEND_ID, master_id, context, key)
     return row._replace(wrapped=record)
 
@@ -386,7 +455,7 @@ def unwrap_data_key(row: DataKeyRow, keyring: Keyring) -> bytes:
     backend_id, master_id = records.unpack(row.wrapped)
     if backend_id != WRAP_BACKEND_ID:
         raise TamperedError("not wrapped with AES-256-GCM", reason=Reason.MALFORMED)
-    context = row.context(keyring.database_id)
+    context = row.context(keyring.database_id_for(master_id))
     return records.open_record(row.wrapped, context, keyring.master(master_id))
 
 

@@ -4,8 +4,12 @@ docs/format.md, "Key providers", defines the format of a wrapped key.
 """
 
 import asyncio
+import os
 import re
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
+from urllib.request import getproxies
 
 from adk_secure_sessions.errors import ConfigurationError, KeyServiceError, Reason, TamperedError
 from adk_secure_sessions.keys.remote import ATTEMPTS, TIMEOUT, RemoteKey, require
@@ -72,6 +76,7 @@ class GcpKmsKey(RemoteKey):
         super().__init__(f"gcp-kms:{key}", endpoint, timeout=timeout, attempts=attempts)
         self._name = key
         self._credentials = credentials
+        self._found: Any = None  # the credentials, once they are known
         self._endpoint = endpoint
 
     async def _encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
@@ -110,11 +115,10 @@ class GcpKmsKey(RemoteKey):
         from google.auth.exceptions import GoogleAuthError
 
         try:
-            credentials = self._credentials
-            if credentials is None:
-                # google-auth blocks: it reads files or calls the machine's metadata server.
-                credentials = self._credentials = await asyncio.to_thread(_default_credentials)
-            async with self._client(credentials) as client:
+            if self._found is None:
+                # google-auth blocks: it reads files or calls the machine's metadata service.
+                self._found = await asyncio.to_thread(_find_credentials, self._credentials)
+            async with self._client(self._found) as client:
                 ask = getattr(client, operation)
                 return await ask(request=request, retry=None, timeout=self._timeout)
         except GoogleAuthError as error:
@@ -131,8 +135,16 @@ class GcpKmsKey(RemoteKey):
         from google.api_core.client_options import ClientOptions
         from google.cloud.kms import KeyManagementServiceAsyncClient
 
+        transport: Any = KeyManagementServiceAsyncClient.get_transport_class("grpc_asyncio")
+
+        def create_channel(*args: Any, options: Sequence[tuple[str, Any]], **rest: Any) -> Any:
+            options = [*options, ("grpc.enable_http_proxy", int(_has_tls_proxy()))]
+            return transport.create_channel(*args, options=options, **rest)
+
         return KeyManagementServiceAsyncClient(
-            credentials=credentials, client_options=ClientOptions(api_endpoint=self._endpoint)
+            credentials=credentials,
+            transport=partial(transport, channel=create_channel),
+            client_options=ClientOptions(api_endpoint=self._endpoint),
         )
 
     def _explained(self, error: Exception, operation: str) -> Exception:
@@ -165,8 +177,49 @@ def _checksum(data: bytes) -> int:
     return int(google_crc32c.value(data))
 
 
-def _default_credentials() -> "Credentials":
-    import google.auth
+def _has_tls_proxy() -> bool:
+    # gRPC would also use `http_proxy`, although it always connects with TLS.
+    return any(os.environ.get(name) for name in ("grpc_proxy", "https_proxy"))
 
-    credentials: Credentials = google.auth.default(scopes=_SCOPES)[0]
-    return credentials
+
+def _find_credentials(given: Any) -> Any:
+    """Return *given*, or the application default credentials if it is None.
+
+    They do not ask the machine's metadata service through a proxy.  google-auth would send these
+    requests, which are plain HTTP, to the proxy for HTTP, and get a token in return.
+    """
+    import google.auth
+    import google.auth.credentials
+    import requests
+    from google.auth import compute_engine
+    from google.auth.compute_engine import _metadata
+    from google.auth.transport.requests import Request
+    from google.oauth2 import service_account
+    from requests.adapters import HTTPAdapter
+
+    class WithoutProxy(HTTPAdapter):
+        def send(self, request: Any, *args: Any, **options: Any) -> Any:
+            return super().send(request, *args, **options | {"proxies": {}})
+
+    session = requests.Session()
+    session.mount("http://", WithoutProxy())
+    send = Request(session)
+    found = given or google.auth.default(scopes=_SCOPES, request=send)[0]
+    if isinstance(found, service_account.Credentials):  # these sign their own tokens
+        return found
+    if {"http", "all"}.isdisjoint(getproxies()):
+        return found
+    if isinstance(found, compute_engine.Credentials):  # these would ask for the domain themselves
+        domain = _metadata.get_universe_domain(send)  # type: ignore[no-untyped-call]
+        found = found.with_universe_domain(domain)
+
+    class Direct(google.auth.credentials.Credentials):
+        universe_domain: str = found.universe_domain
+
+        def refresh(self, request: Any) -> None:
+            found.refresh(send)
+
+        def before_request(self, request: Any, method: str, url: str, headers: Any) -> None:
+            found.before_request(send, method, url, headers)
+
+    return Direct()  # type: ignore[no-untyped-call]

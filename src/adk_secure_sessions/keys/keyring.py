@@ -1,15 +1,18 @@
-"""Master keys: a few random keys per database, wrapped by root keys.
+"""Master keys: a few per database, wrapped by root keys and unwrapped once per process start.
 
-The index master computes the blind indexes.  Data masters wrap the data keys.  A process unwraps
-all master keys once, when it opens the database.
+The index master is the key of the blind indexes.  Data masters wrap the data keys.
 """
 
+import hmac
+import logging
 import secrets
-from collections.abc import Awaitable, Iterable, Mapping
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from reprlib import repr as short
+from typing import NamedTuple, cast
 
 from adk_secure_sessions.crypto.aead import KEY_LENGTH, Aes256Gcm
-from adk_secure_sessions.crypto.key_material import KeyMaterial
+from adk_secure_sessions.crypto.key_material import KeyMaterial, without_frames
 from adk_secure_sessions.errors import (
     DecryptionError,
     KeyServiceError,
@@ -20,10 +23,15 @@ from adk_secure_sessions.errors import (
 )
 from adk_secure_sessions.formats.records import context
 from adk_secure_sessions.keys.blind_index import BlindIndex
-from adk_secure_sessions.keys.providers import PLAINTEXT_ROOT_KEY_ID, KeyProvider
+from adk_secure_sessions.keys.providers import KEY_ID_LENGTH, PLAINTEXT_ROOT_KEY_ID, KeyProvider
 from adk_secure_sessions.loops import at_once
 
+logger: logging.Logger = logging.getLogger(__name__)
+
 DATA, INDEX = "data", "index"
+MAX_ROWS = 64  # of `secure_keyring`; a rotation adds one row, and `retire` removes the old ones
+_AT_ONCE = 8  # calls of a key service
+_INTEGERS = range(2**63)
 
 
 def new_key_id() -> int:
@@ -31,14 +39,56 @@ def new_key_id() -> int:
     return secrets.randbits(63)
 
 
+class MasterKey(KeyMaterial):
+    """An unwrapped master key.  Two are equal if their bytes are; the comparison is constant-time.
+
+    Only this module reads the bytes, and only in expressions: a variable that held them would be
+    in the report of an error.
+    """
+
+    __slots__ = ("_key",)
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MasterKey) and hmac.compare_digest(self._key, other._key)
+
+    @property
+    def length(self) -> int | None:
+        """The number of bytes; None if a provider returned something else."""
+        answer: object = self._key
+        return len(answer) if isinstance(answer, bytes) else None
+
+    def index(self) -> BlindIndex:
+        """Return the blind index with this key, which must be an index master."""
+        return BlindIndex(self._key)
+
+    def cipher(self) -> Aes256Gcm:
+        """Return the cipher with this key, which must be a data master."""
+        return Aes256Gcm(self._key)
+
+
+class MasterMark(NamedTuple):
+    """The columns of a row of `secure_keyring` that every query for data keys reads with them.
+
+    They tell whether the keyring has changed: every change of a row changes `wrapped`, which is
+    bound to all its columns.
+    """
+
+    id: int
+    created_at: int
+    wrapped: bytes
+
+
 class MasterKeyRow(NamedTuple):
     """A row of `secure_keyring`.
 
     Attributes:
         id: A random id.
-        purpose: `DATA` for a data master, `INDEX` for the index master.
+        purpose: `DATA` or `INDEX`.
         root_key_id: The id of the root key that wraps the master key.
-        created_at: When the key was created, in microseconds since 1970, UTC.
+        created_at: Microseconds since 1970, UTC.
         wrapped: The master key, wrapped by the provider of that root key.
     """
 
@@ -49,9 +99,31 @@ class MasterKeyRow(NamedTuple):
     wrapped: bytes
 
     def context(self, database_id: bytes) -> bytes:
-        """Return the context of `wrapped`, which unwrapping it requires."""
+        """Return the context that `wrapped` is bound to."""
         parts = ("master-key", database_id, self.purpose, self.root_key_id)
         return context(parts, self.id, self.created_at)
+
+
+class NewMaster(NamedTuple):
+    """A master key that `new_master` created, and the row to store."""
+
+    row: MasterKeyRow
+    key: MasterKey
+
+
+class Separation(NamedTuple):
+    """A copy of a database that is getting an id and keys of its own.
+
+    Attributes:
+        old_id: The id of the database that was copied.
+        since: When the separation began, in microseconds since 1970, UTC; later than all old keys.
+        masters: The ids of the old data masters.  The contexts of the data keys that they wrap
+            have the old id; those of all other data keys have the new one.
+    """
+
+    old_id: bytes
+    since: int
+    masters: frozenset[int]
 
 
 class Keyring(KeyMaterial):
@@ -60,9 +132,11 @@ class Keyring(KeyMaterial):
     Attributes:
         database_id: The id of the database, 16 bytes.
         index: Computes the blind indexes.
-        masters: The data masters, by id.
-        current_id: The id of the data master that wraps new data keys; None if no data master is
-            usable (see `is_usable`).
+        masters: The data masters by id.
+        current_id: The id of the data master that wraps new data keys; None if the keyring
+            has no usable data master yet.
+        rows: The accepted rows by id: those of `masters`, and the row of the index master.
+        separation: The separation in progress, if there is one.
     """
 
     def __init__(
@@ -72,54 +146,90 @@ class Keyring(KeyMaterial):
         masters: Mapping[int, Aes256Gcm],
         current_id: int | None,
         usable: frozenset[int] = frozenset(),
+        rows: Mapping[int, MasterKeyRow] | None = None,
+        rejected: Sequence[MasterKeyRow] = (),
     ) -> None:
         self.database_id = database_id
         self.index = index
         self.masters = masters
         self.current_id = current_id
+        self.rows: Mapping[int, MasterKeyRow] = rows or {}
+        self.separation: Separation | None = None
         self._usable = usable
+        self._rejected = Counter(map(_typed, rejected))
+        self._stored = Counter(map(_typed, self.rows.values())) + self._rejected
+        stored = [*self.rows.values(), *rejected]
+        self._marks = frozenset(MasterMark(row.id, row.created_at, row.wrapped) for row in stored)
 
     def master(self, key_id: int) -> Aes256Gcm:
-        """Return the data master *key_id*.
+        """Return the data master key *key_id*.
 
         Raises:
-            UnknownKeyError: the keyring has no data master with this id.
+            UnknownKeyError: the keyring has no data master key with this id.
         """
         try:
             return self.masters[key_id]
         except KeyError:
-            raise UnknownKeyError(f"the keyring holds no data master key {key_id}") from None
+            pass
+        raise UnknownKeyError(f"the keyring holds no data master key {key_id}")
+
+    def database_id_for(self, key_id: int) -> bytes:
+        """Return the database id in the contexts of data keys that data master *key_id* wraps."""
+        if self.separation is not None and key_id in self.separation.masters:
+            return self.separation.old_id
+        return self.database_id
 
     def holds(self, key_id: int) -> bool:
-        """Return whether the keyring has the data master *key_id*."""
+        """Return whether the keyring has the data master key *key_id*."""
         return key_id in self.masters
 
     @property
-    def size(self) -> int:
-        """The number of rows of `secure_keyring`: the data masters and the index master."""
-        return len(self.masters) + 1
+    def row_count(self) -> int:
+        """The number of stored rows that this keyring was read from, rejected ones included."""
+        return self._stored.total()
+
+    def matches(self, rows: Iterable[MasterKeyRow]) -> bool:
+        """Return whether *rows*, in any order, are exactly those that this keyring was read from.
+
+        Rejected rows count, too.  All columns are compared, with their types.
+        """
+        return Counter(map(_typed, rows)) == self._stored
+
+    def has_marks(self, marks: Iterable[MasterMark]) -> bool:
+        """Return whether *marks* are those of the rows that this keyring was read from."""
+        return frozenset(marks) == self._marks
+
+    def has_rejected(self, row: MasterKeyRow) -> bool:
+        """Return whether an identical row was rejected when this keyring was read."""
+        return _typed(row) in self._rejected
 
     def is_usable(self, key_id: int) -> bool:
-        """Return whether this process may encrypt with data keys that data master *key_id* wraps.
+        """Return whether this process may encrypt with the data keys under master key *key_id*.
 
-        If a data master is stored as plaintext, an attacker who reads the database can unwrap its
-        data keys.  Only a process whose writing backend is `NoOpBackend` may use such a key.
+        A data master that is stored as plaintext is not usable: an attacker who reads the
+        database can unwrap its data keys.  Exception: the writer is `NoOpBackend`.
         """
         return key_id in self._usable
 
 
-async def new_master(purpose: str, root: KeyProvider, database_id: bytes, now: int) -> MasterKeyRow:
+def _typed(row: MasterKeyRow) -> tuple[tuple[type, object], ...]:
+    """Return *row* so that 1 differs from 1.0: SQLite stores any type in any column."""
+    return tuple((type(value), value) for value in row)
+
+
+async def new_master(purpose: str, root: KeyProvider, database_id: bytes, now: int) -> NewMaster:
     """Create a random master key, wrapped by *root*; *now* is in microseconds since 1970, UTC.
 
     Raises:
         KeyServiceError: the provider failed.
     """
     row = MasterKeyRow(new_key_id(), purpose, root.key_id, now, b"")
-    return await wrap_master_key(row, root, database_id, secrets.token_bytes(KEY_LENGTH))
+    key = MasterKey(secrets.token_bytes(KEY_LENGTH))
+    return NewMaster(await wrap_master_key(row, root, database_id, key), key)
 
 
 async def wrap_master_key(
-    row: MasterKeyRow, root: KeyProvider, database_id: bytes, key: bytes
+    row: MasterKeyRow, root: KeyProvider, database_id: bytes, key: MasterKey
 ) -> MasterKeyRow:
     """Wrap the master key *key* with *root*, and return *row* with the result.
 
@@ -127,8 +237,21 @@ async def wrap_master_key(
         KeyServiceError: the provider failed.
     """
     row = row._replace(root_key_id=root.key_id)
-    wrapped = await _await_provider(root, root.wrap(key, row.context(database_id)))
-    return row._replace(wrapped=wrapped)
+    answer = await _answer_of(root, root.wrap(key._key, row.context(database_id)))
+    return row._replace(wrapped=answer._key)
+
+
+def check_row_count(rows: Sequence[MasterKeyRow]) -> None:
+    """Reject a keyring of more than `MAX_ROWS` rows, each of which would cost a call.
+
+    Raises:
+        WrongKeyError: there are more.
+    """
+    if len(rows) > MAX_ROWS:
+        raise WrongKeyError(
+            f"secure_keyring has more than {MAX_ROWS} rows, so it was tampered with: restore it "
+            "from a backup, or delete the rows that you did not create"
+        )
 
 
 async def open_keyring(
@@ -138,73 +261,208 @@ async def open_keyring(
     database_id: bytes,
     known: Keyring | None = None,
 ) -> Keyring:
-    """Unwrap *rows* and return the keyring.
+    """Unwrap *rows* and return the keyring.  Each row names its root key; no other is tried.
 
-    Each row names its root key, and no other root key is tried.
+    The newest data master under the writer's root key wraps new data keys.  If there is
+    none, the newest data master under another root key wraps them: a process does not create
+    master keys only because its first backend has a new root key.  A master key that is stored as
+    plaintext is usable only if the writer is `NoOpBackend`.
 
-    New data keys are wrapped by the newest data master that the writing backend's root key wraps.
-    If no data master is wrapped by that root key, the newest other data master is used.  A process
-    therefore does not create a data master when its writing backend gets a new root key.  A data
-    master that is stored as plaintext is usable only if the writing backend is `NoOpBackend`.
+    Without *known*, a row that is not valid raises an error that names the row.  With *known*, it
+    is logged and left out, so that a row which an attacker inserts does not stop a running service.
+    If an identical row was left out of *known* already, neither the key service is called nor the
+    row logged again.
 
     Args:
         rows: All rows of `secure_keyring`.
         roots: The providers of all root keys that were given, by root key id.
         writer: The id of the writing backend's root key.
         database_id: The id of the database, 16 bytes.
-        known: A keyring that was read earlier.  Its master keys are not unwrapped again.
+        known: A keyring read earlier.  Rows that have not changed since are not unwrapped again.
 
     Raises:
-        WrongKeyError: the root key of a row is not in *roots*, or does not unwrap the row; or the
-            keyring has no index master or no data master.
-        PlaintextRefusedError: the keyring is stored as plaintext, and `NoOpBackend` is not listed.
+        WrongKeyError: there are more than `MAX_ROWS` rows; or a row is malformed, its root key is
+            not in *roots*, or does not unwrap it; or the keyring has no index master or no
+            data master.
+        PlaintextRefusedError: a row is stored as plaintext, and `NoOpBackend` is not listed.
         KeyServiceError: a provider failed.
     """
-    masters: dict[int, Aes256Gcm] = {}
-    candidates: list[tuple[bool, int, int]] = []
-    index: BlindIndex | None = None
     rows = list(rows)
-    if known is not None:
-        index = known.index
-        masters = {row.id: known.masters[row.id] for row in rows if known.holds(row.id)}
-    new = [row for row in rows if row.id not in masters and not (known and row.purpose == INDEX)]
-    if known is None:
-        unwrapped = await at_once(*(unwrap_master_key(row, roots, database_id) for row in new))
-    else:  # one by one, so that the first rejected row ends the calls of the key service
-        unwrapped = [await unwrap_master_key(row, roots, database_id) for row in new]
-    for row, key in zip(new, unwrapped, strict=True):
-        if row.purpose == INDEX:
-            index = BlindIndex(key)
-        else:
-            masters[row.id] = Aes256Gcm(key)
-    for row in rows:
-        if row.id in masters and (
-            row.root_key_id == writer or row.root_key_id != PLAINTEXT_ROOT_KEY_ID
-        ):
-            candidates.append((row.root_key_id == writer, row.created_at, row.id))
+    check_row_count(rows)
+    opening = _Opening(roots, database_id, known)
+    # The rows that are known come first: of several rows with one id, these are ours.
+    rows.sort(key=lambda row: not opening.is_known(row))
+    sound = [row for row in rows if not opening.rejects_form(row)]
+    index = await opening.index_master([row for row in sound if row.purpose == INDEX])
+    masters = await opening.data_masters([row for row in sound if row.purpose == DATA])
     if index is None or not masters:
         missing = "data" if index else "index"
         raise WrongKeyError(f"the keyring holds no {missing} master key: restore secure_keyring")
-    current_id = max(candidates)[2] if candidates else None
-    usable = frozenset(row_id for *_, row_id in candidates)
-    return Keyring(database_id, index, masters, current_id, usable)
+    usable = [
+        (row.root_key_id == writer, row.created_at, row.id)
+        for row in opening.accepted.values()
+        if row.id in masters
+        and (row.root_key_id == writer or row.root_key_id != PLAINTEXT_ROOT_KEY_ID)
+    ]
+    return Keyring(
+        database_id,
+        index,
+        masters,
+        max(usable)[2] if usable else None,
+        frozenset(row_id for *_, row_id in usable),
+        opening.accepted,
+        opening.rejected,
+    )
+
+
+class _Opening:
+    """One call of `open_keyring`: the rows that it has accepted and rejected so far."""
+
+    def __init__(
+        self, roots: Mapping[str, KeyProvider], database_id: bytes, known: Keyring | None
+    ) -> None:
+        self._roots = roots
+        self._database_id = database_id
+        self._known = known
+        self.accepted: dict[int, MasterKeyRow] = {}
+        self.rejected: list[MasterKeyRow] = []
+        self._ids: set[int] = set()
+
+    def is_known(self, row: MasterKeyRow) -> bool:
+        """Return whether *row* has not changed since the known keyring accepted it."""
+        if self._known is None:
+            return False
+        accepted = self._known.rows.get(row.id)
+        return accepted is not None and _typed(accepted) == _typed(row)
+
+    def rejects_form(self, row: MasterKeyRow) -> bool:
+        """Reject *row* if it is malformed, or if an earlier row has its id."""
+        fault = _fault(row)
+        if fault is None and row.id in self._ids:
+            fault = "another row has the same id"
+        if fault is not None:
+            self._reject(row, _malformed(row, fault))
+            return True
+        self._ids.add(row.id)
+        return False
+
+    async def index_master(self, rows: list[MasterKeyRow]) -> BlindIndex | None:
+        """Return the index master of *rows*, the rows of index masters; None if none."""
+        known = self._known
+        if len(rows) > 1:
+            before = known.rows.values() if known else ()
+            ids = {row.id for row in before if row.purpose == INDEX}
+            ours = [row for row in rows if row.id in ids]
+            for row in rows:
+                if [row] != ours:
+                    self._reject(row, _second_index_master(row, rows))
+            rows = ours
+        index = known.index if known else None
+        for row in rows:
+            if self.is_known(row):
+                self.accepted[row.id] = row
+            elif (key := await self._unwrapped(row)) is not None:
+                unwrapped = key.index()
+                if index is None or index.has_key_of(unwrapped):
+                    index = index or unwrapped
+                    self.accepted[row.id] = row
+                else:
+                    error = "it is another index master than the one that this service has read"
+                    self._reject(row, _malformed(row, error))
+        return index
+
+    async def data_masters(self, rows: list[MasterKeyRow]) -> dict[int, Aes256Gcm]:
+        """Return the data masters of *rows* that are accepted, by id."""
+        masters: dict[int, Aes256Gcm] = {}
+        new = []
+        for row in rows:
+            if self._known and self.is_known(row):
+                masters[row.id] = self._known.masters[row.id]
+                self.accepted[row.id] = row
+            else:
+                new.append(row)
+        # A running service calls one by one: it expects one new row, and others cost calls.
+        step = _AT_ONCE if self._known is None else 1
+        for start in range(0, len(new), step):
+            part = new[start : start + step]
+            keys = await at_once(*map(self._unwrapped, part))
+            for row, key in zip(part, keys, strict=True):
+                if key is not None:
+                    masters[row.id] = key.cipher()
+                    self.accepted[row.id] = row
+        return masters
+
+    async def _unwrapped(self, row: MasterKeyRow) -> MasterKey | None:
+        """Return the master key of *row*; None if a running service rejects it."""
+        if self._known is not None and self._known.has_rejected(row):
+            self.rejected.append(row)
+            return None
+        try:
+            return await unwrap_master_key(row, self._roots, self._database_id)
+        except (WrongKeyError, DecryptionError) as error:
+            rejection = error
+        self._reject(row, rejection)
+        return None
+
+    def _reject(self, row: MasterKeyRow, error: SecureSessionError) -> None:
+        """Raise *error* when the keyring is first opened; later, only log it, once for each row."""
+        if self._known is None:
+            raise error
+        self.rejected.append(row)
+        if not self._known.has_rejected(row):
+            logger.error("a row of secure_keyring is rejected, and not used: %s", error)
+
+
+def _fault(row: MasterKeyRow) -> str | None:
+    """Return why *row* is malformed; None if it is not.
+
+    SQLite stores any type in any column, so a modified row may hold any type.
+    """
+    row_id, purpose, root_key_id, created_at, wrapped = cast("tuple[object, ...]", row)
+    if type(row_id) is not int or row_id not in _INTEGERS:
+        return "its id is not an integer of 63 bits"
+    if not isinstance(purpose, str) or purpose not in (INDEX, DATA):
+        return f"its purpose is neither {INDEX!r} nor {DATA!r}"
+    if not isinstance(root_key_id, str) or not 0 < len(root_key_id) <= KEY_ID_LENGTH:
+        return f"its root_key_id is not a text of 1 to {KEY_ID_LENGTH} characters"
+    if type(created_at) is not int or created_at not in _INTEGERS:
+        return "its created_at is not an integer of 63 bits"
+    if not isinstance(wrapped, bytes):
+        return "its wrapped key is not bytes"
+    return None
+
+
+def _malformed(row: MasterKeyRow, fault: str) -> WrongKeyError:
+    return WrongKeyError(
+        f"secure_keyring row {short(row.id)}: {fault}, so the row was tampered with: restore it "
+        "from a backup, or delete it if you did not create it"
+    )
+
+
+def _second_index_master(row: MasterKeyRow, rows: Sequence[MasterKeyRow]) -> WrongKeyError:
+    others = ", ".join(str(other.id) for other in rows if other is not row)
+    return WrongKeyError(
+        f"secure_keyring row {row.id} and row {others} are both index masters, so the keyring was "
+        "tampered with: restore it from a backup, or delete the row that you did not create"
+    )
 
 
 async def unwrap_master_key(
     row: MasterKeyRow, roots: Mapping[str, KeyProvider], database_id: bytes
-) -> bytes:
+) -> MasterKey:
     """Unwrap the master key in *row* with the root key that the row names, and return it.
 
-    Raises:
-        WrongKeyError: the root key is not in *roots*, or does not unwrap the row.
-        PlaintextRefusedError: the row is stored as plaintext, and `NoOpBackend` is not listed.
-        KeyServiceError: the provider failed.
+    Raises the errors that `open_keyring` raises for a row.
     """
+    fault = _fault(row)
+    if fault is not None:
+        raise _malformed(row, fault)
     root = roots.get(row.root_key_id)
     if root is None and row.root_key_id == PLAINTEXT_ROOT_KEY_ID:
         raise PlaintextRefusedError(
-            "the keyring of this database was stored as plaintext by NoOpBackend: "
-            "to read it anyway, list NoOpBackend() in additional_backends"
+            f"master key {row.id} was stored as plaintext by NoOpBackend, or by an attacker: if "
+            "you have used NoOpBackend, list NoOpBackend() in additional_backends to read the "
+            "database anyway; otherwise restore secure_keyring from a backup"
         )
     if root is None:
         given = ", ".join(map(repr, sorted(roots)))
@@ -212,36 +470,40 @@ async def unwrap_master_key(
             f"master key {row.id} is wrapped by root key {row.root_key_id!r}; this service was "
             f"given {given}: list a backend with that key"
         )
-    key: bytes | None = None
     try:
-        # SQLite stores any type in any column, so a modified row may not hold bytes.
-        if isinstance(row.wrapped, bytes):
-            key = await _await_provider(root, root.unwrap(row.wrapped, row.context(database_id)))
+        key = await _answer_of(root, root.unwrap(row.wrapped, row.context(database_id)))
+        if key.length == KEY_LENGTH:
+            return key
     except DecryptionError:
         pass
-    if key is None or len(key) != KEY_LENGTH:
-        raise WrongKeyError(
-            f"root key {root.key_id!r} does not unwrap master key {row.id}: "
-            "wrong key, or the keyring was tampered with"
-        )
-    return key
+    raise WrongKeyError(
+        f"root key {root.key_id!r} does not unwrap master key {row.id}: "
+        "wrong key, or the keyring was tampered with"
+    )
 
 
-async def _await_provider(root: KeyProvider, answer: Awaitable[bytes]) -> bytes:
-    """Await *answer*, the result of the provider *root*, and return it.
+async def _answer_of(root: KeyProvider, answer: Awaitable[bytes]) -> MasterKey:
+    """Return the bytes that a provider answers with: a master key, or a wrapped one.
+
+    Errors are raised without the frames of the provider, whose variables hold keys.
 
     Raises:
-        SecureSessionError: the provider raised this error.
+        SecureSessionError: raised by the provider itself.
         KeyServiceError: the provider did not return bytes, or raised another exception.  The text
-            of that exception may contain secrets, so the message gives only its class.
+            of that exception may hold secrets, so only its class is named.
     """
-    failure = "it returned something that is not bytes"
+    failure: Exception | None = None
     try:
-        result = await answer
-        if isinstance(result, bytes):
+        result = MasterKey(await answer)
+        if result.length is not None:
             return result
-    except SecureSessionError:
-        raise
+        name = "something that is not bytes"
+    except SecureSessionError as error:
+        failure, name = without_frames(error), ""
     except Exception as error:
-        failure = type(error).__name__
-    raise KeyServiceError(f"the provider of root key {root.key_id!r} failed: {failure}")
+        name = type(error).__name__
+    except BaseException as error:  # CancelledError can be the cause of TimeoutError
+        raise without_frames(error) from None
+    if failure is None:
+        failure = KeyServiceError(f"the provider of root key {root.key_id!r} failed: {name}")
+    raise failure

@@ -14,18 +14,15 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.kdf.argon2 import Argon2id
 
 from adk_secure_sessions.crypto.aead import KEY_LENGTH, Aes256Gcm
-from adk_secure_sessions.crypto.key_material import KeyMaterial
+from adk_secure_sessions.crypto.key_material import KeyMaterial, hides_frames
 from adk_secure_sessions.errors import ConfigurationError, Reason, TamperedError
-from adk_secure_sessions.keys.providers import PLAINTEXT_ROOT_KEY_ID
+from adk_secure_sessions.keys.providers import check_key_id
 
 PASSPHRASE_WRAP = b"\x02"
 _SALT_LENGTH = 16
 _HEADER = Struct(f">c{_SALT_LENGTH}sIII")
 # RFC 9106, section 4, second recommended option: t=3, p=4, 64 MiB.
 _ITERATIONS, _LANES, _MEMORY_KIB = 3, 4, 64 * 1024
-# The stored cost is used before it is authenticated.  Without limits, an attacker who can write to
-# the database could make opening it take unlimited time and memory.
-_MAX_ITERATIONS, _MAX_LANES, _MAX_MEMORY_KIB = 64, 64, 4 * 1024 * 1024
 # Derive one key at a time.  Two derivations with several lanes (Argon2 threads) each may deadlock,
 # because OpenSSL takes the threads of both from one pool.  Seen with cryptography 50.0.
 _one_at_a_time = threading.Lock()
@@ -50,19 +47,34 @@ class PassphraseKey(KeyMaterial):
             (NFC).
         key_id: The name of the root key, different for each passphrase.  Other kinds of root keys
             use the name `none` and names that begin with `key:`, so these are not allowed.
+        max_iterations: `unwrap` rejects a wrapped key if its stored number of iterations is higher.
+            By default, this limit and the next two are the cost that `wrap` uses for a new salt.
+        max_lanes: The same limit for the number of lanes (Argon2 threads).
+        max_memory_kib: The same limit for the size of memory, in KiB.
 
     Raises:
         ConfigurationError: `passphrase` is empty, or `key_id` is empty or not allowed.
     """
 
-    __slots__ = ("_ciphers", "_new_header", "_passphrase", "key_id")
+    __slots__ = ("_ciphers", "_max_cost", "_new_header", "_passphrase", "key_id")
 
-    def __init__(self, passphrase: str, *, key_id: str = "passphrase") -> None:
+    @hides_frames
+    def __init__(
+        self,
+        passphrase: str,
+        *,
+        key_id: str = "passphrase",
+        max_iterations: int = _ITERATIONS,
+        max_lanes: int = _LANES,
+        max_memory_kib: int = _MEMORY_KIB,
+    ) -> None:
         if not passphrase:
             raise ConfigurationError("the passphrase is empty")
-        if not key_id or key_id == PLAINTEXT_ROOT_KEY_ID or key_id.startswith("key:"):
-            raise ConfigurationError("this key_id is reserved for another kind of root key")
+        check_key_id(key_id)
         self.key_id: str = key_id
+        # The stored cost is used before it is authenticated.  Without limits, an attacker who can
+        # write to the database could make opening it take much time and memory.
+        self._max_cost = (max_iterations, max_lanes, max_memory_kib)
         # Systems encode typed text differently (é as one code point or two); NFC makes it equal.
         self._passphrase = unicodedata.normalize("NFC", passphrase).encode("utf-8", "surrogatepass")
         self._new_header = _HEADER.pack(
@@ -80,6 +92,7 @@ class PassphraseKey(KeyMaterial):
     def __hash__(self) -> int:
         return hash(self.key_id)
 
+    @hides_frames
     async def wrap(self, key: bytes, associated_data: bytes) -> bytes:
         """Encrypt `key` with a key derived from the passphrase.
 
@@ -98,7 +111,7 @@ class PassphraseKey(KeyMaterial):
 
         Raises:
             TamperedError: The passphrase or `associated_data` is wrong, `wrapped` was modified, or
-                the stored cost is above 64 iterations, 64 lanes or 4 GiB.
+                the stored cost is above the limits that this object was given.
             ConfigurationError: This build of `cryptography` has no Argon2id.
         """
         header = wrapped[: _HEADER.size]
@@ -122,9 +135,10 @@ class PassphraseKey(KeyMaterial):
 
     def _derive(self, header: bytes) -> Aes256Gcm:
         _, salt, iterations, lanes, memory = _HEADER.unpack(header)
-        if iterations > _MAX_ITERATIONS or lanes > _MAX_LANES or memory > _MAX_MEMORY_KIB:
+        most = zip((iterations, lanes, memory), self._max_cost, strict=True)
+        if any(stored > limit for stored, limit in most):
             raise TamperedError(
-                "the stored Argon2id cost is above the limits of this service",
+                "the stored Argon2id cost is above the limits of this PassphraseKey",
                 reason=Reason.MALFORMED,
             )
         try:

@@ -3,7 +3,6 @@
 docs/format.md, "Key providers", defines the format of a wrapped key.
 """
 
-import asyncio
 import os
 import secrets
 import threading
@@ -12,9 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from adk_secure_sessions.crypto.key_material import hides_frames
 from adk_secure_sessions.errors import ConfigurationError, KeyServiceError, Reason, TamperedError
 from adk_secure_sessions.keys.providers import read_environment, read_private_file
-from adk_secure_sessions.keys.remote import ATTEMPTS, TIMEOUT, RemoteKey, require
+from adk_secure_sessions.keys.remote import ATTEMPTS, TIMEOUT, RemoteKey, in_thread, require
 
 _KEY_BITS = 256
 _NONCE_LENGTH, _TAG_BITS = 12, 128
@@ -125,6 +125,7 @@ class Pkcs11Key(RemoteKey):
 
     _kind = b"\x06"
 
+    @hides_frames
     def __init__(
         self,
         key: str,
@@ -147,13 +148,13 @@ class Pkcs11Key(RemoteKey):
         self._pin_error: KeyServiceError | None = None
 
     async def _encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
-        return await asyncio.to_thread(
-            self._in_session, lambda key: _encrypt(key, plaintext, associated_data)
+        return await in_thread(
+            lambda: self._in_session(lambda key: _encrypt(key, plaintext, associated_data))
         )
 
     async def _decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
-        return await asyncio.to_thread(
-            self._in_session, lambda key: _decrypt(key, sealed, associated_data)
+        return await in_thread(
+            lambda: self._in_session(lambda key: _decrypt(key, sealed, associated_data))
         )
 
     def _in_session(self, use: Callable[[Any], bytes]) -> bytes:

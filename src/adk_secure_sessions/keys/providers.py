@@ -18,10 +18,12 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
 from adk_secure_sessions.crypto.aead import KEY_LENGTH, Aes256Gcm
-from adk_secure_sessions.crypto.key_material import KeyMaterial
+from adk_secure_sessions.crypto.key_material import KeyMaterial, hides_frames
 from adk_secure_sessions.errors import ConfigurationError, Reason, TamperedError
 
 RAW_KEY_WRAP = b"\x01"
+KEY_ID_LENGTH = 255  # characters: the width of the column `root_key_id`
+_STATIC_KEY = "key:"
 PLAINTEXT_ROOT_KEY_ID = "none"  # `NoOpBackend` has no root key and stores master keys as plaintext
 
 
@@ -66,11 +68,28 @@ class KeyProvider(Protocol):
         ...
 
 
+def check_key_id(key_id: object) -> None:
+    """Check the id that a provider other than `StaticKey` gives its root key.
+
+    Raises:
+        ConfigurationError: *key_id* is not 1 to 255 printable characters, or is a name of
+            another kind of root key: `none`, or one that begins with `key:`.
+    """
+    if not (isinstance(key_id, str) and 0 < len(key_id) <= KEY_ID_LENGTH and key_id.isprintable()):
+        raise ConfigurationError(f"a key_id has 1 to {KEY_ID_LENGTH} printable characters")
+    if key_id == PLAINTEXT_ROOT_KEY_ID or key_id.startswith(_STATIC_KEY):
+        raise ConfigurationError(
+            f"the key_id {key_id!r} is reserved for another kind of root key: it must not be "
+            f"{PLAINTEXT_ROOT_KEY_ID!r} and must not begin with {_STATIC_KEY!r}"
+        )
+
+
 def generate_key() -> str:
     """Return a new random root key: 32 bytes as base64 text, which every backend accepts."""
     return base64.urlsafe_b64encode(secrets.token_bytes(KEY_LENGTH)).decode()
 
 
+@hides_frames
 def parse_key(key: bytes | str) -> bytes:
     """Return 32 key bytes from 32 bytes or from their base64 text, standard or URL-safe.
 
@@ -120,9 +139,10 @@ class StaticKey(KeyMaterial):
 
     __slots__ = ("_cipher", "key_id")
 
+    @hides_frames
     def __init__(self, key: bytes | str) -> None:
         raw = parse_key(key)
-        self.key_id: str = f"key:{_derive(raw, 'key-id', 8).hex()}"
+        self.key_id: str = f"{_STATIC_KEY}{_derive(raw, 'key-id', 8).hex()}"
         self._cipher = Aes256Gcm(_derive(raw, "wrap", KEY_LENGTH))
 
     def __eq__(self, other: object) -> bool:
@@ -131,6 +151,7 @@ class StaticKey(KeyMaterial):
     def __hash__(self) -> int:
         return hash(self.key_id)
 
+    @hides_frames
     async def wrap(self, key: bytes, associated_data: bytes) -> bytes:
         """Encrypt `key` with AES-256-GCM and a key derived from the root key."""
         return RAW_KEY_WRAP + self._cipher.encrypt(key, RAW_KEY_WRAP + associated_data)
@@ -164,11 +185,14 @@ class FileKey(StaticKey):
 
     Only the owner of the file may have the permission to read it.
 
+    On POSIX, the owner must be root or the user of this process.
+
     Raises:
-        ConfigurationError: The file cannot be read, other accounts may read or write it, or it
-            does not contain a key.
+        ConfigurationError: The file cannot be read, is not a regular file, belongs to another
+            account, other accounts may read or write it, or it does not contain a key.
     """
 
+    @hides_frames
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(read_private_file(Path(path)))
 
@@ -189,20 +213,40 @@ def read_private_file(path: Path) -> bytes:
     """Return the first 4096 bytes of the file *path*, which holds a secret.
 
     Raises:
-        ConfigurationError: the file cannot be read, or (on POSIX) other accounts may read or write
-            it.
+        ConfigurationError: the file cannot be read or is not a regular file; or, on POSIX, it
+            belongs to an account other than root and the one of this process, or other accounts may
+            read or write it.
     """
+    name = repr(str(path))
     try:
-        with path.open("rb") as file:
+        # Opening a FIFO would wait for a writer.
+        file = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | _BINARY)
+        try:
             # Check the open file: at its path, there may be another file by now.
-            status = os.fstat(file.fileno())
-            data = file.read(4096)
+            fault = _fault(name, os.fstat(file))
+            if fault is None:
+                return os.read(file, 4096)
+        finally:
+            os.close(file)
     except OSError as error:
-        raise ConfigurationError(
-            f"cannot read the key file {str(path)!r}: {error.strerror}"
-        ) from None
-    if os.name == "posix" and stat.S_IMODE(status.st_mode) & 0o077:
-        raise ConfigurationError(
-            f"the key file {str(path)!r} can be read or changed by others: chmod 600 it"
+        fault = f"cannot read the key file {name}: {error.strerror}"
+    raise ConfigurationError(fault)
+
+
+_BINARY = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)  # O_BINARY: on Windows
+
+
+def _fault(name: str, status: os.stat_result) -> str | None:
+    """Return why the file *name* does not keep a secret; None if it does."""
+    if not stat.S_ISREG(status.st_mode):
+        return f"the key file {name} is not a regular file"
+    if os.name != "posix":
+        return None
+    if status.st_uid not in (0, os.geteuid()):
+        return (
+            f"the key file {name} belongs to another user (uid {status.st_uid}), who can replace "
+            "the key: chown it to the user of this process"
         )
-    return data
+    if stat.S_IMODE(status.st_mode) & 0o077:
+        return f"the key file {name} can be read or changed by others: chmod 600 it"
+    return None

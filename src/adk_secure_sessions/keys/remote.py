@@ -1,19 +1,44 @@
-"""The base class of root keys in key services: timeouts, retries, and errors with advice."""
+"""The base class of root keys in key services: timeouts, retries, errors, silent libraries."""
 
 import asyncio
 import importlib
+import logging
 import random
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
 from typing import ClassVar
 from urllib.parse import urlsplit
 
-from adk_secure_sessions.crypto.key_material import KeyMaterial
+from adk_secure_sessions.crypto.key_material import KeyMaterial, hides_frames
 from adk_secure_sessions.errors import ConfigurationError, KeyServiceError, Reason, TamperedError
+from adk_secure_sessions.keys.providers import check_key_id
 
 TIMEOUT = 5.0  # seconds for each attempt
 ATTEMPTS = 3
-_KEY_ID_LENGTH = 255  # characters: the width of the column `root_key_id`
+# Loggers of the libraries that our providers call, and of those that these libraries call.
+_LOGGERS = (
+    "botocore",
+    "google",
+    "grpc",
+    "hpack",
+    "httpcore",
+    "httpx",
+    "pkcs11",
+    "requests",
+    "urllib3",
+)
+_is_calling: ContextVar[bool] = ContextVar("adk_secure_sessions_is_calling", default=False)
+
+
+class _Quiet(logging.Filter):
+    """Drops the debug messages of libraries about our calls: some of them show plaintext keys."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno > logging.DEBUG or not _is_calling.get()
+
+
+_quiet = _Quiet()
 
 
 class RemoteKey(KeyMaterial):
@@ -33,8 +58,7 @@ class RemoteKey(KeyMaterial):
     _kind: ClassVar[bytes]  # the first byte of a wrapped key, authenticated with the rest
 
     def __init__(self, key_id: str, *address: object, timeout: float, attempts: int) -> None:
-        if not 0 < len(key_id) <= _KEY_ID_LENGTH or not key_id.isprintable():
-            raise ConfigurationError(f"a key_id has 1 to {_KEY_ID_LENGTH} printable characters")
+        check_key_id(key_id)
         if not timeout > 0 or attempts < 1:
             raise ConfigurationError("timeout (in seconds) and attempts must be above 0")
         self.key_id = key_id
@@ -52,6 +76,7 @@ class RemoteKey(KeyMaterial):
     def __hash__(self) -> int:
         return hash(self.key_id)
 
+    @hides_frames
     async def wrap(self, key: bytes, associated_data: bytes) -> bytes:
         """Encrypt `key` in the key service, which also authenticates `associated_data`.
 
@@ -61,6 +86,7 @@ class RemoteKey(KeyMaterial):
         bound = self._kind + associated_data
         return self._kind + await self._with_retries(lambda: self._encrypt(key, bound))
 
+    @hides_frames
     async def unwrap(self, wrapped: bytes, associated_data: bytes) -> bytes:
         """Return the key in `wrapped`, which `wrap` returned.
 
@@ -98,11 +124,15 @@ class RemoteKey(KeyMaterial):
         return await self._with_timeout(call_once)
 
     async def _with_timeout(self, call_once: Callable[[], Awaitable[bytes]]) -> bytes:
+        _silence_libraries()
+        calling = _is_calling.set(True)
         try:
             async with asyncio.timeout(self._timeout):
                 return await call_once()
         except TimeoutError:
             pass
+        finally:
+            _is_calling.reset(calling)
         raise self._unreachable(f"gave no answer within {self._timeout:g} s")
 
     def _failure(self, what: str, check: str, *, retryable: bool = False) -> KeyServiceError:
@@ -112,6 +142,24 @@ class RemoteKey(KeyMaterial):
     def _unreachable(self, what: str) -> KeyServiceError:
         check = "check its address, the network and its status"
         return self._failure(f"the key service {what}", check, retryable=True)
+
+
+def _silence_libraries() -> None:
+    """Add the filter to the loggers of libraries: it does not apply to their child loggers."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.partition(".")[0] in _LOGGERS:
+            logging.getLogger(name).addFilter(_quiet)
+
+
+async def in_thread(call: Callable[[], bytes]) -> bytes:
+    """Run *call*, which blocks, in a thread, and return its result.
+
+    asyncio's debug log shows the arguments and the result of `asyncio.to_thread`; here, there are
+    none.
+    """
+    result: list[bytes] = []
+    await asyncio.to_thread(lambda: result.append(call()))
+    return result[0]
 
 
 def require(extra: str, *modules: str) -> None:
@@ -130,6 +178,14 @@ def require(extra: str, *modules: str) -> None:
         raise ConfigurationError(
             f"this key needs {missing}: pip install 'adk-secure-sessions[{extra}]'"
         )
+
+
+def is_plain_http(url: str) -> bool:
+    """Return whether *url* is an address without TLS, for which no proxy may be used.
+
+    A proxy for plain HTTP reads the keys.  A proxy for TLS only forwards encrypted bytes.
+    """
+    return urlsplit(url).scheme != "https"
 
 
 def check_transport(url: str) -> None:

@@ -5,6 +5,7 @@ A key spec does not contain the key, so it may appear in logs and process lists.
 
 from collections.abc import Callable
 
+from adk_secure_sessions.crypto.key_material import hides_frames
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.keys.aws import AwsKmsKey
 from adk_secure_sessions.keys.gcp import GcpKmsKey
@@ -30,6 +31,7 @@ _SCHEMES: dict[str, Callable[[str], KeyProvider]] = {
 }
 
 
+@hides_frames
 def key_provider(spec: str) -> KeyProvider:
     """Return the provider of the root key that `spec` names, such as `env:NAME` or `file:PATH`.
 
@@ -47,6 +49,7 @@ def key_provider(spec: str) -> KeyProvider:
     return make(rest)
 
 
+@hides_frames
 def root_key(key: bytes | str | KeyProvider) -> KeyProvider:
     """Return the provider for *key*: 32 bytes, base64 text, a key spec, or a provider itself.
 

@@ -14,9 +14,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from adk_secure_sessions.crypto.key_material import hides_frames
 from adk_secure_sessions.errors import ConfigurationError, KeyServiceError, Reason, TamperedError
 from adk_secure_sessions.keys.providers import read_environment
-from adk_secure_sessions.keys.remote import ATTEMPTS, TIMEOUT, RemoteKey, check_transport, require
+from adk_secure_sessions.keys.remote import (
+    ATTEMPTS,
+    TIMEOUT,
+    RemoteKey,
+    check_transport,
+    is_plain_http,
+    require,
+)
 from adk_secure_sessions.loops import LoopLocks
 
 if TYPE_CHECKING:
@@ -71,6 +79,7 @@ class VaultKey(RemoteKey):
 
     _kind = b"\x05"
 
+    @hides_frames
     def __init__(
         self,
         key: str,
@@ -98,6 +107,7 @@ class VaultKey(RemoteKey):
         )
         self._mount, _, self._name = key.rpartition("/")
         self._url = f"{address}/v1"
+        self._uses_proxies = not is_plain_http(address)
         self._headers = {"X-Vault-Request": "true"}
         if namespace:
             self._headers["X-Vault-Namespace"] = namespace
@@ -148,7 +158,10 @@ class VaultKey(RemoteKey):
 
         path = f"{self._mount}/{operation}/{self._name}"
         async with httpx.AsyncClient(
-            headers=self._headers, verify=self._tls, timeout=self._timeout
+            headers=self._headers,
+            verify=self._tls,
+            timeout=self._timeout,
+            trust_env=self._uses_proxies,
         ) as client:
             token = await self._current_token(client, instead_of=None)
             response = await self._post(client, path, body, token)

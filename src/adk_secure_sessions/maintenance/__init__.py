@@ -1,5 +1,6 @@
 """Functions that maintain a database of encrypted sessions while services use the database."""
 
+from adk_secure_sessions.maintenance.check import Check, check
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import DataKeyCount, Progress, RecordCount
 from adk_secure_sessions.maintenance.erase import Erasure, erase_user
@@ -12,11 +13,20 @@ from adk_secure_sessions.maintenance.rotate_data import DataRotation, rotate_dat
 from adk_secure_sessions.maintenance.rotate_master import MasterRotation, rotate_master
 from adk_secure_sessions.maintenance.rotate_root import RootRotation, rotate_root
 from adk_secure_sessions.maintenance.rotation import UnfinishedRotation
-from adk_secure_sessions.maintenance.status import MasterKey, Status, status
+from adk_secure_sessions.maintenance.separate import Separated, separate
+from adk_secure_sessions.maintenance.status import (
+    MasterKey,
+    RotationProgress,
+    Status,
+    status,
+    unfinished_rotations,
+)
+from adk_secure_sessions.maintenance.vacuum import Vacuum, vacuum
 from adk_secure_sessions.maintenance.verify import Verification, verify
 
 __all__ = [
     "TABLES",
+    "Check",
     "DataKeyCount",
     "DataRotation",
     "Database",
@@ -33,9 +43,13 @@ __all__ = [
     "RecordHeader",
     "Retirement",
     "RootRotation",
+    "RotationProgress",
+    "Separated",
     "Status",
     "UnfinishedRotation",
+    "Vacuum",
     "Verification",
+    "check",
     "erase_user",
     "init",
     "inspect",
@@ -45,6 +59,9 @@ __all__ = [
     "rotate_data",
     "rotate_master",
     "rotate_root",
+    "separate",
     "status",
+    "unfinished_rotations",
+    "vacuum",
     "verify",
 ]

@@ -3,13 +3,13 @@
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 import sqlalchemy as sa
-from sqlalchemy.ext.asyncio import AsyncEngine
 
 from adk_secure_sessions.backends import EncryptionBackend
 from adk_secure_sessions.backends.registry import Backends, register
+from adk_secure_sessions.crypto.key_material import KeyMaterial, hides_frames
 from adk_secure_sessions.db.connect import executors_for
 from adk_secure_sessions.db.protocol import Executor, Executors, Parameters, Row
 from adk_secure_sessions.errors import ConfigurationError
@@ -25,6 +25,9 @@ from adk_secure_sessions.storage import (
     repeated,
     survey_existing,
 )
+
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncEngine  # takes a third of a second
 
 T = TypeVar("T")
 
@@ -50,7 +53,7 @@ class Limits(NamedTuple):
     lock_wait: int = 5
 
 
-class Database:
+class Database(KeyMaterial):
     """A database of encrypted sessions, for the maintenance functions; use it with `async with`.
 
     Services may keep reading and writing the database.  Only `init` creates tables.
@@ -69,15 +72,16 @@ class Database:
         ConfigurationError: One of these arguments cannot be used.
     """
 
+    @hides_frames
     def __init__(
         self,
         db_url: str | sa.URL | None = None,
         backend: EncryptionBackend | None = None,
         additional_backends: Sequence[EncryptionBackend] = (),
         *,
-        db_engine: AsyncEngine | None = None,
+        db_engine: "AsyncEngine | None" = None,
         key_db_url: str | sa.URL | None = None,
-        key_db_engine: AsyncEngine | None = None,
+        key_db_engine: "AsyncEngine | None" = None,
         **engine_kwargs: Any,
     ) -> None:
         if backend is None and additional_backends:
@@ -93,7 +97,7 @@ class Database:
             cached_keys=_CACHED,
             keyring_pause=0,
         )
-        self._store = Store(self.unit, cached_sessions=_CACHED)
+        self._store = Store(self.unit)
         self.has_keys: bool = backend is not None
         self.limits: Limits = Limits()
 
@@ -198,7 +202,10 @@ class Database:
     def _check_file(self) -> None:
         for file in self._files:
             if file is not None and not file.exists():  # SQLite would create the file
-                raise ConfigurationError(f"there is no file {str(file)!r}")
+                raise ConfigurationError(
+                    f"there is no file {str(file)!r}: check db_url and the working directory, or "
+                    "create the database with `adk-secure-sessions init`"
+                )
 
 
 def see_what_is_committed(connection: sa.Connection) -> None:

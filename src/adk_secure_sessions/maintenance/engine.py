@@ -10,7 +10,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 
+from adk_secure_sessions.errors import DecryptionError
 from adk_secure_sessions.formats.records import HEADER_LENGTH, header
+from adk_secure_sessions.keys.data_keys import DataKeyRow, unwrap_data_key
+from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.storage import (
     apps,
@@ -64,16 +67,15 @@ def within(key: sa.ColumnElement[Any], bounds: Bounds) -> list[sa.ColumnElement[
     return conditions
 
 
-async def ranges(
-    db: Database, key: sa.Column[Any], size: int, after: int | bytes | None = None
-) -> AsyncIterator[Range]:
-    """Yield ranges of *key* that cover all values above *after*, each with *size* rows.
+async def ranges(db: Database, key: sa.Column[Any], size: int) -> AsyncIterator[Range]:
+    """Yield ranges of *key* that together cover all values, each with *size* rows.
 
     The last range may have fewer or, after tampering, more rows.  A step reads only the last key
     of the next *size* rows; the caller then reads the rows in the range.  One statement for both
     would need a LIMIT in a subquery, which MySQL rejects.
     """
     read = db.reader_of(key.table)
+    after = None
     while True:
         query = _last_key(key, after is not None)
         rows = await read(query, {**Range(after, None).parameters, "step": size - 1})
@@ -115,7 +117,11 @@ def _last_key(key: sa.Column[Any], has_after: bool) -> sa.Select[Any]:
 
 
 class Meter:
-    """Counts processed rows, calls *progress*, and waits so as not to exceed *rows_per_second*."""
+    """Counts processed rows, calls *progress*, and waits so as not to exceed *rows_per_second*.
+
+    Count only rows that were read.  Numbers in rows, such as a revision, may have been modified: a
+    large one would make the command wait for ever.
+    """
 
     def __init__(self, progress: Progress | None, total: int, rows_per_second: float | None):
         self._progress = progress
@@ -203,17 +209,19 @@ async def count_events(db: Database) -> int:
     return int(min(max(number or 0, 0), _MOST_EVENTS))
 
 
-async def count_records(db: Database, meter: Meter, since: int = 0) -> tuple[RecordCount, ...]:
-    """Count records by table and by the backend in the header; nothing is decrypted.
+async def count_records(
+    db: Database, meter: Meter, since: int = 0, masters: Keyring | None = None
+) -> tuple[RecordCount, ...]:
+    """Count records by table and by the backend in the header; no record is decrypted.
 
-    If an owner's newest data key was created before *since* (microseconds since 1970), none of the
-    owner's records counts as `newest`.
+    If an owner's newest data key was created before *since* (microseconds since 1970), or if
+    *masters* are given and do not unwrap it, none of the owner's records counts as `newest`.
     """
     counts: Counter[tuple[str, int | None]] = Counter()
     newest: Counter[tuple[str, int | None]] = Counter()
     for table, key, query in _COUNTED:
         async for groups in batches(db, key, query, _RecordGroup, db.limits.headers):
-            keys = await _newest_keys(db, {group.owner for group in groups}, since)
+            keys = await _newest_keys(db, {group.owner for group in groups}, since, masters)
             for group in groups:
                 backend_id, key_id = header(group.header) or (None, None)
                 counts[table.name, backend_id] += group.rows
@@ -257,16 +265,31 @@ class _DataKeyGroup(NamedTuple):
     rows: int
 
 
-async def _newest_keys(db: Database, owners: set[object], since: int) -> dict[object, int | None]:
-    """Map each owner to the id of its newest data key, or to None if the key predates *since*."""
-    rows = await read_data_keys(db.read_keys, owners)
+async def _newest_keys(
+    db: Database, owners: set[object], since: int, masters: Keyring | None
+) -> dict[object, int | None]:
+    """Map each owner to the id of its newest data key, or to None (see `count_records`)."""
+    rows = (await read_data_keys(db.read_keys, owners)).data_keys
     # SQLite stores any type in any column, so a modified generation may not be a number.
     numbered = [row for row in rows if isinstance(row.generation, int)]
     newest = {row.owner: row for row in sorted(numbered, key=attrgetter("generation"))}
     return {
-        owner: row.id if isinstance(row.created_at, int) and row.created_at >= since else None
+        owner: row.id
+        if isinstance(row.created_at, int)
+        and row.created_at >= since
+        and (masters is None or can_unwrap(row, masters))
+        else None
         for owner, row in newest.items()
     }
+
+
+def can_unwrap(row: DataKeyRow, masters: Keyring) -> bool:
+    """Return whether *masters* unwrap the data key in *row*; if so, its columns are authentic."""
+    try:
+        unwrap_data_key(row, masters)
+    except DecryptionError:
+        return False
+    return True
 
 
 # --- statements that count -----------------------------------------------------------------------

@@ -1,21 +1,20 @@
 """Erase a user: delete the data keys and all rows, and remove the deleted keys from the file."""
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.db.protocol import Conflict, Disconnected, Executor
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.records import pack
+from adk_secure_sessions.maintenance.clearing import clear, overwrite_deleted
 from adk_secure_sessions.maintenance.database import Database, Limits, see_what_is_committed
 from adk_secure_sessions.maintenance.engine import header_of
 from adk_secure_sessions.storage import (
     bases,
     data_keys,
+    empty_caches,
     events,
     identify,
     sessions,
@@ -90,7 +89,8 @@ async def erase_user(
         deleted = first.counts + then.counts
     obstacle = "nothing was deleted"
     if not dry_run:
-        obstacle = await _clear(db.key_executor, data_keys, db.limits.lock_wait, rewrite=rewrite)
+        empty_caches()
+        obstacle = await clear(db.key_executor, data_keys, db.limits.lock_wait, rewrite=rewrite)
     return Erasure(
         deleted[data_keys.name],
         deleted[users.name],
@@ -107,7 +107,7 @@ async def erase_user(
 
 
 class _Erasing(NamedTuple):
-    """The user to erase, by tag (blind index); a dry run only counts the user's rows."""
+    """Erases one user, who is given by tag (blind index); a dry run only counts the user's rows."""
 
     tag: bytes
     dry_run: bool
@@ -162,7 +162,7 @@ class _Deletion:
         """
         see_what_is_committed(self._connection)
         if not self._dry_run:
-            _overwrite_deleted(self._connection)
+            overwrite_deleted(self._connection)
         before = -1
         while before < self.counts.total():
             before = self.counts.total()
@@ -210,7 +210,11 @@ class _Deletion:
         return found
 
     def _locked_sessions(self) -> list["_SessionKey"]:
-        """Find and lock the user's sessions: by user row or, without that row, by record header."""
+        """Lock the rows of the user's sessions, and return their ids and tags.
+
+        The rows are found by the user's row.  If there is no such row, they are found by the record
+        headers that name a data key of the user.  A dry run does not lock them.
+        """
         c = sessions.c
         of_user: sa.ColumnElement[bool]
         if self._users:
@@ -245,101 +249,3 @@ class _Deletion:
 class _SessionKey(NamedTuple):
     id: int
     tag: bytes
-
-
-# --- clearing ------------------------------------------------------------------------------------
-# When a row is deleted, a database only marks the space of the row as free.  The bytes of the row
-# remain in the file.  docs/erasure.md says what was observed on each database.
-
-_NOT_ASKED = "the table of the data keys was not rewritten"
-_IN_USE = "other connections used the database all the time"
-
-
-def _overwrite_deleted(connection: sa.Connection) -> None:
-    """On SQLite, make this connection overwrite the rows that it deletes.
-
-    Other databases have no such setting.
-    """
-    if connection.dialect.name == "sqlite":
-        connection.exec_driver_sql("PRAGMA secure_delete = ON").close()
-
-
-async def _clear(executor: Executor, table: sa.Table, lock_wait: int, *, rewrite: bool) -> str:
-    """Remove the bytes of deleted rows from the file that stores *table*.
-
-    Args:
-        executor: The executor of the database that has *table*.
-        table: The table.
-        lock_wait: Seconds to wait for a lock.
-        rewrite: Rewrite the table (SQLite: the whole file); services wait meanwhile.
-
-    Returns:
-        The reason why the bytes could not be removed; empty if they were removed.
-    """
-    try:
-        return await executor.define(partial(_clear_now, table, lock_wait, rewrite), commit=False)
-    except Conflict:
-        return _IN_USE
-    except Disconnected as lost:
-        error: Exception = lost.error
-    except (sa.exc.DBAPIError, OSError) as failed:
-        error = failed
-    return f"the database: {getattr(error, 'orig', error)}"
-
-
-def _clear_now(table: sa.Table, lock_wait: int, rewrite: bool, connection: sa.Connection) -> str:
-    kind = connection.dialect.name
-    if kind == "sqlite":
-        return _clear_sqlite(lock_wait, rewrite, connection)
-    if not rewrite:
-        return _NOT_ASKED
-    if kind == "postgresql":
-        return _rewrite_postgresql(table.name, lock_wait, connection)
-    if kind in ("mysql", "mariadb"):
-        return _rewrite_mysql(table.name, lock_wait, connection)
-    return f"there is no known way to rewrite a table of {kind}"
-
-
-def _clear_sqlite(lock_wait: int, rewrite: bool, connection: sa.Connection) -> str:
-    show, change = "PRAGMA busy_timeout", "PRAGMA busy_timeout = {}"
-    with _setting(connection, show, change, lock_wait * 1000):
-        if rewrite:
-            connection.exec_driver_sql("VACUUM")
-        busy, *_ = connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)").one()
-    return _IN_USE if busy else ""
-
-
-def _rewrite_postgresql(name: str, lock_wait: int, connection: sa.Connection) -> str:
-    # A plain VACUUM does not overwrite a deleted row unless it moves another row of the same page,
-    # so use FULL.
-    connection.execution_options(isolation_level="AUTOCOMMIT")
-    file = sa.select(sa.func.pg_relation_filenode(name))
-    before = connection.scalar(file)
-    show, change = "SHOW lock_timeout", "SET lock_timeout = '{}'"
-    with _setting(connection, show, change, f"{lock_wait}s"):
-        connection.exec_driver_sql(f"VACUUM (FULL) {name}")
-    if connection.scalar(file) == before:  # VACUUM only warns, and raises no error
-        return f"this account is not allowed to VACUUM {name}; the owner of the table is allowed"
-    return ""
-
-
-def _rewrite_mysql(name: str, lock_wait: int, connection: sa.Connection) -> str:
-    if not connection.scalar(sa.text("SELECT @@innodb_file_per_table")):
-        return "the table shares its file with other tables: innodb_file_per_table is off"
-    show, change = "SELECT @@lock_wait_timeout", "SET lock_wait_timeout = {}"
-    with _setting(connection, show, change, lock_wait):
-        rows = connection.exec_driver_sql(f"OPTIMIZE TABLE {name}")
-        said = {kind.lower(): text for _table, _operation, kind, text in rows}
-    return "" if said.get("status") == "OK" else f"the database: {said.get('error', said)}"
-
-
-@contextmanager
-def _setting(connection: sa.Connection, show: str, change: str, value: object) -> Iterator[None]:
-    """Change a setting while the block runs, then restore it for later users of *connection*."""
-    before = connection.exec_driver_sql(show).scalar()
-    connection.exec_driver_sql(change.format(value)).close()
-    try:
-        yield
-    finally:
-        if not connection.invalidated:
-            connection.exec_driver_sql(change.format(before)).close()

@@ -35,6 +35,7 @@ class LocatedSession(NamedTuple):
     """A row of `secure_sessions` with its decrypted ids, or the error that decrypting raised."""
 
     row: int
+    tag: bytes
     ids: SessionIds | None
     error: Exception | None = None
 
@@ -62,13 +63,14 @@ class SessionColumns(NamedTuple):
     base_revision: int
     created_at: int
     updated_at: int
+    expires_at: int
     tag: bytes
     state: bytes
 
     @property
     def numbers(self) -> tuple[int, ...]:
         """The integer columns, in the order in which `session_context` takes them."""
-        return self[:6]
+        return self[:7]
 
 
 async def located_sessions(
@@ -120,7 +122,8 @@ async def _located_with_present_keys(
 async def _located(db: Database, span: Range, before: int | None) -> list[LocatedSession]:
     found = await _read(db, span, before)
     keys = await db.keys_of(*(user.tag for user in found.users.values()))
-    in_order = sorted(found.sessions, key=lambda row: row.id)
+    # SQLite stores any type in any column, so a modified id may not be a number.
+    in_order = sorted(found.sessions, key=lambda row: row.id if isinstance(row.id, int) else -1)
     return [_locate(row, found, keys) for row in in_order]
 
 
@@ -139,8 +142,8 @@ def _locate(row: SessionColumns, found: _SessionsAndOwners, keys: StagedKeys) ->
             context = session_context(app_name, user_id, row.tag, *row.numbers)
             session_id, _ = split_id(keys.open(user.tag, context, row.state))
     except UNREADABLE as error:
-        return LocatedSession(row.id, None, error)
-    return LocatedSession(row.id, SessionIds(app_name, user_id, session_id))
+        return LocatedSession(row.id, row.tag, None, error)
+    return LocatedSession(row.id, row.tag, SessionIds(app_name, user_id, session_id))
 
 
 # --- rows ----------------------------------------------------------------------------------------
@@ -163,7 +166,7 @@ async def _read(db: Database, span: Range, before: int | None) -> _SessionsAndOw
 
 
 _SESSION, _USER, _APP = range(3)
-_NUMBERS, _BLOBS = 6, 2
+_NUMBERS, _BLOBS = 7, 2
 
 
 @functools.cache
@@ -171,6 +174,7 @@ def _sessions_users_apps(bounds: Bounds, by_time: bool) -> sa.CompoundSelect[Any
     """Select sessions, users and apps in one statement, so that no write comes between them."""
     s, u = sessions.c, users.c
     numbers = [s.id, s.user_row, s.revision, s.base_revision, s.created_at, s.updated_at]
+    numbers.append(s.expires_at)
     own = _member(_SESSION, numbers, [s.tag, s.state]).where(*within(s.id, bounds))
     if by_time:
         own = own.where(s.updated_at < sa.bindparam("before", type_=sa.BigInteger))
@@ -185,7 +189,7 @@ def _sessions_users_apps(bounds: Bounds, by_time: bool) -> sa.CompoundSelect[Any
 
 
 def _member(kind: int, numbers: list[Any], blobs: list[Any]) -> sa.Select[Any]:
-    """Return one SELECT of the UNION: *kind*, 6 numbers and 2 blobs, padded with 0 and NULL."""
+    """Return one SELECT of the UNION: *kind*, 7 numbers and 2 blobs, padded with 0 and NULL."""
     zero: sa.ColumnElement[int] = sa.literal_column("0")
     padded = numbers + [zero] * (_NUMBERS - len(numbers))
     padded += blobs + [sa.cast(sa.null(), sa.LargeBinary)] * (_BLOBS - len(blobs))

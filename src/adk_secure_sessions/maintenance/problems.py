@@ -44,6 +44,12 @@ class Problems:
         self.kept: list[Problem] = []
         self._named: set[tuple[str, str]] = set()
 
+    def extend(self, other: "Problems") -> None:
+        """Add the problems of *other*."""
+        self.count += other.count
+        self.kept += other.kept[: _MAX_LISTED - len(self.kept)]
+        self._named |= other._named
+
     def suppress(self, table: str, row: object) -> None:
         """Skip later reports of *row* with `once`, because the cause was reported already."""
         self._named.add((table, str(row)))

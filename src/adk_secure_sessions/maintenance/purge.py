@@ -28,12 +28,15 @@ class Purge(NamedTuple):
         bad: How many old sessions cannot be decrypted.  These sessions were left unchanged.
         problems: The first 1000 rows because of which sessions cannot be decrypted: rows of
             sessions, users, apps or data keys.
+        before: A session is old if its last event is older than this moment, in microseconds since
+            1970, UTC.  A wrong moment shows that the clock of this machine is wrong.
     """
 
     deleted: int
     kept: int
     bad: int
     problems: tuple[Problem, ...]
+    before: int
 
 
 async def purge(
@@ -52,8 +55,8 @@ async def purge(
 
     Args:
         db: The database, with every backend whose records it may hold.
-        older_than: The minimum age.  It is computed from the timestamp of the last event, which
-            the application sets.
+        older_than: The minimum age.  It is the difference between the clock of this machine and the
+            timestamp of the last event, which the application sets.
         dry_run: Count the sessions, but delete nothing.
         progress: Called with the number of old sessions processed and the number of all of them.
         rows_per_second: The maximum number of sessions to delete per second.
@@ -82,7 +85,7 @@ async def purge(
                 kept += not is_deleted
             await meter.advance()
     meter.finish()
-    return Purge(deleted, kept, bad, tuple(problems.kept))
+    return Purge(deleted, kept, bad, tuple(problems.kept), before)
 
 
 async def _delete(store: Store, ids: SessionIds, before: int, dry_run: bool) -> bool:

@@ -9,7 +9,13 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.db.protocol import Row
 from adk_secure_sessions.errors import SecureSessionError
-from adk_secure_sessions.formats.records import HEADER_LENGTH, decode_text, header, split_id
+from adk_secure_sessions.formats.records import (
+    HEADER_LENGTH,
+    decode_text,
+    header,
+    split_id,
+    split_owner,
+)
 from adk_secure_sessions.keys.data_keys import StagedKeys
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import (
@@ -42,8 +48,10 @@ from adk_secure_sessions.storage import (
 R = TypeVar("R", bound=tuple[Any, ...])
 Key = tuple[Any, ...]  # the values of a row's primary key
 
-_RECORDS = 64  # maximum number of records in one statement, and in one group
-_BYTES = 4 * 1024 * 1024  # maximum size of the records of a group; a single record may be larger
+# Records are re-encrypted in groups.  A group has at most `_RECORDS` records, which one statement
+# can read, and at most `_BYTES` bytes; a single record may be larger.
+_RECORDS = 64
+_BYTES = 4 * 1024 * 1024
 _SIZES = 1000  # number of primary keys, with record lengths, that one statement reads
 
 # --- records and their contexts ------------------------------------------------------------------
@@ -104,9 +112,8 @@ class OwnerIds(NamedTuple):
 class SessionBatch(NamedTuple):
     """Some sessions of one user, with their records and version witnesses.
 
-    *sessions* maps row ids to session ids.  *rows* is the number of sessions, version witnesses and
-    events, for the progress report; the number of events comes from the revisions.  *span* is the
-    range of session row ids.
+    *sessions* maps row ids to session ids.  *rows* is the number of sessions and version witnesses
+    that were read.  *span* is the range of session row ids.
     """
 
     sessions: dict[int, str]
@@ -132,7 +139,8 @@ async def read_app(
     with naming(apps.name, row_id):
         app_name = decode_text(row.app_name)
         context = app_context(app_name, row.tag, row_id, row.version)
-        keys.open(row.tag, context, row.state)
+        fields = split_owner(keys.open(row.tag, context, row.state))
+    keys.adopt(row.tag, fields.key_ids)
     owner = OwnerIds(row.tag, row_id, app_name, None)
     record = Record(APPS, (row_id,), row.version, lambda: context, row.state)
     return owner, [record, *await _witness_records(db, app_name, [row.tag])]
@@ -154,7 +162,9 @@ async def read_user(
     row = rows[0]
     with naming(users.name, row_id):
         context = user_context(app_name, row.tag, row_id, row.app_row, row.version)
-        user_id, _ = split_id(keys.open(row.tag, context, row.state))
+        user_id, rest = split_id(keys.open(row.tag, context, row.state))
+        fields = split_owner(rest)
+    keys.adopt(row.tag, fields.key_ids)
     owner = OwnerIds(row.tag, row_id, app_name, user_id)
     record = Record(USERS, (row_id,), row.version, lambda: context, row.state)
     return owner, [record, *await _witness_records(db, app_name, [row.tag])]
@@ -180,10 +190,10 @@ async def session_batches(
                 continue
             records.append(record)
             tags.append(row.tag)
-        records += await _witness_records(db, owner.app_name, tags)
-        revisions = sum(row.revision for row in rows if isinstance(row.revision, int))
+        proofs = await _witness_records(db, owner.app_name, tags)
+        records += proofs
         last = rows[-1].id
-        yield SessionBatch(ids, records, 2 * len(rows) + revisions, Range(after, last))
+        yield SessionBatch(ids, records, len(rows) + len(proofs), Range(after, last))
         after = last
 
 
@@ -290,7 +300,7 @@ class Reencryptor:
 
     def __init__(self, db: Database, problems: Problems, *, dry_run: bool) -> None:
         self._db = db
-        self._problems = problems
+        self.problems: Problems = problems
         self._dry_run = dry_run
         self.count: int = 0
 
@@ -323,7 +333,7 @@ class Reencryptor:
                         plaintext = keys.open(owner, context, record.stored)
                         old.append(_Decrypted(record, context, plaintext))
             except UNREADABLE as error:
-                self._problems.add_error(error, table, record.name)
+                self.problems.add_error(error, table, record.name)
         if self._dry_run or not old:
             self.count += len(old)
             return

@@ -2,22 +2,42 @@
 
 import functools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.errors import WrongKeyError
-from adk_secure_sessions.formats.records import pack
-from adk_secure_sessions.keys.data_keys import WRAP_BACKEND_ID, DataKeyRow
+from adk_secure_sessions.errors import Reason, TamperedError
+from adk_secure_sessions.formats.records import pack, unpack
+from adk_secure_sessions.keys.data_keys import (
+    WRAP_BACKEND_ID,
+    DataKeyRow,
+    StagedKeys,
+    unwrap_data_key,
+)
 from adk_secure_sessions.keys.keyring import DATA, MasterKeyRow
 from adk_secure_sessions.maintenance.database import Database, see_what_is_committed
-from adk_secure_sessions.maintenance.engine import Meter, Progress, first_rows, header_of
+from adk_secure_sessions.maintenance.engine import (
+    Bounds,
+    Meter,
+    Progress,
+    first_rows,
+    header_of,
+    ranges,
+    within,
+)
+from adk_secure_sessions.maintenance.identities import app_name_of, located_sessions
+from adk_secure_sessions.maintenance.problems import UNREADABLE, Problems
+from adk_secure_sessions.maintenance.records import OwnerIds, session_batches
 from adk_secure_sessions.storage import (
     DATA_KEYS,
     MASTER_KEYS,
+    CheckApp,
+    CheckSession,
+    CheckUser,
+    Headers,
     apps,
     bases,
     data_keys,
@@ -72,9 +92,11 @@ async def retire(
 ) -> Retirement:
     """Delete the data keys and data masters that were replaced and that no row uses.
 
-    Without a key database, one transaction checks that no row uses a key, and deletes the key.  If
-    a data key is kept, all newer data keys of its owner are kept, too.  If a row of an owner uses
-    an unknown data key, all data keys of that owner are kept.  No root key is needed.
+    First, every record of an owner (a user or an app) is decrypted.  If a row of the owner is
+    missing or cannot be decrypted, all data keys of that owner are kept: headers are not trusted.
+    Then one transaction checks that no record names an older key, and deletes that key; with a key
+    database, these are two transactions.  If a data key is kept, all newer data keys of its owner
+    are kept, too.  A data master is deleted only if every data key can be unwrapped.
 
     Args:
         db: The database.
@@ -85,9 +107,13 @@ async def retire(
 
     Raises:
         ConfigurationError: The database cannot be used, or holds no encrypted sessions yet.
-        WrongKeyError: The keyring was tampered with.
+        WrongKeyError: The root keys do not decrypt the keyring.
+        TamperedError: A row belongs to no session, user or app, or the row of a session cannot be
+            decrypted; nothing was deleted.
     """
-    await db.survey()
+    await db.renew_keyring()  # rejects a feature that a later release has added since the start
+    await _reject_orphans(db)
+    await _reject_unreadable_sessions(db)
     ((total,),) = await db.read_keys(_number_of_owners(), {})
     meter = Meter(progress, int(total), rows_per_second)
     kept: list[KeptKey] = []
@@ -103,15 +129,16 @@ async def retire(
             await meter.advance()
         after = owners[-1]
     meter.finish()
-    masters = await db.change_keys(partial(_retire_masters, dry_run), commit=not dry_run)
+    wrapped = await _count_wrapped(db)
+    keyring_rows = (await db.renew_keyring()).rows
+    work = partial(_retire_masters, dry_run, keyring_rows, wrapped)
+    masters = await db.change_keys(work, commit=not dry_run)
     kept += masters.kept[: _MAX_EXAMPLES - len(kept)]
     unused = tuple(row.id for row in masters.unused)
     return Retirement(deleted, unused, number + len(masters.kept), tuple(kept))
 
 
 # --- data keys -----------------------------------------------------------------------------------
-
-Headers = Counter[tuple[str, bytes]]  # number of rows, by table and record header
 
 
 class _OlderKeys(NamedTuple):
@@ -128,22 +155,143 @@ class _OwnerRow(NamedTuple):
     id: int
 
 
+async def _reject_orphans(db: Database) -> None:
+    """Raise TamperedError if a row belongs to nobody.
+
+    An attacker may have removed the row that leads to it.  It could be read again once that row is
+    back, but nothing tells which owner's keys it needs.
+    """
+    for column, key, owners in _LEADING_ROWS:
+        table = column.table
+        missing = [~sa.select(_ONE).where(column == owner).exists() for owner in owners]
+        query = first_rows(sa.select(key).where(*missing), _ONE)
+        for (row,) in await db.read(query, {}):
+            raise TamperedError(
+                "the row that it belongs to was removed: restore that row, or delete this one; "
+                "`verify` lists all such rows",
+                reason=Reason.MISSING,
+                table=table.name,
+                row=row.hex() if isinstance(row, bytes) else row,
+            )
+
+
+async def _reject_unreadable_sessions(db: Database) -> None:
+    """Raise TamperedError if the row of a session cannot be decrypted.
+
+    An attacker may have moved it to another user: then nothing tells whose keys it needs.
+    """
+    async for batch in located_sessions(db):
+        for one in batch.sessions:
+            if one.ids is None:
+                raise TamperedError(
+                    "it cannot be decrypted, and may need any key: restore it, or delete it; "
+                    "`verify` lists all such rows",
+                    reason=Reason.MISMATCH,
+                    table=sessions.name,
+                    row=one.row,
+                )
+
+
+_ONE: sa.ColumnElement[int] = sa.literal_column("1")
+# Column, the row's key, and the columns one of which must have the value of the first.
+_LEADING_ROWS: list[tuple[sa.Column[Any], sa.Column[Any], list[sa.Column[Any]]]] = [
+    (users.c.app_row, users.c.id, [apps.c.id]),
+    (sessions.c.user_row, sessions.c.id, [users.c.id]),
+    (bases.c.session_row, bases.c.session_row, [sessions.c.id]),
+    (events.c.session_row, events.c.session_row, [sessions.c.id]),
+    (witnesses.c.tag, witnesses.c.tag, [apps.c.tag, users.c.tag, sessions.c.tag]),
+]
+
+
+class _Audit(NamedTuple):
+    """An owner whose records were all decrypted.
+
+    Attributes:
+        rows: All data keys of the owner; all are authentic.
+        named: The ids of the data keys that the owner's row names.
+        headers: The number of records, by table and record header.
+    """
+
+    rows: list[DataKeyRow]
+    named: frozenset[int]
+    headers: Headers
+
+
 async def _retire_data_keys(db: Database, owner: bytes, dry_run: bool) -> _OlderKeys:
     """Delete the unused data keys of *owner*, and return kept and unused keys."""
+    rows = (await read_data_keys(db.read_keys, [owner])).data_keys
+    audit = await _audit(db, owner, rows)
+    if audit is None:
+        claimed = await db.change(partial(_references, owner, True), commit=False) or Counter()
+        return _OlderKeys([_kept(row, claimed) for row in _replaced(rows)], [])
     if db.key_executor is db.executor:
-        return await db.change(partial(_retire_beside_data, owner, dry_run), commit=not dry_run)
-    # Read the keys before counting the records.  Services may meanwhile write with the newest of
-    # these keys, which is always kept.  With a key database, a service never overwrites a row with
-    # a record under an older key, so an unused key that is older than all used keys stays unused.
-    rows = await read_data_keys(db.read_keys, [owner])
+        work = partial(_retire_beside_data, owner, audit, dry_run)
+        return await db.change(work, commit=not dry_run)
+    # The keys were read before the records.  Services may write in the meantime, but never with a
+    # key that is deleted here:
+    # - The newest of the keys that were read is always kept.
+    # - Every key that is deleted here is older than all keys in use.  With a key database, a
+    #   service never replaces a record with a record under an older key.
     found = await db.change(partial(_references, owner, dry_run), commit=not dry_run)
-    keys = _sort_out(rows, found)
+    keys = _sort_out(audit, found)
     if keys.unused and not dry_run:
         await db.change_keys(partial(_delete, keys.unused))
     return keys
 
 
-def _retire_beside_data(owner: bytes, dry_run: bool, connection: sa.Connection) -> _OlderKeys:
+async def _audit(db: Database, owner: bytes, rows: list[DataKeyRow]) -> _Audit | None:
+    """Decrypt all records of *owner*; return None if one is missing or cannot be decrypted."""
+    try:
+        keys = await db.keys_of(owner)
+        ids = {row.id for row in rows}
+        for table, query in ((apps, _APP_OF_TAG), (users, _USER_OF_TAG)):
+            for row_id, app_name in await db.read(query, {"owner": owner}):
+                named, headers = await _check_owner(
+                    db, keys, owner, table is users, row_id, app_name_of(app_name)
+                )
+                if keys.rows_are_authentic(owner, ids):
+                    return _Audit(rows, named, headers)
+    except UNREADABLE:
+        pass
+    return None
+
+
+async def _check_owner(
+    db: Database, keys: StagedKeys, tag: bytes, of_user: bool, row_id: int, app_name: str
+) -> tuple[frozenset[int], Headers]:
+    """Decrypt all records of an owner; return the data keys its row names, and the headers.
+
+    Raises one of `UNREADABLE` if a row is missing or cannot be decrypted.
+    """
+    who = await db.unit.identify(app_name)
+    check: CheckApp | CheckUser = CheckApp(who)
+    if of_user:
+        check = CheckUser(who._replace(user_tag=tag))
+    owner = await db.unit.run(check)
+    if owner is None or owner.id != row_id:
+        raise TamperedError("its row was removed", reason=Reason.MISSING)
+    headers = Counter(check.headers)
+    if of_user:
+        problems = Problems()
+        ids = OwnerIds(tag, row_id, app_name, owner.user_id)
+        async for batch in session_batches(db, keys, ids, problems):
+            for session_id in batch.sessions.values():
+                of_session = await db.unit.identify(app_name, owner.user_id, session_id)
+                session: CheckSession[None] = CheckSession(of_session, _undecoded)
+                await db.unit.run(session)
+                headers += session.headers
+        if problems.count:
+            raise TamperedError("a session cannot be decrypted", reason=Reason.MISMATCH)
+    return frozenset(owner.key_ids), headers
+
+
+def _undecoded(plaintext: bytes, session_row: int, seq: int) -> None:
+    return None
+
+
+def _retire_beside_data(
+    owner: bytes, audit: _Audit, dry_run: bool, connection: sa.Connection
+) -> _OlderKeys:
     """Delete the unused data keys of *owner*; keys and records are in the same database."""
     query = DATA_KEYS.where(data_keys.c.owner == owner)
     see_what_is_committed(connection)
@@ -151,29 +299,49 @@ def _retire_beside_data(owner: bytes, dry_run: bool, connection: sa.Connection) 
     # FOR UPDATE waits for services that have locked one of the keys to write with it (HOLD_KEY).
     found = connection.execute(query if dry_run else query.with_for_update())
     rows = [DataKeyRow(*values) for values in found]
-    keys = _sort_out(rows, None if row is None else _count_headers(owner, row, connection))
+    headers = None if row is None else _count_headers(owner, row, connection)
+    if set(rows) != set(audit.rows):  # another process has changed the keys since
+        headers = None
+    keys = _sort_out(audit, headers)
     if keys.unused and not dry_run:
         _delete(keys.unused, connection)
     return keys
 
 
-def _sort_out(rows: list[DataKeyRow], headers: Headers | None) -> _OlderKeys:
+def _replaced(rows: list[DataKeyRow]) -> list[DataKeyRow]:
+    """Return all *rows* but the newest; all of them if a row is malformed."""
+    if not all(map(_is_sound, rows)):
+        return rows
+    return sorted(rows, key=attrgetter("generation"))[:-1]
+
+
+def _kept(row: DataKeyRow, headers: Headers) -> KeptKey:
+    """Return *row* as a kept key, with the records whose headers name it."""
+    under = [
+        (table, number)
+        for (table, header), number in headers.items()
+        if _is_sound(row) and header == pack(row.backend_id, row.id)
+    ]
+    return KeptKey(data_keys.name, row.id, tuple(under))
+
+
+def _sort_out(audit: _Audit, headers: Headers | None) -> _OlderKeys:
     """Sort an owner's replaced keys into kept and unused ones.
 
-    If rows use a key, all newer keys are kept, too: a service that has read a newer key may be
-    about to encrypt such a row with it.
+    A key that rows use is kept, and so are all newer keys: a service that has read a newer key may
+    be about to encrypt one of these rows with the newer key.  A key that the owner's row names is
+    also kept, because a service that writes with another backend may use it.
 
     Args:
-        rows: All data keys of the owner.
-        headers: The number of the owner's records, by header.  None if the owner's row was
-            removed.  The owner's records cannot be found without that row, so all keys are kept.
+        audit: The owner's keys and decrypted records.
+        headers: The number of the owner's records by header, counted after *audit*.  None if the
+            owner's row was removed since; then all keys are kept.
     """
-    if not all(map(_is_sound, rows)):
-        return _OlderKeys([KeptKey(data_keys.name, row.id, ()) for row in rows], [])
-    older = sorted(rows, key=attrgetter("generation"))[:-1]  # empty if another process deleted all
+    older = sorted(audit.rows, key=attrgetter("generation"))[:-1]
     if headers is None:
         return _OlderKeys([KeptKey(data_keys.name, row.id, ()) for row in older], [])
-    named = {pack(row.backend_id, row.id): row.id for row in rows}
+    headers = headers | audit.headers
+    named = {pack(row.backend_id, row.id): row.id for row in audit.rows}
     unknown = [
         (table, number) for (table, header), number in headers.items() if header not in named
     ]
@@ -185,7 +353,7 @@ def _sort_out(rows: list[DataKeyRow], headers: Headers | None) -> _OlderKeys:
             for (table, header), number in headers.items()
             if named.get(header) == row.id
         ]
-        if under or unknown or kept:
+        if under or unknown or kept or row.id in audit.named:
             kept.append(KeptKey(data_keys.name, row.id, (*under, *unknown)))
         else:
             unused.append(row)
@@ -259,28 +427,50 @@ class _OlderMasters(NamedTuple):
     unused: list[MasterKeyRow]
 
 
-def _retire_masters(dry_run: bool, connection: sa.Connection) -> _OlderMasters:
-    """Delete the replaced data masters that wrap no data key; return kept and unused masters."""
+async def _count_wrapped(db: Database) -> Counter[int] | None:
+    """Count the data keys by data master; return None if one of them cannot be unwrapped."""
+    masters = (await db.keys()).keyring
+    counts: Counter[int] = Counter()
+    async for span in ranges(db, data_keys.c.id, db.limits.rows):
+        for values in await db.read_keys(_rows(span.bounds), span.parameters):
+            row = DataKeyRow(*values)
+            try:
+                unwrap_data_key(row, masters)
+                counts[unpack(row.wrapped)[1]] += 1
+            except UNREADABLE:
+                return None
+    return counts
+
+
+def _retire_masters(
+    dry_run: bool,
+    known: Mapping[int, MasterKeyRow],
+    wrapped: Counter[int] | None,
+    connection: sa.Connection,
+) -> _OlderMasters:
+    """Delete the replaced data masters that wrap no data key; return kept and unused masters.
+
+    *known* are the authentic rows of the keyring.  If it has changed since, or if *wrapped* is
+    None, all data masters are kept.
+    """
     see_what_is_committed(connection)
     if connection.dialect.name == "postgresql" and not dry_run:
         # Wait for open transactions that store a data key, perhaps under one of these masters.
         connection.execute(sa.text(f"LOCK TABLE {data_keys.name} IN SHARE MODE"))
-    query = MASTER_KEYS.where(keyring.c.purpose == DATA)
-    found = connection.execute(query if dry_run else query.with_for_update())
-    rows = [MasterKeyRow(*row) for row in found]
-    if not rows:
-        raise WrongKeyError("the keyring holds no data master: restore secure_keyring")
-    if not all(isinstance(row.created_at, int) for row in rows):
-        return _OlderMasters([KeptKey(keyring.name, row.id, ()) for row in rows], [])
+    found = connection.execute(MASTER_KEYS if dry_run else MASTER_KEYS.with_for_update())
+    stored = [MasterKeyRow(*row) for row in found]
+    rows = [row for row in known.values() if row.purpose == DATA]
     older = sorted(rows, key=attrgetter("created_at", "id"))[:-1]
+    if wrapped is None or set(stored) != set(known.values()):
+        return _OlderMasters([KeptKey(keyring.name, row.id, ()) for row in older], [])
     header = header_of(data_keys.c.wrapped)
     by_header = sa.select(header, sa.func.count()).group_by(header)
     counts = {header: int(number) for header, number in connection.execute(by_header)}
-    known = {pack(WRAP_BACKEND_ID, row.id) for row in rows}
-    unknown = sum(number for header, number in counts.items() if header not in known)
+    expected = {pack(WRAP_BACKEND_ID, row.id) for row in rows}
+    unknown = sum(number for header, number in counts.items() if header not in expected)
     kept, unused = [], []
     for row in older:
-        number = counts.get(pack(WRAP_BACKEND_ID, row.id), 0) + unknown
+        number = max(counts.get(pack(WRAP_BACKEND_ID, row.id), 0), wrapped[row.id]) + unknown
         if number:
             kept.append(KeptKey(keyring.name, row.id, ((data_keys.name, number),)))
         else:
@@ -293,10 +483,22 @@ def _retire_masters(dry_run: bool, connection: sa.Connection) -> _OlderMasters:
 
 # --- statements ----------------------------------------------------------------------------------
 
+_OWNER = sa.bindparam("owner", type_=users.c.tag.type)
+_APP_OF_TAG = sa.select(apps.c.id, apps.c.app_name).where(apps.c.tag == _OWNER)
+_USER_OF_TAG = (
+    sa.select(users.c.id, apps.c.app_name)
+    .select_from(users.outerjoin(apps, apps.c.id == users.c.app_row))
+    .where(users.c.tag == _OWNER)
+)
 _DELETE_KEY = sa.delete(data_keys).where(
     data_keys.c.id == sa.bindparam("at_id"),
     data_keys.c.wrapped == sa.bindparam("at_wrapped", type_=data_keys.c.wrapped.type),
 )
+
+
+def _rows(bounds: Bounds) -> sa.Select[Any]:
+    key = data_keys.c.id
+    return DATA_KEYS.where(*within(key, bounds)).order_by(key)
 
 
 def _with_several_keys() -> sa.Select[Any]:

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from adk_secure_sessions.backends import NoOpBackend
-from adk_secure_sessions.db.protocol import Apply, Change, Conflict, Steps, UniqueViolation
-from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.errors import ConfigurationError, Reason
 from adk_secure_sessions.formats.records import binary, pack
 from adk_secure_sessions.keys.data_keys import DataKey, StagedKeys
 from adk_secure_sessions.maintenance.database import Database
@@ -23,7 +22,7 @@ from adk_secure_sessions.maintenance.engine import (
     within,
 )
 from adk_secure_sessions.maintenance.identities import app_name_of
-from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem
+from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
 from adk_secure_sessions.maintenance.records import (
     OwnerIds,
     Record,
@@ -34,14 +33,13 @@ from adk_secure_sessions.maintenance.records import (
     session_batches,
     snapshot_batches,
 )
-from adk_secure_sessions.maintenance.rotation import Checkpoint, Rotation, is_since
+from adk_secure_sessions.maintenance.rotation import Rotation
 from adk_secure_sessions.storage import (
-    INSERT_KEY,
+    RenewKey,
     apps,
     data_keys,
     mark_plaintext,
     naming,
-    repeated,
     sessions,
     users,
 )
@@ -105,7 +103,8 @@ async def rotate_data(
         WrongKeyError: The root keys do not decrypt the keyring.
         ConfigurationError: The database cannot be used, or its only data master is stored as
             plaintext.
-        TamperedError: The checkpoint of the unfinished rotation was modified.
+        TamperedError: The checkpoint of the unfinished rotation was modified; or a key was created
+            after the year 9999, so that somebody must have inserted it.
         SecureSessionError: Another rotation was started while this one ran.  Records that were
             re-encrypted until then stay re-encrypted.
     """
@@ -151,56 +150,87 @@ class _DataRotationRun(Rotation):
         own = 2 * await count_rows(self._db, apps, users, sessions)  # with witnesses
         return 2 * (own + await count_events(self._db))  # re-encrypt, then count
 
-    async def _walk(self, at: Checkpoint) -> None:
+    async def _begin(self) -> None:
+        if isinstance(self._db.backends.writer, NoOpBackend) and not self._dry_run:
+            await self._db.change(mark_plaintext)
+            if self._db.executors.has_key_database:
+                await self._db.change_keys(mark_plaintext)
+
+    async def _walk(self) -> None:
         self._reencryptor = Reencryptor(self._db, self._problems, dry_run=self._dry_run)
-        for stage, (table, query) in enumerate(((apps, _apps), (users, _users))):
-            if stage < at.stage:
-                continue
-            after = at.after if stage == at.stage and at.after >= 0 else None
-            async for span in ranges(self._db, table.c.id, self._db.limits.rows, after):
+        for table, query in ((apps, _apps), (users, _users)):
+            async for span in ranges(self._db, table.c.id, self._db.limits.rows):
                 found = await self._db.read(query(span.bounds), span.parameters)
                 for row in (_OwnerTag(*values) for values in found):
-                    try:
-                        await self._rotate_owner(table, row)
-                    except UNREADABLE as error:
-                        self._problems.add_error(error, table.name, row.id)
-                if isinstance(span.last, int):
-                    await self._checkpoints.save(Checkpoint(at.since, stage, span.last))
+                    await self._rotate_row(table, row)
+                await self._checkpoints.check(self._since)
         self._reencrypted += self._reencryptor.count
 
-    async def _rotate_owner(self, table: sa.Table, row: _OwnerTag) -> None:
+    async def _rotate_row(self, table: sa.Table, row: _OwnerTag) -> None:
+        """Process an owner, and report bad rows.
+
+        If a row names an unknown key, do it again: a service with another backend may have created
+        that key after the owner's keys were read.
+        """
+        for is_last in (False, True):
+            problems = self._reencryptor.problems = Problems()
+            try:
+                await self._rotate_owner(table, row, renews_key=not is_last)
+            except UNREADABLE as error:
+                problems.add_error(error, table.name, row.id)
+            unknown = any(one.reason is Reason.UNKNOWN_KEY for one in problems.kept)
+            if is_last or not unknown:
+                self._problems.extend(problems)
+                return
+
+    async def _rotate_owner(self, table: sa.Table, row: _OwnerTag, *, renews_key: bool) -> None:
         with naming(table.name, row.id):
-            keys = await self._db.keys_of(binary(row.tag))
+            tag = binary(row.tag)
+            app_name = app_name_of(row.app_name)
+        if renews_key and not self._dry_run:
+            await self._renew_key(app_name, tag, of_user=table is users)
+        keys = await self._db.keys_of(tag)
         if table is apps:
             found = await read_app(self._db, keys, row.id)
         else:
-            with naming(users.name, row.id):
-                app_name = app_name_of(row.app_name)
             found = await read_user(self._db, keys, row.id, app_name)
         if found is None:
             return  # deleted since its tag was read
         owner, records = found
-        keys = await self._with_target(keys, owner.tag)
         await self._reencrypt(keys, owner, records)
         await self._meter.advance(len(records))
         if owner.user_id is not None:
             await self._rotate_sessions(keys, owner)
 
+    async def _renew_key(self, app_name: str, tag: bytes, *, of_user: bool) -> None:
+        """Create the owner's new data key, and name it in the owner's row.
+
+        Services encrypt new records only with a data key that the row names.
+        """
+        who = await self._db.unit.identify(app_name)
+        renewal = RenewKey(
+            who._replace(user_tag=tag) if of_user else who, self._since, of_user=of_user
+        )
+        exists = await self._db.unit.run(renewal)
+        self._keys += renewal.created
+        self._reencryptor.count += 2 * renewal.changed  # the owner's row and its version witness
+        if not exists and renewal.stored_keys:
+            # The owner was erased after the key was stored in the key database: delete the key.
+            await self._db.change_keys(partial(_delete_keys, list(renewal.stored_keys)))
+
     async def _rotate_sessions(self, keys: StagedKeys, owner: OwnerIds) -> None:
         target = self._target(keys, owner.tag)
         header = pack(target.backend_id, target.id) if target else b""
-        async for batch in session_batches(self._db, keys, owner, self._problems):
+        async for batch in session_batches(self._db, keys, owner, self._reencryptor.problems):
             # Re-encrypt a session before its events.  Services never append events with an older
             # key than the session's key, so no event written from then on uses an old key.
             await self._reencrypt(keys, owner, batch.records)
+            await self._meter.advance(batch.rows)
             async for records in snapshot_batches(self._db, owner, batch, header):
                 await self._reencrypt(keys, owner, records)
-            rows = batch.rows
             async for records in event_batches(self._db, owner, batch, header):
                 await self._reencrypt(keys, owner, records)
                 await self._meter.advance(len(records))
-                rows -= len(records)
-            await self._meter.advance(max(rows, 0))
 
     async def _reencrypt(self, keys: StagedKeys, owner: OwnerIds, records: list[Record]) -> None:
         target = self._target(keys, owner.tag)
@@ -212,53 +242,13 @@ class _DataRotationRun(Rotation):
         current = keys.current(owner)
         if current is None or not keys.current_is_newest(owner):
             return None
-        return current if is_since(self._since, current.created_at) else None
-
-    async def _with_target(self, keys: StagedKeys, owner: bytes) -> StagedKeys:
-        """Create the owner's new data key unless it exists already; return the owner's data keys.
-
-        A dry run creates nothing.
-        """
-        known: StagedKeys | None = keys
-
-        async def attempt() -> StagedKeys:
-            nonlocal known
-            staged, known = known or await self._db.keys_of(owner), None
-            if self._target(staged, owner):
-                return staged
-            row = staged.new(owner, self._since)
-            values = row._asdict() | staged.keyring_guard()
-            if isinstance(self._db.backends.writer, NoOpBackend):
-                await self._db.change(mark_plaintext)
-            try:
-                self._keys += await self._insert(owner, values)
-            except (Conflict, UniqueViolation):
-                await self._db.renew_keyring()
-                raise
-            return staged
-
-        if self._dry_run:
-            return keys
-        return await repeated(attempt, writes=True)
-
-    async def _insert(self, owner: bytes, values: dict[str, object]) -> bool:
-        """Store a data key unless its owner was erased; return whether it was stored.
-
-        If an erased user still had a data key, services would reject a new user with the same id.
-        """
-        if self._db.key_executor is self._db.executor:
-            work = partial(_insert_beside_owner, owner, values)
-            return await self._db.executor.define(work, commit=True)
-        await self._db.key_executor.write(partial(_insert_in_key_database, values))
-        if await self._db.change(partial(_exists, owner)):
-            return True
-        await self._db.change_keys(partial(_delete_key, values["id"]))
-        return False
+        return current if current.created_at >= self._since else None
 
     async def _count_left(self) -> int:
         writer = self._db.backends.writer.backend_id
         left: Counter[str] = Counter()
-        for one in await count_records(self._db, self._meter, self._since):
+        masters = (await self._db.keys()).keyring
+        for one in await count_records(self._db, self._meter, self._since, masters):
             left[one.table] += one.rows - (one.newest if one.backend_id == writer else 0)
         self._left_in = +left
         return self._left_in.total()
@@ -268,36 +258,8 @@ class _DataRotationRun(Rotation):
         return self._left > 0 and self._reencryptor.count > 0
 
 
-# --- storing a data key --------------------------------------------------------------------------
-
-
-def _insert_in_key_database(values: dict[str, object]) -> Steps[None]:
-    if not (yield Apply([Change(INSERT_KEY, values)])):
-        raise Conflict
-
-
-def _insert_beside_owner(
-    owner: bytes, values: dict[str, object], connection: sa.Connection
-) -> bool:
-    if not _exists(owner, connection):
-        return False
-    counted = {"preserve_rowcount": True}
-    if connection.execute(INSERT_KEY, values, execution_options=counted).rowcount != 1:
-        raise Conflict
-    return True
-
-
-def _exists(owner: bytes, connection: sa.Connection) -> bool:
-    """Lock the row of *owner*, and return whether it exists.
-
-    The lock waits for a transaction that is deleting the row.
-    """
-    queries = (sa.select(table.c.id).where(table.c.tag == owner) for table in (apps, users))
-    return any(connection.scalar(query.with_for_update()) is not None for query in queries)
-
-
-def _delete_key(key_id: object, connection: sa.Connection) -> None:
-    connection.execute(sa.delete(data_keys).where(data_keys.c.id == key_id))
+def _delete_keys(ids: list[int], connection: sa.Connection) -> None:
+    connection.execute(sa.delete(data_keys).where(data_keys.c.id.in_(ids)))
 
 
 # --- statements ----------------------------------------------------------------------------------

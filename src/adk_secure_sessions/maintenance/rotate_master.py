@@ -1,6 +1,5 @@
 """Replace the data master: wrap all data keys with a new data master."""
 
-import time
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,7 +32,12 @@ from adk_secure_sessions.maintenance.engine import (
     within,
 )
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem
-from adk_secure_sessions.maintenance.rotation import OVERLAPPED, Checkpoint, Rotation, is_since
+from adk_secure_sessions.maintenance.rotation import (
+    OVERLAPPED,
+    Rotation,
+    after_creation,
+    authentic_masters,
+)
 from adk_secure_sessions.storage import (
     DATA_KEYS,
     data_keys,
@@ -74,28 +78,29 @@ async def rotate_master(
 ) -> MasterRotation:
     """Create a new data master under the root key of `backend`, and wrap all data keys with it.
 
-    Data keys are wrapped in batches.  A row is replaced only if no other process has changed the
-    row since it was read.  Services can keep running: they read the new data master when they first
-    need it.  If a run is killed, the next run continues its rotation.  The old data masters stay
-    until `retire` deletes them.
+    Data keys are wrapped in batches.  A row is replaced only if no other process has changed it
+    since it was read.  Services can keep running: they read the new master when they first need
+    it.  If a run is killed, the next run continues its rotation.  The old data masters stay until
+    `retire` deletes them.
 
     Args:
         db: The database, with all root keys that wrap its master keys.
         dry_run: Unwrap all data keys, but write nothing.
         restart: Begin a new rotation even if another one is unfinished.
-        progress: Called with the number of data keys processed and the number of all data keys.
+        progress: Called with the number of data keys done and the number of all data keys.
         rows_per_second: The maximum number of data keys to wrap per second.
 
     Raises:
         WrongKeyError: A root key is missing or wrong.
-        SecureSessionError: Another rotation was started while this one ran.  Data keys that were
-            wrapped until then stay wrapped by the data master of this rotation.
+        SecureSessionError: Another rotation was started while this one ran.  The data keys that
+            this rotation has wrapped are not wrapped with the old data master again.
         KeyServiceError: The key provider failed.
         ConfigurationError: The database cannot be used, or `backend` has no root key.
-        TamperedError: The checkpoint of the unfinished rotation was modified.
+        TamperedError: The checkpoint of the unfinished rotation was modified; or a key was created
+            after the year 9999, so that somebody must have inserted it.
     """
     if db.backends.writer.root_key.key_id == PLAINTEXT_ROOT_KEY_ID:
-        raise ConfigurationError("NoOpBackend has no root key to wrap a data master with")
+        raise ConfigurationError("NoOpBackend has no root key to wrap a master with")
     await db.keys()
     run = _MasterRotationRun(db, dry_run=dry_run)
     await run.run(restart=restart, progress=progress, rows_per_second=rows_per_second)
@@ -123,41 +128,43 @@ class _MasterRotationRun(Rotation):
         return await count_rows(self._db, data_keys)
 
     async def _begin(self) -> None:
-        """Find the data master that this rotation has created, or create it."""
-        root, keys = self._db.backends.writer.root_key, await self._db.keys()
+        """Find the data master that this rotation has created, or create it.
+
+        It is the newest data master under the root key of `backend`, and was created at `since` or
+        later.  The loop tries again only if another process has changed the keyring meanwhile.
+        """
+        root = self._db.backends.writer.root_key
+        database_id = (await self._db.keys()).keyring.database_id
         while True:
-            rows = (await self._db.survey()).keyring
-            fitting = [
-                row for row in rows if row.purpose == DATA and row.root_key_id == root.key_id
-            ]
+            survey = await self._db.survey()
+            masters = await authentic_masters(self._db, survey)
+            fitting = [row for row in masters if row.root_key_id == root.key_id]
             newest = max(fitting, key=lambda row: (row.created_at, row.id), default=None)
-            if newest is not None and is_since(self._since, newest.created_at):
+            if newest is not None and newest.created_at >= self._since:
                 await self._db.renew_keyring()
                 self._master_id = newest.id
                 return
             if self._dry_run:
                 return
-            database_id = keys.keyring.database_id
-            now = max(self._since, time.time_ns() // 1000)
-            fresh = await new_master(DATA, root, database_id, now)
+            # Services wrap new data keys with the newest data master: make this one the newest.
+            now = max([self._since, *(after_creation(keyring, row) for row in masters)])
+            fresh = (await new_master(DATA, root, database_id, now)).row
             # Check that the new data master can be unwrapped before data keys depend on it.
             await unwrap_master_key(fresh, {root.key_id: root}, database_id)
-            await self._db.change_keys(partial(_add, fresh, len(rows)))
+            await self._db.change_keys(partial(_add, fresh, len(survey.keyring)))
 
-    async def _walk(self, at: Checkpoint) -> None:
+    async def _walk(self) -> None:
         masters = (await self._db.keys()).keyring
         current = (WRAP_BACKEND_ID, self._master_id)
-        after = at.after if at.after >= 0 else None
-        async for span in ranges(self._db, data_keys.c.id, self._db.limits.headers, after):
+        async for span in ranges(self._db, data_keys.c.id, self._db.limits.headers):
             found = await self._db.read_keys(_rows(span.bounds), span.parameters)
             rows = [DataKeyRow(*values) for values in found]
             await self._wrap([row for row in rows if header(row.wrapped) != current], masters)
             await self._meter.advance(len(rows))
-            if isinstance(span.last, int):
-                await self._checkpoints.save(at._replace(after=span.last))
+            await self._checkpoints.check(self._since)
 
     async def _wrap(self, rows: list[DataKeyRow], masters: Keyring) -> None:
-        """Wrap the data keys in *rows* with the new data master; check each before counting it."""
+        """Wrap the data keys in *rows* with the new master; read each back before counting it."""
         old: dict[int, DataKeyRow] = {}
         keys: dict[int, bytes] = {}
         for row in rows:
@@ -196,14 +203,14 @@ class _MasterRotationRun(Rotation):
         return sum(one.keys for one in counts if one.master_id != self._master_id)
 
     def _may_walk_again(self) -> bool:
-        # Other processes may have wrapped data keys with an old data master during the pass.
+        # Other processes may have wrapped data keys with an old master during the pass.
         return self._left > self._problems.count
 
 
 def _add(row: MasterKeyRow, known: int, connection: sa.Connection) -> None:
-    """Add *row* if the keyring still has *known* rows; if not, another process has changed it.
+    """Add *row* if the keyring still has *known* rows; if not, another process was first.
 
-    A service notices the new number of rows when it stores a data key, and reads the keyring again.
+    Services notice the new number of rows when they store a data key, and read the keyring again.
     """
     if connection.scalar(sa.select(sa.func.count()).select_from(keyring)) == known:
         connection.execute(sa.insert(keyring).values(row._asdict()))
@@ -212,7 +219,7 @@ def _add(row: MasterKeyRow, known: int, connection: sa.Connection) -> None:
 def _rewrap(
     pairs: list[tuple[DataKeyRow, DataKeyRow]], master_id: int, connection: sa.Connection
 ) -> None:
-    """Replace the old row of each pair by the new row if its wrapped key has not changed."""
+    """Replace the old row of each pair by the new one if its wrapped key has not changed."""
     parameters = [
         {"at_id": old.id, "at_wrapped": old.wrapped, "new": new.wrapped, "master_id": master_id}
         for old, new in pairs
@@ -225,8 +232,8 @@ _REWRAP = (
     .where(
         data_keys.c.id == sa.bindparam("at_id"),
         data_keys.c.wrapped == sa.bindparam("at_wrapped", type_=data_keys.c.wrapped.type),
-        # Require that the new data master still exists.  If another rotation has replaced it before
-        # it wrapped a data key, `retire` may have deleted it.
+        # Require that the new master still exists: `retire` may have deleted it while it wrapped
+        # no data key yet, if another rotation had replaced it.
         sa.select(sa.literal_column("1")).where(keyring.c.id == sa.bindparam("master_id")).exists(),
     )
     .values(wrapped=sa.bindparam("new", type_=data_keys.c.wrapped.type))

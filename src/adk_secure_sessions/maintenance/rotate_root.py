@@ -104,7 +104,11 @@ async def _write(db: Database, old: list[MasterKeyRow], new: list[MasterKeyRow])
 
 
 def _replace(old: list[MasterKeyRow], new: list[MasterKeyRow]) -> Steps[bool]:
-    """Replace all rows; if one has changed, replace none, and return False or raise Conflict."""
+    """Replace the keyring rows *old* by *new*, and return True.
+
+    If a stored row differs from its row in *old*, replace none.  If it is the first row, return
+    False.  If it is a later row, the executor raises Conflict.
+    """
     replaced: bool = yield Apply(
         [
             Change(

@@ -1,45 +1,49 @@
-"""Run a rotation in passes over all rows, with a checkpoint from which a next run continues."""
+"""Run a rotation in passes over all rows, with a checkpoint from which a next run continues.
 
+No decision depends on the clocks of different machines.  A rotation begins at a moment *since* that
+is later than the creation of every key that is stored by then, whatever the clock says.  The keys
+that the rotation creates are not older than *since*.  From then on, only stored times are compared.
+"""
+
+import hmac
 import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.errors import SecureSessionError, TamperedError
+from adk_secure_sessions.errors import Reason, SecureSessionError, TamperedError
 from adk_secure_sessions.keys.blind_index import BlindIndex
+from adk_secure_sessions.keys.data_keys import DataKeyRow
+from adk_secure_sessions.keys.keyring import DATA, MasterKeyRow, unwrap_master_key
+from adk_secure_sessions.loops import at_once
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.engine import Meter, Progress
+from adk_secure_sessions.maintenance.engine import (
+    Bounds,
+    Meter,
+    Progress,
+    can_unwrap,
+    ranges,
+    within,
+)
 from adk_secure_sessions.maintenance.problems import Problems
 from adk_secure_sessions.storage import (
+    DATA_KEYS,
+    Survey,
     data_keys,
     keyring,
     meta,
 )
 
-_PREFIX = "rotation."  # `secure_meta` stores a checkpoint under this prefix and a rotation name
+PREFIX = "rotation."  # `secure_meta` stores a checkpoint under this prefix and a rotation name
 _PASSES = 3
-_SKEW = 24 * 60 * 60 * 1_000_000  # microseconds that the clock of another machine may be ahead
+# The first microsecond of the year 10000, which `datetime` cannot represent.  No clock of a machine
+# is that far ahead, so later moments are left for the rotations that follow.
+_END = 253_402_300_800_000_000
 OVERLAPPED = "another rotation was started meanwhile; run one at a time"
-
-
-class Checkpoint(NamedTuple):
-    """How far a rotation has come.
-
-    Attributes:
-        since: When the rotation began, in microseconds since 1970, UTC.  It replaces all keys that
-            were created before.
-        stage: The index of the table that the rotation is processing: for `data`, 0 is the table
-            of apps and 1 the table of users.
-        after: The id of the last processed row of that table; -1 if no row is processed yet.
-    """
-
-    since: int
-    stage: int = 0
-    after: int = -1
 
 
 class UnfinishedRotation(NamedTuple):
@@ -85,18 +89,16 @@ class Rotation(ABC):
             SecureSessionError: Another rotation was started while this one ran.
         """
         self._meter = Meter(progress, await self._count_rows(), rows_per_second)
-        at = await self._checkpoints.begin(restart=restart)
-        self._since = at.since
+        self._since = await self._checkpoints.begin(restart=restart)
         await self._begin()
         for _ in range(_PASSES):
             self._problems = Problems()
-            await self._walk(at)
+            await self._walk()
             self._left = await self._count_left()
             if self._dry_run or not self._may_walk_again():
                 break
-            at = Checkpoint(at.since)
         complete = not (self._left or self._problems.count)
-        await self._checkpoints.end(at.since, complete=complete)
+        await self._checkpoints.end(self._since, complete=complete)
         self._meter.finish()
 
     @abstractmethod
@@ -107,8 +109,12 @@ class Rotation(ABC):
         """Prepare the first pass; `run` calls this once, after it has read the checkpoint."""
 
     @abstractmethod
-    async def _walk(self, at: Checkpoint) -> None:
-        """Process all rows after the position *at*: replace their keys, unless in a dry run."""
+    async def _walk(self) -> None:
+        """Process all rows: replace their keys, unless in a dry run.
+
+        Call `Checkpoints.check` after each batch.  A row whose key is new already is skipped, which
+        takes much less time than replacing its key, so a next run begins at the first row.
+        """
 
     @abstractmethod
     async def _count_left(self) -> int:
@@ -122,91 +128,151 @@ class Rotation(ABC):
 class Checkpoints:
     """Reads and writes the checkpoint of the rotation called *name*; a dry run writes nothing.
 
+    A checkpoint contains the moment *since* at which the rotation began, in microseconds since
+    1970, UTC.  The rotation replaces all keys that were created before.
+
     `resumed` is True if `begin` found the checkpoint of an unfinished rotation.
     """
 
     def __init__(self, db: Database, name: str, *, dry_run: bool) -> None:
         self._db = db
-        self._name = f"{_PREFIX}{name}"
+        self._name = f"{PREFIX}{name}"
         self._dry_run = dry_run
         self.resumed: bool = False
 
-    async def begin(self, *, restart: bool) -> Checkpoint:
-        """Return the stored checkpoint; without one, or with *restart*, store and return a new one.
+    async def begin(self, *, restart: bool) -> int:
+        """Return *since* of the stored checkpoint; without one, or with *restart*, store a new one.
 
         Raises:
-            TamperedError: The stored checkpoint was modified.
+            TamperedError: The stored checkpoint was modified; also see `later_than_all_keys`.
         """
         stored = None if restart else await self._stored()
         self.resumed = stored is not None
         if stored is not None:
             return stored
-        fresh = Checkpoint(await self._later_than_all_keys())
-        await self._write(fresh, None)
-        return fresh
+        since = await later_than_all_keys(self._db)
+        await self._write(str(since), None)
+        return since
 
-    async def save(self, checkpoint: Checkpoint) -> None:
-        """Store *checkpoint*.
+    async def check(self, since: int) -> None:
+        """Check that no other rotation was started after the one that began at *since*.
 
         Raises:
-            SecureSessionError: Another rotation was started after this one began.
+            SecureSessionError: Another rotation was started.
         """
-        await self._write(checkpoint, checkpoint.since)
+        if self._dry_run:
+            return
+        rows = await self._db.read(_CHECKPOINT, {"name": self._name})
+        # If no checkpoint is stored, another run has completed this rotation: that is no conflict.
+        if any(not _is_of(since, value) for (value,) in rows):
+            raise self._overlapped()
 
     async def end(self, since: int, *, complete: bool) -> None:
-        """If *complete*, delete the checkpoint; otherwise, reset its position to the first row.
+        """If *complete*, delete the checkpoint; otherwise, leave it for the next run.
 
         Raises:
             SecureSessionError: Another rotation was started after this one began.
         """
-        await self._write(None if complete else Checkpoint(since), since)
+        if complete:
+            await self._write(None, since)
+        else:
+            await self.check(since)
 
-    async def _later_than_all_keys(self) -> int:
-        """Return the current time or, if the newest key is from the future, a later time.
-
-        Such a key was created on a machine whose clock is ahead.  Times that are more than `_SKEW`
-        ahead are ignored.
-        """
-        now = time.time_ns() // 1000
-        moments = [now]
-        for query in _LATEST:
-            ((latest,),) = await self._db.read_keys(query, {"limit": now + _SKEW})
-            moments.append((latest or 0) + 1)
-        return max(moments)
-
-    async def _write(self, checkpoint: Checkpoint | None, expected: int | None) -> None:
+    async def _write(self, text: str | None, expected: int | None) -> None:
         if self._dry_run:
             return
         value = None
-        if checkpoint is not None:
-            text = " ".join(map(str, checkpoint))
+        if text is not None:
             mac = (await self._index()).checkpoint(self._name, text)
             value = f"{text} {mac.hex()}"
         if not await self._db.change(partial(_replace, self._name, value, expected)):
-            raise SecureSessionError(f"rotation {self._name.removeprefix(_PREFIX)}: {OVERLAPPED}")
+            raise self._overlapped()
 
-    async def _stored(self) -> Checkpoint | None:
+    async def _stored(self) -> int | None:
         value = (await self._db.survey()).meta.get(self._name)
         if value is None:
             return None
-        if not _is_genuine(await self._index(), self._name, str(value)):
+        since = _since(value)
+        if since is None or not _is_genuine(await self._index(), self._name, value):
             raise TamperedError(
                 "the checkpoint was modified; begin a new rotation, with --restart or restart=True",
                 table=meta.name,
                 row=self._name,
             )
-        return Checkpoint(*map(int, str(value).split(" ")[:-1]))
+        return since
 
     async def _index(self) -> BlindIndex:
         return (await self._db.keys()).keyring.index
 
+    def _overlapped(self) -> SecureSessionError:
+        name = self._name.removeprefix(PREFIX)
+        return SecureSessionError(f"rotation {name}: {OVERLAPPED}")
 
-def is_since(since: int, created_at: int) -> bool:
-    """Return whether a key that was created at *created_at* is not older than *since*.
 
-    Return False for a time that is more than `_SKEW` in the future: clocks do not differ that much.
+# --- moments -------------------------------------------------------------------------------------
+
+
+async def later_than_all_keys(db: Database) -> int:
+    """Return the current time or, if a key is not older than that, a later time.
+
+    The clock of this machine may be behind the clock that measured when the newest key was created.
+    Times in rows that cannot be unwrapped are ignored, because they may have been modified.
+
+    Raises:
+        TamperedError: A key was created in an impossible time.
+        WrongKeyError: The keyring was tampered with.
     """
-    return since <= created_at <= time.time_ns() // 1000 + _SKEW
+    latest = time.time_ns() // 1000
+    for master in await authentic_masters(db, await db.survey()):
+        latest = max(latest, after_creation(keyring, master))
+    ((stored,),) = await db.read_keys(_LATEST, {})
+    if stored is None or (isinstance(stored, int) and stored < latest):
+        return latest
+    masters = (await db.keys()).keyring
+    async for span in ranges(db, data_keys.c.id, db.limits.headers):
+        parameters = {**span.parameters, "at": latest}
+        for row in await db.read_keys(_not_before(span.bounds), parameters):
+            key = DataKeyRow(*row)
+            if can_unwrap(key, masters):
+                latest = max(latest, after_creation(data_keys, key))
+    return latest
+
+
+async def authentic_masters(db: Database, survey: Survey) -> list[MasterKeyRow]:
+    """Return the data masters in *survey*, after unwrapping each: this proves that it is authentic.
+
+    Raises:
+        WrongKeyError: A data master cannot be unwrapped.
+    """
+    assert survey.database_id is not None, "survey() rejects such a database"
+    rows = [row for row in survey.keyring if row.purpose == DATA]
+    roots, database_id = db.backends.roots, survey.database_id
+    await at_once(*(unwrap_master_key(row, roots, database_id) for row in rows))
+    return rows
+
+
+def after_creation(table: sa.Table, row: MasterKeyRow | DataKeyRow) -> int:
+    """Return the moment after the creation of the key in *row*, which must be authentic."""
+    if row.created_at + 1 >= _END:
+        raise TamperedError(
+            "the key was created after the year 9999, so that somebody who had a key that wraps it "
+            "must have inserted it: delete this row",
+            reason=Reason.MALFORMED,
+            table=table.name,
+            row=row.id,
+        )
+    return row.created_at + 1
+
+
+_LATEST = sa.select(sa.func.max(data_keys.c.created_at))
+
+
+def _not_before(bounds: Bounds) -> sa.Select[Any]:
+    at = sa.bindparam("at", type_=sa.BigInteger)
+    return DATA_KEYS.where(*within(data_keys.c.id, bounds), data_keys.c.created_at >= at)
+
+
+# --- stored checkpoints --------------------------------------------------------------------------
 
 
 def unfinished(stored: Mapping[str, str], index: BlindIndex | None) -> Iterator[UnfinishedRotation]:
@@ -215,25 +281,32 @@ def unfinished(stored: Mapping[str, str], index: BlindIndex | None) -> Iterator[
     *index* authenticates checkpoints; None if the keyring cannot be unwrapped.
     """
     for name, value in sorted(stored.items()):
-        if str(name).startswith(_PREFIX):
-            written = _FORM.fullmatch(str(value))
-            since = int(written["since"]) if written else None
-            genuine = None if index is None else _is_genuine(index, name, str(value))
-            yield UnfinishedRotation(str(name).removeprefix(_PREFIX), since, genuine)
+        if str(name).startswith(PREFIX):
+            genuine = None if index is None else _is_genuine(index, name, value)
+            yield UnfinishedRotation(str(name).removeprefix(PREFIX), _since(value), genuine)
 
 
-_FORM = re.compile(r"(?P<since>\d{1,19}) \d -?\d{1,19} [0-9a-f]{32}")
-_LATEST = [
-    sa.select(sa.func.max(table.c.created_at)).where(
-        table.c.created_at <= sa.bindparam("limit", type_=sa.BigInteger)
-    )
-    for table in (keyring, data_keys)
-]
+def _since(value: object) -> int | None:
+    """Return the moment in a stored checkpoint; None if the checkpoint is malformed."""
+    written = _FORM.fullmatch(str(value))
+    since = int(written["since"]) if written else _END
+    return since if since < _END else None
 
 
-def _is_genuine(index: BlindIndex, name: str, value: str) -> bool:
-    text, _, mac = value.rpartition(" ")
-    return mac == index.checkpoint(name, text).hex()
+def _is_of(since: int, value: object) -> bool:
+    """Return whether the stored checkpoint *value* is of the rotation that began at *since*."""
+    return str(value).startswith(f"{since} ")
+
+
+_FORM = re.compile(r"(?P<since>0|[1-9][0-9]{0,17}) (?P<mac>[0-9a-f]{32})")
+_CHECKPOINT = sa.select(meta.c.value).where(meta.c.name == sa.bindparam("name"))
+
+
+def _is_genuine(index: BlindIndex, name: str, value: object) -> bool:
+    written = _FORM.fullmatch(str(value))
+    if written is None:
+        return False
+    return hmac.compare_digest(written["mac"], index.checkpoint(name, written["since"]).hex())
 
 
 def _replace(name: str, value: str | None, expected: int | None, connection: sa.Connection) -> bool:
@@ -245,7 +318,7 @@ def _replace(name: str, value: str | None, expected: int | None, connection: sa.
     query = sa.select(meta.c.value).where(meta.c.name == name).with_for_update()
     stored = connection.scalar(query)
     # If no checkpoint is stored, another run has completed this rotation: that is no conflict.
-    if expected is not None and stored is not None and not str(stored).startswith(f"{expected} "):
+    if expected is not None and stored is not None and not _is_of(expected, stored):
         return False
     connection.execute(sa.delete(meta).where(meta.c.name == name))
     if value is not None:

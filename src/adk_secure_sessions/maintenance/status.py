@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from adk_secure_sessions.errors import DecryptionError, WrongKeyError
 from adk_secure_sessions.keys.blind_index import BlindIndex
-from adk_secure_sessions.keys.keyring import MasterKeyRow, unwrap_master_key
+from adk_secure_sessions.keys.keyring import DATA, MasterKeyRow, unwrap_master_key
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import (
     DataKeyCount,
@@ -19,6 +19,7 @@ from adk_secure_sessions.maintenance.engine import (
 )
 from adk_secure_sessions.maintenance.rotation import UnfinishedRotation, unfinished
 from adk_secure_sessions.storage import (
+    Survey,
     apps,
     bases,
     data_keys,
@@ -49,6 +50,33 @@ class MasterKey(NamedTuple):
     unwraps: bool | None
 
 
+class RotationProgress(NamedTuple):
+    """How far an unfinished rotation has come.
+
+    `done`, `total` and `seconds_left` are None if the checkpoint was tampered with.
+
+    Attributes:
+        rotation: The name of the rotation, `master` or `data`.
+        since: When the rotation began, in microseconds since 1970, UTC; None if its checkpoint is
+            malformed.
+        genuine: Whether the checkpoint is authentic; None if the root keys that were given do not
+            decrypt the keyring.
+        done: For `data`, how many records are encrypted with data keys that were created since the
+            rotation began.  For `master`, how many data keys are wrapped by data masters that were
+            created since.
+        total: The number of all records or data keys.
+        seconds_left: The remaining time at the average speed since the rotation began; None if
+            nothing is done yet.
+    """
+
+    rotation: str
+    since: int | None
+    genuine: bool | None
+    done: int | None
+    total: int | None
+    seconds_left: float | None
+
+
 class Status(NamedTuple):
     """The result of `status`.
 
@@ -58,7 +86,8 @@ class Status(NamedTuple):
             mark in `secure_meta`, which is not authenticated.
         masters: The master keys.
         data_keys: The number of data keys, by backend and by the data master that wraps them.
-        records: The number of records, by table and backend.
+        records: The number of records, by table and backend.  While a `data` rotation is
+            unfinished, only records under data keys that it created count as `newest`.
         unfinished: The rotations that are running, were killed, or could not replace every key.
     """
 
@@ -67,7 +96,7 @@ class Status(NamedTuple):
     masters: tuple[MasterKey, ...]
     data_keys: tuple[DataKeyCount, ...]
     records: tuple[RecordCount, ...]
-    unfinished: tuple[UnfinishedRotation, ...]
+    unfinished: tuple[RotationProgress, ...]
 
 
 async def status(
@@ -88,20 +117,54 @@ async def status(
     survey = await db.survey()
     assert survey.database_id is not None, "survey() rejects such a database"
     masters = [await _master(db, row, survey.database_id) for row in survey.keyring]
+    rotations = await _unfinished(db, survey)
     total = await count_rows(db, apps, users, sessions, bases, witnesses, data_keys)
     meter = Meter(progress, total + await count_events(db), rows_per_second)
     keys = await count_data_keys(db, meter)
-    records = await count_records(db, meter)
+    begun = {one.rotation: one.since for one in rotations if one.genuine is not False}
+    records = await count_records(db, meter, begun.get("data") or 0)
     meter.finish()
-    index = await _index(db) if any(unfinished(survey.meta, None)) else None
     return Status(
         str(survey.format_version),
         survey.has_plaintext_records,
         tuple(masters),
         keys,
         records,
-        tuple(unfinished(survey.meta, index)),
+        tuple(_progress(one, masters, keys, records) for one in rotations),
     )
+
+
+async def unfinished_rotations(db: Database) -> tuple[UnfinishedRotation, ...]:
+    """Return the rotations that are running, were killed, or could not replace every key.
+
+    Raises the errors of `status`.
+    """
+    return await _unfinished(db, await db.survey())
+
+
+async def _unfinished(db: Database, survey: Survey) -> tuple[UnfinishedRotation, ...]:
+    index = await _index(db) if any(unfinished(survey.meta, None)) else None
+    return tuple(unfinished(survey.meta, index))
+
+
+def _progress(
+    one: UnfinishedRotation,
+    masters: list[MasterKey],
+    keys: tuple[DataKeyCount, ...],
+    records: tuple[RecordCount, ...],
+) -> RotationProgress:
+    if one.since is None or one.genuine is False:
+        return RotationProgress(one.rotation, one.since, one.genuine, None, None, None)
+    if one.rotation == "master":
+        new = {row.id for row in masters if row.purpose == DATA and row.created_at >= one.since}
+        done = sum(count.keys for count in keys if count.master_id in new)
+        total = sum(count.keys for count in keys)
+    else:
+        done = sum(count.newest for count in records)
+        total = sum(count.rows for count in records)
+    elapsed = time.time() - one.since / 1_000_000
+    left = elapsed * (total - done) / done if done and elapsed > 0 else None
+    return RotationProgress(one.rotation, one.since, one.genuine, done, total, left)
 
 
 async def _master(db: Database, row: MasterKeyRow, database_id: bytes) -> MasterKey:

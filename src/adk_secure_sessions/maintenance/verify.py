@@ -8,8 +8,11 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from adk_secure_sessions.errors import Reason, TamperedError
+from adk_secure_sessions.formats.json_text import read_event
 from adk_secure_sessions.formats.records import binary, decode_text
+from adk_secure_sessions.formats.states import loads
 from adk_secure_sessions.keys.blind_index import BlindIndex
+from adk_secure_sessions.keys.data_keys import DataKeyRow, unwrap_data_key
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import (
     Bounds,
@@ -28,9 +31,11 @@ from adk_secure_sessions.maintenance.identities import (
 )
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
 from adk_secure_sessions.storage import (
+    DATA_KEYS,
     CheckApp,
+    CheckLocatedSession,
     CheckUser,
-    Store,
+    StoredSession,
     apps,
     bases,
     chunks,
@@ -60,8 +65,9 @@ class Verification(NamedTuple):
         sessions: How many sessions were decrypted and are authentic, each with its state, events
             and version witness.
         events: How many events these sessions have.
-        unchecked: How many users and sessions could not be checked, because the row of their app
-            or user, or their data key, cannot be decrypted.
+        unchecked: How many users and sessions could not be checked.  A user cannot be checked if
+            the name of the app was modified.  A session cannot be checked in that case either, or
+            if the row or a data key of its user is bad.
         bad: How many rows were tampered with or are orphaned (the session, user or app row that
             they belong to does not exist).
         problems: The first 1000 bad rows.
@@ -83,7 +89,8 @@ async def verify(
 
     A bad row is reported and left unchanged, and the check continues.  Services can keep writing,
     because one statement reads a whole session.  Memory must hold the events of one session at a
-    time.  `verify` does not check that an event's JSON is a valid google-adk event.
+    time.  `verify` parses the JSON of states and events, but does not check that the installed
+    google-adk can read the events.
 
     Args:
         db: The database, with all backends and root keys that its records may need.
@@ -94,10 +101,10 @@ async def verify(
         WrongKeyError: The root keys do not decrypt the keyring.
         ConfigurationError: The database cannot be used, or holds no encrypted sessions yet.
     """
-    store, index = await db.store(), (await db.keys()).keyring.index
+    index = (await db.keys()).keyring.index
     total = await count_rows(db, apps, users, sessions, witnesses, data_keys)
     meter = Meter(progress, total + await count_events(db), rows_per_second)
-    run = _Verifier(db, store, index, meter)
+    run = _Verifier(db, index, meter)
     await run.check_apps()
     await run.check_users()
     await run.check_sessions()
@@ -110,6 +117,7 @@ async def verify(
 class _AppName(NamedTuple):
     id: int
     app_name: bytes
+    tag: bytes
 
 
 class _UserTag(NamedTuple):
@@ -128,22 +136,19 @@ class _WitnessTag(NamedTuple):
     is_owned: int
 
 
-class _DataKeyOwner(NamedTuple):
-    id: int
-    owner: object
-    created_at: object
-
-
 class _Verifier:
-    """Checks and counts rows.  Users and sessions of bad app or user rows count as unchecked."""
+    """Checks and counts rows.
 
-    def __init__(self, db: Database, store: Store, index: BlindIndex, meter: Meter) -> None:
+    Users and sessions are checked even if the row of their app is bad.  They count as unchecked if
+    the app's name or the user's row, which their records are bound to, cannot be decrypted.
+    """
+
+    def __init__(self, db: Database, index: BlindIndex, meter: Meter) -> None:
         self.problems = Problems()
         self._db = db
-        self._store = store
         self._index = index
         self._meter = meter
-        self._bad_apps: set[int] = set()
+        self._misnamed_apps: set[int] = set()
         self._apps = self._users = self._sessions = self._events = self._unchecked = 0
 
     def result(self) -> Verification:
@@ -163,7 +168,8 @@ class _Verifier:
                 try:
                     await self._check_app(row)
                 except UNREADABLE as error:
-                    self._bad_apps.add(row.id)
+                    if not self._has_own_name(row):
+                        self._misnamed_apps.add(row.id)
                     self.problems.add_error(error, apps.name, row.id)
                 else:
                     self._apps += 1
@@ -172,11 +178,7 @@ class _Verifier:
     async def check_users(self) -> None:
         async for rows in batches(self._db, users.c.id, _users, _UserTag, self._db.limits.rows):
             for row in rows:
-                if row.app_row in self._bad_apps:
-                    self.problems.suppress(users.name, row.id)
-                    self._unchecked += 1
-                else:
-                    await self._count_user(row)
+                await self._count_user(row)
                 await self._meter.advance()
 
     async def check_sessions(self) -> None:
@@ -194,12 +196,23 @@ class _Verifier:
             raise TamperedError(
                 "its tag was modified", reason=Reason.WRONG_OWNER, table=apps.name, row=row.id
             )
+        with naming(apps.name, row.id):
+            loads(app.state)
+
+    def _has_own_name(self, row: _AppName) -> bool:
+        try:
+            return self._index.app(decode_text(row.app_name)) == row.tag
+        except UNREADABLE:
+            return False
 
     async def _count_user(self, row: _UserTag) -> None:
         try:
             self._users += await self._check_user(row)
         except UNREADABLE as error:
-            self.problems.add_error(error, users.name, row.id)
+            if row.app_row in self._misnamed_apps:  # the app's row is reported, and is the cause
+                self._unchecked += 1
+            else:
+                self.problems.add_error(error, users.name, row.id)
             self.problems.suppress(users.name, row.id)
 
     async def _check_user(self, row: _UserTag) -> bool:
@@ -211,6 +224,8 @@ class _Verifier:
         user = await self._db.unit.run(CheckUser(who._replace(user_tag=tag)))
         if user is None:
             return False
+        with naming(users.name, row.id):
+            loads(user.state)
         if self._index.user(app_name, user.user_id) != tag:
             raise TamperedError(
                 "its tag belongs to another user",
@@ -224,9 +239,18 @@ class _Verifier:
         rows = 1
         try:
             # Read the session in the same way as a service: one statement reads the whole session.
-            found = await self._store.get(*located.known_ids(), _undecoded)
+            who = await self._db.unit.identify(*located.known_ids())
+            if who.session_tag != located.tag:
+                raise TamperedError(
+                    "its tag belongs to another session",
+                    reason=Reason.WRONG_OWNER,
+                    table=sessions.name,
+                    row=located.row,
+                )
+            found = await self._db.unit.run(CheckLocatedSession(who, _check_event))
             if found is not None:  # otherwise it was deleted since its ids were read
-                _, history = found
+                session, history = found
+                _check_states(session)
                 self._sessions += 1
                 self._events += len(history)
                 rows += len(history)
@@ -235,8 +259,17 @@ class _Verifier:
         await self._meter.advance(rows)
 
 
-def _undecoded(plaintext: bytes, session_row: int, seq: int) -> None:
-    return None
+def _check_event(plaintext: bytes, session_row: int, seq: int) -> None:
+    with naming(events.name, f"{session_row}, {seq}"):
+        read_event(plaintext)
+
+
+def _check_states(session: StoredSession) -> None:
+    if session.snapshot is not None:
+        with naming(bases.name, session.id):
+            loads(session.snapshot)
+    with naming(sessions.name, session.id):
+        loads(session.overlay)
 
 
 # --- orphaned rows -------------------------------------------------------------------------------
@@ -266,24 +299,32 @@ async def _find_orphaned_witnesses(db: Database, problems: Problems, meter: Mete
 
 
 async def _find_orphaned_data_keys(db: Database, problems: Problems, meter: Meter) -> None:
-    """Report data keys whose app or user does not exist."""
+    """Report data keys that cannot be unwrapped, and those whose app or user does not exist."""
+    masters = (await db.keys()).keyring
     detail = "its owner's row was removed"
     if db.executors.has_key_database:
         detail += ", or a process ended before it could write that row"
     size = db.limits.headers
-    async for rows in batches(db, data_keys.c.id, _data_keys, _DataKeyOwner, size):
+    async for rows in batches(db, data_keys.c.id, _data_keys, DataKeyRow, size):
+        for row in rows:
+            try:
+                unwrap_data_key(row, masters)
+            except UNREADABLE as error:
+                problems.add_error(error, data_keys.name, row.id)
+                problems.suppress(data_keys.name, row.id)
         known = await _existing_owners(db, {row.owner for row in rows})
         lost = [row for row in rows if row.owner not in known and not _may_be_new(db, row)]
         # An erasure may have deleted an owner after the data keys were read.  It deletes the data
         # keys no later than the owner's row, so report only data keys that are still stored.
-        there = {key.id for key in await read_data_keys(db.read_keys, [row.owner for row in lost])}
+        found = await read_data_keys(db.read_keys, [row.owner for row in lost])
+        there = {key.id for key in found.data_keys}
         for row in lost:
             if row.id in there or not isinstance(row.owner, bytes):
-                problems.add(data_keys.name, row.id, Reason.MISSING, detail)
+                problems.add(data_keys.name, row.id, Reason.MISSING, detail, once=True)
         await meter.advance(len(rows))
 
 
-def _may_be_new(db: Database, row: _DataKeyOwner) -> bool:
+def _may_be_new(db: Database, row: DataKeyRow) -> bool:
     """Return whether a service may be about to write the row of the owner (see `_GRACE`)."""
     if not db.executors.has_key_database or not isinstance(row.created_at, int):
         return False
@@ -304,7 +345,7 @@ async def _existing_owners(db: Database, tags: Iterable[object]) -> set[object]:
 @functools.cache
 def _apps(bounds: Bounds) -> sa.Select[Any]:
     c = apps.c
-    return sa.select(c.id, c.app_name).where(*within(c.id, bounds)).order_by(c.id)
+    return sa.select(c.id, c.app_name, c.tag).where(*within(c.id, bounds)).order_by(c.id)
 
 
 @functools.cache
@@ -341,8 +382,8 @@ def _witnesses(bounds: Bounds) -> sa.Select[Any]:
 
 @functools.cache
 def _data_keys(bounds: Bounds) -> sa.Select[Any]:
-    c = data_keys.c
-    return sa.select(c.id, c.owner, c.created_at).where(*within(c.id, bounds)).order_by(c.id)
+    key = data_keys.c.id
+    return DATA_KEYS.where(*within(key, bounds)).order_by(key)
 
 
 @functools.cache

@@ -18,12 +18,19 @@ from adk_secure_sessions.storage.bindings import (
     witness_context,
 )
 from adk_secure_sessions.storage.opening import (
+    DATABASE_ID,
+    FEATURES,
     MASTER_KEYS,
+    SEPARATION,
     Survey,
+    check_features,
+    feature_mark,
+    half_separated,
     look,
     mark_plaintext,
     open_database,
     open_existing,
+    separation_marks,
     survey_existing,
 )
 from adk_secure_sessions.storage.queries import (
@@ -34,8 +41,18 @@ from adk_secure_sessions.storage.queries import (
     is_one_of,
     numbered,
 )
-from adk_secure_sessions.storage.reads import CheckApp, CheckUser, View
+from adk_secure_sessions.storage.reads import (
+    CheckApp,
+    CheckLocatedSession,
+    CheckSession,
+    CheckUser,
+    Headers,
+    View,
+)
 from adk_secure_sessions.storage.schema import (
+    DATA_TABLES,
+    KEY_TABLES,
+    TABLES,
     apps,
     bases,
     data_keys,
@@ -48,26 +65,42 @@ from adk_secure_sessions.storage.schema import (
     witnesses,
 )
 from adk_secure_sessions.storage.store import Store
-from adk_secure_sessions.storage.unit_of_work import UnitOfWork, read_data_keys, repeated
+from adk_secure_sessions.storage.unit_of_work import (
+    UnitOfWork,
+    empty_caches,
+    read_data_keys,
+    repeated,
+)
 from adk_secure_sessions.storage.writes import (
     DuplicateSession,
     Expected,
     MissingSession,
     NewEvent,
+    RenewKey,
     StaleRevision,
 )
 
 __all__ = [
+    "DATABASE_ID",
     "DATA_KEYS",
+    "DATA_TABLES",
+    "FEATURES",
     "INSERT_KEY",
+    "KEY_TABLES",
     "MASTER_KEYS",
+    "SEPARATION",
+    "TABLES",
     "CheckApp",
+    "CheckLocatedSession",
+    "CheckSession",
     "CheckUser",
     "DuplicateSession",
     "Expected",
+    "Headers",
     "Identity",
     "MissingSession",
     "NewEvent",
+    "RenewKey",
     "StaleRevision",
     "Store",
     "StoredSession",
@@ -78,10 +111,14 @@ __all__ = [
     "app_context",
     "apps",
     "bases",
+    "check_features",
     "chunks",
     "data_keys",
+    "empty_caches",
     "event_context",
     "events",
+    "feature_mark",
+    "half_separated",
     "identify",
     "is_one_of",
     "keyring",
@@ -95,6 +132,7 @@ __all__ = [
     "open_existing",
     "read_data_keys",
     "repeated",
+    "separation_marks",
     "session_context",
     "sessions",
     "snapshot_context",

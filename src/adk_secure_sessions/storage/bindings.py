@@ -13,7 +13,19 @@ from sqlalchemy import CompoundSelect
 from adk_secure_sessions.db.protocol import Row
 from adk_secure_sessions.errors import DecryptionError, Reason, TamperedError
 from adk_secure_sessions.formats import records
-from adk_secure_sessions.formats.records import HEADER_LENGTH, encode_text
+from adk_secure_sessions.formats.records import (
+    EVENT_LINK,
+    EVENT_PREVIOUS,
+    EVENT_REST,
+    HEADER_LENGTH,
+    NO_LINK,
+    OwnerFields,
+    SessionFields,
+    encode_text,
+    open_with_flags,
+    split_link,
+    with_id,
+)
 from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.keys.data_keys import StagedKeys
 from adk_secure_sessions.lru import Lru
@@ -31,13 +43,17 @@ from adk_secure_sessions.storage.queries import (
 from adk_secure_sessions.storage.schema import apps, bases, events, sessions, users, witnesses
 
 R = TypeVar("R")
-V = TypeVar("V")
+V = TypeVar("V", bound="Owner | StoredSession")
 
 NO_SNAPSHOT = -1  # the `base_revision` of a session whose row contains the whole state
 
 
 class Identity(NamedTuple):
-    """The ids that ADK uses for an app, user and session, and their tags (blind indexes)."""
+    """The ids that ADK uses for an app, user and session, and their tags (blind indexes).
+
+    *session_parts* and *event_parts* are the encoded texts of the contexts of the session's row and
+    events: an append needs both, and they take longer to encode than the numbers.
+    """
 
     app_name: str
     user_id: str
@@ -45,6 +61,8 @@ class Identity(NamedTuple):
     app_tag: bytes
     user_tag: bytes
     session_tag: bytes
+    session_parts: bytes = b""
+    event_parts: bytes = b""
 
     def tags(self) -> dict[str, object]:
         """Return the tags as parameters of the statements in `queries`."""
@@ -57,20 +75,24 @@ class Identity(NamedTuple):
 
 def identify(index: BlindIndex, app_name: str, user_id: str = "", session_id: str = "") -> Identity:
     """Return the ids with their tags, which *index* computes."""
+    session_tag = index.session(app_name, user_id, session_id)
     return Identity(
         app_name,
         user_id,
         session_id,
         index.app(app_name),
         index.user(app_name, user_id),
-        index.session(app_name, user_id, session_id),
+        session_tag,
+        records.context_parts(("session", app_name, user_id, session_tag)),
+        records.context_parts(("event", app_name, user_id, session_id)),
     )
 
 
 class Owner(NamedTuple):
     """An owner of data keys: a decrypted row of `secure_apps` or `secure_users`.
 
-    *state* is JSON.  For an app, *app_row* is 0 and *user_id* is empty.
+    *state* is JSON.  For an app, *app_row* is 0 and *user_id* is empty.  *link* and *key_ids*: see
+    `records.OwnerFields`.
     """
 
     id: int
@@ -79,17 +101,18 @@ class Owner(NamedTuple):
     user_id: str
     version: int
     state: bytes
+    link: bytes = NO_LINK
+    key_ids: tuple[int, ...] = ()
 
 
 class StoredSession(NamedTuple):
     """A decrypted row of `secure_sessions`.
 
-    The session's state is *overlay* merged over *snapshot*; both are JSON.  Only a large state has
-    a snapshot, which is a row of `secure_bases`.  The overlay then contains the changes after
-    *base_revision*, the revision of the snapshot.
-
-    If the session has no snapshot, *snapshot* is `{}`.  If the snapshot was not read, *snapshot* is
-    None.  *sealed* is the stored record: the next update fails if another record is stored.
+    The session's state is *overlay* merged over *snapshot*.  Only a large state has a snapshot: a
+    row of `secure_bases`, written at *base_revision*.  The overlay then holds the changes since.
+    *snapshot* is `{}` if the session has none, and None if the snapshot was not read.  *head* and
+    *snapshot_link*: see `records.SessionFields`.  *sealed* is the stored record: the next update
+    requires that it is still stored.
     """
 
     id: int
@@ -100,34 +123,96 @@ class StoredSession(NamedTuple):
     base_revision: int
     created_at: int
     updated_at: int
+    expires_at: int
     overlay: bytes
     snapshot: bytes | None
+    head: bytes
+    snapshot_link: bytes
     sealed: bytes
+
+    @property
+    def row(self) -> SessionRow:
+        """The stored row, as a read returns it."""
+        return SessionRow(
+            self.id, self.user_row, self.revision, self.base_revision, self.created_at,
+            self.updated_at, self.expires_at, self.revision - 1, self.tag, self.sealed,
+        )  # fmt: skip
 
 
 class Seen(NamedTuple, Generic[R, V]):
     """A row, its version witness and the decrypted value.
 
-    If a later read returns an identical row and an identical version witness, the value is reused
-    without decrypting the row again.
+    As long as the stored row and witness are identical byte for byte, the value is reused without
+    decrypting again.
+
+    Attributes:
+        row: The row.
+        witness: Its version witness; None if this process has not read it.
+        value: The decrypted row.
+        time: `RowCache.time` when this process read or wrote the row.
+        has_proven_head: For a session: whether its last event was decrypted, or written by this
+            process.  Only then may an event be appended without a read.
     """
 
     row: R
     witness: WitnessRow | None
     value: V
+    time: int
+    has_proven_head: bool = False
 
 
 class RowCache:
-    """A cache of decrypted rows, by tag.  It has at most *limit* rows of each kind."""
+    """The rows that this process read or wrote last, by tag: at most *limit* of each kind.
+
+    Attributes:
+        time: The number of rows stored in the cache so far; tells what was seen before a read.
+    """
 
     def __init__(self, limit: int) -> None:
         self.apps: Lru[bytes, Seen[AppRow, Owner]] = Lru(limit)
         self.users: Lru[bytes, Seen[UserRow, Owner]] = Lru(limit)
         self.sessions: Lru[bytes, Seen[SessionRow, StoredSession]] = Lru(limit)
+        self.time = 0
+
+    def tick(self) -> int:
+        """Return a new time."""
+        self.time += 1
+        return self.time
+
+    def put(
+        self,
+        kind: Lru[bytes, Seen[R, V]],
+        row: R,
+        witness: WitnessRow | None,
+        value: V,
+        *,
+        has_proven_head: bool = False,
+    ) -> None:
+        """Cache *value*, the decrypted *row*, unless a newer version of the row is cached.
+
+        A read may be slow: meanwhile another task may have read or written a newer version.
+        """
+        seen = kind.get(value.tag)
+        if seen is None or seen.value.id != value.id or _version(seen.value) <= _version(value):
+            kind.put(value.tag, Seen(row, witness, value, self.tick(), has_proven_head))
+
+    def put_session(
+        self, session: StoredSession, witness: WitnessRow | None, *, has_proven_head: bool
+    ) -> None:
+        """Cache *session*, without its snapshot, which may be large; otherwise like `put`."""
+        has_snapshot = session.base_revision != NO_SNAPSHOT
+        session = session._replace(snapshot=None if has_snapshot else b"{}")
+        row = session.row
+        self.put(self.sessions, row, witness, session, has_proven_head=has_proven_head)
+
+    def proven_session(self, tag: bytes) -> StoredSession | None:
+        """Return the cached session if its last event is proven."""
+        seen = self.sessions.get(tag)
+        return seen.value if seen and seen.has_proven_head else None
 
 
 class KeySource(Enum):
-    """The source of the data keys of an attempt's owners."""
+    """Where an attempt gets the data keys of its app and its user from."""
 
     CACHE = "this process has cached the data keys"
     QUERY = "the query that reads the rows also reads the data keys"
@@ -142,23 +227,35 @@ class Attempt(NamedTuple):
     cache: RowCache
     key_source: KeySource
     is_first: bool  # only the first attempt may use cached rows instead of a read
+    began: int = 0  # `cache.time` when the attempt began
+    locks_rows: bool = False  # after several conflicts, a write locks rows before it reads them
 
     def form_of(self, forms: QueryForms) -> CompoundSelect[Any]:
         """Return the form of a query that this attempt needs: with or without data keys."""
         return forms[self.key_source is KeySource.QUERY]
 
+    def load_keys(self, found: Found) -> None:
+        """Unwrap the data keys in *found*, if its query has read them.  See `StagedKeys.load`."""
+        if self.key_source is KeySource.QUERY:
+            self.keys.load(found.data_keys, found.masters)
+
     def forget_user(self) -> None:
         """Remove the user from the caches, because the user's row is not stored."""
         self.keys.forget(self.who.user_tag)
         self.cache.users.drop(self.who.user_tag)
+        self.cache.sessions.drop(self.who.session_tag)
 
 
 class NeedsDataKey(Exception):
-    """A new data key of *owner* must be stored in the key database before the next attempt."""
+    """A new data key of *owner* must be stored in the key database before the next attempt.
 
-    def __init__(self, owner: bytes) -> None:
+    *not_before*: see `StagedKeys.new`.
+    """
+
+    def __init__(self, owner: bytes, not_before: int) -> None:
         super().__init__("a data key has to be stored first")
         self.owner = owner
+        self.not_before = not_before
 
 
 def app_context(app_name: str, tag: bytes, row: int, version: int) -> bytes:
@@ -188,11 +285,9 @@ def snapshot_context(who: Identity, session_row: int, revision: int) -> bytes:
 
 
 def event_context(who: Identity, session_row: int, seq: int, time: int) -> bytes:
-    return records.context(_event_parts(who), session_row, seq, time)
-
-
-def _event_parts(who: Identity) -> tuple[str, ...]:
-    return ("event", who.app_name, who.user_id, who.session_id)
+    return records.context(
+        ("event", who.app_name, who.user_id, who.session_id), session_row, seq, time
+    )
 
 
 def open_app(attempt: Attempt, found: Found) -> Owner | None:
@@ -205,16 +300,21 @@ def open_app(attempt: Attempt, found: Found) -> Owner | None:
     if row is None:
         _reject_if_removed(found, who.app_tag, apps.name)
         return None
-    app = _unchanged(attempt.cache.apps, found, who.app_tag, row)
+    cache = attempt.cache.apps
+    app = _unchanged(cache, found, who.app_tag, row)
     if app is None:
         with naming(apps.name, row.id):
             if row.name != encode_text(who.app_name):
                 raise TamperedError("its app_name was modified", reason=Reason.WRONG_OWNER)
             context = app_context(who.app_name, who.app_tag, row.id, row.version)
-            state = attempt.keys.open(who.app_tag, context, row.state)
-            _check_witness(attempt, found, who.app_tag, who.app_tag, row.version)
-        app = Owner(row.id, who.app_tag, 0, "", row.version, state)
-        attempt.cache.apps.put(app.tag, Seen(row, found.witnesses.get(app.tag), app))
+            fields = records.split_owner(attempt.keys.open(who.app_tag, context, row.state))
+            _check_witness(attempt, found, who.app_tag, who.app_tag, row.version, fields.link)
+            _reject_older(attempt, cache.get(who.app_tag), row.id, row.version)
+        app = Owner(
+            row.id, who.app_tag, 0, "", row.version, fields.state, fields.link, fields.key_ids
+        )
+        attempt.cache.put(cache, row, found.witnesses.get(app.tag), app)
+    attempt.keys.adopt(app.tag, app.key_ids)
     return app
 
 
@@ -238,19 +338,35 @@ def open_user(attempt: Attempt, found: Found) -> Owner | None:
 
 
 def open_user_row(attempt: Attempt, found: Found, row: UserRow) -> Owner:
-    """Return the user in *row*, which may be any user of the app.
-
-    Raises DecryptionError if *row* or its version witness was tampered with.
-    """
-    user = _unchanged(attempt.cache.users, found, row.tag, row)
+    """Return the user in *row*, which may be any user of the app."""
+    cache = attempt.cache.users
+    user = _unchanged(cache, found, row.tag, row)
     if user is None:
         with naming(users.name, row.id):
             context = user_context(attempt.who.app_name, row.tag, row.id, row.app_row, row.version)
-            user_id, state = records.split_id(attempt.keys.open(row.tag, context, row.state))
-            _check_witness(attempt, found, row.tag, row.tag, row.version)
-        user = Owner(row.id, row.tag, row.app_row, user_id, row.version, state)
-        attempt.cache.users.put(user.tag, Seen(row, found.witnesses.get(user.tag), user))
+            plaintext = attempt.keys.open(row.tag, context, row.state)
+            user_id, rest = records.split_id(plaintext)
+            fields = records.split_owner(rest)
+            _check_witness(attempt, found, row.tag, row.tag, row.version, fields.link)
+            _reject_older(attempt, cache.get(row.tag), row.id, row.version)
+        user = Owner(
+            row.id, row.tag, row.app_row, user_id, row.version, fields.state, fields.link,
+            fields.key_ids,
+        )  # fmt: skip
+        attempt.cache.put(cache, row, found.witnesses.get(user.tag), user)
+    attempt.keys.adopt(user.tag, user.key_ids)
     return user
+
+
+def named_user(attempt: Attempt, found: Found) -> Owner | None:
+    """Return the user that `attempt.who` names, without state, if there is a row with this tag.
+
+    The row is not decrypted: each record of a session proves the user id and the user's row.
+    """
+    row = found.user
+    if row is None:
+        return None
+    return Owner(row.id, row.tag, row.app_row, attempt.who.user_id, row.version, b"{}")
 
 
 def open_session(attempt: Attempt, found: Found, user: Owner | None) -> StoredSession | None:
@@ -262,12 +378,13 @@ def open_session(attempt: Attempt, found: Found, user: Owner | None) -> StoredSe
     tag, row = attempt.who.session_tag, found.session
     if row is None:
         _reject_if_removed(found, tag, sessions.name)
+        attempt.cache.sessions.drop(tag)
         return None
     if user is None:
         raise TamperedError(
             "its user's row was removed", reason=Reason.MISSING, table=sessions.name, row=row.id
         )
-    session = _open_session(attempt, found, user, row, needs_witness=True)
+    session = open_session_row(attempt, found, user, row)
     if session.tag != tag or session.session_id != attempt.who.session_id:
         raise TamperedError(
             "not the requested session",
@@ -278,68 +395,54 @@ def open_session(attempt: Attempt, found: Found, user: Owner | None) -> StoredSe
     return session
 
 
-def open_listed_session(
-    attempt: Attempt, found: Found, user: Owner, row: SessionRow
-) -> StoredSession:
-    """Return the session in *row*, a row of a listing.
+def open_session_row(attempt: Attempt, found: Found, user: Owner, row: SessionRow) -> StoredSession:
+    """Return the session in *row*, which may be any session of *user*.
 
-    An attacker may replay the row of a deleted session.  If the session had events, its last event
-    is missing, so the row is rejected.  If the session had no events, only its version witness
-    proves that it was not deleted.
-
-    Raises DecryptionError if the row was tampered with.
+    An unchanged row is taken from the cache, except if it has a snapshot.
     """
-    return _open_session(attempt, found, user, row, needs_witness=not row.revision)
-
-
-def _open_session(
-    attempt: Attempt, found: Found, user: Owner, row: SessionRow, *, needs_witness: bool
-) -> StoredSession:
-    """Return the session in *row*: from the cache if the row is unchanged, else decrypted."""
-    seen = attempt.cache.sessions.get(row.tag)
-    if seen and seen.row == row and seen.value.user_row == user.id:
-        session = seen.value
-        if not needs_witness or seen.witness == found.witnesses.get(session.tag):
-            return session
-    session = _open_session_row(attempt, found, user, row)
-    if needs_witness:
-        with naming(sessions.name, session.id):
-            _check_witness(attempt, found, user.tag, session.tag, session.id)
-    if session.base_revision == NO_SNAPSHOT:  # a snapshot may be large: do not cache it
-        witness = found.witnesses.get(session.tag)
-        attempt.cache.sessions.put(session.tag, Seen(row, witness, session))
+    cache, witness = attempt.cache, found.witnesses.get(row.tag)
+    seen = cache.sessions.get(row.tag)
+    unchanged = bool(seen and seen.row == row and seen.value.user_row == user.id)
+    if seen and unchanged and seen.witness == witness and seen.value.snapshot is not None:
+        return seen.value
+    session = _decrypt_session(attempt, found, user, row)
+    with naming(sessions.name, session.id):
+        _check_witness(attempt, found, user.tag, session.tag, session.id, b"")
+        _reject_older(attempt, seen, session.id, session.revision)
+    proven = not session.revision or bool(seen and unchanged and seen.has_proven_head)
+    cache.put_session(session, witness, has_proven_head=proven)
     return session
 
 
-def _open_session_row(
-    attempt: Attempt, found: Found, user: Owner, row: SessionRow
-) -> StoredSession:
-    """Decrypt a session of *user* and its snapshot, and compare its revision with its events."""
+def _decrypt_session(attempt: Attempt, found: Found, user: Owner, row: SessionRow) -> StoredSession:
+    """Decrypt a session of *user* and its snapshot; check its revision against its last event."""
     app_name = attempt.who.app_name
     numbers = (row.id, row.user_row, row.revision, row.base_revision)
+    times = (row.created_at, row.updated_at, row.expires_at)
     with naming(sessions.name, row.id):
-        context = session_context(
-            app_name, user.user_id, row.tag, *numbers, row.created_at, row.updated_at
-        )
-        session_id, overlay = records.split_id(attempt.keys.open(user.tag, context, row.state))
+        context = session_context(app_name, user.user_id, row.tag, *numbers, *times)
+        plaintext = attempt.keys.open(user.tag, context, row.state)
+        session_id, rest = records.split_id(plaintext)
+        fields = records.split_session(rest)
         if row.user_row != user.id:
             raise TamperedError("it belongs to another user", reason=Reason.WRONG_OWNER)
         if row.last_seq != row.revision - 1:
+            last = row.last_seq if isinstance(row.last_seq, int) else "no number"
             raise TamperedError(
                 f"revision {row.revision} requires a last event {row.revision - 1}, storage has "
-                f"{row.last_seq}: events were added or removed, or an older row was replayed",
+                f"{last}: events were added or removed, or an older row was replayed",
                 reason=Reason.MISMATCH,
             )
     whose = attempt.who._replace(user_id=user.user_id, session_id=session_id)
+    snapshot = _open_snapshot(attempt, found, whose, user, row, fields.snapshot_link)
     return StoredSession(
-        row.id, row.user_row, row.tag, session_id, row.revision, row.base_revision,
-        row.created_at, row.updated_at, overlay, _open_snapshot(attempt, found, whose, user, row),
-        row.state,
+        row.id, row.user_row, row.tag, session_id, row.revision, row.base_revision, *times,
+        fields.overlay, snapshot, fields.head, fields.snapshot_link, row.state,
     )  # fmt: skip
 
 
 def _open_snapshot(
-    attempt: Attempt, found: Found, whose: Identity, user: Owner, row: SessionRow
+    attempt: Attempt, found: Found, whose: Identity, user: Owner, row: SessionRow, link: bytes
 ) -> bytes:
     """Return the decrypted snapshot of the session in *row*; `{}` if the session has none."""
     snapshot = found.snapshots.get(row.id)
@@ -355,7 +458,13 @@ def _open_snapshot(
                 "it was removed, or an older row was replayed", reason=Reason.MISMATCH
             )
         context = snapshot_context(whose, row.id, row.base_revision)
-        return attempt.keys.open(user.tag, context, snapshot.state)
+        own_link, state = split_link(attempt.keys.open(user.tag, context, snapshot.state))
+        if own_link != link:
+            raise TamperedError(
+                "it was replaced by the snapshot of another copy of the database",
+                reason=Reason.MISMATCH,
+            )
+        return state
 
 
 def check_events(session: StoredSession, history: list[Row], limit: int | None) -> None:
@@ -382,14 +491,25 @@ def check_events(session: StoredSession, history: list[Row], limit: int | None) 
         )
 
 
-def open_events(attempt: Attempt, session: StoredSession, history: Iterable[Row]) -> list[bytes]:
-    """Return the plaintexts of the events in *history*, in order.
+def open_events(
+    attempt: Attempt, session: StoredSession, history: Iterable[Row], previous: bytes | None
+) -> tuple[list[bytes], bytes | None]:
+    """Decrypt the events in *history*, in order, and check that each follows the one before it.
 
-    A history may be long.  Therefore, values that several events share (the parts of the context,
-    the cipher) are computed once.  Raises DecryptionError if an event was tampered with.
+    The loop runs once per event, and a history may be long: values that are the same for several
+    events (parts of the context, the cipher) are computed once.
+
+    Args:
+        attempt: The attempt, for its keys.
+        session: The session of the events.
+        history: Rows of events, as the driver returns them.
+        previous: The link of the event before the first; None if that event was not read.
+
+    Returns:
+        The events' plaintexts without links, and the link of the last event.
     """
     who, session_row = attempt.who, session.id
-    parts = records.context_parts(_event_parts(who))
+    parts = who.event_parts
     header, cipher = None, None
     opened = []
     for row in history:
@@ -399,49 +519,78 @@ def open_events(attempt: Attempt, session: StoredSession, history: Iterable[Row]
                 cipher = attempt.keys.cipher(who.user_tag, record)
                 header = record[:HEADER_LENGTH]
             context = records.numbered_context(parts, session_row, seq, row[EVENT_TIME])
-            opened.append(records.open_record(record, context, cipher))
+            plaintext = open_with_flags(record, context, cipher)
+            if plaintext[EVENT_PREVIOUS] != previous and previous is not None:
+                raise _other_history()
+            previous = plaintext[EVENT_LINK]
+            opened.append(plaintext[EVENT_REST])
         except DecryptionError as error:
             failure = error.located(events.name, f"{session_row}, {seq}")
         else:
             continue
         raise failure
-    return opened
+    return opened, previous
+
+
+def check_head(attempt: Attempt, session: StoredSession, last: bytes | None) -> None:
+    """Reject *session* unless its last event has the link *last*; otherwise note that it has."""
+    if last is not None and last != session.head:
+        raise _other_history().located(sessions.name, session.id)
+    seen = attempt.cache.sessions.get(session.tag)
+    if seen and seen.row == session.row and not seen.has_proven_head:
+        attempt.cache.sessions.put(session.tag, seen._replace(has_proven_head=True))
+
+
+def _other_history() -> TamperedError:
+    return TamperedError(
+        "its events are not the ones it was written with: a row was replaced by that of another "
+        "copy of the database",
+        reason=Reason.MISMATCH,
+    )
 
 
 def seal_app(attempt: Attempt, app: Owner) -> bytes:
     context = app_context(attempt.who.app_name, app.tag, app.id, app.version)
-    return attempt.keys.seal(app.tag, context, app.state)
+    return attempt.keys.seal(app.tag, context, _owner_fields(app))
 
 
 def seal_user(attempt: Attempt, user: Owner) -> bytes:
     context = user_context(attempt.who.app_name, user.tag, user.id, user.app_row, user.version)
-    return attempt.keys.seal(user.tag, context, records.with_id(user.user_id, user.state))
+    return attempt.keys.seal(user.tag, context, with_id(user.user_id, _owner_fields(user)))
 
 
-def seal_witness(attempt: Attempt, owner: bytes, tag: bytes, number: int) -> bytes:
-    """Return a version witness: a record of the empty plaintext, with *number* in its context."""
-    return attempt.keys.seal(owner, witness_context(attempt.who.app_name, tag, number), b"")
+def _owner_fields(owner: Owner) -> bytes:
+    return records.join_owner(OwnerFields(owner.link, owner.key_ids, owner.state))
+
+
+def seal_witness(attempt: Attempt, owner: bytes, tag: bytes, number: int, link: bytes) -> bytes:
+    """Return a version witness; *number* is in its context, *link* is its plaintext."""
+    return attempt.keys.seal(owner, witness_context(attempt.who.app_name, tag, number), link)
 
 
 def seal_session(attempt: Attempt, session: StoredSession) -> bytes:
     who, row = attempt.who, session
     numbers = (row.id, row.user_row, row.revision, row.base_revision)
-    context = session_context(
-        who.app_name, who.user_id, row.tag, *numbers, row.created_at, row.updated_at
-    )
-    return attempt.keys.seal(
-        who.user_tag, context, records.with_id(who.session_id, session.overlay)
-    )
+    times = (row.created_at, row.updated_at, row.expires_at)
+    context = records.numbered_context(who.session_parts, *numbers, *times)
+    fields = SessionFields(session.head, session.snapshot_link, session.overlay)
+    plaintext = with_id(who.session_id, records.join_session(fields))
+    return attempt.keys.seal(who.user_tag, context, plaintext)
 
 
-def seal_snapshot(attempt: Attempt, session_row: int, revision: int, state: bytes) -> bytes:
+def seal_snapshot(
+    attempt: Attempt, session_row: int, revision: int, link: bytes, state: bytes
+) -> bytes:
     context = snapshot_context(attempt.who, session_row, revision)
-    return attempt.keys.seal(attempt.who.user_tag, context, state)
+    return attempt.keys.seal(attempt.who.user_tag, context, link + state)
 
 
-def seal_event(attempt: Attempt, session_row: int, seq: int, time: int, event: bytes) -> bytes:
-    context = event_context(attempt.who, session_row, seq, time)
-    return attempt.keys.seal(attempt.who.user_tag, context, event)
+def seal_event(
+    attempt: Attempt, session: StoredSession, seq: int, time: int, link: bytes, event: bytes
+) -> bytes:
+    """Return the record of an event with *link*, which follows the last event of *session*."""
+    context = records.numbered_context(attempt.who.event_parts, session.id, seq, time)
+    return attempt.keys.seal(attempt.who.user_tag, context, link + session.head + event)
 
 
 class naming:  # noqa: N801 - used like a function: `with naming(...)`
@@ -469,8 +618,14 @@ def _unchanged(cache: Lru[bytes, Seen[R, V]], found: Found, tag: bytes, row: R) 
     return None
 
 
-def _check_witness(attempt: Attempt, found: Found, owner: bytes, tag: bytes, number: int) -> None:
-    """Raise DecryptionError unless the row's version witness is authentic and has *number*."""
+def _check_witness(
+    attempt: Attempt, found: Found, owner: bytes, tag: bytes, number: int, link: bytes
+) -> None:
+    """Reject a row whose version witness is missing, was tampered with, or is of another version.
+
+    The number alone is not enough: two copies of a database that were written separately have
+    different versions of the same number.  Their links differ.
+    """
     witness = found.witnesses.get(tag)
     if witness is None:
         raise TamperedError(
@@ -478,13 +633,34 @@ def _check_witness(attempt: Attempt, found: Found, owner: bytes, tag: bytes, num
         )
     try:
         context = witness_context(attempt.who.app_name, tag, witness.number)
-        attempt.keys.open(owner, context, witness.seal)
+        proven = attempt.keys.open(owner, context, witness.seal)
     except DecryptionError as error:
         raise error.about(f"its version witness, {witnesses.name} row {tag.hex()}") from None
     if witness.number != number:
         raise TamperedError(
             f"its version witness has number {witness.number} instead of {number}: an older row "
             "was replayed",
+            reason=Reason.MISMATCH,
+        )
+    if proven != link:
+        raise TamperedError(
+            "its version witness belongs to another copy of the database", reason=Reason.MISMATCH
+        )
+
+
+def _version(value: Owner | StoredSession) -> int:
+    return value.revision if isinstance(value, StoredSession) else value.version
+
+
+def _reject_older(attempt: Attempt, seen: Seen[Any, Any] | None, row_id: int, version: int) -> None:
+    """Reject a row whose version is lower than this process had seen before the attempt began."""
+    if seen is None or seen.time > attempt.began or seen.value.id != row_id:
+        return
+    newest = _version(seen.value)
+    if version < newest:
+        raise TamperedError(
+            f"its version is {version}, and this process has read version {newest}: an older row "
+            "was replayed; if the database was restored from a backup, restart the service",
             reason=Reason.MISMATCH,
         )
 

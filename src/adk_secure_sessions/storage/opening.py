@@ -1,12 +1,13 @@
-"""Open a database: check it, and create missing tables and keys.
+"""Opening a database: survey it, reject it if it cannot be used, and create what is missing.
 
-1. `look` returns a survey of the database: its tables, its metadata and its keyring.
-2. `check` raises an error if the survey shows a database that cannot be used.
-3. `open_database` creates missing tables and keys.  After each step, it surveys and checks the
-   database again, until nothing is missing.
+`look` surveys a database, `check` rejects a database that cannot be used, and `open_database`
+creates what is missing.  After each thing it creates, `open_database` surveys and checks again,
+until nothing is missing.
 """
 
+import hmac
 import logging
+import re
 import secrets
 import time
 from collections.abc import Awaitable
@@ -20,12 +21,21 @@ from adk_secure_sessions.backends import NoOpBackend
 from adk_secure_sessions.backends.registry import Backends
 from adk_secure_sessions.db.dialects import exclusively
 from adk_secure_sessions.db.protocol import Executor, Executors
-from adk_secure_sessions.errors import ConfigurationError, SecureSessionError, WrongKeyError
+from adk_secure_sessions.errors import (
+    ConfigurationError,
+    DatabaseError,
+    SecureSessionError,
+    WrongKeyError,
+)
+from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.keys.keyring import (
     DATA,
     INDEX,
+    MAX_ROWS,
     Keyring,
     MasterKeyRow,
+    Separation,
+    check_row_count,
     new_master,
     open_keyring,
 )
@@ -45,20 +55,30 @@ T = TypeVar("T")
 logger: logging.Logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 8  # how often `open_database` surveys a database before it fails
+_ID = re.compile("[0-9a-f]{32}")
 # The beginnings of the names of SQLite's errors for a file that cannot be used.
 _UNUSABLE = ("SQLITE_CANTOPEN", "SQLITE_NOTADB", "SQLITE_READONLY", "SQLITE_PERM", "SQLITE_AUTH")
 
 # The names of rows in `secure_meta`.
 FORMAT, DATABASE_ID, PLAINTEXT, HOLDS = "format", "database_id", "plaintext", "holds"
+FEATURES = "features"
+NO_FEATURES = "-"
+SEPARATING = "separating"  # the feature of a copy whose separation has not ended
+_KNOWN_FEATURES = frozenset({NO_FEATURES, SEPARATING})
+SEPARATION = "separation"
+_SEPARATION_FORM = re.compile(
+    r"(?P<text>(?P<old>[0-9a-f]{32}) (?P<since>\d{1,19})(?P<masters>( \d{1,19})+)) "
+    r"(?P<mac>[0-9a-f]{32})"
+)
+_FEATURES_FORM = re.compile(r"(?P<names>[-a-z0-9_.]+(?:,[-a-z0-9_.]+)*) (?P<mac>[0-9a-f]{32})")
 # Query for the keyring; its columns are the fields of MasterKeyRow.
 MASTER_KEYS = sa.select(*(keyring.c[name] for name in MasterKeyRow._fields))
 
 
 class Part(Enum):
-    """The tables that belong in a database: all tables, the data tables or the key tables.
+    """Which of our tables a database has.
 
-    The value is stored in the row `holds` of `secure_meta`.  A database with all tables has no such
-    row.
+    The value is stored in row `holds` of `secure_meta`; a database with all tables has no such row.
     """
 
     ALL = None
@@ -67,7 +87,7 @@ class Part(Enum):
 
     @property
     def tables(self) -> tuple[sa.Table, ...]:
-        """The tables of this part."""
+        """The tables that belong in a database of this kind."""
         return {Part.ALL: TABLES, Part.DATA: DATA_TABLES, Part.KEYS: KEY_TABLES}[self]
 
     def missing(self, survey: "Survey") -> frozenset[str]:
@@ -76,11 +96,11 @@ class Part(Enum):
 
 
 class Survey(NamedTuple):
-    """The tables, the metadata and the keyring of a database, as stored and not authenticated.
+    """The tables and the metadata of a database, as stored: none of it is authenticated.
 
-    *missing_tables* are names of our tables that do not exist.  *alien_tables* have the name of one
-    of our tables, but lack one of its columns.  *adk_tables* is True if ADK's own tables exist.
-    *is_used* is True if a table other than `secure_meta` and `secure_keyring` has rows.
+    *alien_tables* are named like one of our tables, but lack one of its columns.  *adk_tables*
+    is True if ADK's own tables exist.  *is_used* is True if a table other than `secure_meta` and
+    `secure_keyring` has rows.
     """
 
     missing_tables: frozenset[str]
@@ -92,7 +112,7 @@ class Survey(NamedTuple):
 
     @property
     def part(self) -> Part | None:
-        """The part that `secure_meta` names; None if this release does not know its name."""
+        """The part that `secure_meta` names; None if this release does not know that value."""
         mark = self.meta.get(HOLDS)
         return next((part for part in Part if part.value == mark), None)
 
@@ -103,21 +123,25 @@ class Survey(NamedTuple):
 
     @property
     def has_plaintext_records(self) -> bool:
-        """Whether `secure_meta` says that `NoOpBackend` has ever written to the database."""
+        """Whether the database is marked as holding records of `NoOpBackend`, now or earlier."""
         return PLAINTEXT in self.meta
 
     @property
     def database_id(self) -> bytes | None:
         """The random id of the database; None if the database is new.
 
-        Raises ValueError if the stored text is not hexadecimal.
+        Raises ValueError if the stored value is not 32 lower-case hexadecimal digits.
         """
         text = self.meta.get(DATABASE_ID)
-        return bytes.fromhex(str(text)) if text else None
+        if text is None:
+            return None
+        if not isinstance(text, str) or not _ID.fullmatch(text):
+            raise ValueError("not a database id")
+        return bytes.fromhex(text)
 
 
 def look(connection: sa.Connection) -> Survey:
-    """Return a survey of a database, without changing the database."""
+    """Survey a database without changing it."""
     survey = _look(connection)
     if survey.meta and (survey.part or Part.ALL).missing(survey):
         # Another process may have created these tables after we read the table names.
@@ -133,10 +157,12 @@ def _look(connection: sa.Connection) -> Survey:
     values: dict[str, str] = {}
     masters: list[MasterKeyRow] = []
     used = False
-    if not alien and meta in tables:
+    if meta in tables and meta.name not in alien:
         values = {row.name: row.value for row in connection.execute(sa.select(meta))}
     if not alien and keyring in tables:
-        rows = connection.execute(MASTER_KEYS.order_by(keyring.c.created_at, keyring.c.id))
+        # One row more than `check_row_count` accepts: an attacker may have inserted any number.
+        query = MASTER_KEYS.order_by(keyring.c.created_at, keyring.c.id).limit(MAX_ROWS + 1)
+        rows = connection.execute(query)
         masters = [MasterKeyRow(*row) for row in rows]
     if not alien and (others := [table for table in tables if table not in (meta, keyring)]):
         one: sa.ColumnElement[int] = sa.literal_column("1")
@@ -150,8 +176,7 @@ def _alien(tables: list[sa.Table], connection: sa.Connection) -> list[str]:
     """Return the names of those *tables* that lack one of our columns."""
     if not tables:
         return []
-    # Reading the columns of each table takes a hundred times as long as one query that names all
-    # columns.
+    # Reflecting each table takes a hundred times as long as one query that names all columns.
     columns = [", ".join(table.c.keys()) for table in tables]
     members = [
         f"SELECT 1 FROM (SELECT {listed} FROM {table.name}) AS t WHERE 1 = 0"  # noqa: S608
@@ -171,24 +196,33 @@ def _alien(tables: list[sa.Table], connection: sa.Connection) -> list[str]:
 
 
 def check(survey: Survey, part: Part, create_tables: bool) -> None:
-    """Check that a database can be used as *part*, if necessary after missing tables are created.
+    """Reject a database that cannot be used as *part*.
+
+    A new database may lack tables if *create_tables* is True.
 
     Raises:
-        ConfigurationError: The database cannot be used.  The message says why and what to do.
+        ConfigurationError: The database cannot be used; the message says why and what to do.
     """
-    if survey.alien_tables:
+    version = survey.format_version  # before the columns: another format may have others
+    if version == "1":
         raise ConfigurationError(
-            f"the table {survey.alien_tables[0]} was not created by adk-secure-sessions: "
-            "use another database or schema"
+            "the database has format 1, which was never released: delete the database, and create "
+            "a new one"
         )
-    version = survey.format_version
     if version not in (None, str(FORMAT_VERSION)):
         raise ConfigurationError(
             f"the database has format {version!r} and this release of adk-secure-sessions reads "
             f"format {FORMAT_VERSION}: install the release that wrote it"
         )
+    if survey.alien_tables:
+        raise ConfigurationError(
+            f"the table {survey.alien_tables[0]} was not created by adk-secure-sessions: "
+            "use another database or schema"
+        )
     if version is not None:
         _check_mark(survey, part)
+        if part is not Part.DATA:
+            _check_features(survey)
     missing = part.missing(survey)
     if missing and not create_tables:
         raise ConfigurationError(
@@ -212,6 +246,91 @@ def check(survey: Survey, part: Part, create_tables: bool) -> None:
     raise ConfigurationError(
         "secure_meta has no valid database id: restore that table from a backup"
     )
+
+
+def _check_features(survey: Survey) -> None:
+    """Reject features that this release does not know.  The MAC is checked with the keyring.
+
+    A release that does not know a feature would, for example, retire a key that is still used in a
+    table that it does not know.
+    """
+    names, _ = _stored_features(survey)
+    unknown = [name for name in names.split(",") if name not in _KNOWN_FEATURES]
+    if unknown:
+        raise ConfigurationError(
+            f"the database uses {', '.join(map(repr, unknown))}, which this release of "
+            "adk-secure-sessions does not know: install the release that wrote it"
+        )
+
+
+def _stored_features(survey: Survey) -> tuple[str, str]:
+    """Return the feature names, separated by commas, and the MAC; raise ConfigurationError."""
+    found = _FEATURES_FORM.fullmatch(str(survey.meta.get(FEATURES)))
+    if found is None:
+        raise ConfigurationError(
+            "the row `features` of secure_meta is missing or malformed: restore that table from a "
+            "backup"
+        )
+    return found["names"], found["mac"]
+
+
+def reject_separating(survey: Survey) -> None:
+    """Reject a copy of a database whose separation has not ended.
+
+    A service that writes to it would encrypt with keys that it shares with the other database.
+    """
+    if _stored_features(survey)[0] == SEPARATING:
+        raise ConfigurationError(
+            "this copy of a database is being separated: run `adk-secure-sessions separate` again, "
+            "until it has ended"
+        )
+
+
+def check_features(survey: Survey, keyring: Keyring) -> None:
+    """Authenticate the feature list and the state of a separation, and note it in *keyring*.
+
+    Raises:
+        WrongKeyError: One of them was modified.
+    """
+    _check_feature_list(survey, keyring)
+    keyring.separation = None
+    if _stored_features(survey)[0] != SEPARATING:
+        return
+    found = _SEPARATION_FORM.fullmatch(str(survey.meta.get(SEPARATION)))
+    expected = (
+        b"" if found is None else keyring.index.separation(keyring.database_id, found["text"])
+    )
+    if found is None or not hmac.compare_digest(expected.hex(), found["mac"]):
+        raise WrongKeyError(
+            "the row `separation` of secure_meta was tampered with: copy the database again"
+        )
+    masters = frozenset(map(int, found["masters"].split()))
+    keyring.separation = Separation(bytes.fromhex(found["old"]), int(found["since"]), masters)
+
+
+def separation_marks(separation: Separation, index: BlindIndex, new_id: bytes) -> dict[str, str]:
+    """Return the rows of `secure_meta` of a database whose separation begins."""
+    masters = " ".join(map(str, sorted(separation.masters)))
+    text = f"{separation.old_id.hex()} {separation.since} {masters}"
+    return {
+        DATABASE_ID: new_id.hex(),
+        FEATURES: f"{SEPARATING} {index.features(new_id, SEPARATING).hex()}",
+        SEPARATION: f"{text} {index.separation(new_id, text).hex()}",
+    }
+
+
+def feature_mark(index: BlindIndex, database_id: bytes) -> str:
+    """Return the value of the row `features` of a database without features."""
+    return f"{NO_FEATURES} {index.features(database_id, NO_FEATURES).hex()}"
+
+
+def _check_feature_list(survey: Survey, keyring: Keyring) -> None:
+    names, mac = _stored_features(survey)
+    expected = keyring.index.features(keyring.database_id, names)
+    if not hmac.compare_digest(expected.hex(), mac):
+        raise WrongKeyError(
+            "the row `features` of secure_meta was tampered with: restore that table from a backup"
+        )
 
 
 _MISPLACED = {
@@ -246,10 +365,10 @@ def _check_mark(survey: Survey, part: Part) -> None:
 
 
 def check_together(data: Survey, keys: Survey) -> None:
-    """Check that a data database and a key database, each accepted by `check`, are a pair.
+    """Reject a data database and a key database, each valid, that do not belong together.
 
     Raises:
-        ConfigurationError: They are not a pair.  The message says why and what to do.
+        ConfigurationError: They are not a pair; the message says why and what to do.
     """
     if data.database_id is None and keys.is_used:
         raise ConfigurationError(
@@ -273,8 +392,8 @@ async def open_database(
 ) -> Keyring:
     """Check the database, create missing tables and keys, and open the keyring.
 
-    A key database is completed before the data database.  After a crash between the two, the next
-    start completes the data database.
+    A key database is completed before the data database, so that after a crash between the two
+    the next start can continue.
 
     Args:
         executors: Run the statements on the data database and the key database.
@@ -283,29 +402,35 @@ async def open_database(
         known: A keyring opened earlier; if given, nothing is created.
 
     Raises:
-        ConfigurationError: A database cannot be used.  That database was left unchanged.
-        WrongKeyError, PlaintextRefusedError, KeyServiceError: See `open_keyring`.
-        SecureSessionError: Other processes kept changing the database.
+        ConfigurationError: A database cannot be used; it was left unchanged.
+        WrongKeyError, PlaintextRefusedError, KeyServiceError: see `open_keyring`.
     """
     if known is not None:
+        reject_separating(await survey_existing(executors))
         return await open_existing(executors, backends, known)
     root = backends.writer.root_key
     writes_plaintext = isinstance(backends.writer, NoOpBackend)
     marks = {PLAINTEXT: "1"} if writes_plaintext else {}
     for _ in range(_ATTEMPTS):  # survey again after each step
         data, keys = await _survey(executors, create_tables)
+        if keys.database_id is not None:
+            reject_separating(keys)
         database_id = keys.database_id or secrets.token_bytes(16)
         now = time.time_ns() // 1000
         missing = [INDEX, DATA]
         opened: Keyring | None = None
         if keys.database_id is not None:
             opened = await open_keyring(keys.keyring, backends.roots, root.key_id, database_id)
+            check_features(keys, opened)
             missing = [DATA] if opened.current_id is None else []
         marks |= {FORMAT: str(FORMAT_VERSION), DATABASE_ID: database_id.hex()}
         part = Part.KEYS if executors.has_key_database else Part.ALL
         if opened is None or missing or not marks.keys() <= keys.meta.keys():
             fresh = await at_once(*(new_master(which, root, database_id, now) for which in missing))
-            await _make(executors.keys, part, keys, marks, fresh)
+            created = marks
+            if opened is None:
+                created = {**marks, FEATURES: feature_mark(fresh[0].key.index(), database_id)}
+            await _make(executors.keys, part, keys, created, [made.row for made in fresh])
         elif executors.has_key_database and not marks.keys() <= data.meta.keys():
             await _make(executors.data, Part.DATA, data, marks, [])
         else:
@@ -319,11 +444,11 @@ async def open_database(
 async def survey_existing(executors: Executors) -> Survey:
     """Check and survey a database that already exists, without changing it.
 
-    With a key database, the result is the survey of the data database, but the *keyring* is that of
-    the key database.
+    With a key database, return the survey of the data database with the key database's keyring.
 
     Raises:
         ConfigurationError: The database cannot be used, or is new.
+        WrongKeyError: The keyring has too many rows.
     """
     data, keys = await _survey(executors, create_tables=True)
     if data.database_id is None:
@@ -331,7 +456,9 @@ async def survey_existing(executors: Executors) -> Survey:
             "this database holds no encrypted sessions yet: create its tables and keys with "
             "`adk-secure-sessions init`, or start a service on it"
         )
-    return data._replace(keyring=keys.keyring)
+    check_row_count(keys.keyring)
+    shared = {name: keys.meta[name] for name in (FEATURES, SEPARATION) if name in keys.meta}
+    return data._replace(keyring=keys.keyring, meta=data.meta | shared)
 
 
 async def open_existing(
@@ -339,35 +466,52 @@ async def open_existing(
 ) -> Keyring:
     """Open the keyring of a database that already exists, without changing the database.
 
-    *known* is a keyring that was opened earlier: its keys are not unwrapped again.
+    *known* is a keyring opened earlier: the keys that it holds are not unwrapped again.
 
     Raises:
         ConfigurationError: See `survey_existing`; or *known* is the keyring of another database.
-        WrongKeyError, PlaintextRefusedError, KeyServiceError: See `open_keyring`.
+        WrongKeyError, PlaintextRefusedError, KeyServiceError: see `open_keyring`.
     """
     survey = await survey_existing(executors)
     assert survey.database_id is not None, "survey_existing rejects that"
     if known is not None and known.database_id != survey.database_id:
         raise ConfigurationError("the database was replaced by another one: restart the service")
     writer, database_id = backends.writer.root_key.key_id, survey.database_id
-    return await open_keyring(survey.keyring, backends.roots, writer, database_id, known)
+    opened = await open_keyring(survey.keyring, backends.roots, writer, database_id, known)
+    check_features(survey, opened)
+    return opened
+
+
+async def half_separated(executors: Executors) -> tuple[Survey, str] | None:
+    """Return the key database's survey and the old id, if only that database has the new id.
+
+    A separation that was killed may have written the new id to the key database only.
+    """
+    if not executors.has_key_database:
+        return None
+    data = await _usable(executors.data.define(look, commit=False))
+    keys = await _usable(executors.keys.define(look, commit=False), "key database's ")
+    found = _SEPARATION_FORM.fullmatch(str(keys.meta.get(SEPARATION)))
+    if found is None or found["old"] != data.meta.get(DATABASE_ID):
+        return None
+    check(keys, Part.KEYS, create_tables=False)
+    return keys, found["old"]
 
 
 async def _survey(executors: Executors, create_tables: bool) -> tuple[Survey, Survey]:
     """Survey and check the data database and the key database; return both surveys.
 
-    Without a key database, both are the same survey.  Raises the errors of `check` and
-    `check_together`.
+    Without a key database, both are the same survey.  Raises ConfigurationError.
     """
     if not executors.has_key_database:
         survey = await _usable(executors.data.define(look, commit=False))
         check(survey, Part.ALL, create_tables)
         return survey, survey
-    # Another process may be creating both databases, the key database first.  By reading the data
-    # database first, we never see its new data database without its key database.
+    # Read the data database first.  Another process may be creating both, and creates the key
+    # database first: if we see its data database, we also see its key database.
     data = await _usable(executors.data.define(look, commit=False))
     keys = await _usable(executors.keys.define(look, commit=False), "key database's ")
-    # If the key database is in use, the data database may have been created after we surveyed it.
+    # If the keys are in use, the data database was perhaps created after we surveyed it.
     if keys.is_used and data.format_version is None:
         data = await _usable(executors.data.define(look, commit=False))
     check(keys, Part.KEYS, create_tables)
@@ -377,31 +521,17 @@ async def _survey(executors: Executors, create_tables: bool) -> tuple[Survey, Su
 
 
 async def _usable(work: Awaitable[T], whose: str = "") -> T:
-    """Return the result of *work*; *whose* is put before "SQLite file" in an error text.
-
-    Raises WrongKeyError if a stored text cannot be decoded, and ConfigurationError if a SQLite file
-    cannot be used.
-    """
     try:
         return await work
-    except sa.exc.DBAPIError as error:
-        name = getattr(error.orig, "sqlite_errorname", "")
-        reason = str(error.orig)
-        undecodable = "Could not decode" in reason
-        if not undecodable and not name.startswith(_UNUSABLE):
+    except DatabaseError as error:
+        if not (error.code or "").startswith(_UNUSABLE):
             raise
-    if undecodable:  # leave out the driver's text: it quotes the stored value
-        raise WrongKeyError(
-            "secure_meta or secure_keyring was tampered with: restore it from a backup"
-        )
-    raise ConfigurationError(
-        f"the {whose}SQLite file cannot be used: {reason}; check the path, its directory and "
-        "permissions"
-    )
+        reason = str(error)
+    raise ConfigurationError(f"the {whose}SQLite file cannot be used: {reason}")
 
 
 def mark_plaintext(connection: sa.Connection) -> None:
-    """Mark the database in `secure_meta` before the first plaintext record is written."""
+    """Mark the database as holding plaintext records; call this before the first is written."""
     values = {meta.c.name: PLAINTEXT, meta.c.value: "1"}
     if not connection.scalar(sa.select(meta.c.value).where(meta.c.name == PLAINTEXT)):
         connection.execute(sa.insert(meta).values(values))
@@ -414,10 +544,7 @@ async def _make(
     marks: dict[str, str],
     fresh: list[MasterKeyRow],
 ) -> None:
-    """Create missing tables, marks and keys, unless the survey is no longer *expected*.
-
-    *marks* are rows of `secure_meta`, and *fresh* are rows of `secure_keyring`.
-    """
+    """Create what is missing, unless the database has changed since the survey *expected*."""
     if part.value is not None:
         marks = {**marks, HOLDS: part.value}
     work = partial(_establish, part, expected, marks, fresh)

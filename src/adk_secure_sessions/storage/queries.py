@@ -33,6 +33,7 @@ from sqlalchemy import (
 
 from adk_secure_sessions.db.protocol import Row
 from adk_secure_sessions.keys.data_keys import DataKeyRow
+from adk_secure_sessions.keys.keyring import MasterMark
 from adk_secure_sessions.storage.schema import (
     apps,
     bases,
@@ -44,16 +45,17 @@ from adk_secure_sessions.storage.schema import (
     witnesses,
 )
 
-_APP, _USER, _WITNESS, _KEY, _SESSION, _SNAPSHOT, _EVENT = range(7)  # the kinds of rows
-_NUMBERS, _BLOBS = 7, 2  # columns after the kind
-# The positions of an event's values in its row.  Event rows are used as the driver returns them: a
-# history may have thousands of events, and converting a row to a named tuple takes as long as
-# finding the cipher of its event.
-EVENT_SEQ, EVENT_TIME, EVENT_RECORD = 1, 2, 8
+# The kinds of rows.
+_APP, _USER, _WITNESS, _KEY, _MASTER, _SESSION, _SNAPSHOT, _EVENT = range(8)
+_NUMBERS, _BLOBS = 8, 2
+# The positions of an event's values in its row.  A history may have thousands of events, and
+# converting a row to a named tuple takes as long as finding its cipher: event rows are therefore
+# used as the driver returns them.
+EVENT_SEQ, EVENT_TIME, EVENT_RECORD = 1, 2, 1 + _NUMBERS
 _ZERO: ColumnElement[int] = literal_column("0")
 
-# The two forms of a query.  The form at key True also reads the owners' rows of
-# `secure_data_keys`; the form at key False does not.
+# Two forms of one query.  The form at True also reads the owners' rows of `secure_data_keys`, and
+# what tells whether the keyring has changed: a data key under a retired master must be rejected.
 QueryForms = Mapping[bool, CompoundSelect[Any]]
 
 _app_tag = bindparam("app_tag", type_=LargeBinary)
@@ -65,12 +67,12 @@ _limit = bindparam("limit", type_=BigInteger)
 def _member(kind: int, numbers: list[Any], blobs: list[Any]) -> Select[Any]:
     """Return one SELECT of a UNION ALL.
 
-    The columns of every SELECT are `kind`, 7 numbers (padded with zeros) and 2 blobs (padded with
-    NULL).
+    All of them have the same columns: `kind`, 8 numbers (padded with zeros) and 2 blobs (padded
+    with NULL).
     """
     padded = numbers + [_ZERO] * (_NUMBERS - len(numbers))
     padded += blobs + [cast(null(), LargeBinary)] * (_BLOBS - len(blobs))
-    names = ["a", "b", "c", "d", "e", "f", "g", "h", "i"]
+    names = list("abcdefghij")
     return select(
         literal_column(str(kind)).label("kind"),
         *(column.label(name) for column, name in zip(padded, names, strict=True)),
@@ -96,11 +98,16 @@ def _key() -> Select[Any]:
     return _member(_KEY, [c.id, c.generation, c.backend_id, c.created_at], [c.owner, c.wrapped])
 
 
+def _master() -> Select[Any]:
+    return _member(_MASTER, [keyring.c.id, keyring.c.created_at], [keyring.c.wrapped])
+
+
 def _session(source: FromClause = sessions) -> Select[Any]:
     c = sessions.c
-    last_seq = select(func.max(events.c.seq)).where(events.c.session_row == c.id).scalar_subquery()
+    head = select(func.max(events.c.seq)).where(events.c.session_row == c.id).scalar_subquery()
+    last_seq = func.coalesce(head, literal_column("-1"))
     numbers: list[Any] = [c.id, c.user_row, c.revision, c.base_revision, c.created_at, c.updated_at]
-    numbers.append(func.coalesce(last_seq, literal_column("-1")))
+    numbers += [c.expires_at, last_seq]
     return _member(_SESSION, numbers, [c.tag, c.state]).select_from(source)
 
 
@@ -129,8 +136,8 @@ def _among(column: ColumnElement[Any], *tags: Any) -> ColumnElement[bool]:
 
 
 def _members(keys: bool, *members: Select[Any]) -> CompoundSelect[Any]:
-    wanted = _key().where(_among(data_keys.c.owner, _app_tag, _user_tag))
-    return union_all(*members, *([wanted] if keys else []))
+    wanted = [_key().where(_among(data_keys.c.owner, _app_tag, _user_tag)), _master()]
+    return union_all(*members, *(wanted if keys else []))
 
 
 def _last_events() -> Select[Any]:
@@ -157,7 +164,7 @@ def _list_query(keys: bool) -> CompoundSelect[Any]:
         _app(),
         _user().where(users.c.tag == _user_tag),
         _witness().where(_among(witnesses.c.tag, _app_tag, _user_tag)),
-        _witness().where(sessions.c.tag == witnesses.c.tag, mine, sessions.c.revision == _ZERO),
+        _witness().where(sessions.c.tag == witnesses.c.tag, mine),
         _session().where(mine),
         _snapshot().where(bases.c.session_row == sessions.c.id, mine),
     )
@@ -170,16 +177,14 @@ def _list_all_query(keys: bool) -> CompoundSelect[Any]:
     wanted = [
         _key().where(data_keys.c.owner == _app_tag),
         _key().where(data_keys.c.owner == users.c.tag, of_app),
+        _master(),
     ]
     return union_all(
         _app(),
         _user().where(of_app),
         _witness().where(witnesses.c.tag == _app_tag),
         _witness().where(users.c.tag == witnesses.c.tag, of_app),
-        _witness()
-        .where(sessions.c.tag == witnesses.c.tag, sessions.c.revision == _ZERO)
-        .select_from(theirs)
-        .where(of_app),
+        _witness().where(sessions.c.tag == witnesses.c.tag).select_from(theirs).where(of_app),
         _session(theirs).where(of_app),
         _snapshot().where(bases.c.session_row == sessions.c.id).select_from(theirs).where(of_app),
         *(wanted if keys else []),
@@ -268,6 +273,19 @@ INSERT_SESSION_OF_KNOWN = _session_of_user(
 )
 INSERT_EVENT = insert(events)
 
+
+def _lock(table: FromClause, tag: BindParameter[bytes]) -> Select[Any]:
+    """Return a query that locks a row against changes, but not against new rows that refer to it.
+
+    SQLite has no such locks and needs none: it runs one write at a time.
+    """
+    return select(table.c.id).where(table.c.tag == tag).with_for_update(key_share=True)
+
+
+LOCK_SESSION = _lock(sessions, _session_tag)
+LOCK_APP = _lock(apps, _app_tag)
+LOCK_USER = _lock(users, _user_tag)
+
 _AT_ID: BindParameter[int] = bindparam("at_id")
 _AT_VERSION: BindParameter[int] = bindparam("at_version")
 _AT_STATE: BindParameter[bytes] = bindparam("at_state", type_=LargeBinary)
@@ -335,7 +353,7 @@ class UserRow(NamedTuple):
 
 
 class WitnessRow(NamedTuple):
-    """A row of `secure_witnesses`; *number* is an owner's version or a session's row key."""
+    """A row of `secure_witnesses`; *number* is an owner's version or a session's row id."""
 
     number: int
     tag: bytes
@@ -351,6 +369,7 @@ class SessionRow(NamedTuple):
     base_revision: int
     created_at: int
     updated_at: int
+    expires_at: int
     last_seq: int
     tag: bytes
     state: bytes
@@ -375,6 +394,7 @@ class Found:
         self.users: list[UserRow] = []
         self.witnesses: dict[bytes, WitnessRow] = {}
         self.data_keys: list[DataKeyRow] = []
+        self.masters: list[MasterMark] = []
         self.sessions: list[SessionRow] = []
         self.snapshots: dict[int, SnapshotRow] = {}
         self.events: list[Row] = []  # as the driver returns them: see EVENT_SEQ
@@ -385,15 +405,17 @@ class Found:
             elif kind == _SESSION:
                 self.sessions.append(SessionRow._make(row[1:]))
             elif kind == _WITNESS:
-                self.witnesses[row[8]] = WitnessRow(row[1], row[8], row[9])
+                self.witnesses[row[9]] = WitnessRow(row[1], row[9], row[10])
             elif kind == _USER:
-                self.users.append(UserRow(row[1], row[2], row[3], row[8], row[9]))
+                self.users.append(UserRow(row[1], row[2], row[3], row[9], row[10]))
             elif kind == _APP:
-                self.app = self.app or AppRow(row[1], row[2], row[8], row[9])
+                self.app = self.app or AppRow(row[1], row[2], row[9], row[10])
             elif kind == _SNAPSHOT:
-                self.snapshots[row[1]] = SnapshotRow(row[1], row[2], row[8])
+                self.snapshots[row[1]] = SnapshotRow(row[1], row[2], row[9])
+            elif kind == _KEY:
+                self.data_keys.append(DataKeyRow(row[1], row[9], row[2], row[3], row[4], row[10]))
             else:
-                self.data_keys.append(DataKeyRow(row[1], row[8], row[2], row[3], row[4], row[9]))
+                self.masters.append(MasterMark(row[1], row[2], row[9]))
 
     @property
     def user(self) -> UserRow | None:
@@ -406,10 +428,9 @@ class Found:
         return self.sessions[0] if self.sessions else None
 
 
-# Query for data keys alone: with a key database, one query cannot read data keys and other rows.
-# The columns are the fields of DataKeyRow.
-DATA_KEYS = select(*(data_keys.c[name] for name in DataKeyRow._fields))
-# How many values a statement has: 2 for a user and an app, 200 for longer lists.
+# Query for data keys only.
+DATA_KEYS = select(*(data_keys.c[name] for name in DataKeyRow._fields))  # for DataKeyRow
+# The lengths of value lists in statements; see `chunks`.  Two: the tags of a user and an app.
 _FEW, _MANY = 2, 200
 
 
@@ -439,6 +460,12 @@ def numbered(values: Sequence[object]) -> dict[str, object]:
 
 
 @functools.cache
-def data_keys_of(number: int) -> Select[Any]:
-    """Return the query for all data keys of *number* owners; its parameters are `numbered` tags."""
-    return DATA_KEYS.where(is_one_of(data_keys.c.owner, number))
+def data_keys_of(number: int) -> CompoundSelect[Any]:
+    """Return the query for all data keys of *number* owners and the marks of all keyring rows.
+
+    A mark, see `MasterMark`, tells whether a row of the keyring has changed.
+
+    The parameters are the owners' tags, as `numbered` returns them.  Use this query for a key
+    database, whose rows cannot be read together with the data, and in maintenance commands.
+    """
+    return union_all(_key().where(is_one_of(data_keys.c.owner, number)), _master())

@@ -6,11 +6,13 @@ Events are decrypted in chunks in the event loop, and other tasks can run betwee
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Generic, NamedTuple, TypeVar
 
 from adk_secure_sessions.db.protocol import Executors
 from adk_secure_sessions.errors import DecryptionError, Reason, TamperedError
+from adk_secure_sessions.formats.records import HEADER_LENGTH, NO_LINK
 from adk_secure_sessions.storage import bindings
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage.bindings import (
@@ -20,14 +22,21 @@ from adk_secure_sessions.storage.bindings import (
     RowCache,
     StoredSession,
 )
-from adk_secure_sessions.storage.queries import EVENT_SEQ, EVENT_TIME, Found, QueryForms
-from adk_secure_sessions.storage.schema import sessions, users
+from adk_secure_sessions.storage.queries import (
+    EVENT_RECORD,
+    EVENT_SEQ,
+    EVENT_TIME,
+    Found,
+    QueryForms,
+)
+from adk_secure_sessions.storage.schema import apps, bases, events, sessions, users, witnesses
 from adk_secure_sessions.storage.unit_of_work import read_data_keys
 
 logger: logging.Logger = logging.getLogger(__name__)
 
 E = TypeVar("E")
 
+_MOST_EVENTS = 2**40
 _CHUNK = 64  # events to decrypt and decode before other tasks may run
 
 
@@ -58,7 +67,7 @@ class _Read:
     ) -> Found:
         query = attempt.form_of(forms)
         found = Found(await executors.data.read(query, parameters or self.who.tags()))
-        attempt.keys.load(found.data_keys)
+        attempt.load_keys(found)
         return found
 
 
@@ -70,7 +79,7 @@ class GetSession(_Read, Generic[E]):
 
     Args:
         who: The ids of the session.
-        decode: Called with an event's plaintext, its session's row key and its `seq`.
+        decode: Called with an event's plaintext, its session's row id and its `seq`.
         limit: The maximum number of events; None for all.
         after: A time in microseconds UTC.  If given, *limit* is ignored.
     """
@@ -84,38 +93,48 @@ class GetSession(_Read, Generic[E]):
     ) -> None:
         super().__init__(who)
         self._decode = decode
-        self._limit = limit if after is None else None
+        # No database has larger numbers than these.
+        self._limit = min(limit, _MOST_EVENTS) if limit is not None and after is None else None
         self._after = after
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> tuple[View, list[E]] | None:
+        return await self._open(attempt, await self._find(attempt, executors))
+
+    async def _find(self, attempt: Attempt, executors: Executors) -> Found:
         forms = sql.SESSION_WITH_ALL_EVENTS
         if self._limit is not None:
             forms = sql.SESSION_WITH_LAST_EVENTS if self._limit else sql.SESSION_WITHOUT_EVENTS
         parameters = {**self.who.tags(), "limit": self._limit or 0}
-        found = await self._read(attempt, executors, forms, parameters)
+        return await self._read(attempt, executors, forms, parameters)
+
+    async def _open(self, attempt: Attempt, found: Found) -> tuple[View, list[E]] | None:
         app = bindings.open_app(attempt, found)
         user = bindings.open_user(attempt, found)
         session = bindings.open_session(attempt, found, user)
         if session is None or user is None:
             return None
-        return _view(session, user, app), await self._history(attempt, found, session)
+        return _view(session, user, app), await self.history(attempt, found, session)
 
-    async def _history(self, attempt: Attempt, found: Found, session: StoredSession) -> list[E]:
+    async def history(self, attempt: Attempt, found: Found, session: StoredSession) -> list[E]:
+        """Decrypt and decode the events in *found*, those of *session*."""
         bindings.check_events(session, found.events, self._limit)
-        events: list[E] = []
+        decoded: list[E] = []
         after = self._after
+        link = NO_LINK if len(found.events) == session.revision else None
         for start in range(0, len(found.events), _CHUNK):
             if start:
                 await asyncio.sleep(0)
             rows = found.events[start : start + _CHUNK]
-            # Decrypt all events of the chunk before decoding: alternating takes twice as long.
-            opened = bindings.open_events(attempt, session, rows)
-            events += [
+            # Decrypt the whole chunk, then decode it: alternating per event takes twice as long.
+            opened, link = bindings.open_events(attempt, session, rows, link)
+            decoded += [
                 self._decode(plaintext, session.id, row[EVENT_SEQ])
                 for row, plaintext in zip(rows, opened, strict=True)
                 if after is None or row[EVENT_TIME] >= after
             ]
-        return events
+        if self._limit != 0:
+            bindings.check_head(attempt, session, link)
+        return decoded
 
 
 class ListUserSessions(_Read):
@@ -159,7 +178,8 @@ class ListAppSessions(_Read):
         found = await self._read(attempt, executors, sql.SESSIONS_OF_APP, parameters)
         if executors.has_key_database:
             tags = [row.tag for row in found.users]
-            attempt.keys.load(await read_data_keys(executors.keys.read, tags))
+            keys = await read_data_keys(executors.keys.read, tags)
+            attempt.keys.load(keys.data_keys, keys.masters)
         app = bindings.open_app(attempt, found)
         opened = []
         for row in found.users:
@@ -178,34 +198,109 @@ class GetUserState(_Read):
         return user.state if user else b"{}"
 
 
+Headers = Counter[tuple[str, bytes]]  # number of records, by table and record header
+
+
 class CheckApp(_Read):
     """Decrypt an app's row; `attempt` returns None if the app has no row.
 
-    `CheckApp` and `CheckUser` do not use the row cache.  `verify` must notice a data key that was
-    tampered with after the row was cached.
+    The checks below do not use the row cache.  `verify` must notice a data key that was tampered
+    with after the row was cached.
+
+    Attributes:
+        headers: The number of records that were decrypted.
     """
 
     reads_keys = True
+    headers: Headers
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> Owner | None:
         found = await self._read(attempt, executors, sql.OWNERS)
-        return bindings.open_app(attempt._replace(cache=RowCache(0)), found)
+        app = bindings.open_app(attempt._replace(cache=RowCache(0)), found)
+        self.headers = Counter()
+        if app is not None and found.app is not None:
+            self.headers[apps.name, found.app.state[:HEADER_LENGTH]] += 1
+            self.headers[witnesses.name, found.witnesses[app.tag].seal[:HEADER_LENGTH]] += 1
+        return app
 
 
 class CheckUser(_Read):
-    """Decrypt the row with the user tag of *who*; `attempt` returns None if no row has the tag."""
+    """Decrypt the row with the user tag of *who*; `attempt` returns None if no row has the tag.
+
+    Attributes:
+        headers: The number of records that were decrypted.
+    """
 
     reads_keys = True
+    headers: Headers
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> Owner | None:
         found = await self._read(attempt, executors, sql.OWNERS)
+        self.headers = Counter()
         if found.user is None:
             return None
-        return bindings.open_user_row(attempt._replace(cache=RowCache(0)), found, found.user)
+        user = bindings.open_user_row(attempt._replace(cache=RowCache(0)), found, found.user)
+        self.headers[users.name, found.user.state[:HEADER_LENGTH]] += 1
+        self.headers[witnesses.name, found.witnesses[user.tag].seal[:HEADER_LENGTH]] += 1
+        return user
+
+
+class CheckSession(GetSession[E]):
+    """Decrypt a session with all its events, and check that they belong together.
+
+    Attributes:
+        headers: The number of records that were decrypted: of the session, its witness, its
+            snapshot and its events.
+    """
+
+    reads_keys = True
+    headers: Headers
+
+    async def attempt(self, attempt: Attempt, executors: Executors) -> tuple[View, list[E]] | None:
+        found = await self._find(attempt, executors)
+        opened = await self._open(attempt._replace(cache=RowCache(0)), found)
+        self.headers = Counter()
+        if opened is not None and found.session is not None:
+            tag = found.session.tag
+            self.headers[sessions.name, found.session.state[:HEADER_LENGTH]] += 1
+            self.headers[witnesses.name, found.witnesses[tag].seal[:HEADER_LENGTH]] += 1
+            for snapshot in found.snapshots.values():
+                self.headers[bases.name, snapshot.state[:HEADER_LENGTH]] += 1
+            for row in found.events:
+                self.headers[events.name, row[EVENT_RECORD][:HEADER_LENGTH]] += 1
+        return opened
+
+
+class CheckLocatedSession(_Read, Generic[E]):
+    """Read a session with all events, even if the row of its app or user is bad; for `verify`.
+
+    `attempt` returns the session and its decoded events; None if there is no such session.
+
+    Args:
+        who: The ids of the session, as its rows hold them.
+        decode: See `GetSession`.
+    """
+
+    def __init__(self, who: Identity, decode: Callable[[bytes, int, int], E]) -> None:
+        super().__init__(who)
+        self._whole = GetSession(who, decode)
+
+    async def attempt(
+        self, attempt: Attempt, executors: Executors
+    ) -> tuple[StoredSession, list[E]] | None:
+        parameters = {**self.who.tags(), "limit": 0}
+        found = await self._read(attempt, executors, sql.SESSION_WITH_ALL_EVENTS, parameters)
+        session = bindings.open_session(attempt, found, bindings.named_user(attempt, found))
+        if session is None:
+            return None
+        return session, await self._whole.history(attempt, found, session)
 
 
 def _view(session: StoredSession, user: Owner, app: Owner | None) -> View:
-    """Return a view of the session; raise TamperedError if *app* is not the user's app."""
+    """Return *session* together with the id of its user and the states of its user and its app.
+
+    Raises TamperedError if *app* is None or is not the app that the user's row refers to.
+    """
     if app is None or user.app_row != app.id:
         raise TamperedError(
             "its app's row was removed", reason=Reason.MISSING, table=users.name, row=user.id
@@ -223,9 +318,15 @@ def _listed(
     """
     by_row = {user.id: user for user in opened}
     views = []
+    tags: set[object] = set()
     for row in found.sessions:
         user = by_row.get(row.user_row)
         try:
+            if row.tag in tags:  # possible only if the column `tag` has lost its UNIQUE constraint
+                raise TamperedError(
+                    "it is stored twice", reason=Reason.MISMATCH, table=sessions.name, row=row.id
+                )
+            tags.add(row.tag)
             if user is None:
                 raise TamperedError(
                     "its user's row was removed or cannot be decrypted",
@@ -233,7 +334,7 @@ def _listed(
                     table=sessions.name,
                     row=row.id,
                 )
-            views.append(_view(bindings.open_listed_session(attempt, found, user, row), user, app))
+            views.append(_view(bindings.open_session_row(attempt, found, user, row), user, app))
         except DecryptionError as error:
             _skip_or_raise(error, skip=skip)
     return views

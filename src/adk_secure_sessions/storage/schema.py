@@ -1,10 +1,10 @@
-"""The tables and their row keys (see docs/format.md).  Times are microseconds since 1970, UTC.
+"""The tables and their row ids (see docs/format.md).  Times are microseconds since 1970, UTC.
 
 Each row is confirmed by another row, so that replaying or removing a single row is detected:
 
 - A session's row has a revision, which is the number of the session's events.
 - A version witness is a row of `secure_witnesses`.  It repeats the version of an app's or a user's
-  row, or the key of a session's row.
+  row, or the id of a session's row.
 """
 
 import secrets
@@ -27,7 +27,8 @@ from sqlalchemy.dialects.mysql import LONGBLOB, VARBINARY
 
 from adk_secure_sessions.keys.blind_index import TAG_LENGTH
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+NEVER = 2**63 - 1  # the `expires_at` of a session that does not expire
 
 metadata: MetaData = MetaData()
 
@@ -109,6 +110,7 @@ sessions: Table = Table(
     Column("base_revision", BigInteger, nullable=False),
     Column("created_at", BigInteger, nullable=False),
     Column("updated_at", BigInteger, nullable=False),
+    Column("expires_at", BigInteger, nullable=False),
     Column("state", _RECORD, nullable=False),
 )
 
@@ -160,15 +162,15 @@ _last_row_key = 0
 
 
 def new_row_key() -> int:
-    """Return an integer key for a new row.
+    """Return a row id for a new row.
 
-    The database does not choose the key, because the row's records are bound to the key before the
+    The database does not choose the id, because the row's records are bound to the id before the
     row is inserted.
 
-    A key has 63 bits: 42 bits of milliseconds since 1970, so that rows are in order of creation,
-    and 21 random bits.  Each key is greater than the previous key of this process.  If two
-    processes choose the same key, the database rejects the second row, and the transaction is
-    repeated with a new key.
+    An id has 63 bits: 42 bits of milliseconds since 1970, so that rows are in order of creation,
+    and 21 random bits.  Each id is greater than the previous id of this process.  If two processes
+    choose the same id, the database rejects the second row, and the transaction is repeated with a
+    new id.
     """
     global _last_row_key
     fresh = (time.time_ns() // 1_000_000) << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS)

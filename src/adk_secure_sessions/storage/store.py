@@ -4,8 +4,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from adk_secure_sessions.formats.states import JsonObject
-from adk_secure_sessions.lru import Lru
-from adk_secure_sessions.storage.bindings import NO_SNAPSHOT, Identity, StoredSession
+from adk_secure_sessions.storage.bindings import StoredSession
 from adk_secure_sessions.storage.reads import (
     GetSession,
     GetUserState,
@@ -28,25 +27,18 @@ T = TypeVar("T")
 class Store:
     """The operations on the sessions of one database.
 
-    A store caches the sessions that it has read or written.  Appending to a cached session needs
-    no read.  Every method raises the errors of `UnitOfWork.run`.
+    Every method raises what `UnitOfWork.run` raises.
     """
 
-    def __init__(self, unit: UnitOfWork, *, cached_sessions: int) -> None:
+    def __init__(self, unit: UnitOfWork) -> None:
         self.unit = unit
-        self._known: Lru[bytes, StoredSession] = Lru(cached_sessions)
-        self._cached_sessions = cached_sessions
 
     async def prepare(self) -> None:
         """Open the database, before the first operation does so."""
         await self.unit.keys()
 
     async def close(self) -> None:
-        """Close the connections and discard all keys and cached sessions.
-
-        The next call opens the database again.
-        """
-        self._known = Lru(self._cached_sessions)
+        """Close the connections, forget keys and sessions.  The next call opens the database."""
         await self.unit.close()
 
     async def create(
@@ -68,7 +60,6 @@ class Store:
         """
         who = await self.unit.identify(app_name, user_id, session_id)
         created = await self.unit.run(CreateSession(who, app_delta, user_delta, state, now))
-        self._remember(who, created.session)
         return View(created.session, user_id, created.app.state, created.user.state)
 
     async def get(
@@ -86,10 +77,7 @@ class Store:
         See `GetSession` for the arguments.
         """
         who = await self.unit.identify(app_name, user_id, session_id)
-        found = await self.unit.run(GetSession(who, decode, limit, after))
-        if found is not None:
-            self._remember(who, found[0].session)
-        return found
+        return await self.unit.run(GetSession(who, decode, limit, after))
 
     async def list_user(self, app_name: str, user_id: str, *, skip: bool) -> list[View]:
         """Return all sessions of a user; see `ListUserSessions` for *skip*."""
@@ -110,10 +98,7 @@ class Store:
         earlier.
         """
         who = await self.unit.identify(app_name, user_id, session_id)
-        known = self._known.get(who.session_tag) if before is None else None
-        deleted = await self.unit.run(DeleteSession(who, known, before))
-        self._known.drop(who.session_tag)
-        return deleted
+        return await self.unit.run(DeleteSession(who, before))
 
     async def append(
         self,
@@ -126,31 +111,15 @@ class Store:
     ) -> None:
         """Append an event.
 
-        After the commit, *stored* is called with the session after the event, even if the caller
-        was cancelled.
+        After the commit, *stored* is called with the updated session, even if the caller was
+        cancelled.
 
-        Raises MissingSession if the session is not stored, and StaleRevision if its row key and
-        revision are not *expected*.
+        Raises MissingSession if the session is not stored.  Raises StaleRevision if the row id and
+        the revision of the stored session differ from those in *expected*.
         """
         who = await self.unit.identify(app_name, user_id, session_id)
-        sessions = self._known
-        known = sessions.get(who.session_tag)
-        if known is not None and (known.id, known.revision) != expected:
-            known = None
-
-        def done(session: StoredSession) -> None:
-            sessions.put(who.session_tag, session)
-            stored(session)
-
-        done(await self.unit.run(AppendEvent(who, known, expected, event, done)))
+        stored(await self.unit.run(AppendEvent(who, expected, event, stored)))
 
     async def user_state(self, app_name: str, user_id: str) -> bytes:
         """Return the user's state as JSON; `{}` for an unknown user."""
         return await self.unit.run(GetUserState(await self.unit.identify(app_name, user_id)))
-
-    def _remember(self, who: Identity, session: StoredSession) -> None:
-        if session.base_revision != NO_SNAPSHOT:  # a snapshot may be large: do not cache it
-            session = session._replace(snapshot=None)
-        elif self._known.get(who.session_tag) is session:
-            return
-        self._known.put(who.session_tag, session)

@@ -6,6 +6,7 @@ and maintenance commands both use it.  All rules for retries are in this module:
 - If an attempt lacks a data key, the key is read or created before the next attempt.
 - If the keyring has changed, it is read again, once for all tasks that noticed the change.
 - If another transaction changed the same rows, the attempt is repeated after a short random pause.
+  After a few such conflicts, a write locks its rows before it reads them.
 - If the connection was lost, the attempt is repeated after longer pauses.
 """
 
@@ -14,7 +15,9 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
+from threading import Lock
 from typing import NamedTuple, Protocol, TypeVar
+from weakref import WeakSet
 
 import sqlalchemy as sa
 
@@ -43,13 +46,22 @@ from adk_secure_sessions.storage.bindings import (
     RowCache,
     identify,
 )
-from adk_secure_sessions.storage.queries import INSERT_KEY, chunks, data_keys_of, numbered
+from adk_secure_sessions.storage.queries import (
+    INSERT_KEY,
+    Found,
+    chunks,
+    data_keys_of,
+    numbered,
+)
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 OpenKeyring = Callable[[Keyring | None], Awaitable[Keyring]]
 
 _CONFLICTS = 20  # the number of conflicts after which an operation fails
+# After so many conflicts, a write locks its rows.  Without locks, one in 10,000 writes failed while
+# 64 tasks wrote the same app's state.
+_CONFLICTS_WITHOUT_LOCK = 3
 # Seconds to wait after each lost connection.  Writes are retried more often than reads: as long as
 # it is unknown whether a write was stored, neither success nor failure can be reported.
 _READ_PAUSES = (0.05,)
@@ -90,12 +102,17 @@ class Retries:
         self._conflicts = 0
         self._pauses = iter(_WRITE_PAUSES if writes else _READ_PAUSES)
 
+    @property
+    def locks_rows(self) -> bool:
+        """Whether the next attempt of a write should lock the rows that it changes."""
+        return self._conflicts >= _CONFLICTS_WITHOUT_LOCK
+
     async def wait(self, error: UniqueViolation | Conflict | Disconnected) -> None:
         """Pause before the next attempt.
 
         Raises:
             SecureSessionError: There were too many conflicts.
-            Exception: The driver's error, if the connection was lost too many times.
+            DatabaseError: The connection was lost too many times.
         """
         if isinstance(error, Disconnected):
             pause = next(self._pauses, None)
@@ -127,9 +144,28 @@ async def repeated(work: Callable[[], Awaitable[T]], *, writes: bool = False) ->
 
 
 class _Opened(NamedTuple):
+    """The keys of the database, and caches that are emptied at *expires* (monotonic seconds)."""
+
     keys: DataKeys
     rows: RowCache
     identities: Lru[tuple[str, str, str], Identity]
+    expires: float
+
+
+_units: "WeakSet[UnitOfWork]" = WeakSet()
+_units_lock = Lock()  # services of other threads may be created during an erasure
+
+
+def empty_caches() -> None:
+    """Empty the caches of all units of work in this process: keys, decrypted rows and ids.
+
+    Called after an erasure: a cached data key of an erased user would decrypt rows that an attacker
+    inserts again.
+    """
+    with _units_lock:
+        units = list(_units)
+    for unit in units:
+        unit.empty_caches()
 
 
 class UnitOfWork:
@@ -143,7 +179,9 @@ class UnitOfWork:
             that was opened earlier and whose keys need not be unwrapped again.
         cached_rows: Maximum number of sessions, of users and of apps to cache.
         cached_keys: Maximum number of owners whose data keys are cached.
-        keyring_pause: Seconds before a rejected keyring is read again.
+        cache_seconds: How long unwrapped data keys and decrypted rows are cached.  Then they are
+            read again: another process may have erased a user.
+        keyring_pause: Seconds until a keyring that was rejected is read again.
     """
 
     def __init__(
@@ -154,8 +192,10 @@ class UnitOfWork:
         *,
         cached_rows: int,
         cached_keys: int,
+        cache_seconds: float = 300.0,
         keyring_pause: float = _KEYRING_PAUSE,
     ) -> None:
+        self._cache_seconds = cache_seconds
         self.executors = executors
         self._backends = backends
         self._open_keyring = open_keyring
@@ -167,6 +207,8 @@ class UnitOfWork:
         # `renew_keyring` raises this error until `_retry_at`.
         self._rejected: SecureSessionError | None = None
         self._retry_at = 0.0
+        with _units_lock:
+            _units.add(self)
 
     @property
     def backends(self) -> Backends:
@@ -180,22 +222,23 @@ class UnitOfWork:
 
         Raises the errors of *open_keyring*.
         """
-        return (self._opened or await self._open()).keys
+        return (await self._current()).keys
+
+    def empty_caches(self) -> None:
+        """Forget unwrapped data keys, decrypted rows and ids; keep the keyring."""
+        if (opened := self._opened) is not None:
+            self._opened = self._with_empty_caches(opened.keys.keyring)
 
     async def close(self) -> None:
         """Close the connections and discard the keys; the next call opens the database again."""
-        self._opened = None
+        self._opened = self._rejected = None  # the frames of an error refer to keys
         await self.executors.close()
 
     async def identify(self, app_name: str, user_id: str = "", session_id: str = "") -> Identity:
         """Return the ids with their tags (blind indexes)."""
-        opened = self._opened or await self._open()
+        opened = await self._current()
         ids = (app_name, user_id, session_id)
-        who = opened.identities.get(ids)
-        if who is None:
-            who = identify(opened.keys.keyring.index, *ids)
-            opened.identities.put(ids, who)
-        return who
+        return opened.identities.get(ids) or identify(opened.keys.keyring.index, *ids)
 
     async def run(self, operation: Operation[T]) -> T:
         """Attempt *operation* until it succeeds, and return its result.
@@ -207,7 +250,7 @@ class UnitOfWork:
 
         Raises the errors of the operation, of *open_keyring* and of `Retries.wait`.
         """
-        opened = self._opened or await self._open()
+        opened = await self._current()
         who, retries = operation.who, Retries(writes=operation.writes)
         separate = self.executors.has_key_database
         reads_keys = operation.reads_keys or not opened.keys.knows(who.app_tag, who.user_tag)
@@ -216,24 +259,28 @@ class UnitOfWork:
         missing_is_final = not separate
         keyring_is_current = False
         is_first = True
-        new_keys = 0
+        created: list[int] = []  # the ids of data keys stored in the key database
         while True:
             keyring_seen = opened.keys.keyring
             keys = StagedKeys(
                 opened.keys,
                 keyring_is_complete=keyring_is_current,
-                uses_cache=not operation.reads_keys,
+                uses_cache=not reads_keys,
+                created=created,
             )
             source = KeySource.CACHE
             if reads_keys:
                 source = KeySource.KEY_DATABASE if separate else KeySource.QUERY
-            attempt = Attempt(who, keys, opened.rows, source, is_first)
+            attempt = Attempt(
+                who, keys, opened.rows, source, is_first, opened.rows.time, retries.locks_rows
+            )
             is_first = False
             try:
                 try:
                     if source is KeySource.KEY_DATABASE:
                         owners = [who.app_tag, who.user_tag]
-                        keys.load(await read_data_keys(self.executors.keys.read, owners))
+                        found = await read_data_keys(self.executors.keys.read, owners)
+                        keys.load(found.data_keys, found.masters)
                     result = await operation.attempt(attempt, self.executors)
                 except UnknownKeyError:
                     if reads_keys and missing_is_final:
@@ -241,14 +288,15 @@ class UnitOfWork:
                     missing_is_final = missing_is_final or reads_keys
                     reads_keys = True
                 except NeedsDataKey as need:
-                    new_keys += 1
-                    if new_keys > _NEW_KEYS:
+                    if len(created) == _NEW_KEYS:
                         raise SecureSessionError(
                             f"{_NEW_KEYS} new data keys were created, and another one is needed: "
                             "try again",
                             retryable=True,
                         ) from None
-                    await self._store_data_key(opened.keys, keys, need.owner, keyring_seen)
+                    owner, since = need.owner, need.not_before
+                    row = await self._store_data_key(opened.keys, keys, owner, since, keyring_seen)
+                    created.append(row.id)
                 except StaleKeyring:
                     await self._renew_keyring(opened.keys, keyring_seen)
                     keyring_is_current = True
@@ -260,6 +308,7 @@ class UnitOfWork:
                     raise
                 else:
                     keys.publish()
+                    _cache_identity(opened, who)
                     return result
             except (UniqueViolation, Conflict, Disconnected) as error:
                 await retries.wait(error)
@@ -292,14 +341,14 @@ class UnitOfWork:
         its owner raises DecryptionError.
         """
         keys = await self.keys()
-        rows = await read_data_keys(self.read_keys, owners)
+        found = await read_data_keys(self.read_keys, owners)
         staged = StagedKeys(keys, keyring_is_complete=False, uses_cache=False)
         try:
-            staged.load(rows)
+            staged.load(found.data_keys, found.masters)
         except StaleKeyring:
             await self._renew_keyring(keys, keys.keyring)
             staged = StagedKeys(keys, uses_cache=False)
-            staged.load(rows)
+            staged.load(found.data_keys, found.masters)
         return staged
 
     async def renew_keyring(self, seen: Keyring) -> None:
@@ -328,30 +377,54 @@ class UnitOfWork:
                 self._rejected, self._retry_at = error, time.monotonic() + self._keyring_pause
                 raise
 
+    async def _current(self) -> _Opened:
+        """Return the keys and caches; open the database on first use, empty expired caches."""
+        opened = self._opened
+        if opened is None:
+            return await self._open()
+        if time.monotonic() >= opened.expires:
+            self._opened = opened = self._with_empty_caches(opened.keys.keyring)
+        return opened
+
     async def _open(self) -> _Opened:
         async with self._locks.hold("open"):
             if self._opened is None:
-                backends = self.backends
                 keyring = await repeated(lambda: self._open_keyring(None))
-                writer_id = backends.writer.backend_id
-                keys = DataKeys(keyring, backends.by_id, writer_id, self._cached_keys)
                 self._rejected = None
-                self._opened = _Opened(keys, RowCache(self._cached_rows), Lru(self._cached_rows))
+                self._opened = self._with_empty_caches(keyring)
             return self._opened
 
+    def _with_empty_caches(self, keyring: Keyring) -> _Opened:
+        writer_id = self.backends.writer.backend_id
+        return _Opened(
+            DataKeys(keyring, self.backends.by_id, writer_id, self._cached_keys),
+            RowCache(self._cached_rows),
+            Lru(self._cached_rows),
+            time.monotonic() + self._cache_seconds,
+        )
+
     async def _store_data_key(
-        self, known: DataKeys, keys: StagedKeys, owner: bytes, seen: Keyring
-    ) -> None:
+        self, known: DataKeys, keys: StagedKeys, owner: bytes, not_before: int, seen: Keyring
+    ) -> DataKeyRow:
         """Store a new data key of *owner* in the key database; the next attempt reads it.
 
         Raises UniqueViolation if another process has stored a data key of the same owner and
         generation first, and Conflict if another process has changed the keyring.
         """
-        row = keys.new(owner)
+        row = keys.new(owner, not_before)
         change = Change(INSERT_KEY, row._asdict() | keys.keyring_guard())
         if not await self.executors.keys.write(partial(_apply_one, change)):
             await self._renew_keyring(known, seen)
             raise Conflict
+        return row
+
+
+def _cache_identity(opened: _Opened, who: Identity) -> None:
+    """Cache the ids *who* if they exist: unknown ids would fill the cache."""
+    rows = opened.rows
+    owner = rows.users.get(who.user_tag) or (not who.user_id and rows.apps.get(who.app_tag))
+    if owner and (not who.session_id or rows.sessions.get(who.session_tag)):
+        opened.identities.put((who.app_name, who.user_id, who.session_id), who)
 
 
 def _apply_one(change: Change) -> Steps[bool]:
@@ -361,11 +434,16 @@ def _apply_one(change: Change) -> Steps[bool]:
 
 async def read_data_keys(
     read: Callable[[sa.Executable, Parameters], Awaitable[Sequence[Row]]], owners: Iterable[object]
-) -> list[DataKeyRow]:
-    """Return all data keys of *owners*; *read* queries the database that stores data keys."""
-    found = []
-    # SQLite stores any type in any column.  A modified tag that is not bytes has no data keys.
-    for tags in chunks({owner for owner in owners if isinstance(owner, bytes)}):
-        rows = await read(data_keys_of(len(tags)), numbered(tags))
-        found += [DataKeyRow(*row) for row in rows]
+) -> Found:
+    """Return all data keys of *owners*, and the marks of the keyring.
+
+    *read* queries the database that stores data keys.
+    """
+    found = Found(())
+    # Skip tags that are not bytes: no data key has such an owner.  SQLite stores any type in any
+    # column, so a tag that somebody modified can have any type.
+    for tags in chunks({owner for owner in owners if isinstance(owner, bytes)} or {b""}):
+        part = Found(await read(data_keys_of(len(tags)), numbered(tags)))
+        found.data_keys += part.data_keys
+        found.masters = part.masters
     return found

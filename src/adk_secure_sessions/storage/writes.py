@@ -6,18 +6,21 @@ The generator reads rows, decrypts them, and then yields all changes in one requ
 - A row that cannot be decrypted is never overwritten.
 - On PostgreSQL, no transaction stays open while rows are decrypted.
 - The same steps run on every executor.
+
+If other transactions have changed the same rows several times, the steps run in a transaction that
+locks these rows first: then nobody else can change them, and the next attempt succeeds.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 
 from adk_secure_sessions.db.protocol import Apply, Change, Conflict, Executors, Read, Steps
-from adk_secure_sessions.errors import Reason, TamperedError, UnknownKeyError
-from adk_secure_sessions.formats.records import encode_text
+from adk_secure_sessions.errors import Reason, TamperedError
+from adk_secure_sessions.formats.records import NO_LINK, new_link
 from adk_secure_sessions.formats.states import JsonObject, dumps, loads
 from adk_secure_sessions.storage import bindings
 from adk_secure_sessions.storage import queries as sql
@@ -26,12 +29,13 @@ from adk_secure_sessions.storage.bindings import (
     Attempt,
     Identity,
     KeySource,
-    NeedsDataKey,
     Owner,
+    RowCache,
     StoredSession,
 )
-from adk_secure_sessions.storage.queries import AppRow, Found, UserRow, WitnessRow
-from adk_secure_sessions.storage.schema import new_row_key, users
+from adk_secure_sessions.storage.owner_changes import OwnerChanges
+from adk_secure_sessions.storage.queries import AppRow, Found, QueryForms, UserRow, WitnessRow
+from adk_secure_sessions.storage.schema import NEVER, new_row_key, users
 
 T = TypeVar("T")
 Changes = list[Change]
@@ -50,11 +54,11 @@ class MissingSession(Exception):
 
 
 class StaleRevision(Exception):
-    """The stored session does not have the row key and the revision that the caller expects."""
+    """The stored session does not have the row id and the revision that the caller expects."""
 
 
 class Expected(NamedTuple):
-    """The row key and the revision that the stored session had when the caller loaded it."""
+    """The row id and the revision that the stored session had when the caller loaded it."""
 
     session_row: int
     revision: int
@@ -88,11 +92,42 @@ class _Write(Generic[T]):
         self.who = who
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> T:
-        return await executors.data.write(partial(self.steps, attempt), self.on_commit_after_cancel)
+        owners = OwnerChanges(attempt)
+
+        def commit_after_cancel(result: T) -> None:
+            self.committed(attempt, owners, result)
+            self.on_commit_after_cancel(result)
+
+        steps = self._locked_steps if attempt.locks_rows else self.steps
+        result = await executors.data.write(
+            partial(steps, attempt, owners), commit_after_cancel, holds_locks=attempt.locks_rows
+        )
+        self.committed(attempt, owners, result)
+        return result
+
+    def _locked_steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[T]:
+        """Lock the rows that other transactions keep changing, then do the same as `steps`."""
+        for query in self.contended():
+            yield Read(query, attempt.who.tags())
+        return (yield from self.steps(attempt, owners))
 
     @abstractmethod
-    def steps(self, attempt: Attempt) -> Steps[T]:
-        """Return the transaction: a generator, as described in `db.protocol`."""
+    def contended(self) -> list[sa.Executable]:
+        """Return the queries that lock the rows that `steps` changes, in the order of its changes.
+
+        All writes lock in the same order: the session, the app, the user.
+        """
+
+    @abstractmethod
+    def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[T]:
+        """Return the transaction, a generator as `db.protocol` describes it.
+
+        *owners* collects its changes of apps and users.
+        """
+
+    def committed(self, attempt: Attempt, owners: OwnerChanges, result: T) -> None:
+        """Cache what the transaction has written."""
+        owners.cache()
 
     def on_commit_after_cancel(self, result: T) -> None:
         """Handle a commit whose caller was cancelled while the transaction ran."""
@@ -113,12 +148,22 @@ class CreateSession(_Write[Created]):
         self._user_delta = user_delta
         self._state = state  # JSON
         self._now = now
-        # The row keys of the sessions that this operation's attempts have sent.  An attempt that
-        # lost its connection may have been committed.  If the next attempt finds a row with one of
-        # these keys, that row is not a duplicate.
+        self._witness: WitnessRow | None = None  # of the session that the last attempt has sent
+        # The row ids of the sessions that our attempts have sent.  An attempt that lost its
+        # connection may have been committed: if the next attempt finds such a row, the row is ours
+        # and not a duplicate.
         self._sent: set[int] = set()
 
-    def steps(self, attempt: Attempt) -> Steps[Created]:
+    def contended(self) -> list[sa.Executable]:
+        return [sql.LOCK_APP, sql.LOCK_USER] if self._app_delta else [sql.LOCK_USER]
+
+    def committed(self, attempt: Attempt, owners: OwnerChanges, result: Created) -> None:
+        owners.cache()
+        session = result.session
+        has_no_events = session.revision == 0  # if an answer was lost, there may be some
+        attempt.cache.put_session(session, self._witness, has_proven_head=has_no_events)
+
+    def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[Created]:
         known = attempt.is_first and attempt.key_source is KeySource.CACHE
         if known and not (self._app_delta or self._user_delta):
             created = yield from self._create_for_known(attempt)
@@ -132,17 +177,15 @@ class CreateSession(_Write[Created]):
         stored = bindings.open_session(attempt, found, user)  # raises if only some rows are stored
         if stored and user and app:
             return Created(stored, app, user)
-        changes: Changes = []
-        app = _change_app(changes, attempt, found, app, self._app_delta)
-        user_row = None if self._user_delta else found.user
-        user = _change_user(changes, attempt, found, user, app.id, self._user_delta)
-        session, rest = self._new_session(attempt, user.id)
+        app = owners.app(found, app, self._app_delta)
+        changed = owners.user(found, user, app.id, self._user_delta)
+        session, rest = self._new_session(attempt, changed.id)
         row = Change(sql.INSERT_SESSION, _session_columns(session))
-        if user_row:  # *changes* do not update the user's row, so require that it is unchanged
-            columns = _session_columns(session) | _user_columns(user_row)
+        if found.user and changed == user:  # not changed, so require it to stay unchanged
+            columns = _session_columns(session) | _user_columns(found.user)
             row = Change(sql.INSERT_SESSION_OF_USER, columns)
-        yield from _apply([*changes, row, *rest])
-        return Created(session, app, user)
+        yield from _apply([*owners.changes, row, *rest])
+        return Created(session, app, changed)
 
     def _create_for_known(self, attempt: Attempt) -> Steps[Created | None]:
         """Create the session without a read, from the cached rows of its app and its user.
@@ -174,12 +217,16 @@ class CreateSession(_Write[Created]):
         rest: Changes = []
         session = StoredSession(
             new_row_key(), user_row, who.session_tag, who.session_id, 0, NO_SNAPSHOT, self._now,
-            self._now, self._state, b"{}", b"",
+            self._now, NEVER, self._state, b"{}", NO_LINK, NO_LINK, b"",
         )  # fmt: skip
         if len(self._state) > OVERLAY_LIMIT:
-            session = session._replace(snapshot=self._state, overlay=b"{}", base_revision=0)
-            rest.append(_snapshot_change(attempt, session.id, 0, self._state, NO_SNAPSHOT))
-        rest.append(_new_witness(attempt, who.user_tag, session.tag, session.id))
+            session = session._replace(
+                snapshot=self._state, overlay=b"{}", base_revision=0, snapshot_link=new_link()
+            )
+            rest.append(_snapshot_change(attempt, session, NO_SNAPSHOT))
+        seal = bindings.seal_witness(attempt, who.user_tag, session.tag, session.id, b"")
+        self._witness = WitnessRow(session.id, session.tag, seal)
+        rest.append(Change(sql.INSERT_WITNESS, self._witness._asdict()))
         self._sent.add(session.id)
         return session._replace(sealed=bindings.seal_session(attempt, session)), rest
 
@@ -187,29 +234,26 @@ class CreateSession(_Write[Created]):
 class AppendEvent(_Write[StoredSession]):
     """Append an event to a session, and apply the event's state changes.
 
-    `attempt` returns the session after the event.  It raises MissingSession if the session does not
-    exist, and StaleRevision if its row key and revision are not *expected*.
+    `attempt` returns the updated session.  It raises MissingSession if the session does not exist.
+    It raises StaleRevision if the row id and the revision of the stored session differ from those
+    in *expected*.
 
     Args:
         who: The ids of the session.
-        known: The session as this process last read or wrote it, or None.  If the stored row is
-            still equal to *known*, no read is needed.
-        expected: The row key and the revision of the caller's session object.
+        expected: The row id and the revision that the caller's session object has.
         event: The event to append.
-        stored: Called with the session after the event, but only if the event was committed after
-            the caller had been cancelled.
+        stored: Called with the updated session, but only if the event was committed after the
+            caller had been cancelled.
     """
 
     def __init__(
         self,
         who: Identity,
-        known: StoredSession | None,
         expected: Expected,
         event: NewEvent,
         stored: Callable[[StoredSession], None],
     ) -> None:
         super().__init__(who)
-        self._known = known
         self._expected = expected
         self._event = event
         self._stored = stored
@@ -218,23 +262,39 @@ class AppendEvent(_Write[StoredSession]):
         # attempt finds one of these records, the event is stored and the session is not stale.
         self._sent: dict[bytes, StoredSession] = {}
 
+    def committed(self, attempt: Attempt, owners: OwnerChanges, result: StoredSession) -> None:
+        owners.cache()
+        seen = attempt.cache.sessions.get(result.tag)
+        witness = seen.witness if seen and seen.value.id == result.id else None
+        attempt.cache.put_session(result, witness, has_proven_head=True)
+
     def on_commit_after_cancel(self, result: StoredSession) -> None:
         self._stored(result)
 
-    def steps(self, attempt: Attempt) -> Steps[StoredSession]:
+    def contended(self) -> list[sa.Executable]:
+        queries: list[sa.Executable] = [sql.LOCK_SESSION]
+        queries += [sql.LOCK_APP] if self._event.app_delta else []
+        return queries + ([sql.LOCK_USER] if self._event.user_delta else [])
+
+    def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[StoredSession]:
         event = self._event
         if known := self._usable_without_read(attempt):
             step = self._advance(attempt, known)
             if step and (yield Apply(step.changes)):
                 return step.session
-        found = yield from _read(attempt)
+        found = yield from _read(attempt, sql.SESSION_WITH_LAST_EVENTS)
         user = bindings.open_user(attempt, found)
         session = bindings.open_session(attempt, found, user)
         if session is None or user is None:
             raise MissingSession
+        # Nothing is appended to a session row of another copy of the database: the events before
+        # and after it would not belong together, and the session could not be read any more.
+        bindings.check_events(session, found.events, 1)
+        before = NO_LINK if len(found.events) == session.revision else None
+        _, link = bindings.open_events(attempt, session, found.events, before)
+        bindings.check_head(attempt, session, link)
         if self._expected != (session.id, session.revision):
             return (yield from self._stored_before())
-        owners: Changes = []
         if event.app_delta:
             app = bindings.open_app(attempt, found)
             if app is None or app.id != user.app_row:
@@ -244,36 +304,45 @@ class AppendEvent(_Write[StoredSession]):
                     table=users.name,
                     row=user.id,
                 )
-            _change_app(owners, attempt, found, app, event.app_delta)
-        _change_user(owners, attempt, found, user, user.app_row, event.user_delta)
+            owners.app(found, app, event.app_delta)
+        owners.user(found, user, user.app_row, event.user_delta)
         step = self._advance(attempt, session)
         assert step is not None, "its snapshot was read"
-        yield from _apply(step.changes + owners)
+        yield from _apply(step.changes + owners.changes)
         return step.session
 
     def _usable_without_read(self, attempt: Attempt) -> StoredSession | None:
-        """Return the *known* session if the event can be appended without a read, or None."""
-        known, event = self._known, self._event
-        if known is None or not attempt.is_first or attempt.key_source is not KeySource.CACHE:
+        """Return the cached session if the event can be appended without a read, or None."""
+        event = self._event
+        if not attempt.is_first or attempt.key_source is not KeySource.CACHE:
             return None
         if event.app_delta or event.user_delta:
+            return None
+        known = attempt.cache.proven_session(attempt.who.session_tag)
+        if known is None or (known.id, known.revision) != self._expected:
             return None
         return known if attempt.keys.is_as_new_as(attempt.who.user_tag, known.sealed) else None
 
     def _advance(self, attempt: Attempt, session: StoredSession) -> "_Step | None":
-        """Return the step to the next revision.
+        """Return the changes that append the event to *session*, and the session with the event.
 
-        Return None if the step needs the session's snapshot, and the snapshot was not read.
+        Return None if a new snapshot must be written, but the old snapshot was not read.
         """
         event, seq = self._event, session.revision
-        new = session._replace(revision=seq + 1, updated_at=event.time, snapshot=None)
+        link = new_link()
+        new = session._replace(revision=seq + 1, updated_at=event.time, head=link, snapshot=None)
         if event.session_delta:
             new = new._replace(overlay=dumps(loads(session.overlay) | event.session_delta))
             if len(new.overlay) > OVERLAY_LIMIT:
                 if session.snapshot is None:
                     return None
                 snapshot = dumps(loads(session.snapshot) | loads(new.overlay))
-                new = new._replace(overlay=b"{}", base_revision=seq + 1, snapshot=snapshot)
+                new = new._replace(
+                    overlay=b"{}",
+                    base_revision=seq + 1,
+                    snapshot=snapshot,
+                    snapshot_link=new_link(),
+                )
         new = new._replace(sealed=bindings.seal_session(attempt, new))
         row = _session_columns(session, "at_")
         row["revision"] = new.revision
@@ -282,12 +351,9 @@ class AppendEvent(_Write[StoredSession]):
         row["state"] = new.sealed
         changes = [Change(sql.UPDATE_SESSION, row)]
         if new.snapshot is not None:
-            replaced = session.base_revision
-            changes.append(
-                _snapshot_change(attempt, new.id, new.base_revision, new.snapshot, replaced)
-            )
+            changes.append(_snapshot_change(attempt, new, session.base_revision))
         new = new._replace(snapshot=None)
-        record = bindings.seal_event(attempt, session.id, seq, event.time, event.plaintext)
+        record = bindings.seal_event(attempt, session, seq, event.time, link, event.plaintext)
         values = {"session_row": session.id, "seq": seq, "time": event.time, "event": record}
         changes.append(Change(sql.INSERT_EVENT, values))
         self._sent[record] = new
@@ -307,7 +373,7 @@ class AppendEvent(_Write[StoredSession]):
 
 
 class _Step(NamedTuple):
-    """The changes that take a session to its next revision, and the session after them."""
+    """The changes that take a session to its next revision, and the session at that revision."""
 
     changes: Changes
     session: StoredSession
@@ -316,21 +382,23 @@ class _Step(NamedTuple):
 class DeleteSession(_Write[bool]):
     """Delete a session and its events.
 
-    `attempt` returns True if the session was deleted, and False if the session does not exist.  If
-    *before* (microseconds UTC) is given, a session whose last update was not earlier is kept, and
-    `attempt` returns False.  For *known*, see `AppendEvent`.
+    `attempt` returns whether the session was deleted: False if it does not exist, or if *before*
+    (microseconds UTC) is given and the session was not last updated earlier.
     """
 
-    def __init__(
-        self, who: Identity, known: StoredSession | None, before: int | None = None
-    ) -> None:
+    def __init__(self, who: Identity, before: int | None = None) -> None:
         super().__init__(who)
-        self._known = known
         self._before = before
 
-    def steps(self, attempt: Attempt) -> Steps[bool]:
-        known = self._known if attempt.is_first else None
-        if known and attempt.key_source is KeySource.CACHE:
+    def contended(self) -> list[sa.Executable]:
+        return [sql.LOCK_SESSION]
+
+    def committed(self, attempt: Attempt, owners: OwnerChanges, result: bool) -> None:
+        attempt.cache.sessions.drop(attempt.who.session_tag)
+
+    def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[bool]:
+        known = attempt.cache.proven_session(attempt.who.session_tag) if attempt.is_first else None
+        if known and self._before is None and attempt.key_source is KeySource.CACHE:
             row = Change(sql.DELETE_KNOWN_SESSION, _session_columns(known, "at_"))
             if (yield Apply([row, *_deletions(known)])):
                 return True
@@ -361,172 +429,63 @@ def _deletions(session: StoredSession) -> Changes:
     return changes
 
 
-def _read(attempt: Attempt) -> Steps[Found]:
-    query = attempt.form_of(sql.SESSION_WITHOUT_EVENTS)
-    found = Found((yield Read(query, attempt.who.tags())))
-    attempt.keys.load(found.data_keys)
+class RenewKey(_Write[bool]):
+    """Give an app or a user a data key created at *since* or later (microseconds UTC).
+
+    If *of_user*, the tag of *who* finds the user, and the user id of *who* is not used.  `attempt`
+    returns whether the owner's row still exists.
+
+    Attributes:
+        created: Whether a data key was created.
+        changed: Whether the owner's row was changed; if so, the current key encrypts it.
+        stored_keys: The ids of data keys that were stored in the key database.
+    """
+
+    reads_keys = True
+
+    def __init__(self, who: Identity, since: int, *, of_user: bool) -> None:
+        super().__init__(who)
+        self._since = since
+        self._of_user = of_user
+        self.created: bool = False
+        self.changed: bool = False
+        self.stored_keys: Collection[int] = ()
+
+    def contended(self) -> list[sa.Executable]:
+        return [sql.LOCK_USER] if self._of_user else [sql.LOCK_APP]
+
+    def committed(self, attempt: Attempt, owners: OwnerChanges, result: bool) -> None:
+        owners.cache()
+        self.changed = result and bool(owners.changes)
+        self.created = self.changed and bool(attempt.keys.has_new_keys or self.stored_keys)
+
+    def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[bool]:
+        self.stored_keys = attempt.keys.created
+        found = yield from _read(attempt, sql.OWNERS)
+        row = found.user if self._of_user else found.app
+        if row is None:
+            return False
+        # Not from the cache: a data key that was deleted since must be noticed.
+        uncached = attempt._replace(cache=RowCache(0))
+        owner = bindings.open_app(uncached, found)
+        if found.user and self._of_user:
+            owner = bindings.open_user_row(uncached, found, found.user)
+        assert owner is not None
+        if owners.renew_key(owner, row.state, self._since):
+            yield from _apply(owners.changes)
+        return True
+
+
+def _read(attempt: Attempt, forms: QueryForms = sql.SESSION_WITHOUT_EVENTS) -> Steps[Found]:
+    parameters = {**attempt.who.tags(), "limit": 1}
+    found = Found((yield Read(attempt.form_of(forms), parameters)))
+    attempt.load_keys(found)
     return found
 
 
 def _apply(changes: Changes) -> Steps[None]:
     if not (yield Apply(changes)):
         raise Conflict
-
-
-def _change_app(
-    changes: Changes, attempt: Attempt, found: Found, app: Owner | None, delta: JsonObject
-) -> Owner:
-    """Add the changes that merge *delta* into the app's state, and return the app after them.
-
-    If *app* is None, add the changes that insert it.
-    """
-    if app is None:
-        who = attempt.who
-        app = Owner(new_row_key(), who.app_tag, 0, "", 0, dumps(delta))
-        _ensure_first_key(changes, attempt, who.app_tag)
-        row = {
-            "id": app.id,
-            "tag": app.tag,
-            "app_name": encode_text(who.app_name),
-            "version": 0,
-            "state": bindings.seal_app(attempt, app),
-        }
-        changes.append(Change(sql.INSERT_APP, row))
-        changes.append(_new_witness(attempt, app.tag, app.tag, 0))
-    elif delta:
-        assert found.app is not None
-        stored = found.app.state
-        _ensure_key(changes, attempt, app.tag, stored)
-        app = _next_version(app, delta)
-        sealed = bindings.seal_app(attempt, app)
-        _update_owner(changes, attempt, sql.UPDATE_APP, app, stored, sealed)
-    return app
-
-
-def _change_user(
-    changes: Changes,
-    attempt: Attempt,
-    found: Found,
-    user: Owner | None,
-    app_row: int,
-    delta: JsonObject,
-) -> Owner:
-    """Add the changes that merge *delta* into the user's state, and return the user after them.
-
-    If *user* is None, add the changes that insert it.  Also ensure that the user has a current data
-    key, which encrypts the user's sessions.
-    """
-    if user is None:
-        who = attempt.who
-        user = Owner(new_row_key(), who.user_tag, app_row, who.user_id, 0, dumps(delta))
-        _ensure_first_key(changes, attempt, who.user_tag)
-        row = {
-            "id": user.id,
-            "app_row": app_row,
-            "tag": user.tag,
-            "version": 0,
-            "state": bindings.seal_user(attempt, user),
-        }
-        changes.append(Change(sql.INSERT_USER, row))
-        changes.append(_new_witness(attempt, user.tag, user.tag, 0))
-        return user
-    if user.app_row != app_row:
-        raise TamperedError(
-            "it belongs to another app's row",
-            reason=Reason.WRONG_OWNER,
-            table=users.name,
-            row=user.id,
-        )
-    assert found.user is not None
-    stored = found.user.state
-    _ensure_key(changes, attempt, user.tag, stored, *(row.state for row in found.sessions))
-    if delta:
-        user = _next_version(user, delta)
-        sealed = bindings.seal_user(attempt, user)
-        _update_owner(changes, attempt, sql.UPDATE_USER, user, stored, sealed)
-    return user
-
-
-def _next_version(owner: Owner, delta: JsonObject) -> Owner:
-    return owner._replace(version=owner.version + 1, state=dumps(loads(owner.state) | delta))
-
-
-def _update_owner(
-    changes: Changes,
-    attempt: Attempt,
-    statement: sa.Update,
-    owner: Owner,
-    stored: bytes,
-    sealed: bytes,
-) -> None:
-    old, new = owner.version - 1, owner.version
-    row = {"at_id": owner.id, "at_version": old, "at_state": stored}
-    row |= {"version": new, "state": sealed}
-    seal = bindings.seal_witness(attempt, owner.tag, owner.tag, new)
-    witness = {"at_tag": owner.tag, "at_number": old, "number": new, "seal": seal}
-    changes += [Change(statement, row), Change(sql.UPDATE_WITNESS, witness)]
-
-
-def _new_witness(attempt: Attempt, owner: bytes, tag: bytes, number: int) -> Change:
-    seal = bindings.seal_witness(attempt, owner, tag, number)
-    return Change(sql.INSERT_WITNESS, {"tag": tag, "number": number, "seal": seal})
-
-
-def _ensure_first_key(changes: Changes, attempt: Attempt, owner: bytes) -> None:
-    """Ensure a current data key for an owner who has no row yet.
-
-    If the owner already has a data key, somebody has removed the owner's row, so raise
-    TamperedError.  With a key database, that is not an error: the key is written first, and a
-    process may have stopped before it wrote the row.
-    """
-    _require_read_keys(attempt)
-    exists = attempt.keys.has_keys(owner)
-    if exists and attempt.key_source is not KeySource.KEY_DATABASE:
-        raise TamperedError(
-            f"the row of the user or app with tag {owner.hex()} was removed: its data key is "
-            "still stored",
-            reason=Reason.MISSING,
-        )
-    if not exists or attempt.keys.current(owner) is None:
-        _new_key(changes, attempt, owner)
-
-
-def _ensure_key(changes: Changes, attempt: Attempt, owner: bytes, *stored: bytes) -> None:
-    """Ensure a current data key that `retire` cannot delete before the changes are made.
-
-    *stored* are records of the owner, which the changes require to be unchanged.  The cases are:
-
-    - The current key is as new as the keys of *stored*.  It is safe, because `retire` deletes a key
-      only if no record is encrypted with that key or an older one.
-    - The current key is older, because another backend's key is newer.  The changes lock the row of
-      the current key.  With a key database they cannot lock it, so a new data key is created.
-    - There is no current key.  A new data key is created.
-    """
-    keys = attempt.keys
-    if keys.is_as_new_as(owner, *stored):
-        return
-    _require_read_keys(attempt)
-    for record in stored:
-        # Raise if the record's key does not exist: no new key could ever be as new as that key.
-        keys.cipher(owner, record)
-    current = keys.current(owner)
-    if current is None or attempt.key_source is KeySource.KEY_DATABASE:
-        _new_key(changes, attempt, owner)
-    else:
-        locked = {"at_id": current.id, "generation": current.generation}
-        changes.append(Change(sql.HOLD_KEY, locked))
-
-
-def _new_key(changes: Changes, attempt: Attempt, owner: bytes) -> None:
-    if attempt.key_source is KeySource.KEY_DATABASE:
-        raise NeedsDataKey(owner)
-    row = attempt.keys.new(owner)
-    changes.append(Change(sql.INSERT_KEY, row._asdict() | attempt.keys.keyring_guard()))
-
-
-def _require_read_keys(attempt: Attempt) -> None:
-    if attempt.key_source is KeySource.CACHE:
-        raise UnknownKeyError("the owner's data keys have to be read again")
 
 
 def _session_columns(session: StoredSession, prefix: str = "") -> dict[str, object]:
@@ -539,6 +498,7 @@ def _session_columns(session: StoredSession, prefix: str = "") -> dict[str, obje
         f"{prefix}base_revision": session.base_revision,
         f"{prefix}created_at": session.created_at,
         f"{prefix}updated_at": session.updated_at,
+        f"{prefix}expires_at": session.expires_at,
         f"{prefix}state": session.sealed,
     }
 
@@ -571,14 +531,13 @@ def _witness_columns(prefix: str, row: WitnessRow) -> dict[str, object]:
     }
 
 
-def _snapshot_change(
-    attempt: Attempt, session_row: int, revision: int, state: bytes, replaced: int
-) -> Change:
-    """Return the change that stores a snapshot of *revision*.
+def _snapshot_change(attempt: Attempt, session: StoredSession, replaced: int) -> Change:
+    """Return the change that stores the session's snapshot.
 
-    *replaced* is the revision of the snapshot that it replaces, or NO_SNAPSHOT.
+    It replaces the snapshot of revision *replaced*, if there is one.
     """
-    sealed = bindings.seal_snapshot(attempt, session_row, revision, state)
+    session_row, revision, state = session.id, session.base_revision, session.snapshot or b"{}"
+    sealed = bindings.seal_snapshot(attempt, session_row, revision, session.snapshot_link, state)
     if replaced == NO_SNAPSHOT:
         row = {"session_row": session_row, "revision": revision, "state": sealed}
         return Change(sql.INSERT_SNAPSHOT, row)

@@ -1,0 +1,229 @@
+"""What the errors of drivers mean: a reason to repeat, or a `DatabaseError` that says what to do.
+
+No exception of SQLAlchemy or of a driver leaves an executor, since their texts and attributes may
+hold statement parameters and stored values.
+"""
+
+import sqlite3
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import sqlalchemy as sa
+
+from adk_secure_sessions.db.protocol import Conflict, Disconnected, UniqueViolation
+from adk_secure_sessions.errors import DatabaseError
+
+# PostgreSQL's errors by SQLSTATE, SQLite's by name, those of MySQL and MariaDB by number.
+_UNIQUE: set[object] = {"23505", "SQLITE_CONSTRAINT_UNIQUE", "SQLITE_CONSTRAINT_PRIMARYKEY", 1062}
+_CONFLICT: set[object] = {
+    "40001",  # serialization failure
+    "40P01",  # deadlock
+    "55P03",  # lock not available, after NOWAIT
+    1205,  # lock wait timeout
+    1213,  # deadlock
+    1020,  # the row has changed since the transaction's snapshot
+}
+_DISCONNECTED: set[object] = {
+    "57P01",  # admin shutdown
+    "57P02",  # crash shutdown
+    "57P03",  # cannot connect now
+    "25006",  # read only: the server is no longer the primary
+    1053,  # server shutdown in progress
+    1927,  # connection was killed
+    1290,  # read only
+    1792,  # write in a read-only transaction
+    2003,  # cannot connect
+    2006,  # server has gone away
+    2013,  # connection lost during a query
+    2055,  # connection lost
+}
+_CONNECTION_CLASS = "08"  # the first two characters of every SQLSTATE for a connection error
+# A prepared statement does not exist on this connection, or a statement of its name already does.
+# Nothing was executed.  Behind a pooler, each transaction may run on another connection.
+_PREPARED: set[object] = {"26000", "42P05"}
+# psycopg's errors have no codes while it connects.  Some of its texts quote options of the URL.
+# Texts that begin like these, after one of the first two, do not.
+_PSYCOPG = ("connection failed: ", "connection is bad: ")
+_UNCONNECTED = (
+    "connection to server",
+    "connection timeout",
+    "could not translate host name",
+    "failed to resolve host",
+)
+# The modules of drivers.  Their errors are not always wrapped by SQLAlchemy.
+_DRIVERS = (
+    "sqlite3",
+    "aiosqlite",
+    "asyncpg",
+    "psycopg",
+    "asyncmy",
+    "aiomysql",
+    "pymysql",
+    "sqlalchemy",  # its own classes for errors of asyncpg
+)
+
+
+class _Kind(NamedTuple):
+    """Errors that are answered alike.
+
+    A number in *codes* is a whole code; a text may be the first characters of a code.
+    *is_quotable* is True if the database's text for these errors never contains stored values.
+    """
+
+    codes: Sequence[str | int]
+    advice: str
+    retryable: bool = False
+    is_quotable: bool = True
+
+
+_UNREACHABLE = "check that the database runs and that its URL is right, then try again"
+_SLOW = "it was cancelled, or took too long: try again"
+_KINDS = (
+    _Kind(
+        ("25006", 1290, 1792),
+        "the server is read-only: connect to the primary server, or try again",
+        retryable=True,
+    ),
+    _Kind(
+        ("SQLITE_READONLY", "SQLITE_PERM", "SQLITE_AUTH", "SQLITE_CANTOPEN"),
+        "check the path, its directory and permissions",
+    ),
+    _Kind(("28", 1045, 1044, 1698), "check the user and the password in the database URL"),
+    _Kind(("3D", 1049), "create the database, or correct its name in the URL"),
+    _Kind(
+        ("42501", 1142, 1143, 1227),
+        "grant the account SELECT, INSERT, UPDATE and DELETE on the tables",
+    ),
+    _Kind(
+        ("42P01", "42703", 1146, 1054, "SQLITE_ERROR"),
+        "check that all tables and columns exist; if not, restore them from a backup",
+    ),
+    _Kind(("53300", 1040, 1203), "allow more connections, or lower pool_size", retryable=True),
+    _Kind(("53", 1114, 1021, "SQLITE_FULL"), "free space for the database", retryable=True),
+    _Kind(("57014", 1317, 1969, 3024, "SQLITE_INTERRUPT"), _SLOW, retryable=True),
+    _Kind(
+        ("SQLITE_BUSY", "SQLITE_LOCKED"),
+        "another process holds the lock: try again",
+        retryable=True,
+    ),
+    _Kind(("SQLITE_IOERR", "58"), "check the disk", retryable=True),
+    _Kind(("SQLITE_NOTADB", "SQLITE_CORRUPT"), "restore the file from a backup"),
+    _Kind((1153,), "raise max_allowed_packet of the database server"),
+    _Kind(
+        ("08", "57P", 1053, 1927, 2002, 2003, 2005, 2006, 2013, 2055), _UNREACHABLE, retryable=True
+    ),
+    _Kind(("40", "55P03", 1020, 1205, 1213), "try again", retryable=True),
+)
+_LOST = _Kind((), _UNREACHABLE, retryable=True, is_quotable=False)
+_OTHER = _Kind((), "look for this error in the log of the database", is_quotable=False)
+
+
+def meaning(error: Exception, *, connection_lost: bool = False) -> Exception:
+    """Translate an error that a driver or SQLAlchemy raised.
+
+    Args:
+        error: The driver's error, or SQLAlchemy's error that wraps it.
+        connection_lost: True if the driver says that its connection is closed.
+
+    Returns:
+        UniqueViolation, Conflict, Disconnected or DatabaseError; *error* itself if neither a driver
+        nor SQLAlchemy nor the operating system raised it.
+    """
+    if isinstance(error, sa.exc.TimeoutError):
+        return no_free_connection()
+    driver: Any = error.orig if isinstance(error, sa.exc.DBAPIError) else error
+    system = isinstance(driver, OSError | EOFError)
+    if not (system or isinstance(error, sa.exc.SQLAlchemyError) or _is_of_driver(driver)):
+        return error
+    codes = _codes(driver)
+    # A server's errors have a code, so an operational error without a code means that no server
+    # has answered.
+    unanswered = (
+        not codes
+        and isinstance(error, sa.exc.OperationalError)
+        and not isinstance(driver, sqlite3.Error)
+    )
+    ended = codes & _DISCONNECTED or any(_starts(code, _CONNECTION_CLASS) for code in codes)
+    lost = connection_lost or getattr(error, "connection_invalidated", False)
+    if lost or unanswered or ended or system:
+        return Disconnected(_database_error(driver, codes, is_lost=True))
+    if codes & _UNIQUE:
+        return UniqueViolation()
+    return Conflict() if codes & _CONFLICT else _database_error(driver, codes)
+
+
+def needs_unprepared(error: BaseException) -> bool:
+    """Return True if a statement was not executed because of prepared statements.
+
+    This happens behind a pooler in transaction mode.
+    """
+    driver = error.orig if isinstance(error, sa.exc.DBAPIError) else error
+    return bool(_codes(driver) & _PREPARED)
+
+
+def overdue(seconds: float) -> DatabaseError:
+    """Return the error for a read that was interrupted after *seconds*."""
+    return DatabaseError(
+        f"a read did not end within {seconds:g} s and was interrupted: try again, or raise "
+        "read_timeout",
+        retryable=True,
+    )
+
+
+def no_free_connection(seconds: float | None = None) -> DatabaseError:
+    """Return the error for an operation that waited too long for a connection of the pool."""
+    within = "in time" if seconds is None else f"within {seconds:g} s"
+    return DatabaseError(
+        f"none of the pool's connections was free {within}: try again, or raise pool_size",
+        retryable=True,
+    )
+
+
+def _is_of_driver(error: object) -> bool:
+    return type(error).__module__.partition(".")[0].lstrip("_") in _DRIVERS
+
+
+def _starts(code: object, start: str | int) -> bool:
+    if isinstance(start, str):
+        return isinstance(code, str) and code.startswith(start)
+    return code == start
+
+
+def _codes(driver: Any) -> set[object]:
+    """Return the codes of a driver's error; an empty set if it has none."""
+    codes = {getattr(driver, "sqlstate", None), getattr(driver, "sqlite_errorname", None)}
+    if not isinstance(driver, OSError):
+        codes.update(arg for arg in getattr(driver, "args", ()) if isinstance(arg, int))
+    return codes - {None, ""}
+
+
+def _database_error(driver: Any, codes: set[object], *, is_lost: bool = False) -> DatabaseError:
+    kind = next(
+        (kind for kind in _KINDS for code in codes for start in kind.codes if _starts(code, start)),
+        _LOST if is_lost else _OTHER,
+    )
+    code = min(map(str, codes), default=None)
+    facts = [code, _text(driver) if kind.is_quotable else _connecting(driver)]
+    named = ", ".join(fact for fact in facts if fact) or type(driver).__name__
+    what = "the database reported an error"
+    if kind.advice == _UNREACHABLE:
+        what = "the database cannot be reached, or the connection was lost"
+    return DatabaseError(f"{what} ({named}): {kind.advice}", retryable=kind.retryable, code=code)
+
+
+def _text(driver: Any) -> str:
+    """Return the first line of the driver's text; PostgreSQL quotes values in the other lines."""
+    texts = [arg for arg in getattr(driver, "args", ()) if isinstance(arg, str)]
+    lines = texts[0].splitlines() if texts else []
+    # SQLAlchemy may put the driver's class before its text.
+    return lines[0].rpartition("'>: ")[2] if lines else ""
+
+
+def _connecting(driver: Any) -> str:
+    """Return the text of an error without a code, if it says why no connection could be made."""
+    if isinstance(driver, OSError):
+        return driver.strerror or str(driver)
+    text = _text(driver)
+    for start in _PSYCOPG:
+        text = text.removeprefix(start)
+    return text if text.startswith(_UNCONNECTED) else ""

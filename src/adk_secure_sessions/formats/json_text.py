@@ -1,0 +1,268 @@
+"""The JSON of states and events: its limits, how it is checked on writing, how it is read.
+
+Limits: docs/limits.md, "Sizes".  Everything that is written within the limits is read back in any
+process.  For this, the limits are those of the parser that pydantic uses: 200 levels, and 4300
+digits.  Unlike those of the module `json`, they depend neither on the stack nor on a setting of the
+process.
+"""
+
+import json
+import re
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from pydantic_core import SchemaValidator, core_schema, from_json, to_json, to_jsonable_python
+
+from adk_secure_sessions.errors import DecryptionError, Reason
+
+JsonObject = dict[str, Any]
+
+MAX_LEVELS = 200  # of lists and objects, one in another; an empty one is no level
+MAX_DIGITS = 4300  # of an integer
+MAX_BYTES = 256 * 2**20  # of JSON in one record
+
+_FIRST_TOO_LARGE = 10**MAX_DIGITS
+# Above this size, the decimal text of an integer takes seconds.
+_MAX_DECIMAL_BITS = 2**20
+# Parses any object, and makes no Python values.
+_PARSER = SchemaValidator(core_schema.model_fields_schema({}, extra_behavior="ignore"))
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
+# The version of google-adk before an event.  Nothing else may reach an error message.
+_VERSION = re.compile(rb"\d{1,4}(?:\.\d{1,6}){1,3}[a-z0-9.+]{0,20}")
+
+
+# --- write ---------------------------------------------------------------------------------------
+
+
+def fits(data: bytes, levels: int = MAX_LEVELS) -> bool:
+    """Return whether the JSON object *data* is within the limits.
+
+    Only a text that may exceed a limit is parsed: a long one, or one with many brackets.
+    """
+    if len(data) <= MAX_DIGITS and data.count(b"{") + data.count(b"[") <= levels:
+        return True
+    if len(data) > MAX_BYTES:
+        return False
+    outer = MAX_LEVELS - levels
+    if outer:
+        data = b'{"":' * outer + data + b"}" * outer
+    try:
+        _PARSER.validate_json(data)
+    except ValueError:
+        return False
+    return True
+
+
+def dumps(values: JsonObject) -> bytes:
+    """Return the JSON of *values*, which are JSON values within the limits.
+
+    Raises:
+        ValueError: The JSON is too large for one record.
+    """
+    data = _dumps(values)
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"{len(data)} bytes of JSON are too large: the limit is {MAX_BYTES}")
+    return data
+
+
+def largest(values: JsonObject) -> str:
+    """Return the key of the value whose JSON is the longest."""
+    return max(values, key=lambda key: len(_dumps(values[key])))
+
+
+def _dumps(value: Any) -> bytes:
+    try:
+        return to_json(value, inf_nan_mode="constants")
+    except ValueError:  # lone surrogates
+        data: bytes = _with_room(_dumps_ascii, value)
+        return data
+
+
+def _dumps_ascii(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode("ascii")
+
+
+class _Container(NamedTuple):
+    """A list or an object that contains the value at hand, and what contains that."""
+
+    outer: "_Container | None"
+    key: object
+    value: object
+    level: int
+
+    def contains(self, value: object) -> bool:
+        """Whether *value* is this container, or one that this is in."""
+        at: _Container | None = self
+        while at:
+            if at.value is value:
+                return True
+            at = at.outer
+        return False
+
+    def path(self) -> str:
+        """Return the keys from the outermost container to this one; of a long path, the first."""
+        keys = []
+        at = self
+        while at.outer:
+            keys.append(at.key)
+            at = at.outer
+        return shown(keys[::-1])
+
+
+def shown(keys: list[object]) -> str:
+    """Return *keys* as subscripts.  Long keys and a long path are shortened."""
+    texts = [
+        repr(key if len(key) <= 60 else key[:60] + "…") if isinstance(key, str) else str(key)
+        for key in keys[:10]
+    ]
+    return "".join(f"[{text}]" for text in texts) + ("[…]" if len(keys) > 10 else "")
+
+
+def to_values(
+    root: JsonObject, *, levels: int, bytes_mode: str, reject: str = ""
+) -> tuple[JsonObject, bool]:
+    """Return *root* as JSON values within the limits, and whether a value was replaced by its text.
+
+    A value that has no JSON form is replaced.  A value that exceeds a limit is replaced, too; with
+    *reject*, the name of *root* in messages, it raises ValueError.  The message names the value's
+    path of keys, and never the value.
+
+    The loop holds its own stack: values may nest to any depth, wherever it is called.
+    """
+    result: list[Any] = [None]
+    replaced = False
+    todo: list[tuple[Any, Any, Any, _Container | None]] = [(root, result, 0, None)]
+    for value, into, key, outer in todo:  # in order: of two equal keys, the last one wins
+        kind = type(value)
+        if value is None or kind in (str, bool, float):
+            into[key] = value
+            continue
+        if kind is int:
+            if abs(value) < _FIRST_TOO_LARGE:
+                into[key] = value
+                continue
+            problem = f"an integer has more than {MAX_DIGITS} digits"
+        elif kind in (dict, list, tuple, set, frozenset):
+            level = outer.level + 1 if outer else 1
+            if level <= levels + (not value) and not (outer and outer.contains(value)):
+                here = _Container(outer, key, value, level)
+                if kind is dict:
+                    into[key] = made = {_key(inner): None for inner in value}
+                    todo += [(item, made, _key(inner), here) for inner, item in value.items()]
+                else:
+                    items = list(value)
+                    into[key] = [None] * len(items)
+                    todo += [(item, into[key], at, here) for at, item in enumerate(items)]
+                continue
+            problem = "the value is circular, or its depth exceeds the limit"
+        else:
+            form, is_text = _json_form(value, bytes_mode)
+            replaced |= is_text
+            todo.append((form, into, key, outer))
+            continue
+        if reject:
+            path = outer.path() + shown([key]) if outer else ""
+            raise ValueError(f"{reject}{path}: {problem}")
+        into[key] = _text(value)
+        replaced = True
+    return result[0], replaced
+
+
+def _json_form(value: object, bytes_mode: Any) -> tuple[Any, bool]:
+    """Return the JSON form of *value*; if it has none, its text and True."""
+    try:
+        return to_jsonable_python(value, bytes_mode=bytes_mode), False
+    except Exception:
+        pass
+    try:
+        return to_jsonable_python(value, bytes_mode=bytes_mode, serialize_unknown=True), True
+    except Exception:
+        return _text(value), True
+
+
+def _key(key: object) -> str:
+    """Return *key* as the JSON of an object has it."""
+    if type(key) is str:
+        return key
+    try:
+        (name,) = to_jsonable_python({key: None})
+    except Exception:
+        return _text(key)
+    return str(name)
+
+
+def _text(value: object) -> str:
+    if type(value) is int:
+        # str() has a limit that is a setting of the process.
+        is_decimal = value.bit_length() <= _MAX_DECIMAL_BITS
+        return to_json(value).decode("ascii") if is_decimal else hex(value)
+    try:
+        return str.__str__(str(value))
+    except Exception:  # for example, a value that nests too deep
+        return f"<{type(value).__name__}>"
+
+
+# --- read ----------------------------------------------------------------------------------------
+
+
+def loads(data: bytes, name: str = "the plaintext") -> JsonObject:
+    """Return the JSON object *data* as new objects; *data* must be authenticated.
+
+    Raises:
+        DecryptionError: *data* is not a JSON object in UTF-8, or exceeds a limit.  The message
+            calls it *name*.
+    """
+    value: Any = None
+    try:
+        value = from_json(data)
+    except ValueError:  # pydantic rejects lone surrogates
+        if _SURROGATE.search(data) and fits(_SURROGATE.sub(rb"\\u0020", data)):
+            value = _with_room(_loads_surrogates, data)
+    if type(value) is dict:
+        return value
+    raise DecryptionError(
+        f"{name} is not a JSON object within the limits: its writer is faulty",
+        reason=Reason.MALFORMED,
+    )
+
+
+def version_end(plaintext: bytes) -> int:
+    """Return where the version at the start of an event ends; 0 if there is no version."""
+    end = 1 + plaintext[0] if plaintext else 0
+    return end if _VERSION.fullmatch(plaintext, 1, end) else 0
+
+
+def read_event(plaintext: bytes) -> tuple[str, JsonObject]:
+    """Return the version of google-adk that wrote the event, and the event's fields.
+
+    Raises:
+        DecryptionError: *plaintext* is malformed.
+    """
+    if end := version_end(plaintext):
+        return plaintext[1:end].decode("ascii"), loads(plaintext[end:])
+    raise DecryptionError(
+        "the plaintext does not begin with a version of google-adk: its writer is faulty",
+        reason=Reason.MALFORMED,
+    )
+
+
+def _loads_surrogates(data: bytes) -> Any:
+    try:
+        # int() has a limit that is a setting of the process.
+        return json.loads(data.decode(), parse_int=from_json)
+    except ValueError:
+        return None
+
+
+def _with_room(function: Callable[[Any], Any], argument: object) -> Any:
+    """Call *function*, which needs some 200 levels of the stack: if need be, in a new thread."""
+    try:
+        return function(argument)
+    except RecursionError:
+        pass
+    result: list[Any] = []
+    thread = threading.Thread(target=lambda: result.append(function(argument)))
+    thread.start()
+    thread.join()
+    return result[0]

@@ -1,0 +1,55 @@
+"""Say whether a service could start on a database, without reading its rows."""
+
+from typing import NamedTuple
+
+from adk_secure_sessions.maintenance.database import Database
+
+
+class Check(NamedTuple):
+    """The result of `check`.
+
+    Attributes:
+        format_version: The version of the stored format.
+        root_key_id: The id of the root key of `backend`.
+        masters: The number of master keys; the given root keys unwrap all of them.
+        master_id: The id of the data master that wraps new data keys; None if the first service to
+            start creates one.
+        has_key_database: Whether the keys are in a key database.
+        has_plaintext_records: Whether `NoOpBackend` has written to the database, according to a
+            mark in `secure_meta`, which is not authenticated.
+    """
+
+    format_version: str
+    root_key_id: str
+    masters: int
+    master_id: int | None
+    has_key_database: bool
+    has_plaintext_records: bool
+
+
+async def check(db: Database) -> Check:
+    """Open the database and its keys as a service does when it starts, without writing.
+
+    The tables are checked and the master keys are unwrapped.  No session is read: for that, use
+    `verify`.  Whether a service may write is not checked.
+
+    Args:
+        db: The database, with the backends that the service has.
+
+    Raises:
+        ConfigurationError: The database cannot be used, or holds no encrypted sessions yet.
+        WrongKeyError: The root keys do not decrypt the keyring.
+        PlaintextRefusedError: A master key is stored as plaintext, and `NoOpBackend` is not listed.
+        KeyServiceError: The key provider failed.
+    """
+    root = db.backends.writer.root_key
+    survey = await db.survey()
+    keyring = (await db.keys()).keyring
+    return Check(
+        str(survey.format_version),
+        root.key_id,
+        len(survey.keyring),
+        keyring.current_id,
+        db.executors.has_key_database,
+        survey.has_plaintext_records,
+    )

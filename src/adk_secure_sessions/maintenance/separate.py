@@ -1,0 +1,219 @@
+"""Give a copy of a database an id and keys of its own.
+
+A copy, for example a staging clone, shares keys and history with the original.  Whoever can write
+to one of the two could insert rows of the other, because contexts do not contain the id of the
+database.  After the separation, no key of one decrypts a record of the other.
+"""
+
+import secrets
+from functools import partial
+from typing import NamedTuple
+
+import sqlalchemy as sa
+
+from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
+from adk_secure_sessions.keys.keyring import (
+    DATA,
+    Keyring,
+    MasterKeyRow,
+    Separation,
+    open_keyring,
+    unwrap_master_key,
+    wrap_master_key,
+)
+from adk_secure_sessions.loops import at_once
+from adk_secure_sessions.maintenance.database import Database
+from adk_secure_sessions.maintenance.engine import Meter, Progress, count_records
+from adk_secure_sessions.maintenance.retire import retire
+from adk_secure_sessions.maintenance.rotate_data import rotate_data
+from adk_secure_sessions.maintenance.rotate_master import rotate_master
+from adk_secure_sessions.maintenance.rotation import PREFIX, later_than_all_keys
+from adk_secure_sessions.storage import (
+    DATABASE_ID,
+    FEATURES,
+    SEPARATION,
+    check_features,
+    data_keys,
+    feature_mark,
+    half_separated,
+    keyring,
+    meta,
+    repeated,
+    separation_marks,
+)
+
+_MAX_MASTERS = 8  # the ids of the old data masters must fit into one row of `secure_meta`
+
+
+class Separated(NamedTuple):
+    """The result of `separate`.
+
+    Attributes:
+        database_id: The new id of the database, in hexadecimal.
+        resumed: Whether this run continued a separation that had not ended.
+        complete: Whether the separation has ended, so that services can start.
+        data_keys: How many old data keys this run deleted.
+        masters: The ids of the old data masters that this run deleted.
+        kept: How many old keys were kept, because rows need them or cannot be decrypted.
+    """
+
+    database_id: str
+    resumed: bool
+    complete: bool
+    data_keys: int
+    masters: tuple[int, ...]
+    kept: int
+
+
+async def separate(
+    db: Database, *, progress: Progress | None = None, rows_per_second: float | None = None
+) -> Separated:
+    """Give a copy of a database a new id, new data masters and new data keys; delete the old keys.
+
+    Run this on the copy, and start no service on the copy before it has ended: services reject the
+    copy meanwhile.  If a run is killed, or if it is not complete, run it again: it continues.
+
+    Args:
+        db: The copy, with all backends and root keys.
+        progress: Called with the number of rows processed and the number of all rows, anew for
+            each step.
+        rows_per_second: The maximum number of rows to process per second.
+
+    Raises:
+        WrongKeyError: The root keys do not decrypt the keyring.
+        ConfigurationError: The database cannot be used, or it has more than 8 data masters.
+        TamperedError: A row belongs to no session, user or app.
+        SecureSessionError: Another process has changed the keyring meanwhile.
+    """
+    await _finish_ids(db)
+    opened = (await db.keys()).keyring
+    # If no old data master is left, the stored state may be that of an ended separation, which an
+    # attacker has inserted again, so that this one seems to be done: begin a new one.
+    resumed = opened.separation is not None and bool(
+        opened.separation.masters & opened.masters.keys()
+    )
+    if not resumed:
+        await _begin(db)
+    options = {"progress": progress, "rows_per_second": rows_per_second}
+    opened = (await db.keys()).keyring
+    separation = opened.separation
+    assert separation is not None, "begun above"
+    stored = (await db.survey()).meta
+    if f"{PREFIX}master" in stored or not opened.masters.keys() - separation.masters:
+        master = await rotate_master(db, **options)  # type: ignore[arg-type]
+        if master.left or master.bad:
+            return Separated(opened.database_id.hex(), resumed, False, 0, (), master.left)
+    if f"{PREFIX}data" in stored or await _records_left(db, separation.since):
+        data = await rotate_data(db, **options)  # type: ignore[arg-type]
+        if data.left or data.bad:
+            kept = len(separation.masters)
+            return Separated(opened.database_id.hex(), resumed, False, 0, (), kept)
+    retirement = await retire(db, **options)  # type: ignore[arg-type]
+    remaining = (await db.renew_keyring()).masters.keys() & separation.masters
+    # Also a data key without an owner must be gone: rows of the original could be read with it.
+    ((old,),) = await db.read_keys(_OLD_DATA_KEYS, {"since": separation.since})
+    complete = not remaining and not old
+    if complete:
+        await db.change_keys(partial(_end, feature_mark(opened.index, opened.database_id)))
+    deleted, masters, kept, _ = retirement
+    kept = max(kept, old)
+    return Separated(opened.database_id.hex(), resumed, complete, deleted, masters, kept)
+
+
+_OLD_DATA_KEYS = (
+    sa.select(sa.func.count())
+    .select_from(data_keys)
+    .where(data_keys.c.created_at < sa.bindparam("since", type_=sa.BigInteger))
+)
+
+
+async def _begin(db: Database) -> None:
+    """Store the new id, wrap all master keys with it, and remove the original's checkpoints."""
+    survey, opened = await db.survey(), (await db.keys()).keyring
+    old_id, new_id = opened.database_id, secrets.token_bytes(16)
+    masters = frozenset(row.id for row in survey.keyring if row.purpose == DATA)
+    if len(masters) > _MAX_MASTERS:
+        raise ConfigurationError(
+            f"the keyring has {len(masters)} data masters, and at most {_MAX_MASTERS} can be "
+            "separated: run `retire` first"
+        )
+    separation = Separation(old_id, await later_than_all_keys(db), masters)
+    wrapped = await at_once(*(_rewrapped(db, row, old_id, new_id) for row in survey.keyring))
+    marks = separation_marks(separation, opened.index, new_id)
+    work = partial(_store, survey.keyring, wrapped, marks, old_id.hex())
+    if not await db.change_keys(work):
+        raise SecureSessionError("the keyring was changed meanwhile: try again", retryable=True)
+    if db.executors.has_key_database:
+        await db.change(partial(_set_id, old_id.hex(), new_id.hex()))
+    await db.close()  # the next call opens the database with its new id
+
+
+async def _rewrapped(db: Database, row: MasterKeyRow, old_id: bytes, new_id: bytes) -> MasterKeyRow:
+    """Return *row* with its master key bound to the new id; check that it can be unwrapped."""
+    roots = db.backends.roots
+    key = await unwrap_master_key(row, roots, old_id)
+    root = roots[row.root_key_id]
+    fresh = await wrap_master_key(row, root, new_id, key)
+    if await unwrap_master_key(fresh, roots, new_id) != key:
+        raise SecureSessionError(f"root key {root.key_id!r} does not unwrap what it wraps")
+    return fresh
+
+
+async def _finish_ids(db: Database) -> None:
+    """Store the new id in the data database, if a run was killed before it did so."""
+    found = await repeated(lambda: half_separated(db.executors))
+    if found is None:
+        return
+    survey, old_id = found
+    assert survey.database_id is not None, "a key database with a separation has an id"
+    writer, roots = db.backends.writer.root_key.key_id, db.backends.roots
+    opened: Keyring = await open_keyring(survey.keyring, roots, writer, survey.database_id)
+    check_features(survey, opened)
+    await db.change(partial(_set_id, old_id, survey.database_id.hex()))
+
+
+async def _records_left(db: Database, since: int) -> int:
+    counts = await count_records(db, Meter(None, 0, None), since)
+    return sum(one.rows - one.newest for one in counts)
+
+
+def _store(
+    old: list[MasterKeyRow],
+    new: list[MasterKeyRow],
+    marks: dict[str, str],
+    old_id: str,
+    connection: sa.Connection,
+) -> bool:
+    """Store the new keyring and *marks*; return False if the keyring has changed."""
+    query = sa.select(*(keyring.c[name] for name in MasterKeyRow._fields)).with_for_update()
+    stored = {MasterKeyRow(*row) for row in connection.execute(query)}
+    names = [name for (name,) in connection.execute(sa.select(meta.c.name))]
+    current = connection.scalar(sa.select(meta.c.value).where(meta.c.name == DATABASE_ID))
+    if current == marks[DATABASE_ID]:  # committed by an attempt whose answer was lost
+        return True
+    if stored != set(old) or current != old_id:
+        return False
+    for row in new:
+        connection.execute(
+            sa.update(keyring).where(keyring.c.id == row.id).values(wrapped=row.wrapped)
+        )
+    for name, value in marks.items():
+        connection.execute(sa.delete(meta).where(meta.c.name == name))
+        connection.execute(sa.insert(meta).values(name=name, value=value))
+    checkpoints = [name for name in names if name.startswith(PREFIX)]
+    connection.execute(sa.delete(meta).where(meta.c.name.in_(checkpoints)))
+    return True
+
+
+def _set_id(old_id: str, new_id: str, connection: sa.Connection) -> None:
+    """Store the new id in the data database, and remove the original's checkpoints."""
+    row = sa.update(meta).where(meta.c.name == DATABASE_ID, meta.c.value == old_id)
+    connection.execute(row.values(value=new_id))
+    names = [name for (name,) in connection.execute(sa.select(meta.c.name))]
+    checkpoints = [name for name in names if name.startswith(PREFIX)]
+    connection.execute(sa.delete(meta).where(meta.c.name.in_(checkpoints)))
+
+
+def _end(features: str, connection: sa.Connection) -> None:
+    connection.execute(sa.update(meta).where(meta.c.name == FEATURES).values(value=features))
+    connection.execute(sa.delete(meta).where(meta.c.name == SEPARATION))

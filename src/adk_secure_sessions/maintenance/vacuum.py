@@ -1,0 +1,45 @@
+"""Rewrite all tables, so that their files hold no bytes of deleted or replaced rows."""
+
+from typing import NamedTuple
+
+from adk_secure_sessions.maintenance.clearing import rewrite
+from adk_secure_sessions.maintenance.database import Database
+from adk_secure_sessions.storage import DATA_TABLES, KEY_TABLES, TABLES
+
+
+class Vacuum(NamedTuple):
+    """The result of `vacuum`.
+
+    Attributes:
+        cleared: Whether all tables were rewritten.
+        obstacles: Why tables could not be rewritten, one text for each of them (SQLite: for the
+            file).  The files of these tables may still hold bytes of deleted or replaced rows.
+    """
+
+    cleared: bool
+    obstacles: tuple[str, ...]
+
+
+async def vacuum(db: Database) -> Vacuum:
+    """Rewrite all tables, so that their files hold no bytes of deleted or replaced rows.
+
+    Call `vacuum` after `rotate_data` and `retire` if old keys or plaintext must not stay in free
+    space, for example to leave `NoOpBackend`.  No row changes, and no key is needed.  SQLite
+    rewrites the whole file; other databases rewrite one table after the other, and the key database
+    last.  Services wait while a table is rewritten.  Logs, replicas and backups are not cleared.
+
+    Args:
+        db: The database.
+
+    Raises:
+        ConfigurationError: The database cannot be used, or holds no encrypted sessions yet.
+    """
+    await db.survey()
+    if db.executors.has_key_database:
+        places = [(db.executor, DATA_TABLES), (db.key_executor, KEY_TABLES)]
+    else:
+        places = [(db.executor, TABLES)]
+    obstacles: list[str] = []
+    for executor, tables in places:
+        obstacles += await rewrite(executor, tables, db.limits.lock_wait)
+    return Vacuum(not obstacles, tuple(obstacles))

@@ -1,0 +1,220 @@
+"""Changes of apps and users: their state, their data keys, their version witnesses.
+
+A write collects these changes in an `OwnerChanges` and applies them together with its own.
+"""
+
+from collections.abc import Callable
+
+from adk_secure_sessions.db.protocol import Change
+from adk_secure_sessions.errors import Reason, TamperedError, UnknownKeyError
+from adk_secure_sessions.formats.records import encode_text, new_link
+from adk_secure_sessions.formats.states import JsonObject, dumps, loads
+from adk_secure_sessions.storage import bindings
+from adk_secure_sessions.storage import queries as sql
+from adk_secure_sessions.storage.bindings import Attempt, KeySource, NeedsDataKey, Owner
+from adk_secure_sessions.storage.queries import AppRow, Found, UserRow, WitnessRow
+from adk_secure_sessions.storage.schema import new_row_key, users
+
+
+class OwnerChanges:
+    """The changes of apps and users that one attempt makes.
+
+    Attributes:
+        changes: The changes, in the order in which they must be applied.
+    """
+
+    def __init__(self, attempt: Attempt) -> None:
+        self.changes: list[Change] = []
+        self._attempt = attempt
+        self._keys = attempt.keys
+        self._after_commit: list[Callable[[], None]] = []
+
+    def cache(self) -> None:
+        """Cache the rows that were written; call this after the commit."""
+        for put in self._after_commit:
+            put()
+
+    def app(self, found: Found, app: Owner | None, delta: JsonObject) -> Owner:
+        """Merge *delta* into the app's state; if *app* is None, insert its row."""
+        if app is None:
+            who = self._attempt.who
+            self._ensure_first_key(who.app_tag)
+            key_ids = self._keys.names(who.app_tag, ())
+            app = Owner(new_row_key(), who.app_tag, 0, "", 0, dumps(delta), new_link(), key_ids)
+            sealed = bindings.seal_app(self._attempt, app)
+            row = {"id": app.id, "tag": app.tag, "app_name": encode_text(who.app_name)}
+            self.changes.append(Change(sql.INSERT_APP, row | {"version": 0, "state": sealed}))
+            self._put_app(app, sealed, self._insert_witness(app))
+        elif delta:
+            assert found.app is not None
+            stored = found.app.state
+            self._ensure_key(app.tag, stored)
+            app = self._next_version(app, delta)
+            self._update_app(app, stored)
+        return app
+
+    def user(self, found: Found, user: Owner | None, app_row: int, delta: JsonObject) -> Owner:
+        """Merge *delta* into the user's state; if *user* is None, insert the user's row.
+
+        Ensure that the user has a current data key, and that the user's row names it.
+        """
+        if user is None:
+            who = self._attempt.who
+            self._ensure_first_key(who.user_tag)
+            key_ids = self._keys.names(who.user_tag, ())
+            user = Owner(
+                new_row_key(), who.user_tag, app_row, who.user_id, 0, dumps(delta), new_link(),
+                key_ids,
+            )  # fmt: skip
+            sealed = bindings.seal_user(self._attempt, user)
+            row = {"id": user.id, "app_row": app_row, "tag": user.tag}
+            self.changes.append(Change(sql.INSERT_USER, row | {"version": 0, "state": sealed}))
+            self._put_user(user, sealed, self._insert_witness(user))
+            return user
+        if user.app_row != app_row:
+            raise TamperedError(
+                "it belongs to another app's row",
+                reason=Reason.WRONG_OWNER,
+                table=users.name,
+                row=user.id,
+            )
+        assert found.user is not None
+        stored = found.user.state
+        self._ensure_key(user.tag, stored, *(row.state for row in found.sessions))
+        if delta or not self._names_current_key(user):
+            user = self._next_version(user, delta)
+            self._update_user(user, stored)
+        return user
+
+    def renew_key(self, owner: Owner, stored: bytes, since: int) -> bool:
+        """Give *owner* a data key created at *since* or later, unless it has one; name only that.
+
+        Args:
+            owner: An app or a user.
+            stored: The record of its row.
+            since: Microseconds UTC.
+
+        Returns:
+            Whether the owner's row has to change.
+        """
+        if self._keys.created:
+            self._keys.adopt(owner.tag, self._keys.created)
+        current = self._keys.current(owner.tag)
+        is_newest = self._keys.current_is_newest(owner.tag)
+        if current is None or current.created_at < since or not is_newest:
+            self._new_key(owner.tag, since)
+        elif owner.key_ids == (current.id,):
+            return False
+        owner = self._next_version(owner._replace(key_ids=()), {})
+        if owner.user_id or owner.app_row:
+            self._update_user(owner, stored)
+        else:
+            self._update_app(owner, stored)
+        return True
+
+    def _names_current_key(self, owner: Owner) -> bool:
+        current = self._keys.current(owner.tag)
+        return current is not None and current.id in owner.key_ids
+
+    def _next_version(self, owner: Owner, delta: JsonObject) -> Owner:
+        state = dumps(loads(owner.state) | delta) if delta else owner.state
+        key_ids = self._keys.names(owner.tag, owner.key_ids)
+        return owner._replace(
+            version=owner.version + 1, state=state, link=new_link(), key_ids=key_ids
+        )
+
+    def _update_app(self, app: Owner, stored: bytes) -> None:
+        sealed = bindings.seal_app(self._attempt, app)
+        row = self._update(app, stored, sealed)
+        self.changes.append(Change(sql.UPDATE_APP, row))
+        self._put_app(app, sealed, self._update_witness(app))
+
+    def _update_user(self, user: Owner, stored: bytes) -> None:
+        sealed = bindings.seal_user(self._attempt, user)
+        row = self._update(user, stored, sealed)
+        self.changes.append(Change(sql.UPDATE_USER, row))
+        self._put_user(user, sealed, self._update_witness(user))
+
+    def _update(self, owner: Owner, stored: bytes, sealed: bytes) -> dict[str, object]:
+        row = {"at_id": owner.id, "at_version": owner.version - 1, "at_state": stored}
+        return row | {"version": owner.version, "state": sealed}
+
+    def _insert_witness(self, owner: Owner) -> WitnessRow:
+        seal = bindings.seal_witness(self._attempt, owner.tag, owner.tag, 0, owner.link)
+        witness = WitnessRow(0, owner.tag, seal)
+        self.changes.append(Change(sql.INSERT_WITNESS, witness._asdict()))
+        return witness
+
+    def _update_witness(self, owner: Owner) -> WitnessRow:
+        tag, number = owner.tag, owner.version
+        seal = bindings.seal_witness(self._attempt, tag, tag, number, owner.link)
+        row = {"at_tag": tag, "at_number": number - 1, "number": number, "seal": seal}
+        self.changes.append(Change(sql.UPDATE_WITNESS, row))
+        return WitnessRow(number, tag, seal)
+
+    def _put_app(self, app: Owner, sealed: bytes, witness: WitnessRow) -> None:
+        cache = self._attempt.cache
+        row = AppRow(app.id, app.version, encode_text(self._attempt.who.app_name), sealed)
+        self._after_commit.append(lambda: cache.put(cache.apps, row, witness, app))
+
+    def _put_user(self, user: Owner, sealed: bytes, witness: WitnessRow) -> None:
+        cache = self._attempt.cache
+        row = UserRow(user.id, user.app_row, user.version, user.tag, sealed)
+        self._after_commit.append(lambda: cache.put(cache.users, row, witness, user))
+
+    def _ensure_first_key(self, owner: bytes) -> None:
+        """Create the first data key of an owner who has no row yet.
+
+        Raise TamperedError if the owner already has a data key: then somebody has removed the
+        owner's row.  With a key database this is no error: the key is written first, and a process
+        may have stopped before it wrote the row.  But nothing proves that it was so: the key may be
+        an erased one that was inserted again, so a new key is created.
+        """
+        self._require_read_keys()
+        separate = self._attempt.key_source is KeySource.KEY_DATABASE
+        if self._keys.has_keys(owner) and not separate:
+            raise TamperedError(
+                f"the row of the user or app with tag {owner.hex()} was removed: its data key is "
+                "still stored",
+                reason=Reason.MISSING,
+            )
+        self._keys.adopt(owner, ())
+        if self._keys.current(owner) is None:
+            self._new_key(owner)
+
+    def _ensure_key(self, owner: bytes, *stored: bytes) -> None:
+        """Ensure a current data key that `retire` cannot delete before the changes are made.
+
+        `retire` deletes a data key only if no record is encrypted with that key or an older one,
+        and the changes require the records *stored* to be unchanged.  Therefore a current key that
+        is as new as the keys of *stored* is safe.  If it is older (another backend's key is newer),
+        the changes lock its row; in a key database, where they cannot lock it, a new data key is
+        created instead.  A new data key is also created if there is no current one.
+        """
+        keys = self._keys
+        if keys.is_as_new_as(owner, *stored):
+            return
+        self._require_read_keys()
+        if keys.created:
+            keys.adopt(owner, keys.created)
+            if keys.is_as_new_as(owner, *stored):
+                return
+        for record in stored:
+            # Its key must exist: otherwise no new key would ever be as new as the record's key.
+            keys.cipher(owner, record)
+        current = keys.current(owner)
+        if current is None or self._attempt.key_source is KeySource.KEY_DATABASE:
+            self._new_key(owner)
+        else:
+            locked = {"at_id": current.id, "generation": current.generation}
+            self.changes.append(Change(sql.HOLD_KEY, locked))
+
+    def _new_key(self, owner: bytes, not_before: int = 0) -> None:
+        if self._attempt.key_source is KeySource.KEY_DATABASE:
+            raise NeedsDataKey(owner, not_before)
+        row = self._keys.new(owner, not_before)
+        self.changes.append(Change(sql.INSERT_KEY, row._asdict() | self._keys.keyring_guard()))
+
+    def _require_read_keys(self) -> None:
+        if self._attempt.key_source is KeySource.CACHE:
+            raise UnknownKeyError("the owner's data keys have to be read again")

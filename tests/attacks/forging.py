@@ -1,0 +1,81 @@
+"""Records that an attacker makes who has keys of the database, as after a leak.
+
+How it works.  `ForgedKey(keyring, owner, backend)` is a data key of the attacker for the user
+alice, wrapped by the newest data master of *keyring*, which the attacker has.  `insert` inserts
+it.  `insert_user_row` replaces alice's row and its version witness by records under that key: a row
+that names the key.  `replace_session` does the same with the row of a session.
+"""
+
+import json
+import secrets
+import time
+
+from adk_secure_sessions import EncryptionBackend
+from adk_secure_sessions.formats import records
+from adk_secure_sessions.formats.records import (
+    NO_LINK,
+    OwnerFields,
+    SessionFields,
+    join_owner,
+    join_session,
+    new_link,
+    with_id,
+)
+from adk_secure_sessions.keys.data_keys import DataKeyRow, wrap_data_key
+from adk_secure_sessions.keys.keyring import Keyring, new_key_id
+from adk_secure_sessions.storage.bindings import session_context, user_context, witness_context
+from tests.attacks.support import Database
+from tests.attacks.world import VISIT
+
+FORGED_STATE = {"role": "administrator"}
+_JSON = json.dumps(FORGED_STATE).encode()
+
+
+class ForgedKey:
+    """A data key of the attacker for the user with tag *owner*."""
+
+    def __init__(
+        self, keyring: Keyring, owner: bytes, backend: EncryptionBackend, generation: int = 99
+    ) -> None:
+        assert keyring.current_id is not None
+        key = backend.new_key()
+        now = time.time_ns() // 1000
+        row = DataKeyRow(new_key_id(), owner, generation, backend.backend_id, now, b"")
+        self.row = wrap_data_key(row, keyring, keyring.current_id, key)
+        self._cipher = backend.cipher(key)
+
+    def insert(self, db: Database) -> None:
+        insert_rows(db, "secure_data_keys", [tuple(self.row)])
+
+    def seal(self, context: bytes, plaintext: bytes) -> bytes:
+        return records.seal(self._cipher, self.row.backend_id, self.row.id, context, plaintext)
+
+    def insert_user_row(self, db: Database) -> None:
+        """Replace alice's row by one that names this key."""
+        columns = "tag, id, app_row, version"
+        ((tag, row, app_row, version),) = db.rows(
+            f"SELECT {columns} FROM secure_users WHERE id = :alice"
+        )
+        link = new_link()
+        context = user_context(VISIT.app_name, tag, row, app_row, version)
+        fields = OwnerFields(link, (self.row.id,), _JSON)
+        state = self.seal(context, with_id(VISIT.user_id, join_owner(fields)))
+        db.run("UPDATE secure_users SET state = :state WHERE id = :alice", state=state)
+        seal = self.seal(witness_context(VISIT.app_name, tag, version), link)
+        db.run("UPDATE secure_witnesses SET seal = :seal WHERE tag = :tag", seal=seal, tag=tag)
+
+    def replace_session(self, db: Database) -> None:
+        """Replace the state of alice's session *VISIT*, but not its events."""
+        columns = "tag, id, user_row, revision, base_revision, created_at, updated_at, expires_at"
+        ((tag, *numbers),) = db.rows(f"SELECT {columns} FROM secure_sessions WHERE id = :visit")
+        context = session_context(VISIT.app_name, VISIT.user_id, tag, *numbers)
+        fields = SessionFields(secrets.token_bytes(16), NO_LINK, _JSON)
+        state = self.seal(context, with_id(VISIT.session_id, join_session(fields)))
+        db.run("UPDATE secure_sessions SET state = :state WHERE id = :visit", state=state)
+
+
+def insert_rows(db: Database, table: str, rows: list[tuple[object, ...]]) -> None:
+    with db.connect() as connection:
+        for row in rows:
+            slots = ", ".join("?" * len(row))
+            connection.execute(f"INSERT INTO {table} VALUES ({slots})", row)

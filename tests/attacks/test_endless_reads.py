@@ -1,0 +1,209 @@
+"""Somebody put a view that never ends in the place of a table: reads of it can be interrupted."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from sqlalchemy import URL
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from adk_secure_sessions import (
+    AesGcmBackend,
+    ConfigurationError,
+    DatabaseError,
+    EncryptedSessionService,
+)
+from tests.conformance.services import KEY
+from tests.conformance.support import APP, USER, create, event, find, reload
+from tests.servers import Server
+
+DATABASES: dict[str, tuple[str, str | None]] = {
+    "sqlite": ("sqlite+aiosqlite", None),
+    "aiosqlite-engine": ("sqlite+aiosqlite", None),
+    "asyncpg": ("postgresql+asyncpg", "postgresql"),
+    "psycopg": ("postgresql+psycopg", "postgresql"),
+    "asyncmy": ("mariadb+asyncmy", "mariadb"),
+    "asyncpg-pgbouncer": ("postgresql+asyncpg", "pgbouncer"),
+    "psycopg-pgbouncer": ("postgresql+psycopg", "pgbouncer"),
+}
+
+
+_BY_DEFAULT = ["sqlite", "asyncpg", "asyncmy"]
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=[] if name in _BY_DEFAULT else [pytest.mark.soak])
+        for name in DATABASES
+    ]
+)
+def name(request: pytest.FixtureRequest) -> str:
+    found: str = request.param
+    return found
+
+
+@pytest.fixture
+def server(request: pytest.FixtureRequest, name: str) -> Server | None:
+    fixture = DATABASES[name][1]
+    return request.getfixturevalue(fixture) if fixture else None
+
+
+@pytest.fixture
+def url(name: str, server: Server | None, tmp_path: Path) -> Iterator[URL]:
+    driver = DATABASES[name][0]
+    if server is None:
+        yield URL.create(driver, database=f"{tmp_path}/sessions.db")
+        return
+    with server.database() as made:
+        yield made.set(drivername=driver)
+
+
+Open = Callable[[float | None], EncryptedSessionService]
+
+
+@pytest.fixture
+async def open_service(name: str, url: URL) -> AsyncIterator[Open]:
+    engine = create_async_engine(url) if name.endswith("engine") else None
+
+    def opened(read_timeout: float | None) -> EncryptedSessionService:
+        backend = AesGcmBackend(KEY)
+        if engine is not None:
+            return EncryptedSessionService(
+                db_engine=engine, backend=backend, read_timeout=read_timeout
+            )
+        return EncryptedSessionService(url, backend, read_timeout=read_timeout)
+
+    yield opened
+    if engine is not None:
+        await engine.dispose()
+
+
+def replace_events(url: URL, server: Server | None) -> None:
+    """Put a view that never ends in the place of `secure_events`; `restore_events` undoes it."""
+    columns = "session_row, seq, time, event"
+    endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i FROM n"
+    condition = f"session_row IN ({endless} WHERE i < 0)"
+    if server is not None and "maria" in server.admin_url.drivername:
+        # MariaDB bounds recursion.
+        condition = "BENCHMARK(1000000000000000, MD5(session_row)) = 1"
+    with behind(url, server) as connection:
+        connection.exec_driver_sql("ALTER TABLE secure_events RENAME TO saved")
+        connection.exec_driver_sql(
+            f"CREATE VIEW secure_events AS SELECT {columns} FROM saved WHERE {condition}"
+        )
+
+
+def restore_events(url: URL, server: Server | None) -> None:
+    with behind(url, server) as connection:
+        connection.exec_driver_sql("DROP VIEW secure_events")
+        connection.exec_driver_sql("ALTER TABLE saved RENAME TO secure_events")
+
+
+def behind(url: URL, server: Server | None) -> "sa.Connection":
+    """A connection of somebody else."""
+    if server is None:
+        driver, found = "sqlite", url
+    else:
+        driver = server.admin_url.drivername
+        found = url.set(query=server.admin_url.query)
+    engine = sa.create_engine(
+        found.set(drivername=driver), isolation_level="AUTOCOMMIT", poolclass=sa.pool.NullPool
+    )
+    return engine.connect()
+
+
+async def nothing_runs(url: URL, server: Server | None) -> None:
+    """Wait until the server has ended the query, even though no client waits for it any more."""
+    if server is None:
+        return
+    maria = "maria" in server.admin_url.drivername
+    text = (
+        f"SELECT count(*) FROM information_schema.processlist WHERE db = '{url.database}' "
+        "AND command = 'Query'"
+        if maria
+        else f"SELECT count(*) FROM pg_stat_activity WHERE usename = '{url.username}' "
+        "AND state = 'active'"
+    )
+    async with asyncio.timeout(20):
+        while True:
+            with server.admin.connect() as connection:
+                if not connection.exec_driver_sql(text).scalar():
+                    return
+            await asyncio.sleep(0.05)
+
+
+async def test_endless_read_is_interrupted_after_its_time_and_the_service_goes_on(
+    open_service: Open, url: URL, server: Server | None
+) -> None:
+    async with open_service(0.5) as service:
+        session = await create(service)
+        await service.append_event(session, event("text"))
+        other = await create(service, "other")
+        await asyncio.to_thread(replace_events, url, server)
+        began = time.monotonic()
+        reads = [asyncio.ensure_future(find(service, session)) for _ in range(6)]
+        results = await asyncio.gather(*reads, return_exceptions=True)
+        for error in results:
+            assert isinstance(error, DatabaseError), error
+            assert error.retryable
+            assert "read_timeout" in str(error)
+        assert time.monotonic() - began < 20
+        await nothing_runs(url, server)
+        # A write reads, too.
+        with pytest.raises(DatabaseError, match="read_timeout"):
+            await service.append_event(session, event("text", delta={"app:k": 1}))
+        state = await service.get_user_state(app_name=APP, user_id=USER)
+        assert state == {}  # no events are read for this
+        await asyncio.to_thread(restore_events, url, server)
+        assert await reload(service, other) == other
+        await service.append_event(await reload(service, session), event("goes on"))
+
+
+async def test_endless_read_ends_at_the_server_when_its_caller_is_cancelled(
+    open_service: Open, url: URL, server: Server | None
+) -> None:
+    async with open_service(None) as service:
+        session = await create(service)
+        await service.append_event(session, event("text"))
+        await asyncio.to_thread(replace_events, url, server)
+        reads = [asyncio.ensure_future(find(service, session)) for _ in range(6)]
+        await asyncio.sleep(0.5)
+        for read in reads:
+            read.cancel()
+        done, running = await asyncio.wait(reads, timeout=20)
+        assert not running
+        assert all(read.cancelled() for read in done)
+        await nothing_runs(url, server)
+        await asyncio.to_thread(restore_events, url, server)
+        await service.append_event(await reload(service, session), event("goes on"))
+
+
+@pytest.mark.parametrize("name", ["sqlite", "asyncpg", "asyncmy"], indirect=True)
+async def test_service_closes_although_a_read_never_ends(
+    open_service: Open, url: URL, server: Server | None
+) -> None:
+    service = open_service(1 if server else None)
+    session = await create(service)
+    await service.append_event(session, event("text"))
+    await asyncio.to_thread(replace_events, url, server)
+    reads = [asyncio.ensure_future(find(service, session)) for _ in range(3)]
+    await asyncio.sleep(0.2)
+    async with asyncio.timeout(30):
+        await service.close()
+    results = await asyncio.gather(*reads, return_exceptions=True)
+    assert all(isinstance(error, DatabaseError) for error in results), results
+
+
+@pytest.mark.parametrize("name", ["sqlite", "asyncpg", "asyncmy"], indirect=True)
+async def test_start_rejects_a_view_in_the_place_of_a_table(
+    open_service: Open, url: URL, server: Server | None
+) -> None:
+    async with open_service(60) as service:
+        await create(service)
+    await asyncio.to_thread(replace_events, url, server)
+    async with asyncio.timeout(30), open_service(60) as service:
+        with pytest.raises(ConfigurationError, match="secure_events was removed"):
+            await service.prepare_tables()

@@ -1,0 +1,309 @@
+"""Rows of keys that an attacker inserts or alters: planted keys, junk, and altered columns."""
+
+import secrets
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from adk_secure_sessions import (
+    AesGcmBackend,
+    EncryptedSessionService,
+    EncryptionBackend,
+    FernetBackend,
+    SecureSessionError,
+    StaticKey,
+    UnknownKeyError,
+    WrongKeyError,
+)
+from adk_secure_sessions.formats.records import unpack
+from adk_secure_sessions.maintenance import Database as Maintained
+from adk_secure_sessions.maintenance import (
+    retire,
+    rotate_data,
+    rotate_master,
+    rotate_root,
+    verify,
+)
+from tests.attacks.cells import USER_KEY
+from tests.attacks.databases import also_on
+from tests.attacks.forging import ForgedKey, insert_rows
+from tests.attacks.support import (
+    Database,
+    append,
+    append_delta,
+    assert_works,
+    create_another,
+    get,
+    get_last,
+    list_app,
+    list_user,
+    outcome,
+    rejection,
+    user_state,
+)
+from tests.attacks.world import ALL_SESSIONS, BOB, KEY, NOTES, VISIT
+
+pytestmark = also_on("mariadb")
+
+NEW = bytes(range(32, 64))
+ALICES_TAG = "(SELECT tag FROM secure_users WHERE id = :alice)"
+
+
+def under(root: bytes, db: Database) -> EncryptionBackend:
+    return FernetBackend(root) if db.is_fernet else AesGcmBackend(root)
+
+
+@asynccontextmanager
+async def leaked(db: Database) -> AsyncIterator[tuple[EncryptedSessionService, ForgedKey]]:
+    """Replace all keys after a leak, while a service runs; yield it, and a key of the attacker.
+
+    The attacker has all keys of before.  The service has read all sessions before the master keys
+    and data keys were replaced.
+    """
+    async with Maintained(db.url, db.backend()) as maintained:
+        known = (await maintained.keys()).keyring
+    async with Maintained(db.url, under(NEW, db), [db.backend()]) as maintained:
+        await rotate_root(maintained)
+    async with db.service(under(NEW, db)) as service:
+        for who in ALL_SESSIONS:
+            await get(service, db, who)
+        async with Maintained(db.url, under(NEW, db)) as maintained:
+            assert (await rotate_master(maintained)).left == 0
+            assert (await rotate_data(maintained)).left == 0
+            assert (await retire(maintained)).kept == 0
+        yield service, ForgedKey(known, db.value(f"SELECT {ALICES_TAG}"), under(NEW, db))
+
+
+def keys_of_records(db: Database) -> set[int]:
+    """The ids of the data keys that the records of alice and her sessions name."""
+    columns = dict.fromkeys(("users", "sessions", "bases"), "state")
+    columns |= {"events": "event", "witnesses": "seal"}
+    return {
+        unpack(record)[1]
+        for table, column in columns.items()
+        for (record,) in db.rows(f"SELECT {column} FROM secure_{table}")
+    }
+
+
+async def test_data_key_planted_under_a_retired_master_encrypts_nothing(db: Database) -> None:
+    async with leaked(db) as (running, forged):
+        forged.insert(db)
+        session = await running.get_session(**VISIT._asdict())
+        assert session == db.session(VISIT)
+        async with db.service(under(NEW, db)) as new:
+            for number, service in enumerate((running, new)):
+                await append_delta(service, session, {"step": number})
+                await append_delta(service, session, {"user:step": number})
+                await create_another(service, db, VISIT)
+    assert forged.row.id not in keys_of_records(db)
+
+
+@pytest.mark.parametrize("what", ["user", "session"])
+async def test_record_under_a_data_key_planted_under_a_retired_master_is_rejected(
+    db: Database, what: str
+) -> None:
+    """By a service that had unwrapped that master, too."""
+    async with leaked(db) as (running, forged):
+        forged.insert(db)
+        forge = {"user": forged.insert_user_row, "session": forged.replace_session}
+        forge[what](db)
+        before = db.dump()
+        operations = (get, get_last, list_user, append, create_another, user_state)
+        async with db.service(under(NEW, db)) as new:
+            for service in (running, new):
+                for operation in operations if what == "user" else operations[:4]:
+                    error = await rejection(operation, service, db, VISIT)
+                    assert type(error) is UnknownKeyError, operation
+                assert await get(service, db, BOB) == db.session(BOB)
+        assert db.dump() == before
+
+
+# --- altered rows of the keyring -----------------------------------------------------------------
+
+ALTERED = {
+    "id": "id + 1",
+    "created_at": "created_at + 1",
+    "root_key_id": "'none'",
+    "purpose": "'index'",
+    "wrapped": "CAST(wrapped || x'00' AS BLOB)",
+}
+
+
+@pytest.mark.parametrize("column", ALTERED)
+async def test_altered_row_of_the_keyring_is_not_believed_by_a_running_service(
+    db: Database, column: str
+) -> None:
+    """It rejects the operation, or goes on with the keys that it has; nothing is lost."""
+    dave = VISIT._replace(user_id="dave", session_id="new")
+    async with db.service() as service:
+        await get(service, db, VISIT)
+        (row,) = db.rows("SELECT * FROM secure_keyring WHERE purpose = 'data'")
+        db.run(f"UPDATE secure_keyring SET {column} = {ALTERED[column]} WHERE purpose = 'data'")
+        created = await outcome(create_another(service, db, dave))
+        assert not isinstance(created, Exception) or type(created) is WrongKeyError
+        assert await get(service, db, VISIT) == db.session(VISIT)  # its keys are unwrapped
+        await append(service, db, VISIT)
+    async with db.service() as new:
+        assert isinstance(await rejection(get, new, db, VISIT), SecureSessionError)
+    key = "wrapped" if column == "id" else "id"
+    where = "length(wrapped) > 0 AND id = :id" if key == "id" else "id = :id + 1"
+    db.run(f"DELETE FROM secure_keyring WHERE {where}", id=row[0])
+    insert_rows(db, "secure_keyring", [row])
+    async with db.service() as new:
+        await get(new, db, VISIT)
+        sessions = await list_user(new, db, dave)
+        assert bool(sessions.sessions) is not isinstance(created, Exception)  # type: ignore[attr-defined]
+
+
+async def test_older_master_with_a_later_time_does_not_wrap_new_keys(
+    db: Database, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A running service logs the row, and goes on with the newest one that it can unwrap."""
+    async with db.maintained() as maintained:
+        await rotate_master(maintained)
+    old = db.value("SELECT min(created_at) FROM secure_keyring WHERE purpose = 'data'")
+    newest = db.value("SELECT id FROM secure_keyring ORDER BY created_at DESC LIMIT 1")
+    async with db.service() as service:
+        await get(service, db, VISIT)
+        db.run(
+            "UPDATE secure_keyring SET created_at = created_at + :day "
+            "WHERE purpose = 'data' AND created_at = :old",
+            day=86_400_000_000,
+            old=old,
+        )
+        before = {row_id for (row_id,) in db.rows("SELECT id FROM secure_data_keys")}
+        await create_another(service, db, VISIT._replace(user_id="dave"))
+    made = [
+        wrapped
+        for row_id, wrapped in db.rows("SELECT id, wrapped FROM secure_data_keys")
+        if row_id not in before
+    ]
+    assert [unpack(wrapped)[1] for wrapped in made] == [newest]
+    assert any("secure_keyring" in record.getMessage() for record in caplog.records)
+
+
+# --- junk ----------------------------------------------------------------------------------------
+
+
+class CountingKey:
+    """A key service that counts the calls."""
+
+    key_id = "counting"
+
+    def __init__(self) -> None:
+        self._key = StaticKey(KEY)
+        self.calls = 0
+
+    async def wrap(self, key: bytes, associated_data: bytes) -> bytes:
+        self.calls += 1
+        return await self._key.wrap(key, associated_data)
+
+    async def unwrap(self, wrapped: bytes, associated_data: bytes) -> bytes:
+        self.calls += 1
+        return await self._key.unwrap(wrapped, associated_data)
+
+
+def junk_masters(number: int) -> list[tuple[object, ...]]:
+    now = time.time_ns() // 1000
+    return [
+        (secrets.randbits(62), "data", "counting", now + n, secrets.token_bytes(61))
+        for n in range(number)
+    ]
+
+
+async def counted(db: Database) -> CountingKey:
+    """The root key of the database becomes one of a key service that counts."""
+    key = CountingKey()
+    async with Maintained(db.url, AesGcmBackend(key), [db.backend()]) as maintained:
+        await rotate_root(maintained)
+    key.calls = 0
+    return key
+
+
+async def test_junk_row_of_the_keyring_does_not_stop_a_running_service(
+    aes_db: Database, caplog: pytest.LogCaptureFixture
+) -> None:
+    db, key = aes_db, await counted(aes_db)
+    async with db.service(AesGcmBackend(key)) as service:
+        for who in ALL_SESSIONS:
+            await get(service, db, who)
+        key.calls = 0
+        insert_rows(db, "secure_keyring", junk_masters(3))
+        for name in ("dave", "erin", "frank"):
+            await create_another(service, db, VISIT._replace(user_id=name))
+        await append(service, db, VISIT)
+        assert key.calls == 3, "each junk row once"
+    assert any("secure_keyring" in record.getMessage() for record in caplog.records)
+    async with db.service(AesGcmBackend(key)) as service:
+        with pytest.raises(WrongKeyError, match="master key"):
+            await service.prepare_tables()
+
+
+async def test_thousands_of_junk_rows_of_the_keyring_call_no_key_service(aes_db: Database) -> None:
+    db, key = aes_db, await counted(aes_db)
+    async with db.service(AesGcmBackend(key)) as service:
+        await get(service, db, VISIT)
+        key.calls = 0
+        insert_rows(db, "secure_keyring", junk_masters(5000))
+        for _ in range(5):
+            assert await get(service, db, VISIT) == db.session(VISIT)
+            error = await rejection(create_another, service, db, VISIT._replace(user_id="dave"))
+            assert type(error) is WrongKeyError
+    async with db.service(AesGcmBackend(key)) as service:
+        with pytest.raises(WrongKeyError, match="more than 64 rows"):
+            await service.prepare_tables()
+    assert key.calls == 0
+    db.run("DELETE FROM secure_keyring WHERE length(wrapped) = 61 AND root_key_id = 'counting'")
+
+
+@pytest.mark.parametrize(
+    ("generation", "backend_id"),
+    [
+        (1, 1),
+        (2**62, 3),
+        (2**63 - 1, 200),
+        *(
+            pytest.param(*case, marks=pytest.mark.soak)
+            for case in ((1, 3), (1, 200), (2**62, 1), (2**62, 200), (2**63 - 1, 1), (2**63 - 1, 3))
+        ),
+    ],
+)
+async def test_junk_data_key_does_not_stop_its_owner(
+    aes_db: Database, generation: int, backend_id: int
+) -> None:
+    """No record names it.  Only a new data key cannot be made if the generations are used up."""
+    db = aes_db
+    (columns,) = db.rows(f"SELECT * FROM secure_data_keys WHERE {USER_KEY.where}")
+    junk = (
+        secrets.randbits(62),
+        columns[1],
+        generation,
+        backend_id,
+        columns[4],
+        b"AKS\x02\x01junk",
+    )
+    insert_rows(db, "secure_data_keys", [junk])
+    async with db.service() as service:
+        for operation in (get, get_last, list_user, list_app, append, create_another, user_state):
+            assert await operation(service, db, VISIT), operation
+    for who in (NOTES, BOB):
+        await assert_works(db, who)
+    async with db.maintained() as maintained:
+        done = await outcome(rotate_data(maintained))
+        if generation < 2**62:
+            assert done.left == 0  # type: ignore[attr-defined]
+        await outcome(retire(maintained))
+    async with db.service() as service:
+        for who in ALL_SESSIONS:
+            assert await get(service, db, who)
+
+
+async def test_junk_data_key_is_named_by_verify(aes_db: Database) -> None:
+    (columns,) = aes_db.rows(f"SELECT * FROM secure_data_keys WHERE {USER_KEY.where}")
+    junk = (secrets.randbits(62), columns[1], 1, 1, columns[4], b"AKS\x02\x01junk")
+    insert_rows(aes_db, "secure_data_keys", [junk])
+    async with aes_db.maintained() as maintained:
+        problems = (await verify(maintained)).problems
+    assert [problem.table for problem in problems] == ["secure_data_keys"]

@@ -1,0 +1,144 @@
+"""`--json`: every output of every command, failures included, is as docs/cli.schema.json says."""
+
+import asyncio
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+import sqlalchemy as sa
+
+from adk_secure_sessions.maintenance import rotate_data, rotate_master
+from tests.cli.support import Said, commands, on, run
+from tests.maintenance.support import interrupt, run_sql
+from tests.pages import DOCS
+
+SCHEMA = json.loads((DOCS / "cli.schema.json").read_text(encoding="utf-8"))
+ARGUMENTS: dict[str, list[str]] = {
+    "purge": ["--older-than", "90d"],
+    "lookup": ["--app", "clinic", "--user", "eve"],
+    "erase-user": ["--app", "clinic", "--user", "ada"],
+    "inspect": ["secure_keyring"],
+    "rotate root": ["--also-key", "env:NEW_KEY"],
+}
+NAMES = [name for name in commands() if name != "keygen"]
+
+
+def numbers(value: Any, path: str = "") -> Iterator[tuple[str, int]]:
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from numbers(item, f"{path}.{name}")
+    elif isinstance(value, list):
+        for item in value:
+            yield from numbers(item, path)
+    elif isinstance(value, int) and not isinstance(value, bool):
+        yield path, value
+
+
+def check(said: Said, name: str) -> Any:
+    """Return the output, which must be valid; *name* is a command, or `failure`."""
+    validator = jsonschema.Draft202012Validator({**SCHEMA, "$ref": f"#/$defs/{name}"})
+    validator.validate(said.json)
+    # A number beyond this is read wrongly by programs that read numbers as floating point.
+    assert [found for found in numbers(said.json) if abs(found[1]) > 2**53] == []
+    return said.json
+
+
+def options(name: str) -> set[str]:
+    return {text for option in commands()[name].params for text in option.opts}
+
+
+def arguments(name: str, url: str, key: str | None = "env:OLD_KEY") -> list[str]:
+    key = key if "--key" in options(name) else None
+    return [*name.split(), *ARGUMENTS.get(name, []), *on(url, key), "--json"]
+
+
+@pytest.fixture
+def tampered(file: str) -> str:
+    """A database with an unfinished rotation of each kind and with bad rows."""
+    for rotate in (rotate_data, rotate_master):
+        asyncio.run(interrupt(file, rotate))
+    place = sa.make_url(file).set(drivername="sqlite")
+    run_sql(place, "UPDATE secure_events SET event = x'00' WHERE seq = 1")
+    return file
+
+
+def test_there_is_a_schema_for_each_command_and_each_describes_all_fields() -> None:
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    assert set(SCHEMA["$defs"]) == {*NAMES, "failure", "problem"}
+
+    def objects(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        if schema.get("type") == "object":
+            yield schema
+        for value in schema.values():
+            if isinstance(value, dict):
+                yield from objects(value)
+
+    found = list(objects(SCHEMA["$defs"]))
+    assert len(found) > len(NAMES)
+    for one in found:
+        assert one["additionalProperties"] is False
+        assert one["required"] == list(one["properties"])
+        assert all(field.get("description") for field in one["properties"].values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_output_of_the_command_is_as_its_schema_says(name: str, file: str) -> None:
+    said = run(*arguments(name, file))
+    assert (said.code, said.stderr) == (0, "")
+    check(said, name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_output_that_tells_of_bad_rows_is_as_its_schema_says(name: str, tampered: str) -> None:
+    if name.startswith("rotate "):
+        run(*arguments("status", tampered))
+    said = run(*arguments(name, tampered))
+    assert said.code in (0, 1)
+    check(said, name)
+    if name == "status":
+        (one, _) = said.json["unfinished"]
+        assert (one["rotation"], one["genuine"]) == ("data", True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_failure_of_the_command_is_an_object_on_stdout_and_a_line_on_stderr(name: str) -> None:
+    failure = check(said := run(*arguments(name, "sqlite:////nowhere/x.db")), "failure")
+    assert said.code == 2
+    assert failure["error"] in ("ConfigurationError", "DatabaseError")
+    assert failure["retryable"] is False
+    assert said.stderr == f"Error: {failure['message']}\n"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [["verify"], ["verify", "--bad"], ["nothing"], ["purge", "--older-than", "1"], ["--bad"]],
+    ids=" ".join,
+)
+def test_wrong_usage_is_a_failure_in_json(wrong: list[str]) -> None:
+    failure = check(said := run(*wrong, "--json"), "failure")
+    assert (said.code, failure["error"]) == (2, "UsageError")
+    assert failure["message"] in said.stderr
+
+
+def test_failure_that_may_pass_is_retryable() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"postgresql+asyncpg://u:7Qx@127.0.0.1:{silent.getsockname()[1]}/d"
+        said = run("check", *on(url), "--timeout", "0.2", "--json")
+    failure = check(said, "failure")
+    assert (said.code, failure["error"], failure["retryable"]) == (2, "Timeout", True)
+    assert "7Qx" not in said.stdout + said.stderr
+
+
+def test_wrong_key_names_its_class(file: str) -> None:
+    failure = check(run("verify", *on(file, "env:NEW_KEY"), "--json"), "failure")
+    assert failure["error"] == "WrongKeyError"
+
+
+@pytest.mark.parametrize("name", [one for one in NAMES if "--dry-run" in options(one)])
+def test_dry_run_is_a_field(name: str, file: str) -> None:
+    for more, dry_run in ((["--dry-run"], True), ([], False)):
+        said = run(*arguments(name, file), *more)
+        assert check(said, name)["dry_run"] is dry_run

@@ -1,0 +1,382 @@
+"""How commands start, ask and end: start-up, Ctrl-C, questions on a terminal, read-only use."""
+
+import asyncio
+import os
+import pty
+import re
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from adk_secure_sessions import AesGcmBackend
+from adk_secure_sessions.cli import program, rotate
+from adk_secure_sessions.cli.text import status_lines
+from adk_secure_sessions.cli.wording import WORDING, for_command_line
+from adk_secure_sessions.db.connect import wrapping_executors
+from adk_secure_sessions.db.protocol import Executor
+from adk_secure_sessions.maintenance import (
+    Database,
+    DataKeyCount,
+    MasterKey,
+    RecordCount,
+    RotationProgress,
+    Status,
+    rotate_data,
+    rotate_master,
+)
+from adk_secure_sessions.maintenance.database import Limits
+from tests.cli.support import Said, on, run
+from tests.maintenance.support import OLD, interrupt, query, run_sql
+from tests.pages import ROOT
+
+PROGRAM = str(Path(sys.executable).parent / "adk-secure-sessions")
+
+# --- start ---------------------------------------------------------------------------------------
+
+
+def imported(*arguments: str) -> tuple[int, set[str]]:
+    """Run the program; return its exit status, and the packages that it has imported."""
+    code = (
+        "import sys; from adk_secure_sessions.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit as end: status = end.code\n"
+        "packages = {'.'.join(name.split('.')[:2]) for name in sys.modules}\n"
+        "print(status, *packages, file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True
+    )
+    status, *names = done.stderr.splitlines()[-1].split()
+    return int(status), set(names)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["verify", "-h"], ["keygen"]])
+def test_help_and_keygen_import_neither_sqlalchemy_nor_adk(arguments: list[str]) -> None:
+    status, names = imported(*arguments)
+    assert status == 0
+    assert {"sqlalchemy", "google.adk", "pydantic"} & names == set()
+
+
+def test_commands_do_not_import_adk(file: str) -> None:
+    for name in ("check", "status", "verify"):
+        status, names = imported(name, *on(file))
+        assert (status, {"google.adk", "pydantic", "sqlalchemy.orm"} & names) == (0, set())
+
+
+def test_short_help_is_the_help() -> None:
+    assert run("verify", "-h") == run("verify", "--help")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shell_completes_commands_and_tables(shell: str) -> None:
+    def completed(**environment: str) -> str:
+        environment = {**os.environ, "_ADK_SECURE_SESSIONS_COMPLETE": shell} | environment
+        kind = environment.pop("KIND")
+        environment["_ADK_SECURE_SESSIONS_COMPLETE"] += f"_{kind}"
+        return subprocess.run(
+            [PROGRAM], env=environment, capture_output=True, text=True, check=False
+        ).stdout
+
+    if shell != "bash":  # click runs bash to ask for its version
+        assert "adk-secure-sessions" in completed(KIND="source")
+    line = {"COMP_WORDS": "adk-secure-sessions inspect secure_e", "COMP_CWORD": "2"}
+    if shell == "fish":
+        line["COMP_CWORD"] = "secure_e"
+    assert "secure_events" in completed(KIND="complete", **line)
+
+
+# --- check ---------------------------------------------------------------------------------------
+
+
+def test_check_says_that_a_service_could_start(filled: str) -> None:
+    said = run("check", *on(filled))
+    assert (said.code, said.stderr) == (0, "")
+    assert re.fullmatch(
+        r"a service can start: format \d+, root key key:\S+, 2 master keys in this database\n",
+        said.stdout,
+    )
+
+
+CANNOT_START: dict[str, tuple[str, str]] = {
+    "a key that unwraps nothing": ("UPDATE secure_keyring SET wrapped = x'00'", "master key"),
+    "no index master key": ("DELETE FROM secure_keyring WHERE purpose = 'index'", "index master"),
+    "another format": ("UPDATE secure_meta SET value = '99' WHERE name = 'format'", "'99'"),
+    "a removed table": ("DROP TABLE secure_events", "secure_events was removed"),
+}
+
+
+@pytest.mark.parametrize("name", CANNOT_START)
+def test_check_says_why_a_service_could_not_start(name: str, file: str) -> None:
+    statement, text = CANNOT_START[name]
+    run_sql(sa.make_url(file).set(drivername="sqlite"), statement)
+    said = run("check", *on(file))
+    assert (said.code, said.stdout, text in said.stderr) == (2, "", True)
+
+
+def test_check_rejects_a_wrong_key_and_names_the_option(file: str) -> None:
+    said = run("check", *on(file, "env:NEW_KEY"))
+    assert said.code == 2
+    assert "--also-key" in said.stderr
+    assert "additional_backends" not in said.stderr
+    assert run("check", *on(file, "env:NEW_KEY"), "--also-key", "env:OLD_KEY").code == 0
+
+
+def test_check_rejects_a_database_that_is_empty_and_creates_nothing(
+    file_url: str, tmp_path: Path
+) -> None:
+    said = run("check", *on(file_url))
+    assert (said.code, "adk-secure-sessions init" in said.stderr) == (2, True)
+    assert list(tmp_path.iterdir()) == []
+    sqlite3.connect(tmp_path / "sessions.db").close()
+    (tmp_path / "sessions.db").touch()
+    assert run("check", *on(file_url)).code == 2
+    assert (tmp_path / "sessions.db").stat().st_size == 0
+
+
+def test_check_gives_up_when_nothing_answers() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        began = time.monotonic()
+        said = run(
+            "check",
+            *on(f"postgresql+asyncpg://u:secret@127.0.0.1:{port}/d"),
+            "--timeout",
+            "0.5",
+        )
+    assert (said.code, "within 0.5 s" in said.stderr) == (2, True)
+    assert time.monotonic() - began < 10
+    assert "secret" not in said.stderr
+
+
+# --- commands that only read ---------------------------------------------------------------------
+
+ONLY_READ = {
+    "check": ["--key", "env:OLD_KEY"],
+    "status": ["--key", "env:OLD_KEY"],
+    "verify": ["--key", "env:OLD_KEY"],
+    "lookup": ["--key", "env:OLD_KEY", "--app", "clinic", "--user", "ada"],
+    "inspect": ["secure_events"],
+}
+
+
+class OnlyReads:
+    """An executor that fails when it is asked to write."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executor, name)
+
+    async def read(self, *arguments: Any, **options: Any) -> Sequence[Any]:
+        return await self._executor.read(*arguments, **options)
+
+    async def write(self, *_arguments: Any, **_options: Any) -> Any:
+        raise AssertionError("it writes")
+
+    async def define(self, work: Callable[[sa.Connection], Any], *, commit: bool) -> Any:
+        assert not commit, "it writes"
+        return await self._executor.define(work, commit=commit)
+
+    async def close(self) -> None:
+        await self._executor.close()
+
+
+@pytest.mark.parametrize("name", ONLY_READ)
+def test_command_that_only_reads_writes_nothing(name: str, filled: str) -> None:
+    with wrapping_executors(OnlyReads):
+        said = run(name, "--db", filled, *ONLY_READ[name])
+    assert (said.code, said.stderr) == (0, "")
+
+
+def test_commands_that_only_read_leave_the_file_alone_and_need_no_lock(
+    file: str, tmp_path: Path
+) -> None:
+    """While another process holds the only write lock of SQLite, a write would wait and fail."""
+    path = tmp_path / "sessions.db"
+    before = path.read_bytes()
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("BEGIN IMMEDIATE")
+        for name, options in ONLY_READ.items():
+            assert run(name, "--db", file, *options).code == 0
+    assert path.read_bytes() == before
+
+
+# --- Ctrl-C --------------------------------------------------------------------------------------
+
+
+def press_ctrl_c(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Said:
+    """Run a command that gets SIGINT when it first reports progress."""
+
+    def report(_done: int, _total: int) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        for module in (program, rotate):
+            patch.setattr(module, "progress", lambda *_: nullcontext(report))
+        return run(*arguments)
+
+
+@pytest.mark.parametrize("name", ["rotate data", "rotate master"])
+def test_ctrl_c_says_that_it_is_safe_and_how_to_go_on(
+    name: str, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = press_ctrl_c(monkeypatch, *name.split(), *on(file))
+    assert said == (
+        130,
+        "",
+        "Error: interrupted, which is safe: no change is left half done; to go on, run the same "
+        "command again\n",
+    )
+    restarted = press_ctrl_c(monkeypatch, *name.split(), *on(file), "--restart")
+    assert restarted.stderr.endswith("run the same command again, without --restart\n")
+    done = run(*name.split(), *on(file))
+    assert (done.code, done.stderr.startswith("continues the rotation begun ")) == (0, True)
+    assert run("verify", *on(file)).code == 0
+
+
+def test_ctrl_c_in_a_command_that_changes_nothing_says_so(
+    file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for arguments in (["verify"], ["status"], ["purge", "--older-than", "1d", "--dry-run"]):
+        said = press_ctrl_c(monkeypatch, *arguments, *on(file))
+        assert said == (130, "", "Error: interrupted; nothing was changed\n")
+    as_json = press_ctrl_c(monkeypatch, "verify", *on(file), "--json")
+    assert (as_json.code, as_json.json["error"]) == (130, "Interrupted")
+
+
+def test_ctrl_c_ends_the_program_with_130(file: str) -> None:
+    place = sa.make_url(file).set(drivername="sqlite")
+    slowly = ["rotate", "data", *on(file), "--rows-per-second", "2"]
+    with subprocess.Popen([PROGRAM, *slowly], stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 60
+        while not query(place, "SELECT 1 FROM secure_meta WHERE name = 'rotation.data'"):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert (process.returncode, "which is safe" in said) == (130, True)
+    assert "Traceback" not in said
+
+
+# --- a rotation that is continued ----------------------------------------------------------------
+
+
+def on_terminal(answer: str, *arguments: str) -> tuple[int | None, str, str]:
+    """Run the program with a terminal as stdin and stderr; return exit status and both outputs."""
+    ours, its = pty.openpty()
+    try:
+        with subprocess.Popen(
+            [PROGRAM, *arguments], stdin=its, stderr=its, stdout=subprocess.PIPE, text=True
+        ) as process:
+            os.write(ours, f"{answer}\n".encode())
+            stdout, _ = process.communicate(timeout=120)
+        return process.returncode, stdout, os.read(ours, 65536).decode()
+    finally:
+        os.close(ours)
+        os.close(its)
+
+
+def test_terminal_is_asked_before_a_rotation_is_continued(file: str) -> None:
+    asyncio.run(interrupt(file, rotate_data))
+    place = sa.make_url(file).set(drivername="sqlite")
+    before = query(place, "SELECT id, state FROM secure_sessions")
+    code, stdout, shown = on_terminal("n", "rotate", "data", *on(file))
+    assert (code, stdout.strip()) == (1, "")
+    assert re.search(r"continues the rotation begun .*Continue it\? \[Y/n\]", shown, re.DOTALL)
+    assert "nothing was changed; --restart begins a new rotation" in shown
+    assert query(place, "SELECT id, state FROM secure_sessions") == before
+    code, stdout, shown = on_terminal("y", "rotate", "data", *on(file))
+    assert (code, "re-encrypted: " in stdout) == (0, True)
+
+
+def test_terminal_is_not_asked_with_yes(file: str) -> None:
+    asyncio.run(interrupt(file, rotate_data))
+    code, _, shown = on_terminal("n", "rotate", "data", *on(file), "--yes")
+    assert (code, "Continue it?" in shown) == (0, False)
+
+
+def test_it_is_said_before_the_work_that_a_rotation_is_continued(
+    file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asyncio.run(interrupt(file, rotate_data))
+    said = press_ctrl_c(monkeypatch, "rotate", "data", *on(file))
+    assert said.stderr.startswith("continues the rotation begun ")
+
+
+# --- progress of a rotation ----------------------------------------------------------------------
+
+
+async def stop_after_one_batch(url: str, rotate: Any) -> None:
+    class Stop(Exception):
+        pass
+
+    def stop(_done: int, _total: int) -> None:
+        raise Stop
+
+    async with Database(url, AesGcmBackend(OLD)) as db:
+        db.limits = Limits(headers=1)
+        with pytest.raises(Stop):
+            await rotate(db, progress=stop)
+
+
+@pytest.mark.parametrize("rotate", [rotate_data, rotate_master])
+def test_status_in_the_middle_of_a_rotation_says_how_much_is_done(rotate: Any, file: str) -> None:
+    asyncio.run(stop_after_one_batch(file, rotate))
+    (one,) = run("status", *on(file), "--json").json["unfinished"]
+    assert 0 < one["done"] < one["total"]
+    assert 0 < one["seconds_left"] < 3600
+    said = run("status", "--db", file).stdout
+    share = f"{100 * one['done'] // one['total']}%, {one['done']} of {one['total']} "
+    assert share in said.splitlines()[-1]
+    assert " left at the average speed since it began; begun " in said.splitlines()[-1]
+    if rotate is rotate_data:
+        assert re.search(r"secure_events +aesgcm +12 +0 under keys of the rotation +0%", said)
+
+
+def test_time_left_is_told_in_the_unit_that_fits() -> None:
+    told = {
+        seconds: list(status_lines(unfinished_at(seconds)))[-1].split(", ")[2].partition(" left")[0]
+        for seconds in (1.0, 90.0, 7000.0, 80_000.0, 900_000.0)
+    }
+    assert list(told.values()) == [
+        "about 1 second",
+        "about 90 seconds",
+        "about 117 minutes",
+        "about 22 hours",
+        "about 10 days",
+    ]
+
+
+def unfinished_at(seconds_left: float) -> Status:
+    progress = RotationProgress("data", 1, True, 1, 10, seconds_left)
+    keys = (DataKeyCount(1, 1, 1),)
+    master = MasterKey(1, "data", "key:0", 1, 1.0, None)
+    return Status("1", False, (master,), keys, (RecordCount("t", 1, 10, 1),), (progress,))
+
+
+# --- words ---------------------------------------------------------------------------------------
+
+
+def test_every_phrase_that_is_replaced_stands_in_a_text_of_the_package() -> None:
+    source = "".join(
+        re.sub(r'"\s*\n\s*f?"', "", path.read_text())
+        for path in (ROOT / "src").rglob("*.py")
+        if path.parent.name != "cli"
+    )
+    assert [phrase for phrase, _ in WORDING if phrase not in source] == []
+
+
+def test_options_are_named_in_place_of_arguments() -> None:
+    text = "check db_url and key_db_url, or list NoOpBackend() in additional_backends"
+    assert for_command_line(text) == "check --db and --key-db, or give --also-backend no-op"

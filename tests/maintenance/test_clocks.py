@@ -1,0 +1,280 @@
+"""Every command ends and tells the truth, whether its clock is ahead of other clocks or behind.
+
+`shifted` moves the clock of this process: `time.time` and `time.time_ns`, which all code here calls
+through the module.  `time.monotonic`, the clock of time-outs and of the speed limit, stays.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from adk_secure_sessions import AesGcmBackend, EncryptedSessionService, TamperedError
+from adk_secure_sessions.keys.data_keys import DataKeyRow, wrap_data_key
+from adk_secure_sessions.maintenance import (
+    Database,
+    erase_user,
+    init,
+    purge,
+    retire,
+    rotate_data,
+    rotate_master,
+    rotate_root,
+    status,
+    verify,
+)
+from tests.maintenance.support import (
+    APP,
+    NEW,
+    OLD,
+    event,
+    fill,
+    interrupt,
+    plaintext_backend,
+    query,
+    run_sql,
+)
+
+AES, NEXT = AesGcmBackend(OLD), AesGcmBackend(NEW)
+PATIENCE = 20.0  # seconds; each case takes less than one
+SHIFTS = [-400, -2, 2, 400]  # days
+ROTATIONS: dict[str, Any] = {"master": rotate_master, "data": rotate_data}
+
+
+@contextmanager
+def shifted(days: float) -> Iterator[None]:
+    real, real_ns = time.time, time.time_ns
+    ahead = timedelta(days=days) // timedelta(microseconds=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "time", lambda: real() + ahead / 1e6)
+        patch.setattr(time, "time_ns", lambda: real_ns() + ahead * 1000)
+        yield
+
+
+def newest_master(place: sa.URL) -> int:
+    (row, *_) = query(
+        place, "SELECT id FROM secure_keyring WHERE purpose = 'data' ORDER BY created_at DESC"
+    )
+    return int(row[0])
+
+
+async def assert_whole(url: str, *backends: Any) -> None:
+    async with Database(url, *backends) as db:
+        found = await verify(db)
+    assert (found.bad, found.unchecked) == (0, 0), found.problems
+
+
+@pytest.fixture
+def file(file_url: str) -> sa.URL:
+    return sa.make_url(file_url).set(drivername="sqlite")
+
+
+# --- rotations -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("days", SHIFTS)
+async def test_master_rotation_ends_with_one_new_master_whatever_its_clock_says(
+    days: int, url: str, place: sa.URL
+) -> None:
+    await fill(url)
+    async with Database(url, AES) as db:
+        with shifted(days):
+            done = await asyncio.wait_for(rotate_master(db), PATIENCE)
+        assert (done.resumed, done.rotated, done.left, done.bad) == (False, 3, 0, 0)
+        assert len(query(place, "SELECT id FROM secure_keyring WHERE purpose = 'data'")) == 2
+        assert newest_master(place) == done.master_id
+        again = await asyncio.wait_for(rotate_master(db), PATIENCE)
+        assert (again.resumed, again.rotated, again.left) == (False, 3, 0)
+        assert newest_master(place) == again.master_id != done.master_id
+        assert again.since > done.since
+        retired = await retire(db)
+        assert (len(retired.masters), retired.kept) == (2, 0)
+    assert query(place, "SELECT id FROM secure_keyring WHERE purpose = 'data'") == [
+        (again.master_id,)
+    ]
+    await assert_whole(url, AES)
+
+
+@pytest.mark.parametrize("days", SHIFTS)
+async def test_data_rotation_replaces_every_key_once_whatever_its_clock_says(
+    days: int, url: str, place: sa.URL
+) -> None:
+    await fill(url)
+    records = 2 * 3 + 2 * 4 + 12  # the app and users, and sessions, each with a witness; events
+    async with Database(url, AES) as db:
+        with shifted(days):
+            done = await asyncio.wait_for(rotate_data(db), PATIENCE)
+        assert (done.resumed, done.keys, done.reencrypted, done.left) == (False, 3, records, 0)
+        again = await asyncio.wait_for(rotate_data(db), PATIENCE)
+        assert (again.resumed, again.keys, again.reencrypted, again.left) == (False, 3, records, 0)
+        assert again.since > done.since
+        retired = await retire(db)
+        assert (retired.data_keys, retired.kept) == (6, 0)
+    await assert_whole(url, AES)
+
+
+@pytest.mark.parametrize("days", SHIFTS)
+@pytest.mark.parametrize("name", ROTATIONS)
+async def test_rotation_that_was_interrupted_is_completed_under_another_clock(
+    name: str, days: int, file_url: str
+) -> None:
+    await fill(file_url)
+    with shifted(days):
+        await interrupt(file_url, ROTATIONS[name])
+    async with Database(file_url, AES) as db:
+        (unfinished,) = (await status(db)).unfinished
+        done = await asyncio.wait_for(ROTATIONS[name](db), PATIENCE)
+        assert (done.resumed, done.since, done.left) == (True, unfinished.since, 0)
+        again = await asyncio.wait_for(ROTATIONS[name](db), PATIENCE)
+        assert (again.resumed, again.left) == (False, 0)
+        assert getattr(again, "rotated", 3) == 3
+        assert getattr(again, "keys", 3) == 3
+    await assert_whole(file_url, AES)
+
+
+@pytest.mark.parametrize("days", [-30, 30])
+@pytest.mark.parametrize("name", ROTATIONS)
+async def test_service_with_another_clock_does_not_disturb_a_rotation(
+    name: str, days: int, file_url: str
+) -> None:
+    """It creates keys before the rotation and while it runs; those from before are replaced."""
+    with shifted(days):
+        await fill(file_url, users=["ada"])
+    await fill(file_url, users=["bob"], name="t")
+    async with Database(file_url, AES) as db, EncryptedSessionService(file_url, AES) as service:
+
+        async def create(user: str) -> None:
+            with shifted(days):
+                await service.create_session(app_name=APP, user_id=user)
+
+        created: list[asyncio.Future[None]] = []
+
+        def progress(done: int, total: int) -> None:
+            if not created:
+                created.append(asyncio.ensure_future(create("eve")))
+
+        done = await asyncio.wait_for(ROTATIONS[name](db, progress=progress), PATIENCE)
+        await created[0]
+        assert done.left == 0
+        # If the service's clock is behind, the key of the new user looks old, and is replaced, too.
+        assert getattr(done, "keys", 3) in ((3,) if days > 0 else (3, 4))
+        again = await asyncio.wait_for(ROTATIONS[name](db), PATIENCE)
+        assert getattr(again, "rotated", 4) == getattr(again, "keys", 4) == 4
+        assert (again.left, (await retire(db)).kept) == (0, 0)
+    await assert_whole(file_url, AES)
+
+
+@pytest.mark.parametrize("name", ROTATIONS)
+async def test_authentic_key_of_an_impossible_time_is_named(
+    name: str, file_url: str, file: sa.URL
+) -> None:
+    """Only somebody who had a master key can have inserted it; no later time can be stored."""
+    await fill(file_url)
+    async with Database(file_url, AES) as db:
+        known = (await db.keys()).keyring
+        assert known.current_id is not None
+        ((owner,),) = query(file, "SELECT min(tag) FROM secure_users")
+        forged = DataKeyRow(1, owner, 99, 1, 2**63 - 1, b"")
+        forged = wrap_data_key(forged, known, known.current_id, bytes(32))
+        columns = ", ".join(f":{field}" for field in forged._fields)
+        run_sql(file, f"INSERT INTO secure_data_keys VALUES ({columns})", **forged._asdict())
+        with pytest.raises(TamperedError, match=r"secure_data_keys row 1: .* delete") as raised:
+            await ROTATIONS[name](db)
+        assert (raised.value.table, raised.value.row) == ("secure_data_keys", "1")
+        run_sql(file, "DELETE FROM secure_data_keys WHERE id = 1")
+        assert (await ROTATIONS[name](db)).left == 0
+    await assert_whole(file_url, AES)
+
+
+@pytest.mark.parametrize("days", SHIFTS)
+async def test_plaintext_master_is_left_whatever_the_clocks_said(
+    days: int, file_url: str, file: sa.URL
+) -> None:
+    no_op = plaintext_backend()
+    with shifted(days):
+        await fill(file_url, no_op)
+    async with Database(file_url, AES, [no_op]) as db:
+        assert (await asyncio.wait_for(rotate_master(db), PATIENCE)).left == 0
+        assert (await asyncio.wait_for(rotate_data(db), PATIENCE)).left == 0
+        retired = await retire(db)
+        assert (retired.data_keys, len(retired.masters), retired.kept) == (3, 1, 0)
+    roots = query(file, "SELECT root_key_id FROM secure_keyring WHERE purpose = 'data'")
+    assert roots == [(AES.root_key.key_id,)]
+
+
+# --- the other commands --------------------------------------------------------------------------
+
+
+async def erase(db: Database) -> object:
+    return (await erase_user(db, APP, "ada"))._replace(cleared=True)
+
+
+COMMANDS: dict[str, Callable[[Database], Awaitable[Any]]] = {
+    "init": init,
+    "verify": verify,
+    "retire": retire,
+    "rotate_root": rotate_root,
+    "erase_user": erase,
+}
+
+
+@pytest.mark.parametrize("days", SHIFTS)
+@pytest.mark.parametrize("name", COMMANDS)
+async def test_command_does_the_same_whatever_its_clock_says(
+    name: str, days: int, tmp_path: Path
+) -> None:
+    results = []
+    for shift in (0, days):
+        url = f"sqlite+aiosqlite:///{tmp_path}/{shift}.db"
+        await fill(url)
+        async with Database(url, AES) as db:
+            await rotate_data(db)
+        with shifted(shift):
+            async with Database(url, NEXT, [AES]) as db:
+                found = await asyncio.wait_for(COMMANDS[name](db), PATIENCE)
+                if name == "rotate_root":
+                    found = len(found.rotated), len(found.unchanged), len(found.plaintext)
+                results.append(found)
+                await verify(db)
+        await assert_whole(url, NEXT, [AES])
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("days", SHIFTS)
+async def test_status_tells_the_stored_times_whatever_its_clock_says(
+    days: int, file_url: str
+) -> None:
+    await fill(file_url)
+    async with Database(file_url, AES) as db:
+        before = await status(db)
+        with shifted(days):
+            found = await status(db)
+    assert [one._replace(age=0) for one in found.masters] == [
+        one._replace(age=0) for one in before.masters
+    ]
+    assert found._replace(masters=()) == before._replace(masters=())
+    assert all(days - 1 < one.age / 86400 < days + 1 for one in found.masters)
+
+
+async def test_purge_tells_the_moment_that_its_clock_led_to(file_url: str) -> None:
+    """It can only use its clock; the moment shows a clock that is wrong, also in a dry run."""
+    await fill(file_url, users=["ada"])
+    async with EncryptedSessionService(file_url, AES) as service:
+        session = await service.create_session(app_name=APP, user_id="ada", session_id="new")
+        made = event(0)
+        made.timestamp = time.time()
+        await service.append_event(session, made)
+    async with Database(file_url, AES) as db:
+        for days, deleted in ((-10_000, 0), (0, 2), (400, 3)):
+            with shifted(days):
+                at = time.time_ns() // 1000
+                found = await purge(db, timedelta(days=90), dry_run=True)
+            assert found.deleted == deleted
+            moment = at - timedelta(days=90) // timedelta(microseconds=1)
+            assert moment <= found.before <= moment + 10_000_000

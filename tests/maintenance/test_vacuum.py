@@ -1,0 +1,215 @@
+"""After `vacuum`, the files hold nothing of what was replaced; the files are read as bytes."""
+
+import asyncio
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from google.adk.events.event import Event
+from google.genai import types
+
+from adk_secure_sessions import AesGcmBackend, ConfigurationError, EncryptedSessionService
+from adk_secure_sessions.maintenance import (
+    Database,
+    Vacuum,
+    retire,
+    rotate_data,
+    rotate_master,
+    vacuum,
+    verify,
+)
+from adk_secure_sessions.maintenance.database import Limits
+from tests.attacks.needles import files_of
+from tests.cli.support import run
+from tests.maintenance.support import APP, OLD, fill, plaintext_backend
+from tests.maintenance.test_clearing import file_per_table, files_with, write_out
+from tests.servers import MariaDB, PostgreSQL, unavailable
+
+AES, NO_OP = AesGcmBackend(OLD), plaintext_backend()
+USERS, SESSIONS, EVENTS = 10, 6, 40
+
+
+def needle(number: int) -> str:
+    return f"Ndl{number:04}Wq83Zk"
+
+
+async def talk(url: str) -> list[bytes]:
+    """Write events as plaintext, at once: they are committed in groups.  Return their texts."""
+    needles: list[str] = []
+
+    async def one(user: str) -> None:
+        for _ in range(SESSIONS):
+            session = await service.create_session(app_name=APP, user_id=user)
+            for _ in range(EVENTS):
+                needles.append(needle(len(needles)))
+                content = types.Content(role="user", parts=[types.Part(text=needles[-1])])
+                await service.append_event(
+                    session, Event(author="user", invocation_id="i", content=content)
+                )
+
+    async with EncryptedSessionService(url, NO_OP) as service:
+        await asyncio.gather(*(one(f"user {number}") for number in range(USERS)))
+    return [text.encode() for text in needles]
+
+
+async def leave_no_op(url: str) -> None:
+    """The steps of docs/rotation.md before `vacuum`."""
+    async with Database(url, AES, [NO_OP]) as db:
+        assert (await rotate_master(db)).left == 0
+        assert (await rotate_data(db)).left == 0
+        assert (await retire(db)).kept == 0
+
+
+async def assert_whole(url: str) -> None:
+    async with Database(url, AES, [NO_OP]) as db:
+        found = await verify(db)
+    assert (found.bad, found.unchecked) == (0, 0)
+    assert found.events
+
+
+def present(path: Path, needles: list[bytes]) -> int:
+    content = b"".join(files_of(path).values())
+    return sum(text in content for text in needles)
+
+
+async def test_sqlite_file_holds_no_plaintext_after_no_op_was_left_and_vacuum(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "sessions.db"
+    url = f"sqlite+aiosqlite:///{path}"
+    needles = await talk(url)
+    assert len(needles) == 2400
+    async with EncryptedSessionService(url, AES, [NO_OP]) as service:
+        await service.prepare_tables()  # keeps the write-ahead log open
+        await leave_no_op(url)
+        assert present(path, needles), "no search proves anything that never finds anything"
+        async with Database(url) as db:  # no key is needed
+            assert await vacuum(db) == (True, ())
+        assert files_of(path)[f"{path.name}-wal"] == b""
+        assert present(path, needles) == 0
+        listed = await service.list_sessions(app_name=APP)
+        assert len(listed.sessions) == USERS * SESSIONS
+    assert present(path, needles) == 0
+    await assert_whole(url)
+
+
+async def test_both_files_are_rewritten_with_a_key_database(tmp_path: Path) -> None:
+    data, keys = tmp_path / "data.db", tmp_path / "keys.db"
+    url, key_url = f"sqlite:///{data}", f"sqlite:///{keys}"
+    async with EncryptedSessionService(url, AES, key_db_url=key_url) as service:
+        await service.create_session(app_name=APP, user_id="ada", state={"big": "x" * 50_000})
+    async with Database(url, AES, key_db_url=key_url) as db:
+        for path in (data, keys):
+            with closing(sqlite3.connect(path)) as connection:
+                connection.execute("PRAGMA secure_delete = OFF")
+                connection.execute("CREATE TABLE needles AS SELECT 'Ndl0000Wq83Zk' AS text")
+                connection.execute("DROP TABLE needles")
+                connection.commit()
+            assert present(path, [b"Ndl0000Wq83Zk"])
+        assert await vacuum(db) == (True, ())
+        for path in (data, keys):
+            assert not present(path, [b"Ndl0000Wq83Zk"])
+        assert (await verify(db)).bad == 0
+
+
+async def test_table_that_another_connection_uses_is_named(file_url: str, tmp_path: Path) -> None:
+    await fill(file_url)
+    async with Database(file_url) as db:
+        db.limits = Limits(lock_wait=0)
+        with closing(sqlite3.connect(tmp_path / "sessions.db", isolation_level=None)) as other:
+            other.execute("BEGIN")
+            other.execute("SELECT count(*) FROM secure_events").fetchone()
+            done = await vacuum(db)
+            assert done.cleared is False
+            assert "other connections used the database" in done.obstacles[0]
+        assert await vacuum(db) == (True, ())
+
+
+async def test_database_without_our_tables_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "other.db"
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("CREATE TABLE notes (text)")
+    before = path.read_bytes()
+    async with Database(f"sqlite:///{path}") as db:
+        with pytest.raises(ConfigurationError):
+            await vacuum(db)
+    assert path.read_bytes() == before
+
+
+def test_command_rewrites_and_exits_with_1_if_it_cannot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"sqlite:///{tmp_path}/sessions.db"
+    asyncio.run(fill(url))
+    assert run("vacuum", "--db", url) == (
+        0,
+        "all tables were rewritten: their free space holds no replaced or deleted values\n",
+        "",
+    )
+    assert run("vacuum", "--db", url, "--json").json == {"cleared": True, "obstacles": []}
+
+    async def fail(db: Database) -> Vacuum:
+        return Vacuum(False, ("secure_events: other connections used the database all the time",))
+
+    monkeypatch.setattr("adk_secure_sessions.maintenance.vacuum", fail)
+    said = run("vacuum", "--db", url)
+    assert (said.code, said.stdout[:28]) == (1, "not rewritten: secure_events")
+
+
+# --- servers -------------------------------------------------------------------------------------
+
+
+async def test_postgresql_tables_hold_no_plaintext_after_vacuum(postgresql: PostgreSQL) -> None:
+    if postgresql.directory is None:
+        unavailable("the server's files are not to be read here")
+    with postgresql.database() as place:
+        url = place.set(drivername="postgresql+asyncpg").render_as_string(hide_password=False)
+        some = (await talk(url))[100]
+        postgresql.flush()
+        assert tables_with(postgresql, some)
+        await leave_no_op(url)
+        async with Database(url) as db:
+            assert await vacuum(db) == (True, ())
+        postgresql.flush()
+        assert not tables_with(postgresql, some)
+        await assert_whole(url)
+
+
+def tables_with(server: PostgreSQL, value: bytes) -> set[str]:
+    """Files of tables; a file of the write-ahead log has 24 hexadecimal digits."""
+    return {name for name in files_with(server, value) if len(name) != 24}
+
+
+async def test_mariadb_tables_hold_no_plaintext_after_vacuum(mariadb: MariaDB) -> None:
+    if mariadb.directory is None:
+        unavailable("the server's files are not to be read here")
+    with file_per_table(mariadb), mariadb.database() as place:
+        url = place.set(drivername="mariadb+asyncmy").render_as_string(hide_password=False)
+        some = (await talk(url))[100]
+        write_out(mariadb, place, "secure_events")
+        assert "secure_events.ibd" in files_with(mariadb, some)
+        await leave_no_op(url)
+        async with Database(url) as db:
+            assert await vacuum(db) == (True, ())
+        write_out(mariadb, place, "secure_events")
+        assert "secure_events.ibd" not in files_with(mariadb, some)
+        await assert_whole(url)
+
+
+async def test_tables_that_cannot_be_rewritten_are_all_named(mariadb: MariaDB) -> None:
+    with mariadb.admin.connect() as connection:
+        if connection.exec_driver_sql("SELECT @@innodb_file_per_table").scalar():
+            unavailable("this server keeps each table in a file of its own")
+    with mariadb.database() as place:
+        url = place.set(drivername="mariadb+asyncmy").render_as_string(hide_password=False)
+        await fill(url)
+        async with Database(url) as db:
+            done = await vacuum(db)
+        engine = sa.create_engine(place)
+        names = set(sa.inspect(engine).get_table_names())
+        engine.dispose()
+    assert not done.cleared
+    assert {text.partition(":")[0] for text in done.obstacles} == names
+    assert all("innodb_file_per_table" in text for text in done.obstacles)

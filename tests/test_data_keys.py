@@ -1,0 +1,317 @@
+"""Which data key encrypts: only one that the owner's row names, whatever else is stored."""
+
+from collections.abc import Collection
+from typing import Any
+
+import pytest
+
+from adk_secure_sessions import DecryptionError, TamperedError, UnknownKeyError
+from adk_secure_sessions.errors import Reason
+from adk_secure_sessions.formats.records import pack, unpack
+from adk_secure_sessions.keys.data_keys import DataKeyRow, DataKeys, StagedKeys, StaleKeyring
+from tests.storage.support import ANOTHER_MASTER, MASTER, data_keys, keyring, marks
+
+ADA, BOB = b"tag of ada......", b"tag of bob......"
+CONTEXT = b"context"
+LAST = 2**62
+
+
+def made(keys: DataKeys, number: int, owner: bytes = ADA) -> list[DataKeyRow]:
+    """Data keys of *owner*, of the generations 0, 1, ..."""
+    staged = StagedKeys(keys)
+    return [staged.new(owner) for _ in range(number)]
+
+
+def read(
+    keys: DataKeys, rows: Collection[DataKeyRow], *, created: Collection[int] = ()
+) -> StagedKeys:
+    staged = StagedKeys(keys, created=created)
+    staged.load(rows, marks(keys.keyring))
+    return staged
+
+
+def current_id(staged: StagedKeys, owner: bytes = ADA) -> int | None:
+    current = staged.current(owner)
+    return current.id if current else None
+
+
+def of_another_backend(keys: DataKeys, *rows: DataKeyRow) -> DataKeyRow:
+    """The data key that a service makes whose writing backend is Fernet."""
+    return read(data_keys(keys.keyring, fernet=True), rows).new(ADA)
+
+
+# --- the current data key ------------------------------------------------------------------------
+
+
+def test_key_encrypts_nothing_until_the_owners_row_was_read() -> None:
+    keys = data_keys()
+    (row,) = made(keys, 1)
+    staged = read(keys, [row])
+    assert current_id(staged) is None
+    assert not staged.is_as_new_as(ADA)
+    staged.adopt(ADA, [row.id])
+    assert current_id(staged) == row.id
+    assert unpack(staged.seal(ADA, CONTEXT, b"")) == (1, row.id)
+
+
+@pytest.mark.parametrize("named", [0, 1, 2])
+def test_key_of_a_higher_generation_that_the_row_does_not_name_encrypts_nothing(named: int) -> None:
+    """For example an erased key that was inserted again."""
+    keys = data_keys()
+    rows = made(keys, 3)
+    for order in (rows, rows[::-1]):
+        staged = read(keys, order)
+        staged.adopt(ADA, [rows[named].id])
+        assert current_id(staged) == rows[named].id
+        assert staged.current_is_newest(ADA) == (named == 2)
+
+
+def test_key_that_the_row_does_not_name_still_decrypts() -> None:
+    keys = data_keys()
+    older = StagedKeys(keys)
+    rows = [older.new(ADA)]
+    stored = older.seal(ADA, CONTEXT, b"plaintext")
+    rows.append(older.new(ADA))
+    staged = read(keys, rows)
+    staged.adopt(ADA, [rows[1].id])
+    assert staged.open(ADA, CONTEXT, stored) == b"plaintext"
+
+
+def test_of_several_keys_that_the_row_names_the_newest_encrypts() -> None:
+    keys = data_keys()
+    rows = made(keys, 3)
+    staged = read(keys, rows)
+    staged.adopt(ADA, [rows[1].id, rows[0].id])
+    assert current_id(staged) == rows[1].id
+
+
+@pytest.mark.parametrize("named", [[], [5]], ids=["none", "one without a row"])
+def test_row_that_names_no_key_of_the_owner_leaves_none_to_encrypt_with(named: list[int]) -> None:
+    keys = data_keys()
+    staged = read(keys, made(keys, 2))
+    staged.adopt(ADA, named)
+    assert current_id(staged) is None
+
+
+def test_key_of_another_owner_is_not_taken_though_the_row_names_it() -> None:
+    keys = data_keys()
+    (bobs,) = made(keys, 1, BOB)
+    staged = read(keys, [*made(keys, 1), bobs])
+    staged.adopt(ADA, [bobs.id])
+    assert current_id(staged) is None
+
+
+def test_key_of_another_backend_is_not_taken_though_the_row_names_it() -> None:
+    keys = data_keys()
+    (ours,) = made(keys, 1)
+    theirs = of_another_backend(keys, ours)
+    staged = read(keys, [ours, theirs])
+    staged.adopt(ADA, [theirs.id, ours.id])
+    assert current_id(staged) == ours.id
+    assert not staged.current_is_newest(ADA)
+
+
+def test_newer_row_that_names_another_key_changes_the_current_one() -> None:
+    keys = data_keys()
+    rows = made(keys, 2)
+    staged = read(keys, rows)
+    for named in (rows[0], rows[1], rows[0]):
+        staged.adopt(ADA, [named.id])
+        assert current_id(staged) == named.id
+
+
+def test_cached_key_that_the_row_no_longer_names_encrypts_nothing() -> None:
+    keys = data_keys()
+    rows = made(keys, 2)
+    first = read(keys, rows)
+    first.adopt(ADA, [rows[1].id])
+    first.publish()
+    later = StagedKeys(keys)
+    assert current_id(later) == rows[1].id
+    later.adopt(ADA, [rows[0].id])
+    assert current_id(later) == rows[0].id
+
+
+def test_key_that_this_operation_stored_counts_as_named() -> None:
+    """With a key database the key is stored first, the row that names it afterwards."""
+    keys = data_keys()
+    rows = made(keys, 3)
+    staged = read(keys, rows, created=[rows[1].id])
+    staged.adopt(ADA, [rows[0].id])
+    assert current_id(staged) == rows[1].id
+
+
+# --- the ids in the owner's row ------------------------------------------------------------------
+
+
+def test_row_names_the_new_key_in_place_of_the_one_before() -> None:
+    keys = data_keys()
+    (row,) = made(keys, 1)
+    staged = read(keys, [row])
+    staged.adopt(ADA, [row.id])
+    new = staged.new(ADA)
+    assert current_id(staged) == new.id
+    assert staged.names(ADA, [row.id]) == (new.id,)
+
+
+def test_row_keeps_naming_the_keys_of_other_backends() -> None:
+    keys = data_keys()
+    (ours,) = made(keys, 1)
+    theirs = of_another_backend(keys, ours)
+    staged = read(keys, [ours, theirs])
+    staged.adopt(ADA, [theirs.id, ours.id])
+    assert staged.names(ADA, [theirs.id, ours.id]) == (ours.id, theirs.id)
+    assert staged.names(ADA, [ours.id]) == (ours.id,)
+
+
+def test_row_keeps_naming_the_key_of_a_backend_that_is_not_listed() -> None:
+    keys = data_keys()
+    (ours,) = made(keys, 1)
+    theirs = of_another_backend(keys, ours)
+    alone = DataKeys(keys.keyring, {1: keys.backends[1]}, 1, 100)
+    staged = read(alone, [ours, theirs])
+    staged.adopt(ADA, [theirs.id, ours.id])
+    assert staged.names(ADA, [theirs.id, ours.id]) == (ours.id, theirs.id)
+
+
+def test_row_no_longer_names_keys_that_are_not_stored() -> None:
+    keys = data_keys()
+    (ours,) = made(keys, 1)
+    staged = read(keys, [ours])
+    staged.adopt(ADA, [5, ours.id])
+    assert staged.names(ADA, [5, ours.id, 6]) == (ours.id,)
+
+
+def test_row_keeps_naming_a_key_that_is_newer_than_the_cached_ones() -> None:
+    """Another process has made it for another backend, and this process has not read it yet."""
+    keys = data_keys()
+    (ours,) = made(keys, 1)
+    first = read(keys, [ours])
+    first.adopt(ADA, [ours.id])
+    first.publish()
+    theirs = of_another_backend(keys, ours)
+    later = StagedKeys(keys)
+    later.adopt(ADA, [ours.id, theirs.id])
+    assert later.names(ADA, [ours.id, theirs.id]) == (ours.id, theirs.id)
+
+
+# --- junk ----------------------------------------------------------------------------------------
+
+
+def junk(row: DataKeyRow, generation: int = 7) -> DataKeyRow:
+    """A row that an attacker has made of a stored one."""
+    return row._replace(id=99, generation=generation)
+
+
+def test_junk_key_stops_only_the_records_that_name_it() -> None:
+    keys = data_keys()
+    staged = StagedKeys(keys)
+    (row,) = rows = [staged.new(ADA)]
+    stored = staged.seal(ADA, CONTEXT, b"plaintext")
+    for order in ([*rows, junk(row)], [junk(row), *rows]):
+        later = read(keys, order)
+        later.adopt(ADA, [row.id])
+        assert later.open(ADA, CONTEXT, stored) == b"plaintext"
+        assert later.is_as_new_as(ADA, stored)
+        assert current_id(later) == row.id
+        with pytest.raises(DecryptionError, match="secure_data_keys row 99"):
+            later.open(ADA, CONTEXT, pack(1, 99) + bytes(40))
+
+
+def test_junk_key_is_not_taken_though_the_row_names_it() -> None:
+    keys = data_keys()
+    (row,) = made(keys, 1)
+    staged = read(keys, [row, junk(row)])
+    staged.adopt(ADA, [99, row.id])
+    assert current_id(staged) == row.id
+    assert staged.names(ADA, [99, row.id]) == (row.id,)
+
+
+def test_junk_key_is_named_by_verify() -> None:
+    keys = data_keys()
+    (row,) = made(keys, 1)
+    assert not read(keys, [row, junk(row)]).rows_are_authentic(ADA, [row.id, 99])
+    assert read(keys, [row]).rows_are_authentic(ADA, [row.id])
+
+
+@pytest.mark.parametrize("taken", [0, 7, LAST - 1])
+def test_new_key_has_a_generation_that_no_junk_key_has_taken(taken: int) -> None:
+    keys = data_keys()
+    (row,) = made(keys, 1)
+    staged = read(keys, [row, junk(row, taken)])
+    staged.adopt(ADA, [row.id])
+    new = staged.new(ADA)
+    assert new.generation == taken + 1
+    assert current_id(read_and_adopted(keys, row, new)) == new.id
+
+
+def read_and_adopted(keys: DataKeys, *rows: DataKeyRow) -> StagedKeys:
+    staged = read(keys, rows)
+    staged.adopt(ADA, [row.id for row in rows])
+    return staged
+
+
+def test_junk_key_alone_does_not_keep_a_new_owner_from_a_first_key() -> None:
+    keys = data_keys()
+    (bobs,) = made(keys, 1, BOB)
+    staged = read(keys, [junk(bobs)._replace(owner=ADA)])
+    assert not staged.has_keys(ADA)
+    assert staged.new(ADA).generation == 8
+
+
+@pytest.mark.parametrize("generation", ["text", None, 1.5, b"7"])
+def test_junk_key_whose_generation_is_no_integer_takes_none(generation: object) -> None:
+    """SQLite stores any type in any column."""
+    keys = data_keys()
+    (row,) = made(keys, 1)
+    staged = read(keys, [row, row._replace(id=99, generation=generation)])  # type: ignore[arg-type]
+    staged.adopt(ADA, [row.id])
+    assert staged.new(ADA).generation == 1
+
+
+def test_no_key_is_made_after_the_last_generation() -> None:
+    keys = data_keys()
+    (row,) = made(keys, 1)
+    staged = read(keys, [row, junk(row, LAST)])
+    staged.adopt(ADA, [row.id])
+    with pytest.raises(TamperedError, match="highest possible generation") as rejected:
+        staged.new(ADA)
+    assert (rejected.value.table, rejected.value.reason) == ("secure_data_keys", Reason.MALFORMED)
+    assert current_id(staged) == row.id, "the key that there is still encrypts"
+
+
+# --- the keyring that is read with the data keys -------------------------------------------------
+
+
+def test_data_key_under_a_master_that_is_stored_no_longer_is_not_loaded() -> None:
+    """A leaked and retired master must not wrap a data key that a running service takes up."""
+    both = data_keys(keyring(ANOTHER_MASTER, MASTER))
+    (planted,) = made(data_keys(keyring(ANOTHER_MASTER)), 1)
+    staged = StagedKeys(both, keyring_is_complete=False)
+    with pytest.raises(StaleKeyring):
+        staged.load([planted], marks(keyring(MASTER)))
+    assert not staged.has_keys(ADA)
+    both.keyring = keyring(MASTER)
+    again = StagedKeys(both)
+    again.load([planted], marks(keyring(MASTER)))
+    again.adopt(ADA, [planted.id])
+    assert current_id(again) is None
+    with pytest.raises(UnknownKeyError, match="no data master key"):
+        again.open(ADA, CONTEXT, pack(1, planted.id) + bytes(40))
+
+
+def test_keyring_that_changed_is_noticed_even_without_data_keys() -> None:
+    keys = data_keys(keyring(MASTER, ANOTHER_MASTER))
+    with pytest.raises(StaleKeyring):
+        StagedKeys(keys, keyring_is_complete=False).load([], marks(keyring(MASTER)))
+    StagedKeys(keys, keyring_is_complete=False).load([], marks(keys.keyring)[::-1])
+
+
+@pytest.mark.parametrize("column", ["id", "created_at", "wrapped"])
+def test_column_of_the_keyring_that_changed_is_noticed(column: str) -> None:
+    keys = data_keys()
+    first, *others = marks(keys.keyring)
+    value: Any = b"another" if column == "wrapped" else 5
+    changed = first._replace(**{column: value})
+    with pytest.raises(StaleKeyring):
+        StagedKeys(keys, keyring_is_complete=False).load([], [changed, *others])
