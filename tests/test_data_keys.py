@@ -132,13 +132,15 @@ def test_cached_key_that_the_row_no_longer_names_encrypts_nothing() -> None:
     assert current_id(later) == rows[0].id
 
 
-def test_key_that_this_operation_stored_counts_as_named() -> None:
+def test_key_that_this_operation_stored_is_used_if_the_row_names_none() -> None:
     """With a key database the key is stored first, the row that names it afterwards."""
     keys = data_keys()
     rows = made(keys, 3)
     staged = read(keys, rows, created=[rows[1].id])
-    staged.adopt(ADA, [rows[0].id])
+    staged.adopt(ADA, [])
     assert current_id(staged) == rows[1].id
+    staged.adopt(ADA, [rows[0].id])  # another process was first
+    assert current_id(staged) == rows[0].id
 
 
 # --- the ids in the owner's row ------------------------------------------------------------------

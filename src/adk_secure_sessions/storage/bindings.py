@@ -172,7 +172,7 @@ class RowCache:
         self.apps: Lru[bytes, Seen[AppRow, Owner]] = Lru(limit)
         self.users: Lru[bytes, Seen[UserRow, Owner]] = Lru(limit)
         self.sessions: Lru[bytes, Seen[SessionRow, StoredSession]] = Lru(limit)
-        self.time = 0
+        self.time: int = 0
 
     def tick(self) -> int:
         """Return a new time."""
