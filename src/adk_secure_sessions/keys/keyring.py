@@ -241,6 +241,38 @@ async def wrap_master_key(
     return row._replace(wrapped=answer._key)
 
 
+async def rewrap_master_key(
+    row: MasterKeyRow,
+    roots: Mapping[str, KeyProvider],
+    database_id: bytes,
+    *,
+    new_root: KeyProvider | None = None,
+    new_database_id: bytes | None = None,
+) -> MasterKeyRow:
+    """Unwrap the master key in *row* and wrap it again; return *row* with the result.
+
+    Also unwraps the result, to check that the master key can be read back.
+
+    Args:
+        row: A row of `secure_keyring`.
+        roots: The providers of the root keys, by root key id.
+        database_id: The id of the database that *row* belongs to.
+        new_root: The provider that wraps the master key; by default, the provider that *row* names.
+        new_database_id: The id to which the result is bound; by default, *database_id*.
+
+    Raises:
+        SecureSessionError: *new_root* does not unwrap what it wraps; also the errors of
+            `unwrap_master_key` and `wrap_master_key`.
+    """
+    key = await unwrap_master_key(row, roots, database_id)
+    root = new_root or roots[row.root_key_id]
+    new_id = new_database_id or database_id
+    new = await wrap_master_key(row, root, new_id, key)
+    if await unwrap_master_key(new, {root.key_id: root}, new_id) != key:
+        raise SecureSessionError(f"root key {root.key_id!r} does not unwrap what it wraps")
+    return new
+
+
 def check_row_count(rows: Sequence[MasterKeyRow]) -> None:
     """Reject a keyring of more than `MAX_ROWS` rows, each of which would cost a call.
 

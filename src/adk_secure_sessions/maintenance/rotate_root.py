@@ -7,8 +7,8 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.db.protocol import Apply, Change, Conflict, Steps
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
-from adk_secure_sessions.keys.keyring import MasterKeyRow, unwrap_master_key, wrap_master_key
-from adk_secure_sessions.keys.providers import PLAINTEXT_ROOT_KEY_ID, KeyProvider
+from adk_secure_sessions.keys.keyring import MasterKeyRow, rewrap_master_key, unwrap_master_key
+from adk_secure_sessions.keys.providers import PLAINTEXT_ROOT_KEY_ID
 from adk_secure_sessions.loops import at_once
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.storage import keyring, repeated
@@ -62,23 +62,14 @@ async def rotate_root(db: Database, *, dry_run: bool = False) -> RootRotation:
     done = [row for row in rows if row.root_key_id == root.key_id]
     # Also unwrap the master keys that the new root key already wraps.  This raises WrongKeyError if
     # the given root key has the right id but is wrong.
-    await at_once(*(unwrap_master_key(row, db.backends.roots, survey.database_id) for row in done))
-    new = await at_once(*(_rewrapped(db, row, root, survey.database_id) for row in old))
+    roots, database_id = db.backends.roots, survey.database_id
+    await at_once(*(unwrap_master_key(row, roots, database_id) for row in done))
+    rewrap = partial(rewrap_master_key, roots=roots, database_id=database_id, new_root=root)
+    new = await at_once(*(rewrap(row) for row in old))
     if new and not dry_run:
         await _write(db, old, new)
     ids = [tuple(row.id for row in group) for group in (old, done, plaintext)]
     return RootRotation(root.key_id, *ids)
-
-
-async def _rewrapped(
-    db: Database, row: MasterKeyRow, root: KeyProvider, database_id: bytes
-) -> MasterKeyRow:
-    """Return *row* with its master key wrapped by *root*; check that *root* can unwrap it."""
-    key = await unwrap_master_key(row, db.backends.roots, database_id)
-    fresh = await wrap_master_key(row, root, database_id, key)
-    if await unwrap_master_key(fresh, {root.key_id: root}, database_id) != key:
-        raise SecureSessionError(f"root key {root.key_id!r} does not unwrap what it wraps")
-    return fresh
 
 
 async def _write(db: Database, old: list[MasterKeyRow], new: list[MasterKeyRow]) -> None:

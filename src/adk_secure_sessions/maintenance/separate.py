@@ -18,8 +18,7 @@ from adk_secure_sessions.keys.keyring import (
     MasterKeyRow,
     Separation,
     open_keyring,
-    unwrap_master_key,
-    wrap_master_key,
+    rewrap_master_key,
 )
 from adk_secure_sessions.loops import at_once
 from adk_secure_sessions.maintenance.database import Database
@@ -138,7 +137,9 @@ async def _begin(db: Database) -> None:
             "separated: run `retire` first"
         )
     separation = Separation(old_id, await later_than_all_keys(db), masters)
-    wrapped = await at_once(*(_rewrapped(db, row, old_id, new_id) for row in survey.keyring))
+    roots = db.backends.roots
+    rewrap = partial(rewrap_master_key, roots=roots, database_id=old_id, new_database_id=new_id)
+    wrapped = await at_once(*(rewrap(row) for row in survey.keyring))
     marks = separation_marks(separation, opened.index, new_id)
     work = partial(_store, survey.keyring, wrapped, marks, old_id.hex())
     if not await db.change_keys(work):
@@ -146,17 +147,6 @@ async def _begin(db: Database) -> None:
     if db.executors.has_key_database:
         await db.change(partial(_set_id, old_id.hex(), new_id.hex()))
     await db.close()  # the next call opens the database with its new id
-
-
-async def _rewrapped(db: Database, row: MasterKeyRow, old_id: bytes, new_id: bytes) -> MasterKeyRow:
-    """Return *row* with its master key bound to the new id; check that it can be unwrapped."""
-    roots = db.backends.roots
-    key = await unwrap_master_key(row, roots, old_id)
-    root = roots[row.root_key_id]
-    fresh = await wrap_master_key(row, root, new_id, key)
-    if await unwrap_master_key(fresh, roots, new_id) != key:
-        raise SecureSessionError(f"root key {root.key_id!r} does not unwrap what it wraps")
-    return fresh
 
 
 async def _finish_ids(db: Database) -> None:
