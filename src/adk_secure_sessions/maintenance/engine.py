@@ -16,6 +16,7 @@ from adk_secure_sessions.keys.data_keys import DataKeyRow, unwrap_data_key
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.storage import (
+    DATA_KEYS,
     apps,
     bases,
     data_keys,
@@ -100,6 +101,13 @@ async def batches(
     async for span in ranges(db, key, size):
         found = await read(statement(span.bounds), span.parameters)
         yield [row(*values) for values in found]
+
+
+@functools.cache
+def select_data_keys(bounds: Bounds) -> sa.Select[Any]:
+    """Return the query for the data keys whose ids are in a range with these *bounds*."""
+    key = data_keys.c.id
+    return DATA_KEYS.where(*within(key, bounds)).order_by(key)
 
 
 def first_rows(query: sa.Select[Any], limit: sa.ColumnElement[int]) -> sa.Select[Any]:

@@ -20,13 +20,12 @@ from adk_secure_sessions.keys.data_keys import (
 from adk_secure_sessions.keys.keyring import DATA, MasterKeyRow
 from adk_secure_sessions.maintenance.database import Database, see_what_is_committed
 from adk_secure_sessions.maintenance.engine import (
-    Bounds,
     Meter,
     Progress,
+    batches,
     first_rows,
     header_of,
-    ranges,
-    within,
+    select_data_keys,
 )
 from adk_secure_sessions.maintenance.identities import app_name_of, located_sessions
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problems
@@ -431,9 +430,8 @@ async def _count_wrapped(db: Database) -> Counter[int] | None:
     """Count the data keys by data master; return None if one of them cannot be unwrapped."""
     masters = (await db.keys()).keyring
     counts: Counter[int] = Counter()
-    async for span in ranges(db, data_keys.c.id, db.limits.rows):
-        for values in await db.read_keys(_rows(span.bounds), span.parameters):
-            row = DataKeyRow(*values)
+    async for rows in batches(db, data_keys.c.id, select_data_keys, DataKeyRow, db.limits.rows):
+        for row in rows:
             try:
                 unwrap_data_key(row, masters)
                 counts[unpack(row.wrapped)[1]] += 1
@@ -494,11 +492,6 @@ _DELETE_KEY = sa.delete(data_keys).where(
     data_keys.c.id == sa.bindparam("at_id"),
     data_keys.c.wrapped == sa.bindparam("at_wrapped", type_=data_keys.c.wrapped.type),
 )
-
-
-def _rows(bounds: Bounds) -> sa.Select[Any]:
-    key = data_keys.c.id
-    return DATA_KEYS.where(*within(key, bounds)).order_by(key)
 
 
 def _with_several_keys() -> sa.Select[Any]:

@@ -1,7 +1,7 @@
 """Replace the data master: wrap all data keys with a new data master."""
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import sqlalchemy as sa
 
@@ -26,10 +26,10 @@ from adk_secure_sessions.maintenance.engine import (
     Bounds,
     Meter,
     Progress,
+    batches,
     count_data_keys,
     count_rows,
-    ranges,
-    within,
+    select_data_keys,
 )
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem
 from adk_secure_sessions.maintenance.rotation import (
@@ -38,11 +38,7 @@ from adk_secure_sessions.maintenance.rotation import (
     after_creation,
     authentic_masters,
 )
-from adk_secure_sessions.storage import (
-    DATA_KEYS,
-    data_keys,
-    keyring,
-)
+from adk_secure_sessions.storage import data_keys, keyring
 
 
 class MasterRotation(NamedTuple):
@@ -156,9 +152,8 @@ class _MasterRotationRun(Rotation):
     async def _walk(self) -> None:
         masters = (await self._db.keys()).keyring
         current = (WRAP_BACKEND_ID, self._master_id)
-        async for span in ranges(self._db, data_keys.c.id, self._db.limits.headers):
-            found = await self._db.read_keys(_rows(span.bounds), span.parameters)
-            rows = [DataKeyRow(*values) for values in found]
+        size = self._db.limits.headers
+        async for rows in batches(self._db, data_keys.c.id, select_data_keys, DataKeyRow, size):
             await self._wrap([row for row in rows if header(row.wrapped) != current], masters)
             await self._meter.advance(len(rows))
             await self._checkpoints.check(self._since)
@@ -183,7 +178,7 @@ class _MasterRotationRun(Rotation):
         pairs = [(row, new[row.id]) for row in old.values()]
         await self._db.change_keys(partial(_rewrap, pairs, master_id))
         span = {"after": min(old) - 1, "last": max(old)}
-        stored = await self._db.read_keys(_rows(Bounds(True, True)), span)
+        stored = await self._db.read_keys(select_data_keys(Bounds(True, True)), span)
         for row in (DataKeyRow(*values) for values in stored):
             if row == new.get(row.id):
                 if unwrap_data_key(row, masters) != keys[row.id]:
@@ -238,8 +233,3 @@ _REWRAP = (
     )
     .values(wrapped=sa.bindparam("new", type_=data_keys.c.wrapped.type))
 )
-
-
-def _rows(bounds: Bounds) -> sa.Select[Any]:
-    key = data_keys.c.id
-    return DATA_KEYS.where(*within(key, bounds)).order_by(key)

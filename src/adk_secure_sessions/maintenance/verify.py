@@ -22,6 +22,7 @@ from adk_secure_sessions.maintenance.engine import (
     batches,
     count_events,
     count_rows,
+    select_data_keys,
     within,
 )
 from adk_secure_sessions.maintenance.identities import (
@@ -31,7 +32,6 @@ from adk_secure_sessions.maintenance.identities import (
 )
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
 from adk_secure_sessions.storage import (
-    DATA_KEYS,
     CheckApp,
     CheckLocatedSession,
     CheckUser,
@@ -305,7 +305,7 @@ async def _find_orphaned_data_keys(db: Database, problems: Problems, meter: Mete
     if db.executors.has_key_database:
         detail += ", or a process ended before it could write that row"
     size = db.limits.headers
-    async for rows in batches(db, data_keys.c.id, _data_keys, DataKeyRow, size):
+    async for rows in batches(db, data_keys.c.id, select_data_keys, DataKeyRow, size):
         for row in rows:
             try:
                 unwrap_data_key(row, masters)
@@ -378,12 +378,6 @@ def _witnesses(bounds: Bounds) -> sa.Select[Any]:
     owned = sa.or_(*(_exists(table.c.tag == tag) for table in (apps, users, sessions)))
     owned = sa.case((owned, sa.literal_column("1")), else_=sa.literal_column("0"))
     return sa.select(tag, owned).where(*within(tag, bounds)).order_by(tag)
-
-
-@functools.cache
-def _data_keys(bounds: Bounds) -> sa.Select[Any]:
-    key = data_keys.c.id
-    return DATA_KEYS.where(*within(key, bounds)).order_by(key)
 
 
 @functools.cache
