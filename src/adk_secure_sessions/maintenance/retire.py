@@ -2,7 +2,7 @@
 
 import functools
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -222,7 +222,7 @@ async def _retire_data_keys(db: Database, owner: bytes, dry_run: bool) -> _Older
     audit = await _audit(db, owner, rows)
     if audit is None:
         claimed = await db.change(partial(_references, owner, True), commit=False) or Counter()
-        return _OlderKeys([_kept(row, claimed) for row in _replaced(rows)], [])
+        return _OlderKeys([_kept(row, _under(row, claimed)) for row in _replaced(rows)], [])
     if db.key_executor is db.executor:
         work = partial(_retire_beside_data, owner, audit, dry_run)
         return await db.change(work, commit=not dry_run)
@@ -314,14 +314,16 @@ def _replaced(rows: list[DataKeyRow]) -> list[DataKeyRow]:
     return sorted(rows, key=attrgetter("generation"))[:-1]
 
 
-def _kept(row: DataKeyRow, headers: Headers) -> KeptKey:
-    """Return *row* as a kept key, with the records whose headers name it."""
-    under = [
-        (table, number)
-        for (table, header), number in headers.items()
-        if _is_sound(row) and header == pack(row.backend_id, row.id)
-    ]
-    return KeptKey(data_keys.name, row.id, tuple(under))
+def _under(row: DataKeyRow, headers: Headers) -> list[tuple[str, int]]:
+    """Return `(table, rows)` for each table with records whose headers name the data key *row*."""
+    if not _is_sound(row):
+        return []
+    own = pack(row.backend_id, row.id)
+    return [(table, number) for (table, header), number in headers.items() if header == own]
+
+
+def _kept(row: DataKeyRow, references: Iterable[tuple[str, int]] = ()) -> KeptKey:
+    return KeptKey(data_keys.name, row.id, tuple(references))
 
 
 def _sort_out(audit: _Audit, headers: Headers | None) -> _OlderKeys:
@@ -338,22 +340,18 @@ def _sort_out(audit: _Audit, headers: Headers | None) -> _OlderKeys:
     """
     older = sorted(audit.rows, key=attrgetter("generation"))[:-1]
     if headers is None:
-        return _OlderKeys([KeptKey(data_keys.name, row.id, ()) for row in older], [])
+        return _OlderKeys([_kept(row) for row in older], [])
     headers = headers | audit.headers
-    named = {pack(row.backend_id, row.id): row.id for row in audit.rows}
+    known = {pack(row.backend_id, row.id) for row in audit.rows}
     unknown = [
-        (table, number) for (table, header), number in headers.items() if header not in named
+        (table, number) for (table, header), number in headers.items() if header not in known
     ]
     kept: list[KeptKey] = []
     unused: list[DataKeyRow] = []
     for row in older:
-        under = [
-            (table, number)
-            for (table, header), number in headers.items()
-            if named.get(header) == row.id
-        ]
+        under = _under(row, headers)
         if under or unknown or kept or row.id in audit.named:
-            kept.append(KeptKey(data_keys.name, row.id, (*under, *unknown)))
+            kept.append(_kept(row, [*under, *unknown]))
         else:
             unused.append(row)
     return _OlderKeys(kept, unused)
