@@ -24,9 +24,6 @@ T = TypeVar("T")
 
 AGAIN = "run the same command again"
 
-# Modules of SQLAlchemy and of drivers.  The texts of a driver's errors have no stored values.
-_DRIVERS = ("sqlalchemy", "asyncpg", "asyncmy", "psycopg", "sqlite3", "aiosqlite")
-
 
 class Failure(click.ClickException):
     """Ends the command with one line on stderr and, with --json, with a JSON object on stdout.
@@ -171,7 +168,11 @@ def run_with_progress(
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Raise Failure for each error of this library, the operating system or the database."""
+    """Raise Failure for each error of this library or of the operating system.
+
+    The errors of databases are among them: executors raise `DatabaseError` for every error of
+    SQLAlchemy or a driver.
+    """
     try:
         yield
         return
@@ -180,15 +181,7 @@ def one_line_errors() -> Iterator[None]:
         retryable = getattr(error, "retryable", False)
         if isinstance(error, OSError):
             name = "OSError"
-    except Exception as error:
-        if not type(error).__module__.startswith(_DRIVERS):
-            raise
-        name, message, retryable = "DatabaseError", f"the database: {_cause(error)}", False
     raise Failure(message, name, retryable=retryable)
-
-
-def _cause(error: Exception) -> object:
-    return getattr(error, "orig", None) or error
 
 
 def _as_json(failure: click.ClickException) -> dict[str, object]:

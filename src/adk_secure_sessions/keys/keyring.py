@@ -6,7 +6,6 @@ The index master is the key of the blind indexes.  Data masters wrap the data ke
 import hmac
 import logging
 import secrets
-from collections import Counter
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from reprlib import repr as short
 from typing import NamedTuple, cast
@@ -136,6 +135,8 @@ class Keyring(KeyMaterial):
         current_id: The id of the data master that wraps new data keys; None if the keyring
             has no usable data master yet.
         rows: The accepted rows by id: those of `masters`, and the row of the index master.
+        row_count: The number of stored rows that this keyring was read from, rejected rows
+            included.
         separation: The separation in progress, if there is one.
     """
 
@@ -156,9 +157,9 @@ class Keyring(KeyMaterial):
         self.rows: Mapping[int, MasterKeyRow] = rows or {}
         self.separation: Separation | None = None
         self._usable = usable
-        self._rejected = Counter(map(_typed, rejected))
-        self._stored = Counter(map(_typed, self.rows.values())) + self._rejected
+        self._rejected = frozenset(map(_typed, rejected))
         stored = [*self.rows.values(), *rejected]
+        self.row_count: int = len(stored)
         self._marks = frozenset(MasterMark(row.id, row.created_at, row.wrapped) for row in stored)
 
     def master(self, key_id: int) -> Aes256Gcm:
@@ -182,18 +183,6 @@ class Keyring(KeyMaterial):
     def holds(self, key_id: int) -> bool:
         """Return whether the keyring has the data master key *key_id*."""
         return key_id in self.masters
-
-    @property
-    def row_count(self) -> int:
-        """The number of stored rows that this keyring was read from, rejected ones included."""
-        return self._stored.total()
-
-    def matches(self, rows: Iterable[MasterKeyRow]) -> bool:
-        """Return whether *rows*, in any order, are exactly those that this keyring was read from.
-
-        Rejected rows count, too.  All columns are compared, with their types.
-        """
-        return Counter(map(_typed, rows)) == self._stored
 
     def has_marks(self, marks: Iterable[MasterMark]) -> bool:
         """Return whether *marks* are those of the rows that this keyring was read from."""
