@@ -155,7 +155,7 @@ async def test_start_with_a_wrong_root_key_calls_the_key_service_once() -> None:
 
 async def test_missing_data_master_key_is_unknown() -> None:
     keyring = await opened(await made(ROOT), ROOT)
-    with pytest.raises(UnknownKeyError, match="no data master key 5"):
+    with pytest.raises(UnknownKeyError, match="no data master 5"):
         keyring.master(5)
 
 
@@ -456,7 +456,7 @@ async def test_unknown_data_master_key_needs_the_keyring_again() -> None:
     keys = on(await opened(rows[:2], ROOT), 1)
     with pytest.raises(StaleKeyring):
         StagedKeys(keys, keyring_is_complete=False).load([row], marks_of(rows))
-    with pytest.raises(UnknownKeyError, match=f"no data master key {rows[2].id}"):
+    with pytest.raises(UnknownKeyError, match=f"no data master {rows[2].id}"):
         cipher_of(keys, row)
     keys.keyring = await open_keyring(rows, {ROOT.key_id: ROOT}, "", DATABASE, keys.keyring)
     assert loaded(keys, row).current(ADA) is not None
@@ -550,7 +550,7 @@ async def test_running_service_uses_no_data_key_under_a_changed_master() -> None
     assert loaded(on(known, 1), row).current(ADA) is not None
     changed = [rows[0], row_like(rows[1], created_at=5), rows[2]]
     again = await renewed(changed, known, ROOT)
-    with pytest.raises(UnknownKeyError, match=f"no data master key {rows[1].id}"):
+    with pytest.raises(UnknownKeyError, match=f"no data master {rows[1].id}"):
         cipher_of(on(again, 1), row)
     assert loaded(on(again, 1), row).current(ADA) is None
 
@@ -558,7 +558,7 @@ async def test_running_service_uses_no_data_key_under_a_changed_master() -> None
 async def test_running_service_without_a_data_master_that_is_left_raises() -> None:
     rows = await made(ROOT)
     known = await opened(rows, ROOT)
-    with pytest.raises(WrongKeyError, match="no data master key: restore"):
+    with pytest.raises(WrongKeyError, match="no data master: restore"):
         await renewed([rows[0], row_like(rows[1], created_at=5)], known, ROOT)
 
 

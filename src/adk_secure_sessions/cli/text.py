@@ -38,7 +38,7 @@ def check_lines(found: Check) -> Iterator[str]:
         f"{counted(found.masters, 'master key')} {keys}"
     )
     if found.master_id is None:
-        yield "the first service to start creates a data master key"
+        yield "the first service to start creates a data master"
     if found.has_plaintext_records:
         yield "some records are, or were, plaintext"
 

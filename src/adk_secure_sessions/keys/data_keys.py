@@ -6,7 +6,7 @@ backend is *listed* if it is the writing backend or one of `additional_backends`
 docs/format.md, "Which data key encrypts", defines three more terms:
 
 - A data key is *usable* if this process may encrypt new records with it: it was created for the
-  writing backend, and its data master key is usable (`Keyring.is_usable`).
+  writing backend, and its data master is usable (`Keyring.is_usable`).
 - An owner's *current* data key is the usable data key that the owner's row names.  It encrypts
   every record that this process writes for that owner.  A data key that the row does not name may
   have been erased and inserted again by an attacker who kept a copy of it, so it encrypts nothing.

@@ -163,16 +163,16 @@ class Keyring(KeyMaterial):
         self._marks = frozenset(MasterMark(row.id, row.created_at, row.wrapped) for row in stored)
 
     def master(self, key_id: int) -> Aes256Gcm:
-        """Return the data master key *key_id*.
+        """Return the data master *key_id*.
 
         Raises:
-            UnknownKeyError: the keyring has no data master key with this id.
+            UnknownKeyError: the keyring has no data master with this id.
         """
         try:
             return self.masters[key_id]
         except KeyError:
             pass
-        raise UnknownKeyError(f"the keyring holds no data master key {key_id}")
+        raise UnknownKeyError(f"the keyring holds no data master {key_id}")
 
     def database_id_for(self, key_id: int) -> bytes:
         """Return the database id in the contexts of data keys that data master *key_id* wraps."""
@@ -181,7 +181,7 @@ class Keyring(KeyMaterial):
         return self.database_id
 
     def holds(self, key_id: int) -> bool:
-        """Return whether the keyring has the data master key *key_id*."""
+        """Return whether the keyring has the data master *key_id*."""
         return key_id in self.masters
 
     def has_marks(self, marks: Iterable[MasterMark]) -> bool:
@@ -193,7 +193,7 @@ class Keyring(KeyMaterial):
         return _typed(row) in self._rejected
 
     def is_usable(self, key_id: int) -> bool:
-        """Return whether this process may encrypt with the data keys under master key *key_id*.
+        """Return whether this process may encrypt with the data keys under data master *key_id*.
 
         A data master that is stored as plaintext is not usable: an attacker who reads the
         database can unwrap its data keys.  Exception: the writer is `NoOpBackend`.
@@ -318,7 +318,7 @@ async def open_keyring(
     masters = await opening.data_masters([row for row in sound if row.purpose == DATA])
     if index is None or not masters:
         missing = "data" if index else "index"
-        raise WrongKeyError(f"the keyring holds no {missing} master key: restore secure_keyring")
+        raise WrongKeyError(f"the keyring holds no {missing} master: restore secure_keyring")
     usable = [
         (row.root_key_id == writer, row.created_at, row.id)
         for row in opening.accepted.values()

@@ -255,7 +255,7 @@ def after_creation(table: sa.Table, row: MasterKeyRow | DataKeyRow) -> int:
     """Return the moment after the creation of the key in *row*, which must be authentic."""
     if row.created_at + 1 >= _END:
         raise TamperedError(
-            "the key was created after the year 9999, so that somebody who had a key that wraps it "
+            "its time of creation is after the year 9999, so an attacker with a key that wraps it "
             "must have inserted it: delete this row",
             reason=Reason.MALFORMED,
             table=table.name,
