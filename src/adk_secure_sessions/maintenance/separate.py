@@ -1,9 +1,9 @@
 """Give a copy of a database an id and keys of its own.
 
-A copy, for example a staging clone, has the same keys as the original.  The context of a record does
-not contain the id of the database.  An attacker who can write to the copy could therefore insert
-records of the original, and the other way round.  After the separation, no key of one database
-decrypts a record of the other.
+A copy, for example a staging clone, has the same keys as the original.  The context of a record
+does not contain the id of the database.  An attacker with write access to the copy could therefore
+insert records of the original, and the other way round.  After the separation, no key of one
+database decrypts a record of the other.
 """
 
 import secrets
@@ -192,7 +192,8 @@ def _store(
     stored = {MasterKeyRow(*row) for row in connection.execute(query)}
     names = [name for (name,) in connection.execute(sa.select(meta.c.name))]
     current = connection.scalar(sa.select(meta.c.value).where(meta.c.name == DATABASE_ID))
-    if current == marks[DATABASE_ID]:  # committed by an attempt whose answer was lost
+    # An earlier attempt may have been committed, although its connection was lost.
+    if current == marks[DATABASE_ID]:
         return True
     if stored != set(old) or current != old_id:
         return False
