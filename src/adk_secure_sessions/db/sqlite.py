@@ -52,6 +52,11 @@ _EXIT_TIMEOUT = 5.0  # seconds to wait for a thread to end, before and after its
 # SQLite's instructions between two checks whether to go on with a read.  They take a millisecond or
 # two; reading a session with 1000 events takes fewer.
 _INSTRUCTIONS = 100_000
+# In bytes, for a new file.  SQLite stores a row that exceeds a quarter of a page in pages of its
+# own.  With its default of 4096 bytes, an event of 1000 bytes takes two pages instead of a quarter
+# of one, and reading 1000 such events takes 15 % longer.
+_PAGE_SIZE = 8192
+_CACHE_KIB = 8192  # of each connection; the default of 2000 is less than a session with 1000 events
 
 
 # --- The executor -------------------------------------------------------------------------------
@@ -129,6 +134,8 @@ def _create(name: str) -> None:
 def _set_up(driver: sqlite3.Connection, _record: object) -> None:
     # Without secure_delete, deleted rows and copies of moved rows stay in the file's free space.
     driver.execute("PRAGMA secure_delete = ON").close()
+    driver.execute(f"PRAGMA page_size = {_PAGE_SIZE}").close()
+    driver.execute(f"PRAGMA cache_size = -{_CACHE_KIB}").close()
     driver.set_progress_handler(_must_stop, _INSTRUCTIONS)
 
 
