@@ -27,6 +27,7 @@ from adk_secure_sessions.formats.records import encode_text
 from adk_secure_sessions.formats.states import APP_PREFIX, USER_PREFIX, Scopes, encode, loads
 from adk_secure_sessions.loops import LoopLocks
 from adk_secure_sessions.storage import (
+    Collections,
     DuplicateSession,
     Expected,
     MissingSession,
@@ -133,8 +134,14 @@ class EncryptedSessionService(KeyMaterial, BaseSessionService):
             cache_seconds=cache_seconds,
         )
         self._store = Store(unit)
+        self._collections = Collections(unit)
         self._skip = skip_unreadable_sessions
         self._locks = LoopLocks()
+
+    @property
+    def collections(self) -> Collections:
+        """For the other services of this package, which store their data beside the sessions."""
+        return self._collections
 
     async def prepare_tables(self) -> None:
         """Open the database and create its tables, before the first operation does so.

@@ -50,6 +50,25 @@ def encode(event: Event) -> bytes:
     return _encode_slowly(event)
 
 
+def encode_item(values: JsonObject) -> bytes:
+    """Return the bytes to store for an item of a collection; *values* are JSON values.
+
+    Raises:
+        ValueError: The JSON is too large for one record.
+    """
+    return _PREFIX + json_text.dumps(values)
+
+
+def decode_item(plaintext: bytes) -> JsonObject:
+    """Return the values in *plaintext*, authenticated bytes that `encode_item` returned.
+
+    Raises:
+        DecryptionError: *plaintext* is not the version and the JSON of an item.
+    """
+    _, values = json_text.read_event(plaintext)
+    return values
+
+
 def _encode_slowly(event: Event) -> bytes:
     values, is_lossy = json_text.to_values(
         _fields(event), levels=json_text.MAX_LEVELS, bytes_mode="base64"

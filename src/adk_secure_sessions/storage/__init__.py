@@ -21,6 +21,7 @@ from adk_secure_sessions.storage.opening import (
     DATABASE_ID,
     FEATURES,
     MASTER_KEYS,
+    SEPARATING,
     SEPARATION,
     Survey,
     check_features,
@@ -31,6 +32,7 @@ from adk_secure_sessions.storage.opening import (
     open_database,
     open_existing,
     separation_marks,
+    stored_features,
     survey_existing,
 )
 from adk_secure_sessions.storage.queries import (
@@ -50,6 +52,7 @@ from adk_secure_sessions.storage.reads import (
     View,
 )
 from adk_secure_sessions.storage.schema import (
+    COLLECTION,
     DATA_TABLES,
     KEY_TABLES,
     TABLES,
@@ -64,7 +67,7 @@ from adk_secure_sessions.storage.schema import (
     users,
     witnesses,
 )
-from adk_secure_sessions.storage.store import Store
+from adk_secure_sessions.storage.store import Collection, Collections, Store
 from adk_secure_sessions.storage.unit_of_work import (
     UnitOfWork,
     empty_caches,
@@ -81,6 +84,7 @@ from adk_secure_sessions.storage.writes import (
 )
 
 __all__ = [
+    "COLLECTION",
     "DATABASE_ID",
     "DATA_KEYS",
     "DATA_TABLES",
@@ -88,12 +92,15 @@ __all__ = [
     "INSERT_KEY",
     "KEY_TABLES",
     "MASTER_KEYS",
+    "SEPARATING",
     "SEPARATION",
     "TABLES",
     "CheckApp",
     "CheckLocatedSession",
     "CheckSession",
     "CheckUser",
+    "Collection",
+    "Collections",
     "DuplicateSession",
     "Expected",
     "Headers",
@@ -136,6 +143,7 @@ __all__ = [
     "session_context",
     "sessions",
     "snapshot_context",
+    "stored_features",
     "survey_existing",
     "user_context",
     "users",

@@ -18,6 +18,7 @@ from adk_secure_sessions.formats.records import (
     EVENT_PREVIOUS,
     EVENT_REST,
     HEADER_LENGTH,
+    LINK_LENGTH,
     NO_LINK,
     OwnerFields,
     SessionFields,
@@ -40,17 +41,25 @@ from adk_secure_sessions.storage.queries import (
     UserRow,
     WitnessRow,
 )
-from adk_secure_sessions.storage.schema import apps, bases, events, sessions, users, witnesses
+from adk_secure_sessions.storage.schema import (
+    COLLECTION,
+    NO_SNAPSHOT,
+    apps,
+    bases,
+    events,
+    sessions,
+    users,
+    witnesses,
+)
 
 R = TypeVar("R")
 V = TypeVar("V", bound="Owner | StoredSession")
-
-NO_SNAPSHOT = -1  # the `base_revision` of a session whose row contains the whole state
 
 
 class Identity(NamedTuple):
     """The ids that ADK uses for an app, user and session, and their tags (blind indexes).
 
+    If *is_collection*, the session id is the name of a collection: see `store.Collections`.
     *session_parts* and *event_parts* are the encoded texts of the contexts of the session's row and
     events: an append needs both, and they take longer to encode than the numbers.
     """
@@ -63,6 +72,7 @@ class Identity(NamedTuple):
     session_tag: bytes
     session_parts: bytes = b""
     event_parts: bytes = b""
+    is_collection: bool = False
 
     def tags(self) -> dict[str, object]:
         """Return the tags as parameters of the statements in `queries`."""
@@ -73,9 +83,16 @@ class Identity(NamedTuple):
         }
 
 
-def identify(index: BlindIndex, app_name: str, user_id: str = "", session_id: str = "") -> Identity:
+def identify(
+    index: BlindIndex,
+    app_name: str,
+    user_id: str = "",
+    session_id: str = "",
+    is_collection: bool = False,
+) -> Identity:
     """Return the ids with their tags, which *index* computes."""
-    session_tag = index.session(app_name, user_id, session_id)
+    tag_of = index.collection if is_collection else index.session
+    session_tag = tag_of(app_name, user_id, session_id)
     return Identity(
         app_name,
         user_id,
@@ -85,6 +102,7 @@ def identify(index: BlindIndex, app_name: str, user_id: str = "", session_id: st
         session_tag,
         records.context_parts(("session", app_name, user_id, session_tag)),
         records.context_parts(("event", app_name, user_id, session_id)),
+        is_collection,
     )
 
 
@@ -129,6 +147,11 @@ class StoredSession(NamedTuple):
     head: bytes
     snapshot_link: bytes
     sealed: bytes
+
+    @property
+    def has_snapshot(self) -> bool:
+        """Whether `secure_bases` has a row of this session."""
+        return self.base_revision not in (NO_SNAPSHOT, COLLECTION)
 
     @property
     def row(self) -> SessionRow:
@@ -200,8 +223,7 @@ class RowCache:
         self, session: StoredSession, witness: WitnessRow | None, *, has_proven_head: bool
     ) -> None:
         """Cache *session*, without its snapshot, which may be large; otherwise like `put`."""
-        has_snapshot = session.base_revision != NO_SNAPSHOT
-        session = session._replace(snapshot=None if has_snapshot else b"{}")
+        session = session._replace(snapshot=None if session.has_snapshot else b"{}")
         row = session.row
         self.put(self.sessions, row, witness, session, has_proven_head=has_proven_head)
 
@@ -447,7 +469,7 @@ def _open_snapshot(
     """Return the decrypted snapshot of the session in *row*; `{}` if the session has none."""
     snapshot = found.snapshots.get(row.id)
     with naming(bases.name, row.id):
-        if row.base_revision == NO_SNAPSHOT:
+        if row.base_revision in (NO_SNAPSHOT, COLLECTION):
             if snapshot is not None:
                 raise TamperedError(
                     "the session has no snapshot: this row was added", reason=Reason.MISMATCH
@@ -591,6 +613,20 @@ def seal_event(
     """Return the record of an event with *link*, which follows the last event of *session*."""
     context = records.numbered_context(attempt.who.event_parts, session.id, seq, time)
     return attempt.keys.seal(attempt.who.user_tag, context, link + session.head + event)
+
+
+def seal_replacement(attempt: Attempt, session: StoredSession, row: Row, event: bytes) -> bytes:
+    """Return a record of *event* that takes the place of the event in *row*, with its links.
+
+    Raises DecryptionError if the event in *row* was tampered with.
+    """
+    seq, record = row[EVENT_SEQ], row[EVENT_RECORD]
+    with naming(events.name, f"{session.id}, {seq}"):
+        context = records.numbered_context(
+            attempt.who.event_parts, session.id, seq, row[EVENT_TIME]
+        )
+        plaintext = attempt.keys.open(attempt.who.user_tag, context, record)
+    return attempt.keys.seal(attempt.who.user_tag, context, plaintext[: 2 * LINK_LENGTH] + event)
 
 
 class naming:  # noqa: N801 - used like a function: `with naming(...)`

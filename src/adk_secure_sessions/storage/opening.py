@@ -20,7 +20,7 @@ import sqlalchemy as sa
 from adk_secure_sessions.backends import NoOpBackend
 from adk_secure_sessions.backends.registry import Backends
 from adk_secure_sessions.db.dialects import exclusively
-from adk_secure_sessions.db.protocol import Executor, Executors
+from adk_secure_sessions.db.protocol import Conflict, Executor, Executors
 from adk_secure_sessions.errors import (
     ConfigurationError,
     DatabaseError,
@@ -64,7 +64,8 @@ FORMAT, DATABASE_ID, PLAINTEXT, HOLDS = "format", "database_id", "plaintext", "h
 FEATURES = "features"
 NO_FEATURES = "-"
 SEPARATING = "separating"  # the feature of a copy whose separation has not ended
-_KNOWN_FEATURES = frozenset({NO_FEATURES, SEPARATING})
+COLLECTIONS = "collections"  # `secure_sessions` also has collections: artifacts and memory
+_KNOWN_FEATURES = frozenset({NO_FEATURES, SEPARATING, COLLECTIONS})
 SEPARATION = "separation"
 _SEPARATION_FORM = re.compile(
     r"(?P<text>(?P<old>[0-9a-f]{32}) (?P<since>\d{1,19})(?P<masters>( \d{1,19})+)) "
@@ -279,7 +280,7 @@ def reject_separating(survey: Survey) -> None:
 
     A service that writes to it would encrypt with keys that it shares with the other database.
     """
-    if _stored_features(survey)[0] == SEPARATING:
+    if SEPARATING in stored_features(survey):
         raise ConfigurationError(
             "this copy of a database is being separated: run `adk-secure-sessions separate` again, "
             "until it has ended"
@@ -294,7 +295,7 @@ def check_features(survey: Survey, keyring: Keyring) -> None:
     """
     _check_feature_list(survey, keyring)
     keyring.separation = None
-    if _stored_features(survey)[0] != SEPARATING:
+    if SEPARATING not in stored_features(survey):
         return
     found = _SEPARATION_FORM.fullmatch(str(survey.meta.get(SEPARATION)))
     expected = (
@@ -308,20 +309,56 @@ def check_features(survey: Survey, keyring: Keyring) -> None:
     keyring.separation = Separation(bytes.fromhex(found["old"]), int(found["since"]), masters)
 
 
-def separation_marks(separation: Separation, index: BlindIndex, new_id: bytes) -> dict[str, str]:
-    """Return the rows of `secure_meta` of a database whose separation begins."""
+def separation_marks(
+    separation: Separation, index: BlindIndex, new_id: bytes, features: frozenset[str]
+) -> dict[str, str]:
+    """Return the rows of `secure_meta` of a database with *features* whose separation begins."""
     masters = " ".join(map(str, sorted(separation.masters)))
     text = f"{separation.old_id.hex()} {separation.since} {masters}"
     return {
         DATABASE_ID: new_id.hex(),
-        FEATURES: f"{SEPARATING} {index.features(new_id, SEPARATING).hex()}",
+        FEATURES: feature_mark(index, new_id, features | {SEPARATING}),
         SEPARATION: f"{text} {index.separation(new_id, text).hex()}",
     }
 
 
-def feature_mark(index: BlindIndex, database_id: bytes) -> str:
-    """Return the value of the row `features` of a database without features."""
-    return f"{NO_FEATURES} {index.features(database_id, NO_FEATURES).hex()}"
+def feature_mark(
+    index: BlindIndex, database_id: bytes, features: frozenset[str] = frozenset()
+) -> str:
+    """Return the value of the row `features` of a database with these *features*."""
+    names = ",".join(sorted(features)) or NO_FEATURES
+    return f"{names} {index.features(database_id, names).hex()}"
+
+
+def stored_features(survey: Survey) -> frozenset[str]:
+    """Return the stored features of a database; they are not authenticated.
+
+    Raises:
+        ConfigurationError: The row is missing or malformed.
+    """
+    names, _ = _stored_features(survey)
+    return frozenset(names.split(",")) - {NO_FEATURES}
+
+
+def add_feature(feature: str, keyring: Keyring, connection: sa.Connection) -> None:
+    """Add *feature* to the stored features, before anything of it is stored.
+
+    From then on, releases that do not know the feature reject the database.
+
+    Raises:
+        WrongKeyError: The stored features were modified.
+        ConfigurationError: The row is missing or malformed, or a separation has not ended.
+    """
+    survey = look(connection)
+    reject_separating(survey)
+    _check_feature_list(survey, keyring)
+    features = stored_features(survey)
+    if feature in features:
+        return
+    row = sa.update(meta).where(meta.c.name == FEATURES, meta.c.value == survey.meta[FEATURES])
+    mark = feature_mark(keyring.index, keyring.database_id, features | {feature})
+    if connection.execute(row.values(value=mark)).rowcount != 1:
+        raise Conflict  # another process has changed them
 
 
 def _check_feature_list(survey: Survey, keyring: Keyring) -> None:

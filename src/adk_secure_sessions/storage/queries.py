@@ -19,6 +19,7 @@ from sqlalchemy import (
     Insert,
     LargeBinary,
     Select,
+    and_,
     bindparam,
     cast,
     delete,
@@ -35,6 +36,7 @@ from adk_secure_sessions.db.protocol import Row
 from adk_secure_sessions.keys.data_keys import DataKeyRow
 from adk_secure_sessions.keys.keyring import MasterMark
 from adk_secure_sessions.storage.schema import (
+    COLLECTION,
     apps,
     bases,
     data_keys,
@@ -157,8 +159,9 @@ def _session_query(keys: bool, history: list[Select[Any]]) -> CompoundSelect[Any
     )
 
 
-def _list_query(keys: bool) -> CompoundSelect[Any]:
-    mine = sessions.c.user_row == _user_id()
+def _list_query(keys: bool, *, collections: bool = False) -> CompoundSelect[Any]:
+    """Return the query for a user's sessions, or for the user's collections."""
+    mine = and_(sessions.c.user_row == _user_id(), _is_collection(collections))
     return _members(
         keys,
         _app(),
@@ -173,6 +176,7 @@ def _list_query(keys: bool) -> CompoundSelect[Any]:
 def _list_all_query(keys: bool) -> CompoundSelect[Any]:
     """Return the query for the sessions of all users of an app."""
     of_app = users.c.app_row == _app_id()
+    sessions_of_app = and_(of_app, _is_collection(False))
     theirs = sessions.join(users, users.c.id == sessions.c.user_row)
     wanted = [
         _key().where(data_keys.c.owner == _app_tag),
@@ -184,11 +188,22 @@ def _list_all_query(keys: bool) -> CompoundSelect[Any]:
         _user().where(of_app),
         _witness().where(witnesses.c.tag == _app_tag),
         _witness().where(users.c.tag == witnesses.c.tag, of_app),
-        _witness().where(sessions.c.tag == witnesses.c.tag).select_from(theirs).where(of_app),
-        _session(theirs).where(of_app),
-        _snapshot().where(bases.c.session_row == sessions.c.id).select_from(theirs).where(of_app),
+        _witness()
+        .where(sessions.c.tag == witnesses.c.tag)
+        .select_from(theirs)
+        .where(sessions_of_app),
+        _session(theirs).where(sessions_of_app),
+        _snapshot()
+        .where(bases.c.session_row == sessions.c.id)
+        .select_from(theirs)
+        .where(sessions_of_app),
         *(wanted if keys else []),
     )
+
+
+def _is_collection(wanted: bool) -> ColumnElement[bool]:
+    mark: ColumnElement[int] = literal_column(str(COLLECTION))
+    return sessions.c.base_revision == mark if wanted else sessions.c.base_revision != mark
 
 
 def _by_keys(*history: Select[Any]) -> QueryForms:
@@ -199,6 +214,7 @@ SESSION_WITH_ALL_EVENTS = _by_keys(_event().where(events.c.session_row == _sessi
 SESSION_WITH_LAST_EVENTS = _by_keys(_last_events())
 SESSION_WITHOUT_EVENTS = _by_keys()
 SESSIONS_OF_USER = {keys: _list_query(keys) for keys in (False, True)}
+COLLECTIONS_OF_USER = {keys: _list_query(keys, collections=True) for keys in (False, True)}
 OWNERS = {
     keys: _members(
         keys,
@@ -272,6 +288,16 @@ INSERT_SESSION_OF_KNOWN = _session_of_user(
     _same_row(witnesses.alias("user_witnesses"), "user_witness"),
 )
 INSERT_EVENT = insert(events)
+# Replaces the record of an event that is as this process has read it.
+UPDATE_EVENT = (
+    update(events)
+    .where(
+        events.c.session_row == bindparam("at_session_row"),
+        events.c.seq == bindparam("at_seq"),
+        events.c.event == bindparam("at_event", type_=LargeBinary),
+    )
+    .values(event=bindparam("event"))
+)
 
 
 def _lock(table: FromClause, tag: BindParameter[bytes]) -> Select[Any]:

@@ -160,6 +160,17 @@ class ListUserSessions(_Read):
         return _listed(attempt, found, app, [user] if user else [], skip=self._skip)
 
 
+class ListCollections(_Read):
+    """Read the collections of a user, without items."""
+
+    async def attempt(self, attempt: Attempt, executors: Executors) -> list[StoredSession]:
+        found = await self._read(attempt, executors, sql.COLLECTIONS_OF_USER)
+        app = bindings.open_app(attempt, found)
+        user = bindings.open_user(attempt, found)
+        views = _listed(attempt, found, app, [user] if user else [], skip=False)
+        return [view.session for view in views]
+
+
 class ListAppSessions(_Read):
     """Read all sessions of all users of an app, without events.
 

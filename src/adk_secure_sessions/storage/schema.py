@@ -29,6 +29,9 @@ from adk_secure_sessions.keys.blind_index import TAG_LENGTH
 
 FORMAT_VERSION = 2
 NEVER = 2**63 - 1  # the `expires_at` of a session that does not expire
+# Values of `base_revision` in rows of `secure_sessions` that have no row in `secure_bases`.
+NO_SNAPSHOT = -1  # the session's row contains the whole state
+COLLECTION = -2  # the row is not a session but a collection, which has no state
 
 metadata: MetaData = MetaData()
 

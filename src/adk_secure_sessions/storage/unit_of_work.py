@@ -148,7 +148,7 @@ class _Opened(NamedTuple):
 
     keys: DataKeys
     rows: RowCache
-    identities: Lru[tuple[str, str, str], Identity]
+    identities: Lru[tuple[str, str, str, bool], Identity]
     expires: float
 
 
@@ -234,10 +234,16 @@ class UnitOfWork:
         self._opened = self._rejected = None  # the frames of an error refer to keys
         await self.executors.close()
 
-    async def identify(self, app_name: str, user_id: str = "", session_id: str = "") -> Identity:
+    async def identify(
+        self,
+        app_name: str,
+        user_id: str = "",
+        session_id: str = "",
+        is_collection: bool = False,
+    ) -> Identity:
         """Return the ids with their tags (blind indexes)."""
         opened = await self._current()
-        ids = (app_name, user_id, session_id)
+        ids = (app_name, user_id, session_id, is_collection)
         return opened.identities.get(ids) or identify(opened.keys.keyring.index, *ids)
 
     async def run(self, operation: Operation[T]) -> T:
@@ -421,7 +427,7 @@ class UnitOfWork:
 
 def _cache_identity(opened: _Opened, who: Identity) -> None:
     """Cache the ids *who* if they exist: unknown ids would fill the cache."""
-    ids = (who.app_name, who.user_id, who.session_id)
+    ids = (who.app_name, who.user_id, who.session_id, who.is_collection)
     if opened.identities.get(ids) is who:
         return
     rows = opened.rows

@@ -12,7 +12,7 @@ locks these rows first: then nobody else can change them, and the next attempt s
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
@@ -25,7 +25,6 @@ from adk_secure_sessions.formats.states import JsonObject, dumps, loads
 from adk_secure_sessions.storage import bindings
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage.bindings import (
-    NO_SNAPSHOT,
     Attempt,
     Identity,
     KeySource,
@@ -34,8 +33,22 @@ from adk_secure_sessions.storage.bindings import (
     StoredSession,
 )
 from adk_secure_sessions.storage.owner_changes import OwnerChanges
-from adk_secure_sessions.storage.queries import AppRow, Found, QueryForms, UserRow, WitnessRow
-from adk_secure_sessions.storage.schema import NEVER, new_row_key, users
+from adk_secure_sessions.storage.queries import (
+    EVENT_RECORD,
+    AppRow,
+    Found,
+    QueryForms,
+    UserRow,
+    WitnessRow,
+)
+from adk_secure_sessions.storage.schema import (
+    COLLECTION,
+    NEVER,
+    NO_SNAPSHOT,
+    events,
+    new_row_key,
+    users,
+)
 
 T = TypeVar("T")
 Changes = list[Change]
@@ -216,8 +229,9 @@ class CreateSession(_Write[Created]):
         who = attempt.who
         rest: Changes = []
         session = StoredSession(
-            new_row_key(), user_row, who.session_tag, who.session_id, 0, NO_SNAPSHOT, self._now,
-            self._now, NEVER, self._state, b"{}", NO_LINK, NO_LINK, b"",
+            new_row_key(), user_row, who.session_tag, who.session_id, 0,
+            COLLECTION if who.is_collection else NO_SNAPSHOT, self._now, self._now, NEVER,
+            self._state, b"{}", NO_LINK, NO_LINK, b"",
         )  # fmt: skip
         if len(self._state) > OVERLAY_LIMIT:
             session = session._replace(
@@ -282,17 +296,7 @@ class AppendEvent(_Write[StoredSession]):
             step = self._advance(attempt, known)
             if step and (yield Apply(step.changes)):
                 return step.session
-        found = yield from _read(attempt, sql.SESSION_WITH_LAST_EVENTS)
-        user = bindings.open_user(attempt, found)
-        session = bindings.open_session(attempt, found, user)
-        if session is None or user is None:
-            raise MissingSession
-        # Nothing is appended to a session row of another copy of the database: the events before
-        # and after it would not belong together, and the session could not be read any more.
-        bindings.check_events(session, found.events, 1)
-        before = NO_LINK if len(found.events) == session.revision else None
-        _, link = bindings.open_events(attempt, session, found.events, before)
-        bindings.check_head(attempt, session, link)
+        found, user, session = yield from self._read_proven(attempt)
         if self._expected != (session.id, session.revision):
             return (yield from self._stored_before())
         if event.app_delta:
@@ -310,6 +314,23 @@ class AppendEvent(_Write[StoredSession]):
         assert step is not None, "its snapshot was read"
         yield from _apply(step.changes + owners.changes)
         return step.session
+
+    def _read_proven(self, attempt: Attempt) -> Steps[tuple[Found, Owner, StoredSession]]:
+        """Read the session and its last event, and check that they belong together.
+
+        Nothing is appended to a session row of another copy of the database: the events before and
+        after it would not belong together, and the session could not be read any more.
+        """
+        found = yield from _read(attempt, sql.SESSION_WITH_LAST_EVENTS)
+        user = bindings.open_user(attempt, found)
+        session = bindings.open_session(attempt, found, user)
+        if session is None or user is None:
+            raise MissingSession
+        bindings.check_events(session, found.events, 1)
+        before = NO_LINK if len(found.events) == session.revision else None
+        _, link = bindings.open_events(attempt, session, found.events, before)
+        bindings.check_head(attempt, session, link)
+        return found, user, session
 
     def _usable_without_read(self, attempt: Attempt) -> StoredSession | None:
         """Return the cached session if the event can be appended without a read, or None."""
@@ -367,9 +388,59 @@ class AppendEvent(_Write[StoredSession]):
         if self._sent:
             where = {"session_row": self._expected.session_row, "seq": self._expected.revision}
             for row in (yield Read(sql.EVENT_AT, where)):
-                if session := self._sent.get(row[sql.EVENT_RECORD]):
+                if session := self._sent.get(row[EVENT_RECORD]):
                     return session
         raise StaleRevision
+
+
+class ReplaceItems(AppendEvent):
+    """Append an item to a collection, and replace earlier items in the same transaction.
+
+    A replaced item keeps its number, its time and its links.  The appended item must therefore say
+    which items it has replaced: otherwise, a replay of an old row would not be noticed.
+
+    Args:
+        who: The user and the name of the collection.
+        expected: See `AppendEvent`.
+        event: The item to append.
+        stored: See `AppendEvent`.
+        replaced: The new contents of earlier items, by number.
+    """
+
+    def __init__(
+        self,
+        who: Identity,
+        expected: Expected,
+        event: NewEvent,
+        stored: Callable[[StoredSession], None],
+        replaced: Mapping[int, bytes],
+    ) -> None:
+        super().__init__(who, expected, event, stored)
+        self._replaced = replaced
+
+    def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[StoredSession]:
+        found, user, session = yield from self._read_proven(attempt)
+        if self._expected != (session.id, session.revision):
+            return (yield from self._stored_before())
+        owners.user(found, user, user.app_row, {})
+        step = self._advance(attempt, session)
+        assert step is not None, "a collection has no snapshot"
+        changes = step.changes + owners.changes
+        for seq, item in self._replaced.items():
+            where = {"session_row": session.id, "seq": seq}
+            rows = yield Read(sql.EVENT_AT, where)
+            if len(rows) != 1:
+                raise TamperedError(
+                    "it was removed",
+                    reason=Reason.MISSING,
+                    table=events.name,
+                    row=f"{session.id}, {seq}",
+                )
+            record = bindings.seal_replacement(attempt, session, rows[0], item)
+            values = {"at_session_row": session.id, "at_seq": seq, "event": record}
+            changes.append(Change(sql.UPDATE_EVENT, values | {"at_event": rows[0][EVENT_RECORD]}))
+        yield from _apply(changes)
+        return step.session
 
 
 class _Step(NamedTuple):
@@ -424,7 +495,7 @@ def _deletions(session: StoredSession) -> Changes:
         Change(sql.DELETE_EVENTS, at_row, must_match_row=False),
         Change(sql.DELETE_WITNESS, {"at_tag": session.tag}),
     ]
-    if session.base_revision != NO_SNAPSHOT:
+    if session.has_snapshot:
         changes.append(Change(sql.DELETE_SNAPSHOT, at_row))
     return changes
 
