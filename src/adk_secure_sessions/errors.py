@@ -51,7 +51,7 @@ class DatabaseError(SecureSessionError):
 
     The message says what to do.  It contains no statement, no parameters, and no text in which a
     database may quote stored values.  If a write raises this error and `retryable` is True, the
-    write may have been stored or not.
+    write may or may not have been stored.
 
     Attributes:
         code: The code that the database reported: PostgreSQL's SQLSTATE, the error number of MySQL

@@ -203,7 +203,7 @@ class EncryptedSessionService(KeyMaterial, BaseSessionService):
             return _session(app_name, view)
         except DuplicateSession:
             pass
-        # Raised after the except block, so that DuplicateSession is not the __context__.
+        # Raised after the except block, so that its `__context__` is not DuplicateSession.
         raise AlreadyExistsError("A session with this id already exists.")
 
     async def get_session(

@@ -171,10 +171,10 @@ class AsyncEngineExecutor:
             return result
 
     def _turn(self, exclusive: bool) -> AbstractAsyncContextManager[None]:
-        """Return a context manager that lets tasks of the same event loop wait for each other.
+        """Return a context manager that only one task of an event loop can enter at a time.
 
-        Tasks need to wait only if *exclusive* is True or if all tasks share one connection.
-        Otherwise, the context manager does nothing.
+        If *exclusive* is False and tasks do not share one connection, the context manager does
+        nothing.
         """
         if exclusive or self._has_one_connection:
             return self._locks.hold("connection")

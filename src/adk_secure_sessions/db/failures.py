@@ -1,4 +1,4 @@
-"""Translate the errors of drivers to reasons to repeat a transaction, or to a `DatabaseError`.
+"""Translate the errors of drivers to the exceptions of `protocol` or to a `DatabaseError`.
 
 Executors raise no exception of SQLAlchemy or of a driver: its text and its attributes may contain
 statement parameters and stored values.

@@ -303,7 +303,7 @@ class _Pooler:
             options["prepared_statement_cache_size"] = options["statement_cache_size"] = 0
             options["prepared_statement_name_func"] = str
         else:
-            # A random name, which no other client has given to a statement.
+            # A random name, so that no other client has a statement with the same name.
             options.setdefault("prepared_statement_name_func", lambda: f"aks_{uuid.uuid4().hex}")
 
 
@@ -390,7 +390,7 @@ class _Session:
                 rows = await statement.fetch(*values, timeout=seconds)
                 return rows
             except Exception as error:
-                # In both cases that do not raise here, the server has executed nothing.
+                # After either of the next two errors, the server has executed nothing.
                 if getattr(error, "sqlstate", None) == _PLAN_IS_OUTDATED:
                     self._prepared.pop(text, None)
                 elif needs_unprepared(error):

@@ -35,7 +35,7 @@ class Conflict(Exception):
 
 
 class Disconnected(Exception):
-    """The connection was lost before the answer.  A write may have been stored or not."""
+    """The connection was lost before the answer.  A write may or may not have been stored."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__("the connection to the database was lost")
@@ -123,7 +123,7 @@ class Executor(Protocol):
                 changes that were committed before the query began.
 
         Raises:
-            Disconnected: The changes may have been stored or not.
+            Disconnected: The changes may or may not have been stored.
             UniqueViolation, Conflict: See `Apply`.  Nothing was stored.
             Exception: The error that *transaction* itself raises.  Nothing was stored.
         """
@@ -136,7 +136,7 @@ class Executor(Protocol):
         or *commit* is False, the transaction is rolled back.
 
         Raises:
-            Disconnected: The changes may have been stored or not.
+            Disconnected: The changes may or may not have been stored.
             Exception: The error that *work* itself raises.  Nothing was stored.
         """
         ...

@@ -263,8 +263,8 @@ class SessionFields(NamedTuple):
     """The fields in the plaintext of a session's row.
 
     Attributes:
-        head: The link of the last event, or `NO_LINK`.
-        snapshot_link: The link of the snapshot, or `NO_LINK`.
+        head: The link of the last event; `NO_LINK` if the session has no events.
+        snapshot_link: The link of the snapshot; `NO_LINK` if the session has no snapshot.
         overlay: The overlay as JSON.
     """
 

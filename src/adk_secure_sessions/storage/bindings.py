@@ -604,7 +604,10 @@ def seal_snapshot(
 def seal_event(
     attempt: Attempt, session: StoredSession, seq: int, time: int, link: bytes, event: bytes
 ) -> bytes:
-    """Return the record of a new event, whose link is *link*, after the last event of *session*."""
+    """Return the record of a new event, which follows the last event of *session*.
+
+    *link* is the link of the new event.
+    """
     context = records.numbered_context(attempt.who.event_parts, session.id, seq, time)
     return attempt.keys.seal(attempt.who.user_tag, context, link + session.head + event)
 

@@ -493,7 +493,7 @@ async def open_existing(
 
 
 async def half_separated(executors: Executors) -> tuple[Survey, str] | None:
-    """Return facts about a run of `separate` that was killed between the two databases.
+    """Find out whether a run of `separate` was killed after it had changed only the key database.
 
     The command writes the new database id to the key database first, and then to the data
     database.

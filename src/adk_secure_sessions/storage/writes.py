@@ -1,7 +1,7 @@
 """The writes: create a session, append an event, delete a session.
 
 Each write is an operation whose generator `steps` yields requests to the database (`db.protocol`).
-The generator reads rows, decrypts them, and then yields all changes in one request:
+The generator reads rows, decrypts them, and then yields all changes in one request.  Therefore:
 
 - A row that cannot be decrypted is never overwritten.
 - On PostgreSQL, no transaction stays open while rows are decrypted.
@@ -330,7 +330,7 @@ class AppendEvent(_Write[StoredSession]):
         return known if attempt.keys.is_as_new_as(attempt.who.user_tag, known.sealed) else None
 
     def _advance(self, attempt: Attempt, session: StoredSession) -> "_Step | None":
-        """Return the changes that append the event to *session*, and the session with the event.
+        """Return the changes that append the event to *session*, and the updated session.
 
         Return None if a new snapshot must be written, but the old snapshot was not read.
         """
