@@ -37,7 +37,6 @@ from adk_secure_sessions.storage import (
     UnitOfWork,
     View,
     bases,
-    naming,
     open_database,
     sessions,
     users,
@@ -505,12 +504,15 @@ def _session(app_name: str, view: View, history: list[Event] | None = None) -> S
     """
     stored = view.session
     app = loads(view.app_state, "the app's state")
-    with naming(users.name, stored.user_row):
+    table, row = users.name, stored.user_row
+    try:
         user = loads(view.user_state)
-    with naming(bases.name, stored.id):
-        snapshot = {} if stored.snapshot is None else loads(stored.snapshot)
-    with naming(sessions.name, stored.id):
+        table, row = bases.name, stored.id
+        snapshot = loads(stored.snapshot or b"{}")
+        table = sessions.name
         overlay = loads(stored.overlay)
+    except DecryptionError as error:
+        raise error.located(table, row) from None
     session = Session(
         id=stored.session_id,
         app_name=app_name,

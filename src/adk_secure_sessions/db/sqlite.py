@@ -52,6 +52,11 @@ _EXIT_TIMEOUT = 5.0  # seconds to wait for a thread to end, before and after its
 # During a read, SQLite checks after this number of its instructions whether to stop the read.  They
 # take one or two milliseconds.  Reading a session with 1000 events takes fewer instructions.
 _INSTRUCTIONS = 100_000
+# In bytes, for a new file.  If a row is longer than a quarter of a page, SQLite stores the rest of
+# the row in a separate page.  With the default of 4096 bytes, this concerns an event of 1000 bytes,
+# and reading 1000 such events takes 15% longer.
+_PAGE_SIZE = 8192
+_CACHE_KIB = 8192  # per connection; the default of 2000 is too small for a session of 1000 events
 
 
 # --- The executor -------------------------------------------------------------------------------
@@ -129,6 +134,8 @@ def _create(name: str) -> None:
 def _set_up(driver: sqlite3.Connection, _record: object) -> None:
     # Without secure_delete, deleted rows and copies of moved rows stay in the file's free space.
     driver.execute("PRAGMA secure_delete = ON").close()
+    driver.execute(f"PRAGMA page_size = {_PAGE_SIZE}").close()
+    driver.execute(f"PRAGMA cache_size = -{_CACHE_KIB}").close()
     driver.set_progress_handler(_must_stop, _INSTRUCTIONS)
 
 

@@ -529,7 +529,7 @@ def open_events(
                 header = record[:HEADER_LENGTH]
             context = records.numbered_context(parts, session_row, seq, row[EVENT_TIME])
             plaintext = open_with_flags(record, context, cipher)
-            if plaintext[EVENT_PREVIOUS] != previous and previous is not None:
+            if previous is not None and not plaintext.startswith(previous, EVENT_PREVIOUS.start):
                 raise _other_history()
             previous = plaintext[EVENT_LINK]
             opened.append(plaintext[EVENT_REST])

@@ -422,10 +422,13 @@ class UnitOfWork:
 
 def _cache_identity(opened: _Opened, who: Identity) -> None:
     """Cache *who* if its rows are cached, and so exist: unknown ids would only fill the cache."""
+    ids = (who.app_name, who.user_id, who.session_id)
+    if opened.identities.get(ids) is who:
+        return
     rows = opened.rows
     owner = rows.users.get(who.user_tag) or (not who.user_id and rows.apps.get(who.app_tag))
     if owner and (not who.session_id or rows.sessions.get(who.session_tag)):
-        opened.identities.put((who.app_name, who.user_id, who.session_id), who)
+        opened.identities.put(ids, who)
 
 
 def _apply_one(change: Change) -> Steps[bool]:
