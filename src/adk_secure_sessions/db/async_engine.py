@@ -427,8 +427,8 @@ class LoopBinding:
         """Begin a call and return True if it is the first one in its event loop.
 
         Raises:
-            ConfigurationError: Another event loop is using the engine; or it has left connections
-                in the application's own engine, which we may not discard.
+            ConfigurationError: Another event loop is using the engine.  Or the application's own
+                engine still has connections of another event loop, which we may not discard.
         """
         loop, pid = asyncio.get_running_loop(), os.getpid()
         with self._guard:

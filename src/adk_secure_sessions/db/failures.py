@@ -223,9 +223,9 @@ def _text(driver: Any) -> str:
 
 
 def _connecting(driver: Any) -> str:
-    """Return the text of an error without a code, or "" if the text may quote options of the URL.
+    """Return the text of *driver* if it says why no connection could be made; otherwise "".
 
-    Such an error says why no connection could be made.
+    Other texts may quote options of the URL or stored values.
     """
     if isinstance(driver, OSError):
         return driver.strerror or str(driver)

@@ -209,7 +209,7 @@ class AsyncpgExecutor(AsyncEngineExecutor):
         try:
             if not usable:
                 driver = pooled.driver_connection
-                pooled.detach()  # from the pool, which may open a new connection
+                pooled.detach()  # removes the connection from the pool, which may then open another
                 self._in_background(_close(driver))
             elif self._keep:
                 self._idle.append(pooled)

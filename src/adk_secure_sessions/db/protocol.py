@@ -115,7 +115,7 @@ class Executor(Protocol):
         True, because each Apply is committed separately on PostgreSQL.
 
         Args:
-            transaction: Returns the generator; called once.
+            transaction: A function that returns the generator.  It is called once.
             on_commit_after_cancel: Called with the result if the caller was cancelled while the
                 transaction ran: `write` then raises CancelledError and returns no result.
             holds_locks: Run all steps in one transaction of the database.  Rows that a Read has

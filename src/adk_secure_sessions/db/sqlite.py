@@ -49,8 +49,8 @@ _READERS = 2
 _BUSY_TIMEOUT = 30.0  # seconds to wait while another process holds the write lock
 _BATCH = 64  # maximum number of jobs in one commit
 _EXIT_TIMEOUT = 5.0  # seconds to wait for a thread to end, before and after its read is interrupted
-# During a read, SQLite checks after this number of its instructions whether to stop the read.  They
-# take one or two milliseconds.  Reading a session with 1000 events takes fewer instructions.
+# SQLite calls `_must_stop` each time it has executed this number of instructions.  They take one or
+# two milliseconds.  Reading a session with 1000 events takes fewer instructions.
 _INSTRUCTIONS = 100_000
 # In bytes, for a new file.  If a row is longer than a quarter of a page, SQLite stores the rest of
 # the row in a separate page.  With the default of 4096 bytes, this concerns an event of 1000 bytes,

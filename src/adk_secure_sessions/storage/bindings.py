@@ -108,7 +108,7 @@ class Owner(NamedTuple):
 class StoredSession(NamedTuple):
     """A decrypted row of `secure_sessions`.
 
-    The session's state is *overlay* merged over *snapshot*.  Only a large state has a snapshot: a
+    The session's state is *snapshot* updated with *overlay*.  Only a large state has a snapshot: a
     row of `secure_bases`, written at *base_revision*.  The overlay then holds the entries that
     changed since that revision.  *snapshot* is `{}` if the session has none, and None if the
     snapshot was not read.  *head* and *snapshot_link*: see `records.SessionFields`.  *sealed* is

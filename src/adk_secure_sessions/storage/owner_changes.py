@@ -92,9 +92,9 @@ class OwnerChanges:
         return user
 
     def renew_key(self, owner: Owner, stored: bytes, since: int) -> bool:
-        """Ensure that the owner's row names one data key, which was created at *since* or later.
+        """Ensure that the owner's row names only one data key, created at *since* or later.
 
-        If the owner has no such data key, create one.  The row no longer names any other data key.
+        If the owner has no such data key, create one.
 
         Args:
             owner: An app or a user.
@@ -102,7 +102,7 @@ class OwnerChanges:
             since: Microseconds UTC.
 
         Returns:
-            Whether the owner's row has to change.
+            True if changes of the owner's row were added; False if the row needs no change.
         """
         if self._keys.created:
             self._keys.adopt(owner.tag, self._keys.created)

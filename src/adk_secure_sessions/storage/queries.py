@@ -252,7 +252,7 @@ def _equal(table: FromClause, prefix: str) -> list[ColumnElement[bool]]:
 
 
 def _session_of_user(*conditions: ColumnElement[bool]) -> Insert:
-    """Return an INSERT of a session, made only if the user's row is as this process has read it.
+    """Return an INSERT that stores a session only if the user's row is as this process read it.
 
     The INSERT locks the user's row.  Therefore, a concurrent `erase_user` waits until the new
     session is visible, and then also erases that session.

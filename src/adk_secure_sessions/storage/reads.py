@@ -206,8 +206,8 @@ Headers = Counter[tuple[str, bytes]]  # number of records, by table and record h
 class CheckApp(_Read):
     """Decrypt an app's row; `attempt` returns None if the app has no row.
 
-    This check and the following ones do not use the row cache.  `verify` must detect a data key
-    that was tampered with after the row was cached.
+    The classes `CheckApp`, `CheckUser` and `CheckSession` do not use the row cache: `verify` must
+    detect a data key that was tampered with after the row was cached.
 
     Attributes:
         headers: The number of records that were decrypted.

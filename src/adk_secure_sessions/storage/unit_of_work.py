@@ -303,7 +303,7 @@ class UnitOfWork:
                     keyring_is_current = True
                 except Conflict:
                     # A new data key is stored only if the keyring that we have read is current.
-                    # So the cause of the conflict may be that another process has changed it.
+                    # So another process may have caused the conflict by changing the keyring.
                     if keys.has_new_keys:
                         await self._renew_keyring(opened.keys, keyring_seen)
                     raise

@@ -262,9 +262,9 @@ class AppendEvent(_Write[StoredSession]):
         self._expected = expected
         self._event = event
         self._stored = stored
-        # The updated session of each attempt that was sent to the database, by the record of the
-        # event, which is unique.  An attempt that lost its connection may have been committed.  If
-        # the next attempt finds one of these records, the event is already stored.
+        # The updated sessions that our attempts have sent, by the record of the event.  Each
+        # attempt makes a different record.  An attempt that lost its connection may have been
+        # committed.  If the next attempt finds one of these records, the event is already stored.
         self._sent: dict[bytes, StoredSession] = {}
 
     def committed(self, attempt: Attempt, owners: OwnerChanges, result: StoredSession) -> None:
