@@ -31,6 +31,7 @@ from adk_secure_sessions.maintenance.rotation import PREFIX, later_than_all_keys
 from adk_secure_sessions.storage import (
     DATABASE_ID,
     FEATURES,
+    SEPARATING,
     SEPARATION,
     check_features,
     data_keys,
@@ -40,6 +41,7 @@ from adk_secure_sessions.storage import (
     meta,
     repeated,
     separation_marks,
+    stored_features,
 )
 
 _MAX_MASTERS = 8  # the ids of the old data masters must fit into one row of `secure_meta`
@@ -122,7 +124,9 @@ async def separate(
     ((old,),) = await db.read_keys(_OLD_DATA_KEYS, {"since": separation.since})
     complete = not remaining and not old
     if complete:
-        await db.change_keys(partial(_end, feature_mark(opened.index, opened.database_id)))
+        features = stored_features(await db.survey()) - {SEPARATING}
+        mark = feature_mark(opened.index, opened.database_id, features)
+        await db.change_keys(partial(_end, mark))
     deleted, masters, kept, _ = retirement
     kept = max(kept, old)
     return Separated(opened.database_id.hex(), resumed, complete, deleted, masters, kept)
@@ -149,7 +153,7 @@ async def _begin(db: Database) -> None:
     roots = db.backends.roots
     rewrap = partial(rewrap_master_key, roots=roots, database_id=old_id, new_database_id=new_id)
     wrapped = await at_once(*(rewrap(row) for row in survey.keyring))
-    marks = separation_marks(separation, opened.index, new_id)
+    marks = separation_marks(separation, opened.index, new_id, stored_features(survey))
     work = partial(_store, survey.keyring, wrapped, marks, old_id.hex())
     if not await db.change_keys(work):
         raise SecureSessionError("the keyring was changed meanwhile: try again", retryable=True)
@@ -219,6 +223,6 @@ def _set_id(old_id: str, new_id: str, connection: sa.Connection) -> None:
 
 
 def _end(features: str, connection: sa.Connection) -> None:
-    """Store *features* as the list of features, and delete the stored state of the separation."""
+    """Store *features* in the row `features`, and delete the stored state of the separation."""
     connection.execute(sa.update(meta).where(meta.c.name == FEATURES).values(value=features))
     connection.execute(sa.delete(meta).where(meta.c.name == SEPARATION))
