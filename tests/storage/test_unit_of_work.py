@@ -28,7 +28,7 @@ from adk_secure_sessions.errors import (
 )
 from adk_secure_sessions.formats.records import unpack
 from adk_secure_sessions.keys.data_keys import DataKeyRow, StagedKeys, StaleKeyring
-from adk_secure_sessions.keys.keyring import Keyring
+from adk_secure_sessions.keys.keyring import DATA, Keyring, MasterKeyRow, MasterMark
 from adk_secure_sessions.storage.bindings import Attempt, KeySource, NeedsDataKey
 from adk_secure_sessions.storage.reads import GetSession
 from adk_secure_sessions.storage.unit_of_work import (
@@ -695,6 +695,49 @@ def test_caches_can_be_emptied_while_another_thread_creates_services() -> None:
         done.set()
         creating.join()
         sys.setswitchinterval(interval)
+
+
+async def test_pending_rows_are_tried_again_by_one_task_after_the_pause() -> None:
+    """The others go on meanwhile: a key service that is down takes seconds to fail."""
+    waiting = keyring(pending=True)
+    first = keyring()
+    last = Keyring(
+        first.database_id,
+        first.index,
+        first.masters,
+        MASTER,
+        rows={**first.rows, 77: MasterKeyRow(77, DATA, "root", 0, b"")},
+    )
+    keyrings = KeyringReads(first, waiting, keyring(pending=True), last)
+    unit = UnitOfWork(
+        one_database()[0],
+        backends(),
+        keyrings,
+        cached_rows=10,
+        cached_keys=10,
+        keyring_pause=0.1,
+    )
+    await unit.run(Scripted(StaleKeyring(), "done"))
+    assert (await unit.keys()).keyring is waiting
+    stored = [*marks(first), MasterMark(77, 0, b"")]
+
+    def reads_keys(attempt: Attempt) -> str:
+        attempt.keys.load([], stored)
+        return "done"
+
+    for _ in range(3):
+        await unit.run(Scripted(reads_keys, reads_keys=True))
+    assert len(keyrings.seen) == 2, "not before the pause is over"
+    await asyncio.sleep(0.1)
+    await asyncio.gather(
+        *(unit.run(Scripted(reads_keys, reads_keys, reads_keys=True)) for _ in range(5))
+    )
+    assert len(keyrings.seen) == 3
+    await asyncio.sleep(0.1)
+    for _ in range(3):
+        await unit.run(Scripted(reads_keys, reads_keys, reads_keys=True))
+    assert len(keyrings.seen) == 4
+    assert not (await unit.keys()).keyring.is_waiting
 
 
 @pytest.mark.parametrize("rejected", [False, True])

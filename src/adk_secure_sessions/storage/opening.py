@@ -399,15 +399,17 @@ async def open_database(
         executors: Run the statements on the data database and the key database.
         backends: Their root keys unwrap the keyring.
         create_tables: Create missing tables; if False, they must exist (see docs/sql).
-        known: A keyring opened earlier; if given, nothing is created.
+        known: A keyring opened earlier; if given, nothing is created, and a row whose key service
+            fails is left pending.
 
     Raises:
         ConfigurationError: A database cannot be used; it was left unchanged.
         WrongKeyError, PlaintextRefusedError, KeyServiceError: see `open_keyring`.
     """
     if known is not None:
-        reject_separating(await survey_existing(executors))
-        return await open_existing(executors, backends, known)
+        survey = await survey_existing(executors)
+        reject_separating(survey)
+        return await _open(survey, backends, known, leaves_pending=True)
     root = backends.writer.root_key
     writes_plaintext = isinstance(backends.writer, NoOpBackend)
     marks = {PLAINTEXT: "1"} if writes_plaintext else {}
@@ -472,12 +474,19 @@ async def open_existing(
         ConfigurationError: See `survey_existing`; or *known* is the keyring of another database.
         WrongKeyError, PlaintextRefusedError, KeyServiceError: see `open_keyring`.
     """
-    survey = await survey_existing(executors)
+    return await _open(await survey_existing(executors), backends, known, leaves_pending=False)
+
+
+async def _open(
+    survey: Survey, backends: Backends, known: Keyring | None, *, leaves_pending: bool
+) -> Keyring:
     assert survey.database_id is not None, "survey_existing rejects that"
     if known is not None and known.database_id != survey.database_id:
         raise ConfigurationError("the database was replaced by another one: restart the service")
     writer, database_id = backends.writer.root_key.key_id, survey.database_id
-    opened = await open_keyring(survey.keyring, backends.roots, writer, database_id, known)
+    opened = await open_keyring(
+        survey.keyring, backends.roots, writer, database_id, known, leaves_pending=leaves_pending
+    )
     check_features(survey, opened)
     return opened
 

@@ -66,8 +66,8 @@ _CONFLICTS_WITHOUT_LOCK = 3
 # it is unknown whether a write was stored, neither success nor failure can be reported.
 _READ_PAUSES = (0.05,)
 _WRITE_PAUSES = (0.05, 0.2, 0.5, 1.0, 2.0)
-# Seconds before a rejected keyring is read again.  Without this pause, an attacker with write
-# access to the database could make every operation call the key service.
+# Seconds before a rejected keyring, or one with pending rows, is read again.  Without this pause, an
+# attacker with write access to the database could make every operation call the key service.
 _KEYRING_PAUSE = 10.0
 # How many data keys one operation may create in a key database.  It needs two at most, one for
 # the app and one for the user.  The others are for attempts that other processes interfere with.
@@ -181,7 +181,8 @@ class UnitOfWork:
         cached_keys: Maximum number of owners whose data keys are cached.
         cache_seconds: How long unwrapped data keys and decrypted rows are cached.  Then they are
             read again: another process may have erased a user.
-        keyring_pause: Seconds until a keyring that was rejected is read again.
+        keyring_pause: Seconds until a keyring that was rejected, or has pending rows, is read
+            again.
     """
 
     def __init__(
@@ -371,11 +372,19 @@ class UnitOfWork:
             if self._rejected is not None and time.monotonic() < self._retry_at:
                 raise self._rejected.with_traceback(None)
             self._rejected = None
+            seen.is_being_renewed = True
             try:
-                keys.keyring = await repeated(lambda: self._open_keyring(seen))
+                renewed = await repeated(lambda: self._open_keyring(seen))
             except SecureSessionError as error:
                 self._rejected, self._retry_at = error, time.monotonic() + self._keyring_pause
                 raise
+            finally:
+                seen.is_being_renewed = False
+            if renewed.is_waiting:
+                paused = seen.is_waiting and not seen.retry_is_due
+                again = time.monotonic() + self._keyring_pause
+                renewed.retry_at = seen.retry_at if paused else again
+            keys.keyring = renewed
 
     async def _current(self) -> _Opened:
         """Return the keys and caches; open the database on first use, empty expired caches."""
