@@ -142,8 +142,29 @@ async def test_keyring_of_too_many_rows_is_rejected_without_a_call() -> None:
     assert root.unwrapped == []
     known = await opened(rows, ROOT)
     with pytest.raises(WrongKeyError, match="more than 64 rows"):
-        await renewed([*rows, *junk], known, root)
+        await open_keyring([*rows, *junk], {ROOT.key_id: root}, ROOT.key_id, DATABASE, known)
     assert root.unwrapped == []
+
+
+async def test_running_service_uses_only_known_rows_of_a_keyring_of_too_many(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rows, root = await made(ROOT, ROOT), Counted()
+    known = await opened(rows, ROOT)
+    junk = [row_like(rows[1], id=number, wrapped=b"junk") for number in range(62)]
+    for stored in ([*junk, *rows], [*junk, *rows[:2], row_like(rows[2], created_at=9)]):
+        again = await renewed(stored, known, root)
+        assert again.current_id == next(row.id for row in stored[::-1] if row in rows)
+        assert (again.row_count, again.has_too_many_rows) == (65, True)
+        assert not again.has_marks(marks_of(stored))
+        for _ in range(3):
+            again = await renewed(stored, again, root)
+    assert len(caplog.records) == 2, "once for each call with another keyring"
+    with pytest.raises(WrongKeyError, match="more than 64 rows"):
+        await renewed([*junk, rows[0], row_like(rows[1], created_at=9), *junk], known, root)
+    assert root.unwrapped == []
+    again = await renewed(rows, again, root)
+    assert (again.has_too_many_rows, again.current_id) == (False, rows[2].id)
 
 
 async def test_start_with_a_wrong_root_key_calls_the_key_service_once() -> None:

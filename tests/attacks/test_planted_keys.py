@@ -281,6 +281,34 @@ async def test_row_for_which_the_key_service_fails_does_not_stop_a_running_servi
             await service.prepare_tables()
 
 
+async def test_retired_master_is_not_used_although_junk_rows_hide_that_its_row_is_gone(
+    aes_db: Database,
+) -> None:
+    db = aes_db
+    async with db.maintained() as maintained:
+        await rotate_master(maintained)
+    newest = db.value("SELECT id FROM secure_keyring ORDER BY created_at DESC LIMIT 1")
+    async with db.service() as service:
+        await get(service, db, VISIT)
+        insert_rows(db, "secure_keyring", junk_masters(100))
+        db.run("DELETE FROM secure_keyring WHERE id = :id", id=newest)
+        before = {row_id for (row_id,) in db.rows("SELECT id FROM secure_data_keys")}
+        await create_another(service, db, VISIT._replace(user_id="dave"))
+        made = [
+            unpack(wrapped)[1]
+            for row_id, wrapped in db.rows("SELECT id, wrapped FROM secure_data_keys")
+            if row_id not in before
+        ]
+        assert made
+        assert newest not in made
+        db.run(
+            "DELETE FROM secure_keyring WHERE purpose = 'data' AND length(wrapped) > 60 "
+            "AND id IN (SELECT id FROM secure_keyring WHERE root_key_id <> 'counting')"
+        )
+        error = await rejection(create_another, service, db, VISIT._replace(user_id="erin"))
+        assert type(error) is WrongKeyError
+
+
 async def test_data_key_under_a_master_for_which_the_key_service_fails_encrypts_nothing(
     aes_db: Database,
 ) -> None:
@@ -338,16 +366,19 @@ async def test_row_that_holds_another_key_than_before_is_not_used_by_a_running_s
     assert "another key than the one" in caplog.text
 
 
-async def test_thousands_of_junk_rows_of_the_keyring_call_no_key_service(aes_db: Database) -> None:
+async def test_thousands_of_junk_rows_of_the_keyring_stop_no_running_service(
+    aes_db: Database, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And the key service is not called."""
     db, key = aes_db, await counted(aes_db, CountingKey())
     async with db.service(AesGcmBackend(key)) as service:
         await get(service, db, VISIT)
         key.calls = 0
         insert_rows(db, "secure_keyring", junk_masters(5000))
-        for _ in range(5):
+        for number in range(5):
             assert await get(service, db, VISIT) == db.session(VISIT)
-            error = await rejection(create_another, service, db, VISIT._replace(user_id="dave"))
-            assert type(error) is WrongKeyError
+            assert await create_another(service, db, VISIT._replace(user_id=f"dave {number}"))
+        assert sum("more than 64" in record.getMessage() for record in caplog.records) == 1
     async with db.service(AesGcmBackend(key)) as service:
         with pytest.raises(WrongKeyError, match="more than 64 rows"):
             await service.prepare_tables()

@@ -152,6 +152,7 @@ class Keyring(KeyMaterial):
         retry_at: When the pending rows are tried again, in monotonic seconds; infinity if there
             are none.
         is_being_renewed: Whether a task reads the keyring again; others go on with this one.
+        row_count: The number of stored rows, including those that were left out.
     """
 
     def __init__(
@@ -165,6 +166,7 @@ class Keyring(KeyMaterial):
         rejected: Sequence[MasterKeyRow] = (),
         pending: Sequence[MasterKeyRow] = (),
         former: Mapping[int, Aes256Gcm] | None = None,
+        row_count: int | None = None,
     ) -> None:
         self.database_id = database_id
         self.index = index
@@ -180,6 +182,7 @@ class Keyring(KeyMaterial):
         self._pending = Counter(map(_typed, pending))
         stored = [*self.rows.values(), *rejected, *pending]
         self._stored = Counter(map(_typed, stored))
+        self.row_count: int = len(stored) if row_count is None else row_count
         self._marks = frozenset(MasterMark(row.id, row.created_at, row.wrapped) for row in stored)
 
     def master(self, key_id: int) -> Aes256Gcm:
@@ -210,9 +213,9 @@ class Keyring(KeyMaterial):
         return key_id in self.masters
 
     @property
-    def row_count(self) -> int:
-        """The number of stored rows that this keyring was read from, rejected ones included."""
-        return self._stored.total()
+    def has_too_many_rows(self) -> bool:
+        """Whether there were so many stored rows that only the known ones were read."""
+        return self.row_count > MAX_ROWS
 
     def matches(self, rows: Iterable[MasterKeyRow]) -> bool:
         """Return whether *rows*, in any order, are exactly those that this keyring was read from.
@@ -224,10 +227,12 @@ class Keyring(KeyMaterial):
     def has_marks(self, marks: Iterable[MasterMark]) -> bool:
         """Return whether *marks* are those of the rows that this keyring was read from.
 
-        Return False also if it is time to try the pending rows again.
+        Return False also if it is time to try the pending rows again, or if there were too many
+        rows to compare.
         """
-        is_due = self.retry_is_due and not self.is_being_renewed
-        return frozenset(marks) == self._marks and not is_due
+        if self.has_too_many_rows or (self.retry_is_due and not self.is_being_renewed):
+            return False
+        return frozenset(marks) == self._marks
 
     def has_rejected(self, row: MasterKeyRow) -> bool:
         """Return whether an identical row was rejected when this keyring was read."""
@@ -285,13 +290,13 @@ async def wrap_master_key(
     return row._replace(wrapped=answer._key)
 
 
-def check_row_count(rows: Sequence[MasterKeyRow]) -> None:
+def check_row_count(number: int) -> None:
     """Reject a keyring of more than `MAX_ROWS` rows, each of which would cost a call.
 
     Raises:
         WrongKeyError: there are more.
     """
-    if len(rows) > MAX_ROWS:
+    if number > MAX_ROWS:
         raise WrongKeyError(
             f"secure_keyring has more than {MAX_ROWS} rows, so it was tampered with: restore it "
             "from a backup, or delete the rows that you did not create"
@@ -306,6 +311,7 @@ async def open_keyring(
     known: Keyring | None = None,
     *,
     leaves_pending: bool = False,
+    row_count: int | None = None,
 ) -> Keyring:
     """Unwrap *rows* and return the keyring.  Each row names its root key; no other is tried.
 
@@ -321,16 +327,17 @@ async def open_keyring(
 
     With *known* and *leaves_pending*, a row whose key service fails is left out in the same way.
     It is pending: a call after `Keyring.retry_at` tries it again.  No data key under it is used
-    until then.
+    until then.  If there are too many rows, those of *known* that have not changed are used.
 
     Args:
-        rows: All rows of `secure_keyring`.
+        rows: All rows of `secure_keyring`; if there are too many, those with the ids of *known*.
         roots: The providers of all root keys that were given, by root key id.
         writer: The id of the writing backend's root key.
         database_id: The id of the database, 16 bytes.
         known: A keyring read earlier.  Rows that have not changed since are not unwrapped again.
         leaves_pending: Whether a failure of a key service leaves a row pending, as in a running
             service.
+        row_count: The number of stored rows; by default, that of *rows*.
 
     Raises:
         WrongKeyError: there are more than `MAX_ROWS` rows; or a row is malformed, its root key is
@@ -340,8 +347,20 @@ async def open_keyring(
         KeyServiceError: a provider failed, and no data master is left without that row.
     """
     rows = list(rows)
-    check_row_count(rows)
+    row_count = len(rows) if row_count is None else row_count
     opening = _Opening(roots, database_id, known, leaves_pending)
+    if known is None or not leaves_pending or row_count <= MAX_ROWS:
+        check_row_count(row_count)
+    else:
+        rows = [row for row in rows if opening.is_known(row)]
+        if not any(row.purpose == DATA for row in rows):
+            check_row_count(row_count)
+        if not known.has_too_many_rows:
+            logger.error(
+                "secure_keyring has more than %d rows, so it was tampered with: this service uses "
+                "only the master keys that it knows; delete the rows that you did not create",
+                MAX_ROWS,
+            )
     # The rows that are known come first: of several rows with one id, these are ours.  Rows that
     # failed before come last: an attacker may have inserted them to delay a new master.
     rows.sort(key=opening.order)
@@ -369,6 +388,7 @@ async def open_keyring(
         opening.rejected,
         opening.pending,
         opening.former(),
+        row_count,
     )
 
 
@@ -472,7 +492,7 @@ class _Opening:
         return masters
 
     def _is_same(self, row: MasterKeyRow, key: MasterKey) -> bool:
-        """Reject a changed *row* if its *key* is not the one that the known row with its id held."""
+        """Reject a changed *row* if its *key* is not that of the known row with its id."""
         known = self._known
         before = known and (known.masters.get(row.id) or known.former.get(row.id))
         if before is None or key.is_key_of(before):

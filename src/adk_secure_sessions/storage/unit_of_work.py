@@ -66,8 +66,8 @@ _CONFLICTS_WITHOUT_LOCK = 3
 # it is unknown whether a write was stored, neither success nor failure can be reported.
 _READ_PAUSES = (0.05,)
 _WRITE_PAUSES = (0.05, 0.2, 0.5, 1.0, 2.0)
-# Seconds before a rejected keyring, or one with pending rows, is read again.  Without this pause, an
-# attacker with write access to the database could make every operation call the key service.
+# Seconds before a rejected keyring, or one with pending rows, is read again.  Without this pause,
+# an attacker with write access to the database could make every operation call the key service.
 _KEYRING_PAUSE = 10.0
 # How many data keys one operation may create in a key database.  It needs two at most, one for
 # the app and one for the user.  The others are for attempts that other processes interfere with.
