@@ -628,6 +628,61 @@ async def test_use_does_not_lengthen_the_cache_time(monkeypatch: pytest.MonkeyPa
     ]  # fmt: skip
 
 
+async def test_caches_are_emptied_after_their_time_although_no_operation_follows() -> None:
+    stored = Stored()
+    executors, _ = one_database(*[stored.rows(keys=True)] * 3)
+    unit = await filled_unit(executors, KeyringReads(), cache_seconds=0.05)
+    for _ in range(2):  # the timer is started again
+        reading = Scripted("done")
+        await unit.run(reading)
+        await unit.run(GetSession(await unit.identify(*WHO[:3]), lambda *_: None))
+        rows = weakref.ref(reading.attempts[0].cache)
+        del reading
+        await asyncio.sleep(0.1)
+        gc.collect()
+        assert rows() is None
+
+
+async def test_caches_are_emptied_by_the_loop_that_still_runs() -> None:
+    """Another loop, which has used the service first, has ended before."""
+    stored = Stored()
+    executors, _ = one_database(*[stored.rows(keys=True)] * 2)
+    units: list[UnitOfWork] = []
+
+    async def first() -> weakref.ref[asyncio.AbstractEventLoop]:
+        units.append(await filled_unit(executors, KeyringReads(), cache_seconds=0.3))
+        return weakref.ref(asyncio.get_running_loop())
+
+    ended = await asyncio.to_thread(lambda: asyncio.run(first()))
+    gc.collect()
+    assert ended() is None, "a timer keeps its loop"
+    reading = Scripted("done")
+    await units[0].run(reading)
+    rows = weakref.ref(reading.attempts[0].cache)
+    del reading
+    await asyncio.sleep(0.4)
+    gc.collect()
+    assert rows() is None
+
+
+async def test_timer_keeps_no_unit_and_close_stops_it() -> None:
+    stored, loop = Stored(), asyncio.get_running_loop()
+    executors, _ = one_database(*[stored.rows(keys=True)] * 2)
+    unit = await filled_unit(executors, KeyringReads(), cache_seconds=300)
+    waiting: list[asyncio.TimerHandle] = loop._scheduled  # type: ignore[attr-defined]
+    assert sum(not timer.cancelled() for timer in waiting) == 1
+    for _ in range(100):
+        await unit.identify(*WHO[:3])
+    assert sum(not timer.cancelled() for timer in waiting) == 1
+    await unit.close()
+    assert sum(not timer.cancelled() for timer in waiting) == 0
+    unit = await filled_unit(executors, KeyringReads(), cache_seconds=300)
+    dropped = weakref.ref(unit)
+    del unit
+    gc.collect()
+    assert dropped() is None
+
+
 async def test_erased_users_rows_are_rejected_after_the_cache_time() -> None:
     """Another process has erased the user, and somebody has inserted the rows again."""
     stored = Stored()

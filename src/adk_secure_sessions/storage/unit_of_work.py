@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from threading import Lock
 from typing import NamedTuple, Protocol, TypeVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import sqlalchemy as sa
 
@@ -208,6 +208,11 @@ class UnitOfWork:
         # `renew_keyring` raises this error until `_retry_at`.
         self._rejected: SecureSessionError | None = None
         self._retry_at = 0.0
+        # The timer of each event loop that empties the caches, and when they expire.  A strong
+        # reference to a timer would keep its event loop in memory.
+        self._timers: WeakKeyDictionary[
+            asyncio.AbstractEventLoop, tuple[float, ref[asyncio.TimerHandle]]
+        ] = WeakKeyDictionary()
         with _units_lock:
             _units.add(self)
 
@@ -225,14 +230,18 @@ class UnitOfWork:
         """
         return (await self._current()).keys
 
-    def empty_caches(self) -> None:
-        """Forget unwrapped data keys, decrypted rows and ids; keep the keyring."""
-        if (opened := self._opened) is not None:
+    def empty_caches(self, expires: float | None = None) -> None:
+        """Forget unwrapped data keys, decrypted rows and ids; keep the keyring.
+
+        If *expires* is given, do so only if the present caches expire then.
+        """
+        if (opened := self._opened) is not None and expires in (None, opened.expires):
             self._opened = self._with_empty_caches(opened.keys.keyring)
 
     async def close(self) -> None:
         """Close the connections and discard the keys; the next call opens the database again."""
         self._opened = self._rejected = None  # the frames of an error refer to keys
+        self._stop_timer(asyncio.get_running_loop())
         await self.executors.close()
 
     async def identify(self, app_name: str, user_id: str = "", session_id: str = "") -> Identity:
@@ -393,7 +402,27 @@ class UnitOfWork:
             return await self._open()
         if time.monotonic() >= opened.expires:
             self._opened = opened = self._with_empty_caches(opened.keys.keyring)
+        self._start_timer(opened)
         return opened
+
+    def _start_timer(self, opened: _Opened) -> None:
+        """Empty the caches when they expire, even if no operation follows.
+
+        Each event loop that uses the unit of work has a timer: the loop that used it first may end
+        before the others.  The timer of a loop that has ended never fires.
+        """
+        loop = asyncio.get_running_loop()
+        started = self._timers.get(loop)
+        if started is None or started[0] != opened.expires:
+            self._stop_timer(loop)
+            seconds = opened.expires - time.monotonic()
+            timer = loop.call_later(seconds, _empty_expired, ref(self), opened.expires)
+            self._timers[loop] = opened.expires, ref(timer)
+
+    def _stop_timer(self, loop: asyncio.AbstractEventLoop) -> None:
+        started = self._timers.pop(loop, None)
+        if started is not None and (timer := started[1]()) is not None:
+            timer.cancel()
 
     async def _open(self) -> _Opened:
         async with self._locks.hold("open"):
@@ -401,6 +430,7 @@ class UnitOfWork:
                 keyring = await repeated(lambda: self._open_keyring(None))
                 self._rejected = None
                 self._opened = self._with_empty_caches(keyring)
+            self._start_timer(self._opened)
             return self._opened
 
     def _with_empty_caches(self, keyring: Keyring) -> _Opened:
@@ -426,6 +456,12 @@ class UnitOfWork:
             await self._renew_keyring(known, seen)
             raise Conflict
         return row
+
+
+def _empty_expired(unit: "ref[UnitOfWork]", expires: float) -> None:
+    """Empty those caches of *unit* that expire at *expires*; a timer calls this."""
+    if (found := unit()) is not None:
+        found.empty_caches(expires)
 
 
 def _cache_identity(opened: _Opened, who: Identity) -> None:
