@@ -494,7 +494,9 @@ class _Opening:
     def _is_same(self, row: MasterKeyRow, key: MasterKey) -> bool:
         """Reject a changed *row* if its *key* is not that of the known row with its id."""
         known = self._known
-        before = known and (known.masters.get(row.id) or known.former.get(row.id))
+        if known is None:
+            return True
+        before = known.masters.get(row.id) or known.former.get(row.id)
         if before is None or key.is_key_of(before):
             return True
         error = "it holds another key than the one that this service has read"
