@@ -94,7 +94,8 @@ class EncryptedSessionService(KeyMaterial, BaseSessionService):
         cache_seconds: How long sessions and data keys are cached: so long may a process still use
             the data key of a user whom another process has erased.
         read_timeout: Seconds that one query of the database may take.  Then it is interrupted, and
-            the operation raises `DatabaseError`.  None for any time.
+            the operation raises `DatabaseError`.  One statement of a write may take ten times as
+            long.  None for any time.
         engine_kwargs: Options of `sqlalchemy.create_engine` for the engine of `db_url`.
 
     Raises:

@@ -95,7 +95,8 @@ class Executor(Protocol):
     - DatabaseError for other errors of the database; never an exception of SQLAlchemy or a driver.
 
     An executor with a read timeout interrupts each query that takes longer, and raises
-    DatabaseError.  A query that a transaction reads with counts, too.
+    DatabaseError.  A query that a transaction reads with counts, too.  A statement that writes may
+    take ten times as long.
     """
 
     async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
