@@ -211,7 +211,9 @@ async def test_write_behind_a_trigger_that_never_ends_is_interrupted_after_its_t
                 connection.exec_driver_sql(statement)
         began = time.monotonic()
         appends = [asyncio.ensure_future(service.append_event(session, event("text")))]
-        others = [asyncio.ensure_future(create(service, f"other {n}")) for n in range(4)]
+        # On a server, they might wait for a lock of the endless one, which counts.
+        number = 0 if server else 4
+        others = [asyncio.ensure_future(create(service, f"other {n}")) for n in range(number)]
         for error in await asyncio.gather(*appends, return_exceptions=True):
             assert isinstance(error, DatabaseError), error
             assert error.retryable

@@ -2,6 +2,7 @@
 
 import secrets
 import time
+import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TypeVar
@@ -426,6 +427,64 @@ async def test_junk_data_key_does_not_stop_its_owner(
     async with db.service() as service:
         for who in ALL_SESSIONS:
             assert await get(service, db, who)
+
+
+HUGE = "zeroblob(30000000)"
+HUGE_VALUES = {
+    "keyring, wrapped": ("secure_keyring", f"42, 'data', root_key_id, created_at, {HUGE}"),
+    "keyring, purpose": ("secure_keyring", f"42, {HUGE}, root_key_id, created_at, wrapped"),
+    "keyring, root key": ("secure_keyring", f"42, 'data', {HUGE}, created_at, wrapped"),
+    "keyring, time": ("secure_keyring", f"42, 'data', root_key_id, {HUGE}, wrapped"),
+    "data key": ("secure_data_keys", f"42, owner, 77, backend_id, created_at, {HUGE}"),
+    "meta, value": ("secure_meta", f"'junk', {HUGE}"),
+    "meta, name": ("secure_meta", f"{HUGE}, 'junk'"),
+}
+
+
+@pytest.mark.parametrize("place", HUGE_VALUES)
+async def test_huge_junk_value_beside_the_keys_is_not_read(
+    aes_db: Database, place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither by a running service, nor by a start, nor by reads of data keys."""
+    db = aes_db
+    table, columns = HUGE_VALUES[place]
+    async with db.service() as service:
+        await get(service, db, BOB)
+        where = "" if table == "secure_meta" else f"FROM {table}"
+        db.run(f"INSERT INTO {table} SELECT {columns} {where} LIMIT 1")
+        tracemalloc.start()
+        try:
+            await create_another(service, db, VISIT._replace(user_id="dave"))
+            async with db.service() as new:
+                await outcome(get(new, db, VISIT))
+            _, most = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert most < 15_000_000
+
+
+async def test_very_many_junk_rows_beside_the_keys_are_not_all_read(aes_db: Database) -> None:
+    db = aes_db
+    count = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 50000) "
+    (columns,) = db.rows(f"SELECT * FROM secure_data_keys WHERE {USER_KEY.where}")
+    async with db.service() as service:
+        await get(service, db, BOB)
+        db.run(f"INSERT INTO secure_meta {count} SELECT 'a' || i, hex(zeroblob(100)) FROM n")
+        db.run(
+            f"INSERT INTO secure_data_keys {count} "
+            "SELECT i, :owner, i + 10, 1, 0, zeroblob(100) FROM n",
+            owner=columns[1],
+        )
+        tracemalloc.start()
+        try:
+            async with db.service() as new:
+                for operation in (get, append):
+                    assert await operation(new, db, VISIT)
+                await create_another(new, db, VISIT)
+            _, most = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert most < 15_000_000
 
 
 async def test_junk_data_key_is_named_by_verify(aes_db: Database) -> None:

@@ -33,6 +33,7 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 DATA, INDEX = "data", "index"
 MAX_ROWS = 64  # of `secure_keyring`; a rotation adds one row, and `retire` removes the old ones
+MAX_WRAPPED = 65_536  # bytes of a wrapped key; longer values are junk, and are not read
 _AT_ONCE = 8  # calls of a key service
 _INTEGERS = range(2**63)
 
@@ -287,6 +288,10 @@ async def wrap_master_key(
     """
     row = row._replace(root_key_id=root.key_id)
     answer = await _answer_of(root, root.wrap(key._key, row.context(database_id)))
+    if len(answer._key) > MAX_WRAPPED:
+        raise KeyServiceError(
+            f"root key {root.key_id!r} wraps a master key in more than {MAX_WRAPPED} bytes"
+        )
     return row._replace(wrapped=answer._key)
 
 

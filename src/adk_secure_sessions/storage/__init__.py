@@ -20,7 +20,6 @@ from adk_secure_sessions.storage.bindings import (
 from adk_secure_sessions.storage.opening import (
     DATABASE_ID,
     FEATURES,
-    MASTER_KEYS,
     SEPARATION,
     Survey,
     check_features,
@@ -36,6 +35,7 @@ from adk_secure_sessions.storage.opening import (
 from adk_secure_sessions.storage.queries import (
     DATA_KEYS,
     INSERT_KEY,
+    MASTER_KEYS,
     UserRow,
     chunks,
     is_one_of,

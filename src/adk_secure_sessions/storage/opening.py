@@ -40,6 +40,7 @@ from adk_secure_sessions.keys.keyring import (
     open_keyring,
 )
 from adk_secure_sessions.loops import at_once
+from adk_secure_sessions.storage.queries import MASTER_KEYS
 from adk_secure_sessions.storage.schema import (
     DATA_TABLES,
     FORMAT_VERSION,
@@ -71,8 +72,17 @@ _SEPARATION_FORM = re.compile(
     r"(?P<mac>[0-9a-f]{32})"
 )
 _FEATURES_FORM = re.compile(r"(?P<names>[-a-z0-9_.]+(?:,[-a-z0-9_.]+)*) (?P<mac>[0-9a-f]{32})")
-# Query for the keyring; its columns are the fields of MasterKeyRow.
-MASTER_KEYS = sa.select(*(keyring.c[name] for name in MasterKeyRow._fields))
+# Longer values, and more rows, are not read: an attacker may have stored them, and every start
+# reads this table.
+_MAX_TEXT, _MAX_META = 2000, 100
+_NAMES = (FORMAT, DATABASE_ID, PLAINTEXT, HOLDS, FEATURES, SEPARATION)
+_META = (
+    sa.select(
+        *(sa.func.substr(meta.c[name], 1, _MAX_TEXT).label(name) for name in ("name", "value"))
+    )
+    .order_by(sa.case((meta.c.name.in_(_NAMES), 0), else_=1))
+    .limit(_MAX_META)
+)
 
 
 class Part(Enum):
@@ -164,7 +174,7 @@ def _look(connection: sa.Connection, known: Collection[int]) -> Survey:
     number = 0
     used = False
     if meta in tables and meta.name not in alien:
-        values = {row.name: row.value for row in connection.execute(sa.select(meta))}
+        values = {row.name: row.value for row in connection.execute(_META)}
     if not alien and keyring in tables:
         # One row more than `check_row_count` accepts: an attacker may have inserted any number.
         query = MASTER_KEYS.order_by(keyring.c.created_at, keyring.c.id).limit(MAX_ROWS + 1)
