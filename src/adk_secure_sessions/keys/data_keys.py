@@ -238,6 +238,9 @@ class StagedKeys:
         known = self._of(owner)
         if known is None:
             return
+        current = known.current
+        if current is not None and key_ids == (current.id,) and self._is_usable(current):
+            return  # it is current already, as in almost every call
         usable = [key for key in known.by_id.values() if key and self._is_usable(key)]
         named = [key for key in usable if key.id in key_ids]
         candidates = named or [key for key in usable if key.id in self.created]
