@@ -107,9 +107,11 @@ class Server:
 def running() -> Iterator[Server]:
     server = Server()
     try:
-        server.admin.create_bucket(
-            Bucket=BUCKET, CreateBucketConfiguration={"LocationConstraint": REGION}
-        )
+        buckets = [one["Name"] for one in server.admin.list_buckets()["Buckets"]]
+        if BUCKET not in buckets:  # moto's buckets outlive the server, in the same process
+            place = {"LocationConstraint": REGION}
+            server.admin.create_bucket(Bucket=BUCKET, CreateBucketConfiguration=place)
+        server.clear()
         yield server
     finally:
         server.admin.close()

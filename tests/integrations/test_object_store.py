@@ -63,9 +63,8 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> BlobStore:
     if request.param == "s3":
         server = request.getfixturevalue("server")
         return open_store(f"s3://{BUCKET}/team", PREFIX, options=server.options)
-    return open_store(
-        {"directory": tmp_path / "blobs", "memory": "memory://"}[request.param], PREFIX
-    )
+    where = tmp_path / "blobs" if request.param == "directory" else "memory://"
+    return open_store(where, PREFIX)
 
 
 @pytest.fixture
