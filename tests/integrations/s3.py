@@ -5,6 +5,7 @@ which a store opens it.  A test appends to `failures` to make the next requests 
 or reads `requests`: the methods and paths so far.
 """
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -116,3 +117,9 @@ def running() -> Iterator[Server]:
     finally:
         server.admin.close()
         server.stop()
+
+
+if __name__ == "__main__":  # a server in a process of its own, until its standard input ends
+    with running() as alone:
+        print(alone.address, flush=True)
+        sys.stdin.read()
