@@ -337,7 +337,8 @@ def _open_url(url: str, options: dict[str, Any], allow_http: bool, timeout: floa
         "gs": stores.GCSStore,
         "az": stores.AzureStore,
     }
-    client: dict[str, Any] = {"connect_timeout": "5s", "timeout": f"{max(1, round(timeout * 1000))}ms"}
+    milliseconds = max(1, round(timeout * 1000))
+    client: dict[str, Any] = {"connect_timeout": "5s", "timeout": f"{milliseconds}ms"}
     client |= options.pop("client_options", None) or {}
     retries = {"max_retries": 3, "retry_timeout": _seconds(timeout)}
     retries |= options.pop("retry_config", None) or {}
