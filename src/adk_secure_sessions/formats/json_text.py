@@ -226,7 +226,7 @@ def loads(data: bytes, name: str = "the plaintext") -> JsonObject:
 
     Raises:
         DecryptionError: *data* is not a JSON object in UTF-8, or exceeds a limit.  The message
-            calls it *name*.
+            calls *data* *name*.
     """
     value: Any = None
     try:

@@ -28,8 +28,8 @@ class Location(NamedTuple):
     Attributes:
         table: The table of the row.
         tag: The blind index of the ids, in hexadecimal.  The row's version witness in
-            `secure_witnesses` has the same tag.  The data keys of an app or user have this tag in
-            the column `owner` of `secure_data_keys`.
+            `secure_witnesses` has the same tag.  For an app or user, the column `owner` of
+            `secure_data_keys` contains this tag, too.
         row: The row's id; None if there is no such row.
     """
 
@@ -39,13 +39,13 @@ class Location(NamedTuple):
 
 
 class RecordHeader(NamedTuple):
-    """The header of a stored record.  `inspect` does not authenticate it.
+    """The header of a stored record.  `inspect` does not authenticate the header.
 
     Attributes:
         row: The row's primary key; for a version witness, the tag in hexadecimal.
         column: The column that stores the record.
-        backend_id: The id of the backend that encrypted the record.  None for a master key and
-            for a value in an unknown format.
+        backend_id: The id of the backend that encrypted the record.  None if the value is a master
+            key or has an unknown format.
         key_id: The id of the key that encrypted the record: a data master if the record is a
             wrapped data key, otherwise a data key.  None if `backend_id` is None.
         root_key_id: For a master key, the id of the root key that wraps it; otherwise None.

@@ -55,10 +55,11 @@ class Separated(NamedTuple):
         resumed: True if this run continued a separation that an earlier run began.
         complete: True if no old key is left and services can start.  If False, run `separate`
             again.
-        data_keys: How many old data keys this run deleted.
+        data_keys: How many old data keys this run deleted.  A key is old if it was created before
+            the separation began.
         masters: The ids of the old data masters that this run deleted.
-        kept: How many old keys this run found that cannot be deleted yet, because rows need them
-            or because a row cannot be decrypted.
+        kept: How many old keys are left.  They cannot be deleted yet, because rows need them or
+            because a row cannot be decrypted.
     """
 
     database_id: str
@@ -176,7 +177,11 @@ async def _finish_ids(db: Database) -> None:
 
 
 async def _records_left(db: Database, since: int) -> int:
-    """Count the records that no data key created at *since* or later encrypts."""
+    """Count the records that must still be re-encrypted.
+
+    A record is done if it is encrypted with the newest data key of its owner, and this key was
+    created at *since* (microseconds since 1970) or later.
+    """
     counts = await count_records(db, Meter(None, 0, None), since)
     return sum(one.rows - one.newest for one in counts)
 
@@ -188,9 +193,11 @@ def _store(
     old_id: str,
     connection: sa.Connection,
 ) -> bool:
-    """Store the keyring *new* and the values *marks* of `secure_meta`; delete checkpoints.
+    """Store the keyring *new* and the rows *marks* of `secure_meta` (value by name).
 
-    Return False, and change nothing, if *old* is not the stored keyring any more.
+    Also delete all checkpoints.  If the stored keyring is no longer *old*, or the stored database
+    id is no longer *old_id*, change nothing and return False.  If an earlier attempt was committed,
+    return True.
     """
     query = sa.select(*(keyring.c[name] for name in MasterKeyRow._fields)).with_for_update()
     stored = {MasterKeyRow(*row) for row in connection.execute(query)}

@@ -1,4 +1,4 @@
-"""Decrypt every record, check which rows belong together, and report bad and orphaned rows."""
+"""Decrypt every record, check that rows belong together, and report bad and orphaned rows."""
 
 import functools
 import time
@@ -115,7 +115,7 @@ async def verify(
 
 
 class _AppName(NamedTuple):
-    """An app to check."""
+    """The columns of an app's row that are needed to check the app."""
 
     id: int
     app_name: bytes
@@ -123,7 +123,10 @@ class _AppName(NamedTuple):
 
 
 class _UserTag(NamedTuple):
-    """A user to check.  *app_name* comes from the app's row; None if that row does not exist."""
+    """The columns of a user's row that are needed to check the user, and the app's name.
+
+    *app_name* is None if the app's row does not exist.
+    """
 
     id: int
     app_row: int
@@ -139,10 +142,10 @@ class _WitnessTag(NamedTuple):
 
 
 class _Verifier:
-    """Checks and counts rows.
+    """Checks and counts the rows of apps, users and sessions.
 
-    Users and sessions are checked even if the row of their app is bad.  They count as unchecked if
-    their context is unknown, because the app's name was modified or the user's row is bad.
+    Users and sessions are checked even if the row of their app is bad.  If their context is
+    unknown, because the app's name was modified or the user's row is bad, they count as unchecked.
     """
 
     def __init__(self, db: Database, index: BlindIndex, meter: Meter) -> None:
@@ -212,7 +215,7 @@ class _Verifier:
         try:
             self._users += await self._check_user(row)
         except UNREADABLE as error:
-            # If the app's name was modified, the app's row is the cause, and is reported already.
+            # If the app's name was modified, this is the cause, and `check_apps` has reported it.
             if row.app_row in self._misnamed_apps:
                 self._unchecked += 1
             else:
@@ -242,7 +245,8 @@ class _Verifier:
     async def _check_session(self, located: LocatedSession) -> None:
         rows = 1
         try:
-            # Like a service, read the whole session in one statement.
+            # Read the whole session in one statement, as a service does: then its rows fit together
+            # even if a service is writing.
             who = await self._db.unit.identify(*located.known_ids())
             if who.session_tag != located.tag:
                 raise TamperedError(
@@ -252,7 +256,7 @@ class _Verifier:
                     row=located.row,
                 )
             found = await self._db.unit.run(CheckLocatedSession(who, _check_event))
-            if found is not None:  # otherwise it was deleted since its ids were read
+            if found is not None:  # otherwise the session was deleted since its ids were read
                 session, history = found
                 _check_states(session)
                 self._sessions += 1
@@ -282,7 +286,7 @@ def _check_states(session: StoredSession) -> None:
 
 
 async def _find_orphans_of_sessions(db: Database, span: Range, problems: Problems) -> None:
-    """Report events and snapshots whose session row id is in *span* but does not exist."""
+    """Report events and snapshots with a session row id in *span* that has no session."""
     for session_row, count in await db.read(_orphaned_events(span.bounds), span.parameters):
         detail = f"{count} events belong to no session"
         problems.add(events.name, session_row, Reason.MISSING, detail)
@@ -318,8 +322,8 @@ async def _find_orphaned_data_keys(db: Database, problems: Problems, meter: Mete
                 problems.suppress(data_keys.name, row.id)
         known = await _existing_owners(db, {row.owner for row in rows})
         lost = [row for row in rows if row.owner not in known and not _may_be_new(db, row)]
-        # An erasure may have deleted the owner's row after the data keys were read.  It deletes the
-        # data keys first or in the same transaction.  So report only data keys that still exist.
+        # An erasure may have deleted the owner's row after the data keys were read here.  It has
+        # then deleted the data keys, too.  So report only data keys that still exist.
         found = await read_data_keys(db.read_keys, [row.owner for row in lost])
         there = {key.id for key in found.data_keys}
         for row in lost:
@@ -329,7 +333,10 @@ async def _find_orphaned_data_keys(db: Database, problems: Problems, meter: Mete
 
 
 def _may_be_new(db: Database, row: DataKeyRow) -> bool:
-    """Return whether a service may be about to write the row of the owner (see `_GRACE`)."""
+    """Return whether a service may be about to write the row of the data key's owner.
+
+    `_GRACE` describes this case.
+    """
     if not db.executors.has_key_database or not isinstance(row.created_at, int):
         return False
     return abs(time.time_ns() // 1000 - row.created_at) < _GRACE

@@ -1,9 +1,9 @@
 """The tables and their row ids (see docs/format.md).  Times are microseconds since 1970, UTC.
 
-Another row confirms each row, so that replaying or removing a single row is detected:
+If a single row is replayed or removed, another row shows it:
 
 - A session's row contains the revision, which is the number of the session's events.
-- A version witness is a row of `secure_witnesses`.  It repeats the version of an app's or a user's
+- A version witness is a row of `secure_witnesses`.  It contains the version of an app's or a user's
   row, or the id of a session's row.
 """
 
@@ -35,7 +35,7 @@ COLLECTION = -2  # the row is not a session but a collection, which has no state
 
 metadata: MetaData = MetaData()
 
-# MySQL cannot index a BLOB column without a length, and a BLOB there holds at most 64 KiB.
+# MySQL cannot index a BLOB column without a length, and a BLOB of MySQL holds at most 64 KiB.
 _TAG = LargeBinary().with_variant(VARBINARY(TAG_LENGTH), "mysql", "mariadb")
 _RECORD = LargeBinary().with_variant(LONGBLOB(), "mysql", "mariadb")
 _KEY = BigInteger().with_variant(Integer(), "sqlite")  # an INTEGER primary key is SQLite's rowid
@@ -132,7 +132,8 @@ events: Table = Table(
     Column("seq", BigInteger, primary_key=True, autoincrement=False),
     Column("time", BigInteger, nullable=False),
     Column("event", _RECORD, nullable=False),
-    sqlite_with_rowid=False,  # stores rows in key order, so that a session's events share pages
+    # Store rows in the order of the key, so that the events of a session are on the same pages.
+    sqlite_with_rowid=False,
 )
 
 
