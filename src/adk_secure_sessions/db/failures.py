@@ -61,7 +61,7 @@ _DRIVERS = (
     "asyncmy",
     "aiomysql",
     "pymysql",
-    "sqlalchemy",  # its own classes for errors of asyncpg
+    "sqlalchemy",  # SQLAlchemy replaces errors of asyncpg by errors of its own classes
 )
 
 

@@ -299,7 +299,7 @@ class _Pooler:
     def set_options(
         self, dialect: object, record: object, args: list[Any], options: dict[str, Any]
     ) -> None:
-        """Set the options of a new connection that concern statements which SQLAlchemy runs."""
+        """Set how SQLAlchemy prepares its statements on a new connection."""
         if any(options.get(name) == 0 for name in _NO_CACHE):
             self.is_found = True  # the application disabled prepared statements: assume a pooler
         if self.is_found:
@@ -307,8 +307,8 @@ class _Pooler:
             options["prepared_statement_cache_size"] = options["statement_cache_size"] = 0
             options["prepared_statement_name_func"] = str
         else:
-            # A random name: behind a pooler, another client may use the same connection, and must
-            # not have a statement with the same name.
+            # Use random names.  Behind a pooler, other clients may prepare statements on the same
+            # connection to the server, and two statements cannot have the same name.
             options.setdefault("prepared_statement_name_func", lambda: f"aks_{uuid.uuid4().hex}")
 
 
@@ -358,7 +358,8 @@ class _Session:
         try:
             return await self._execute(text, values, seconds)
         except TimeoutError as error:
-            if error.errno is not None or seconds is None:  # a timeout of the network
+            # Our own time limit has no errno: then the timeout is one of the network.
+            if error.errno is not None or seconds is None:
                 raise
             self.is_overdue = True
         raise overdue(seconds, "a write" if writes else "a read")

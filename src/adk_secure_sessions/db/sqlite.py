@@ -314,7 +314,7 @@ class Job:
     def set_outcome(self, result: Any, error: BaseException | None) -> None:
         """Set the result or the error that `outcome` returns or raises.
 
-        Call it in the caller's event loop.
+        Call this method in the event loop of the caller that awaits the job.
         """
         # If the caller of `outcome` was cancelled, `outcome` reads `_result` instead of the future.
         self._result = [result, error]

@@ -159,7 +159,7 @@ class BlobDecryptor(KeyMaterial):
             if len(self._pending) == wanted:
                 self._open(bytes(self._pending), plaintext)
                 self._pending.clear()
-        if self._unread == 0 and self._pending:  # the last chunk, which may be shorter
+        if self._unread == 0 and self._pending:  # a last chunk that is shorter than the others
             self._open(bytes(self._pending), plaintext)
             self._pending.clear()
         return b"".join(plaintext)

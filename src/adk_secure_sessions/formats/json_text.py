@@ -46,7 +46,8 @@ def fits(data: bytes, levels: int = MAX_LEVELS) -> bool:
     if len(data) > MAX_BYTES:
         return False
     outer = MAX_LEVELS - levels
-    if outer:  # the parser's limit is fixed, so put the object into *outer* other objects
+    # The parser's limit is always MAX_LEVELS.  For a lower limit, enclose *data* in more objects.
+    if outer:
         data = b'{"":' * outer + data + b"}" * outer
     try:
         _PARSER.validate_json(data)

@@ -410,8 +410,8 @@ def _check_store_object(store: object) -> None:
 
 # --- stores of obstore ---------------------------------------------------------------------------
 
-# The id of the process that first used obstore.  A process that was forked later does not have the
-# threads of obstore, so every call would wait for ever in it.
+# The id of the process that first used obstore.  In a process that was forked later, the threads of
+# obstore do not exist, so every call of obstore would wait for ever.
 _first_process: int | None = None
 
 

@@ -27,7 +27,7 @@ from adk_secure_sessions.storage import (
 )
 
 if TYPE_CHECKING:
-    from sqlalchemy.ext.asyncio import AsyncEngine  # takes a third of a second
+    from sqlalchemy.ext.asyncio import AsyncEngine  # this import takes a third of a second
 
 T = TypeVar("T")
 

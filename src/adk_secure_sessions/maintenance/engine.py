@@ -154,7 +154,7 @@ class Meter:
         self._done = 0
 
     async def advance(self, rows: int = 1) -> None:
-        """Count and report *rows* more rows; wait if the average exceeds *rows_per_second*."""
+        """Count and report *rows* more rows; pause if more than *rows_per_second* were counted."""
         self._done += rows
         if self._progress is not None and rows:
             # Services keep writing, so more rows may come than were counted at the start.

@@ -332,7 +332,7 @@ def _replaced(rows: list[DataKeyRow]) -> list[DataKeyRow]:
 
 
 def _under(row: DataKeyRow, headers: Headers) -> list[tuple[str, int]]:
-    """Return the table name and the number of records, by table, that name the data key *row*."""
+    """Return the records whose header names the data key *row*, as pairs of table and number."""
     if not _is_sound(row):
         return []
     own = pack(row.backend_id, row.id)

@@ -77,7 +77,8 @@ def bounded(column: ColumnElement[Any]) -> ColumnElement[Any]:
     An attacker may have stored values of any size and, on SQLite, of any type.  Every start and
     every read of keys would load these values.
     """
-    if isinstance(column.type, BigInteger):  # on SQLite, texts and blobs are above all numbers
+    # SQLite compares any text or blob as greater than any number, so BETWEEN excludes both.
+    if isinstance(column.type, BigInteger):
         is_valid: ColumnElement[bool] = column.between(_ZERO, literal_column(str(2**63 - 1)))
     else:
         is_valid = func.length(column) <= literal_column(str(MAX_WRAPPED))

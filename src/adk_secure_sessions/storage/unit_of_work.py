@@ -112,8 +112,8 @@ class Retries:
         """Pause before the next attempt.
 
         Raises:
-            SecureSessionError: There were too many conflicts.
-            DatabaseError: The connection was lost too many times.
+            SecureSessionError: There were `_CONFLICTS` conflicts.
+            DatabaseError: The connection was lost again after the last pause.
         """
         if isinstance(error, Disconnected):
             pause = next(self._pauses, None)
