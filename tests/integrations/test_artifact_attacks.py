@@ -250,10 +250,11 @@ async def test_no_traceback_shows_a_key_of_a_blob(
             await call
         failures.append(rejected.value)
     for failure in failures:
-        text = "".join(
-            traceback.TracebackException.from_exception(failure, capture_locals=True).format()
-        )
-        assert "_version" in text or "save_artifact" in text or "_part" in text
+        assert failure.__traceback__ is not None
+        inner = failure.__traceback__.tb_next  # without this function's own variables
+        shown = traceback.TracebackException(type(failure), failure, inner, capture_locals=True)
+        text = "".join(shown.format())
+        assert "artifacts.py" in text
         for key in keys:
             assert key not in text
             assert repr(bytes.fromhex(key)) not in text

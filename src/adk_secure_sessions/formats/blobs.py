@@ -20,7 +20,7 @@ HEADER = MAGIC + bytes([VERSION])
 CHUNK_LENGTH = 65536  # of plaintext
 SEALED_LENGTH = CHUNK_LENGTH + TAG_LENGTH
 MAX_SIZE = 2**48
-# The helpers below process longer pieces in steps of this length.  Of larger steps, each needs fresh
+# The helpers below process longer pieces in steps of this length.  Each larger step needs fresh
 # pages from the system: encrypting 10 MB in steps of 8 MiB took four times as long.
 _STEP = 1 << 18
 
