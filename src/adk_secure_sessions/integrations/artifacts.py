@@ -251,7 +251,7 @@ class EncryptedArtifactService(BaseArtifactService):
         found = await self._collections.get(app_name, user_id, name)
         if found is None or not await self._collections.delete(app_name, user_id, name):
             return
-        for version in _versions(found):
+        for version in versions_of(found):
             if version.blob is not None:
                 await self._discard(version.blob)
 
@@ -269,7 +269,7 @@ class EncryptedArtifactService(BaseArtifactService):
         """Return all versions with their metadata, without contents."""
         name = _collection_name(app_name, user_id, filename, session_id)
         found = await self._collections.get(app_name, user_id, name)
-        return [_described(version) for version in _versions(found)] if found else []
+        return [_described(version) for version in versions_of(found)] if found else []
 
     async def get_artifact_version(
         self,
@@ -414,7 +414,7 @@ class EncryptedArtifactService(BaseArtifactService):
         found = await self._collections.get(app_name, user_id, name, limit=limit)
         if found is None:
             return None
-        versions = _versions(found)
+        versions = versions_of(found)
         if number is None:
             return versions[-1]
         if number < versions[0].number:  # versions were added since the first read
@@ -487,6 +487,11 @@ def _scope_and_name(collection: str) -> tuple[str | None, str] | None:
     return session_id, filename
 
 
+def is_artifact(collection: str) -> bool:
+    """Return whether the collection of this name has the versions of an artifact."""
+    return _scope_and_name(collection) is not None
+
+
 def _content(part: types.Part) -> bytes | None:
     if part.inline_data is not None:
         return part.inline_data.data or b""
@@ -529,7 +534,7 @@ def _check_reference(
     return target
 
 
-def _versions(collection: Collection) -> list[Version]:
+def versions_of(collection: Collection) -> list[Version]:
     """Return the versions of an artifact in *collection*.
 
     Raises:
