@@ -91,8 +91,8 @@ async def check_blobs(
                 size = await open_store(store, blob.prefix, options=options).size(blob.name)
             if size != encrypted_size(blob.size):
                 missing += 1
-                reason = Reason.MISSING if size is None else Reason.MISMATCH
-                detail = "its blob is missing" if size is None else "its blob has another length"
+                reason = Reason.MISMATCH if size else Reason.MISSING
+                detail = "its blob has another length" if size else "its blob is missing"
                 problems.add(events.name, f"{row}, {version.number}", reason, detail)
     unused = len(stored.keys() - named)
     return BlobCheck(artifacts, len(named), missing, unused, problems.count, tuple(problems.kept))
