@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import tracemalloc
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,9 +29,11 @@ from adk_secure_sessions.formats.blobs import (
     encrypt_stream,
     encrypted_size,
 )
+from adk_secure_sessions.integrations import object_store
 from tests import format_reader
 
 VECTORS = json.loads((Path(__file__).parent / "vectors" / "blobs.json").read_text(encoding="utf-8"))
+PAGE = (Path(__file__).parent.parent / "docs" / "format.md").read_text(encoding="utf-8")
 SIZES = [0, 1, CHUNK_LENGTH - 1, CHUNK_LENGTH, CHUNK_LENGTH + 1, 3 * CHUNK_LENGTH, 200_000]
 
 
@@ -357,22 +361,16 @@ def test_range_is_read_from_the_bytes_of_the_vector(case: dict[str, Any]) -> Non
     assert b"".join(decrypt_pieces(decryptor, pieces)) == expected
 
 
-def test_page_gives_the_first_vector_as_its_example() -> None:
-    page = (Path(__file__).parent.parent / "docs" / "format.md").read_text(encoding="utf-8")
-    key, _, blob = (
-        page.partition("\n### The bytes of a blob\n")[2].split("```")[1].partition("nonce")
-    )
-    digits = "".join(line for line in blob.splitlines() if line.startswith("    "))
-    digits = digits.replace(" ", "")[24:]
-    assert key.replace("\n", "").replace(" ", "") == "textkey" + bytes(range(32)).hex()
-    assert opened(bytes(range(32)), 5, bytes.fromhex(digits)) == b"hello"
+def test_example_in_the_page_is_a_blob() -> None:
+    text = PAGE.partition("this is the blob of the plaintext `hello`:")[2].partition("###")[0]
+    key, nonce, *blob = (bytes.fromhex(digits) for digits in re.findall("`([0-9a-f]+)`", text))
+    assert [len(part) for part in blob] == [len(HEADER), 5, 16]
+    assert opened(key, 5, b"".join(blob)) == b"hello"
+    assert AESGCM(key).decrypt(nonce, b"".join(blob[1:]), blob[0]) == b"hello"
 
 
 def test_page_gives_the_lengths() -> None:
-    from adk_secure_sessions.integrations import object_store
-
-    page = (Path(__file__).parent.parent / "docs" / "format.md").read_text(encoding="utf-8")
-    text = page.partition("\n## Blobs\n")[2].partition("\n## What a reader must check\n")[0]
+    text = PAGE.partition("\n## Blobs\n")[2].partition("\n## What a reader must check\n")[0]
     assert f"`{blobs.MAGIC.decode()}` ({blobs.MAGIC.hex(' ')})" in text
     assert f"| 4 | version | {blobs.VERSION:02x} |" in text
     assert f"chunks of {CHUNK_LENGTH} bytes" in text

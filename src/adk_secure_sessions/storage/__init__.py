@@ -27,7 +27,6 @@ from adk_secure_sessions.storage.bindings import (
 from adk_secure_sessions.storage.opening import (
     DATABASE_ID,
     FEATURES,
-    MASTER_KEYS,
     SEPARATING,
     SEPARATION,
     Survey,
@@ -45,6 +44,7 @@ from adk_secure_sessions.storage.opening import (
 from adk_secure_sessions.storage.queries import (
     DATA_KEYS,
     INSERT_KEY,
+    MASTER_KEYS,
     UserRow,
     chunks,
     is_one_of,
