@@ -166,6 +166,10 @@ class Collections:
         self._unit = unit
         self._has_feature = False
 
+    async def cache(self, key: object, make: Callable[[], T]) -> T:
+        """Return a cache of what was read: see `UnitOfWork.attached`."""
+        return await self._unit.attached(key, make)
+
     async def names(self, app_name: str, user_id: str) -> list[Collection]:
         """Return all collections of a user, without items."""
         who = await self._unit.identify(app_name, user_id)
