@@ -17,7 +17,6 @@ from google.adk.platform import uuid as platform_uuid
 from google.adk.sessions import Session
 from google.adk.version import __version__ as adk_version
 from google.genai import types
-from pydantic import BaseModel
 
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError, SecureSessionError
 from adk_secure_sessions.formats import json_text
@@ -38,7 +37,6 @@ from adk_secure_sessions.integrations.memory_index import (
     Memories,
     UserMemory,
     entry_values,
-    formatted,
 )
 from adk_secure_sessions.loops import LoopLocks
 from adk_secure_sessions.service import (
@@ -53,7 +51,8 @@ _CONFLICTS = 100  # how often an item is written again because another process w
 _ITEM_BYTES = 128 * 1024
 _LEVELS = json_text.MAX_LEVELS - 3  # an entry is in the item, in its list, in the entry
 _CHUNK = 64  # items to decode before other tasks may run
-_content_serializer = types.Content.__pydantic_serializer__
+# The times that have a date, with a day to spare for time zones.
+_FIRST_TIME, _LAST_TIME = -62_135_510_400.0, 253_402_214_400.0
 
 
 class RankedEntry:
@@ -178,7 +177,8 @@ class EncryptedMemoryService(BaseMemoryService):
 
         def difference(memory: UserMemory) -> _Plan | None:
             stored = memory.of_scope(scope)
-            kept, drop, at = 0, [], 0
+            drop: list[Entry] = []
+            kept = at = 0
             wanted = [one for one in new if one.id not in memory.deleted]
             # The stored entries that are kept, in the same order, come before those to add.
             while kept < len(wanted):
@@ -507,15 +507,13 @@ def _from_events(events: Sequence[Event], name: str, metadata: bytes | None) -> 
     for number, event in enumerate(events):
         if not event.content or not event.content.parts:
             continue
-        where = f"{name}[{number}]"
-        try:
-            formatted(event.timestamp)
-        except (TypeError, ValueError):
-            raise ValueError(f"{where}.timestamp is not a possible time in seconds") from None
-        check_text(f"{where}.id", event.id)
-        check_text(f"{where}.author", event.author)
-        content = _content(event.content, f"{where}.content")
-        new.append(_New(event.id, event.author, float(event.timestamp), content, metadata))
+        timestamp = event.timestamp
+        if type(timestamp) is not float or not _FIRST_TIME <= timestamp <= _LAST_TIME:
+            raise ValueError(f"{name}[{number}].timestamp is not a possible time in seconds")
+        if not (isinstance(event.id, str) and isinstance(event.author, str)):
+            raise ValueError(f"{name}[{number}]: id and author must be strings")
+        content = _content(event.content, name, number)
+        new.append(_New(event.id, event.author, timestamp, content, metadata))
     return new
 
 
@@ -525,40 +523,36 @@ def _from_memories(
     for number, memory in enumerate(memories):
         where = f"memories[{number}]"
         memory_id = platform_uuid.new_uuid() if memory.id is None else memory.id
-        check_text(f"{where}.id", memory_id)
-        check_text(f"{where}.author", memory.author or "")
-        check_text(f"{where}.timestamp", memory.timestamp or "")
-        if not isinstance(memory.content, BaseModel):
+        texts = (memory_id, memory.author or "", memory.timestamp or "")
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"{where}: id, author and timestamp must be strings")
+        if not isinstance(memory.content, types.Content):
             raise ValueError(f"{where}.content must be a google.genai.types.Content")
-        content = _content(memory.content, f"{where}.content")
+        content = _content(memory.content, "memories", number)
         values = {**custom_metadata, **memory.custom_metadata}
         metadata = _metadata(values, f"{where}.custom_metadata")
         yield _New(memory_id, memory.author, memory.timestamp, content, metadata)
 
 
-def check_text(name: str, value: object) -> None:
-    """Raise ValueError if *value* is not a string."""
-    if not isinstance(value, str):
-        raise ValueError(f"{name} must be a string, not {type(value).__name__}")
-
-
-def _content(content: types.Content, name: str) -> bytes:
-    """Return the JSON of *content*.
+def _content(content: types.Content, name: str, number: int) -> bytes:
+    """Return the JSON of *content*, that of the item *number* of *name*.
 
     Raises:
         ValueError: The content could not be read back.
     """
+    serializer = types.Content.__pydantic_serializer__
     try:
-        data: bytes = _content_serializer.to_json(content, exclude_none=True, warnings="error")
+        data: bytes = serializer.to_json(content, exclude_none=True, warnings="error")
         # A null may stand for infinity or NaN, and U+FFFD for a lone surrogate in a key.
         if json_text.fits(data, _LEVELS) and b"null" not in data and b"\xef\xbf\xbd" not in data:
             return data
     except Exception:
         pass  # for example, lone surrogates, or values without JSON form
     try:
-        fields = _content_serializer.to_python(content, exclude_none=True, warnings=False)
+        fields = serializer.to_python(content, exclude_none=True, warnings=False)
     except Exception:
         fields = None
+    name = f"{name}[{number}].content"
     if fields is None:
         raise ValueError(f"{name} holds a value of a wrong type, or a circular one")
     data = _json(fields, name)

@@ -13,7 +13,7 @@ import time
 import unicodedata
 from asyncio import sleep
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -226,9 +226,7 @@ class UserMemory:
                 await sleep(0)
                 pause = time.monotonic() + _TURN
         with self.lock:
-            entries = self.entries
-            best = (key for key in _best(counts, entries) if key in entries)
-            return [entries[key] for key in itertools.islice(best, _MOST_RESULTS)]
+            return [self.entries[key] for key in _best(counts, self.entries)]
 
     def _index(self, key: int, text: str) -> None:
         words, lower = searchable(text)
@@ -256,18 +254,20 @@ class UserMemory:
                     del self._words[word]
 
 
-def _best(counts: Counter[int], entries: dict[int, Entry]) -> Iterator[int]:
-    """Yield the keys with the highest counts: at least ten of *entries*, if there are as many."""
+def _best(counts: Counter[int], entries: dict[int, Entry]) -> list[int]:
+    """Return the keys of *entries* with the ten highest counts; of equal counts, the first ones."""
     if not counts.keys() <= entries.keys():  # some were dropped during the search
         counts = Counter({key: count for key, count in counts.items() if key in entries})
     by_count = Counter(counts.values())
-    missing = _MOST_RESULTS
+    least, missing = 0, _MOST_RESULTS
     for count in sorted(by_count, reverse=True):
-        same = (key for key, number in counts.items() if number == count)
-        yield from heapq.nsmallest(missing, same)
+        if missing <= by_count[count]:
+            least = count
+            break
         missing -= by_count[count]
-        if missing <= 0:
-            return
+    best = sorted((-count, key) for key, count in counts.items() if count > least)
+    last = heapq.nsmallest(missing, [key for key, count in counts.items() if count == least])
+    return [key for _, key in best] + last
 
 
 # --- words, as google-adk splits them ------------------------------------------------------------
