@@ -296,7 +296,7 @@ class EncryptedMemoryService(BaseMemoryService):
                 google-adk stored; or the ranker returned something else than entries.
         """
         check_ids(app_name, user_id, "")
-        memory = await self._current(app_name, user_id)
+        memory = await self._current(await self._cache(), app_name, user_id)
         if memory is None:
             return SearchMemoryResponse()
         if self._ranker is None:
@@ -329,15 +329,17 @@ class EncryptedMemoryService(BaseMemoryService):
     async def _write(
         self, app_name: str, user_id: str, plan: Callable[[UserMemory], _Plan | None]
     ) -> None:
-        """Append items until *plan* returns None.
+        """Append what *plan* returns; nothing if it returns None.
 
-        *plan* is called again after each item: with the memory as another process has changed it,
-        or for the entries that were too many for one item.
+        *plan* is called again if another process has changed the memory meanwhile, and for the
+        entries that were too many for one item.
         """
         conflicts = 0
         async with self._writes.hold((app_name, user_id)):
             while True:
-                memory = await self._current(app_name, user_id)
+                # After `storage.empty_caches`, this is a cache that nobody reads any more.
+                cache = await self._cache()
+                memory = await self._current(cache, app_name, user_id)
                 if memory is None:
                     if plan(UserMemory(Expected(0, 0))) is None:
                         return
@@ -367,7 +369,8 @@ class EncryptedMemoryService(BaseMemoryService):
                     with memory.lock:
                         if memory.at == at:
                             memory.apply([(item, adk_version)], new)
-                    if planned.deleted:  # nothing is left to do, also if it is added meanwhile
+                    cache.put((app_name, user_id), memory)
+                    if len(item.add) == len(planned.add):
                         return
                     conflicts = 0
                     continue
@@ -381,14 +384,16 @@ class EncryptedMemoryService(BaseMemoryService):
 
     # --- read ------------------------------------------------------------------------------------
 
-    async def _current(self, app_name: str, user_id: str) -> UserMemory | None:
+    async def _cache(self) -> Memories:
+        return await self._collections.cache(
+            self, lambda: Memories(self._cache_users, self._cache_entries)
+        )
+
+    async def _current(self, cache: Memories, app_name: str, user_id: str) -> UserMemory | None:
         """Return the user's memory as it is stored; None if nothing is.
 
         With a cached memory, this reads whether items were added, and then only those.
         """
-        cache = await self._collections.cache(
-            self, lambda: Memories(self._cache_users, self._cache_entries)
-        )
         user = (app_name, user_id)
         async with self._reads.hold(user):
             while True:

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from adk_secure_sessions.errors import Reason, TamperedError
+from adk_secure_sessions.formats import memory_items
 from adk_secure_sessions.formats.json_text import read_event
+from adk_secure_sessions.formats.memory_items import MemoryItem
 from adk_secure_sessions.formats.records import binary, decode_text
 from adk_secure_sessions.formats.states import loads
 from adk_secure_sessions.keys.blind_index import BlindIndex
