@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from adk_secure_sessions import AesGcmBackend, EncryptedSessionService, TamperedError
+from adk_secure_sessions import (
+    AesGcmBackend,
+    DecryptionError,
+    EncryptedSessionService,
+    TamperedError,
+)
 from adk_secure_sessions.formats.events import encode_item
 from adk_secure_sessions.maintenance import Database, erase_user, retire, rotate_data, verify
 from adk_secure_sessions.storage import empty_caches
@@ -189,12 +194,16 @@ async def test_rollback_of_the_collection_row_is_rejected(file_url: str, tmp_pat
 
 
 async def test_malformed_item_is_rejected(file_url: str) -> None:  # noqa: F811
-    for values in ({"scope": "s"}, {"add": [{}]}, {"drop": {"7": [0]}}, {"replaced_by": 0}):
+    malformed: list[dict[str, Any]] = [
+        {"scope": "s"},
+        {"add": [{}]},
+        {"drop": {"7": [0]}},
+        {"replaced_by": 0},
+    ]
+    for values in malformed:
         async with EncryptedSessionService(file_url, BACKEND) as sessions:
             collections = sessions.collections
             await collections.append(APP, USER, '["memory"]', encode_item(values))
-            from adk_secure_sessions import DecryptionError
-
             with pytest.raises(DecryptionError, match=r"secure_events row \d+, 0: .*its writer"):
                 await found(ours(sessions), "cat")
             await collections.delete(APP, USER, '["memory"]')
@@ -240,10 +249,9 @@ async def test_erasure_empties_the_cache_at_once(file_url: str) -> None:  # noqa
         memory = ours(sessions)
         await add(memory, text_event("cat"))
         assert await found(memory, "cat") == ["cat"]
-        cached = await sessions.collections.cache(memory, lambda: None)
-        assert cached is not None
+        assert (await memory._cache()).get((APP, USER))
         empty_caches()
-        assert await sessions.collections.cache(memory, lambda: None) is None
+        assert not (await memory._cache()).get((APP, USER))
 
 
 async def test_rotation_and_retirement_include_the_memory(

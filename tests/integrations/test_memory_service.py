@@ -15,7 +15,8 @@ from google.adk.models.llm_request import LlmRequest
 from google.adk.models.llm_response import LlmResponse
 from google.adk.runners import Runner
 from google.adk.sessions import InMemorySessionService
-from google.adk.tools import load_memory, preload_memory
+from google.adk.tools.load_memory_tool import load_memory_tool as load_memory
+from google.adk.tools.preload_memory_tool import preload_memory_tool as preload_memory
 from google.genai import types
 
 from adk_secure_sessions import AesGcmBackend, ConfigurationError, EncryptedSessionService
@@ -177,7 +178,7 @@ async def test_cache_is_limited(sessions: EncryptedSessionService) -> None:
     memory = ours(sessions, cache_users=2, cache_entries=5)
     for user in "abc":
         await add(memory, text_event(f"cat {user}"), user=user)
-    kept = (await sessions.collections.cache(memory, dict))._memories
+    kept = (await memory._cache())._memories
     assert list(kept) == [(APP, "b"), (APP, "c")]
     await add(memory, *(text_event(f"cat {n}") for n in range(5)), user="b")
     assert await found(memory, "cat", "b") == [f"cat {n}" for n in range(5)]
@@ -356,14 +357,11 @@ async def test_event_that_cannot_be_stored_stores_nothing(
     sessions: EncryptedSessionService, bad: Any, message: str
 ) -> None:
     memory = ours(sessions)
-    for call in (
-        lambda: memory.add_session_to_memory(
-            session().model_copy(update={"events": [text_event("cat"), bad]})
-        ),
-        lambda: add_events(memory, text_event("cat"), bad),
-    ):
+    events = [text_event("cat"), bad]
+    unchecked = session().model_copy(update={"events": events})
+    for call in (memory.add_session_to_memory(unchecked), add_events(memory, *events)):
         with pytest.raises(ValueError, match=rf"events\[1\].*{message}") as caught:
-            await call()
+            await call
         assert "secret" not in str(caught.value)
     assert await items_of(sessions) == ()
 

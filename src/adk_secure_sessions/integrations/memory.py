@@ -35,6 +35,7 @@ from adk_secure_sessions.formats.memory_items import (
 from adk_secure_sessions.integrations.memory_index import (
     Entry,
     Memories,
+    Turns,
     UserMemory,
     entry_values,
 )
@@ -50,7 +51,7 @@ _CONFLICTS = 100  # how often an item is written again because another process w
 # Entries of one item, in bytes of JSON.  Whoever deletes one entry writes the others again.
 _ITEM_BYTES = 128 * 1024
 _LEVELS = json_text.MAX_LEVELS - 3  # an entry is in the item, in its list, in the entry
-_CHUNK = 64  # items to decode before other tasks may run
+_READ_ALL_BYTES = 2**20  # of new items: reading the whole memory then lets other tasks run
 # The times that have a date, with a day to spare for time zones.
 _FIRST_TIME, _LAST_TIME = -62_135_510_400.0, 253_402_214_400.0
 
@@ -419,6 +420,8 @@ class EncryptedMemoryService(BaseMemoryService):
                     return None
                 if found.at.session_row != at.session_row or found.size - number != at.revision:
                     continue  # still more were added
+                if sum(map(len, found.items)) > _READ_ALL_BYTES:
+                    return await self._read_all(cache, user)
                 items = await _decoded(found)
                 with memory.lock:
                     if memory.at != at:
@@ -432,11 +435,10 @@ class EncryptedMemoryService(BaseMemoryService):
         if found is None:
             return None
         memory = UserMemory(found.at)
-        items = await _decoded(found)
-        for start in range(0, len(items), _CHUNK):
-            if start:
-                await asyncio.sleep(0)
-            memory.apply(items[start : start + _CHUNK], found.at)
+        turns = Turns()
+        for item in await _decoded(found):
+            memory.apply([item], found.at)
+            await turns.end()
         cache.put(user, memory)
         return memory
 
@@ -453,9 +455,9 @@ async def _decoded(found: Collection) -> list[tuple[MemoryItem, str]]:
     """
     row, first = found.at.session_row, found.size - len(found.items)
     items = []
+    turns = Turns()
     for number, plaintext in enumerate(found.items, first):
-        if number % _CHUNK == 0:
-            await asyncio.sleep(0)
+        await turns.end()
         try:
             writer, values = json_text.read_event(plaintext)
             items.append((parse_item(values, number), writer))

@@ -29,9 +29,22 @@ from adk_secure_sessions.storage import Expected
 
 _MOST_RESULTS = 10  # as in google-adk
 _WORD = re.compile(r"\w+")
-_TURN = 0.005  # seconds of searching before other tasks may run
+_TURN = 0.005  # seconds of work before other tasks may run
 # The key of an entry is the number of its scope and the number of the entry, in order of insertion.
 _SCOPE_SHIFT = 40
+
+
+class Turns:
+    """Lets other tasks run during long work: call `end` after each small part of it."""
+
+    def __init__(self) -> None:
+        self._until = time.monotonic() + _TURN
+
+    async def end(self) -> None:
+        """Let other tasks run, if enough time has passed since they did."""
+        if time.monotonic() > self._until:
+            await sleep(0)
+            self._until = time.monotonic() + _TURN
 
 
 class Entry:
@@ -213,7 +226,7 @@ class UserMemory:
         with self.lock:
             texts = list(self._texts.items()) if not query.isascii() else []
         counts: Counter[int] = Counter()
-        pause = time.monotonic() + _TURN
+        turns = Turns()
         for word in words:
             with self.lock:
                 found = self._words.get(word, ())
@@ -222,9 +235,7 @@ class UserMemory:
                 else:
                     inside = [key for key, text in texts if word in text]
                     counts.update({*found, *inside})
-            if time.monotonic() > pause:
-                await sleep(0)
-                pause = time.monotonic() + _TURN
+            await turns.end()
         with self.lock:
             return [self.entries[key] for key in _best(counts, self.entries)]
 
