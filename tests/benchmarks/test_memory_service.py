@@ -7,6 +7,7 @@ import itertools
 import os
 import random
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -67,15 +68,11 @@ async def test_search_and_add(results: Results, tmp_path: Path) -> None:
             for one in history:
                 await service.add_session_to_memory(one)
         for name, query in QUERIES.items():
-            timings = await interleave(
-                {
-                    side: lambda service=service, query=query: service.search_memory(
-                        app_name=APP, user_id="user", query=query
-                    )
-                    for side, service in services.items()
-                },
-                SECONDS,
-            )
+            sides = {
+                side: partial(service.search_memory, app_name=APP, user_id="user", query=query)
+                for side, service in services.items()
+            }
+            timings = await interleave(sides, SECONDS)
             add(results, f"memory/search, {name}", timings, SEARCH_GOAL)
         numbers = itertools.count(ENTRIES)
 
@@ -84,11 +81,8 @@ async def test_search_and_add(results: Results, tmp_path: Path) -> None:
             await service.add_session_to_memory(current)
 
         current = {side: session("s0", list(history[0].events)) for side in services}
-        sides = {
-            side: lambda service=service, side=side: turn(service, current[side])
-            for side, service in services.items()
-        }
-        add(results, "memory/add a turn to 100 events", await interleave(sides, SECONDS))
+        turns = {side: partial(turn, service, current[side]) for side, service in services.items()}
+        add(results, "memory/add a turn to 100 events", await interleave(turns, SECONDS))
         cold = []
         for _ in range(5):
             fresh = EncryptedMemoryService(sessions)

@@ -196,6 +196,25 @@ async def test_cache_expires_with_that_of_the_sessions(file_url: str) -> None:  
         assert (await sessions.collections.cache(memory, dict)) == {}
 
 
+async def test_memory_that_was_created_again_is_read_again(
+    sessions: EncryptedSessionService,
+    file_url: str,  # noqa: F811
+) -> None:
+    memory = ours(sessions)
+    await add(memory, text_event("cat"))
+    async with EncryptedSessionService(file_url, BACKEND) as others:
+        await others.collections.delete(APP, USER, '["memory"]')
+        assert await found(memory, "cat dog") == []
+        await add(memory, text_event("cat"))
+        await others.collections.delete(APP, USER, '["memory"]')
+        for n in range(3):
+            await add_events(ours(others), text_event(f"dog {n}"))
+        assert await found(memory, "cat dog") == ["dog 0", "dog 1", "dog 2"]
+        await others.collections.delete(APP, USER, '["memory"]')
+        await add(memory, text_event("cat"))
+        assert await found(ours(others), "cat dog") == ["cat"]
+
+
 async def test_many_searches_at_once_read_the_memory_once(
     sessions: EncryptedSessionService,
 ) -> None:

@@ -489,11 +489,12 @@ async def _ranked(ranker: MemoryRanker, query: str, memory: UserMemory) -> list[
     with memory.lock:
         entries = list(memory.entries.items())
         row = memory.at.session_row
-    entries.sort()
-    offered = [
-        RankedEntry(f"{row}.{entry.item}.{entry.place}", entry.text(), entry)
-        for _, entry in entries
-    ]
+    entries.sort(key=lambda one: one[0])
+    offered = []
+    turns = Turns()
+    for _, entry in entries:
+        offered.append(RankedEntry(f"{row}.{entry.item}.{entry.place}", entry.text(), entry))
+        await turns.end()
     found = []
     for one in await ranker.rank(query, offered):
         if not isinstance(one, RankedEntry):
