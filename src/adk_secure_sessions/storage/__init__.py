@@ -1,8 +1,15 @@
 """Read and write the encrypted tables.  Other packages import only the names below.
 
-Modules, lowest first: `schema` (tables), `queries` (statements and typed rows), `bindings` (the
-context of each record), `unit_of_work` (keys and retries), `writes`, `reads`, `opening` (checks a
-database and creates what is missing), `store` (the operations of the service).
+The modules, each of which imports only those above it:
+
+- `schema`: the tables.
+- `queries`: the statements and the typed rows that they return.
+- `bindings`: encrypts and decrypts rows, and checks that they belong together.
+- `unit_of_work`: keys, caches and retries.
+- `owner_changes`: changes of apps and users.
+- `writes`, `reads`: the operations, each of which is one transaction or one query.
+- `store`: the operations with ADK's ids as arguments.
+- `opening`: checks a database and creates what is missing.
 """
 
 from adk_secure_sessions.storage.bindings import (

@@ -51,13 +51,14 @@ from adk_secure_sessions.storage.schema import (
 _APP, _USER, _WITNESS, _KEY, _MASTER, _SESSION, _SNAPSHOT, _EVENT = range(8)
 _NUMBERS, _BLOBS = 8, 2
 # The positions of an event's values in its row.  A history may have thousands of events, and
-# converting a row to a named tuple takes as long as finding its cipher: event rows are therefore
+# converting a row to a named tuple takes as long as finding its cipher.  Therefore, event rows are
 # used as the driver returns them.
 EVENT_SEQ, EVENT_TIME, EVENT_RECORD = 1, 2, 1 + _NUMBERS
 _ZERO: ColumnElement[int] = literal_column("0")
 
-# Two forms of one query.  The form at True also reads the owners' rows of `secure_data_keys`, and
-# what tells whether the keyring has changed: a data key under a retired master must be rejected.
+# Two forms of one query, by whether the form reads data keys.  The form with data keys also reads
+# the `MasterMark` of each row of the keyring.  The marks tell whether the keyring has changed: a
+# data key that is wrapped with a retired data master must be rejected.
 QueryForms = Mapping[bool, CompoundSelect[Any]]
 
 _app_tag = bindparam("app_tag", type_=LargeBinary)
@@ -69,8 +70,8 @@ _limit = bindparam("limit", type_=BigInteger)
 def _member(kind: int, numbers: list[Any], blobs: list[Any]) -> Select[Any]:
     """Return one SELECT of a UNION ALL.
 
-    All of them have the same columns: `kind`, 8 numbers (padded with zeros) and 2 blobs (padded
-    with NULL).
+    All these SELECTs have the same columns: `kind`, 8 numbers (padded with zeros) and 2 blobs
+    (padded with NULL).
     """
     padded = numbers + [_ZERO] * (_NUMBERS - len(numbers))
     padded += blobs + [cast(null(), LargeBinary)] * (_BLOBS - len(blobs))
@@ -242,9 +243,9 @@ INSERT_KEY = insert(data_keys).from_select(
         == bindparam("masters", type_=BigInteger),
     ),
 )
-# Sets the generation to the value that it has, only to lock the row.  A concurrent `retire` waits
-# for the lock.  If `retire` has already deleted the key, this statement matches no row, which is a
-# conflict.
+# Locks the row of a data key by setting the generation to its present value.  A concurrent `retire`
+# waits for the lock.  If `retire` has already deleted the key, this statement matches no row, which
+# is a conflict.
 HOLD_KEY = (
     update(data_keys)
     .where(data_keys.c.id == bindparam("at_id"))
@@ -267,7 +268,7 @@ def _equal(table: FromClause, prefix: str) -> list[ColumnElement[bool]]:
 
 
 def _session_of_user(*conditions: ColumnElement[bool]) -> Insert:
-    """Return an INSERT of a session that matches only if the user's row is as this process read it.
+    """Return an INSERT that stores a session only if the user's row is as this process read it.
 
     The INSERT locks the user's row.  Therefore, a concurrent `erase_user` waits until the new
     session is visible, and then also erases that session.
@@ -281,7 +282,8 @@ def _session_of_user(*conditions: ColumnElement[bool]) -> Insert:
 
 
 INSERT_SESSION_OF_USER = _session_of_user()
-# Also requires that the app's row and both version witnesses are as this process has cached them.
+# Also requires that the app's row and the version witnesses of the app and the user are as this
+# process has cached them.
 INSERT_SESSION_OF_KNOWN = _session_of_user(
     _same_row(apps, "app"),
     _same_row(witnesses.alias("app_witnesses"), "app_witness"),
@@ -331,8 +333,8 @@ UPDATE_WITNESS = (
     .where(witnesses.c.tag == bindparam("at_tag"), witnesses.c.number == bindparam("at_number"))
     .values(number=bindparam("number"), seal=bindparam("seal"))
 )
-# Matches the stored row only if all its columns are as this process knows them.  Therefore, a row
-# that was tampered with is not overwritten, and the read that follows rejects the row.
+# Matches the stored row only if all its columns are as this process has read or written them.
+# Therefore, a row that was tampered with is not overwritten, and the next read rejects the row.
 UPDATE_SESSION = (
     update(sessions)
     .where(*_equal(sessions, "at"))
@@ -454,9 +456,10 @@ class Found:
         return self.sessions[0] if self.sessions else None
 
 
-# Query for data keys only.
-DATA_KEYS = select(*(data_keys.c[name] for name in DataKeyRow._fields))  # for DataKeyRow
-# The lengths of value lists in statements; see `chunks`.  Two: the tags of a user and an app.
+# Query for data keys only; its columns are the fields of DataKeyRow.
+DATA_KEYS = select(*(data_keys.c[name] for name in DataKeyRow._fields))
+# The lengths of value lists in statements; see `chunks`.  Most lists have two values: the tags of
+# an app and a user.
 _FEW, _MANY = 2, 200
 
 

@@ -35,18 +35,21 @@ T = TypeVar("T")
 class Store:
     """The operations on the sessions of one database.
 
-    Every method raises what `UnitOfWork.run` raises.
+    Every method may raise the errors of `UnitOfWork.run`.
     """
 
     def __init__(self, unit: UnitOfWork) -> None:
         self.unit = unit
 
     async def prepare(self) -> None:
-        """Open the database, before the first operation does so."""
+        """Open the database, so that the first operation need not do so."""
         await self.unit.keys()
 
     async def close(self) -> None:
-        """Close the connections, forget keys and sessions.  The next call opens the database."""
+        """Close the connections and discard the keys and cached sessions.
+
+        The next call opens the database again.
+        """
         await self.unit.close()
 
     async def create(
