@@ -64,15 +64,15 @@ class Entry:
     __slots__ = ("author", "content", "id", "item", "metadata", "place", "timestamp", "writer")
 
     def __init__(self, item: int, place: int, values: JsonObject, writer: str) -> None:
-        self.item = item
-        self.place = place
+        self.item: int = item
+        self.place: int = place
         self.id: str = values["id"]
         self.author: str | None = values.get("author")
         self.timestamp: float | str | None = values.get("timestamp")
         self.content: bytes = json_text.dumps(values["content"])
         metadata = values.get("metadata")
         self.metadata: bytes | None = json_text.dumps(metadata) if metadata else None
-        self.writer = writer
+        self.writer: str = writer
 
     def text(self) -> str:
         """Return the texts of the content, separated by spaces."""
@@ -153,8 +153,8 @@ class UserMemory:
     """
 
     def __init__(self, at: Expected) -> None:
-        self.lock = threading.Lock()
-        self.at = at
+        self.lock: threading.Lock = threading.Lock()
+        self.at: Expected = at
         self.entries: dict[int, Entry] = {}
         self.deleted: set[str] = set()
         self._items: list[MemoryItem] = []  # with empty `add`
