@@ -176,6 +176,10 @@ class Collections:
         """Return the random id of the database."""
         return (await self._unit.keys()).keyring.database_id
 
+    async def cache(self, key: object, make: Callable[[], T]) -> T:
+        """Return a cache of what was read: see `UnitOfWork.attached`."""
+        return await self._unit.attached(key, make)
+
     async def names(self, app_name: str, user_id: str) -> list[Collection]:
         """Return all collections of a user, without items."""
         who = await self._unit.identify(app_name, user_id)
