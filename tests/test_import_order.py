@@ -21,6 +21,7 @@ LAYERS = (
     {"db"},
     {"storage"},
     {"service", "maintenance"},
+    {"integrations"},
     {"cli"},
     {"__init__"},
 )
