@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 
 _COMMANDS = ("api_server", "run", "web")  # of google-adk
 _URI_VARIABLE = f"{PREFIX}URI"
-_IDS = re.compile(r"(?<=/)(users|sessions)/[^/?\s]+")
+# In a path: the ids of users and sessions, and the names of artifacts.
+_IDS = re.compile(
+    r"((?<=/)(?:users?|sessions?|artifacts)/|[?&](?:user_?id|session(?:_?id)?)=)[^/?&\s]+",
+    re.IGNORECASE,
+)
 
 
 class AdkGroup(click.Group):
@@ -165,12 +169,12 @@ async def _open(service: "EncryptedSessionService") -> None:
 
 
 class _WithoutIds(logging.Filter):
-    """Replaces the ids of users and sessions in the paths of uvicorn's access log."""
+    """Replaces the ids of users and sessions in the addresses of uvicorn's access log."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if isinstance(record.args, tuple):
             record.args = tuple(
-                _IDS.sub(r"\1/...", value) if isinstance(value, str) else value
+                _IDS.sub(r"\1...", value) if isinstance(value, str) else value
                 for value in record.args
             )
         return True
