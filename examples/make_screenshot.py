@@ -66,7 +66,7 @@ def stored(path: Path) -> list[tuple[str, bytes]]:
 
 def picture_of_both(tab: Tab, page: bytes, rows: list[tuple[str, bytes]]) -> bytes:
     shown = "".join(
-        f"<h2>{name}, {len(value)} bytes</h2><p>{html.escape(value[:192].hex(' ', 2))} ...</p>"
+        f"<h2>{name}, {len(value)} bytes</h2><p>{html.escape(value[:160].hex(' ', -2))} ...</p>"
         for name, value in rows
     )
     text = (

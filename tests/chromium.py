@@ -99,25 +99,26 @@ class Tab:
             time.sleep(0.05)
 
     def send(self, selector: str, text: str) -> None:
-        """Type *text* in the element that *selector* finds, and press Enter, until *text* is shown.
+        """Type *text* in the field that *selector* finds, and press Enter, until the field is empty.
 
         A page that has not loaded everything yet may ignore the key.
         """
-        element = f"document.querySelector({json.dumps(selector)})"
-        shown = f"document.body.innerText.includes({json.dumps(text)})"
+        field = f"document.querySelector({json.dumps(selector)})"
+        self.wait_until(f"Boolean({field}) && !{field}.disabled")
         deadline = time.monotonic() + _PATIENCE
-        self.wait_until(f"Boolean({element}) && !{element}.disabled")
-        while not self.evaluate(shown):
+        is_sent = False
+        while not is_sent:
             assert time.monotonic() < deadline, f"the page ignores Enter: {self.text()}"
-            self.evaluate(f"{element}.focus(); {element}.select()")
+            self.evaluate(f"{field}.focus(); {field}.select()")
             self.call("Input.insertText", text=text)
             for kind in ("keyDown", "keyUp"):
                 self.call(
                     "Input.dispatchKeyEvent",
                     type=kind, key="Enter", code="Enter", windowsVirtualKeyCode=13, text="\r",
                 )  # fmt: skip
-            until = time.monotonic() + 3
-            while time.monotonic() < until and not self.evaluate(shown):
+            until = time.monotonic() + 2
+            while time.monotonic() < until and not is_sent:
+                is_sent = self.evaluate(f"!{field}.value")
                 time.sleep(0.05)
 
     def picture(self) -> bytes:
