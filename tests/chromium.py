@@ -99,7 +99,7 @@ class Tab:
             time.sleep(0.05)
 
     def send(self, selector: str, text: str) -> None:
-        """Type *text* in the field that *selector* finds, and press Enter, until the field is empty.
+        """Type *text* in the field that *selector* finds, and press Enter, until it is empty.
 
         A page that has not loaded everything yet may ignore the key.
         """

@@ -36,6 +36,10 @@ class BlindIndex(KeyMaterial):
         """Return the tag of a session of a user."""
         return self._tag("session", app_name, user_id, session_id)
 
+    def collection(self, app_name: str, user_id: str, name: str) -> bytes:
+        """Return the tag of a collection of a user."""
+        return self._tag("collection", app_name, user_id, name)
+
     def checkpoint(self, name: str, text: str) -> bytes:
         """Return the 16-byte MAC of *text*, the checkpoint that a rotation stores under *name*."""
         return self._tag("checkpoint", name, text)

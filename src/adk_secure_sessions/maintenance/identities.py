@@ -13,6 +13,7 @@ from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import Bounds, Range, ranges, within
 from adk_secure_sessions.maintenance.problems import UNREADABLE
 from adk_secure_sessions.storage import (
+    COLLECTION,
     UserRow,
     apps,
     naming,
@@ -24,11 +25,12 @@ from adk_secure_sessions.storage import (
 
 
 class SessionIds(NamedTuple):
-    """The ids that identify a session in ADK."""
+    """The ids that identify a session in ADK; or a collection, whose name is the session id."""
 
     app_name: str
     user_id: str
     session_id: str
+    is_collection: bool = False
 
 
 class LocatedSession(NamedTuple):
@@ -76,7 +78,9 @@ class SessionColumns(NamedTuple):
 async def located_sessions(
     db: Database, before: int | None = None
 ) -> AsyncIterator[LocatedSessions]:
-    """Yield all sessions in batches; with *before*, only those last updated before that time.
+    """Yield all sessions and collections in batches.
+
+    With *before*, yield only sessions, and only those last updated before that time.
 
     The statement compares *before* (microseconds since 1970) with the stored time, before the row
     is authenticated.  A result with ids is from an authenticated row; a result without ids has the
@@ -143,7 +147,8 @@ def _locate(row: SessionColumns, found: _SessionsAndOwners, keys: StagedKeys) ->
             session_id, _ = split_id(keys.open(user.tag, context, row.state))
     except UNREADABLE as error:
         return LocatedSession(row.id, row.tag, None, error)
-    return LocatedSession(row.id, row.tag, SessionIds(app_name, user_id, session_id))
+    is_collection = row.base_revision == COLLECTION
+    return LocatedSession(row.id, row.tag, SessionIds(app_name, user_id, session_id, is_collection))
 
 
 # --- rows ----------------------------------------------------------------------------------------
@@ -177,7 +182,7 @@ def _sessions_users_apps(bounds: Bounds, by_time: bool) -> sa.CompoundSelect[Any
     numbers.append(s.expires_at)
     own = _member(_SESSION, numbers, [s.tag, s.state]).where(*within(s.id, bounds))
     if by_time:
-        own = own.where(s.updated_at < sa.bindparam("before", type_=sa.BigInteger))
+        own = own.where(*purgeable())
     theirs = u.id.in_(sa.select(s.user_row).where(*within(s.id, bounds)))
     return sa.union_all(
         own,
@@ -186,6 +191,13 @@ def _sessions_users_apps(bounds: Bounds, by_time: bool) -> sa.CompoundSelect[Any
             apps.c.id.in_(sa.select(u.app_row).where(theirs))
         ),
     )
+
+
+def purgeable() -> tuple[sa.ColumnElement[bool], ...]:
+    """Return the conditions on a session that `purge` deletes; the parameter is `before`."""
+    before = sa.bindparam("before", type_=sa.BigInteger)
+    is_session = sessions.c.base_revision != sa.literal_column(str(COLLECTION))
+    return is_session, sessions.c.updated_at < before
 
 
 def _member(kind: int, numbers: list[Any], blobs: list[Any]) -> sa.Select[Any]:

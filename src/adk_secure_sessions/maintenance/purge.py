@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import Meter, Progress
-from adk_secure_sessions.maintenance.identities import SessionIds, located_sessions
+from adk_secure_sessions.maintenance.identities import SessionIds, located_sessions, purgeable
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
 from adk_secure_sessions.storage import (
     Store,
@@ -94,8 +94,8 @@ async def _delete(store: Store, ids: SessionIds, before: int, dry_run: bool) -> 
     Return whether the session was deleted or, in a dry run, would be deleted.
     """
     if not dry_run:
-        return await store.delete(*ids, before=before)
-    found = await store.get(*ids, lambda *event: None, limit=0)
+        return await store.delete(*ids[:3], before=before)
+    found = await store.get(*ids[:3], lambda *event: None, limit=0)
     if found is None:
         return False
     view, _ = found
@@ -104,6 +104,4 @@ async def _delete(store: Store, ids: SessionIds, before: int, dry_run: bool) -> 
 
 @functools.cache
 def _number_of_old() -> sa.Select[Any]:
-    before = sa.bindparam("before", type_=sa.BigInteger)
-    query = sa.select(sa.func.count()).select_from(sessions)
-    return query.where(sessions.c.updated_at < before)
+    return sa.select(sa.func.count()).select_from(sessions).where(*purgeable())

@@ -31,6 +31,7 @@ from adk_secure_sessions.maintenance.rotation import PREFIX, later_than_all_keys
 from adk_secure_sessions.storage import (
     DATABASE_ID,
     FEATURES,
+    SEPARATING,
     SEPARATION,
     check_features,
     data_keys,
@@ -40,6 +41,7 @@ from adk_secure_sessions.storage import (
     meta,
     repeated,
     separation_marks,
+    stored_features,
 )
 
 _MAX_MASTERS = 8  # the ids of the old data masters must fit into one row of `secure_meta`
@@ -114,7 +116,9 @@ async def separate(
     ((old,),) = await db.read_keys(_OLD_DATA_KEYS, {"since": separation.since})
     complete = not remaining and not old
     if complete:
-        await db.change_keys(partial(_end, feature_mark(opened.index, opened.database_id)))
+        features = stored_features(await db.survey()) - {SEPARATING}
+        mark = feature_mark(opened.index, opened.database_id, features)
+        await db.change_keys(partial(_end, mark))
     deleted, masters, kept, _ = retirement
     kept = max(kept, old)
     return Separated(opened.database_id.hex(), resumed, complete, deleted, masters, kept)
@@ -139,7 +143,7 @@ async def _begin(db: Database) -> None:
         )
     separation = Separation(old_id, await later_than_all_keys(db), masters)
     wrapped = await at_once(*(_rewrapped(db, row, old_id, new_id) for row in survey.keyring))
-    marks = separation_marks(separation, opened.index, new_id)
+    marks = separation_marks(separation, opened.index, new_id, stored_features(survey))
     work = partial(_store, survey.keyring, wrapped, marks, old_id.hex())
     if not await db.change_keys(work):
         raise SecureSessionError("the keyring was changed meanwhile: try again", retryable=True)
