@@ -11,7 +11,7 @@ import pytest
 
 from tests import chromium
 from tests.attacks.needles import SESSION, USER, needle, state
-from tests.integrations.adk_processes import AGENT, URI, Place
+from tests.integrations.adk_processes import AGENT, KEY_VARIABLE, URI, Place
 from tests.servers import REQUIRE_VARIABLE
 
 SESSIONS = f"/apps/{AGENT}/users/{USER}/sessions"
@@ -148,6 +148,24 @@ def test_services_py_makes_adk_api_server_store_ciphertext_only(place: Place) ->
         go_on(client)
     assert set(place.files()) == {"log", "sessions.db"}
     assert place.needles() == {"log": {USER, SESSION}}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["postgresql", "mariadb"])
+def test_adk_api_server_stores_in_a_database_server(
+    place: Place, name: str, request: pytest.FixtureRequest
+) -> None:
+    (place.agents / "services.py").write_text(SERVICES_PY)
+    with request.getfixturevalue(name).database() as url:
+        text = url.set(drivername=name).render_as_string(hide_password=False)
+        text += f"{'&' if '?' in text else '?'}key=env:{KEY_VARIABLE}"
+        command = ("adk", "api_server", "--session_service_uri", f"encrypted+{text}", "agents")
+        for drive in (begin, go_on):
+            with place.serve(*command, "--artifact_service_uri", "memory://") as client:
+                drive(client)
+            assert place.status == -signal.SIGTERM
+        assert "Traceback" not in place.logged()
+        assert set(place.files()) == {"log"}
 
 
 # --- what must not become plaintext ---------------------------------------------------------------
