@@ -232,7 +232,7 @@ class RowCache:
         self.put(self.sessions, row, witness, session, has_proven_head=has_proven_head)
 
     def prove_head(self, session: StoredSession) -> None:
-        """Set `has_proven_head` of *session*, if the cache has this version of it."""
+        """Set `has_proven_head` of the cached session, if the cached row is that of *session*."""
         seen = self.sessions.get(session.tag)
         if seen and seen.row == session.row and not seen.has_proven_head:
             self.sessions.put(session.tag, seen._replace(has_proven_head=True))
@@ -254,10 +254,11 @@ class KeySource(Enum):
 class Attempt(NamedTuple):
     """One attempt at an operation on the rows of *who*, with its data keys and the row cache.
 
-    *after_commit* collects what a write has to cache; for a read it is None.  On SQLite, one
-    transaction contains several writes, and a write reads what the writes before it have changed.
-    If such a row was cached before the commit, a concurrent read would find an older row stored,
-    and would reject it as replayed.
+    *after_commit* is None for a read.  For a write, it collects functions that cache the rows which
+    the write has read; they are called after the commit.  On SQLite, one transaction contains
+    several writes, and a write reads rows that earlier writes of the transaction have changed.  If
+    such a row were cached before the commit, a concurrent read would find an older stored row, and
+    would reject the older row as replayed.
     """
 
     who: Identity
@@ -270,7 +271,7 @@ class Attempt(NamedTuple):
     after_commit: list[Callable[[], None]] | None = None
 
     def remember(self, put: Callable[[], None]) -> None:
-        """Call *put*, which caches a row that was read; in a write, only after the commit."""
+        """Call *put*, which caches a row that was read; in a write, call it after the commit."""
         if self.after_commit is None:
             put()
         else:

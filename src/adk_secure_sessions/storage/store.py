@@ -149,7 +149,7 @@ class Collection(NamedTuple):
     at: Expected
     items: tuple[bytes, ...] = ()
 
-    def __repr__(self) -> str:  # without items: those of artifacts contain keys
+    def __repr__(self) -> str:  # without the items, because items of artifacts contain keys
         return f"<collection {self.at}>"
 
     @property
@@ -177,7 +177,7 @@ class Collections:
         return (await self._unit.keys()).keyring.database_id
 
     async def cache(self, key: object, make: Callable[[], T]) -> T:
-        """Return a cache of what was read: see `UnitOfWork.attached`."""
+        """Return the object that *make* returned for *key*: see `UnitOfWork.attached`."""
         return await self._unit.attached(key, make)
 
     async def names(self, app_name: str, user_id: str) -> list[Collection]:

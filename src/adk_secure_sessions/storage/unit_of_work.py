@@ -237,9 +237,10 @@ class UnitOfWork:
         return (await self._current()).keys
 
     async def attached(self, key: object, make: Callable[[], T]) -> T:
-        """Return the cache that *make* returned for *key*.
+        """Return the object that *make* returned for *key*, such as a cache of decrypted values.
 
-        It is forgotten together with the decrypted rows; then *make* is called again.
+        When the cache of decrypted rows is emptied, this object is discarded, too.  The next call
+        then calls *make* again.
         """
         opened = await self._current()
         made: T = opened.attached.setdefault(key, make())
