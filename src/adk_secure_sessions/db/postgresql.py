@@ -50,7 +50,7 @@ from adk_secure_sessions.db.protocol import (
 logger: logging.Logger = logging.getLogger(__name__)
 
 _PLAN_IS_OUTDATED = "0A000"  # SQLSTATE: a table has changed since the statement was prepared
-_CLOSE_TIMEOUT = 5.0  # seconds
+_CLOSE_TIMEOUT = 5.0  # seconds to close a connection, including the cancel request
 _PREPARED = "adk_secure_sessions.prepared"  # key of a connection's `info`
 _NO_CACHE = ("statement_cache_size", "prepared_statement_cache_size")  # options of a connection
 # This list keeps the garbage collector from closing connections that must not be closed.  Closing a
@@ -431,7 +431,7 @@ class _Session:
 
 @functools.cache
 def _name(text: str) -> str:
-    """Return the name with which the statement *text* is prepared; it is equal in all processes."""
+    """Return the name for the prepared statement *text*; all processes use the same name."""
     return f"aks_{hashlib.sha256(text.encode()).hexdigest()[:40]}"
 
 

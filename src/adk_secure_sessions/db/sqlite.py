@@ -376,8 +376,8 @@ class WorkerThread:
         self.inbox: _Inbox = _Inbox()
         # If this event is set, the thread's read is interrupted.
         self.must_end: threading.Event = threading.Event()
-        # A daemon, because ADK's tools exit without closing the service: Python would wait for ever
-        # for the end of any other thread.
+        # The thread is a daemon, because ADK's tools exit without closing the service.  Before
+        # Python exits, it waits for all threads that are not daemons.
         self.thread: threading.Thread = threading.Thread(
             target=_serve,
             args=(self.inbox, engine, writes, self.must_end),

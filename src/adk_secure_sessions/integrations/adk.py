@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 PREFIX = "encrypted+"
 # The kinds of URL that may follow the prefix, each with the driver's options that a URI may
-# contain.  The options are listed so that a misspelled option of ours is rejected, and not passed to
-# the driver.
+# contain.  The options are listed so that a misspelled option of ours is rejected, and is not
+# passed to the driver.
 _POSTGRESQL = {"host", "port", "ssl", "sslmode", "timeout", "command_timeout"}
 _MYSQL = {"charset", "connect_timeout", "ssl", "ssl_ca", "ssl_cert", "ssl_key", "unix_socket"}
 _DRIVER_OPTIONS: dict[str, set[str]] = {

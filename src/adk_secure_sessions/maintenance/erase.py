@@ -231,7 +231,8 @@ class _Deletion:
             of_user = header_of(c.state).in_(self.headers)
         else:
             return []
-        # SQLite stores any type in any column, so a modified tag may not be bytes.  Convert it.
+        # SQLite stores any type in any column.  If a tag was modified, it may not be bytes, so
+        # convert the tags to bytes.
         query = sa.select(c.id, sa.cast(c.tag, sa.LargeBinary)).where(of_user)
         if not self._dry_run:
             # From the second pass of `run` on, this transaction holds the lock on the user's row.

@@ -140,7 +140,8 @@ def _master() -> Select[Any]:
 
 def _first(number: int, rows: Select[Any], name: str) -> Select[Any]:
     """Return the first *number* of *rows*, as a member of a UNION ALL."""
-    # Without an offset, SQLAlchemy would add a parameter for it on SQLite.
+    # Without an offset, SQLAlchemy would add a parameter for the offset on SQLite.  No caller has a
+    # value for this parameter.
     limited = rows.limit(literal_column(str(number))).offset(_ZERO)
     return select(limited.subquery(name))
 
