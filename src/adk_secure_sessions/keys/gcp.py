@@ -9,7 +9,6 @@ import re
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from urllib.request import getproxies
 
 from adk_secure_sessions.errors import ConfigurationError, KeyServiceError, Reason, TamperedError
 from adk_secure_sessions.keys.remote import ATTEMPTS, TIMEOUT, RemoteKey, require
@@ -188,6 +187,8 @@ def _find_credentials(given: Any) -> Any:
     They do not ask the machine's metadata service through a proxy.  google-auth would send these
     requests, which are plain HTTP, to the proxy for HTTP, and get a token in return.
     """
+    from urllib.request import getproxies  # it imports 20 modules
+
     import google.auth
     import google.auth.credentials
     import requests
