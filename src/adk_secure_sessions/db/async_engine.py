@@ -1,4 +1,4 @@
-"""The executor for a SQLAlchemy `AsyncEngine`, which the application or this package has created.
+"""The executor for a SQLAlchemy `AsyncEngine`, created by the application or by this package.
 
 `AsyncEngineExecutor` runs transactions on the engine.  `LoopBinding` prevents two event loops from
 using the engine's connections at the same time.
@@ -34,7 +34,7 @@ from adk_secure_sessions.db.protocol import (
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
 from adk_secure_sessions.loops import LoopLocks, await_to_end
 
-_LARGE = 900_000  # bytes; every server accepts values up to this size in one packet
+_LARGE = 900_000  # bytes; by default, every server accepts values of this size in one packet
 _PACKET_REST = 900  # bytes of a packet that are reserved for everything but the largest value
 _COUNT_ROWS = {"preserve_rowcount": True}  # by default, an INSERT has no row count
 _KILL_TIMEOUT = 5.0  # seconds
@@ -51,7 +51,7 @@ _UNPREPARED = {
 class AsyncEngineExecutor:
     """Runs transactions on a SQLAlchemy engine; see `protocol.Executor`.
 
-    Each call runs in a task of its own.  A cancelled caller waits until the task has ended.
+    Each call runs in its own task.  A cancelled caller waits until the task has ended.
 
     Args:
         engine: The engine that connections come from.
@@ -75,7 +75,7 @@ class AsyncEngineExecutor:
             engine, owns_engine=owns_engine, connections_need_loop=not self._is_sqlite
         )
         self._tasks: set[asyncio.Task[Any]] = set()
-        # The tasks that have a connection, and the driver's connection.
+        # The driver's connection of each task that has one.
         self._begun: dict[asyncio.Task[Any], Any] = {}
         self._interrupting: set[asyncio.Task[Any]] = set()
 
@@ -146,7 +146,11 @@ class AsyncEngineExecutor:
         raise meant
 
     def _needs_option(self) -> Exception:
-        """Return the error for prepared statements that a pooler in transaction mode mixes up."""
+        """Return the error that names the engine option with which a pooler can be used.
+
+        In transaction mode, a pooler mixes up the prepared statements of its clients.  The option
+        disables prepared statements.
+        """
         option = _UNPREPARED.get(self._engine.dialect.driver, "options that prepare no statements")
         return ConfigurationError(
             "there is a connection pooler in transaction mode before the database: give the "
@@ -167,10 +171,10 @@ class AsyncEngineExecutor:
             return result
 
     def _turn(self, exclusive: bool) -> AbstractAsyncContextManager[None]:
-        """Return a context manager that lets tasks of the same event loop wait for each other.
+        """Return a context manager that only one task of an event loop can enter at a time.
 
-        Tasks need to wait only if *exclusive* is True or if all tasks share one connection.
-        Otherwise, the context manager does nothing.
+        If *exclusive* is False and tasks do not share one connection, the context manager does
+        nothing.
         """
         if exclusive or self._has_one_connection:
             return self._locks.hold("connection")
@@ -185,8 +189,9 @@ class AsyncEngineExecutor:
     ) -> T:
         """Run *work* in its own task and return its result.
 
-        If the caller is cancelled, *work* must not be interrupted: a transaction would stay open.
-        Work that is *interruptible*, since it writes nothing, is interrupted at the database.
+        If the caller is cancelled, *work* continues to its end, because an interrupted transaction
+        would stay open.  If *interruptible* is True, *work* writes nothing, and its query is
+        interrupted at the database.
         """
         try:
             self._enter()
@@ -241,12 +246,13 @@ class AsyncEngineExecutor:
     def _interrupt(self, task: asyncio.Task[Any]) -> None:
         """Interrupt the query that *task* has sent to the database.
 
-        Changes no setting of the connection or the server: a pooler would pass it on to others.
+        Do not change a setting of the connection or the server: behind a pooler, the setting would
+        also apply to other clients.
         """
         driver = self._begun[task]
         if self._is_sqlite:
             try:
-                driver.interrupt().send(None)  # at once: soon the connection may run other work
+                driver.interrupt().send(None)  # now, before the connection runs other work
             except StopIteration:
                 pass
             return
@@ -265,7 +271,7 @@ class AsyncEngineExecutor:
     async def _kill_query(self, number: int) -> None:
         """Make a MySQL or MariaDB server end the query of connection *number*.
 
-        Without this, the server would go on with the query after its connection was closed.
+        Otherwise, the server would continue the query after the client has closed the connection.
         """
         try:
             async with asyncio.timeout(_KILL_TIMEOUT), self._engine.connect() as connection:
@@ -303,8 +309,8 @@ class AsyncEngineExecutor:
 async def _cancel_query(task: asyncio.Task[Any], driver: Any) -> None:
     """Send the server cancel requests until *task*, which waits for a query of psycopg, ends.
 
-    If *task* were cancelled instead, psycopg would send a single request.  A pooler ignores it if
-    the query has not reached the server yet.
+    If *task* were cancelled instead, psycopg would send a single request.  A pooler ignores a
+    request if the query has not reached the server yet.
     """
     for _ in range(_CANCEL_REQUESTS):
         try:
@@ -317,13 +323,13 @@ async def _cancel_query(task: asyncio.Task[Any], driver: Any) -> None:
 
 
 def rejected_option(error: Exception) -> Exception:
-    """Return the error for options that the driver rejected when it connected.
+    """Return the error for an option that the driver has rejected while it connected.
 
-    Returns *error* itself if it says something else.
+    If *error* has another cause, return *error* itself.
     """
     if isinstance(error, SecureSessionError) or not isinstance(error, TypeError | ValueError):
         return error
-    # The text of a TypeError has names of functions and arguments, but no values.
+    # The text of a TypeError contains names of functions and arguments, but no values.
     problem = str(error) if isinstance(error, TypeError) else "a value is not valid"
     return ConfigurationError(
         "the driver of the database does not accept an option in the database URL or in "
@@ -336,8 +342,10 @@ def _prepare_nothing_behind_pooler(connection: sa.Connection) -> None:
 
     In transaction mode, a pooler runs each transaction on another connection to the server.
     psycopg gives its prepared statements the same names in every process, so that a statement of
-    another client could be executed.  A pooler is recognized by the process number that it has
-    given the client: it is not the number of the server's process.
+    another client could be executed.
+
+    When a client connects, the server reports the number of its process.  A pooler reports another
+    number, which differs from `pg_backend_pid()`.
     """
     driver: Any = connection.connection.driver_connection
     number = connection.exec_driver_sql("SELECT pg_backend_pid()").scalar()
@@ -419,8 +427,8 @@ class LoopBinding:
         """Begin a call and return True if it is the first one in its event loop.
 
         Raises:
-            ConfigurationError: Another event loop is using the engine; or it has left connections
-                in the application's own engine, which we may not discard.
+            ConfigurationError: Another event loop is using the engine.  Or the application's own
+                engine still has connections of another event loop, which we may not discard.
         """
         loop, pid = asyncio.get_running_loop(), os.getpid()
         with self._guard:
@@ -467,7 +475,8 @@ class LoopBinding:
                 "process: create the engine where it is used, give it poolclass=NullPool, or "
                 "pass db_url"
             )
-        # close=False: the connections' event loop has ended, or they belong to the parent process.
+        # close=False, because the event loop of the connections has ended, or because the
+        # connections belong to the parent process.
         self._engine.sync_engine.dispose(close=False)
 
 

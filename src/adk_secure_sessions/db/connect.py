@@ -13,21 +13,23 @@ from adk_secure_sessions.db.protocol import Executor, Executors
 from adk_secure_sessions.db.sqlite import is_in_memory, sqlite_executor
 from adk_secure_sessions.errors import ConfigurationError
 
-# Imported on first use: `sqlalchemy.ext.asyncio` imports SQLAlchemy's ORM, which takes a third of a
-# second, and a SQLite database given by URL does not need it.
+# `sqlalchemy.ext.asyncio` is imported on first use.  It imports SQLAlchemy's ORM, which takes a
+# third of a second.  A SQLite database given by URL does not need it.
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
 
 Source: TypeAlias = "sa.URL | AsyncEngine"
 
 _SQLITE_DRIVERS = ("sqlite", "sqlite+pysqlite", "sqlite+aiosqlite")
-# The async drivers of each kind of server.  A URL without a driver means the first installed one.
+# The async drivers of each kind of server.  If a URL names no driver, the first installed driver is
+# used.
 _ASYNC_DRIVERS = {
     "postgresql": ("asyncpg", "psycopg"),
     "mysql": ("asyncmy", "aiomysql"),
     "mariadb": ("asyncmy", "aiomysql"),
 }
-# What to install if the driver is missing; otherwise the driver itself.
+# The package to install if a driver is missing.  For a driver that is not listed, the package has
+# the name of the driver.
 _EXTRAS = {
     "asyncpg": "adk-secure-sessions[postgresql]",
     "asyncmy": "adk-secure-sessions[mysql]",
@@ -61,9 +63,9 @@ def executors_for(
         read_timeout: Seconds that one query may take; None for any time.
 
     Raises:
-        ConfigurationError: Too many or too few of these arguments are given; SQLAlchemy rejects
-            a URL or an option; a driver is synchronous, unknown or not installed; the key database
-            is the database itself.
+        ConfigurationError: Too many or too few of these arguments are given.  Or SQLAlchemy
+            rejects a URL or an option.  Or a driver is synchronous, unknown or not installed.  Or
+            the key database is the database itself.
     """
     if (db_url is None) == (db_engine is None):
         raise ConfigurationError("give exactly one of db_url and db_engine")
@@ -86,11 +88,11 @@ def executors_for(
 
 @contextmanager
 def wrapping_executors(wrap: Wrap) -> Iterator[None]:
-    """During the block, make `executors_for` replace each executor by *wrap*(executor).
+    """During the block, make `executors_for` return *wrap*(executor) instead of each executor.
 
     Tests use it.  Services and `maintenance.Database` objects that are created in the block use the
-    wrappers.  A wrapper can raise errors, or let another process write between two statements.
-    Other threads and tasks are not affected.
+    wrapped executors.  *wrap* can make an executor raise errors, or let another process write
+    between two statements.  Other threads and tasks are not affected.
     """
     token = _wrap.set(wrap)
     try:
@@ -124,7 +126,7 @@ def _parse(name: str, url: object) -> sa.URL:
         try:
             return _with_driver(sa.make_url(url))
         except (sa.exc.ArgumentError, ValueError):
-            pass  # ConfigurationError is raised below: this error quotes the URL and its password
+            pass  # an error raised here would show the URL and its password in its __context__
     raise ConfigurationError(
         f"{name} is not a database URL: write, for example, sqlite+aiosqlite:///sessions.db"
     )
@@ -133,14 +135,14 @@ def _parse(name: str, url: object) -> sa.URL:
 def _with_driver(url: sa.URL) -> sa.URL:
     """Add an installed async driver to a URL that names only the kind of server."""
     backend, _, driver = url.drivername.partition("+")
-    if backend == "postgres":  # as some hosting companies write it
+    if backend == "postgres":  # some hosting companies write it like this
         backend = "postgresql"
         url = url.set(drivername="+".join(filter(None, [backend, driver])))
     drivers = _ASYNC_DRIVERS.get(backend)
     if driver or drivers is None:
         return url
     driver = next((name for name in drivers if _is_installed(name)), drivers[0])
-    if driver == "asyncpg" and "sslmode" in url.query:  # the name for all other drivers
+    if driver == "asyncpg" and "sslmode" in url.query:  # asyncpg names it `ssl`
         query = {"ssl" if name == "sslmode" else name: url.query[name] for name in url.query}
         url = url.set(query=query)
     return url.set(drivername=f"{backend}+{driver}")
@@ -149,7 +151,7 @@ def _with_driver(url: sa.URL) -> sa.URL:
 def _is_installed(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ValueError:  # it is None in sys.modules
+    except ValueError:  # `sys.modules` has None for the module, which blocks its import
         return False
 
 
@@ -205,11 +207,11 @@ def _for_url(url: sa.URL, engine_kwargs: dict[str, Any], read_timeout: float | N
                 f"names a synchronous driver: write {backend}+{known[0]}://, and "
                 f'pip install "{_EXTRAS[known[0]]}"'
             )
-    except (TypeError, sa.exc.ArgumentError) as error:  # these name options, and not their values
+    except (TypeError, sa.exc.ArgumentError) as error:  # the text names options, but no values
         problem = f"cannot be used with these options: {error}"
     except ValueError:
         problem = "cannot be used with these options: a value is not valid"
-    # Only its beginning: a password may be anywhere in the rest, for example in the query.
+    # Quote only the beginning of the URL: the rest may contain a password, even in the query.
     raise ConfigurationError(f"the database URL {url.drivername}://... {problem}")
 
 
@@ -230,7 +232,7 @@ def _for_server(url: sa.URL, engine_kwargs: dict[str, Any], read_timeout: float 
 def _for_engine(
     engine: "AsyncEngine", *, owns_engine: bool, read_timeout: float | None, **keep: Any
 ) -> Executor:
-    """Create the executor for *engine*; *keep* is passed to `AsyncpgExecutor` only."""
+    """Create the executor for *engine*; only `AsyncpgExecutor` takes the arguments *keep*."""
     if engine.dialect.driver == "asyncpg":
         from adk_secure_sessions.db.postgresql import AsyncpgExecutor  # asyncpg is optional
 

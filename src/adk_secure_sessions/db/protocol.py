@@ -35,11 +35,11 @@ class Conflict(Exception):
 
 
 class Disconnected(Exception):
-    """The connection was lost before the answer.  A write may have been stored or not."""
+    """The connection was lost before the answer.  A write may or may not have been stored."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__("the connection to the database was lost")
-        self.error = error  # a DatabaseError, which callers raise if a retry fails, too
+        self.error = error  # the DatabaseError that callers raise if the last retry also fails
 
 
 class Read(NamedTuple):
@@ -94,8 +94,8 @@ class Executor(Protocol):
     - Conflict if the database reports a deadlock or a serialization failure,
     - DatabaseError for other errors of the database; never an exception of SQLAlchemy or a driver.
 
-    An executor with a read timeout interrupts each query that takes longer, and raises
-    DatabaseError.  A query that a transaction reads with counts, too.
+    If an executor has a read timeout, it interrupts each query that takes longer, and raises
+    DatabaseError.  The queries of transactions are included.
     """
 
     async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
@@ -115,15 +115,15 @@ class Executor(Protocol):
         True, because each Apply is committed separately on PostgreSQL.
 
         Args:
-            transaction: Returns the generator; called once.
+            transaction: A function that returns the generator.  It is called once.
             on_commit_after_cancel: Called with the result if the caller was cancelled while the
                 transaction ran: `write` then raises CancelledError and returns no result.
-            holds_locks: Run all steps in one transaction of the database, so that rows which a
-                Read has locked with FOR UPDATE stay locked until the commit.  Each query sees what
-                was committed before it.
+            holds_locks: Run all steps in one transaction of the database.  Rows that a Read has
+                locked with FOR UPDATE then stay locked until the commit.  Each query sees all
+                changes that were committed before the query began.
 
         Raises:
-            Disconnected: The changes may have been stored or not.
+            Disconnected: The changes may or may not have been stored.
             UniqueViolation, Conflict: See `Apply`.  Nothing was stored.
             Exception: The error that *transaction* itself raises.  Nothing was stored.
         """
@@ -136,7 +136,7 @@ class Executor(Protocol):
         or *commit* is False, the transaction is rolled back.
 
         Raises:
-            Disconnected: The changes may have been stored or not.
+            Disconnected: The changes may or may not have been stored.
             Exception: The error that *work* itself raises.  Nothing was stored.
         """
         ...

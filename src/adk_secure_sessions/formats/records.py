@@ -6,10 +6,10 @@ by the bytes that `context` returns.  If a record is moved to another row, it ca
 there.
 
 The last part of this module is about plaintexts: the fields before the JSON of a state or an event
-("What each record holds").  A *link* is 16 random bytes.  Rows that belong together share links:
-each event has its own link and that of the event before it, and the session has those of its last
-event and of its snapshot.  A row of another timeline, for example of a database that was restored
-from a backup since, is authentic but has other links.
+(docs/format.md, "What each record holds").  A *link* is 16 random bytes.  Rows that belong together
+share links: each event has its own link and that of the event before it, and the session has those
+of its last event and of its snapshot.  A row of another copy of the database, such as a restored
+backup, is authentic but has other links.
 """
 
 import secrets
@@ -72,7 +72,7 @@ def decode_text(data: object) -> str:
     try:
         return binary(data).decode("utf-8", "surrogatepass")
     except UnicodeDecodeError:
-        pass  # raise our error outside: this exception holds the bytes
+        pass  # an error raised here would hold the bytes in its __context__
     raise TamperedError("its text is not UTF-8", reason=Reason.MALFORMED)
 
 
@@ -200,11 +200,12 @@ def open_record(stored: bytes, context: bytes, cipher: Cipher) -> bytes:
 def open_with_flags(stored: bytes, context: bytes, cipher: Cipher) -> bytes:
     """Return the plaintext of a record whose header `unpack` accepted; it begins with `FLAGS`.
 
-    For events, which are read by the thousand: the caller copies each plaintext anyway.
+    Use it for events, of which a read may have thousands.  The caller takes slices of each
+    plaintext, so removing the flags here would only add a copy.
 
     Raises:
-        DecryptionError: raised by the cipher itself; or the record has flags of a later release.
-        TamperedError: the cipher raised another exception.  Its text is not repeated.
+        DecryptionError: The cipher raised this error, or the record has flags of a later release.
+        TamperedError: The cipher raised another exception.  Its text is not repeated.
     """
     try:
         plaintext = cipher.decrypt(stored[HEADER_LENGTH:], stored[:HEADER_LENGTH] + context)
@@ -215,7 +216,7 @@ def open_with_flags(stored: bytes, context: bytes, cipher: Cipher) -> bytes:
     except DecryptionError:
         raise
     except Exception:  # from a third party's cipher: the exception may hold secrets
-        pass  # raise our error outside: here, this exception would be its __context__
+        pass  # an error raised here would have this exception as its __context__
     raise TamperedError("the backend could not decrypt it")
 
 
@@ -230,11 +231,12 @@ def _unknown_flags(plaintext: bytes) -> DecryptionError:
 
 
 # --- plaintexts ----------------------------------------------------------------------------------
-# The decoders take authenticated bytes, so only a faulty writer can make them raise TamperedError.
+# The functions that split plaintexts take authenticated bytes.  Therefore, they raise TamperedError
+# only if the program that wrote the bytes is faulty.
 
 LINK_LENGTH = 16
-NO_LINK = bytes(LINK_LENGTH)  # of a session without events or snapshot; before the first event
-# The parts of an event's plaintext, whose flags byte is still there.
+NO_LINK = bytes(LINK_LENGTH)  # stored instead of a link if there is no event or no snapshot
+# Slices of an event's plaintext that still begins with the flags byte.
 EVENT_LINK = slice(1, 1 + LINK_LENGTH)
 EVENT_PREVIOUS = slice(1 + LINK_LENGTH, 1 + 2 * LINK_LENGTH)
 EVENT_REST = slice(1 + 2 * LINK_LENGTH, None)  # google-adk's version, and JSON
@@ -243,13 +245,13 @@ _KEY_IDS = [Struct(f">B{count}q") for count in range(256)]
 
 
 class OwnerFields(NamedTuple):
-    """The plaintext of an app or a user.
+    """The fields in the plaintext of an app's or a user's row.
 
     Attributes:
-        link: Shared with the version witness; each version has a new one.
-        key_ids: The data keys that may encrypt new records of this owner: one for each backend
-            that writes.
-        state: JSON.
+        link: The link that the row shares with its version witness; new in each version.
+        key_ids: The ids of the data keys that may encrypt new records of this owner: one for each
+            backend that writes.
+        state: The owner's state as JSON.
     """
 
     link: bytes
@@ -258,12 +260,12 @@ class OwnerFields(NamedTuple):
 
 
 class SessionFields(NamedTuple):
-    """The plaintext of a session.
+    """The fields in the plaintext of a session's row.
 
     Attributes:
-        head: The link of the last event, or `NO_LINK`.
-        snapshot_link: The link of the snapshot, or `NO_LINK`.
-        overlay: JSON.
+        head: The link of the last event; `NO_LINK` if the session has no events.
+        snapshot_link: The link of the snapshot; `NO_LINK` if the session has no snapshot.
+        overlay: The overlay as JSON.
     """
 
     head: bytes
@@ -272,18 +274,21 @@ class SessionFields(NamedTuple):
 
 
 def new_link() -> bytes:
-    """Return 16 random bytes."""
+    """Return a new link: 16 random bytes."""
     return secrets.token_bytes(LINK_LENGTH)
 
 
 def with_id(identifier: str, rest: bytes) -> bytes:
-    """Return the plaintext of a row that stores its id: the id's length, the id, *rest*."""
+    """Return the plaintext of a row that stores its id: the id's length, the id and *rest*."""
     data = encode_text(identifier)
     return _LENGTH.pack(len(data)) + data + rest
 
 
 def split_id(plaintext: bytes) -> tuple[str, bytes]:
-    """Return the id and the rest of a plaintext that `with_id` returned.  Raises TamperedError."""
+    """Return the id and the rest of a plaintext that `with_id` returned.
+
+    Raises TamperedError if the plaintext is malformed.
+    """
     if len(plaintext) >= _LENGTH.size:
         end = _LENGTH.size + _LENGTH.unpack_from(plaintext)[0]
         if end <= len(plaintext):
@@ -292,13 +297,16 @@ def split_id(plaintext: bytes) -> tuple[str, bytes]:
 
 
 def join_owner(fields: OwnerFields) -> bytes:
-    """Return the bytes that store *fields*: at most 255 key ids."""
+    """Return the bytes that store *fields*, which may have at most 255 key ids."""
     ids = fields.key_ids
     return fields.link + _KEY_IDS[len(ids)].pack(len(ids), *ids) + fields.state
 
 
 def split_owner(data: bytes) -> OwnerFields:
-    """Return the fields that `join_owner` joined.  Raises TamperedError."""
+    """Return the fields that `join_owner` joined.
+
+    Raises TamperedError if *data* is malformed.
+    """
     try:
         layout = _KEY_IDS[data[LINK_LENGTH]]
         _, *key_ids = layout.unpack_from(data, LINK_LENGTH)
@@ -315,7 +323,10 @@ def join_session(fields: SessionFields) -> bytes:
 
 
 def split_session(data: bytes) -> SessionFields:
-    """Return the fields that `join_session` joined.  Raises TamperedError."""
+    """Return the fields that `join_session` joined.
+
+    Raises TamperedError if *data* is too short.
+    """
     if len(data) < 2 * LINK_LENGTH:
         raise _malformed()
     end = 2 * LINK_LENGTH
@@ -323,7 +334,10 @@ def split_session(data: bytes) -> SessionFields:
 
 
 def split_link(data: bytes) -> tuple[bytes, bytes]:
-    """Return the link that *data* begins with, and the rest.  Raises TamperedError."""
+    """Return the link at the start of *data*, and the rest.
+
+    Raises TamperedError if *data* is too short.
+    """
     if len(data) < LINK_LENGTH:
         raise _malformed()
     return data[:LINK_LENGTH], data[LINK_LENGTH:]

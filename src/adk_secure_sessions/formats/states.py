@@ -12,13 +12,13 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 JsonObject = json_text.JsonObject
 
-# The state itself is one of these levels.  In the event that changes it, it is the third level.  So
-# every value of a state fits in an event.
+# The maximum number of nested lists and objects, including the state itself.  In an event, the
+# state delta is at the third level, so every value of a state is also within the limit of events.
 MAX_STATE_LEVELS = 191
 MAX_KEY_BYTES = 8192
 
-# The prefixes of google.adk.sessions.State.  They are copied, because importing google-adk takes
-# seconds and would delay the command line.  A test checks that they are equal.
+# Copies of the prefixes in `google.adk.sessions.State`.  Importing google-adk takes seconds and
+# would delay the command line.  A test checks that the copies are equal to the originals.
 APP_PREFIX, USER_PREFIX, TEMP_PREFIX = "app:", "user:", "temp:"
 
 
@@ -65,7 +65,7 @@ def dumps(state: JsonObject) -> bytes:
 
 
 def loads(data: bytes, name: str = "the state") -> JsonObject:
-    """Return the state in *data*, which must be authenticated, as new objects in each call.
+    """Parse *data*, which must be authenticated, and return the state as a new dict.
 
     Raises:
         DecryptionError: *data* is not a JSON object within the limits.  The message calls it
@@ -75,9 +75,10 @@ def loads(data: bytes, name: str = "the state") -> JsonObject:
 
 
 def encode(state: JsonObject, prefix: str = "") -> bytes:
-    """Return the JSON of the *state* that a caller gives, after checking its limits.
+    """Check the limits of *state*, which a caller gives, and return its JSON.
 
-    As in ADK, a value that has no JSON form is replaced by its text, and a warning is logged.
+    As in ADK, a value that cannot be converted to JSON is replaced by its text, and a warning is
+    logged.
 
     Args:
         state: Keys and values of one scope.
@@ -105,7 +106,7 @@ def encode(state: JsonObject, prefix: str = "") -> bytes:
             )
         try:
             data = dumps({key.removeprefix(prefix): value for key, value in values.items()})
-        except ValueError as error:  # it is too large, and the message is ours
+        except ValueError as error:  # the JSON is too large; the message contains no value
             path = json_text.shown([json_text.largest(values)])
             raise ValueError(f"state{path}: {error}") from None
     if len(data) > MAX_KEY_BYTES:

@@ -18,6 +18,7 @@ from adk_secure_sessions.formats.records import (
     EVENT_PREVIOUS,
     EVENT_REST,
     HEADER_LENGTH,
+    LINK_LENGTH,
     NO_LINK,
     OwnerFields,
     SessionFields,
@@ -40,19 +41,27 @@ from adk_secure_sessions.storage.queries import (
     UserRow,
     WitnessRow,
 )
-from adk_secure_sessions.storage.schema import apps, bases, events, sessions, users, witnesses
+from adk_secure_sessions.storage.schema import (
+    COLLECTION,
+    NO_SNAPSHOT,
+    apps,
+    bases,
+    events,
+    sessions,
+    users,
+    witnesses,
+)
 
 R = TypeVar("R")
 V = TypeVar("V", bound="Owner | StoredSession")
-
-NO_SNAPSHOT = -1  # the `base_revision` of a session whose row contains the whole state
 
 
 class Identity(NamedTuple):
     """The ids that ADK uses for an app, user and session, and their tags (blind indexes).
 
-    *session_parts* and *event_parts* are the encoded texts of the contexts of the session's row and
-    events: an append needs both, and they take longer to encode than the numbers.
+    If *is_collection*, the session id is the name of a collection: see `store.Collections`.
+    *session_parts* and *event_parts* are the encoded texts in the contexts of the session's row and
+    of its events.  They are encoded once and kept, because every append needs both.
     """
 
     app_name: str
@@ -63,6 +72,7 @@ class Identity(NamedTuple):
     session_tag: bytes
     session_parts: bytes = b""
     event_parts: bytes = b""
+    is_collection: bool = False
 
     def tags(self) -> dict[str, object]:
         """Return the tags as parameters of the statements in `queries`."""
@@ -73,9 +83,16 @@ class Identity(NamedTuple):
         }
 
 
-def identify(index: BlindIndex, app_name: str, user_id: str = "", session_id: str = "") -> Identity:
+def identify(
+    index: BlindIndex,
+    app_name: str,
+    user_id: str = "",
+    session_id: str = "",
+    is_collection: bool = False,
+) -> Identity:
     """Return the ids with their tags, which *index* computes."""
-    session_tag = index.session(app_name, user_id, session_id)
+    tag_of = index.collection if is_collection else index.session
+    session_tag = tag_of(app_name, user_id, session_id)
     return Identity(
         app_name,
         user_id,
@@ -85,6 +102,7 @@ def identify(index: BlindIndex, app_name: str, user_id: str = "", session_id: st
         session_tag,
         records.context_parts(("session", app_name, user_id, session_tag)),
         records.context_parts(("event", app_name, user_id, session_id)),
+        is_collection,
     )
 
 
@@ -108,11 +126,11 @@ class Owner(NamedTuple):
 class StoredSession(NamedTuple):
     """A decrypted row of `secure_sessions`.
 
-    The session's state is *overlay* merged over *snapshot*.  Only a large state has a snapshot: a
-    row of `secure_bases`, written at *base_revision*.  The overlay then holds the changes since.
-    *snapshot* is `{}` if the session has none, and None if the snapshot was not read.  *head* and
-    *snapshot_link*: see `records.SessionFields`.  *sealed* is the stored record: the next update
-    requires that it is still stored.
+    The session's state is *snapshot* updated with *overlay*.  Only a large state has a snapshot: a
+    row of `secure_bases`, written at *base_revision*.  The overlay then holds the entries that
+    changed since that revision.  *snapshot* is `{}` if the session has none, and None if the
+    snapshot was not read.  *head* and *snapshot_link*: see `records.SessionFields`.  *sealed* is
+    the record in the row.  An update of the row requires that the row still contains this record.
     """
 
     id: int
@@ -131,8 +149,13 @@ class StoredSession(NamedTuple):
     sealed: bytes
 
     @property
+    def has_snapshot(self) -> bool:
+        """Whether `secure_bases` has a row of this session."""
+        return self.base_revision not in (NO_SNAPSHOT, COLLECTION)
+
+    @property
     def row(self) -> SessionRow:
-        """The stored row, as a read returns it."""
+        """The session's row, as a read returns it."""
         return SessionRow(
             self.id, self.user_row, self.revision, self.base_revision, self.created_at,
             self.updated_at, self.expires_at, self.revision - 1, self.tag, self.sealed,
@@ -140,18 +163,19 @@ class StoredSession(NamedTuple):
 
 
 class Seen(NamedTuple, Generic[R, V]):
-    """A row, its version witness and the decrypted value.
+    """An entry of `RowCache`: a row, its version witness and the decrypted value.
 
-    As long as the stored row and witness are identical byte for byte, the value is reused without
-    decrypting again.
+    If a later read returns exactly the same row and witness, the value is used without decrypting
+    the row again.
 
     Attributes:
         row: The row.
         witness: Its version witness; None if this process has not read it.
         value: The decrypted row.
         time: `RowCache.time` when this process read or wrote the row.
-        has_proven_head: For a session: whether its last event was decrypted, or written by this
-            process.  Only then may an event be appended without a read.
+        has_proven_head: For a session: whether this process has read or written its last event,
+            and the event has the link *head* of the session.  Only then may an event be appended
+            without a read.
     """
 
     row: R
@@ -165,7 +189,8 @@ class RowCache:
     """The rows that this process read or wrote last, by tag: at most *limit* of each kind.
 
     Attributes:
-        time: The number of rows stored in the cache so far; tells what was seen before a read.
+        time: A counter that each new entry increases by one.  It tells whether an entry was made
+            before an attempt began.
     """
 
     def __init__(self, limit: int) -> None:
@@ -175,7 +200,7 @@ class RowCache:
         self.time: int = 0
 
     def tick(self) -> int:
-        """Return a new time."""
+        """Increase `time` by one and return it."""
         self.time += 1
         return self.time
 
@@ -190,7 +215,7 @@ class RowCache:
     ) -> None:
         """Cache *value*, the decrypted *row*, unless a newer version of the row is cached.
 
-        A read may be slow: meanwhile another task may have read or written a newer version.
+        During a slow read, another task may have read or written a newer version.
         """
         seen = kind.get(value.tag)
         if seen is None or seen.value.id != value.id or _version(seen.value) <= _version(value):
@@ -199,14 +224,13 @@ class RowCache:
     def put_session(
         self, session: StoredSession, witness: WitnessRow | None, *, has_proven_head: bool
     ) -> None:
-        """Cache *session*, without its snapshot, which may be large; otherwise like `put`."""
-        has_snapshot = session.base_revision != NO_SNAPSHOT
-        session = session._replace(snapshot=None if has_snapshot else b"{}")
+        """Cache *session* like `put`, but without its snapshot, which may be large."""
+        session = session._replace(snapshot=None if session.has_snapshot else b"{}")
         row = session.row
         self.put(self.sessions, row, witness, session, has_proven_head=has_proven_head)
 
     def proven_session(self, tag: bytes) -> StoredSession | None:
-        """Return the cached session if its last event is proven."""
+        """Return the cached session if it `has_proven_head` (see `Seen`), otherwise None."""
         seen = self.sessions.get(tag)
         return seen.value if seen and seen.has_proven_head else None
 
@@ -235,12 +259,12 @@ class Attempt(NamedTuple):
         return forms[self.key_source is KeySource.QUERY]
 
     def load_keys(self, found: Found) -> None:
-        """Unwrap the data keys in *found*, if its query has read them.  See `StagedKeys.load`."""
+        """Unwrap the data keys in *found* if the query has read them; see `StagedKeys.load`."""
         if self.key_source is KeySource.QUERY:
             self.keys.load(found.data_keys, found.masters)
 
     def forget_user(self) -> None:
-        """Remove the user from the caches, because the user's row is not stored."""
+        """Remove the user and the session from the caches, because the user's row is not stored."""
         self.keys.forget(self.who.user_tag)
         self.cache.users.drop(self.who.user_tag)
         self.cache.sessions.drop(self.who.session_tag)
@@ -291,7 +315,7 @@ def event_context(who: Identity, session_row: int, seq: int, time: int) -> bytes
 
 
 def open_app(attempt: Attempt, found: Found) -> Owner | None:
-    """Return the app, or None if it is not stored.
+    """Return the decrypted app of *attempt*, or None if it is not stored.
 
     Raises DecryptionError if the app's row was tampered with, or if the row is missing and its
     version witness is still stored.
@@ -319,7 +343,7 @@ def open_app(attempt: Attempt, found: Found) -> Owner | None:
 
 
 def open_user(attempt: Attempt, found: Found) -> Owner | None:
-    """Return the user, or None if the user is not stored.
+    """Return the decrypted user of *attempt*, or None if the user is not stored.
 
     Raises DecryptionError if the user's row was tampered with, or if the row is missing and its
     version witness is still stored.
@@ -338,7 +362,10 @@ def open_user(attempt: Attempt, found: Found) -> Owner | None:
 
 
 def open_user_row(attempt: Attempt, found: Found, row: UserRow) -> Owner:
-    """Return the user in *row*, which may be any user of the app."""
+    """Return the decrypted user in *row*, which may be any user of the app.
+
+    Raises DecryptionError if the row was tampered with.
+    """
     cache = attempt.cache.users
     user = _unchanged(cache, found, row.tag, row)
     if user is None:
@@ -359,9 +386,10 @@ def open_user_row(attempt: Attempt, found: Found, row: UserRow) -> Owner:
 
 
 def named_user(attempt: Attempt, found: Found) -> Owner | None:
-    """Return the user that `attempt.who` names, without state, if there is a row with this tag.
+    """Return the user of *attempt* without decrypting the user's row; None if no row has the tag.
 
-    The row is not decrypted: each record of a session proves the user id and the user's row.
+    The returned user has an empty state.  The user id and the row id are not authenticated here:
+    decrypting a session of the user authenticates them.
     """
     row = found.user
     if row is None:
@@ -370,7 +398,7 @@ def named_user(attempt: Attempt, found: Found) -> Owner | None:
 
 
 def open_session(attempt: Attempt, found: Found, user: Owner | None) -> StoredSession | None:
-    """Return the session, or None if it is not stored.
+    """Return the decrypted session of *attempt*, or None if it is not stored.
 
     Raises DecryptionError if the session's row was tampered with, if the row is missing and its
     version witness is still stored, or if the row is stored and the user's row is missing.
@@ -396,9 +424,9 @@ def open_session(attempt: Attempt, found: Found, user: Owner | None) -> StoredSe
 
 
 def open_session_row(attempt: Attempt, found: Found, user: Owner, row: SessionRow) -> StoredSession:
-    """Return the session in *row*, which may be any session of *user*.
+    """Return the decrypted session in *row*, which may be any session of *user*.
 
-    An unchanged row is taken from the cache, except if it has a snapshot.
+    If the row is unchanged and the session has no snapshot, the cached session is returned.
     """
     cache, witness = attempt.cache, found.witnesses.get(row.tag)
     seen = cache.sessions.get(row.tag)
@@ -447,7 +475,7 @@ def _open_snapshot(
     """Return the decrypted snapshot of the session in *row*; `{}` if the session has none."""
     snapshot = found.snapshots.get(row.id)
     with naming(bases.name, row.id):
-        if row.base_revision == NO_SNAPSHOT:
+        if row.base_revision in (NO_SNAPSHOT, COLLECTION):
             if snapshot is not None:
                 raise TamperedError(
                     "the session has no snapshot: this row was added", reason=Reason.MISMATCH
@@ -468,7 +496,7 @@ def _open_snapshot(
 
 
 def check_events(session: StoredSession, history: list[Row], limit: int | None) -> None:
-    """Sort *history*, which must contain each event of *session* exactly once.
+    """Sort the rows *history* by `seq`; check that each event of *session* occurs exactly once.
 
     If *limit* is given, *history* must contain only the last *limit* events.  Raises TamperedError
     if an event is missing, was added or was renumbered.
@@ -477,7 +505,7 @@ def check_events(session: StoredSession, history: list[Row], limit: int | None) 
     expected = list(range(first, session.revision))
     if [row[EVENT_SEQ] for row in history] != expected:
         # A UNION ALL guarantees no order.  SQLite stores any type in any column, so a modified
-        # `seq` may not be an integer: sort by text, since any two texts can be compared.
+        # `seq` may not be an integer.  So sort by text, because any two texts can be compared.
         history.sort(
             key=lambda row: f"{row[EVENT_SEQ]:020}" if isinstance(row[EVENT_SEQ], int) else ""
         )
@@ -494,19 +522,22 @@ def check_events(session: StoredSession, history: list[Row], limit: int | None) 
 def open_events(
     attempt: Attempt, session: StoredSession, history: Iterable[Row], previous: bytes | None
 ) -> tuple[list[bytes], bytes | None]:
-    """Decrypt the events in *history*, in order, and check that each follows the one before it.
+    """Decrypt the events in *history*; check that each contains the link of the event before it.
 
-    The loop runs once per event, and a history may be long: values that are the same for several
-    events (parts of the context, the cipher) are computed once.
+    A history may have thousands of events.  Therefore, the parts of the context and the cipher,
+    which are the same for many events, are computed once.
 
     Args:
-        attempt: The attempt, for its keys.
+        attempt: Contains the data keys and the ids of the session.
         session: The session of the events.
-        history: Rows of events, as the driver returns them.
+        history: Rows of events as the driver returns them, sorted by `seq`.
         previous: The link of the event before the first; None if that event was not read.
 
     Returns:
-        The events' plaintexts without links, and the link of the last event.
+        The events' plaintexts without flags and links, and the link of the last event.
+
+    Raises:
+        DecryptionError: An event was tampered with, or belongs to another copy of the database.
     """
     who, session_row = attempt.who, session.id
     parts = who.event_parts
@@ -520,7 +551,7 @@ def open_events(
                 header = record[:HEADER_LENGTH]
             context = records.numbered_context(parts, session_row, seq, row[EVENT_TIME])
             plaintext = open_with_flags(record, context, cipher)
-            if plaintext[EVENT_PREVIOUS] != previous and previous is not None:
+            if previous is not None and not plaintext.startswith(previous, EVENT_PREVIOUS.start):
                 raise _other_history()
             previous = plaintext[EVENT_LINK]
             opened.append(plaintext[EVENT_REST])
@@ -533,8 +564,14 @@ def open_events(
 
 
 def check_head(attempt: Attempt, session: StoredSession, last: bytes | None) -> None:
-    """Reject *session* unless its last event has the link *last*; otherwise note that it has."""
-    if last is not None and last != session.head:
+    """Check that *last*, the link of the last event, is the link that the session's row contains.
+
+    If *last* is None, the last event was not read, and nothing is checked.  If the links are equal,
+    set `has_proven_head` of the cached session.  Otherwise, raise TamperedError.
+    """
+    if last is None:
+        return
+    if last != session.head:
         raise _other_history().located(sessions.name, session.id)
     seen = attempt.cache.sessions.get(session.tag)
     if seen and seen.row == session.row and not seen.has_proven_head:
@@ -564,7 +601,11 @@ def _owner_fields(owner: Owner) -> bytes:
 
 
 def seal_witness(attempt: Attempt, owner: bytes, tag: bytes, number: int, link: bytes) -> bytes:
-    """Return a version witness; *number* is in its context, *link* is its plaintext."""
+    """Return the record of a version witness.
+
+    The witness is that of the row with the blind index *tag*, and a data key of *owner* encrypts
+    it.  *number* is in its context, and *link* is its plaintext.
+    """
     return attempt.keys.seal(owner, witness_context(attempt.who.app_name, tag, number), link)
 
 
@@ -588,9 +629,26 @@ def seal_snapshot(
 def seal_event(
     attempt: Attempt, session: StoredSession, seq: int, time: int, link: bytes, event: bytes
 ) -> bytes:
-    """Return the record of an event with *link*, which follows the last event of *session*."""
+    """Return the record of a new event, which follows the last event of *session*.
+
+    *link* is the link of the new event.
+    """
     context = records.numbered_context(attempt.who.event_parts, session.id, seq, time)
     return attempt.keys.seal(attempt.who.user_tag, context, link + session.head + event)
+
+
+def seal_replacement(attempt: Attempt, session: StoredSession, row: Row, event: bytes) -> bytes:
+    """Return a record of *event* that takes the place of the event in *row*, with its links.
+
+    Raises DecryptionError if the event in *row* was tampered with.
+    """
+    seq, record = row[EVENT_SEQ], row[EVENT_RECORD]
+    with naming(events.name, f"{session.id}, {seq}"):
+        context = records.numbered_context(
+            attempt.who.event_parts, session.id, seq, row[EVENT_TIME]
+        )
+        plaintext = attempt.keys.open(attempt.who.user_tag, context, record)
+    return attempt.keys.seal(attempt.who.user_tag, context, plaintext[: 2 * LINK_LENGTH] + event)
 
 
 class naming:  # noqa: N801 - used like a function: `with naming(...)`
@@ -611,7 +669,7 @@ class naming:  # noqa: N801 - used like a function: `with naming(...)`
 
 
 def _unchanged(cache: Lru[bytes, Seen[R, V]], found: Found, tag: bytes, row: R) -> V | None:
-    """Return the cached value of *row*; None if *row* or its version witness is not as cached."""
+    """Return the cached value of *row*; None if the row or its version witness has changed."""
     seen = cache.get(tag)
     if seen and seen.row == row and seen.witness == found.witnesses.get(tag):
         return seen.value
@@ -621,10 +679,11 @@ def _unchanged(cache: Lru[bytes, Seen[R, V]], found: Found, tag: bytes, row: R) 
 def _check_witness(
     attempt: Attempt, found: Found, owner: bytes, tag: bytes, number: int, link: bytes
 ) -> None:
-    """Reject a row whose version witness is missing, was tampered with, or is of another version.
+    """Raise DecryptionError unless the version witness of a row confirms the row.
 
-    The number alone is not enough: two copies of a database that were written separately have
-    different versions of the same number.  Their links differ.
+    The witness must be authentic, and its number and its link must be *number* and *link*.  The
+    number alone is not enough: two copies of a database may contain different versions of a row
+    with the same number.  Their links differ.
     """
     witness = found.witnesses.get(tag)
     if witness is None:
@@ -653,7 +712,7 @@ def _version(value: Owner | StoredSession) -> int:
 
 
 def _reject_older(attempt: Attempt, seen: Seen[Any, Any] | None, row_id: int, version: int) -> None:
-    """Reject a row whose version is lower than this process had seen before the attempt began."""
+    """Raise TamperedError if this process read a higher version of the row before the attempt."""
     if seen is None or seen.time > attempt.began or seen.value.id != row_id:
         return
     newest = _version(seen.value)

@@ -1,8 +1,8 @@
-"""Opening a database: survey it, reject it if it cannot be used, and create what is missing.
+"""Open a database: check whether it can be used, and create missing tables and keys.
 
-`look` surveys a database, `check` rejects a database that cannot be used, and `open_database`
-creates what is missing.  After each thing it creates, `open_database` surveys and checks again,
-until nothing is missing.
+`look` returns a `Survey`, which lists the tables and the metadata of a database.  `check` rejects a
+database that cannot be used.  `open_database` creates missing tables and keys.  After each step, it
+surveys and checks the database again, until nothing is missing.
 """
 
 import hmac
@@ -20,7 +20,7 @@ import sqlalchemy as sa
 from adk_secure_sessions.backends import NoOpBackend
 from adk_secure_sessions.backends.registry import Backends
 from adk_secure_sessions.db.dialects import exclusively
-from adk_secure_sessions.db.protocol import Executor, Executors
+from adk_secure_sessions.db.protocol import Conflict, Executor, Executors
 from adk_secure_sessions.errors import (
     ConfigurationError,
     DatabaseError,
@@ -56,15 +56,16 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 8  # how often `open_database` surveys a database before it fails
 _ID = re.compile("[0-9a-f]{32}")
-# The beginnings of the names of SQLite's errors for a file that cannot be used.
+# The errors of SQLite for a file that cannot be used have names that begin with one of these.
 _UNUSABLE = ("SQLITE_CANTOPEN", "SQLITE_NOTADB", "SQLITE_READONLY", "SQLITE_PERM", "SQLITE_AUTH")
 
 # The names of rows in `secure_meta`.
 FORMAT, DATABASE_ID, PLAINTEXT, HOLDS = "format", "database_id", "plaintext", "holds"
 FEATURES = "features"
 NO_FEATURES = "-"
-SEPARATING = "separating"  # the feature of a copy whose separation has not ended
-_KNOWN_FEATURES = frozenset({NO_FEATURES, SEPARATING})
+SEPARATING = "separating"  # the feature of a copy while `separate` gives it its own id and keys
+COLLECTIONS = "collections"  # `secure_sessions` also has collections: artifacts and memory
+_KNOWN_FEATURES = frozenset({NO_FEATURES, SEPARATING, COLLECTIONS})
 SEPARATION = "separation"
 _SEPARATION_FORM = re.compile(
     r"(?P<text>(?P<old>[0-9a-f]{32}) (?P<since>\d{1,19})(?P<masters>( \d{1,19})+)) "
@@ -76,7 +77,7 @@ MASTER_KEYS = sa.select(*(keyring.c[name] for name in MasterKeyRow._fields))
 
 
 class Part(Enum):
-    """Which of our tables a database has.
+    """The part of our tables that a database has: all, those of the data, or those of the keys.
 
     The value is stored in row `holds` of `secure_meta`; a database with all tables has no such row.
     """
@@ -96,11 +97,11 @@ class Part(Enum):
 
 
 class Survey(NamedTuple):
-    """The tables and the metadata of a database, as stored: none of it is authenticated.
+    """The tables and the metadata that a database contains.  Nothing in it is authenticated.
 
-    *alien_tables* are named like one of our tables, but lack one of its columns.  *adk_tables*
+    *alien_tables* have the name of one of our tables, but lack one of its columns.  *adk_tables*
     is True if ADK's own tables exist.  *is_used* is True if a table other than `secure_meta` and
-    `secure_keyring` has rows.
+    `secure_keyring` has rows.  *meta* has the values of `secure_meta` by name.
     """
 
     missing_tables: frozenset[str]
@@ -112,7 +113,7 @@ class Survey(NamedTuple):
 
     @property
     def part(self) -> Part | None:
-        """The part that `secure_meta` names; None if this release does not know that value."""
+        """The part that `secure_meta` names; None if this release does not know the name."""
         mark = self.meta.get(HOLDS)
         return next((part for part in Part if part.value == mark), None)
 
@@ -123,7 +124,7 @@ class Survey(NamedTuple):
 
     @property
     def has_plaintext_records(self) -> bool:
-        """Whether the database is marked as holding records of `NoOpBackend`, now or earlier."""
+        """Whether `secure_meta` says that `NoOpBackend` has written records to the database."""
         return PLAINTEXT in self.meta
 
     @property
@@ -141,10 +142,10 @@ class Survey(NamedTuple):
 
 
 def look(connection: sa.Connection) -> Survey:
-    """Survey a database without changing it."""
+    """Return the survey of a database, without changing the database."""
     survey = _look(connection)
     if survey.meta and (survey.part or Part.ALL).missing(survey):
-        # Another process may have created these tables after we read the table names.
+        # Another process may have created these tables after `_look` read the table names.
         survey = _look(connection)
     return survey
 
@@ -160,7 +161,8 @@ def _look(connection: sa.Connection) -> Survey:
     if meta in tables and meta.name not in alien:
         values = {row.name: row.value for row in connection.execute(sa.select(meta))}
     if not alien and keyring in tables:
-        # One row more than `check_row_count` accepts: an attacker may have inserted any number.
+        # Read one row more than `check_row_count` accepts, and no more: an attacker may have
+        # inserted very many.
         query = MASTER_KEYS.order_by(keyring.c.created_at, keyring.c.id).limit(MAX_ROWS + 1)
         rows = connection.execute(query)
         masters = [MasterKeyRow(*row) for row in rows]
@@ -176,7 +178,7 @@ def _alien(tables: list[sa.Table], connection: sa.Connection) -> list[str]:
     """Return the names of those *tables* that lack one of our columns."""
     if not tables:
         return []
-    # Reflecting each table takes a hundred times as long as one query that names all columns.
+    # One query that names all columns takes a hundredth of the time of reflecting each table.
     columns = [", ".join(table.c.keys()) for table in tables]
     members = [
         f"SELECT 1 FROM (SELECT {listed} FROM {table.name}) AS t WHERE 1 = 0"  # noqa: S608
@@ -203,7 +205,7 @@ def check(survey: Survey, part: Part, create_tables: bool) -> None:
     Raises:
         ConfigurationError: The database cannot be used; the message says why and what to do.
     """
-    version = survey.format_version  # before the columns: another format may have others
+    version = survey.format_version  # checked first, because another format may have other columns
     if version == "1":
         raise ConfigurationError(
             "the database has format 1, which was never released: delete the database, and create "
@@ -249,10 +251,11 @@ def check(survey: Survey, part: Part, create_tables: bool) -> None:
 
 
 def _check_features(survey: Survey) -> None:
-    """Reject features that this release does not know.  The MAC is checked with the keyring.
+    """Raise ConfigurationError for features that this release does not know.
 
-    A release that does not know a feature would, for example, retire a key that is still used in a
-    table that it does not know.
+    A release that does not know a feature could, for example, retire a key that is still used in a
+    table of this feature.  The list is authenticated later, in `check_features`, because its MAC
+    needs a key of the keyring.
     """
     names, _ = _stored_features(survey)
     unknown = [name for name in names.split(",") if name not in _KNOWN_FEATURES]
@@ -264,7 +267,10 @@ def _check_features(survey: Survey) -> None:
 
 
 def _stored_features(survey: Survey) -> tuple[str, str]:
-    """Return the feature names, separated by commas, and the MAC; raise ConfigurationError."""
+    """Return the feature names, separated by commas, and their MAC in hexadecimal.
+
+    Raises ConfigurationError if the stored value is missing or malformed.
+    """
     found = _FEATURES_FORM.fullmatch(str(survey.meta.get(FEATURES)))
     if found is None:
         raise ConfigurationError(
@@ -275,11 +281,11 @@ def _stored_features(survey: Survey) -> tuple[str, str]:
 
 
 def reject_separating(survey: Survey) -> None:
-    """Reject a copy of a database whose separation has not ended.
+    """Raise ConfigurationError if the command `separate` has not finished with this copy.
 
-    A service that writes to it would encrypt with keys that it shares with the other database.
+    A service would encrypt new records with data keys that the original database also has.
     """
-    if _stored_features(survey)[0] == SEPARATING:
+    if SEPARATING in stored_features(survey):
         raise ConfigurationError(
             "this copy of a database is being separated: run `adk-secure-sessions separate` again, "
             "until it has ended"
@@ -287,14 +293,16 @@ def reject_separating(survey: Survey) -> None:
 
 
 def check_features(survey: Survey, keyring: Keyring) -> None:
-    """Authenticate the feature list and the state of a separation, and note it in *keyring*.
+    """Authenticate the feature list and, if `separate` has not finished, its stored state.
+
+    Set `keyring.separation` to that state, or to None.
 
     Raises:
-        WrongKeyError: One of them was modified.
+        WrongKeyError: The feature list or the state was modified.
     """
     _check_feature_list(survey, keyring)
     keyring.separation = None
-    if _stored_features(survey)[0] != SEPARATING:
+    if SEPARATING not in stored_features(survey):
         return
     found = _SEPARATION_FORM.fullmatch(str(survey.meta.get(SEPARATION)))
     expected = (
@@ -308,20 +316,60 @@ def check_features(survey: Survey, keyring: Keyring) -> None:
     keyring.separation = Separation(bytes.fromhex(found["old"]), int(found["since"]), masters)
 
 
-def separation_marks(separation: Separation, index: BlindIndex, new_id: bytes) -> dict[str, str]:
-    """Return the rows of `secure_meta` of a database whose separation begins."""
+def separation_marks(
+    separation: Separation, index: BlindIndex, new_id: bytes, features: frozenset[str]
+) -> dict[str, str]:
+    """Return the rows of `secure_meta`, value by name, with which `separate` begins.
+
+    *index* authenticates them, *new_id* is the new id of the database, and *features* are the
+    features that it has.
+    """
     masters = " ".join(map(str, sorted(separation.masters)))
     text = f"{separation.old_id.hex()} {separation.since} {masters}"
     return {
         DATABASE_ID: new_id.hex(),
-        FEATURES: f"{SEPARATING} {index.features(new_id, SEPARATING).hex()}",
+        FEATURES: feature_mark(index, new_id, features | {SEPARATING}),
         SEPARATION: f"{text} {index.separation(new_id, text).hex()}",
     }
 
 
-def feature_mark(index: BlindIndex, database_id: bytes) -> str:
-    """Return the value of the row `features` of a database without features."""
-    return f"{NO_FEATURES} {index.features(database_id, NO_FEATURES).hex()}"
+def feature_mark(
+    index: BlindIndex, database_id: bytes, features: frozenset[str] = frozenset()
+) -> str:
+    """Return the value of the row `features` of a database with these *features*."""
+    names = ",".join(sorted(features)) or NO_FEATURES
+    return f"{names} {index.features(database_id, names).hex()}"
+
+
+def stored_features(survey: Survey) -> frozenset[str]:
+    """Return the stored features of a database; they are not authenticated.
+
+    Raises:
+        ConfigurationError: The row is missing or malformed.
+    """
+    names, _ = _stored_features(survey)
+    return frozenset(names.split(",")) - {NO_FEATURES}
+
+
+def add_feature(feature: str, keyring: Keyring, connection: sa.Connection) -> None:
+    """Add *feature* to the stored features, before anything of it is stored.
+
+    From then on, releases that do not know the feature reject the database.
+
+    Raises:
+        WrongKeyError: The stored features were modified.
+        ConfigurationError: The row is missing or malformed, or a separation has not ended.
+    """
+    survey = look(connection)
+    reject_separating(survey)
+    _check_feature_list(survey, keyring)
+    features = stored_features(survey)
+    if feature in features:
+        return
+    row = sa.update(meta).where(meta.c.name == FEATURES, meta.c.value == survey.meta[FEATURES])
+    mark = feature_mark(keyring.index, keyring.database_id, features | {feature})
+    if connection.execute(row.values(value=mark)).rowcount != 1:
+        raise Conflict  # another process has changed them
 
 
 def _check_feature_list(survey: Survey, keyring: Keyring) -> None:
@@ -392,8 +440,8 @@ async def open_database(
 ) -> Keyring:
     """Check the database, create missing tables and keys, and open the keyring.
 
-    A key database is completed before the data database, so that after a crash between the two
-    the next start can continue.
+    The tables and keys of a key database are created before those of the data database.  If the
+    process crashes between the two, the next start continues.
 
     Args:
         executors: Run the statements on the data database and the key database.
@@ -483,9 +531,14 @@ async def open_existing(
 
 
 async def half_separated(executors: Executors) -> tuple[Survey, str] | None:
-    """Return the key database's survey and the old id, if only that database has the new id.
+    """Find out whether a run of `separate` was killed after it had changed only the key database.
 
-    A separation that was killed may have written the new id to the key database only.
+    The command writes the new database id to the key database first, and then to the data
+    database.
+
+    Returns:
+        The survey of the key database and the old database id in hexadecimal.  None if there is no
+        key database, or if the data database does not have the old id.
     """
     if not executors.has_key_database:
         return None
@@ -507,11 +560,12 @@ async def _survey(executors: Executors, create_tables: bool) -> tuple[Survey, Su
         survey = await _usable(executors.data.define(look, commit=False))
         check(survey, Part.ALL, create_tables)
         return survey, survey
-    # Read the data database first.  Another process may be creating both, and creates the key
-    # database first: if we see its data database, we also see its key database.
+    # Read the data database first.  Another process may be creating both, and it creates the key
+    # database first.  So if we see its data database, we also see its key database.
     data = await _usable(executors.data.define(look, commit=False))
     keys = await _usable(executors.keys.define(look, commit=False), "key database's ")
-    # If the keys are in use, the data database was perhaps created after we surveyed it.
+    # Keys are in use only after the data database was created.  It may have been created after our
+    # survey, so survey it again.
     if keys.is_used and data.format_version is None:
         data = await _usable(executors.data.define(look, commit=False))
     check(keys, Part.KEYS, create_tables)
@@ -521,6 +575,7 @@ async def _survey(executors: Executors, create_tables: bool) -> tuple[Survey, Su
 
 
 async def _usable(work: Awaitable[T], whose: str = "") -> T:
+    """Await *work*; raise ConfigurationError if SQLite cannot open or use the file."""
     try:
         return await work
     except DatabaseError as error:
@@ -531,7 +586,10 @@ async def _usable(work: Awaitable[T], whose: str = "") -> T:
 
 
 def mark_plaintext(connection: sa.Connection) -> None:
-    """Mark the database as holding plaintext records; call this before the first is written."""
+    """Mark the database as containing plaintext records.
+
+    Call this before the first plaintext record is written.
+    """
     values = {meta.c.name: PLAINTEXT, meta.c.value: "1"}
     if not connection.scalar(sa.select(meta.c.value).where(meta.c.name == PLAINTEXT)):
         connection.execute(sa.insert(meta).values(values))
@@ -544,7 +602,10 @@ async def _make(
     marks: dict[str, str],
     fresh: list[MasterKeyRow],
 ) -> None:
-    """Create what is missing, unless the database has changed since the survey *expected*."""
+    """Create missing tables and rows, unless the database has changed since the survey *expected*.
+
+    *marks* are the rows of `secure_meta`, value by name.  *fresh* are new rows of the keyring.
+    """
     if part.value is not None:
         marks = {**marks, HOLDS: part.value}
     work = partial(_establish, part, expected, marks, fresh)

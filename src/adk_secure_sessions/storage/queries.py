@@ -19,6 +19,7 @@ from sqlalchemy import (
     Insert,
     LargeBinary,
     Select,
+    and_,
     bindparam,
     cast,
     delete,
@@ -35,6 +36,7 @@ from adk_secure_sessions.db.protocol import Row
 from adk_secure_sessions.keys.data_keys import DataKeyRow
 from adk_secure_sessions.keys.keyring import MasterMark
 from adk_secure_sessions.storage.schema import (
+    COLLECTION,
     apps,
     bases,
     data_keys,
@@ -49,13 +51,14 @@ from adk_secure_sessions.storage.schema import (
 _APP, _USER, _WITNESS, _KEY, _MASTER, _SESSION, _SNAPSHOT, _EVENT = range(8)
 _NUMBERS, _BLOBS = 8, 2
 # The positions of an event's values in its row.  A history may have thousands of events, and
-# converting a row to a named tuple takes as long as finding its cipher: event rows are therefore
+# converting a row to a named tuple takes as long as finding its cipher.  Therefore, event rows are
 # used as the driver returns them.
 EVENT_SEQ, EVENT_TIME, EVENT_RECORD = 1, 2, 1 + _NUMBERS
 _ZERO: ColumnElement[int] = literal_column("0")
 
-# Two forms of one query.  The form at True also reads the owners' rows of `secure_data_keys`, and
-# what tells whether the keyring has changed: a data key under a retired master must be rejected.
+# Two forms of one query, by whether the form reads data keys.  The form with data keys also reads
+# the `MasterMark` of each row of the keyring.  The marks tell whether the keyring has changed: a
+# data key that is wrapped with a retired data master must be rejected.
 QueryForms = Mapping[bool, CompoundSelect[Any]]
 
 _app_tag = bindparam("app_tag", type_=LargeBinary)
@@ -67,8 +70,8 @@ _limit = bindparam("limit", type_=BigInteger)
 def _member(kind: int, numbers: list[Any], blobs: list[Any]) -> Select[Any]:
     """Return one SELECT of a UNION ALL.
 
-    All of them have the same columns: `kind`, 8 numbers (padded with zeros) and 2 blobs (padded
-    with NULL).
+    All these SELECTs have the same columns: `kind`, 8 numbers (padded with zeros) and 2 blobs
+    (padded with NULL).
     """
     padded = numbers + [_ZERO] * (_NUMBERS - len(numbers))
     padded += blobs + [cast(null(), LargeBinary)] * (_BLOBS - len(blobs))
@@ -157,8 +160,9 @@ def _session_query(keys: bool, history: list[Select[Any]]) -> CompoundSelect[Any
     )
 
 
-def _list_query(keys: bool) -> CompoundSelect[Any]:
-    mine = sessions.c.user_row == _user_id()
+def _list_query(keys: bool, *, collections: bool = False) -> CompoundSelect[Any]:
+    """Return the query for a user's sessions, or for the user's collections."""
+    mine = and_(sessions.c.user_row == _user_id(), _is_collection(collections))
     return _members(
         keys,
         _app(),
@@ -173,6 +177,7 @@ def _list_query(keys: bool) -> CompoundSelect[Any]:
 def _list_all_query(keys: bool) -> CompoundSelect[Any]:
     """Return the query for the sessions of all users of an app."""
     of_app = users.c.app_row == _app_id()
+    sessions_of_app = and_(of_app, _is_collection(False))
     theirs = sessions.join(users, users.c.id == sessions.c.user_row)
     wanted = [
         _key().where(data_keys.c.owner == _app_tag),
@@ -184,11 +189,22 @@ def _list_all_query(keys: bool) -> CompoundSelect[Any]:
         _user().where(of_app),
         _witness().where(witnesses.c.tag == _app_tag),
         _witness().where(users.c.tag == witnesses.c.tag, of_app),
-        _witness().where(sessions.c.tag == witnesses.c.tag).select_from(theirs).where(of_app),
-        _session(theirs).where(of_app),
-        _snapshot().where(bases.c.session_row == sessions.c.id).select_from(theirs).where(of_app),
+        _witness()
+        .where(sessions.c.tag == witnesses.c.tag)
+        .select_from(theirs)
+        .where(sessions_of_app),
+        _session(theirs).where(sessions_of_app),
+        _snapshot()
+        .where(bases.c.session_row == sessions.c.id)
+        .select_from(theirs)
+        .where(sessions_of_app),
         *(wanted if keys else []),
     )
+
+
+def _is_collection(wanted: bool) -> ColumnElement[bool]:
+    mark: ColumnElement[int] = literal_column(str(COLLECTION))
+    return sessions.c.base_revision == mark if wanted else sessions.c.base_revision != mark
 
 
 def _by_keys(*history: Select[Any]) -> QueryForms:
@@ -199,6 +215,7 @@ SESSION_WITH_ALL_EVENTS = _by_keys(_event().where(events.c.session_row == _sessi
 SESSION_WITH_LAST_EVENTS = _by_keys(_last_events())
 SESSION_WITHOUT_EVENTS = _by_keys()
 SESSIONS_OF_USER = {keys: _list_query(keys) for keys in (False, True)}
+COLLECTIONS_OF_USER = {keys: _list_query(keys, collections=True) for keys in (False, True)}
 OWNERS = {
     keys: _members(
         keys,
@@ -226,9 +243,9 @@ INSERT_KEY = insert(data_keys).from_select(
         == bindparam("masters", type_=BigInteger),
     ),
 )
-# Sets the generation to the value that it has, only to lock the row.  A concurrent `retire` waits
-# for the lock.  If `retire` has already deleted the key, this statement matches no row, which is a
-# conflict.
+# Locks the row of a data key by setting the generation to its present value.  A concurrent `retire`
+# waits for the lock.  If `retire` has already deleted the key, this statement matches no row, which
+# is a conflict.
 HOLD_KEY = (
     update(data_keys)
     .where(data_keys.c.id == bindparam("at_id"))
@@ -251,7 +268,7 @@ def _equal(table: FromClause, prefix: str) -> list[ColumnElement[bool]]:
 
 
 def _session_of_user(*conditions: ColumnElement[bool]) -> Insert:
-    """Return an INSERT of a session that matches only if the user's row is as this process read it.
+    """Return an INSERT that stores a session only if the user's row is as this process read it.
 
     The INSERT locks the user's row.  Therefore, a concurrent `erase_user` waits until the new
     session is visible, and then also erases that session.
@@ -265,13 +282,24 @@ def _session_of_user(*conditions: ColumnElement[bool]) -> Insert:
 
 
 INSERT_SESSION_OF_USER = _session_of_user()
-# Also requires that the app's row and both version witnesses are as this process has cached them.
+# Also requires that the app's row and the version witnesses of the app and the user are as this
+# process has cached them.
 INSERT_SESSION_OF_KNOWN = _session_of_user(
     _same_row(apps, "app"),
     _same_row(witnesses.alias("app_witnesses"), "app_witness"),
     _same_row(witnesses.alias("user_witnesses"), "user_witness"),
 )
 INSERT_EVENT = insert(events)
+# Replaces the record of an event that is as this process has read it.
+UPDATE_EVENT = (
+    update(events)
+    .where(
+        events.c.session_row == bindparam("at_session_row"),
+        events.c.seq == bindparam("at_seq"),
+        events.c.event == bindparam("at_event", type_=LargeBinary),
+    )
+    .values(event=bindparam("event"))
+)
 
 
 def _lock(table: FromClause, tag: BindParameter[bytes]) -> Select[Any]:
@@ -305,8 +333,8 @@ UPDATE_WITNESS = (
     .where(witnesses.c.tag == bindparam("at_tag"), witnesses.c.number == bindparam("at_number"))
     .values(number=bindparam("number"), seal=bindparam("seal"))
 )
-# Matches the stored row only if all its columns are as this process knows them.  Therefore, a row
-# that was tampered with is not overwritten, and the read that follows rejects the row.
+# Matches the stored row only if all its columns are as this process has read or written them.
+# Therefore, a row that was tampered with is not overwritten, and the next read rejects the row.
 UPDATE_SESSION = (
     update(sessions)
     .where(*_equal(sessions, "at"))
@@ -428,9 +456,10 @@ class Found:
         return self.sessions[0] if self.sessions else None
 
 
-# Query for data keys only.
-DATA_KEYS = select(*(data_keys.c[name] for name in DataKeyRow._fields))  # for DataKeyRow
-# The lengths of value lists in statements; see `chunks`.  Two: the tags of a user and an app.
+# Query for data keys only; its columns are the fields of DataKeyRow.
+DATA_KEYS = select(*(data_keys.c[name] for name in DataKeyRow._fields))
+# The lengths of value lists in statements; see `chunks`.  Most lists have two values: the tags of
+# an app and a user.
 _FEW, _MANY = 2, 200
 
 

@@ -1,8 +1,8 @@
 """The tables and their row ids (see docs/format.md).  Times are microseconds since 1970, UTC.
 
-Each row is confirmed by another row, so that replaying or removing a single row is detected:
+Another row confirms each row, so that replaying or removing a single row is detected:
 
-- A session's row has a revision, which is the number of the session's events.
+- A session's row contains the revision, which is the number of the session's events.
 - A version witness is a row of `secure_witnesses`.  It repeats the version of an app's or a user's
   row, or the id of a session's row.
 """
@@ -30,6 +30,9 @@ from adk_secure_sessions.keys.blind_index import TAG_LENGTH
 
 FORMAT_VERSION = 2
 NEVER = 2**63 - 1  # the `expires_at` of a session that does not expire
+# Values of `base_revision` in rows of `secure_sessions` that have no row in `secure_bases`.
+NO_SNAPSHOT = -1  # the session's row contains the whole state
+COLLECTION = -2  # the row is not a session but a collection, which has no state
 
 metadata: MetaData = MetaData()
 
@@ -43,7 +46,7 @@ class _LongBlob(LargeBinary):
 # MySQL cannot index a BLOB column without a length, and a BLOB there holds at most 64 KiB.
 _TAG = LargeBinary().with_variant(VARBINARY(TAG_LENGTH), "mysql", "mariadb")
 _RECORD = LargeBinary().with_variant(_LongBlob(), "mysql", "mariadb")
-_KEY = BigInteger().with_variant(Integer(), "sqlite")  # INTEGER PRIMARY KEY is SQLite's rowid
+_KEY = BigInteger().with_variant(Integer(), "sqlite")  # an INTEGER primary key is SQLite's rowid
 
 
 def _key_column(name: str) -> Column[int]:
@@ -137,12 +140,12 @@ events: Table = Table(
     Column("seq", BigInteger, primary_key=True, autoincrement=False),
     Column("time", BigInteger, nullable=False),
     Column("event", _RECORD, nullable=False),
-    sqlite_with_rowid=False,  # stores rows in key order: a session's events share pages
+    sqlite_with_rowid=False,  # stores rows in key order, so that a session's events share pages
 )
 
 
 def _store_external(table: Table) -> None:
-    """Tell PostgreSQL not to compress records: that takes time, and ciphertext does not shrink."""
+    """Tell PostgreSQL not to compress records, since ciphertext does not become smaller."""
     changes = ", ".join(
         f"ALTER COLUMN {column.name} SET STORAGE EXTERNAL"
         for column in table.columns
@@ -162,7 +165,7 @@ def _use_innodb(table: Table, connection: Connection, **_: object) -> None:
         table.kwargs[f"{connection.dialect.name}_engine"] = "InnoDB"
 
 
-# `secure_meta` is in both lists: a key database has a `secure_meta` of its own.
+# `secure_meta` is in both KEY_TABLES and DATA_TABLES: each database has its own.
 TABLES = tuple(metadata.tables.values())
 KEY_TABLES = (meta, keyring, data_keys)
 DATA_TABLES = tuple(table for table in TABLES if table not in (keyring, data_keys))

@@ -1,14 +1,18 @@
-"""The operations on encrypted sessions, with ADK's plaintext ids and JSON as arguments."""
+"""The operations on encrypted sessions and collections, with plaintext ids as arguments."""
 
-from collections.abc import Callable
-from typing import TypeVar
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 from adk_secure_sessions.formats.states import JsonObject
 from adk_secure_sessions.storage.bindings import StoredSession
+from adk_secure_sessions.storage.opening import COLLECTIONS, add_feature
 from adk_secure_sessions.storage.reads import (
     GetSession,
     GetUserState,
     ListAppSessions,
+    ListCollections,
     ListUserSessions,
     View,
 )
@@ -17,8 +21,12 @@ from adk_secure_sessions.storage.writes import (
     AppendEvent,
     CreateSession,
     DeleteSession,
+    DuplicateSession,
     Expected,
+    MissingSession,
     NewEvent,
+    ReplaceItems,
+    StaleRevision,
 )
 
 T = TypeVar("T")
@@ -27,18 +35,21 @@ T = TypeVar("T")
 class Store:
     """The operations on the sessions of one database.
 
-    Every method raises what `UnitOfWork.run` raises.
+    Every method may raise the errors of `UnitOfWork.run`.
     """
 
     def __init__(self, unit: UnitOfWork) -> None:
         self.unit = unit
 
     async def prepare(self) -> None:
-        """Open the database, before the first operation does so."""
+        """Open the database, so that the first operation need not do so."""
         await self.unit.keys()
 
     async def close(self) -> None:
-        """Close the connections, forget keys and sessions.  The next call opens the database."""
+        """Close the connections and discard the keys and cached sessions.
+
+        The next call opens the database again.
+        """
         await self.unit.close()
 
     async def create(
@@ -123,3 +134,133 @@ class Store:
     async def user_state(self, app_name: str, user_id: str) -> bytes:
         """Return the user's state as JSON; `{}` for an unknown user."""
         return await self.unit.run(GetUserState(await self.unit.identify(app_name, user_id)))
+
+
+class Collection(NamedTuple):
+    """A collection, and some or all of its items.
+
+    Attributes:
+        name: The name.
+        at: Identifies the stored collection and its number of items: see `Collections.append`.
+        items: Plaintexts: the last items of the collection, in order.
+    """
+
+    name: str
+    at: Expected
+    items: tuple[bytes, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """The number of items of the stored collection."""
+        return self.at.revision
+
+
+class Collections:
+    """The operations on collections: lists of items that grow at the end, each with a name.
+
+    A user's collections are encrypted with the user's data key.  A collection is stored like a
+    session without state, and an item like an event (docs/format.md, "Collections").  Each item
+    begins with the version of google-adk, like an event: see `formats.events`.
+
+    Every method raises what `UnitOfWork.run` raises.
+    """
+
+    def __init__(self, unit: UnitOfWork) -> None:
+        self._unit = unit
+        self._has_feature = False
+
+    async def names(self, app_name: str, user_id: str) -> list[Collection]:
+        """Return all collections of a user, without items."""
+        who = await self._unit.identify(app_name, user_id)
+        found = await self._unit.run(ListCollections(who))
+        return [Collection(one.session_id, Expected(one.id, one.revision)) for one in found]
+
+    async def get(
+        self, app_name: str, user_id: str, name: str, *, limit: int | None = None
+    ) -> Collection | None:
+        """Return a collection with its last *limit* items, or with all; None if it is not stored.
+
+        A collection without items is not stored for the caller: the process that was creating it
+        may have stopped.
+        """
+        who = await self._unit.identify(app_name, user_id, name, True)
+        found = await self._unit.run(GetSession(who, _item, limit))
+        if found is None or not found[0].session.revision:
+            return None
+        view, items = found
+        return Collection(name, Expected(view.session.id, view.session.revision), tuple(items))
+
+    async def append(
+        self,
+        app_name: str,
+        user_id: str,
+        name: str,
+        item: bytes,
+        *,
+        expected: Expected | None = None,
+        replaced: Mapping[int, bytes] | None = None,
+    ) -> Expected:
+        """Append an item, and return the new position; the number of the item is `revision - 1`.
+
+        Create the collection if it does not exist, and the rows of its user and its app.
+
+        Args:
+            app_name: The app.
+            user_id: The user.
+            name: The name of the collection.
+            item: The plaintext.
+            expected: The position at which the caller has read the collection.  If None, the item
+                is appended at any position.
+            replaced: New contents for earlier items, by number; *expected* must be given.
+
+        Raises:
+            StaleRevision: The stored collection is not at the position *expected*.
+            MissingSession: *expected* is given, and the collection does not exist any more.
+        """
+        who = await self._unit.identify(app_name, user_id, name, True)
+        after = expected
+        while True:
+            if after is None:
+                after = await self._position(app_name, user_id, name)
+            new = NewEvent(item, time.time_ns() // 1000, {}, {}, {})
+            stored: list[StoredSession] = []
+            append = AppendEvent(who, after, new, stored.append)
+            if replaced:
+                append = ReplaceItems(who, after, new, stored.append, replaced)
+            try:
+                session = await self._unit.run(append)
+                return Expected(session.id, session.revision)
+            except (StaleRevision, MissingSession):
+                if expected is not None:
+                    raise
+                after = None
+
+    async def delete(self, app_name: str, user_id: str, name: str) -> bool:
+        """Delete a collection and its items, and return whether it was stored."""
+        who = await self._unit.identify(app_name, user_id, name, True)
+        return await self._unit.run(DeleteSession(who))
+
+    async def _position(self, app_name: str, user_id: str, name: str) -> Expected:
+        """Return the position of the stored collection; create it if it does not exist."""
+        who = await self._unit.identify(app_name, user_id, name, True)
+        while True:
+            found = await self._unit.run(GetSession(who, _item, 0))
+            if found is not None:
+                return Expected(found[0].session.id, found[0].session.revision)
+            await self._ensure_feature()
+            try:
+                now = time.time_ns() // 1000
+                created = await self._unit.run(CreateSession(who, {}, {}, b"{}", now))
+                return Expected(created.session.id, created.session.revision)
+            except DuplicateSession:
+                pass  # another task has just created it
+
+    async def _ensure_feature(self) -> None:
+        if not self._has_feature:
+            keys = await self._unit.keys()
+            await self._unit.change_keys(partial(add_feature, COLLECTIONS, keys.keyring))
+            self._has_feature = True
+
+
+def _item(plaintext: bytes, _row: int, _seq: int) -> bytes:
+    return plaintext

@@ -59,18 +59,18 @@ T_co = TypeVar("T_co", covariant=True)
 OpenKeyring = Callable[[Keyring | None], Awaitable[Keyring]]
 
 _CONFLICTS = 20  # the number of conflicts after which an operation fails
-# After so many conflicts, a write locks its rows.  Without locks, one in 10,000 writes failed while
-# 64 tasks wrote the same app's state.
+# After this number of conflicts, a write locks its rows.  Without locks, one in 10,000 writes
+# failed while 64 tasks wrote the same app's state.
 _CONFLICTS_WITHOUT_LOCK = 3
-# Seconds to wait after each lost connection.  Writes are retried more often than reads: as long as
-# it is unknown whether a write was stored, neither success nor failure can be reported.
+# Seconds to wait after each lost connection.  Writes are retried more often than reads: after a
+# lost connection, it is unknown whether a write was stored, and only a retry can find out.
 _READ_PAUSES = (0.05,)
 _WRITE_PAUSES = (0.05, 0.2, 0.5, 1.0, 2.0)
 # Seconds before a rejected keyring is read again.  Without this pause, an attacker with write
 # access to the database could make every operation call the key service.
 _KEYRING_PAUSE = 10.0
-# How many data keys one operation may create in a key database.  It needs two at most, one for
-# the app and one for the user.  The others are for attempts that other processes interfere with.
+# How many data keys one operation may create in a key database.  It needs at most two, one for the
+# app and one for the user.  More are needed if other processes change the keys at the same time.
 _NEW_KEYS = 8
 
 
@@ -148,7 +148,7 @@ class _Opened(NamedTuple):
 
     keys: DataKeys
     rows: RowCache
-    identities: Lru[tuple[str, str, str], Identity]
+    identities: Lru[tuple[str, str, str, bool], Identity]
     expires: float
 
 
@@ -159,8 +159,8 @@ _units_lock = Lock()  # services of other threads may be created during an erasu
 def empty_caches() -> None:
     """Empty the caches of all units of work in this process: keys, decrypted rows and ids.
 
-    Called after an erasure: a cached data key of an erased user would decrypt rows that an attacker
-    inserts again.
+    Call it after erasing a user.  Otherwise, a cached data key of the user would decrypt rows that
+    an attacker inserts again.
     """
     with _units_lock:
         units = list(_units)
@@ -175,12 +175,12 @@ class UnitOfWork:
         executors: Run the statements on the data database and the key database.
         backends: The listed backends.  If None, only `read`, `read_keys`, `change` and
             `change_keys` can be used.
-        open_keyring: Reads the keyring and unwraps its keys.  The argument is None, or a keyring
-            that was opened earlier and whose keys need not be unwrapped again.
+        open_keyring: A function that reads the keyring and unwraps its keys.  Its argument is None,
+            or a keyring that was opened earlier and whose keys need not be unwrapped again.
         cached_rows: Maximum number of sessions, of users and of apps to cache.
         cached_keys: Maximum number of owners whose data keys are cached.
-        cache_seconds: How long unwrapped data keys and decrypted rows are cached.  Then they are
-            read again: another process may have erased a user.
+        cache_seconds: Seconds for which unwrapped data keys and decrypted rows are cached.  After
+            that time they are read again, because another process may have erased a user.
         keyring_pause: Seconds until a keyring that was rejected is read again.
     """
 
@@ -231,13 +231,20 @@ class UnitOfWork:
 
     async def close(self) -> None:
         """Close the connections and discard the keys; the next call opens the database again."""
-        self._opened = self._rejected = None  # the frames of an error refer to keys
+        # The frames in an error's traceback refer to keys, so discard the error, too.
+        self._opened = self._rejected = None
         await self.executors.close()
 
-    async def identify(self, app_name: str, user_id: str = "", session_id: str = "") -> Identity:
-        """Return the ids with their tags (blind indexes)."""
+    async def identify(
+        self,
+        app_name: str,
+        user_id: str = "",
+        session_id: str = "",
+        is_collection: bool = False,
+    ) -> Identity:
+        """Return the ids together with their tags (blind indexes)."""
         opened = await self._current()
-        ids = (app_name, user_id, session_id)
+        ids = (app_name, user_id, session_id, is_collection)
         return opened.identities.get(ids) or identify(opened.keys.keyring.index, *ids)
 
     async def run(self, operation: Operation[T]) -> T:
@@ -255,7 +262,7 @@ class UnitOfWork:
         separate = self.executors.has_key_database
         reads_keys = operation.reads_keys or not opened.keys.knows(who.app_tag, who.user_tag)
         # With a key database, the data keys are read before the rows.  Between the two reads, a
-        # data key may have been created or retired: if a key is missing, read both again.
+        # data key may have been created or retired.  So if a key is missing, read both again.
         missing_is_final = not separate
         keyring_is_current = False
         is_first = True
@@ -301,8 +308,8 @@ class UnitOfWork:
                     await self._renew_keyring(opened.keys, keyring_seen)
                     keyring_is_current = True
                 except Conflict:
-                    # A new data key is stored only if our keyring is current, so another process
-                    # may have changed the stored keyring.
+                    # A new data key is stored only if the keyring that we have read is current.
+                    # So another process may have caused the conflict by changing the keyring.
                     if keys.has_new_keys:
                         await self._renew_keyring(opened.keys, keyring_seen)
                     raise
@@ -362,8 +369,8 @@ class UnitOfWork:
     async def _renew_keyring(self, keys: DataKeys, seen: Keyring) -> None:
         """Read the keyring of *keys* again, like `renew_keyring`.
 
-        An operation passes its own *keys*.  If `close` is called during the operation, the unit of
-        work has no keys or new ones, but the operation continues with its own.
+        An operation passes the *keys* that it began with.  If `close` is called during the
+        operation, the unit of work discards these keys, but the operation continues to use them.
         """
         async with self._locks.hold("keyring"):
             if keys.keyring is not seen:
@@ -378,7 +385,7 @@ class UnitOfWork:
                 raise
 
     async def _current(self) -> _Opened:
-        """Return the keys and caches; open the database on first use, empty expired caches."""
+        """Return the keys and caches; open the database on first use, and empty expired caches."""
         opened = self._opened
         if opened is None:
             return await self._open()
@@ -420,11 +427,14 @@ class UnitOfWork:
 
 
 def _cache_identity(opened: _Opened, who: Identity) -> None:
-    """Cache the ids *who* if they exist: unknown ids would fill the cache."""
+    """Cache *who* if its rows are cached, and so exist: unknown ids would only fill the cache."""
+    ids = (who.app_name, who.user_id, who.session_id, who.is_collection)
+    if opened.identities.get(ids) is who:
+        return
     rows = opened.rows
     owner = rows.users.get(who.user_tag) or (not who.user_id and rows.apps.get(who.app_tag))
     if owner and (not who.session_id or rows.sessions.get(who.session_tag)):
-        opened.identities.put((who.app_name, who.user_id, who.session_id), who)
+        opened.identities.put(ids, who)
 
 
 def _apply_one(change: Change) -> Steps[bool]:
@@ -435,9 +445,9 @@ def _apply_one(change: Change) -> Steps[bool]:
 async def read_data_keys(
     read: Callable[[sa.Executable, Parameters], Awaitable[Sequence[Row]]], owners: Iterable[object]
 ) -> Found:
-    """Return all data keys of *owners*, and the marks of the keyring.
+    """Return all data keys of *owners*, which are tags, and the `MasterMark` of each keyring row.
 
-    *read* queries the database that stores data keys.
+    *read* runs a query on the database that stores data keys.
     """
     found = Found(())
     # Skip tags that are not bytes: no data key has such an owner.  SQLite stores any type in any
