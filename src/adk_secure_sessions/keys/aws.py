@@ -11,7 +11,6 @@ import re
 import threading
 from contextlib import closing
 from typing import Any, NamedTuple
-from urllib.request import getproxies
 
 from adk_secure_sessions.errors import ConfigurationError, TamperedError, WrongKeyError
 from adk_secure_sessions.keys.remote import (
@@ -222,6 +221,8 @@ class AwsKmsKey(RemoteKey):
             return made
 
     def _process_session(self) -> _ProcessSession:
+        from urllib.request import getproxies  # it imports 20 modules
+
         from botocore.session import Session
 
         current = self._current

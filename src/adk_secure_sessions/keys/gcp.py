@@ -9,7 +9,6 @@ import re
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from urllib.request import getproxies
 
 from adk_secure_sessions.errors import ConfigurationError, KeyServiceError, Reason, TamperedError
 from adk_secure_sessions.keys.remote import ATTEMPTS, TIMEOUT, RemoteKey, require
@@ -191,6 +190,8 @@ def _find_credentials(given: Any) -> Any:
     google-auth would send requests to this service to the proxy for HTTP, which could then read the
     token.  The returned credentials use no proxy for these requests.
     """
+    from urllib.request import getproxies  # it imports 20 modules
+
     import google.auth
     import google.auth.credentials
     import requests
