@@ -104,6 +104,7 @@ def _run(connection: Connection, job: Callable[..., object], arguments: tuple[ob
 
     with tempfile.TemporaryFile() as errors:
         os.dup2(errors.fileno(), sys.stderr.fileno())  # also of processes that the job forks
+        gc.freeze()  # what the server has imported: the collection below need not search it
         connection.send("ready")
         connection.recv()
         try:

@@ -136,7 +136,7 @@ async def test_endless_read_ends_at_the_server_when_its_caller_is_cancelled(
         await service.append_event(session, event("text"))
         await asyncio.to_thread(replace_events, url, server)
         reads = [asyncio.ensure_future(find(service, session)) for _ in range(6)]
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.3)
         for read in reads:
             read.cancel()
         done, running = await asyncio.wait(reads, timeout=20)
@@ -151,7 +151,7 @@ async def test_endless_read_ends_at_the_server_when_its_caller_is_cancelled(
 async def test_service_closes_although_a_read_never_ends(
     open_service: Open, url: URL, server: Server | None
 ) -> None:
-    service = open_service(1 if server else None)
+    service = open_service(0.5 if server else None)
     session = await create(service)
     await service.append_event(session, event("text"))
     await asyncio.to_thread(replace_events, url, server)
