@@ -32,7 +32,6 @@ from adk_secure_sessions.keys.data_keys import DataKeyRow, DataKeys, StagedKeys
 from adk_secure_sessions.keys.keyring import DATA, Keyring, MasterKeyRow, MasterMark
 from adk_secure_sessions.storage import bindings, queries
 from adk_secure_sessions.storage.bindings import (
-    NO_SNAPSHOT,
     Attempt,
     Identity,
     KeySource,
@@ -43,7 +42,7 @@ from adk_secure_sessions.storage.bindings import (
 )
 from adk_secure_sessions.storage.owner_changes import OwnerChanges
 from adk_secure_sessions.storage.queries import Found
-from adk_secure_sessions.storage.schema import NEVER
+from adk_secure_sessions.storage.schema import NEVER, NO_SNAPSHOT
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)

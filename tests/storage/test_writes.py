@@ -14,7 +14,6 @@ from adk_secure_sessions.formats.states import loads
 from adk_secure_sessions.keys.data_keys import StagedKeys
 from adk_secure_sessions.storage import bindings
 from adk_secure_sessions.storage.bindings import (
-    NO_SNAPSHOT,
     Attempt,
     KeySource,
     NeedsDataKey,
@@ -22,7 +21,7 @@ from adk_secure_sessions.storage.bindings import (
 )
 from adk_secure_sessions.storage.owner_changes import OwnerChanges
 from adk_secure_sessions.storage.queries import Found
-from adk_secure_sessions.storage.schema import NEVER
+from adk_secure_sessions.storage.schema import NEVER, NO_SNAPSHOT
 from adk_secure_sessions.storage.writes import (
     OVERLAY_LIMIT,
     AppendEvent,

@@ -116,9 +116,7 @@ async def separate(
     ((old,),) = await db.read_keys(_OLD_DATA_KEYS, {"since": separation.since})
     complete = not remaining and not old
     if complete:
-        features = stored_features(await db.survey()) - {SEPARATING}
-        mark = feature_mark(opened.index, opened.database_id, features)
-        await db.change_keys(partial(_end, mark))
+        await _end(db, opened)
     deleted, masters, kept, _ = retirement
     kept = max(kept, old)
     return Separated(opened.database_id.hex(), resumed, complete, deleted, masters, kept)
@@ -134,6 +132,7 @@ _OLD_DATA_KEYS = (
 async def _begin(db: Database) -> None:
     """Store the new id, wrap all master keys with it, and remove the original's checkpoints."""
     survey, opened = await db.survey(), (await db.keys()).keyring
+    check_features(survey, opened)  # the new list gets a MAC of ours
     old_id, new_id = opened.database_id, secrets.token_bytes(16)
     masters = frozenset(row.id for row in survey.keyring if row.purpose == DATA)
     if len(masters) > _MAX_MASTERS:
@@ -144,9 +143,12 @@ async def _begin(db: Database) -> None:
     separation = Separation(old_id, await later_than_all_keys(db), masters)
     wrapped = await at_once(*(_rewrapped(db, row, old_id, new_id) for row in survey.keyring))
     marks = separation_marks(separation, opened.index, new_id, stored_features(survey))
-    work = partial(_store, survey.keyring, wrapped, marks, old_id.hex())
+    old = (old_id.hex(), survey.meta[FEATURES])
+    work = partial(_store, survey.keyring, wrapped, marks, old)
     if not await db.change_keys(work):
-        raise SecureSessionError("the keyring was changed meanwhile: try again", retryable=True)
+        raise SecureSessionError(
+            "the keyring or the features were changed meanwhile: try again", retryable=True
+        )
     if db.executors.has_key_database:
         await db.change(partial(_set_id, old_id.hex(), new_id.hex()))
     await db.close()  # the next call opens the database with its new id
@@ -185,17 +187,21 @@ def _store(
     old: list[MasterKeyRow],
     new: list[MasterKeyRow],
     marks: dict[str, str],
-    old_id: str,
+    expected: tuple[str, str],
     connection: sa.Connection,
 ) -> bool:
-    """Store the new keyring and *marks*; return False if the keyring has changed."""
+    """Store the new keyring and *marks*; return False if the keyring has changed.
+
+    Also return False if the database id and the features are not as *expected*: a service may have
+    added a feature.
+    """
     query = sa.select(*(keyring.c[name] for name in MasterKeyRow._fields)).with_for_update()
     stored = {MasterKeyRow(*row) for row in connection.execute(query)}
-    names = [name for (name,) in connection.execute(sa.select(meta.c.name))]
-    current = connection.scalar(sa.select(meta.c.value).where(meta.c.name == DATABASE_ID))
-    if current == marks[DATABASE_ID]:  # committed by an attempt whose answer was lost
-        return True
-    if stored != set(old) or current != old_id:
+    query = sa.select(meta.c.name, meta.c.value).with_for_update()
+    current = {row.name: row.value for row in connection.execute(query)}
+    if current.get(DATABASE_ID) == marks[DATABASE_ID]:
+        return True  # committed by an attempt whose answer was lost
+    if stored != set(old) or (current.get(DATABASE_ID), current.get(FEATURES)) != expected:
         return False
     for row in new:
         connection.execute(
@@ -204,7 +210,7 @@ def _store(
     for name, value in marks.items():
         connection.execute(sa.delete(meta).where(meta.c.name == name))
         connection.execute(sa.insert(meta).values(name=name, value=value))
-    checkpoints = [name for name in names if name.startswith(PREFIX)]
+    checkpoints = [name for name in current if name.startswith(PREFIX)]
     connection.execute(sa.delete(meta).where(meta.c.name.in_(checkpoints)))
     return True
 
@@ -218,6 +224,23 @@ def _set_id(old_id: str, new_id: str, connection: sa.Connection) -> None:
     connection.execute(sa.delete(meta).where(meta.c.name.in_(checkpoints)))
 
 
-def _end(features: str, connection: sa.Connection) -> None:
-    connection.execute(sa.update(meta).where(meta.c.name == FEATURES).values(value=features))
-    connection.execute(sa.delete(meta).where(meta.c.name == SEPARATION))
+async def _end(db: Database, opened: Keyring) -> None:
+    """Remove the feature `separating`, so that services can start."""
+    survey = await db.survey()
+    check_features(survey, opened)  # the new list gets a MAC of ours
+    features = stored_features(survey) - {SEPARATING}
+    mark = feature_mark(opened.index, opened.database_id, features)
+    if not await db.change_keys(partial(_remove_separation, survey.meta[FEATURES], mark)):
+        raise SecureSessionError("the features were changed meanwhile: try again", retryable=True)
+
+
+def _remove_separation(old: str, new: str, connection: sa.Connection) -> bool:
+    """Replace the features *old* by *new*; return False if the stored ones are neither."""
+    stored = connection.scalar(sa.select(meta.c.value).where(meta.c.name == FEATURES))
+    if stored not in (old, new):
+        return False
+    row = sa.update(meta).where(meta.c.name == FEATURES, meta.c.value == stored)
+    changed = connection.execute(row.values(value=new)).rowcount == 1
+    if changed:
+        connection.execute(sa.delete(meta).where(meta.c.name == SEPARATION))
+    return changed

@@ -72,6 +72,7 @@ _SEPARATION_FORM = re.compile(
     r"(?P<mac>[0-9a-f]{32})"
 )
 _FEATURES_FORM = re.compile(r"(?P<names>[-a-z0-9_.]+(?:,[-a-z0-9_.]+)*) (?P<mac>[0-9a-f]{32})")
+_REPLACED = "the database was replaced by another one: restart the service"
 # Query for the keyring; its columns are the fields of MasterKeyRow.
 MASTER_KEYS = sa.select(*(keyring.c[name] for name in MasterKeyRow._fields))
 
@@ -358,10 +359,13 @@ def add_feature(feature: str, keyring: Keyring, connection: sa.Connection) -> No
 
     Raises:
         WrongKeyError: The stored features were modified.
-        ConfigurationError: The row is missing or malformed, or a separation has not ended.
+        ConfigurationError: The row is missing or malformed, a separation has not ended, or
+            *keyring* is the keyring of another database.
     """
     survey = look(connection)
     reject_separating(survey)
+    if survey.meta.get(DATABASE_ID) != keyring.database_id.hex():
+        raise ConfigurationError(_REPLACED)
     _check_feature_list(survey, keyring)
     features = stored_features(survey)
     if feature in features:
@@ -523,7 +527,7 @@ async def open_existing(
     survey = await survey_existing(executors)
     assert survey.database_id is not None, "survey_existing rejects that"
     if known is not None and known.database_id != survey.database_id:
-        raise ConfigurationError("the database was replaced by another one: restart the service")
+        raise ConfigurationError(_REPLACED)
     writer, database_id = backends.writer.root_key.key_id, survey.database_id
     opened = await open_keyring(survey.keyring, backends.roots, writer, database_id, known)
     check_features(survey, opened)
