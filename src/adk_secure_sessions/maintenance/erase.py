@@ -29,10 +29,10 @@ class Erasure(NamedTuple):
     Attributes:
         data_keys: Number of data keys of the user, all generations.
         users: 1; or 0 if the user does not exist, or if the user's row had been removed.
-        sessions: Number of sessions of the user.
+        sessions: Number of sessions and collections of the user.
         bases: Number of snapshots of these sessions.
-        events: Number of events of these sessions.
-        witnesses: Number of version witnesses of the user and of these sessions.
+        events: Number of events of these sessions and of items of these collections.
+        witnesses: Number of version witnesses of the user and of these sessions and collections.
         cleared: Whether the database file has no copy of the data keys any more, not even in
             free space.  Logs, replicas and backups are never cleared.
         obstacle: Why `cleared` is False; empty if it is True.
