@@ -235,8 +235,8 @@ def test_ctrl_c_says_that_it_is_safe_and_how_to_go_on(
     assert said == (
         130,
         "",
-        "Error: interrupted, which is safe: no change is left half done; to go on, run the same "
-        "command again\n",
+        "Error: interrupted, which is safe: each change is complete or undone; to continue, run "
+        "the same command again\n",
     )
     restarted = press_ctrl_c(monkeypatch, *name.split(), *on(file), "--restart")
     assert restarted.stderr.endswith("run the same command again, without --restart\n")

@@ -470,7 +470,7 @@ async def test_master_key_that_no_newly_read_keyring_has_is_unknown_and_not_stal
         return attempt.keys.open(WHO.user_tag, b"", record)
 
     operation = Scripted(loads, loads)
-    with pytest.raises(UnknownKeyError, match="keyring holds no data master key"):
+    with pytest.raises(UnknownKeyError, match="keyring holds no data master"):
         await unit_of(one_database()[0]).run(operation)
     assert len(operation.attempts) == 1
 
@@ -752,7 +752,7 @@ async def test_record_under_a_data_key_of_a_retired_master_is_rejected() -> None
     now = [*key_rows(stored.key_rows, keyring(ANOTHER_MASTER)), *stored.rows()]
     executors, _ = one_database(now, now)
     unit = unit_of(executors, KeyringReads(both, keyring(ANOTHER_MASTER)))
-    with pytest.raises(UnknownKeyError, match="no data master key"):
+    with pytest.raises(UnknownKeyError, match="no data master"):
         await unit.run(GetSession(WHO, lambda *_: None))
 
 

@@ -1,4 +1,4 @@
-"""The command line: it parses options, calls functions of `maintenance`, and prints results."""
+"""The command line: parses options, calls functions of `maintenance`, and prints results."""
 
 from adk_secure_sessions.cli import commands, erase, rotate  # noqa: F401 - importing adds commands
 from adk_secure_sessions.cli.program import main

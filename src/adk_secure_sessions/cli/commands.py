@@ -71,7 +71,11 @@ def keygen(output: str | None) -> None:
 
 
 def _write_key(path: Path, key: str) -> None:
-    """Write a new key file so that it survives a power failure: without it, the data is lost."""
+    """Write a new key file, and synchronize it to disk: without the key, the data is lost.
+
+    Raises:
+        OSError: The file exists already or cannot be written.
+    """
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with os.fdopen(file, "w") as stream:
@@ -79,7 +83,7 @@ def _write_key(path: Path, key: str) -> None:
             stream.flush()
             os.fsync(file)
     except OSError:
-        path.unlink()  # no key that is cut off may stay
+        path.unlink()  # do not leave an incomplete key
         raise
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -154,8 +158,8 @@ def check(db: "Database", as_json: bool, timeout: float) -> None:
 def status(db: "Database", as_json: bool, rows_per_second: float | None) -> None:
     """Count records by backend, and data keys by data master.  No root key is needed.
 
-    With --key, the command also says which master keys can be unwrapped.  It then exits 1 if a
-    master key cannot be unwrapped, or if the stored progress of an unfinished rotation was tampered
+    With --key, the command also says which master keys can be unwrapped.  It exits 1 if a master
+    key cannot be unwrapped, or if the stored checkpoint of an unfinished rotation was tampered
     with.
 
     \b
@@ -179,7 +183,7 @@ def status(db: "Database", as_json: bool, rows_per_second: float | None) -> None
 def verify(db: "Database", as_json: bool, rows_per_second: float | None) -> None:
     """Decrypt every record, and name the rows that were modified, moved, removed or added.
 
-    Exits 1 if there are such rows.  The command leaves these rows unchanged.
+    Exits 1 if there are such rows, and leaves them unchanged.
 
     \b
     Example:

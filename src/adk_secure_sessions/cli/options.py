@@ -39,9 +39,9 @@ with_dry_run: Callable[[Command], Command] = click.option(
 
 
 def on_database(command: Command) -> Command:
-    """Add --db, --key-db, --config and --json to *command*.
+    """Add the options --db, --key-db, --config and --json to *command*.
 
-    *command* is called with the arguments `db` (a `Database`) and `as_json`.
+    The decorated function calls *command* with the arguments `db` (a `Database`) and `as_json`.
     """
 
     @click.option("--db", envvar=variable("db"), required=True, metavar="URL", help=_DB_HELP)
@@ -116,7 +116,7 @@ def with_keys(*, required: bool) -> Callable[[Command], Command]:
                     f"give --key SPEC or set {variable('key')}: it names the root key"
                 )
             names = [backend, *also_backend]
-            # If the command works without keys, create backends only if a key or no-op is given.
+            # A command that works without keys gets backends only if a key or no-op is given.
             backends: tuple[Any, ...] = ()
             if required or specs or _NO_OP in names:
                 with one_line_errors():
@@ -141,12 +141,12 @@ def _backends(
     for name in dict.fromkeys(names):
         if name == _NO_OP:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the help has the same warning
+                warnings.simplefilter("ignore")  # the help text has the same warning
                 made.append(NoOpBackend())
         else:
             made += [_CIPHERS[name](root) for root in roots]
-    # If no-op is the only backend, the root keys must still unwrap master keys.  Backends with any
-    # cipher can do that.
+    # If no-op is the only backend, the root keys must still unwrap master keys.  For that, any
+    # cipher will do.
     if not set(names) - {_NO_OP}:
         made += [AesGcmBackend(root) for root in roots]
     return made[0], made[1:]

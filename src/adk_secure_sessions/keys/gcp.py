@@ -22,7 +22,7 @@ _NAME = re.compile(
     r"projects/[\w.:-]+/locations/[\w-]+/keyRings/[\w-]+/cryptoKeys/[\w-]+", re.ASCII
 )
 _SCOPES = ("https://www.googleapis.com/auth/cloudkms",)
-# Maps each class name of Google's exceptions to the cause and the advice in our error text.
+# Maps the class name of an exception of Google's library to the cause and the advice in our error.
 _ADVICE = {
     "PermissionDenied": (
         "permission was denied",
@@ -45,10 +45,12 @@ class GcpKmsKey(RemoteKey):
     """A symmetric key of Google Cloud KMS; key spec `gcp-kms:projects/…/cryptoKeys/…`.
 
     Args:
-        key: `projects/P/locations/L/keyRings/R/cryptoKeys/K`, without a version.
+        key: The name of the key, `projects/P/locations/L/keyRings/R/cryptoKeys/K`, without a
+            version.
         credentials: A credentials object of google-auth; by default the application default
             credentials.
-        endpoint: `HOST` or `HOST:PORT` of the service; by default `cloudkms.googleapis.com`.
+        endpoint: The address of the service, `HOST` or `HOST:PORT`; by default
+            `cloudkms.googleapis.com`.
         timeout: The time limit of each attempt, in seconds.
         attempts: The maximum number of attempts for one call.  Only temporary errors are retried,
             after pauses of at most 0.25 s, 0.5 s, 1 s, and then 2 s each.
@@ -183,10 +185,11 @@ def _has_tls_proxy() -> bool:
 
 
 def _find_credentials(given: Any) -> Any:
-    """Return *given*, or the application default credentials if it is None.
+    """Return *given*, or the application default credentials if *given* is None.
 
-    They do not ask the machine's metadata service through a proxy.  google-auth would send these
-    requests, which are plain HTTP, to the proxy for HTTP, and get a token in return.
+    Credentials of the machine come from its metadata service, through plain HTTP.  google-auth
+    would send these requests to the proxy for HTTP, which could then read the token.  The returned
+    credentials use no proxy for them.
     """
     import google.auth
     import google.auth.credentials
@@ -209,7 +212,8 @@ def _find_credentials(given: Any) -> Any:
         return found
     if {"http", "all"}.isdisjoint(getproxies()):
         return found
-    if isinstance(found, compute_engine.Credentials):  # these would ask for the domain themselves
+    # Otherwise, these credentials would request the domain themselves, through the proxy.
+    if isinstance(found, compute_engine.Credentials):
         domain = _metadata.get_universe_domain(send)  # type: ignore[no-untyped-call]
         found = found.with_universe_domain(domain)
 

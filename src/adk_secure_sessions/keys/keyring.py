@@ -6,7 +6,6 @@ The index master is the key of the blind indexes.  Data masters wrap the data ke
 import hmac
 import logging
 import secrets
-from collections import Counter
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from reprlib import repr as short
 from typing import NamedTuple, cast
@@ -30,20 +29,20 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 DATA, INDEX = "data", "index"
 MAX_ROWS = 64  # of `secure_keyring`; a rotation adds one row, and `retire` removes the old ones
-_AT_ONCE = 8  # calls of a key service
+_AT_ONCE = 8  # the maximum number of simultaneous calls to a key service at the start
 _INTEGERS = range(2**63)
 
 
 def new_key_id() -> int:
-    """Return a random id of 63 bits, for a master key or a data key."""
+    """Return a random integer of 63 bits, the id of a new master key or data key."""
     return secrets.randbits(63)
 
 
 class MasterKey(KeyMaterial):
-    """An unwrapped master key.  Two are equal if their bytes are; the comparison is constant-time.
+    """An unwrapped master key.  Comparing two master keys takes constant time.
 
-    Only this module reads the bytes, and only in expressions: a variable that held them would be
-    in the report of an error.
+    Only this module reads the bytes of the key.  Its functions do not store them in local
+    variables, because error reports may contain the local variables of a traceback.
     """
 
     __slots__ = ("_key",)
@@ -56,7 +55,7 @@ class MasterKey(KeyMaterial):
 
     @property
     def length(self) -> int | None:
-        """The number of bytes; None if a provider returned something else."""
+        """The number of bytes; None if a provider returned something other than bytes."""
         answer: object = self._key
         return len(answer) if isinstance(answer, bytes) else None
 
@@ -70,10 +69,10 @@ class MasterKey(KeyMaterial):
 
 
 class MasterMark(NamedTuple):
-    """The columns of a row of `secure_keyring` that every query for data keys reads with them.
+    """The columns that tell a service whether a row of `secure_keyring` has changed.
 
-    They tell whether the keyring has changed: every change of a row changes `wrapped`, which is
-    bound to all its columns.
+    Every query for data keys also reads the marks of all keyring rows.  `wrapped` is bound to all
+    columns of its row, so every authentic change of a row changes `wrapped`.
     """
 
     id: int
@@ -112,13 +111,13 @@ class NewMaster(NamedTuple):
 
 
 class Separation(NamedTuple):
-    """A copy of a database that is getting an id and keys of its own.
+    """The state of an unfinished `separate`, which gives a copy of a database its own id and keys.
 
     Attributes:
-        old_id: The id of the database that was copied.
+        old_id: The id of the database that was copied, 16 bytes.
         since: When the separation began, in microseconds since 1970, UTC; later than all old keys.
-        masters: The ids of the old data masters.  The contexts of the data keys that they wrap
-            have the old id; those of all other data keys have the new one.
+        masters: The ids of the old data masters.  The context of a data key contains the old id
+            if one of these data masters wraps the key, and otherwise the new id.
     """
 
     old_id: bytes
@@ -131,12 +130,14 @@ class Keyring(KeyMaterial):
 
     Attributes:
         database_id: The id of the database, 16 bytes.
-        index: Computes the blind indexes.
+        index: The index master, as the object that computes blind indexes.
         masters: The data masters by id.
         current_id: The id of the data master that wraps new data keys; None if the keyring
             has no usable data master yet.
-        rows: The accepted rows by id: those of `masters`, and the row of the index master.
-        separation: The separation in progress, if there is one.
+        rows: The accepted rows by id: the rows of `masters` and the row of the index master.
+        row_count: The number of stored rows that this keyring was read from, rejected rows
+            included.
+        separation: The state of an unfinished `separate`; None if there is none.
     """
 
     def __init__(
@@ -156,47 +157,35 @@ class Keyring(KeyMaterial):
         self.rows: Mapping[int, MasterKeyRow] = rows or {}
         self.separation: Separation | None = None
         self._usable = usable
-        self._rejected = Counter(map(_typed, rejected))
-        self._stored = Counter(map(_typed, self.rows.values())) + self._rejected
+        self._rejected = frozenset(map(_typed, rejected))
         stored = [*self.rows.values(), *rejected]
+        self.row_count: int = len(stored)
         self._marks = frozenset(MasterMark(row.id, row.created_at, row.wrapped) for row in stored)
 
     def master(self, key_id: int) -> Aes256Gcm:
-        """Return the data master key *key_id*.
+        """Return the cipher of the data master *key_id*.
 
         Raises:
-            UnknownKeyError: the keyring has no data master key with this id.
+            UnknownKeyError: The keyring has no data master with this id.
         """
         try:
             return self.masters[key_id]
         except KeyError:
             pass
-        raise UnknownKeyError(f"the keyring holds no data master key {key_id}")
+        raise UnknownKeyError(f"the keyring holds no data master {key_id}")
 
     def database_id_for(self, key_id: int) -> bytes:
-        """Return the database id in the contexts of data keys that data master *key_id* wraps."""
+        """Return the database id in the context of each data key under data master *key_id*."""
         if self.separation is not None and key_id in self.separation.masters:
             return self.separation.old_id
         return self.database_id
 
     def holds(self, key_id: int) -> bool:
-        """Return whether the keyring has the data master key *key_id*."""
+        """Return whether the keyring has the data master *key_id*."""
         return key_id in self.masters
 
-    @property
-    def row_count(self) -> int:
-        """The number of stored rows that this keyring was read from, rejected ones included."""
-        return self._stored.total()
-
-    def matches(self, rows: Iterable[MasterKeyRow]) -> bool:
-        """Return whether *rows*, in any order, are exactly those that this keyring was read from.
-
-        Rejected rows count, too.  All columns are compared, with their types.
-        """
-        return Counter(map(_typed, rows)) == self._stored
-
     def has_marks(self, marks: Iterable[MasterMark]) -> bool:
-        """Return whether *marks* are those of the rows that this keyring was read from."""
+        """Return whether *marks* equal the marks of the rows that this keyring was read from."""
         return frozenset(marks) == self._marks
 
     def has_rejected(self, row: MasterKeyRow) -> bool:
@@ -204,24 +193,33 @@ class Keyring(KeyMaterial):
         return _typed(row) in self._rejected
 
     def is_usable(self, key_id: int) -> bool:
-        """Return whether this process may encrypt with the data keys under master key *key_id*.
+        """Return whether this process may encrypt with the data keys under data master *key_id*.
 
-        A data master that is stored as plaintext is not usable: an attacker who reads the
-        database can unwrap its data keys.  Exception: the writer is `NoOpBackend`.
+        A data master that is stored as plaintext is usable only if the writing backend is
+        `NoOpBackend`: anybody with read access to the database can unwrap its data keys.
         """
         return key_id in self._usable
 
 
 def _typed(row: MasterKeyRow) -> tuple[tuple[type, object], ...]:
-    """Return *row* so that 1 differs from 1.0: SQLite stores any type in any column."""
+    """Return each column of *row* with its type, so that 1 and 1.0 are not equal.
+
+    SQLite stores any type in any column, so a modified row may contain 1.0.
+    """
     return tuple((type(value), value) for value in row)
 
 
 async def new_master(purpose: str, root: KeyProvider, database_id: bytes, now: int) -> NewMaster:
-    """Create a random master key, wrapped by *root*; *now* is in microseconds since 1970, UTC.
+    """Create a random master key, wrapped by *root*.
+
+    Args:
+        purpose: `DATA` or `INDEX`.
+        root: The provider of the root key.
+        database_id: The id of the database, 16 bytes.
+        now: The time of creation, in microseconds since 1970, UTC.
 
     Raises:
-        KeyServiceError: the provider failed.
+        KeyServiceError: The provider failed.
     """
     row = MasterKeyRow(new_key_id(), purpose, root.key_id, now, b"")
     key = MasterKey(secrets.token_bytes(KEY_LENGTH))
@@ -234,18 +232,50 @@ async def wrap_master_key(
     """Wrap the master key *key* with *root*, and return *row* with the result.
 
     Raises:
-        KeyServiceError: the provider failed.
+        KeyServiceError: The provider failed.
     """
     row = row._replace(root_key_id=root.key_id)
     answer = await _answer_of(root, root.wrap(key._key, row.context(database_id)))
     return row._replace(wrapped=answer._key)
 
 
-def check_row_count(rows: Sequence[MasterKeyRow]) -> None:
-    """Reject a keyring of more than `MAX_ROWS` rows, each of which would cost a call.
+async def rewrap_master_key(
+    row: MasterKeyRow,
+    roots: Mapping[str, KeyProvider],
+    database_id: bytes,
+    *,
+    new_root: KeyProvider | None = None,
+    new_database_id: bytes | None = None,
+) -> MasterKeyRow:
+    """Unwrap the master key in *row* and wrap it again; return *row* with the result.
+
+    Also unwraps the result, to check that the master key can be read back.
+
+    Args:
+        row: A row of `secure_keyring`.
+        roots: The providers of the root keys, by root key id.
+        database_id: The id of the database that *row* belongs to.
+        new_root: The provider that wraps the master key; by default, the provider that *row* names.
+        new_database_id: The id to which the result is bound; by default, *database_id*.
 
     Raises:
-        WrongKeyError: there are more.
+        SecureSessionError: The provider does not unwrap the result.  Also the errors of
+            `unwrap_master_key` and `wrap_master_key`.
+    """
+    key = await unwrap_master_key(row, roots, database_id)
+    root = new_root or roots[row.root_key_id]
+    new_id = new_database_id or database_id
+    new = await wrap_master_key(row, root, new_id, key)
+    if await unwrap_master_key(new, {root.key_id: root}, new_id) != key:
+        raise SecureSessionError(f"root key {root.key_id!r} does not unwrap what it wraps")
+    return new
+
+
+def check_row_count(rows: Sequence[MasterKeyRow]) -> None:
+    """Reject a keyring of more than `MAX_ROWS` rows: unwrapping each would call the key service.
+
+    Raises:
+        WrongKeyError: *rows* are more than `MAX_ROWS`.
     """
     if len(rows) > MAX_ROWS:
         raise WrongKeyError(
@@ -261,43 +291,44 @@ async def open_keyring(
     database_id: bytes,
     known: Keyring | None = None,
 ) -> Keyring:
-    """Unwrap *rows* and return the keyring.  Each row names its root key; no other is tried.
+    """Unwrap *rows* and return the keyring.  Each row is unwrapped only by the root key it names.
 
-    The newest data master under the writer's root key wraps new data keys.  If there is
-    none, the newest data master under another root key wraps them: a process does not create
-    master keys only because its first backend has a new root key.  A master key that is stored as
-    plaintext is usable only if the writer is `NoOpBackend`.
+    The newest data master under the writer's root key wraps new data keys.  If there is no such
+    data master, the newest data master under another root key wraps new data keys: a process does
+    not create master keys only because its first backend has a new root key.  A master key that is
+    stored as plaintext is usable only if the writing backend is `NoOpBackend`.
 
-    Without *known*, a row that is not valid raises an error that names the row.  With *known*, it
-    is logged and left out, so that a row which an attacker inserts does not stop a running service.
-    If an identical row was left out of *known* already, neither the key service is called nor the
-    row logged again.
+    Without *known*, a row that is not valid raises an error that names the row.  With *known*, such
+    a row is logged and rejected, so that an attacker cannot stop a running service by inserting a
+    row.  If *known* has rejected an identical row already, that row is not unwrapped and not logged
+    again.
 
     Args:
         rows: All rows of `secure_keyring`.
         roots: The providers of all root keys that were given, by root key id.
         writer: The id of the writing backend's root key.
         database_id: The id of the database, 16 bytes.
-        known: A keyring read earlier.  Rows that have not changed since are not unwrapped again.
+        known: The keyring that this process has read earlier; None when it starts.  Rows that have
+            not changed since are not unwrapped again.
 
     Raises:
-        WrongKeyError: there are more than `MAX_ROWS` rows; or a row is malformed, its root key is
-            not in *roots*, or does not unwrap it; or the keyring has no index master or no
-            data master.
-        PlaintextRefusedError: a row is stored as plaintext, and `NoOpBackend` is not listed.
-        KeyServiceError: a provider failed.
+        WrongKeyError: There are more than `MAX_ROWS` rows; or a row is malformed; or the root key
+            of a row is not in *roots*, or does not unwrap the row; or the keyring has no index
+            master or no data master.
+        PlaintextRefusedError: A row is stored as plaintext, and `NoOpBackend` is not listed.
+        KeyServiceError: A provider failed.
     """
     rows = list(rows)
     check_row_count(rows)
     opening = _Opening(roots, database_id, known)
-    # The rows that are known come first: of several rows with one id, these are ours.
+    # If several rows have the same id, the known row is the authentic one, so check it first.
     rows.sort(key=lambda row: not opening.is_known(row))
     sound = [row for row in rows if not opening.rejects_form(row)]
     index = await opening.index_master([row for row in sound if row.purpose == INDEX])
     masters = await opening.data_masters([row for row in sound if row.purpose == DATA])
     if index is None or not masters:
         missing = "data" if index else "index"
-        raise WrongKeyError(f"the keyring holds no {missing} master key: restore secure_keyring")
+        raise WrongKeyError(f"the keyring holds no {missing} master: restore secure_keyring")
     usable = [
         (row.root_key_id == writer, row.created_at, row.id)
         for row in opening.accepted.values()
@@ -347,7 +378,7 @@ class _Opening:
         return False
 
     async def index_master(self, rows: list[MasterKeyRow]) -> BlindIndex | None:
-        """Return the index master of *rows*, the rows of index masters; None if none."""
+        """Return the index master; None if no row of *rows*, the index masters, is accepted."""
         known = self._known
         if len(rows) > 1:
             before = known.rows.values() if known else ()
@@ -372,7 +403,7 @@ class _Opening:
         return index
 
     async def data_masters(self, rows: list[MasterKeyRow]) -> dict[int, Aes256Gcm]:
-        """Return the data masters of *rows* that are accepted, by id."""
+        """Unwrap *rows*, the data masters, and return the accepted data masters by id."""
         masters: dict[int, Aes256Gcm] = {}
         new = []
         for row in rows:
@@ -381,7 +412,8 @@ class _Opening:
                 self.accepted[row.id] = row
             else:
                 new.append(row)
-        # A running service calls one by one: it expects one new row, and others cost calls.
+        # A running service expects one new row.  It unwraps rows one after another, so that rows
+        # of an attacker cannot cause many calls at once.
         step = _AT_ONCE if self._known is None else 1
         for start in range(0, len(new), step):
             part = new[start : start + step]
@@ -393,7 +425,10 @@ class _Opening:
         return masters
 
     async def _unwrapped(self, row: MasterKeyRow) -> MasterKey | None:
-        """Return the master key of *row*; None if a running service rejects it."""
+        """Return the master key of *row*; None if this call is of a running service and rejects it.
+
+        Raises the errors of `unwrap_master_key` when a process starts.
+        """
         if self._known is not None and self._known.has_rejected(row):
             self.rejected.append(row)
             return None
@@ -405,7 +440,7 @@ class _Opening:
         return None
 
     def _reject(self, row: MasterKeyRow, error: SecureSessionError) -> None:
-        """Raise *error* when the keyring is first opened; later, only log it, once for each row."""
+        """Raise *error* when a process starts; in a running service, log it once for each row."""
         if self._known is None:
             raise error
         self.rejected.append(row)
@@ -414,9 +449,9 @@ class _Opening:
 
 
 def _fault(row: MasterKeyRow) -> str | None:
-    """Return why *row* is malformed; None if it is not.
+    """Return why *row* is malformed; None if it is well-formed.
 
-    SQLite stores any type in any column, so a modified row may hold any type.
+    SQLite stores any type in any column, so a modified row may contain any type.
     """
     row_id, purpose, root_key_id, created_at, wrapped = cast("tuple[object, ...]", row)
     if type(row_id) is not int or row_id not in _INTEGERS:
@@ -452,7 +487,12 @@ async def unwrap_master_key(
 ) -> MasterKey:
     """Unwrap the master key in *row* with the root key that the row names, and return it.
 
-    Raises the errors that `open_keyring` raises for a row.
+    Raises:
+        WrongKeyError: The row is malformed; or its root key is not in *roots*, or does not unwrap
+            the master key.
+        PlaintextRefusedError: The master key is stored as plaintext, and `NoOpBackend` is not
+            listed.
+        KeyServiceError: The provider failed.
     """
     fault = _fault(row)
     if fault is not None:
@@ -483,14 +523,14 @@ async def unwrap_master_key(
 
 
 async def _answer_of(root: KeyProvider, answer: Awaitable[bytes]) -> MasterKey:
-    """Return the bytes that a provider answers with: a master key, or a wrapped one.
+    """Await *answer*, a call of *root*, and return its result: a master key or a wrapped one.
 
-    Errors are raised without the frames of the provider, whose variables hold keys.
+    Errors are raised without the frames of the provider, whose local variables contain keys.
 
     Raises:
-        SecureSessionError: raised by the provider itself.
-        KeyServiceError: the provider did not return bytes, or raised another exception.  The text
-            of that exception may hold secrets, so only its class is named.
+        SecureSessionError: The provider has raised this error.
+        KeyServiceError: The provider did not return bytes, or raised another exception.  The text
+            of that exception may contain secrets, so the message names only its class.
     """
     failure: Exception | None = None
     try:
@@ -502,7 +542,8 @@ async def _answer_of(root: KeyProvider, answer: Awaitable[bytes]) -> MasterKey:
         failure, name = without_frames(error), ""
     except Exception as error:
         name = type(error).__name__
-    except BaseException as error:  # CancelledError can be the cause of TimeoutError
+    # Also CancelledError: `asyncio.timeout` makes it the cause of a TimeoutError.
+    except BaseException as error:
         raise without_frames(error) from None
     if failure is None:
         failure = KeyServiceError(f"the provider of root key {root.key_id!r} failed: {name}")

@@ -23,8 +23,8 @@ _SALT_LENGTH = 16
 _HEADER = Struct(f">c{_SALT_LENGTH}sIII")
 # RFC 9106, section 4, second recommended option: t=3, p=4, 64 MiB.
 _ITERATIONS, _LANES, _MEMORY_KIB = 3, 4, 64 * 1024
-# Derive one key at a time.  Two derivations with several lanes (Argon2 threads) each may deadlock,
-# because OpenSSL takes the threads of both from one pool.  Seen with cryptography 50.0.
+# Derive one key at a time.  Two simultaneous derivations with several lanes (Argon2 threads) may
+# deadlock, because OpenSSL has one pool of threads for both.  Seen with cryptography 50.0.
 _one_at_a_time = threading.Lock()
 
 
@@ -43,12 +43,13 @@ class PassphraseKey(KeyMaterial):
     The salt and the cost of the derivation are stored with each wrapped key.
 
     Args:
-        passphrase: A text that is not empty.  It is converted to Unicode normalization form C
+        passphrase: A text that is not empty.  The text is converted to Unicode normalization form C
             (NFC).
-        key_id: The name of the root key, different for each passphrase.  Other kinds of root keys
-            use the name `none` and names that begin with `key:`, so these are not allowed.
+        key_id: The name of the root key.  Use a different name for each passphrase.  The name
+            `none` and names that begin with `key:` are reserved for other kinds of root keys.
         max_iterations: `unwrap` rejects a wrapped key if its stored number of iterations is higher.
-            By default, this limit and the next two are the cost that `wrap` uses for a new salt.
+            The default values of this limit and of the next two limits are the cost that `wrap`
+            uses for a new salt.
         max_lanes: The same limit for the number of lanes (Argon2 threads).
         max_memory_kib: The same limit for the size of memory, in KiB.
 
@@ -75,7 +76,8 @@ class PassphraseKey(KeyMaterial):
         # The stored cost is used before it is authenticated.  Without limits, an attacker who can
         # write to the database could make opening it take much time and memory.
         self._max_cost = (max_iterations, max_lanes, max_memory_kib)
-        # Systems encode typed text differently (é as one code point or two); NFC makes it equal.
+        # Systems encode the same text in different ways: é is one code point or two.  NFC makes the
+        # results equal.
         self._passphrase = unicodedata.normalize("NFC", passphrase).encode("utf-8", "surrogatepass")
         self._new_header = _HEADER.pack(
             PASSPHRASE_WRAP, os.urandom(_SALT_LENGTH), _ITERATIONS, _LANES, _MEMORY_KIB

@@ -1,4 +1,4 @@
-"""The base class of root keys in key services: timeouts, retries, errors, silent libraries."""
+"""The base class of root keys in key services: timeouts, retries, errors, and no debug logs."""
 
 import asyncio
 import importlib
@@ -16,7 +16,7 @@ from adk_secure_sessions.keys.providers import check_key_id
 
 TIMEOUT = 5.0  # seconds for each attempt
 ATTEMPTS = 3
-# Loggers of the libraries that our providers call, and of those that these libraries call.
+# The loggers of the libraries that our providers call directly or indirectly.
 _LOGGERS = (
     "botocore",
     "google",
@@ -32,7 +32,7 @@ _is_calling: ContextVar[bool] = ContextVar("adk_secure_sessions_is_calling", def
 
 
 class _Quiet(logging.Filter):
-    """Drops the debug messages of libraries about our calls: some of them show plaintext keys."""
+    """Discards debug messages of libraries during our calls, which may contain plaintext keys."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return record.levelno > logging.DEBUG or not _is_calling.get()
@@ -49,8 +49,9 @@ class RemoteKey(KeyMaterial):
 
     Attributes:
         pause: The upper limit of the pause before the second attempt, in seconds.  The limit
-            doubles for each further attempt.  A pause is random: at least half of the limit.
-        longest_pause: The highest value of that limit, in seconds.
+            doubles for each further attempt.  The length of a pause is random, and at least half of
+            the limit.
+        longest_pause: The maximum of that upper limit, in seconds.
     """
 
     pause: ClassVar[float] = 0.25
@@ -78,10 +79,10 @@ class RemoteKey(KeyMaterial):
 
     @hides_frames
     async def wrap(self, key: bytes, associated_data: bytes) -> bytes:
-        """Encrypt `key` in the key service, which also authenticates `associated_data`.
+        """Encrypt `key` in the key service, and bind the result to `associated_data`.
 
         Raises:
-            KeyServiceError: The service failed; the message says what to check.
+            KeyServiceError: The service failed.  The message says what to check.
         """
         bound = self._kind + associated_data
         return self._kind + await self._with_retries(lambda: self._encrypt(key, bound))
@@ -93,7 +94,7 @@ class RemoteKey(KeyMaterial):
         Raises:
             TamperedError: The root key or `associated_data` is wrong, or `wrapped` was modified.
             WrongKeyError: The service reported that another root key wrapped the key.
-            KeyServiceError: The service failed; the message says what to check.
+            KeyServiceError: The service failed.  The message says what to check.
         """
         if not wrapped.startswith(self._kind):
             raise TamperedError(
@@ -104,11 +105,11 @@ class RemoteKey(KeyMaterial):
 
     @abstractmethod
     async def _encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
-        """Call the service once to encrypt *plaintext*; `wrap` calls this again after an error."""
+        """Call the service once to encrypt *plaintext*; `wrap` retries temporary errors."""
 
     @abstractmethod
     async def _decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
-        """Call the service once to decrypt *sealed*; `unwrap` calls this again after an error."""
+        """Call the service once to decrypt *sealed*; `unwrap` retries temporary errors."""
 
     async def _with_retries(self, call_once: Callable[[], Awaitable[bytes]]) -> bytes:
         pause = self.pause
@@ -136,7 +137,7 @@ class RemoteKey(KeyMaterial):
         raise self._unreachable(f"gave no answer within {self._timeout:g} s")
 
     def _failure(self, what: str, check: str, *, retryable: bool = False) -> KeyServiceError:
-        """Return an error that does not quote the service, whose text may repeat a key."""
+        """Return an error without the text of the service's answer, which may contain a key."""
         return KeyServiceError(f"root key {self.key_id!r}: {what}; {check}", retryable=retryable)
 
     def _unreachable(self, what: str) -> KeyServiceError:
@@ -145,7 +146,7 @@ class RemoteKey(KeyMaterial):
 
 
 def _silence_libraries() -> None:
-    """Add the filter to the loggers of libraries: it does not apply to their child loggers."""
+    """Add `_quiet` to all loggers of the libraries, because a filter has no effect on children."""
     for name in list(logging.root.manager.loggerDict):
         if name.partition(".")[0] in _LOGGERS:
             logging.getLogger(name).addFilter(_quiet)
@@ -154,8 +155,8 @@ def _silence_libraries() -> None:
 async def in_thread(call: Callable[[], bytes]) -> bytes:
     """Run *call*, which blocks, in a thread, and return its result.
 
-    asyncio's debug log shows the arguments and the result of `asyncio.to_thread`; here, there are
-    none.
+    asyncio's debug log contains the arguments and the result of `asyncio.to_thread`.  So this
+    function passes no arguments, and returns the result in another way.
     """
     result: list[bytes] = []
     await asyncio.to_thread(lambda: result.append(call()))
@@ -166,7 +167,7 @@ def require(extra: str, *modules: str) -> None:
     """Import *modules*, to check that the optional dependencies named *extra* are installed.
 
     Raises:
-        ConfigurationError: a module cannot be imported.
+        ConfigurationError: A module cannot be imported.
     """
     missing = None
     for module in modules:
@@ -181,18 +182,18 @@ def require(extra: str, *modules: str) -> None:
 
 
 def is_plain_http(url: str) -> bool:
-    """Return whether *url* is an address without TLS, for which no proxy may be used.
+    """Return whether *url* is an address without TLS.  Use no proxy for such an address.
 
-    A proxy for plain HTTP reads the keys.  A proxy for TLS only forwards encrypted bytes.
+    A proxy for plain HTTP can read the keys.  A proxy for TLS only forwards encrypted bytes.
     """
     return urlsplit(url).scheme != "https"
 
 
 def check_transport(url: str) -> None:
-    """Reject the address of a key service if keys would cross a network unencrypted.
+    """Reject the address of a key service if keys would be sent over a network unencrypted.
 
     Raises:
-        ConfigurationError: *url* is neither https nor http to this machine.
+        ConfigurationError: *url* is neither an https:// URL nor an http:// URL of this machine.
     """
     parts = urlsplit(url)
     here = parts.hostname in ("127.0.0.1", "::1", "localhost")

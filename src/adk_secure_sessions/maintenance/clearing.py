@@ -1,7 +1,7 @@
 """Remove the bytes of deleted rows from the files of a database.
 
 When a row is deleted or replaced, a database only marks its space as free.  The bytes of the row
-remain in the file.  docs/erasure.md says what was observed on each database.
+remain in the file.  docs/erasure.md describes which bytes remain on each kind of database.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,7 +33,7 @@ async def clear(executor: Executor, table: sa.Table, lock_wait: int, *, rewrite:
         executor: The executor of the database that has *table*.
         table: The table.
         lock_wait: Seconds to wait for a lock.
-        rewrite: Rewrite the table (SQLite: the whole file); services wait meanwhile.
+        rewrite: If True, rewrite the table (SQLite: the whole file).  Services wait meanwhile.
 
     Returns:
         The reason why the bytes could not be removed; empty if they were removed.
@@ -49,13 +49,13 @@ async def clear(executor: Executor, table: sa.Table, lock_wait: int, *, rewrite:
 
 
 async def rewrite(executor: Executor, tables: Sequence[sa.Table], lock_wait: int) -> list[str]:
-    """Rewrite *tables*, which must be all of our tables in the database of *executor*.
+    """Rewrite *tables*, which must be all tables of this package in the database of *executor*.
 
     Returns:
         The reasons why tables could not be rewritten.
     """
     kind = await executor.define(lambda connection: connection.dialect.name, commit=False)
-    if kind == "sqlite":  # rewrites the whole file at once
+    if kind == "sqlite":  # SQLite rewrites the whole file, with all tables
         obstacle = await clear(executor, tables[0], lock_wait, rewrite=True)
         return [obstacle] if obstacle else []
     obstacles = []
@@ -95,8 +95,9 @@ _PRIMARY_KEY = sa.text(
 
 def _rewrite_postgresql(name: str, lock_wait: int, connection: sa.Connection) -> str:
     # A plain VACUUM does not overwrite a deleted row unless it moves another row of the same page.
-    # VACUUM (FULL) cannot run in a transaction, so its lock_timeout would be a setting of the
-    # connection, which a pooler gives to other clients.  CLUSTER rewrites the table as well.
+    # VACUUM (FULL) cannot run in a transaction, so its lock_timeout would have to be a setting of
+    # the connection.  A pooler may give that connection to other clients.  CLUSTER also rewrites
+    # the table, and can run in a transaction.
     key = connection.scalar(_PRIMARY_KEY, {"name": name})
     if key is None:
         return f"{name} has no primary key"

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# The sizes of the caches.  A command reads each row once, one owner after another, so larger caches
-# would only take memory.
+# The number of entries in each cache.  A command reads each row once, one owner after another, so
+# larger caches would only take memory.
 _CACHED = 64
 
 
@@ -62,8 +62,9 @@ class Database(KeyMaterial):
         db_url: The database URL, in the same form as for `EncryptedSessionService`.
         backend: The backend that encrypts new records, with its root key; None if the command
             needs no key.
-        additional_backends: Other backends whose root keys or records the database may have.
-        db_engine: Your own engine, instead of `db_url`; it is not closed.
+        additional_backends: Other backends, if the database may contain their records, or master
+            keys that their root keys wrap.
+        db_engine: Your own engine, instead of `db_url`.  `close` does not close it.
         key_db_url: The URL of the key database, if there is one.
         key_db_engine: Your own engine for the key database, instead of `key_db_url`.
         engine_kwargs: Options of the engine that is created for `db_url`.
@@ -118,7 +119,7 @@ class Database(KeyMaterial):
 
     @property
     def backends(self) -> Backends:
-        """The backends that were given.  Raises ConfigurationError if none were given."""
+        """The backends that were given.  Raises ConfigurationError if no backend was given."""
         return self.unit.backends
 
     async def survey(self) -> Survey:
@@ -151,22 +152,23 @@ class Database(KeyMaterial):
     async def keys_of(self, *owners: object) -> StagedKeys:
         """Read the data keys of *owners* (tags) from the database.
 
-        This call does not raise an error for a tampered data key; every later use of the key does.
+        This call does not raise an error for a tampered data key.  Each later use of the data key
+        raises the error.
         """
         return await self.unit.data_keys_of(*owners)
 
     async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
-        """Run *query* on the data database, again if the connection is lost; return the rows."""
+        """Run *query* on the data database, and return the rows; retry after a lost connection."""
         return await self.unit.read(query, parameters)
 
     async def read_keys(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
-        """Do the same as `read`, for a query of `secure_keyring` or `secure_data_keys`."""
+        """Do the same as `read` for a query of `secure_keyring` or `secure_data_keys`."""
         return await self.unit.read_keys(query, parameters)
 
     def reader_of(
         self, table: sa.FromClause
     ) -> Callable[[sa.Executable, Parameters], Awaitable[Sequence[Row]]]:
-        """Return `read_keys` for a table of keys, and `read` for any other table."""
+        """Return `read_keys` if *table* is a key table, otherwise `read`."""
         return self.read_keys if table in (keyring, data_keys) else self.read
 
     async def change(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
@@ -177,7 +179,7 @@ class Database(KeyMaterial):
         return await self.unit.change(work, commit=commit)
 
     async def change_keys(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
-        """Do the same as `change`, for `secure_keyring` and `secure_data_keys`."""
+        """Do the same as `change` for `secure_keyring` and `secure_data_keys`."""
         return await self.unit.change_keys(work, commit=commit)
 
     async def close(self) -> None:

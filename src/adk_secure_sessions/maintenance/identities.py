@@ -25,7 +25,7 @@ from adk_secure_sessions.storage import (
 
 
 class SessionIds(NamedTuple):
-    """The ids that identify a session in ADK; or a collection, whose name is the session id."""
+    """The ids that identify a session in ADK, or a collection with its name as *session_id*."""
 
     app_name: str
     user_id: str
@@ -34,7 +34,7 @@ class SessionIds(NamedTuple):
 
 
 class LocatedSession(NamedTuple):
-    """A row of `secure_sessions` with its decrypted ids, or the error that decrypting raised."""
+    """A row of `secure_sessions`: its row id, its tag, and its decrypted ids or the error."""
 
     row: int
     tag: bytes
@@ -78,13 +78,16 @@ class SessionColumns(NamedTuple):
 async def located_sessions(
     db: Database, before: int | None = None
 ) -> AsyncIterator[LocatedSessions]:
-    """Yield all sessions and collections in batches.
+    """Yield all sessions and collections in batches, each with its decrypted ids or an error.
 
-    With *before*, yield only sessions, and only those last updated before that time.
+    If a session has ids, its row is authentic.  The events, the snapshot and the version witness of
+    a session are not read.
 
-    The statement compares *before* (microseconds since 1970) with the stored time, before the row
-    is authenticated.  A result with ids is from an authenticated row; a result without ids has the
-    error.  The events, the snapshot and the version witness of a session are not read.
+    Args:
+        db: The database.
+        before: If given, yield no collections, and only sessions that were last updated before this
+            time, in microseconds since 1970.  The statement compares the stored time, which is not
+            authenticated yet.
     """
     async for span in ranges(db, sessions.c.id, db.limits.rows):
         yield LocatedSessions(span, await _located_with_present_keys(db, span, before))
@@ -103,7 +106,10 @@ def app_name_of(stored: object) -> str:
 
 
 class _SessionsAndOwners(NamedTuple):
-    """Session rows, the user rows they refer to, and those users' app names, each by row id."""
+    """Session rows, the rows of their users, and the stored names of the users' apps.
+
+    The rows of users and the names of apps are given by row id.
+    """
 
     sessions: list[SessionColumns]
     users: Mapping[int, UserRow]
@@ -113,9 +119,9 @@ class _SessionsAndOwners(NamedTuple):
 async def _located_with_present_keys(
     db: Database, span: Range, before: int | None
 ) -> list[LocatedSession]:
-    """Read sessions and then their data keys; read both again if a data key is missing.
+    """Read sessions and then their data keys; read both a second time if a data key is missing.
 
-    Between the two queries, another process may have re-encrypted rows and retired the old keys.
+    Between the two queries, another process may have re-encrypted rows and retired old data keys.
     """
     located = await _located(db, span, before)
     if any(isinstance(one.error, UnknownKeyError) for one in located):
@@ -176,7 +182,7 @@ _NUMBERS, _BLOBS = 7, 2
 
 @functools.cache
 def _sessions_users_apps(bounds: Bounds, by_time: bool) -> sa.CompoundSelect[Any]:
-    """Select sessions, users and apps in one statement, so that no write comes between them."""
+    """Select sessions, users and apps in one statement, so that no write happens in between."""
     s, u = sessions.c, users.c
     numbers = [s.id, s.user_row, s.revision, s.base_revision, s.created_at, s.updated_at]
     numbers.append(s.expires_at)
@@ -194,7 +200,7 @@ def _sessions_users_apps(bounds: Bounds, by_time: bool) -> sa.CompoundSelect[Any
 
 
 def purgeable() -> tuple[sa.ColumnElement[bool], ...]:
-    """Return the conditions on a session that `purge` deletes; the parameter is `before`."""
+    """Return the SQL conditions for the rows that `purge` deletes; their parameter is `before`."""
     before = sa.bindparam("before", type_=sa.BigInteger)
     is_session = sessions.c.base_revision != sa.literal_column(str(COLLECTION))
     return is_session, sessions.c.updated_at < before

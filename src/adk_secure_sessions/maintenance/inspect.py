@@ -29,8 +29,8 @@ class Location(NamedTuple):
         kind: `app`, `user`, `session` or `collection`.
         table: The table of the row.
         tag: The blind index of the ids, in hexadecimal.  The row's version witness in
-            `secure_witnesses` has the same `tag`.  For an app or user, the data keys in
-            `secure_data_keys` have it as `owner`.
+            `secure_witnesses` has the same tag.  The data keys of an app or user have this tag in
+            the column `owner` of `secure_data_keys`.
         row: The row's id; None if there is no such row.
     """
 
@@ -48,8 +48,8 @@ class RecordHeader(NamedTuple):
         column: The column that stores the record.
         backend_id: The id of the backend that encrypted the record.  None for a master key and
             for a value in an unknown format.
-        key_id: The id of the encrypting key: a master key if the record is a data key, otherwise
-            a data key.  None if `backend_id` is None.
+        key_id: The id of the key that encrypted the record: a data master if the record is a
+            wrapped data key, otherwise a data key.  None if `backend_id` is None.
         root_key_id: For a master key, the id of the root key that wraps it; otherwise None.
         length: The length of the whole record in bytes.
         kind: For a row of `secure_sessions`, `session` or `collection`; otherwise None.
@@ -87,7 +87,7 @@ async def lookup(
     session_id: str | None = None,
     collection: str | None = None,
 ) -> tuple[Location, ...]:
-    """Find the row of an app and, if given, of a user, a session and a collection by its name.
+    """Find the rows of an app and, if given, of a user, of a session and of a collection.
 
     Raises:
         ConfigurationError: *session_id* or *collection* was given without *user_id*, or the
@@ -118,18 +118,18 @@ async def lookup(
 async def inspect(
     db: Database, table: str, row: str | int | None = None, *, limit: int = 20
 ) -> tuple[RecordHeader, ...]:
-    """Return the headers of stored records.  No key is needed.
+    """Return the headers of stored records.  This needs no key.
 
     Args:
         db: The database; it needs no backend.
-        table: A table that holds records, such as `secure_events`.
-        row: The row's primary key, a number.  For events, items and snapshots, it is the row id of
-            the session or collection; for a version witness, the tag in hexadecimal.  None for the
-            table's first rows.
+        table: A table that contains records, such as `secure_events`.
+        row: The row's primary key, a number.  For events, items and snapshots, give the row id of
+            the session or collection; for a version witness, the tag in hexadecimal.  By default,
+            the first rows of the table are returned.
         limit: The maximum number of rows to return.
 
     Raises:
-        ConfigurationError: *table* holds no records, *row* is malformed, or the database cannot
+        ConfigurationError: *table* contains no records, *row* is malformed, or the database cannot
             be used.
     """
     if table not in _RECORDS:

@@ -11,8 +11,8 @@ from adk_secure_sessions.storage import (
 )
 
 _MAX_LISTED = 1000
-# Errors that decrypting and decoding a row may raise.  The last two are raised only for records of
-# NoOpBackend, because it does not authenticate what it reads.
+# Errors that decrypting and decoding a row may raise.  The last two errors are raised only for
+# plaintext records, which are not authenticated.
 UNREADABLE = (DecryptionError, struct.error, UnicodeDecodeError)
 # If a row of these tables is bad, many other rows cannot be decrypted.
 _SHARED = (apps.name, users.name, data_keys.name)
@@ -51,7 +51,7 @@ class Problems:
         self._named |= other._named
 
     def suppress(self, table: str, row: object) -> None:
-        """Skip later reports of *row* with `once`, because the cause was reported already."""
+        """Skip later calls of `add` for *row* with `once`: the cause has been reported already."""
         self._named.add((table, str(row)))
 
     def add(
@@ -59,7 +59,8 @@ class Problems:
     ) -> None:
         """Report a row.
 
-        With *once*, skip the row if it was reported with *once* before or passed to `suppress`.
+        If *once* is True, skip the row if an earlier call had *once*, too, or if the row was passed
+        to `suppress`.
         """
         if once:
             if (table, str(row)) in self._named:
@@ -73,7 +74,8 @@ class Problems:
         """Report the row that *error* names or, if *error* names no row, *row* of *table*.
 
         Returns:
-            True if many other rows cannot be decrypted without the reported row.
+            True if the reported row is an app, a user or a data key: other rows cannot be decrypted
+            without it.
         """
         reason, detail = Reason.MALFORMED, "its content is malformed"
         if isinstance(error, DecryptionError):

@@ -19,17 +19,17 @@ from adk_secure_sessions.storage import (
 
 
 class Purge(NamedTuple):
-    """The result of `purge`, or what a dry run expects it to be.
+    """The result of `purge`; after a dry run, the expected result.
 
     Attributes:
         deleted: How many sessions were deleted, with their events.
-        kept: How many sessions were old when `purge` read them, but were used or deleted by
+        kept: How many sessions were old when `purge` read them, but were updated or deleted by
             another process before `purge` could delete them.
         bad: How many old sessions cannot be decrypted.  These sessions were left unchanged.
-        problems: The first 1000 rows because of which sessions cannot be decrypted: rows of
-            sessions, users, apps or data keys.
-        before: A session is old if its last event is older than this moment, in microseconds since
-            1970, UTC.  A wrong moment shows that the clock of this machine is wrong.
+        problems: The first 1000 bad rows: rows of sessions, users, apps or data keys that prevent
+            decrypting an old session.
+        before: A session is old if its last event is older than this time, in microseconds since
+            1970, UTC.  If this time is wrong, the clock of this machine is wrong.
     """
 
     deleted: int
@@ -49,16 +49,16 @@ async def purge(
 ) -> Purge:
     """Delete sessions whose last event is older than *older_than*.
 
-    For a session without events, the time of its creation counts.  Each session is deleted in a
-    separate transaction, which checks the session's age again.  Users and apps keep their rows and
-    states, even if they have no session left.
+    The age of a session without events is the time since its creation.  Each session is deleted in
+    a separate transaction, which checks the session's age again.  Users and apps keep their rows
+    and states, even if they have no session left.
 
     Args:
-        db: The database, with every backend whose records it may hold.
-        older_than: The minimum age.  It is the difference between the clock of this machine and the
-            timestamp of the last event, which the application sets.
+        db: The database, with every backend whose records it may contain.
+        older_than: The minimum age of a session.  The age is the difference between the clock of
+            this machine and the timestamp of the last event, which the application sets.
         dry_run: Count the sessions, but delete nothing.
-        progress: Called with the number of old sessions processed and the number of all of them.
+        progress: Called with the number of old sessions processed and of all old sessions.
         rows_per_second: The maximum number of sessions to delete per second.
 
     Raises:

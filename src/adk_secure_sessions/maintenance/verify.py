@@ -22,6 +22,7 @@ from adk_secure_sessions.maintenance.engine import (
     batches,
     count_events,
     count_rows,
+    select_data_keys,
     within,
 )
 from adk_secure_sessions.maintenance.identities import (
@@ -32,7 +33,6 @@ from adk_secure_sessions.maintenance.identities import (
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
 from adk_secure_sessions.storage import (
     COLLECTIONS,
-    DATA_KEYS,
     FEATURES,
     CheckApp,
     CheckLocatedSession,
@@ -55,8 +55,8 @@ from adk_secure_sessions.storage import (
 )
 
 # 10 minutes, in microseconds.  With a key database, a data key is stored before its owner's row.
-# So `verify` reports a data key without an owner only if it was created more than 10 minutes ago.
-# The clocks of two machines may differ, so a time up to 10 minutes in the future is ignored, too.
+# Therefore `verify` does not report a data key without an owner's row if it was created in the last
+# 10 minutes or, because clocks differ, seems to be created in the next 10 minutes.
 _GRACE = 600_000_000
 
 
@@ -72,9 +72,9 @@ class Verification(NamedTuple):
         collections: How many collections were decrypted and are authentic, each with its items and
             version witness.
         items: How many items these collections have.
-        unchecked: How many users, sessions and collections could not be checked.  A user cannot be
-            checked if the name of the app was modified.  A session or a collection cannot be
-            checked in that case either, or if the row or a data key of its user is bad.
+        unchecked: How many users, sessions and collections could not be checked.  None of them can
+            be checked if the name of their app was modified.  A session or a collection cannot be
+            checked, either, if the row or a data key of its user is bad.
         bad: How many rows were tampered with or are orphaned (the session, user or app row that
             they belong to does not exist).
         problems: The first 1000 bad rows.
@@ -125,13 +125,15 @@ async def verify(
 
 
 class _AppName(NamedTuple):
+    """An app to check."""
+
     id: int
     app_name: bytes
     tag: bytes
 
 
 class _UserTag(NamedTuple):
-    """A user to check; *app_name* is from the app's row, or None if that row does not exist."""
+    """A user to check.  *app_name* comes from the app's row; None if that row does not exist."""
 
     id: int
     app_row: int
@@ -140,7 +142,7 @@ class _UserTag(NamedTuple):
 
 
 class _WitnessTag(NamedTuple):
-    """A version witness; *is_owned* is 1 if its app, user or session exists, otherwise 0."""
+    """A version witness.  *is_owned* is 1 if its app, user or session exists, otherwise 0."""
 
     tag: bytes
     is_owned: int
@@ -158,7 +160,7 @@ class _Verifier:
     """Checks and counts rows.
 
     Users and sessions are checked even if the row of their app is bad.  They count as unchecked if
-    the app's name or the user's row, which their records are bound to, cannot be decrypted.
+    their context is unknown, because the app's name was modified or the user's row is bad.
     """
 
     def __init__(self, db: Database, index: BlindIndex, meter: Meter) -> None:
@@ -236,6 +238,7 @@ class _Verifier:
             self.problems.add(meta.name, FEATURES, Reason.MISMATCH, detail)
 
     def _has_own_name(self, row: _AppName) -> bool:
+        """Return whether the tag of the app's row is the blind index of the app's name."""
         try:
             return self._index.app(decode_text(row.app_name)) == row.tag
         except UNREADABLE:
@@ -245,7 +248,8 @@ class _Verifier:
         try:
             self._users += await self._check_user(row)
         except UNREADABLE as error:
-            if row.app_row in self._misnamed_apps:  # the app's row is reported, and is the cause
+            # If the app's name was modified, the app's row is the cause, and is reported already.
+            if row.app_row in self._misnamed_apps:
                 self._unchecked += 1
             else:
                 self.problems.add_error(error, users.name, row.id)
@@ -274,7 +278,7 @@ class _Verifier:
     async def _check_session(self, located: LocatedSession) -> None:
         rows = 1
         try:
-            # Read the session in the same way as a service: one statement reads the whole session.
+            # Like a service, read the whole session in one statement.
             ids = located.known_ids()
             who = await self._db.unit.identify(*ids)
             if who.session_tag != located.tag:
@@ -338,13 +342,13 @@ async def _find_orphaned_witnesses(db: Database, problems: Problems, meter: Mete
 
 
 async def _find_orphaned_data_keys(db: Database, problems: Problems, meter: Meter) -> None:
-    """Report data keys that cannot be unwrapped, and those whose app or user does not exist."""
+    """Report data keys that cannot be unwrapped, and data keys without the row of their owner."""
     masters = (await db.keys()).keyring
     detail = "its owner's row was removed"
     if db.executors.has_key_database:
         detail += ", or a process ended before it could write that row"
     size = db.limits.headers
-    async for rows in batches(db, data_keys.c.id, _data_keys, DataKeyRow, size):
+    async for rows in batches(db, data_keys.c.id, select_data_keys, DataKeyRow, size):
         for row in rows:
             try:
                 unwrap_data_key(row, masters)
@@ -353,8 +357,8 @@ async def _find_orphaned_data_keys(db: Database, problems: Problems, meter: Mete
                 problems.suppress(data_keys.name, row.id)
         known = await _existing_owners(db, {row.owner for row in rows})
         lost = [row for row in rows if row.owner not in known and not _may_be_new(db, row)]
-        # An erasure may have deleted an owner after the data keys were read.  It deletes the data
-        # keys no later than the owner's row, so report only data keys that are still stored.
+        # An erasure may have deleted the owner's row after the data keys were read.  It deletes the
+        # data keys first or in the same transaction.  So report only data keys that still exist.
         found = await read_data_keys(db.read_keys, [row.owner for row in lost])
         there = {key.id for key in found.data_keys}
         for row in lost:
@@ -371,7 +375,7 @@ def _may_be_new(db: Database, row: DataKeyRow) -> bool:
 
 
 async def _existing_owners(db: Database, tags: Iterable[object]) -> set[object]:
-    """Return those *tags* (blind indexes) for which an app or a user exists."""
+    """Return the *tags* (blind indexes) for which an app or a user exists."""
     found: set[object] = set()
     for chunk in chunks({tag for tag in tags if isinstance(tag, bytes)}):
         found |= {tag for (tag,) in await db.read(_owners(len(chunk)), numbered(chunk))}
@@ -417,12 +421,6 @@ def _witnesses(bounds: Bounds) -> sa.Select[Any]:
     owned = sa.or_(*(_exists(table.c.tag == tag) for table in (apps, users, sessions)))
     owned = sa.case((owned, sa.literal_column("1")), else_=sa.literal_column("0"))
     return sa.select(tag, owned).where(*within(tag, bounds)).order_by(tag)
-
-
-@functools.cache
-def _data_keys(bounds: Bounds) -> sa.Select[Any]:
-    key = data_keys.c.id
-    return DATA_KEYS.where(*within(key, bounds)).order_by(key)
 
 
 @functools.cache
