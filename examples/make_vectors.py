@@ -17,6 +17,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # so that `examples` can be imported
 
+from examples.vectors.blobs import blob_vectors
 from examples.vectors.collections import collection_vectors
 from examples.vectors.database import database_file, database_vectors
 from examples.vectors.fixed import Json
@@ -38,6 +39,7 @@ def made_files() -> dict[Path, str]:
     return {
         VECTORS / "records.json": _dumped(record_vectors()),
         VECTORS / "keys.json": _dumped(key_vectors()),
+        VECTORS / "blobs.json": _dumped(blob_vectors()),
         VECTORS / "database.sql": sql,
         VECTORS / "database.json": _dumped(contents),
         VECTORS / "rejections.json": _dumped(rejection_vectors(sql)),

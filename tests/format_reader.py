@@ -107,6 +107,18 @@ def unpack(record: bytes) -> tuple[int, int]:
     return struct.unpack(">Bq", record[4:13])
 
 
+def open_blob(blob: bytes, key: bytes, size: int) -> bytes:
+    """Return the plaintext of a blob; *key* and *size* are in the record that names it."""
+    count = max(1, (size + 65535) // 65536)
+    require(len(blob) == 5 + size + 16 * count and blob[:5] == b"AKSB\x01")
+    plaintext = b""
+    for number in range(count):
+        nonce = struct.pack(">3xQB", number, number == count - 1)
+        chunk = blob[5 + 65552 * number : 5 + 65552 * (number + 1)]
+        plaintext += open_aes(key, nonce + chunk, blob[:5])
+    return plaintext
+
+
 def open_record(record: bytes, where: bytes, backend: int, key: bytes) -> bytes:
     """Return the plaintext without its flags byte."""
     plaintext, associated_data = record[13:], record[:13] + where

@@ -9,6 +9,7 @@ from adk_secure_sessions.backends import (
     NoOpBackend,
 )
 from adk_secure_sessions.errors import (
+    ArtifactStoreError,
     ConfigurationError,
     DatabaseError,
     DecryptionError,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AesGcmBackend",
+    "ArtifactStoreError",
     "AwsKmsKey",
     "Cipher",
     "ConfigurationError",

@@ -67,6 +67,13 @@ class DatabaseError(SecureSessionError):
         self.code = code
 
 
+class ArtifactStoreError(SecureSessionError):
+    """The object store of artifacts cannot be reached, denies access, is full, or failed.
+
+    The message says what to do.  It contains no credentials, and does not quote the store.
+    """
+
+
 class Reason(StrEnum):
     """Reasons to reject a stored value, for `DecryptionError.reason`."""
 

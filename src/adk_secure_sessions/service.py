@@ -97,7 +97,8 @@ class EncryptedSessionService(KeyMaterial, BaseSessionService):
         cache_seconds: How long sessions and data keys are cached, in seconds.  If another process
             erases a user, this process may use the user's data key until then.
         read_timeout: Seconds after which a query of the database is interrupted, and the operation
-            raises `DatabaseError`.  If None, a query may take any time.
+            raises `DatabaseError`.  One statement of a write may take ten times as long.  If None,
+            there is no limit.
         engine_kwargs: Options of `sqlalchemy.create_engine` for the engine of `db_url`.
 
     Raises:

@@ -23,7 +23,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.pool import NullPool, StaticPool
 
 from adk_secure_sessions.db.dialects import sqlite_sql, taking_any_text
-from adk_secure_sessions.db.failures import meaning, needs_unprepared, overdue
+from adk_secure_sessions.db.failures import meaning, needs_unprepared, overdue, write_timeout
 from adk_secure_sessions.db.protocol import (
     Parameters,
     Row,
@@ -124,7 +124,9 @@ class AsyncEngineExecutor:
             return run_in_turn(
                 transaction(),
                 lambda query, parameters: self._fetch_in_time(connection, query, parameters),
-                lambda statement, parameters: _write(connection, statement, parameters),
+                lambda statement, parameters: self._in_time(
+                    connection, lambda: _write(connection, statement, parameters), writes=True
+                ),
             )
 
         return await self._translating(work, commit=True, exclusive=self._is_sqlite)
@@ -215,14 +217,20 @@ class AsyncEngineExecutor:
     ) -> Sequence[Row]:
         return self._in_time(connection, lambda: _fetch(connection, query, parameters))
 
-    def _in_time(self, connection: sa.Connection, work: Callable[[], T]) -> T:
-        """Run *work*, which only reads; interrupt it at the database after `read_timeout`.
+    def _in_time(
+        self, connection: sa.Connection, work: Callable[[], T], *, writes: bool = False
+    ) -> T:
+        """Run *work*; interrupt it at the database after `read_timeout`.
+
+        With *writes*, it is one statement of a transaction, and is interrupted after
+        `write_timeout`.
 
         Raises:
             DatabaseError: *work* was interrupted.
         """
         task = asyncio.current_task()
-        if self._read_timeout is None or task is None:
+        seconds = write_timeout(self._read_timeout) if writes else self._read_timeout
+        if seconds is None or task is None:
             return work()
         is_overdue = False
 
@@ -231,7 +239,7 @@ class AsyncEngineExecutor:
             is_overdue = True
             self._interrupt(task)
 
-        timer = asyncio.get_running_loop().call_later(self._read_timeout, interrupt)
+        timer = asyncio.get_running_loop().call_later(seconds, interrupt)
         try:
             return work()
         except BaseException as error:
@@ -241,10 +249,10 @@ class AsyncEngineExecutor:
                 task.uncancel()
         finally:
             timer.cancel()
-        raise overdue(self._read_timeout)
+        raise overdue(seconds, "a write" if writes else "a read")
 
     def _interrupt(self, task: asyncio.Task[Any]) -> None:
-        """Interrupt the query that *task* has sent to the database.
+        """Interrupt the statement that *task* has sent to the database.
 
         Do not change a setting of the connection or the server: behind a pooler, the setting would
         also apply to other clients.

@@ -164,10 +164,18 @@ def needs_unprepared(error: BaseException) -> bool:
     return bool(_codes(driver) & _PREPARED)
 
 
-def overdue(seconds: float) -> DatabaseError:
-    """Return the error for a read that was interrupted after *seconds*."""
+def write_timeout(read_timeout: float | None) -> float | None:
+    """Return the seconds that one statement of a write may take; None for any time.
+
+    It is ten times *read_timeout*: on a server, a statement may have to wait for locks.
+    """
+    return None if read_timeout is None else 10 * read_timeout
+
+
+def overdue(seconds: float, what: str = "a read") -> DatabaseError:
+    """Return the error for a read, or for *what*, that was interrupted after *seconds*."""
     return DatabaseError(
-        f"a read did not end within {seconds:g} s and was interrupted: try again, or raise "
+        f"{what} did not end within {seconds:g} s and was interrupted: try again, or raise "
         "read_timeout",
         retryable=True,
     )

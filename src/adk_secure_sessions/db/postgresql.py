@@ -33,6 +33,7 @@ from adk_secure_sessions.db.failures import (
     needs_unprepared,
     no_free_connection,
     overdue,
+    write_timeout,
 )
 from adk_secure_sessions.db.postgresql_sql import DIVISION_BY_ZERO, apply_sql, read_sql
 from adk_secure_sessions.db.protocol import (
@@ -331,7 +332,7 @@ class _Session:
         self._pooler = pooler
         self._timeout = read_timeout
         self._in_transaction = False
-        self.is_overdue = False  # True once a query has been interrupted
+        self.is_overdue = False  # True once a statement has been interrupted
 
     async def fetch(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
         """Run *query* and return its rows.
@@ -340,13 +341,20 @@ class _Session:
             DatabaseError: The query took too long.
         """
         text, names = read_sql(query)
+        return await self._in_time(text, [parameters[name] for name in names])
+
+    async def _in_time(
+        self, text: str, values: list[object], *, writes: bool = False
+    ) -> Sequence[Row]:
+        """Run a statement; interrupt it after `read_timeout`, or `write_timeout` if it *writes*."""
+        seconds = write_timeout(self._timeout) if writes else self._timeout
         try:
-            return await self._execute(text, [parameters[name] for name in names], self._timeout)
+            return await self._execute(text, values, seconds)
         except TimeoutError as error:
-            if error.errno is not None or self._timeout is None:  # a timeout of the network
+            if error.errno is not None or seconds is None:  # a timeout of the network
                 raise
             self.is_overdue = True
-        raise overdue(self._timeout)
+        raise overdue(seconds, "a write" if writes else "a read")
 
     async def follow(self, steps: Steps[T], holds_locks: bool) -> T:
         """Run *steps* and return their result.
@@ -372,7 +380,7 @@ class _Session:
                         tuple((change.statement, change.must_match_row) for change in step.changes)
                     )
                     values = [step.changes[index].parameters[name] for index, name in sources]
-                    answer = bool((await self._execute(text, values))[0][0])
+                    answer = bool((await self._in_time(text, values, writes=True))[0][0])
                 step = steps.send(answer)
         except StopIteration as end:
             result: T = end.value

@@ -95,7 +95,8 @@ class Executor(Protocol):
     - DatabaseError for other errors of the database; never an exception of SQLAlchemy or a driver.
 
     If an executor has a read timeout, it interrupts each query that takes longer, and raises
-    DatabaseError.  The queries of transactions are included.
+    DatabaseError.  The queries of transactions are included.  A statement that writes may take ten
+    times as long.
     """
 
     async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:

@@ -31,8 +31,9 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 import sqlalchemy as sa
 
 from adk_secure_sessions.db.dialects import any_text, sqlite_sql, taking_any_text
-from adk_secure_sessions.db.failures import meaning, overdue
+from adk_secure_sessions.db.failures import meaning, overdue, write_timeout
 from adk_secure_sessions.db.protocol import (
+    Conflict,
     Parameters,
     Row,
     T,
@@ -403,16 +404,18 @@ class _Outcome(NamedTuple):
     error: BaseException | None
 
 
-class _CurrentRead(threading.local):
-    """The read that the current thread runs, if any, and the conditions for stopping it.
+class _CurrentStatement(threading.local):
+    """The statement that the current thread runs, and the conditions for stopping it.
 
     Attributes:
-        job: The job of the read; None while the thread runs no read.
-        deadline: When the read must end, in monotonic seconds; None for no limit.
+        job: The job of the statement; None while the thread runs no statement that has a limit.
+        writes: Whether the statement writes.
+        deadline: When the statement must end, in monotonic seconds; None for no limit.
         must_end: Set by another thread if this thread must end.
     """
 
     job: Job | None = None
+    writes: bool = False
     deadline: float | None = None
     must_end: threading.Event | None = None
 
@@ -420,29 +423,37 @@ class _CurrentRead(threading.local):
         return self.deadline is not None and time.monotonic() > self.deadline
 
 
-_current = _CurrentRead()
+_current = _CurrentStatement()
 
 
 def _must_stop() -> bool:
-    """Return True to interrupt this thread's query.
+    """Return True to interrupt this thread's statement.
 
     SQLite calls this function each time it has executed `_INSTRUCTIONS` instructions.
 
-    Unlike `sqlite3.Connection.interrupt`, this cannot interrupt the next query by mistake.
+    Unlike `sqlite3.Connection.interrupt`, this cannot interrupt the next statement by mistake.
     """
     if (job := _current.job) is None:
-        return False  # the thread runs no read
+        return False  # it is a statement without a limit, such as BEGIN
+    if _current.is_overdue():
+        return True
+    if _current.writes:
+        return False  # if the caller is cancelled or the service is closed, a write is completed
     must_end = _current.must_end is not None and _current.must_end.is_set()
-    return must_end or job.is_abandoned or _current.is_overdue()
+    return must_end or job.is_abandoned
 
 
-def _read(job: Job, work: Callable[..., T], *arguments: object) -> T:
+def _read(job: Job, work: Callable[..., T], *arguments: object, writes: bool = False) -> T:
     """Call *work*; interrupt its queries if they take too long or if *job* is abandoned.
 
+    With *writes*, it is one statement that writes, which is interrupted only if it takes too long.
+    SQLite then rolls the transaction back.
+
     Raises:
-        DatabaseError: A query took longer than the job's `read_timeout`.
+        DatabaseError: It took longer than the job's `read_timeout`, or `write_timeout` of that.
     """
-    timeout = job.read_timeout
+    timeout = write_timeout(job.read_timeout) if writes else job.read_timeout
+    _current.writes = writes
     _current.deadline = None if timeout is None else time.monotonic() + timeout
     _current.job = job
     try:
@@ -452,7 +463,7 @@ def _read(job: Job, work: Callable[..., T], *arguments: object) -> T:
             raise
     finally:
         _current.job = None
-    raise overdue(timeout)
+    raise overdue(timeout, "a write" if writes else "a read")
 
 
 def _serve(inbox: _Inbox, engine: sa.Engine, writes: bool, must_end: threading.Event) -> None:
@@ -495,6 +506,10 @@ def _run_batch(connection: "SqliteConnection", batch: list[Job]) -> list[_Outcom
             outcome = _run(connection, job)
             outcomes.append(outcome)
             if not driver.in_transaction:  # SQLite rolled back, for example on a full disk
+                if _current.is_overdue():  # only this job took too long; the others are repeated
+                    return [
+                        outcome if one is job else _Outcome(one, None, Conflict()) for one in batch
+                    ]
                 raise outcome.error or sqlite3.OperationalError("SQLite ended the transaction")
             if len(batch) > 1:
                 if outcome.error is not None:
@@ -552,12 +567,15 @@ class SqliteConnection:
     def _fetch(self, text: str, parameters: Parameters) -> Sequence[Row]:
         return self.driver.execute(text, parameters).fetchall()
 
+    def _execute(self, text: str, parameters: Parameters) -> int:
+        return self.driver.execute(text, parameters).rowcount
+
     def transact(self, transaction: Transaction[T]) -> T:
         return run_in_turn(transaction(), self.fetch, self._run)
 
     def _run(self, statement: sa.Executable, parameters: Parameters) -> int:
         try:
-            return self.driver.execute(sqlite_sql(statement), parameters).rowcount
+            return _read(self.job, self._execute, sqlite_sql(statement), parameters, writes=True)
         except sqlite3.IntegrityError as error:
             meant = meaning(error)
             if not isinstance(meant, UniqueViolation):

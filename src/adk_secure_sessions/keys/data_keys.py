@@ -22,6 +22,7 @@ from typing import NamedTuple, Protocol
 
 from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.errors import (
+    ConfigurationError,
     DecryptionError,
     PlaintextRefusedError,
     Reason,
@@ -30,7 +31,7 @@ from adk_secure_sessions.errors import (
 )
 from adk_secure_sessions.formats import records
 from adk_secure_sessions.formats.records import Cipher
-from adk_secure_sessions.keys.keyring import Keyring, MasterMark, new_key_id
+from adk_secure_sessions.keys.keyring import MAX_WRAPPED, Keyring, MasterMark, new_key_id
 from adk_secure_sessions.lru import Lru
 
 _LAST_GENERATION = 2**62
@@ -458,9 +459,17 @@ def make_cipher(backend: CipherFactory, key: bytes) -> Cipher:
 
 
 def wrap_data_key(row: DataKeyRow, keyring: Keyring, master_id: int, key: bytes) -> DataKeyRow:
-    """Wrap the data key *key* with data master *master_id*, and return *row* with the result."""
+    """Wrap the data key *key* with data master *master_id*, and return *row* with the result.
+
+    Raises:
+        ConfigurationError: A third party's backend has made a key that is too long.
+    """
     master, context = keyring.master(master_id), row.context(keyring.database_id_for(master_id))
     record = records.seal(master, WRAP_BACKEND_ID, master_id, context, key)
+    if len(record) > MAX_WRAPPED:
+        raise ConfigurationError(
+            f"backend {row.backend_id} makes keys that take more than {MAX_WRAPPED} bytes"
+        )
     return row._replace(wrapped=record)
 
 

@@ -5,7 +5,10 @@ The index master is the key of the blind indexes.  Data masters wrap the data ke
 
 import hmac
 import logging
+import math
 import secrets
+import time
+from collections import Counter
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from reprlib import repr as short
 from typing import NamedTuple, cast
@@ -17,6 +20,7 @@ from adk_secure_sessions.errors import (
     KeyServiceError,
     PlaintextRefusedError,
     SecureSessionError,
+    TamperedError,
     UnknownKeyError,
     WrongKeyError,
 )
@@ -29,6 +33,7 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 DATA, INDEX = "data", "index"
 MAX_ROWS = 64  # of `secure_keyring`; a rotation adds one row, and `retire` removes the old ones
+MAX_WRAPPED = 65_536  # bytes of a wrapped key; longer values are junk, and are not read
 _AT_ONCE = 8  # the maximum number of simultaneous calls to a key service at the start
 _INTEGERS = range(2**63)
 
@@ -66,6 +71,13 @@ class MasterKey(KeyMaterial):
     def cipher(self) -> Aes256Gcm:
         """Return the cipher with this key, which must be a data master."""
         return Aes256Gcm(self._key)
+
+    def is_key_of(self, cipher: Aes256Gcm) -> bool:
+        """Return whether *cipher* has this key."""
+        try:
+            return self.cipher().decrypt(cipher.encrypt(b"", b"same key?"), b"same key?") == b""
+        except TamperedError:
+            return False
 
 
 class MasterMark(NamedTuple):
@@ -135,9 +147,14 @@ class Keyring(KeyMaterial):
         current_id: The id of the data master that wraps new data keys; None if the keyring
             has no usable data master yet.
         rows: The accepted rows by id: the rows of `masters` and the row of the index master.
-        row_count: The number of stored rows that this keyring was read from, rejected rows
-            included.
         separation: The state of an unfinished `separate`; None if there is none.
+        former: Data masters that are not used any more, by id, because their rows have changed and
+            were rejected or are pending.  A row with the same id must hold the same key.
+        retry_at: When the pending rows are tried again, in monotonic seconds; infinity if there
+            are none.
+        is_being_renewed: Whether a task reads the keyring again.  Other tasks use this keyring
+            meanwhile.
+        row_count: The number of stored rows, including rows that were rejected or not read.
     """
 
     def __init__(
@@ -149,6 +166,9 @@ class Keyring(KeyMaterial):
         usable: frozenset[int] = frozenset(),
         rows: Mapping[int, MasterKeyRow] | None = None,
         rejected: Sequence[MasterKeyRow] = (),
+        pending: Sequence[MasterKeyRow] = (),
+        former: Mapping[int, Aes256Gcm] | None = None,
+        row_count: int | None = None,
     ) -> None:
         self.database_id = database_id
         self.index = index
@@ -157,9 +177,13 @@ class Keyring(KeyMaterial):
         self.rows: Mapping[int, MasterKeyRow] = rows or {}
         self.separation: Separation | None = None
         self._usable = usable
-        self._rejected = frozenset(map(_typed, rejected))
-        stored = [*self.rows.values(), *rejected]
-        self.row_count: int = len(stored)
+        self.former: Mapping[int, Aes256Gcm] = former or {}
+        self.retry_at = math.inf
+        self.is_being_renewed = False
+        self._rejected = Counter(map(_typed, rejected))
+        self._pending = Counter(map(_typed, pending))
+        stored = [*self.rows.values(), *rejected, *pending]
+        self.row_count: int = len(stored) if row_count is None else row_count
         self._marks = frozenset(MasterMark(row.id, row.created_at, row.wrapped) for row in stored)
 
     def master(self, key_id: int) -> Aes256Gcm:
@@ -172,6 +196,11 @@ class Keyring(KeyMaterial):
             return self.masters[key_id]
         except KeyError:
             pass
+        if any((int, key_id) == row[0] for row in self._pending):
+            raise UnknownKeyError(
+                f"data master {key_id} is not unwrapped yet, because its key service failed: "
+                "check the log and the key service"
+            )
         raise UnknownKeyError(f"the keyring holds no data master {key_id}")
 
     def database_id_for(self, key_id: int) -> bytes:
@@ -184,13 +213,38 @@ class Keyring(KeyMaterial):
         """Return whether the keyring has the data master *key_id*."""
         return key_id in self.masters
 
+    @property
+    def has_too_many_rows(self) -> bool:
+        """Whether there were so many stored rows that only the known rows were read."""
+        return self.row_count > MAX_ROWS
+
     def has_marks(self, marks: Iterable[MasterMark]) -> bool:
-        """Return whether *marks* equal the marks of the rows that this keyring was read from."""
+        """Return whether *marks* equal the marks of the rows that this keyring was read from.
+
+        Also return False if it is time to try the pending rows again, or if there were too many
+        rows to compare.
+        """
+        if self.has_too_many_rows or (self.retry_is_due and not self.is_being_renewed):
+            return False
         return frozenset(marks) == self._marks
 
     def has_rejected(self, row: MasterKeyRow) -> bool:
         """Return whether an identical row was rejected when this keyring was read."""
         return _typed(row) in self._rejected
+
+    def has_pending(self, row: MasterKeyRow) -> bool:
+        """Return whether an identical row was pending when this keyring was read."""
+        return _typed(row) in self._pending
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a row is pending: its key service failed, and may succeed later."""
+        return bool(self._pending)
+
+    @property
+    def retry_is_due(self) -> bool:
+        """Whether it is time to try the pending rows again."""
+        return time.monotonic() >= self.retry_at
 
     def is_usable(self, key_id: int) -> bool:
         """Return whether this process may encrypt with the data keys under data master *key_id*.
@@ -236,6 +290,10 @@ async def wrap_master_key(
     """
     row = row._replace(root_key_id=root.key_id)
     answer = await _answer_of(root, root.wrap(key._key, row.context(database_id)))
+    if len(answer._key) > MAX_WRAPPED:
+        raise KeyServiceError(
+            f"root key {root.key_id!r} wraps a master key in more than {MAX_WRAPPED} bytes"
+        )
     return row._replace(wrapped=answer._key)
 
 
@@ -271,13 +329,13 @@ async def rewrap_master_key(
     return new
 
 
-def check_row_count(rows: Sequence[MasterKeyRow]) -> None:
+def check_row_count(number: int) -> None:
     """Reject a keyring of more than `MAX_ROWS` rows: unwrapping each would call the key service.
 
     Raises:
-        WrongKeyError: *rows* are more than `MAX_ROWS`.
+        WrongKeyError: *number* is greater than `MAX_ROWS`.
     """
-    if len(rows) > MAX_ROWS:
+    if number > MAX_ROWS:
         raise WrongKeyError(
             f"secure_keyring has more than {MAX_ROWS} rows, so it was tampered with: restore it "
             "from a backup, or delete the rows that you did not create"
@@ -290,6 +348,9 @@ async def open_keyring(
     writer: str,
     database_id: bytes,
     known: Keyring | None = None,
+    *,
+    leaves_pending: bool = False,
+    row_count: int | None = None,
 ) -> Keyring:
     """Unwrap *rows* and return the keyring.  Each row is unwrapped only by the root key it names.
 
@@ -303,29 +364,50 @@ async def open_keyring(
     row.  If *known* has rejected an identical row already, that row is not unwrapped and not logged
     again.
 
+    With *known* and *leaves_pending*, a row whose key service fails is left out in the same way.
+    It is pending: a call after `Keyring.retry_at` tries it again.  No data key under it is used
+    until then.  If there are too many rows, those of *known* that have not changed are used.
+
     Args:
-        rows: All rows of `secure_keyring`.
+        rows: All rows of `secure_keyring`; if there are too many, those with the ids of *known*.
         roots: The providers of all root keys that were given, by root key id.
         writer: The id of the writing backend's root key.
         database_id: The id of the database, 16 bytes.
-        known: The keyring that this process has read earlier; None when it starts.  Rows that have
-            not changed since are not unwrapped again.
+        known: A keyring read earlier.  Rows that have not changed since are not unwrapped again.
+        leaves_pending: Whether a failure of a key service leaves a row pending, as in a running
+            service.
+        row_count: The number of stored rows; by default, that of *rows*.
 
     Raises:
-        WrongKeyError: There are more than `MAX_ROWS` rows; or a row is malformed; or the root key
-            of a row is not in *roots*, or does not unwrap the row; or the keyring has no index
-            master or no data master.
-        PlaintextRefusedError: A row is stored as plaintext, and `NoOpBackend` is not listed.
-        KeyServiceError: A provider failed.
+        WrongKeyError: there are more than `MAX_ROWS` rows; or a row is malformed, its root key is
+            not in *roots*, or does not unwrap it; or the keyring has no index master or no
+            data master.
+        PlaintextRefusedError: a row is stored as plaintext, and `NoOpBackend` is not listed.
+        KeyServiceError: a provider failed, and no data master is left without that row.
     """
     rows = list(rows)
-    check_row_count(rows)
-    opening = _Opening(roots, database_id, known)
-    # If several rows have the same id, the known row is the authentic one, so check it first.
-    rows.sort(key=lambda row: not opening.is_known(row))
+    row_count = len(rows) if row_count is None else row_count
+    opening = _Opening(roots, database_id, known, leaves_pending)
+    if known is None or not leaves_pending or row_count <= MAX_ROWS:
+        check_row_count(row_count)
+    else:
+        rows = [row for row in rows if opening.is_known(row)]
+        if not any(row.purpose == DATA for row in rows):
+            check_row_count(row_count)
+        if not known.has_too_many_rows:
+            logger.error(
+                "secure_keyring has more than %d rows, so it was tampered with: this service uses "
+                "only the master keys that it knows; delete the rows that you did not create",
+                MAX_ROWS,
+            )
+    # The rows that are known come first: of several rows with one id, these are ours.  Rows that
+    # failed before come last: an attacker may have inserted them to delay a new master.
+    rows.sort(key=opening.order)
     sound = [row for row in rows if not opening.rejects_form(row)]
     index = await opening.index_master([row for row in sound if row.purpose == INDEX])
     masters = await opening.data_masters([row for row in sound if row.purpose == DATA])
+    if not masters and opening.failure is not None:
+        raise opening.failure
     if index is None or not masters:
         missing = "data" if index else "index"
         raise WrongKeyError(f"the keyring holds no {missing} master: restore secure_keyring")
@@ -343,6 +425,9 @@ async def open_keyring(
         frozenset(row_id for *_, row_id in usable),
         opening.accepted,
         opening.rejected,
+        opening.pending,
+        opening.former(),
+        row_count,
     )
 
 
@@ -350,14 +435,36 @@ class _Opening:
     """One call of `open_keyring`: the rows that it has accepted and rejected so far."""
 
     def __init__(
-        self, roots: Mapping[str, KeyProvider], database_id: bytes, known: Keyring | None
+        self,
+        roots: Mapping[str, KeyProvider],
+        database_id: bytes,
+        known: Keyring | None,
+        leaves_pending: bool,
     ) -> None:
         self._roots = roots
         self._database_id = database_id
         self._known = known
+        self._leaves_pending = leaves_pending and known is not None
         self.accepted: dict[int, MasterKeyRow] = {}
         self.rejected: list[MasterKeyRow] = []
+        self.pending: list[MasterKeyRow] = []
+        self.failure: SecureSessionError | None = None  # of the first pending row
         self._ids: set[int] = set()
+        self._failing: set[str] = set()  # root keys whose service gave no answer
+
+    def order(self, row: MasterKeyRow) -> int:
+        """Return a number by which the rows are sorted before they are unwrapped."""
+        if self.is_known(row):
+            return 0
+        return 2 if self._known is not None and self._known.has_pending(row) else 1
+
+    def former(self) -> dict[int, Aes256Gcm]:
+        """Return the known data masters whose rows have changed and are not accepted."""
+        if self._known is None:
+            return {}
+        ciphers = {**self._known.former, **self._known.masters}
+        left_out = {row.id for row in (*self.rejected, *self.pending)} - self.accepted.keys()
+        return {key_id: ciphers[key_id] for key_id in left_out & ciphers.keys()}
 
     def is_known(self, row: MasterKeyRow) -> bool:
         """Return whether *row* has not changed since the known keyring accepted it."""
@@ -419,25 +526,55 @@ class _Opening:
             part = new[start : start + step]
             keys = await at_once(*map(self._unwrapped, part))
             for row, key in zip(part, keys, strict=True):
-                if key is not None:
+                if key is not None and self._is_same(row, key):
                     masters[row.id] = key.cipher()
                     self.accepted[row.id] = row
         return masters
 
-    async def _unwrapped(self, row: MasterKeyRow) -> MasterKey | None:
-        """Return the master key of *row*; None if this call is of a running service and rejects it.
+    def _is_same(self, row: MasterKeyRow, key: MasterKey) -> bool:
+        """Reject a changed *row* if its *key* is not that of the known row with its id."""
+        known = self._known
+        if known is None:
+            return True
+        before = known.masters.get(row.id) or known.former.get(row.id)
+        if before is None or key.is_key_of(before):
+            return True
+        error = "it holds another key than the one that this service has read"
+        self._reject(row, _malformed(row, error))
+        return False
 
-        Raises the errors of `unwrap_master_key` when a process starts.
-        """
+    async def _unwrapped(self, row: MasterKeyRow) -> MasterKey | None:
+        """Return the master key of *row*; None if a running service leaves the row out."""
         if self._known is not None and self._known.has_rejected(row):
             self.rejected.append(row)
+            return None
+        if row.root_key_id in self._failing or self._is_paused(row):
+            self.pending.append(row)  # each call may take as long as the one that failed
             return None
         try:
             return await unwrap_master_key(row, self._roots, self._database_id)
         except (WrongKeyError, DecryptionError) as error:
             rejection = error
+        except SecureSessionError as error:
+            if not self._leaves_pending:
+                raise
+            self._leave_pending(row, error)
+            return None
         self._reject(row, rejection)
         return None
+
+    def _is_paused(self, row: MasterKeyRow) -> bool:
+        known = self._known
+        return known is not None and known.has_pending(row) and not known.retry_is_due
+
+    def _leave_pending(self, row: MasterKeyRow, error: SecureSessionError) -> None:
+        assert self._known is not None
+        self.pending.append(row)
+        self.failure = self.failure or without_frames(error)
+        if error.retryable:
+            self._failing.add(row.root_key_id)
+        if not self._known.has_pending(row):
+            logger.error("a row of secure_keyring is not used until it can be unwrapped: %s", error)
 
     def _reject(self, row: MasterKeyRow, error: SecureSessionError) -> None:
         """Raise *error* when a process starts; in a running service, log it once for each row."""
@@ -510,12 +647,19 @@ async def unwrap_master_key(
             f"master key {row.id} is wrapped by root key {row.root_key_id!r}; this service was "
             f"given {given}: list a backend with that key"
         )
+    failure: KeyServiceError | None = None
     try:
         key = await _answer_of(root, root.unwrap(row.wrapped, row.context(database_id)))
         if key.length == KEY_LENGTH:
             return key
     except DecryptionError:
         pass
+    except KeyServiceError as error:
+        failure = KeyServiceError(
+            f"secure_keyring row {row.id} cannot be unwrapped: {error}", retryable=error.retryable
+        )
+    if failure is not None:
+        raise failure
     raise WrongKeyError(
         f"root key {root.key_id!r} does not unwrap master key {row.id}: "
         "wrong key, or the keyring was tampered with"

@@ -163,8 +163,13 @@ async def in_thread(call: Callable[[], bytes]) -> bytes:
     return result[0]
 
 
-def require(extra: str, *modules: str) -> None:
+def require(extra: str, *modules: str, user: str = "this key") -> None:
     """Import *modules*, to check that the optional dependencies named *extra* are installed.
+
+    Args:
+        extra: The extra of this package that installs the modules.
+        modules: The modules to import.
+        user: What needs the modules, for the error.
 
     Raises:
         ConfigurationError: A module cannot be imported.
@@ -177,7 +182,7 @@ def require(extra: str, *modules: str) -> None:
             missing = missing or module
     if missing is not None:
         raise ConfigurationError(
-            f"this key needs {missing}: pip install 'adk-secure-sessions[{extra}]'"
+            f"{user} needs {missing}: pip install 'adk-secure-sessions[{extra}]'"
         )
 
 
@@ -189,8 +194,8 @@ def is_plain_http(url: str) -> bool:
     return urlsplit(url).scheme != "https"
 
 
-def check_transport(url: str) -> None:
-    """Reject the address of a key service if keys would be sent over a network unencrypted.
+def check_transport(url: str, service: str = "a key service") -> None:
+    """Reject the address of *service* if secrets would be sent over a network unencrypted.
 
     Raises:
         ConfigurationError: *url* is neither an https:// URL nor an http:// URL of this machine.
@@ -199,5 +204,5 @@ def check_transport(url: str) -> None:
     here = parts.hostname in ("127.0.0.1", "::1", "localhost")
     if not parts.hostname or (parts.scheme != "https" and not (here and parts.scheme == "http")):
         raise ConfigurationError(
-            "the address of a key service begins with https://; http:// is only for this machine"
+            f"the address of {service} begins with https://; http:// is only for this machine"
         )

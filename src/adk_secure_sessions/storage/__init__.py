@@ -28,7 +28,6 @@ from adk_secure_sessions.storage.opening import (
     COLLECTIONS,
     DATABASE_ID,
     FEATURES,
-    MASTER_KEYS,
     SEPARATING,
     SEPARATION,
     Survey,
@@ -46,6 +45,7 @@ from adk_secure_sessions.storage.opening import (
 from adk_secure_sessions.storage.queries import (
     DATA_KEYS,
     INSERT_KEY,
+    MASTER_KEYS,
     UserRow,
     chunks,
     is_one_of,

@@ -10,7 +10,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Collection
 from enum import Enum
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -40,6 +40,7 @@ from adk_secure_sessions.keys.keyring import (
     open_keyring,
 )
 from adk_secure_sessions.loops import at_once
+from adk_secure_sessions.storage.queries import MASTER_KEYS
 from adk_secure_sessions.storage.schema import (
     DATA_TABLES,
     FORMAT_VERSION,
@@ -73,8 +74,17 @@ _SEPARATION_FORM = re.compile(
 )
 _FEATURES_FORM = re.compile(r"(?P<names>[-a-z0-9_.]+(?:,[-a-z0-9_.]+)*) (?P<mac>[0-9a-f]{32})")
 _REPLACED = "the database was replaced by another one: restart the service"
-# Query for the keyring; its columns are the fields of MasterKeyRow.
-MASTER_KEYS = sa.select(*(keyring.c[name] for name in MasterKeyRow._fields))
+# Longer values, and more rows, are not read: an attacker may have stored them, and every start
+# reads this table.
+_MAX_TEXT, _MAX_META = 2000, 100
+_NAMES = (FORMAT, DATABASE_ID, PLAINTEXT, HOLDS, FEATURES, SEPARATION)
+_META = (
+    sa.select(
+        *(sa.func.substr(meta.c[name], 1, _MAX_TEXT).label(name) for name in ("name", "value"))
+    )
+    .order_by(sa.case((meta.c.name.in_(_NAMES), 0), else_=1))
+    .limit(_MAX_META)
+)
 
 
 class Part(Enum):
@@ -102,7 +112,8 @@ class Survey(NamedTuple):
 
     *alien_tables* have the name of one of our tables, but lack one of its columns.  *adk_tables*
     is True if ADK's own tables exist.  *is_used* is True if a table other than `secure_meta` and
-    `secure_keyring` has rows.  *meta* has the values of `secure_meta` by name.
+    `secure_keyring` has rows.  *meta* has the values of `secure_meta` by name.  *keyring* has at
+    most `MAX_ROWS` + 1 rows; *keyring_rows* is the number of stored rows.
     """
 
     missing_tables: frozenset[str]
@@ -111,6 +122,7 @@ class Survey(NamedTuple):
     is_used: bool
     meta: dict[str, str]
     keyring: list[MasterKeyRow]
+    keyring_rows: int = 0
 
     @property
     def part(self) -> Part | None:
@@ -142,37 +154,46 @@ class Survey(NamedTuple):
         return bytes.fromhex(text)
 
 
-def look(connection: sa.Connection) -> Survey:
-    """Return the survey of a database, without changing the database."""
-    survey = _look(connection)
+def look(connection: sa.Connection, known: Collection[int] = ()) -> Survey:
+    """Return the survey of a database, without changing the database.
+
+    If `secure_keyring` has more than `MAX_ROWS` rows, read those with the ids *known*.
+    """
+    survey = _look(connection, known)
     if survey.meta and (survey.part or Part.ALL).missing(survey):
         # Another process may have created these tables after `_look` read the table names.
-        survey = _look(connection)
+        survey = _look(connection, known)
     return survey
 
 
-def _look(connection: sa.Connection) -> Survey:
+def _look(connection: sa.Connection, known: Collection[int]) -> Survey:
     present = set(sa.inspect(connection).get_table_names())
     tables = [table for table in metadata.sorted_tables if table.name in present]
     alien = _alien(tables, connection)
     missing = frozenset(metadata.tables) - present
     values: dict[str, str] = {}
     masters: list[MasterKeyRow] = []
+    number = 0
     used = False
     if meta in tables and meta.name not in alien:
-        values = {row.name: row.value for row in connection.execute(sa.select(meta))}
+        values = {row.name: row.value for row in connection.execute(_META)}
     if not alien and keyring in tables:
         # Read one row more than `check_row_count` accepts, and no more: an attacker may have
         # inserted very many.
         query = MASTER_KEYS.order_by(keyring.c.created_at, keyring.c.id).limit(MAX_ROWS + 1)
-        rows = connection.execute(query)
-        masters = [MasterKeyRow(*row) for row in rows]
+        masters = [MasterKeyRow(*row) for row in connection.execute(query)]
+        number = len(masters)
+        if number > MAX_ROWS:
+            number = connection.scalar(sa.select(sa.func.count()).select_from(keyring)) or number
+            if known:
+                rows = connection.execute(query.where(keyring.c.id.in_(list(known))))
+                masters = [MasterKeyRow(*row) for row in rows]
     if not alien and (others := [table for table in tables if table not in (meta, keyring)]):
         one: sa.ColumnElement[int] = sa.literal_column("1")
         any_row = (sa.exists(sa.select(one).select_from(table)) for table in others)
         used = bool(connection.scalar(sa.select(sa.or_(*any_row))))
     adk = {"sessions", "events"} <= present
-    return Survey(missing, tuple(alien), adk, used, values, masters)
+    return Survey(missing, tuple(alien), adk, used, values, masters, number)
 
 
 def _alien(tables: list[sa.Table], connection: sa.Connection) -> list[str]:
@@ -451,15 +472,17 @@ async def open_database(
         executors: Run the statements on the data database and the key database.
         backends: Their root keys unwrap the keyring.
         create_tables: Create missing tables; if False, they must exist (see docs/sql).
-        known: A keyring opened earlier; if given, nothing is created.
+        known: A keyring opened earlier; if given, nothing is created, and a row whose key service
+            fails is left pending.
 
     Raises:
         ConfigurationError: A database cannot be used; it was left unchanged.
         WrongKeyError, PlaintextRefusedError, KeyServiceError: see `open_keyring`.
     """
     if known is not None:
-        reject_separating(await survey_existing(executors))
-        return await open_existing(executors, backends, known)
+        survey = await survey_existing(executors, known.rows.keys())
+        reject_separating(survey)
+        return await _open(survey, backends, known, leaves_pending=True)
     root = backends.writer.root_key
     writes_plaintext = isinstance(backends.writer, NoOpBackend)
     marks = {PLAINTEXT: "1"} if writes_plaintext else {}
@@ -493,24 +516,28 @@ async def open_database(
     )
 
 
-async def survey_existing(executors: Executors) -> Survey:
+async def survey_existing(executors: Executors, known: Collection[int] = ()) -> Survey:
     """Check and survey a database that already exists, without changing it.
 
     With a key database, return the survey of the data database with the key database's keyring.
+    A service that is running passes the ids of the keyring rows that it has accepted.
 
     Raises:
         ConfigurationError: The database cannot be used, or is new.
-        WrongKeyError: The keyring has too many rows.
+        WrongKeyError: The keyring has too many rows, and *known* is empty.
     """
-    data, keys = await _survey(executors, create_tables=True)
+    data, keys = await _survey(executors, create_tables=True, known=known)
     if data.database_id is None:
         raise ConfigurationError(
             "this database holds no encrypted sessions yet: create its tables and keys with "
             "`adk-secure-sessions init`, or start a service on it"
         )
-    check_row_count(keys.keyring)
+    if not known:
+        check_row_count(keys.keyring_rows)
     shared = {name: keys.meta[name] for name in (FEATURES, SEPARATION) if name in keys.meta}
-    return data._replace(keyring=keys.keyring, meta=data.meta | shared)
+    return data._replace(
+        keyring=keys.keyring, keyring_rows=keys.keyring_rows, meta=data.meta | shared
+    )
 
 
 async def open_existing(
@@ -524,12 +551,25 @@ async def open_existing(
         ConfigurationError: See `survey_existing`; or *known* is the keyring of another database.
         WrongKeyError, PlaintextRefusedError, KeyServiceError: see `open_keyring`.
     """
-    survey = await survey_existing(executors)
+    return await _open(await survey_existing(executors), backends, known, leaves_pending=False)
+
+
+async def _open(
+    survey: Survey, backends: Backends, known: Keyring | None, *, leaves_pending: bool
+) -> Keyring:
     assert survey.database_id is not None, "survey_existing rejects that"
     if known is not None and known.database_id != survey.database_id:
         raise ConfigurationError(_REPLACED)
     writer, database_id = backends.writer.root_key.key_id, survey.database_id
-    opened = await open_keyring(survey.keyring, backends.roots, writer, database_id, known)
+    opened = await open_keyring(
+        survey.keyring,
+        backends.roots,
+        writer,
+        database_id,
+        known,
+        leaves_pending=leaves_pending,
+        row_count=survey.keyring_rows,
+    )
     check_features(survey, opened)
     return opened
 
@@ -555,19 +595,22 @@ async def half_separated(executors: Executors) -> tuple[Survey, str] | None:
     return keys, found["old"]
 
 
-async def _survey(executors: Executors, create_tables: bool) -> tuple[Survey, Survey]:
+async def _survey(
+    executors: Executors, create_tables: bool, known: Collection[int] = ()
+) -> tuple[Survey, Survey]:
     """Survey and check the data database and the key database; return both surveys.
 
     Without a key database, both are the same survey.  Raises ConfigurationError.
     """
+    of_keys = partial(look, known=known)
     if not executors.has_key_database:
-        survey = await _usable(executors.data.define(look, commit=False))
+        survey = await _usable(executors.data.define(of_keys, commit=False))
         check(survey, Part.ALL, create_tables)
         return survey, survey
     # Read the data database first.  Another process may be creating both, and it creates the key
     # database first.  So if we see its data database, we also see its key database.
     data = await _usable(executors.data.define(look, commit=False))
-    keys = await _usable(executors.keys.define(look, commit=False), "key database's ")
+    keys = await _usable(executors.keys.define(of_keys, commit=False), "key database's ")
     # Keys are in use only after the data database was created.  It may have been created after our
     # survey, so survey it again.
     if keys.is_used and data.format_version is None:

@@ -21,6 +21,7 @@ from sqlalchemy import (
     Select,
     and_,
     bindparam,
+    case,
     cast,
     delete,
     func,
@@ -34,7 +35,7 @@ from sqlalchemy import (
 
 from adk_secure_sessions.db.protocol import Row
 from adk_secure_sessions.keys.data_keys import DataKeyRow
-from adk_secure_sessions.keys.keyring import MasterMark
+from adk_secure_sessions.keys.keyring import MAX_ROWS, MAX_WRAPPED, MasterKeyRow, MasterMark
 from adk_secure_sessions.storage.schema import (
     COLLECTION,
     apps,
@@ -55,6 +56,9 @@ _NUMBERS, _BLOBS = 8, 2
 # used as the driver returns them.
 EVENT_SEQ, EVENT_TIME, EVENT_RECORD = 1, 2, 1 + _NUMBERS
 _ZERO: ColumnElement[int] = literal_column("0")
+# The number of data keys of one owner that are read.  A rotation adds one; an attacker may have
+# inserted any number.
+_MAX_KEYS = 1000
 
 # Two forms of one query, by whether the form reads data keys.  The form with data keys also reads
 # the `MasterMark` of each row of the keyring.  The marks tell whether the keyring has changed: a
@@ -65,6 +69,23 @@ _app_tag = bindparam("app_tag", type_=LargeBinary)
 _user_tag = bindparam("user_tag", type_=LargeBinary)
 _session_tag = bindparam("session_tag", type_=LargeBinary)
 _limit = bindparam("limit", type_=BigInteger)
+
+
+def bounded(column: ColumnElement[Any]) -> ColumnElement[Any]:
+    """Return *column* of a table of keys, or NULL instead of a value that no service stores.
+
+    An attacker may have stored values of any size, and on SQLite of any type, in rows that every
+    start and every read of keys would load.
+    """
+    if isinstance(column.type, BigInteger):  # on SQLite, texts and blobs are above all numbers
+        is_valid: ColumnElement[bool] = column.between(_ZERO, literal_column(str(2**63 - 1)))
+    else:
+        is_valid = func.length(column) <= literal_column(str(MAX_WRAPPED))
+    return case((is_valid, column)).label(column.key)
+
+
+# The columns of the keyring, as MasterKeyRow.
+MASTER_KEYS = select(keyring.c.id, *(bounded(keyring.c[name]) for name in MasterKeyRow._fields[1:]))
 
 
 def _member(kind: int, numbers: list[Any], blobs: list[Any]) -> Select[Any]:
@@ -98,11 +119,29 @@ def _witness() -> Select[Any]:
 
 def _key() -> Select[Any]:
     c = data_keys.c
-    return _member(_KEY, [c.id, c.generation, c.backend_id, c.created_at], [c.owner, c.wrapped])
+    numbers: list[Any] = [c.id, c.generation, c.backend_id, c.created_at]
+    return _member(_KEY, numbers, [c.owner, bounded(c.wrapped)])
+
+
+def _keys_of(owner: BindParameter[bytes], *conditions: ColumnElement[bool]) -> Select[Any]:
+    """Return the member for the data keys of one owner; not all of them if there are too many."""
+    c = data_keys.c
+    keys = _key().where(c.owner == owner, *conditions).order_by(c.generation)
+    return _first(_MAX_KEYS, keys, f"keys_of_{owner.key}")
 
 
 def _master() -> Select[Any]:
-    return _member(_MASTER, [keyring.c.id, keyring.c.created_at], [keyring.c.wrapped])
+    c = keyring.c
+    masters = _member(_MASTER, [c.id, bounded(c.created_at)], [bounded(c.wrapped)])
+    # One row more than a keyring may have is enough to see that it has changed.
+    return _first(MAX_ROWS + 1, masters, "masters")
+
+
+def _first(number: int, rows: Select[Any], name: str) -> Select[Any]:
+    """Return the first *number* of *rows*, as a member of a UNION ALL."""
+    # Without an offset, SQLAlchemy would add a parameter for it on SQLite.
+    limited = rows.limit(literal_column(str(number))).offset(_ZERO)
+    return select(limited.subquery(name))
 
 
 def _session(source: FromClause = sessions) -> Select[Any]:
@@ -139,7 +178,7 @@ def _among(column: ColumnElement[Any], *tags: Any) -> ColumnElement[bool]:
 
 
 def _members(keys: bool, *members: Select[Any]) -> CompoundSelect[Any]:
-    wanted = [_key().where(_among(data_keys.c.owner, _app_tag, _user_tag)), _master()]
+    wanted = [_keys_of(_app_tag), _keys_of(_user_tag), _master()]
     return union_all(*members, *(wanted if keys else []))
 
 
@@ -457,7 +496,9 @@ class Found:
 
 
 # Query for data keys only; its columns are the fields of DataKeyRow.
-DATA_KEYS = select(*(data_keys.c[name] for name in DataKeyRow._fields))
+DATA_KEYS: Select[Any] = select(
+    *(data_keys.c[name] for name in DataKeyRow._fields[:-1]), bounded(data_keys.c.wrapped)
+)
 # The lengths of value lists in statements; see `chunks`.  Most lists have two values: the tags of
 # an app and a user.
 _FEW, _MANY = 2, 200
@@ -497,4 +538,7 @@ def data_keys_of(number: int) -> CompoundSelect[Any]:
     The parameters are the owners' tags, as `numbered` returns them.  Use this query for a key
     database, whose rows cannot be read together with the data, and in maintenance commands.
     """
-    return union_all(_key().where(is_one_of(data_keys.c.owner, number)), _master())
+    if number > _FEW:
+        return union_all(_key().where(is_one_of(data_keys.c.owner, number)), _master())
+    first, second = (bindparam(f"v{n}", type_=LargeBinary) for n in range(_FEW))
+    return union_all(_keys_of(first), _keys_of(second, second != first), _master())

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from threading import Lock
 from typing import NamedTuple, Protocol, TypeVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import sqlalchemy as sa
 
@@ -66,8 +66,8 @@ _CONFLICTS_WITHOUT_LOCK = 3
 # lost connection, it is unknown whether a write was stored, and only a retry can find out.
 _READ_PAUSES = (0.05,)
 _WRITE_PAUSES = (0.05, 0.2, 0.5, 1.0, 2.0)
-# Seconds before a rejected keyring is read again.  Without this pause, an attacker with write
-# access to the database could make every operation call the key service.
+# Seconds before a rejected keyring, or one with pending rows, is read again.  Without this pause,
+# an attacker with write access to the database could make every operation call the key service.
 _KEYRING_PAUSE = 10.0
 # How many data keys one operation may create in a key database.  It needs at most two, one for the
 # app and one for the user.  More are needed if other processes change the keys at the same time.
@@ -181,7 +181,8 @@ class UnitOfWork:
         cached_keys: Maximum number of owners whose data keys are cached.
         cache_seconds: Seconds for which unwrapped data keys and decrypted rows are cached.  After
             that time they are read again, because another process may have erased a user.
-        keyring_pause: Seconds until a keyring that was rejected is read again.
+        keyring_pause: Seconds until a keyring that was rejected, or has pending rows, is read
+            again.
     """
 
     def __init__(
@@ -207,6 +208,11 @@ class UnitOfWork:
         # `renew_keyring` raises this error until `_retry_at`.
         self._rejected: SecureSessionError | None = None
         self._retry_at = 0.0
+        # The timer of each event loop that empties the caches, and when they expire.  A strong
+        # reference to a timer would keep its event loop in memory.
+        self._timers: WeakKeyDictionary[
+            asyncio.AbstractEventLoop, tuple[float, ref[asyncio.TimerHandle]]
+        ] = WeakKeyDictionary()
         with _units_lock:
             _units.add(self)
 
@@ -224,15 +230,19 @@ class UnitOfWork:
         """
         return (await self._current()).keys
 
-    def empty_caches(self) -> None:
-        """Forget unwrapped data keys, decrypted rows and ids; keep the keyring."""
-        if (opened := self._opened) is not None:
+    def empty_caches(self, expires: float | None = None) -> None:
+        """Forget unwrapped data keys, decrypted rows and ids; keep the keyring.
+
+        If *expires* is given, do so only if the present caches expire then.
+        """
+        if (opened := self._opened) is not None and expires in (None, opened.expires):
             self._opened = self._with_empty_caches(opened.keys.keyring)
 
     async def close(self) -> None:
         """Close the connections and discard the keys; the next call opens the database again."""
         # The frames in an error's traceback refer to keys, so discard the error, too.
         self._opened = self._rejected = None
+        self._stop_timer(asyncio.get_running_loop())
         await self.executors.close()
 
     async def identify(
@@ -378,11 +388,19 @@ class UnitOfWork:
             if self._rejected is not None and time.monotonic() < self._retry_at:
                 raise self._rejected.with_traceback(None)
             self._rejected = None
+            seen.is_being_renewed = True
             try:
-                keys.keyring = await repeated(lambda: self._open_keyring(seen))
+                renewed = await repeated(lambda: self._open_keyring(seen))
             except SecureSessionError as error:
                 self._rejected, self._retry_at = error, time.monotonic() + self._keyring_pause
                 raise
+            finally:
+                seen.is_being_renewed = False
+            if renewed.is_waiting:
+                paused = seen.is_waiting and not seen.retry_is_due
+                again = time.monotonic() + self._keyring_pause
+                renewed.retry_at = seen.retry_at if paused else again
+            keys.keyring = renewed
 
     async def _current(self) -> _Opened:
         """Return the keys and caches; open the database on first use, and empty expired caches."""
@@ -391,7 +409,27 @@ class UnitOfWork:
             return await self._open()
         if time.monotonic() >= opened.expires:
             self._opened = opened = self._with_empty_caches(opened.keys.keyring)
+        self._start_timer(opened)
         return opened
+
+    def _start_timer(self, opened: _Opened) -> None:
+        """Empty the caches when they expire, even if no operation follows.
+
+        Each event loop that uses the unit of work has a timer: the loop that used it first may end
+        before the others.  The timer of a loop that has ended never fires.
+        """
+        loop = asyncio.get_running_loop()
+        started = self._timers.get(loop)
+        if started is None or started[0] != opened.expires:
+            self._stop_timer(loop)
+            seconds = opened.expires - time.monotonic()
+            timer = loop.call_later(seconds, _empty_expired, ref(self), opened.expires)
+            self._timers[loop] = opened.expires, ref(timer)
+
+    def _stop_timer(self, loop: asyncio.AbstractEventLoop) -> None:
+        started = self._timers.pop(loop, None)
+        if started is not None and (timer := started[1]()) is not None:
+            timer.cancel()
 
     async def _open(self) -> _Opened:
         async with self._locks.hold("open"):
@@ -399,6 +437,7 @@ class UnitOfWork:
                 keyring = await repeated(lambda: self._open_keyring(None))
                 self._rejected = None
                 self._opened = self._with_empty_caches(keyring)
+            self._start_timer(self._opened)
             return self._opened
 
     def _with_empty_caches(self, keyring: Keyring) -> _Opened:
@@ -424,6 +463,12 @@ class UnitOfWork:
             await self._renew_keyring(known, seen)
             raise Conflict
         return row
+
+
+def _empty_expired(unit: "ref[UnitOfWork]", expires: float) -> None:
+    """Empty those caches of *unit* that expire at *expires*; a timer calls this."""
+    if (found := unit()) is not None:
+        found.empty_caches(expires)
 
 
 def _cache_identity(opened: _Opened, who: Identity) -> None:
