@@ -74,13 +74,13 @@ def test_reader_written_from_the_page_alone_reads_the_same(database: Path) -> No
         assert sorted(found["collections"], key=str) == sorted(COLLECTIONS, key=str)
         assert found["apps"] == DATABASE["apps"]
         assert found["users"] == DATABASE["users"]
-        assert [one["session_id"] for one in found["sessions"]] == ['["memory"]']
+        assert [one["session_id"] for one in found["sessions"]] == ['["list"]']
         for expected in COLLECTIONS:
             assert reader.collection(*who(expected)) == expected
             last = reader.collection(*who(expected), 1)
             assert last is not None
             assert last["items"] == expected["items"][-1:]
-        assert reader.collection("clinic", "bob", '["artifact","s","empty"]') is None
+        assert reader.collection("clinic", "bob", '["file","s","empty"]') is None
         assert reader.collection("clinic", "bob", "no such collection") is None
         assert len(reader.listing("clinic", "ada lovelace")) == 1
         assert len(reader.names("clinic", "bob")) == 2

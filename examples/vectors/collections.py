@@ -36,16 +36,16 @@ ABOUT_REJECTIONS = (
     "'get' reads the collection with all items, 'last' its last item only, and 'names' lists the "
     "collections of the user; 'list' lists the sessions of the user."
 )
-MEMORY, PHOTO, NOTE = '["memory"]', '["artifact",null,"user:photo.png"]', '["artifact","s","note"]'
-EMPTY = '["artifact","s","empty"]'
-_SURROGATE = '["artifact","s","\ud83d"]'  # a name is text, which may hold a lone surrogate
+LIST, PHOTO, NOTE = '["list"]', '["file",null,"user:photo.png"]', '["file","s","note"]'
+EMPTY = '["file","s","empty"]'
+_SURROGATE = '["file","s","\ud83d"]'  # a name is text, which may hold a lone surrogate
 
 # Each append in order: user, name, JSON of the item, and what replaces earlier items.
 _BY_AES: list[tuple[str, str, Json, dict[int, Json]]] = [
-    (ADA, MEMORY, {"add": ["The patient is allergic to penicillin."]}, {}),
+    (ADA, LIST, {"add": ["The patient is allergic to penicillin."]}, {}),
     (ADA, PHOTO, {"mime_type": "image/png", "size": 68}, {}),
-    (ADA, MEMORY, {"add": ["Ada likes tea 🍵", "2^53 + 1", 2**53 + 1, 0.1, None]}, {}),
-    (ADA, MEMORY, {"replaced": [0]}, {0: {"replaced_by": 2}}),
+    (ADA, LIST, {"add": ["Ada likes tea 🍵", "2^53 + 1", 2**53 + 1, 0.1, None]}, {}),
+    (ADA, LIST, {"replaced": [0]}, {0: {"replaced_by": 2}}),
     (BOB, NOTE, {"text": "bob's"}, {}),
     (BOB, _SURROGATE, {}, {}),
 ]
@@ -60,7 +60,7 @@ async def _write(path: Path) -> None:
     first, second = backends()
     url = f"sqlite+aiosqlite:///{path}"
     async with EncryptedSessionService(url, first) as service:
-        await service.create_session(app_name=CLINIC, user_id=ADA, session_id=MEMORY)
+        await service.create_session(app_name=CLINIC, user_id=ADA, session_id=LIST)
         await _append(service, _BY_AES)
         await service.collections._position(CLINIC, BOB, EMPTY)
     async with EncryptedSessionService(url, second, [first]) as service:
@@ -118,7 +118,7 @@ def collection_vectors() -> tuple[str, Json, Json]:
 # --- rejections ----------------------------------------------------------------------------------
 
 _Ids = tuple[str, str, str]
-_MEMORY, _PHOTO, _NOTE = (CLINIC, ADA, MEMORY), (CLINIC, ADA, PHOTO), (CLINIC, BOB, NOTE)
+_LIST, _PHOTO, _NOTE = (CLINIC, ADA, LIST), (CLINIC, ADA, PHOTO), (CLINIC, BOB, NOTE)
 _OTHER_LINK = made("link of another copy of the database", LINK_LENGTH)
 _TAMPERED, _REFUSED, _WRONG = "TamperedError", "ConfigurationError", "WrongKeyError"
 
@@ -143,39 +143,41 @@ def _case(name: str, note: str, when: str, of: _Ids, sql: str | list[str], expec
 
 def _rows(forger: _Forger) -> Iterator[Json]:
     hidden, shown = "the listing finds the row", "the listing does not find the row"
-    memory = forger.base_revision(forger.tag_of(_MEMORY), -1)
+    made_session = forger.base_revision(forger.tag_of(_LIST), -1)
     for when in ("get", "last", "list"):
-        yield _case(f"{when}: collection made a session", hidden, when, _MEMORY, memory, _TAMPERED)
-    yield _case("names: collection made a session", shown, "names", _MEMORY, memory, "ok")
-    session = forger.base_revision(forger.keyring.index.session(*_MEMORY), -2)
+        yield _case(
+            f"{when}: collection made a session", hidden, when, _LIST, made_session, _TAMPERED
+        )
+    yield _case("names: collection made a session", shown, "names", _LIST, made_session, "ok")
+    session = forger.base_revision(forger.keyring.index.session(*_LIST), -2)
     for when in ("get session", "names"):
-        yield _case(f"{when}: session made a collection", hidden, when, _MEMORY, session, _TAMPERED)
-    yield _case("list: session made a collection", shown, "list", _MEMORY, session, "ok")
+        yield _case(f"{when}: session made a collection", hidden, when, _LIST, session, _TAMPERED)
+    yield _case("list: session made a collection", shown, "list", _LIST, session, "ok")
     for value in (0, 4, -3):
-        statement = forger.base_revision(forger.tag_of(_MEMORY), value)
+        statement = forger.base_revision(forger.tag_of(_LIST), value)
         yield _case(f"collection with base_revision {value}", "a collection has no snapshot", "get",
-                    _MEMORY, statement, _TAMPERED)  # fmt: skip
-    row = forger.session_row(_MEMORY)["id"]
+                    _LIST, statement, _TAMPERED)  # fmt: skip
+    row = forger.session_row(_LIST)["id"]
     statement = f"INSERT INTO secure_bases VALUES ({row}, -2, X'00')"
     for when in ("get", "names"):
         yield _case(f"{when}: collection with a snapshot", "a collection has no snapshot", when,
-                    _MEMORY, statement, _TAMPERED)  # fmt: skip
+                    _LIST, statement, _TAMPERED)  # fmt: skip
     other = forger.session_row(_NOTE)["user_row"]
     statement = f"UPDATE secure_sessions SET user_row = {other} WHERE id = {row}"
-    yield _case("collection of another user", "user_row is in the context", "get", _MEMORY,
+    yield _case("collection of another user", "user_row is in the context", "get", _LIST,
                 statement, _TAMPERED)  # fmt: skip
     statement = f"DELETE FROM secure_sessions WHERE id = {row}"
-    yield _case("collection removed", "its version witness is stored", "get", _MEMORY, statement,
+    yield _case("collection removed", "its version witness is stored", "get", _LIST, statement,
                 _TAMPERED)  # fmt: skip
     statement = f"DELETE FROM secure_witnesses WHERE number = {row}"
     for when in ("get", "names"):
-        yield _case(f"{when}: collection without a version witness", "", when, _MEMORY, statement,
+        yield _case(f"{when}: collection without a version witness", "", when, _LIST, statement,
                     _TAMPERED)  # fmt: skip
     for head in (_OTHER_LINK, NO_LINK):
-        statement = forger.session(_MEMORY, rejections.with_fields(_MEMORY, head=head))
+        statement = forger.session(_LIST, rejections.with_fields(_LIST, head=head))
         name = "no head" if head == NO_LINK else "another head"
         yield _case(f"collection with {name}", "a row of another copy of the database", "get",
-                    _MEMORY, statement, _TAMPERED)  # fmt: skip
+                    _LIST, statement, _TAMPERED)  # fmt: skip
 
 
 def _items(forger: _Forger) -> Iterator[Json]:
@@ -185,22 +187,22 @@ def _items(forger: _Forger) -> Iterator[Json]:
         ("item with another previous link", 1, LINK_LENGTH),
         ("last item with another link", 2, 0),
     ):
-        statement = forger.event(_MEMORY, seq, rejections.at(position, _OTHER_LINK))
-        yield _case(name, other, "get", _MEMORY, statement, _TAMPERED)
-    row, photo = forger.session_row(_MEMORY)["id"], forger.session_row(_PHOTO)["id"]
+        statement = forger.event(_LIST, seq, rejections.at(position, _OTHER_LINK))
+        yield _case(name, other, "get", _LIST, statement, _TAMPERED)
+    row, photo = forger.session_row(_LIST)["id"], forger.session_row(_PHOTO)["id"]
     moved = [
         f"DELETE FROM secure_events WHERE session_row = {row} AND seq = 1",
         f"UPDATE secure_events SET session_row = {row} WHERE session_row = {photo} AND seq = 1",
     ]
-    yield _case("item moved from another collection", "the row is in the context", "get", _MEMORY,
+    yield _case("item moved from another collection", "the row is in the context", "get", _LIST,
                 moved, _TAMPERED)  # fmt: skip
     for seq in (0, 2):
         statement = f"DELETE FROM secure_events WHERE session_row = {row} AND seq = {seq}"
         for when in ("get", "names") if seq else ("get",):
-            yield _case(f"{when}: item {seq} removed", "revision counts the items", when, _MEMORY,
+            yield _case(f"{when}: item {seq} removed", "revision counts the items", when, _LIST,
                         statement, _TAMPERED)  # fmt: skip
     statement = f"UPDATE secure_events SET time = time + 1 WHERE session_row = {row} AND seq = 1"
-    yield _case("item with another time", "time is in the context", "get", _MEMORY, statement,
+    yield _case("item with another time", "time is in the context", "get", _LIST, statement,
                 _TAMPERED)  # fmt: skip
 
 
@@ -223,4 +225,4 @@ def _features(forger: _Forger) -> Iterator[Json]:
     ):  # fmt: skip
         note = "an older list: a reader that knows the feature reads collections"
         note = note if expect == "ok" else "features say what a reader must know"
-        yield _case(name, note, "get", _MEMORY, statement, expect)
+        yield _case(name, note, "get", _LIST, statement, expect)

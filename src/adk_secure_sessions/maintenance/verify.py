@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from adk_secure_sessions.errors import Reason, TamperedError
+from adk_secure_sessions.formats import memory_items
 from adk_secure_sessions.formats.json_text import read_event
+from adk_secure_sessions.formats.memory_items import MemoryItem
 from adk_secure_sessions.formats.records import binary, decode_text
 from adk_secure_sessions.formats.states import loads
 from adk_secure_sessions.keys.blind_index import BlindIndex
@@ -289,10 +291,14 @@ class _Verifier:
                     table=sessions.name,
                     row=located.row,
                 )
-            found = await self._db.unit.run(CheckLocatedSession(who, _check_event))
+            is_memory = who.is_collection and who.session_id == memory_items.COLLECTION_NAME
+            check = _check_memory_item if is_memory else _check_event
+            found = await self._db.unit.run(CheckLocatedSession(who, check))
             if found is not None:  # otherwise it was deleted since its ids were read
                 session, history = found
                 _check_states(session)
+                items = [item for item in history if item is not None]
+                memory_items.check_replaced(items, 0, events.name, session.id)
                 counted = self._collections if ids.is_collection else self._sessions
                 counted.number += 1
                 counted.events += len(history)
@@ -302,9 +308,15 @@ class _Verifier:
         await self._meter.advance(rows)
 
 
-def _check_event(plaintext: bytes, session_row: int, seq: int) -> None:
+def _check_event(plaintext: bytes, session_row: int, seq: int) -> MemoryItem | None:
     with naming(events.name, f"{session_row}, {seq}"):
         read_event(plaintext)
+    return None
+
+
+def _check_memory_item(plaintext: bytes, session_row: int, seq: int) -> MemoryItem | None:
+    with naming(events.name, f"{session_row}, {seq}"):
+        return memory_items.parse_item(read_event(plaintext)[1], seq)
 
 
 def _check_states(session: StoredSession) -> None:

@@ -4,8 +4,9 @@ docs/format.md lists the parts of each context in order.  In the package `storag
 blind index: the keyed hash of an app name, user id or session id.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import Enum
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from sqlalchemy import CompoundSelect
@@ -234,6 +235,12 @@ class RowCache:
         row = session.row
         self.put(self.sessions, row, witness, session, has_proven_head=has_proven_head)
 
+    def prove_head(self, session: StoredSession) -> None:
+        """Set `has_proven_head` of *session*, if the cache has this version of it."""
+        seen = self.sessions.get(session.tag)
+        if seen and seen.row == session.row and not seen.has_proven_head:
+            self.sessions.put(session.tag, seen._replace(has_proven_head=True))
+
     def proven_session(self, tag: bytes) -> StoredSession | None:
         """Return the cached session if it `has_proven_head` (see `Seen`), otherwise None."""
         seen = self.sessions.get(tag)
@@ -249,7 +256,13 @@ class KeySource(Enum):
 
 
 class Attempt(NamedTuple):
-    """One attempt at an operation on the rows of *who*, with its data keys and the row cache."""
+    """One attempt at an operation on the rows of *who*, with its data keys and the row cache.
+
+    *after_commit* collects what a write has to cache; for a read it is None.  On SQLite, one
+    transaction contains several writes, and a write reads what the writes before it have changed.
+    If such a row was cached before the commit, a concurrent read would find an older row stored,
+    and would reject it as replayed.
+    """
 
     who: Identity
     keys: StagedKeys
@@ -258,6 +271,14 @@ class Attempt(NamedTuple):
     is_first: bool  # only the first attempt may use cached rows instead of a read
     began: int = 0  # `cache.time` when the attempt began
     locks_rows: bool = False  # after several conflicts, a write locks rows before it reads them
+    after_commit: list[Callable[[], None]] | None = None
+
+    def remember(self, put: Callable[[], None]) -> None:
+        """Call *put*, which caches a row that was read; in a write, only after the commit."""
+        if self.after_commit is None:
+            put()
+        else:
+            self.after_commit.append(put)
 
     def form_of(self, forms: QueryForms) -> CompoundSelect[Any]:
         """Return the form of a query that this attempt needs: with or without data keys."""
@@ -342,7 +363,8 @@ def open_app(attempt: Attempt, found: Found) -> Owner | None:
         app = Owner(
             row.id, who.app_tag, 0, "", row.version, fields.state, fields.link, fields.key_ids
         )
-        attempt.cache.put(cache, row, found.witnesses.get(app.tag), app)
+        witness = found.witnesses.get(app.tag)
+        attempt.remember(partial(attempt.cache.put, cache, row, witness, app))
     attempt.keys.adopt(app.tag, app.key_ids)
     return app
 
@@ -385,7 +407,8 @@ def open_user_row(attempt: Attempt, found: Found, row: UserRow) -> Owner:
             row.id, row.tag, row.app_row, user_id, row.version, fields.state, fields.link,
             fields.key_ids,
         )  # fmt: skip
-        attempt.cache.put(cache, row, found.witnesses.get(user.tag), user)
+        witness = found.witnesses.get(user.tag)
+        attempt.remember(partial(attempt.cache.put, cache, row, witness, user))
     attempt.keys.adopt(user.tag, user.key_ids)
     return user
 
@@ -443,7 +466,7 @@ def open_session_row(attempt: Attempt, found: Found, user: Owner, row: SessionRo
         _check_witness(attempt, found, user.tag, session.tag, session.id, b"")
         _reject_older(attempt, seen, session.id, session.revision)
     proven = not session.revision or bool(seen and unchanged and seen.has_proven_head)
-    cache.put_session(session, witness, has_proven_head=proven)
+    attempt.remember(partial(cache.put_session, session, witness, has_proven_head=proven))
     return session
 
 
@@ -581,9 +604,7 @@ def check_head(attempt: Attempt, session: StoredSession, last: bytes | None) -> 
         return
     if last != session.head:
         raise _other_history().located(sessions.name, session.id)
-    seen = attempt.cache.sessions.get(session.tag)
-    if seen and seen.row == session.row and not seen.has_proven_head:
-        attempt.cache.sessions.put(session.tag, seen._replace(has_proven_head=True))
+    attempt.remember(partial(attempt.cache.prove_head, session))
 
 
 def _other_history() -> TamperedError:

@@ -153,6 +153,9 @@ class Collection(NamedTuple):
     at: Expected
     items: tuple[bytes, ...] = ()
 
+    def __repr__(self) -> str:  # without items: those of artifacts contain keys
+        return f"<collection {self.at}>"
+
     @property
     def size(self) -> int:
         """The number of items of the stored collection."""
@@ -173,6 +176,14 @@ class Collections:
         self._unit = unit
         # The keyring for which this process has ensured that the database has the feature.
         self._ensured: Keyring | None = None
+
+    async def database_id(self) -> bytes:
+        """Return the random id of the database."""
+        return (await self._unit.keys()).keyring.database_id
+
+    async def cache(self, key: object, make: Callable[[], T]) -> T:
+        """Return a cache of what was read: see `UnitOfWork.attached`."""
+        return await self._unit.attached(key, make)
 
     async def names(self, app_name: str, user_id: str) -> list[Collection]:
         """Return all collections of a user that have items, without the items."""

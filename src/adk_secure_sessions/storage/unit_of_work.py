@@ -16,7 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from threading import Lock
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import sqlalchemy as sa
@@ -149,6 +149,7 @@ class _Opened(NamedTuple):
     keys: DataKeys
     rows: RowCache
     identities: Lru[tuple[str, str, str, bool], Identity]
+    attached: dict[object, Any]  # see `UnitOfWork.attached`
     expires: float
 
 
@@ -229,6 +230,15 @@ class UnitOfWork:
         Raises the errors of *open_keyring*.
         """
         return (await self._current()).keys
+
+    async def attached(self, key: object, make: Callable[[], T]) -> T:
+        """Return the cache that *make* returned for *key*.
+
+        It is forgotten together with the decrypted rows; then *make* is called again.
+        """
+        opened = await self._current()
+        made: T = opened.attached.setdefault(key, make())
+        return made
 
     def empty_caches(self, expires: float | None = None) -> None:
         """Forget unwrapped data keys, decrypted rows and ids; keep the keyring.
@@ -446,6 +456,7 @@ class UnitOfWork:
             DataKeys(keyring, self.backends.by_id, writer_id, self._cached_keys),
             RowCache(self._cached_rows),
             Lru(self._cached_rows),
+            {},
             time.monotonic() + self._cache_seconds,
         )
 

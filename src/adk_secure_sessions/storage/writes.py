@@ -105,17 +105,24 @@ class _Write(Generic[T]):
         self.who = who
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> T:
+        read: list[Callable[[], None]] = []
+        attempt = attempt._replace(after_commit=read)
         owners = OwnerChanges(attempt)
 
-        def commit_after_cancel(result: T) -> None:
+        def cache(result: T) -> None:
+            for put in read:
+                put()
             self.committed(attempt, owners, result)
+
+        def commit_after_cancel(result: T) -> None:
+            cache(result)
             self.on_commit_after_cancel(result)
 
         steps = self._locked_steps if attempt.locks_rows else self.steps
         result = await executors.data.write(
             partial(steps, attempt, owners), commit_after_cancel, holds_locks=attempt.locks_rows
         )
-        self.committed(attempt, owners, result)
+        cache(result)
         return result
 
     def _locked_steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[T]:
