@@ -58,9 +58,22 @@ def encode_item(values: JsonObject) -> bytes:
     *values* are JSON values within the limits.
 
     Raises:
-        ValueError: The JSON is too large for one record.
+        ValueError: A value is no JSON value or exceeds a limit, so that the item could not be read
+            back; or the JSON is too large for one record.
     """
-    return _PREFIX + json_text.dumps(values)
+    try:
+        data = to_json(values, inf_nan_mode="constants")
+        if json_text.fits(data):
+            return _PREFIX + data
+    except ValueError:
+        pass  # the values hold a lone surrogate, or what is checked below
+    levels = json_text.MAX_LEVELS
+    checked, is_lossy = json_text.to_values(
+        values, levels=levels, bytes_mode="base64", reject="item"
+    )
+    if is_lossy:
+        raise ValueError("an item holds a value that cannot be converted to JSON")
+    return _PREFIX + json_text.dumps(checked)
 
 
 def decode_item(plaintext: bytes) -> JsonObject:

@@ -31,10 +31,10 @@ class Erasure(NamedTuple):
     Attributes:
         data_keys: The data keys of the user, of all generations.
         users: 1, or 0 if the user does not exist or the user's row had been removed.
-        sessions: The sessions of the user.
+        sessions: The sessions and collections of the user.
         bases: The snapshots of these sessions.
-        events: The events of these sessions.
-        witnesses: The version witnesses of the user and of these sessions.
+        events: The events of these sessions, and the items of these collections.
+        witnesses: The version witnesses of the user and of these sessions and collections.
         cleared: True if the database file contains no copy of the data keys any more, not even in
             free space.  Logs, replicas and backups are never cleared.
         obstacle: Why `cleared` is False; empty if `cleared` is True.

@@ -28,6 +28,7 @@ from adk_secure_sessions.maintenance.engine import (
 from adk_secure_sessions.maintenance.identities import SessionColumns
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problems
 from adk_secure_sessions.storage import (
+    COLLECTION,
     Identity,
     UserRow,
     app_context,
@@ -65,8 +66,9 @@ class RecordColumn(NamedTuple):
         table: The table that has the column.
         value: The column.
         key: The columns of the table's primary key.
-        version: A column that services change with every write of a row; None for events, whose
-            rows have no such column.
+        version: A column that changes with every write of a row; None for events.  An event never
+            changes.  An item of a collection may be replaced, but that transaction reads the user's
+            row, and so encrypts with the key that a rotation has created before.
     """
 
     table: sa.Table
@@ -114,11 +116,13 @@ class OwnerIds(NamedTuple):
 class SessionBatch(NamedTuple):
     """Some sessions of one user, with the records of their rows and their version witnesses.
 
-    *sessions* maps row ids to session ids.  *rows* is the number of sessions and version witnesses
-    that were read.  *span* is the range of session row ids.
+    *sessions* maps row ids to session ids.  It also contains collections, with their names:
+    *collections* has their row ids.  *rows* is the number of sessions and version witnesses that
+    were read.  *span* is the range of session row ids.
     """
 
     sessions: dict[int, str]
+    collections: frozenset[int]
     records: list[Record]
     rows: int
     span: Range
@@ -198,7 +202,8 @@ async def session_batches(
         proofs = await _witness_records(db, owner.app_name, tags)
         records += proofs
         last = rows[-1].id
-        yield SessionBatch(ids, records, len(rows) + len(proofs), Range(after, last))
+        collections = frozenset(row.id for row in rows if row.base_revision == COLLECTION)
+        yield SessionBatch(ids, collections, records, len(rows) + len(proofs), Range(after, last))
         after = last
 
 

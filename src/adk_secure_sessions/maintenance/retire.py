@@ -288,8 +288,10 @@ async def _check_owner(
         problems = Problems()
         ids = OwnerIds(tag, row_id, app_name, owner.user_id)
         async for batch in session_batches(db, keys, ids, problems):
-            for session_id in batch.sessions.values():
-                of_session = await db.unit.identify(app_name, owner.user_id, session_id)
+            for row, session_id in batch.sessions.items():
+                of_session = await db.unit.identify(
+                    app_name, owner.user_id, session_id, row in batch.collections
+                )
                 session: CheckSession[None] = CheckSession(of_session, _undecoded)
                 await db.unit.run(session)
                 headers += session.headers

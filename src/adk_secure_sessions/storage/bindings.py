@@ -151,6 +151,11 @@ class StoredSession(NamedTuple):
     sealed: bytes
 
     @property
+    def is_collection(self) -> bool:
+        """Whether the row is a collection, whose events are items."""
+        return self.base_revision == COLLECTION
+
+    @property
     def has_snapshot(self) -> bool:
         """Whether `secure_bases` has a row of this session."""
         return self.base_revision not in (NO_SNAPSHOT, COLLECTION)
@@ -440,7 +445,7 @@ def open_session(attempt: Attempt, found: Found, user: Owner | None) -> StoredSe
     session = open_session_row(attempt, found, user, row)
     if session.tag != tag or session.session_id != attempt.who.session_id:
         raise TamperedError(
-            "not the requested session",
+            f"not the requested {'collection' if attempt.who.is_collection else 'session'}",
             reason=Reason.WRONG_OWNER,
             table=sessions.name,
             row=session.id,
@@ -484,9 +489,10 @@ def _decrypt_session(attempt: Attempt, found: Found, user: Owner, row: SessionRo
             raise TamperedError("it belongs to another user", reason=Reason.WRONG_OWNER)
         if row.last_seq != row.revision - 1:
             last = row.last_seq if isinstance(row.last_seq, int) else "no number"
+            item = "item" if row.base_revision == COLLECTION else "event"
             raise TamperedError(
-                f"revision {row.revision} requires a last event {row.revision - 1}, storage has "
-                f"{last}: events were added or removed, or an older row was replayed",
+                f"revision {row.revision} requires a last {item} {row.revision - 1}, storage has "
+                f"{last}: {item}s were added or removed, or an older row was replayed",
                 reason=Reason.MISMATCH,
             )
     whose = attempt.who._replace(user_id=user.user_id, session_id=session_id)
@@ -505,8 +511,9 @@ def _open_snapshot(
     with naming(bases.name, row.id):
         if row.base_revision in (NO_SNAPSHOT, COLLECTION):
             if snapshot is not None:
+                kind = "collection" if row.base_revision == COLLECTION else "session"
                 raise TamperedError(
-                    "the session has no snapshot: this row was added", reason=Reason.MISMATCH
+                    f"the {kind} has no snapshot: this row was added", reason=Reason.MISMATCH
                 )
             return b"{}"
         if snapshot is None or snapshot.revision != row.base_revision:
@@ -538,9 +545,10 @@ def check_events(session: StoredSession, history: list[Row], limit: int | None) 
             key=lambda row: f"{row[EVENT_SEQ]:020}" if isinstance(row[EVENT_SEQ], int) else ""
         )
     if [row[EVENT_SEQ] for row in history] != expected:
+        kinds = ("items", "collection") if session.is_collection else ("events", "session")
         raise TamperedError(
-            f"events {first} to {session.revision - 1} of this session are expected, each once; "
-            "some were added, removed or renumbered",
+            f"{kinds[0]} {first} to {session.revision - 1} of this {kinds[1]} are expected, each "
+            "once; some were added, removed or renumbered",
             reason=Reason.MISMATCH,
             table=events.name,
             row=session.id,

@@ -73,6 +73,7 @@ _SEPARATION_FORM = re.compile(
     r"(?P<mac>[0-9a-f]{32})"
 )
 _FEATURES_FORM = re.compile(r"(?P<names>[-a-z0-9_.]+(?:,[-a-z0-9_.]+)*) (?P<mac>[0-9a-f]{32})")
+_REPLACED = "the database was replaced by another one: restart the service"
 # The maximum length of a value and the maximum number of rows that are read from `secure_meta`.  An
 # attacker may have stored more, and every start of a service reads this table.
 _MAX_TEXT, _MAX_META = 2000, 100
@@ -384,12 +385,14 @@ def add_feature(feature: str, keyring: Keyring, connection: sa.Connection) -> No
 
     Raises:
         WrongKeyError: The stored features were modified.
-        ConfigurationError: The row `features` is missing or malformed, or a separation has not
-            ended.
+        ConfigurationError: The row `features` is missing or malformed, a separation has not ended,
+            or *keyring* is the keyring of another database.
         Conflict: Another process has changed the stored features at the same time.
     """
     survey = look(connection)
     reject_separating(survey)
+    if survey.meta.get(DATABASE_ID) != keyring.database_id.hex():
+        raise ConfigurationError(_REPLACED)
     _check_feature_list(survey, keyring)
     features = stored_features(survey)
     if feature in features:
@@ -564,7 +567,7 @@ async def _open(
 ) -> Keyring:
     assert survey.database_id is not None, "survey_existing rejects that"
     if known is not None and known.database_id != survey.database_id:
-        raise ConfigurationError("the database was replaced by another one: restart the service")
+        raise ConfigurationError(_REPLACED)
     writer, database_id = backends.writer.root_key.key_id, survey.database_id
     opened = await open_keyring(
         survey.keyring,

@@ -5,7 +5,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple, TypeVar
 
+from adk_secure_sessions.formats.records import encode_text
 from adk_secure_sessions.formats.states import JsonObject
+from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.storage.bindings import StoredSession
 from adk_secure_sessions.storage.opening import COLLECTIONS, add_feature
 from adk_secure_sessions.storage.reads import (
@@ -30,6 +32,8 @@ from adk_secure_sessions.storage.writes import (
 )
 
 T = TypeVar("T")
+
+MAX_NAME_BYTES = 16 * 1024  # of a collection: the JSON of several ids, with all characters escaped
 
 
 class Store:
@@ -170,7 +174,8 @@ class Collections:
 
     def __init__(self, unit: UnitOfWork) -> None:
         self._unit = unit
-        self._has_feature = False
+        # The keyring for which this process has ensured that the database has the feature.
+        self._ensured: Keyring | None = None
 
     async def database_id(self) -> bytes:
         """Return the random id of the database."""
@@ -181,10 +186,14 @@ class Collections:
         return await self._unit.attached(key, make)
 
     async def names(self, app_name: str, user_id: str) -> list[Collection]:
-        """Return all collections of a user, without items."""
+        """Return all collections of a user that have items, without the items."""
         who = await self._unit.identify(app_name, user_id)
         found = await self._unit.run(ListCollections(who))
-        return [Collection(one.session_id, Expected(one.id, one.revision)) for one in found]
+        return [
+            Collection(one.session_id, Expected(one.id, one.revision))
+            for one in found
+            if one.revision
+        ]
 
     async def get(
         self, app_name: str, user_id: str, name: str, *, limit: int | None = None
@@ -220,17 +229,25 @@ class Collections:
         Args:
             app_name: The app.
             user_id: The user.
-            name: The name of the collection.
+            name: The name of the collection, at most `MAX_NAME_BYTES` long.
             item: The plaintext.
             expected: The row id and the revision that the collection had when the caller read it.
                 If None, the item is appended whatever the revision is.
-            replaced: New contents for earlier items, by number; *expected* must be given.
+            replaced: New contents for earlier items, by number; *expected* must be given.  The
+                appended item must name the replaced items: see `ReplaceItems`.
 
         Raises:
+            ValueError: The name is too long; or *replaced* has a number that is not the number of
+                an earlier item, or is given without *expected*.
             StaleRevision: The stored collection has another row id or revision than *expected*.
             MissingSession: *expected* is given, and the collection does not exist any more.
         """
+        if len(name) > MAX_NAME_BYTES // 4 and len(encode_text(name)) > MAX_NAME_BYTES:
+            raise ValueError(f"the name of a collection has at most {MAX_NAME_BYTES} bytes")
+        if replaced and not (expected and set(replaced) <= set(range(expected.revision))):
+            raise ValueError("only items before the expected position can be replaced")
         who = await self._unit.identify(app_name, user_id, name, True)
+        await self._ensure_feature()
         after = expected
         while True:
             if after is None:
@@ -260,7 +277,6 @@ class Collections:
             found = await self._unit.run(GetSession(who, _item, 0))
             if found is not None:
                 return Expected(found[0].session.id, found[0].session.revision)
-            await self._ensure_feature()
             try:
                 now = time.time_ns() // 1000
                 created = await self._unit.run(CreateSession(who, {}, {}, b"{}", now))
@@ -269,10 +285,14 @@ class Collections:
                 pass  # another task or process has just created the collection
 
     async def _ensure_feature(self) -> None:
-        if not self._has_feature:
-            keys = await self._unit.keys()
-            await self._unit.change_keys(partial(add_feature, COLLECTIONS, keys.keyring))
-            self._has_feature = True
+        """Add the feature to the database, if it lacks it.
+
+        A process does this before its first append, and again after it has read the keyring again.
+        """
+        keyring = (await self._unit.keys()).keyring
+        if self._ensured is not keyring:
+            await self._unit.change_keys(partial(add_feature, COLLECTIONS, keyring))
+            self._ensured = keyring
 
 
 def _item(plaintext: bytes, _row: int, _seq: int) -> bytes:
