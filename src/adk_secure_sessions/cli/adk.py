@@ -79,7 +79,11 @@ def _kinds(context: click.Context, parameter: click.Parameter, given: str) -> se
 
 
 def _without_plaintext(command: click.Command) -> click.Command:
-    """Return a copy of google-adk's *command* that checks its arguments before it runs."""
+    """Return a copy of google-adk's *command* that stores no plaintext without permission.
+
+    Before the copy runs, `_prepare` checks the arguments.  The copy has two more options:
+    --service_uri, and --allow-plaintext, which names what may be stored as plaintext.
+    """
     ours = copy.copy(command)
     service_uri = click.Option(
         ["--service_uri"],

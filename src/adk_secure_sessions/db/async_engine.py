@@ -34,7 +34,9 @@ from adk_secure_sessions.db.protocol import (
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
 from adk_secure_sessions.loops import LoopLocks, await_to_end
 
-_LARGE = 900_000  # bytes; by default, every server accepts values of this size in one packet
+# In bytes.  Before a larger value is written to MySQL or MariaDB, `_check_packet` checks it.  By
+# default, every server accepts smaller values in one packet.
+_LARGE = 900_000
 _PACKET_REST = 900  # bytes of a packet that are reserved for everything but the largest value
 _COUNT_ROWS = {"preserve_rowcount": True}  # by default, an INSERT has no row count
 _KILL_TIMEOUT = 5.0  # seconds

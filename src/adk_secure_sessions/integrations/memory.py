@@ -53,8 +53,8 @@ _CONFLICTS = 100  # after this number of conflicts with other processes, a write
 # entries of its item are written again.
 _ITEM_BYTES = 128 * 1024
 _LEVELS = json_text.MAX_LEVELS - 3  # the item, its field `add` and the entry take three levels
-# If the new items have more bytes than this, the whole memory is read again: this lets other tasks
-# run in between, while adding new items to a cached memory does not.
+# If the new items are larger than this number of bytes, the whole memory is read again.  The reason
+# is that `_read_all` lets other tasks run between items.  Adding items to a cached memory does not.
 _READ_ALL_BYTES = 2**20
 # The times for which a date exists, minus one day at both ends for time zones.
 _FIRST_TIME, _LAST_TIME = -62_135_510_400.0, 253_402_214_400.0
@@ -324,8 +324,9 @@ class EncryptedMemoryService(BaseMemoryService):
     ) -> None:
         """Delete the memories with the id *memory_id*, and never add this id again.
 
-        The same transaction replaces the stored records that contain these memories.  If
-        *memory_id* is None, or no memory has this id, nothing is done.
+        One transaction stores the deletion and replaces each stored record that contains such a
+        memory by a record without it.  If *memory_id* is None or empty, or no memory has this id,
+        do nothing.
         """
         check_ids(app_name, user_id, "")
         if not memory_id:

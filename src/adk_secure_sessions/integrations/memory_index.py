@@ -30,8 +30,9 @@ from adk_secure_sessions.storage import Expected
 _MOST_RESULTS = 10  # as in google-adk
 _WORD = re.compile(r"\w+")
 _TURN = 0.005  # seconds of work before other tasks may run
-# The key of an entry consists of the number of its scope, shifted by this number of bits, and the
-# number of the entry.  Scopes and entries are numbered in order of insertion.
+# The key of an entry is `(scope number << _SCOPE_SHIFT) | entry number`.  The scope of an entry is
+# a session or a constant of `formats.memory_items`.  Scopes and entries are numbered in order of
+# insertion.
 _SCOPE_SHIFT = 40
 
 
@@ -277,7 +278,7 @@ class UserMemory:
 
 
 def _best(counts: Counter[int], entries: dict[int, Entry]) -> list[int]:
-    """Return the ten keys of *entries* with the highest counts; among equal counts, the lowest."""
+    """Return the best keys of *entries*, up to ten: by falling count, then by rising key."""
     if not counts.keys() <= entries.keys():  # some were dropped during the search
         counts = Counter({key: count for key, count in counts.items() if key in entries})
     by_count = Counter(counts.values())
@@ -336,7 +337,7 @@ class Memories:
         self._lock = threading.Lock()
 
     def get(self, key: Any) -> UserMemory | None:
-        """Return the memory of the user *key*; None if it is not cached."""
+        """Return the memory of the user that *key* identifies; None if no memory is cached."""
         with self._lock:
             memory = self._memories.pop(key, None)
             if memory is not None:
@@ -355,6 +356,6 @@ class Memories:
                 entries -= len(self._memories.pop(oldest).entries)
 
     def drop(self, key: Any) -> None:
-        """Remove the memory of the user *key*."""
+        """Remove the memory of the user that *key* identifies."""
         with self._lock:
             self._memories.pop(key, None)

@@ -234,9 +234,9 @@ class StagedKeys:
     def adopt(self, owner: bytes, key_ids: Collection[int]) -> None:
         """Determine the current data key of *owner*; call this before `current`, `seal`, `names`.
 
-        The current data key is the newest usable data key that the owner's row names.  If the row
-        names no usable data key, the current data key is the newest one that this operation has
-        created, if any.
+        The current data key is the newest usable data key that the owner's row names.  (The
+        module's docstring defines *usable*.)  If the row names no usable data key, the current data
+        key is the newest usable one that this operation has created, if any.
 
         Args:
             owner: A tag.
@@ -378,7 +378,8 @@ class StagedKeys:
         """Decrypt *stored*, a record of *owner*, and return the plaintext.
 
         Raises:
-            DecryptionError: The errors of `cipher` and `records.open_record`.
+            DecryptionError: The data key cannot be used (see the method `cipher`), or the record
+                cannot be decrypted (see `records.open_record`).
         """
         return records.open_record(stored, context, self.cipher(owner, stored))
 

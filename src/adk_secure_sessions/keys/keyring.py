@@ -410,9 +410,10 @@ async def open_keyring(
                 "only the master keys that it knows; delete the rows that you did not create",
                 MAX_ROWS,
             )
-    # Rows that have not changed come first: if several rows have the same id, only the first is
-    # accepted.  Rows that were pending come last: an attacker may have inserted them to delay the
-    # unwrapping of a new data master.
+    # Rows that are the same as in the known keyring come first: if several rows have the same id,
+    # only the first is accepted.  Rows that were pending in the known keyring, because their key
+    # service failed, come last: an attacker may have inserted them to delay the unwrapping of a new
+    # data master.
     rows.sort(key=opening.order)
     sound = [row for row in rows if not opening.rejects_form(row)]
     index = await opening.index_master([row for row in sound if row.purpose == INDEX])

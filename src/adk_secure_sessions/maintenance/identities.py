@@ -83,8 +83,9 @@ async def located_sessions(
 ) -> AsyncIterator[LocatedSessions]:
     """Yield all sessions and collections in batches, each with its decrypted ids or an error.
 
-    If ids were decrypted, the row of the session is authentic.  The events, the snapshot and the
-    version witness of a session are not read.
+    A collection is a named list of items (artifacts or memory), with a row in `secure_sessions`.
+    If ids were decrypted, the row is authentic.  The events, the snapshot and the version witness
+    of a session are not read.
 
     Args:
         db: The database.

@@ -215,11 +215,11 @@ class Checkpoints:
 
 
 async def later_than_all_keys(db: Database) -> int:
-    """Return the current time, or a time one microsecond after the creation of the latest key.
+    """Return a time for a new key, later than the creation of all data keys and data masters.
 
-    The result is the later one of the two, in microseconds since 1970, UTC.  The clock of this
-    machine may be behind the clock of the machine that created the latest key.  Times in rows that
-    cannot be unwrapped are ignored, because these times may have been modified.
+    The result is the current time.  If the clock of this machine is behind, the result is the time
+    of creation of the latest key plus one microsecond.  The unit is microseconds since 1970, UTC.
+    If a data key cannot be unwrapped, its time is ignored, because it may have been modified.
 
     Raises:
         TamperedError: The time of creation of an authentic key is after the year 9999.

@@ -410,9 +410,10 @@ class AppendEvent(_Write[StoredSession]):
 class ReplaceItems(AppendEvent):
     """Append an item to a collection, and replace earlier items in the same transaction.
 
-    A replaced item keeps its number, its time and its links.  So if an attacker replays the old row
-    of a replaced item, this module does not detect it.  The caller must detect it: the appended
-    item must say which items were replaced.
+    A collection is a named list of items, stored like a session and its events: see
+    `store.Collections`.  A replaced item keeps its number, its time and its links.  So if an
+    attacker replays the old row of a replaced item, this module does not detect it.  The caller
+    must detect it: the appended item must say which items were replaced.
 
     Args:
         who: The ids of the app and the user, and the name of the collection.
