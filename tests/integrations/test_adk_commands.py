@@ -22,9 +22,7 @@ STORED = {"artifacts", "log", "sessions.db"}  # and no -wal, nor .adk
 # One URI for all three services: for our command, and for those of google-adk.
 OURS = ("--service_uri", URI)
 OPTIONS = tuple(
-    text
-    for kind in ("session", "artifact", "memory")
-    for text in (f"--{kind}_service_uri", URI)
+    text for kind in ("session", "artifact", "memory") for text in (f"--{kind}_service_uri", URI)
 )
 SAVE_FILES = (
     "--extra_plugins",

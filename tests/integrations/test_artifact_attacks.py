@@ -5,6 +5,7 @@ import shutil
 import traceback
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -22,9 +23,15 @@ from adk_secure_sessions.maintenance import Database, erase_user, rotate_data, v
 from tests.maintenance.support import query, run_sql
 
 BACKEND = AesGcmBackend(bytes(range(32)))
-WHO = {"app_name": "clinic", "user_id": "needle-user"}
+WHO: dict[str, Any] = {"app_name": "clinic", "user_id": "needle-user"}
 HERE = WHO | {"session_id": "needle-session", "filename": "needle-name.png"}
-NEEDLES = (b"needle-user", b"needle-session", b"needle-name", b"needle-content", b"needle-meta")
+NEEDLES: tuple[bytes, ...] = (
+    b"needle-user",
+    b"needle-session",
+    b"needle-name",
+    b"needle-content",
+    b"needle-meta",
+)
 NEEDLES += (b"needle-type", b"needle-display")
 
 
@@ -218,7 +225,9 @@ async def test_row_that_cannot_be_stored_leaves_no_blob(
 
 
 async def test_no_repr_shows_a_key_or_an_id(service: EncryptedArtifactService) -> None:
-    found = await service._version(*WHO.values(), HERE["filename"], HERE["session_id"], None)
+    found = await service._version(
+        WHO["app_name"], WHO["user_id"], HERE["filename"], HERE["session_id"], None
+    )
     assert found is not None
     assert found.blob is not None
     assert found.blob.key.hex() not in repr(found)

@@ -24,7 +24,7 @@ from tests.integrations.s3 import BUCKET, SECRET, Failure
 from tests.maintenance.conftest import file_url, place, url  # noqa: F401 - fixtures
 
 BACKEND = AesGcmBackend(bytes(range(32)))
-USER = {"app_name": "clinic", "user_id": "needle-user"}
+USER: dict[str, Any] = {"app_name": "clinic", "user_id": "needle-user"}
 HERE = USER | {"session_id": "needle-session", "filename": "needle-name.png"}
 DATA = bytes(range(256)) * 80_000  # 20 MB: three objects
 
@@ -76,8 +76,9 @@ async def test_artifacts_are_saved_loaded_and_deleted(url: str, server: s3.Serve
         for version, data in enumerate((b"first", b"", b"third")):
             assert await artifacts.save_artifact(**HERE, artifact=blob(data)) == version
         assert await artifacts.save_stream(**HERE, pieces=pieces(), mime_type="image/png") == 3
-        assert len(server.keys()) == 3 + 3
-        assert not [key for key in server.keys() if "needle" in key or not key.startswith("ada/")]
+        stored = server.keys()
+        assert len(stored) == 3 + 3
+        assert not [key for key in stored if "needle" in key or not key.startswith("ada/")]
 
     async with EncryptedSessionService(url, BACKEND) as sessions:
         artifacts = artifacts_in(sessions, server)

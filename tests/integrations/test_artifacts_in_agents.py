@@ -30,7 +30,7 @@ pytestmark = [
 ]
 
 BACKEND = AesGcmBackend(bytes(range(32)))
-WHO = {"app_name": "clinic", "user_id": "ada", "session_id": "visit"}
+WHO: dict[str, Any] = {"app_name": "clinic", "user_id": "ada", "session_id": "visit"}
 
 
 class OfflineLlm(BaseLlm):
@@ -121,9 +121,9 @@ async def test_file_of_a_message_is_saved_by_the_plugin_and_loaded_by_the_tool(
     assert stored is not None
     assert "aspirin" not in "".join(event.model_dump_json() for event in stored.events)
     assert "aspirin" in await clinic.ask("call load_artifacts notes.txt")
-    assert await clinic.artifacts.load_artifact(
-        **WHO, filename="notes.txt", version=0
-    ) == file("notes.txt", "penicillin")
+    assert await clinic.artifacts.load_artifact(**WHO, filename="notes.txt", version=0) == file(
+        "notes.txt", "penicillin"
+    )
 
 
 async def test_file_for_the_user_is_loaded_in_another_session(clinic: Clinic) -> None:

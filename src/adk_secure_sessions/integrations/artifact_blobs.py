@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from adk_secure_sessions.errors import ConfigurationError, Reason, TamperedError
 from adk_secure_sessions.formats.blobs import encrypted_size
-from adk_secure_sessions.integrations.artifacts import Version, is_artifact, versions_of
+from adk_secure_sessions.integrations.artifact_versions import Version, is_artifact, versions_of
 from adk_secure_sessions.integrations.object_store import BlobStore, open_store
 from adk_secure_sessions.maintenance import Database, Problem
 from adk_secure_sessions.maintenance.identities import located_sessions
@@ -27,7 +27,7 @@ class BlobCheck(NamedTuple):
         blobs: The number of blobs that versions of artifacts name.
         missing: The number of these that are not stored, or do not have their length.
         unused: The number of stored blobs that no version names.
-        bad: The number of problems: missing blobs, and rows that cannot be decrypted.
+        bad: The number of problems: missing blobs, and undecryptable rows.
         problems: The first 1000 problems.
     """
 
@@ -60,6 +60,7 @@ async def check_blobs(
     store: "str | os.PathLike[str] | ObjectStore",
     *,
     options: Mapping[str, Any] | None = None,
+    allow_http: bool = False,
 ) -> BlobCheck:
     """Find blobs that are missing or have another length, and blobs that no version names.
 
@@ -69,12 +70,13 @@ async def check_blobs(
         db: The database, with every backend whose records it may hold.
         store: The store of the contents: see `EncryptedArtifactService`.
         options: Arguments of the store.
+        allow_http: Whether a store on another machine may be `http://`.
 
     Raises:
         ConfigurationError: The store or the database cannot be used.
         ArtifactStoreError: The store failed.
     """
-    opened, prefix = await _open(db, store, options)
+    opened, prefix = await _open(db, store, options, allow_http)
     stored = {blob.name: blob.size async for blob in opened.list()}
     problems = Problems()
     artifacts = missing = 0
@@ -88,7 +90,7 @@ async def check_blobs(
             named.add(blob.name)
             size = stored.get(blob.name)
             if blob.prefix != prefix:  # of the database that this one was copied from
-                size = await open_store(store, blob.prefix, options=options).size(blob.name)
+                size = await _opened(store, blob.prefix, options, allow_http).size(blob.name)
             if size != encrypted_size(blob.size):
                 missing += 1
                 reason = Reason.MISMATCH if size else Reason.MISSING
@@ -105,6 +107,7 @@ async def purge_blobs(
     older_than: timedelta = timedelta(days=1),
     dry_run: bool = False,
     options: Mapping[str, Any] | None = None,
+    allow_http: bool = False,
 ) -> BlobPurge:
     """Delete blobs that no version names: of erased users, deleted artifacts, broken uploads.
 
@@ -117,6 +120,7 @@ async def purge_blobs(
             this must be longer than any upload takes.
         dry_run: Count the blobs, but delete nothing.
         options: Arguments of the store.
+        allow_http: Whether a store on another machine may be `http://`.
 
     Raises:
         ConfigurationError: The store or the database cannot be used, or *older_than* is negative.
@@ -124,7 +128,7 @@ async def purge_blobs(
     """
     if older_than < timedelta():
         raise ConfigurationError("older_than must not be negative")
-    opened, _ = await _open(db, store, options)
+    opened, _ = await _open(db, store, options, allow_http)
     # List the blobs before the rows: a blob whose row is added meanwhile is not deleted.
     before = time.time() - older_than.total_seconds()
     old = [blob.name async for blob in opened.list(before)]
@@ -148,9 +152,19 @@ async def _open(
     db: Database,
     store: "str | os.PathLike[str] | ObjectStore",
     options: Mapping[str, Any] | None,
+    allow_http: bool,
 ) -> tuple[BlobStore, str]:
     prefix = (await Collections(db.unit).database_id()).hex()
-    return open_store(store, prefix, options=options), prefix
+    return _opened(store, prefix, options, allow_http), prefix
+
+
+def _opened(
+    store: "str | os.PathLike[str] | ObjectStore",
+    prefix: str,
+    options: Mapping[str, Any] | None,
+    allow_http: bool,
+) -> BlobStore:
+    return open_store(store, prefix, options=options, allow_http=allow_http, create=False)
 
 
 async def _artifacts(db: Database, problems: Problems) -> AsyncIterator[tuple[int, list[Version]]]:
