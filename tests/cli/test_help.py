@@ -75,7 +75,9 @@ def test_page_has_no_command_that_there_is_not() -> None:
 def test_examples_in_the_help_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run("keygen", "--output", "new.key")
+    Path("artifacts").mkdir()
     order = ["keygen", "init", "check", "status", "verify", "lookup", "inspect", "purge"]
+    order += ["blobs verify", "blobs purge"]
     order += [
         "rotate master",
         "rotate data",

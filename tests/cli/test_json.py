@@ -22,6 +22,8 @@ ARGUMENTS: dict[str, list[str]] = {
     "erase-user": ["--app", "clinic", "--user", "ada"],
     "inspect": ["secure_keyring"],
     "rotate root": ["--also-key", "env:NEW_KEY"],
+    "blobs verify": ["--store", "."],
+    "blobs purge": ["--store", "."],
 }
 NAMES = [name for name in commands() if name != "keygen"]
 

@@ -15,7 +15,7 @@ from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
 
 BACKEND = AesGcmBackend(bytes(range(32)))
 WHO: dict[str, Any] = {"app_name": "clinic", "user_id": "ada"}
-HERE: dict[str, Any] = WHO | {"session_id": "s1", "filename": "scan.png"}
+HERE = WHO | {"session_id": "s1", "filename": "scan.png"}
 
 
 def blob(data: bytes, mime_type: str = "image/png") -> types.Part:
@@ -81,7 +81,7 @@ async def test_dictionaries_are_accepted(service: BaseArtifactService, part: Any
     loaded = await service.load_artifact(**HERE)
     assert loaded is not None
     assert loaded.inline_data is not None
-    assert loaded == types.Part.model_validate(part)
+    assert loaded.inline_data.data == b"hi"
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """An artifact service for ADK: encrypted rows in the database of the sessions, encrypted blobs.
 
-The versions of one artifact are the items of one collection (`storage.Collections`).  An item
-contains the name and the key of the blob that stores the content (docs/format.md, "Blobs").
+`artifact_versions` has the items of the rows.  docs/format.md, "Blobs", describes the contents.
 """
 
 import json
@@ -10,7 +9,7 @@ import os
 import secrets
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from google.adk.artifacts import BaseArtifactService, artifact_util
 from google.adk.artifacts.base_artifact_service import ArtifactVersion, ensure_part
@@ -21,9 +20,7 @@ from adk_secure_sessions.crypto.key_material import hides_frames
 from adk_secure_sessions.errors import (
     ArtifactStoreError,
     DatabaseError,
-    Reason,
     SecureSessionError,
-    TamperedError,
 )
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.blobs import (
@@ -33,71 +30,25 @@ from adk_secure_sessions.formats.blobs import (
     encrypt_stream,
     encrypted_size,
 )
-from adk_secure_sessions.formats.events import decode_item, encode_item
+from adk_secure_sessions.formats.events import encode_item
 from adk_secure_sessions.formats.records import decode_text, encode_text
+from adk_secure_sessions.integrations.artifact_versions import (
+    Blob,
+    Version,
+    collection_name,
+    scope_and_name,
+    versions_of,
+)
 from adk_secure_sessions.integrations.object_store import TIMEOUT, BlobStore, open_store
 from adk_secure_sessions.service import EncryptedSessionService, check_ids, reject_unknown_methods
-from adk_secure_sessions.storage import Collection, events
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-KIND = "artifact"  # the first part of the name of each artifact's collection
 USER_PREFIX = "user:"
 _MAX_REFERENCES = 5  # how many references to other artifacts one load follows, as in ADK
-
-
-class Blob(NamedTuple):
-    """The name and the key of the blob that stores the content of a version.
-
-    Attributes:
-        prefix: The id of the database whose service wrote the blob, in hexadecimal.
-        name: The name of the blob, 32 hexadecimal digits.
-        key: The key of the blob.
-        size: The number of bytes of plaintext.
-    """
-
-    prefix: str
-    name: str
-    key: bytes
-    size: int
-
-    def __repr__(self) -> str:  # without the key
-        return f"Blob({self.prefix}/{self.name}, {self.size} bytes)"
-
-
-class Version(NamedTuple):
-    """One version of an artifact, without its content.
-
-    Attributes:
-        number: The number of the version; 0 for the first one.
-        part: The `Part` of google-genai as JSON values, without its bytes or text.
-        blob: The blob that stores the content; None for a part that refers to a file.
-        metadata: The caller's metadata.
-        time: When the version was saved, in seconds since 1970.
-        uri: The URI of the version.  It contains a row id instead of the ids in ADK, which may be
-            personal data.
-    """
-
-    number: int
-    part: dict[str, Any]
-    blob: Blob | None
-    metadata: dict[str, Any]
-    time: float
-    uri: str
-
-    @property
-    def mime_type(self) -> str | None:
-        """The MIME type of the content; None for a reference to another artifact."""
-        if "text" in self.part:
-            return "text/plain"
-        found = self.part.get("inline_data") or self.part.get("file_data") or {}
-        if str(found.get("file_uri", "")).startswith("artifact://"):
-            return None
-        mime_type: str | None = found.get("mime_type")
-        return mime_type
 
 
 class ArtifactStream:
@@ -242,7 +193,7 @@ class EncryptedArtifactService(BaseArtifactService):
         check_ids(app_name, user_id, session_id or "")
         names = []
         for collection in await self._collections.names(app_name, user_id):
-            found = _scope_and_name(collection.name)
+            found = scope_and_name(collection.name)
             if found is not None and collection.size and found[0] in (None, session_id):
                 names.append(found[1])
         return sorted(names)
@@ -484,25 +435,7 @@ def _collection_name(app_name: str, user_id: str, filename: str, session_id: str
         session_id = None
     elif session_id is None:
         raise InputValidationError("Session ID must be provided for session-scoped artifacts.")
-    return json.dumps([KIND, session_id, filename])
-
-
-def _scope_and_name(collection: str) -> tuple[str | None, str] | None:
-    """Return the session id and the file name of the artifact whose collection has this name.
-
-    The session id is None if the artifact belongs to the user.  Return None if the collection is
-    not an artifact.
-    """
-    kind, *rest = json.loads(collection)
-    if kind != KIND:
-        return None
-    session_id, filename = rest
-    return session_id, filename
-
-
-def is_artifact(collection: str) -> bool:
-    """Return whether the collection with this name contains the versions of an artifact."""
-    return _scope_and_name(collection) is not None
+    return collection_name(session_id, filename)
 
 
 def _content(part: types.Part) -> bytes | None:
@@ -546,40 +479,6 @@ def _check_reference(
         app_name=app_name, user_id=user_id, session_id=session_id, parsed_uri=target
     )
     return target
-
-
-def versions_of(collection: Collection) -> list[Version]:
-    """Return the versions whose items *collection* contains.
-
-    Raises:
-        TamperedError: An item is not a version.
-    """
-    first = collection.size - len(collection.items)
-    return [_parsed(collection, number) for number in range(first, collection.size)]
-
-
-@hides_frames
-def _parsed(collection: Collection, number: int) -> Version:
-    values = decode_item(collection.items[number - collection.size])
-    row = collection.at.session_row
-    try:
-        blob = values.get("blob")
-        return Version(
-            number,
-            dict(values["part"]),
-            blob and Blob(blob["prefix"], blob["name"], bytes.fromhex(blob["key"]), blob["size"]),
-            dict(values["metadata"]),
-            float(values["time"]),
-            f"encrypted-artifact:///{row:x}/{number}",
-        )
-    except (KeyError, TypeError, ValueError):
-        pass  # raise after this block: otherwise `__context__` would hold the item
-    raise TamperedError(
-        "its plaintext is malformed",
-        reason=Reason.MALFORMED,
-        table=events.name,
-        row=f"{row}, {number}",
-    )
 
 
 def _described(version: Version) -> ArtifactVersion:
