@@ -6,7 +6,7 @@ import os
 import sqlite3
 import weakref
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,6 @@ from adk_secure_sessions import (
     EncryptedSessionService,
     KeyServiceError,
     StaticKey,
-    WrongKeyError,
 )
 from adk_secure_sessions.lru import Lru
 from tests.servers import Server
@@ -121,12 +120,12 @@ def insert_junk(path: Path, number: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("junk", "fails", "calls", "error"),
-    [(20, False, 20, None), (64, False, 0, WrongKeyError), (1, True, 1, KeyServiceError)],
-    ids=["junk rows", "too many rows", "key service is down"],
+    ("junk", "fails", "calls"),
+    [(20, False, 20), (64, False, 0), (5000, False, 0), (1, True, 1)],
+    ids=["junk rows", "too many rows", "thousands of rows", "key service is down"],
 )
 async def test_key_service_is_not_called_for_every_operation_if_rows_of_the_keyring_are_rejected(
-    tmp_path: Path, junk: int, fails: bool, calls: int, error: type[Exception] | None
+    tmp_path: Path, junk: int, fails: bool, calls: int
 ) -> None:
     root = Counting()
     async with EncryptedSessionService(
@@ -136,8 +135,7 @@ async def test_key_service_is_not_called_for_every_operation_if_rows_of_the_keyr
         root.asked, root.fails = 0, fails
         insert_junk(tmp_path / "s.db", junk)
         for number in range(10):
-            with pytest.raises(error) if error else nullcontext():
-                await service.create_session(app_name="a", user_id=f"new {number}")
+            await service.create_session(app_name="a", user_id=f"new {number}")
         assert root.asked == calls
         assert await service.get_session(app_name="a", user_id="known", session_id="s")
 

@@ -21,6 +21,7 @@ LAYERS = (
     {"db"},
     {"storage"},
     {"service", "maintenance"},
+    {"integrations"},
     {"cli"},
     {"__init__"},
 )
@@ -106,7 +107,16 @@ def test_command_line_does_not_wait_for_google_adk() -> None:
     assert (done.stdout, done.stderr) == ("False\n", "")
 
 
-OPTIONAL = {"aiobotocore", "boto3", "botocore", "google_crc32c", "grpc", "httpx", "pkcs11"}
+OPTIONAL = {
+    "aiobotocore",
+    "boto3",
+    "botocore",
+    "google_crc32c",
+    "grpc",
+    "httpx",
+    "obstore",
+    "pkcs11",
+}
 
 
 @pytest.mark.parametrize("module", MODULES)

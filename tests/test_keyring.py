@@ -37,6 +37,7 @@ from adk_secure_sessions.keys.keyring import (
     DATA,
     INDEX,
     Keyring,
+    MasterKey,
     MasterKeyRow,
     MasterMark,
     new_master,
@@ -94,7 +95,7 @@ def row_like(row: MasterKeyRow, **columns: Any) -> MasterKeyRow:
 async def renewed(rows: list[MasterKeyRow], known: Keyring, *roots: KeyProvider) -> Keyring:
     """Read the keyring again, as a running service does."""
     by_id = {root.key_id: root for root in roots}
-    return await open_keyring(rows, by_id, roots[0].key_id, DATABASE, known)
+    return await open_keyring(rows, by_id, roots[0].key_id, DATABASE, known, leaves_pending=True)
 
 
 # --- the keyring ---------------------------------------------------------------------------------
@@ -141,8 +142,29 @@ async def test_keyring_of_too_many_rows_is_rejected_without_a_call() -> None:
     assert root.unwrapped == []
     known = await opened(rows, ROOT)
     with pytest.raises(WrongKeyError, match="more than 64 rows"):
-        await renewed([*rows, *junk], known, root)
+        await open_keyring([*rows, *junk], {ROOT.key_id: root}, ROOT.key_id, DATABASE, known)
     assert root.unwrapped == []
+
+
+async def test_running_service_uses_only_known_rows_of_a_keyring_of_too_many(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rows, root = await made(ROOT, ROOT), Counted()
+    known = await opened(rows, ROOT)
+    junk = [row_like(rows[1], id=number, wrapped=b"junk") for number in range(62)]
+    for stored in ([*junk, *rows], [*junk, *rows[:2], row_like(rows[2], created_at=9)]):
+        again = await renewed(stored, known, root)
+        assert again.current_id == next(row.id for row in stored[::-1] if row in rows)
+        assert (again.row_count, again.has_too_many_rows) == (65, True)
+        assert not again.has_marks(marks_of(stored))
+        for _ in range(3):
+            again = await renewed(stored, again, root)
+    assert len(caplog.records) == 2, "once for each call with another keyring"
+    with pytest.raises(WrongKeyError, match="more than 64 rows"):
+        await renewed([*junk, rows[0], row_like(rows[1], created_at=9), *junk], known, root)
+    assert root.unwrapped == []
+    again = await renewed(rows, again, root)
+    assert (again.has_too_many_rows, again.current_id) == (False, rows[2].id)
 
 
 async def test_start_with_a_wrong_root_key_calls_the_key_service_once() -> None:
@@ -155,7 +177,7 @@ async def test_start_with_a_wrong_root_key_calls_the_key_service_once() -> None:
 
 async def test_missing_data_master_key_is_unknown() -> None:
     keyring = await opened(await made(ROOT), ROOT)
-    with pytest.raises(UnknownKeyError, match="no data master key 5"):
+    with pytest.raises(UnknownKeyError, match="no data master 5"):
         keyring.master(5)
 
 
@@ -456,7 +478,7 @@ async def test_unknown_data_master_key_needs_the_keyring_again() -> None:
     keys = on(await opened(rows[:2], ROOT), 1)
     with pytest.raises(StaleKeyring):
         StagedKeys(keys, keyring_is_complete=False).load([row], marks_of(rows))
-    with pytest.raises(UnknownKeyError, match=f"no data master key {rows[2].id}"):
+    with pytest.raises(UnknownKeyError, match=f"no data master {rows[2].id}"):
         cipher_of(keys, row)
     keys.keyring = await open_keyring(rows, {ROOT.key_id: ROOT}, "", DATABASE, keys.keyring)
     assert loaded(keys, row).current(ADA) is not None
@@ -490,21 +512,12 @@ async def test_keyring_knows_the_rows_that_it_was_read_from() -> None:
     keyring = await opened(rows, ROOT, OTHER)
     assert keyring.rows == {row.id: row for row in rows}
     assert keyring.row_count == 3
-    assert keyring.matches(rows)
-    assert keyring.matches(reversed(rows))
-    assert not keyring.matches(rows[1:])
-    assert not keyring.matches([*rows, rows[1]])
-    assert not keyring.matches([*rows[:2], rows[1]])
-    columns: list[dict[str, Any]] = [
-        {"id": 5},
-        {"purpose": "index"},
-        {"root_key_id": "x"},
-        {"created_at": 5},
-        {"created_at": 0.0},
-        {"wrapped": b""},
-    ]
-    for change in columns:
-        assert not keyring.matches([rows[0], row_like(rows[1], **change), rows[2]])
+    assert keyring.has_marks(marks_of(rows))
+    assert keyring.has_marks(marks_of(reversed(rows)))
+    assert not keyring.has_marks(marks_of(rows[1:]))
+    assert not keyring.has_marks(marks_of([*rows[:2], rows[1]]))
+    for change in ({"id": 5}, {"created_at": 5}, {"wrapped": b""}):
+        assert not keyring.has_marks(marks_of([rows[0], row_like(rows[1], **change), rows[2]]))
 
 
 JUNK: list[dict[str, Any]] = [
@@ -535,7 +548,7 @@ async def test_running_service_logs_a_junk_row_and_goes_on(
     assert again.current_id == rows[2].id
     assert again.holds(rows[1].id) == (junk.id != rows[1].id)
     assert again.row_count == len(stored)
-    assert again.matches(stored)
+    assert again.has_marks(marks_of(stored))
     assert junk not in again.rows.values()
     StagedKeys(on(again, 1)).new(ADA)
     (record,) = caplog.records
@@ -546,7 +559,7 @@ async def test_running_service_logs_a_junk_row_and_goes_on(
     # The same bytes are neither tried nor logged again; other bytes are.
     for _ in range(3):
         again = await renewed(stored, again, root)
-    assert again.matches(stored)
+    assert again.has_marks(marks_of(stored))
     assert (len(root.unwrapped), len(caplog.records)) == (called, 1)
     await renewed([*stored[:-1], row_like(junk, wrapped=b"\x01 other junk")], again, root)
     assert len(caplog.records) == 2
@@ -559,7 +572,7 @@ async def test_running_service_uses_no_data_key_under_a_changed_master() -> None
     assert loaded(on(known, 1), row).current(ADA) is not None
     changed = [rows[0], row_like(rows[1], created_at=5), rows[2]]
     again = await renewed(changed, known, ROOT)
-    with pytest.raises(UnknownKeyError, match=f"no data master key {rows[1].id}"):
+    with pytest.raises(UnknownKeyError, match=f"no data master {rows[1].id}"):
         cipher_of(on(again, 1), row)
     assert loaded(on(again, 1), row).current(ADA) is None
 
@@ -567,7 +580,7 @@ async def test_running_service_uses_no_data_key_under_a_changed_master() -> None
 async def test_running_service_without_a_data_master_that_is_left_raises() -> None:
     rows = await made(ROOT)
     known = await opened(rows, ROOT)
-    with pytest.raises(WrongKeyError, match="no data master key: restore"):
+    with pytest.raises(WrongKeyError, match="no data master: restore"):
         await renewed([rows[0], row_like(rows[1], created_at=5)], known, ROOT)
 
 
@@ -580,7 +593,7 @@ async def test_running_service_takes_up_rows_under_a_new_root_key() -> None:
         key = await unwrap_master_key(row, roots, DATABASE)
         moved.append(await wrap_master_key(row, OTHER, DATABASE, key))
     again = await renewed(moved, known, ROOT, OTHER)
-    assert again.matches(moved)
+    assert again.has_marks(marks_of(moved))
     assert again.current_id == rows[2].id
     assert again.rows[rows[0].id].root_key_id == OTHER.key_id
     assert again.index is known.index
@@ -597,16 +610,136 @@ async def test_running_service_rejects_another_index_master(
         again = await renewed([index, rows[1]], known, ROOT)
         assert again.index is known.index
         assert index.id not in again.rows
-        assert again.matches([index, rows[1]])
+        assert again.has_marks(marks_of([index, rows[1]]))
     assert "another index master" in caplog.text
     assert "does not unwrap" in caplog.text
 
 
-async def test_running_service_raises_the_error_of_a_key_service() -> None:
+# --- rows whose key service fails ----------------------------------------------------------------
+
+
+class Failing(Counted):
+    """A key service that fails for some wrapped keys."""
+
+    def __init__(self, *fails: bytes, retryable: bool = False) -> None:
+        super().__init__()
+        self.fails = set(fails)
+        self._retryable = retryable
+
+    async def unwrap(self, wrapped: bytes, associated_data: bytes) -> bytes:
+        if wrapped in self.fails:
+            self.unwrapped.append(wrapped)
+            raise KeyServiceError("busy", retryable=self._retryable)
+        return await super().unwrap(wrapped, associated_data)
+
+
+@pytest.mark.parametrize("retryable", [False, True])
+async def test_start_names_the_row_whose_key_service_fails(retryable: bool) -> None:
+    rows = await made(ROOT)
+    for row in rows:
+        with pytest.raises(KeyServiceError, match=f"secure_keyring row {row.id}.*busy") as info:
+            await opened(rows, Failing(row.wrapped, retryable=retryable))
+        assert info.value.retryable == retryable
+
+
+async def test_command_raises_the_error_of_a_key_service_later_too() -> None:
     rows = await made(ROOT, ROOT)
     known = await opened(rows[:2], ROOT)
-    with pytest.raises(KeyServiceError, match="busy"):
-        await renewed(rows, known, KeyService(KeyServiceError("busy", retryable=True)))
+    roots = {ROOT.key_id: Failing(rows[2].wrapped)}
+    with pytest.raises(KeyServiceError, match=f"row {rows[2].id}.*busy"):
+        await open_keyring(rows, roots, ROOT.key_id, DATABASE, known)
+
+
+async def test_running_service_goes_on_without_a_row_whose_key_service_fails(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rows = await made(ROOT, ROOT)
+    row = StagedKeys(on(await opened(rows, ROOT), 1)).new(ADA)
+    known = await opened(rows[:2], ROOT)
+    root = Failing(rows[2].wrapped)
+    again = await renewed(rows, known, root)
+    assert (again.is_waiting, again.current_id) == (True, rows[1].id)
+    assert again.has_marks(marks_of(rows))
+    assert again.row_count == 3
+    with pytest.raises(UnknownKeyError, match=f"{rows[2].id} is not unwrapped yet"):
+        cipher_of(on(again, 1), row)
+    assert StagedKeys(on(again, 1)).current(ADA) is None
+    (record,) = caplog.records
+    assert f"row {rows[2].id}" in record.getMessage()
+    # Before the pause is over, the row is not tried; afterwards it is, and logged only once.
+    assert (await renewed(rows, again, root)).is_waiting
+    assert len(root.unwrapped) == 1
+    again.retry_at = 0
+    assert not again.has_marks(marks_of(rows))
+    again.is_being_renewed = True
+    assert again.has_marks(marks_of(rows))
+    again = await renewed(rows, again, root)
+    assert (again.is_waiting, len(root.unwrapped), len(caplog.records)) == (True, 2, 1)
+    again.retry_at = 0
+    root.fails.clear()
+    again = await renewed(rows, again, root)
+    assert (again.is_waiting, again.current_id) == (False, rows[2].id)
+    assert loaded(on(again, 1), row).open(ADA, CONTEXT, sealed_by(on(again, 1), row)) == b"text"
+
+
+def sealed_by(keys: DataKeys, row: DataKeyRow) -> bytes:
+    staged = loaded(keys, row)
+    staged.adopt(ADA, [row.id])
+    return staged.seal(ADA, CONTEXT, b"text")
+
+
+async def test_row_that_failed_before_is_tried_after_the_others() -> None:
+    """An attacker's row must not keep a service from a new master for ever."""
+    rows = await made(ROOT, ROOT, ROOT)
+    known = await opened(rows[:2], ROOT)
+    root = Failing(rows[2].wrapped, retryable=True)
+    again = await renewed(rows[:3], known, root)
+    again.retry_at = 0
+    again = await renewed(rows, again, root)
+    assert root.unwrapped == [rows[2].wrapped, rows[3].wrapped, rows[2].wrapped]
+    assert again.current_id == rows[3].id
+
+
+async def test_service_that_cannot_be_reached_is_called_once_for_all_rows() -> None:
+    rows = await made(*[ROOT] * 9)
+    known = await opened(rows[:2], ROOT)
+    root = Failing(*[row.wrapped for row in rows], retryable=True)
+    again = await renewed(rows, known, root)
+    assert (len(root.unwrapped), again.current_id) == (1, rows[1].id)
+
+
+async def test_known_master_whose_row_changed_is_not_used_while_its_key_service_fails() -> None:
+    rows = await made(ROOT, ROOT)
+    row = StagedKeys(on(await opened(rows[:2], ROOT), 1)).new(ADA)
+    known = await opened(rows, ROOT)
+    changed = [rows[0], row_like(rows[1], wrapped=b"\x01changed"), rows[2]]
+    again = await renewed(changed, known, Failing(b"\x01changed"))
+    assert again.is_waiting
+    assert not again.holds(rows[1].id)
+    with pytest.raises(UnknownKeyError, match="not unwrapped yet"):
+        cipher_of(on(again, 1), row)
+    only = await opened(rows[:2], ROOT)
+    with pytest.raises(KeyServiceError, match=f"row {rows[1].id}.*busy"):
+        await renewed(changed[:2], only, Failing(b"\x01changed"))
+
+
+@pytest.mark.parametrize("fails_first", [False, True])
+async def test_row_that_holds_another_key_than_before_is_rejected(
+    fails_first: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also if its key service fails at first, so that the known key was not used for a while."""
+    rows = await made(ROOT, ROOT)
+    known = await opened(rows, ROOT)
+    other = MasterKey(bytes(32))
+    changed = [rows[0], await wrap_master_key(rows[1], ROOT, DATABASE, other), rows[2]]
+    if fails_first:
+        known = await renewed(changed, known, Failing(changed[1].wrapped))
+        known.retry_at = 0
+    again = await renewed(changed, known, ROOT)
+    assert not again.holds(rows[1].id)
+    assert "another key than the one" in caplog.text
+    back = await renewed(rows, again, ROOT)
+    assert back.holds(rows[1].id)
 
 
 async def test_current_key_is_as_new_as_its_own_and_older_records_only() -> None:

@@ -1,4 +1,4 @@
-"""Encrypted storage for Google ADK sessions: a drop-in for `DatabaseSessionService`."""
+"""Encrypted storage for Google ADK sessions: a drop-in replacement for `DatabaseSessionService`."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +9,7 @@ from adk_secure_sessions.backends import (
     NoOpBackend,
 )
 from adk_secure_sessions.errors import (
+    ArtifactStoreError,
     ConfigurationError,
     DatabaseError,
     DecryptionError,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AesGcmBackend",
+    "ArtifactStoreError",
     "AwsKmsKey",
     "Cipher",
     "ConfigurationError",
@@ -71,8 +73,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # The service is imported on first use, because it imports google-adk.  That takes seconds, and
-    # the command line does not need google-adk.
+    # Import the service on first use, because it imports google-adk.  Importing google-adk takes
+    # seconds, and the command line does not need it.
     if name in ("EncryptedSessionService", "StaleSessionError"):
         from adk_secure_sessions import service
 

@@ -1,8 +1,8 @@
 """The exceptions of this library: one class for each case that a caller handles differently.
 
-An error carries its facts as attributes, and its message repeats them.  A message names tables, row
-keys and key ids, and says what to do next.  No message contains plaintext, ciphertext, keys, user
-ids or session ids.
+A message names tables, primary keys of rows and key ids, and says what to do next.  Programs read
+the same facts from the attributes of the error.  No message contains plaintext, ciphertext, keys,
+user ids or session ids.
 """
 
 from enum import StrEnum
@@ -51,11 +51,11 @@ class DatabaseError(SecureSessionError):
 
     The message says what to do.  It contains no statement, no parameters, and no text in which a
     database may quote stored values.  If a write raises this error and `retryable` is True, the
-    write may have been stored or not.
+    write may or may not have been stored.
 
     Attributes:
-        code: The database's own code: PostgreSQL's SQLSTATE, the error number of MySQL or MariaDB,
-            or the name of SQLite's error.  None if the database gave none.
+        code: The code that the database reported: PostgreSQL's SQLSTATE, the error number of MySQL
+            or MariaDB, or the name of SQLite's error.  None if no code was reported.
     """
 
     code: str | None = None
@@ -65,6 +65,13 @@ class DatabaseError(SecureSessionError):
     ) -> None:
         super().__init__(message, retryable=retryable)
         self.code = code
+
+
+class ArtifactStoreError(SecureSessionError):
+    """The object store of artifacts cannot be reached, denies access, is full, or failed.
+
+    The message says what to do.  It contains no credentials, and does not quote the store.
+    """
 
 
 class Reason(StrEnum):
@@ -95,7 +102,7 @@ class Reason(StrEnum):
     """The value names a backend that is not listed."""
 
     UNKNOWN_FLAGS = "unknown flags"
-    """A later release wrote the value, in a way that this release does not know."""
+    """A later release wrote the value, with flags that this release does not know."""
 
 
 class DecryptionError(SecureSessionError):
@@ -147,7 +154,8 @@ class DecryptionError(SecureSessionError):
     def about(self, part: str) -> Self:
         """Return a copy whose message begins with *part*, a name of the rejected value.
 
-        Call `about` before `located`: the copy's message does not repeat the table and the row.
+        The message of the copy does not contain the table and the row.  Therefore, call `about`
+        before `located`.
         """
         error = self._copy(f"{part}: {self.__dict__.get('detail', self)}")
         error.detail = str(error)

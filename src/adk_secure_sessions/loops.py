@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class LoopLocks:
-    """Locks by event loop and key, created on first use.
+    """Asyncio locks, one for each event loop and key, created on first use.
 
     A lock that no task holds or waits for is removed, so unused keys take no memory.
     """
@@ -23,7 +23,7 @@ class LoopLocks:
 
     @asynccontextmanager
     async def hold(self, key: Hashable) -> AsyncIterator[None]:
-        """Hold the lock of *key* during the block.  Tasks of other event loops do not wait."""
+        """Hold the lock of *key* during the block; only tasks of this event loop wait for it."""
         locks = self._loops.setdefault(asyncio.get_running_loop(), {})
         lock, users = locks.setdefault(key, (asyncio.Lock(), [0]))
         users[0] += 1
@@ -45,13 +45,14 @@ async def await_to_end(
 
     Args:
         task: The work to wait for.
-        on_result_after_cancel: If the caller was cancelled and *task* returned a result, called
-            with that result before CancelledError is raised.
-        on_cancel: Called when the caller is cancelled.  It may cancel *task*, or end it sooner.
+        on_result_after_cancel: Called with the result of *task* before CancelledError is raised,
+            if the caller was cancelled and *task* has returned a result.
+        on_cancel: Called when the caller is cancelled.  It may cancel *task*, or make it end
+            sooner.
 
     Raises:
         asyncio.CancelledError: The caller was cancelled.  An error of *task* is then ignored.
-        Exception: Whatever *task* raises.
+        Exception: The error that *task* raises.
     """
     try:
         return await asyncio.shield(task)

@@ -19,24 +19,24 @@ class Lru(Generic[K, V]):
         self._entries: OrderedDict[K, V] = OrderedDict()
 
     def get(self, key: K) -> V | None:
-        """Return the value of *key*, and mark it as most recently used; None if it has no entry."""
+        """Return the value of *key* and mark it as most recently used; return None if missing."""
         value = self._entries.get(key)
         if value is not None:
             try:
                 self._entries.move_to_end(key)
             except KeyError:
-                pass  # another thread has just removed it
+                pass  # another thread has just removed the entry
         return value
 
     def put(self, key: K, value: V) -> None:
-        """Store *value* under *key*.  Beyond the limit, remove the least recently used entry."""
+        """Store *value* under *key*; if the cache is full, remove the least recently used entry."""
         self._entries[key] = value
         try:
             self._entries.move_to_end(key)
             while len(self._entries) > self._limit:
                 self._entries.popitem(last=False)
         except KeyError:
-            pass  # another thread has just removed it
+            pass  # another thread has just removed the entry
 
     def drop(self, key: K) -> None:
         """Remove the entry of *key*, if there is one."""

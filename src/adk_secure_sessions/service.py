@@ -27,6 +27,7 @@ from adk_secure_sessions.formats.records import encode_text
 from adk_secure_sessions.formats.states import APP_PREFIX, USER_PREFIX, Scopes, encode, loads
 from adk_secure_sessions.loops import LoopLocks
 from adk_secure_sessions.storage import (
+    Collections,
     DuplicateSession,
     Expected,
     MissingSession,
@@ -37,7 +38,6 @@ from adk_secure_sessions.storage import (
     UnitOfWork,
     View,
     bases,
-    naming,
     open_database,
     sessions,
     users,
@@ -62,39 +62,43 @@ _STALE = (
 
 
 class EncryptedSessionService(KeyMaterial, BaseSessionService):
-    """A drop-in for ADK's `DatabaseSessionService` that encrypts everything with `backend`.
+    """A drop-in replacement for ADK's `DatabaseSessionService` that encrypts what it stores.
+
+    States, events and the ids of users and sessions are encrypted.  App names and times are stored
+    as plaintext.
 
     `prepare_tables` opens the database and creates its tables.  If you do not call it, the first
     operation does the same.  If the root key is wrong, the call that opens the database raises
     `WrongKeyError`.  Every operation raises `DecryptionError` if a row that it needs was tampered
-    with, and `DatabaseError` if the database cannot be reached, reports an error or takes too long.
-    If the installed google-adk has a method that this release does not implement, the method raises
-    `NotImplementedError`.
+    with.  Every operation raises `DatabaseError` if the database cannot be reached, reports an
+    error or takes too long.  If the installed google-adk has a method that this release does not
+    implement, the method raises `NotImplementedError`.
 
-    Many tasks may use one service at the same time.  With a database server, all these tasks must
-    run in one event loop.
+    Many tasks may use one service at the same time.  All these tasks must run in one event loop,
+    unless `db_url` names a SQLite database.
 
     Args:
         db_url: A database URL such as `sqlite+aiosqlite:///sessions.db`, or `:memory:`.
-        backend: Encrypts everything that is written.
+        backend: The backend that encrypts all new records.
         additional_backends: Other backends whose records may be read, for example while you
             change from one backend to another.
         db_engine: Your own SQLAlchemy `AsyncEngine`, instead of `db_url`.  The service does not
             close the engine.
-        key_db_url: A separate database for the keys, so that a copy of the data alone cannot be
-            decrypted.
+        key_db_url: The URL of a separate database for the keys.  A copy of the data database alone
+            can then not be decrypted.
         key_db_engine: Your own `AsyncEngine` for the key database, instead of `key_db_url`.
         create_tables: Create missing tables.  If False, a missing table raises
             `ConfigurationError` when the database is opened.
-        skip_unreadable_sessions: If a session cannot be decrypted, `list_sessions` logs the error
-            and omits the session, instead of raising `DecryptionError`.
+        skip_unreadable_sessions: If True, `list_sessions` omits a session that cannot be
+            decrypted, and logs the error.  If False, it raises `DecryptionError`.
         session_cache_size: Maximum number of sessions to cache.  Appending to a cached session
             needs no read.
         data_key_cache_size: Maximum number of users and apps whose data keys are cached.
-        cache_seconds: How long sessions and data keys are cached: so long may a process still use
-            the data key of a user whom another process has erased.
-        read_timeout: Seconds that one query of the database may take.  Then it is interrupted, and
-            the operation raises `DatabaseError`.  None for any time.
+        cache_seconds: How long sessions and data keys are cached, in seconds.  If another process
+            erases a user, this process may use the user's data key until then.
+        read_timeout: Seconds after which a query of the database is interrupted, and the operation
+            raises `DatabaseError`.  One statement of a write may take ten times as long.  If None,
+            there is no limit.
         engine_kwargs: Options of `sqlalchemy.create_engine` for the engine of `db_url`.
 
     Raises:
@@ -119,6 +123,12 @@ class EncryptedSessionService(KeyMaterial, BaseSessionService):
         read_timeout: float | None = 60.0,
         **engine_kwargs: Any,
     ) -> None:
+        # google-adk passes `uri` to a class that services.yaml names.
+        if backend is None and "uri" in engine_kwargs:
+            raise ConfigurationError(
+                "in services.yaml, the class of this service is "
+                "adk_secure_sessions.integrations.adk.session_service"
+            )
         if backend is None:
             raise ConfigurationError("give a backend, for example AesGcmBackend(key)")
         backends = register(backend, additional_backends)
@@ -134,11 +144,22 @@ class EncryptedSessionService(KeyMaterial, BaseSessionService):
             cache_seconds=cache_seconds,
         )
         self._store = Store(unit)
+        self._collections = Collections(unit)
         self._skip = skip_unreadable_sessions
         self._locks = LoopLocks()
 
+    @property
+    def backend(self) -> EncryptionBackend:
+        """The backend that encrypts all new records."""
+        return self._store.unit.backends.writer
+
+    @property
+    def collections(self) -> Collections:
+        """The collections, in which other services of this package store artifacts and memory."""
+        return self._collections
+
     async def prepare_tables(self) -> None:
-        """Open the database and create its tables, before the first operation does so.
+        """Open the database now, and create its tables if they do not exist.
 
         Raises:
             WrongKeyError: The root key does not unwrap the keyring of this database.  Nothing was
@@ -163,12 +184,13 @@ class EncryptedSessionService(KeyMaterial, BaseSessionService):
         Args:
             app_name: The app's name, stored as plaintext.
             user_id: The user's id: any text, stored encrypted.
-            state: JSON values by key.  A value without JSON form is stored as its text, and a
-                warning is logged.  Keys that start with `app:` are stored in the app's state,
-                which all sessions of the app share.  Keys that start with `user:` are stored in
-                the user's state, which all sessions of the user share.  Keys that start with
-                `temp:` are not stored.
-            session_id: The session's id: any text, stored encrypted.  If None, a new UUID.
+            state: JSON values by key.  If a value cannot be converted to JSON, its text is stored,
+                and a warning is logged.  Keys that start with `app:` are stored in the app's
+                state, which all sessions of the app share.  Keys that start with `user:` are
+                stored in the user's state, which all sessions of the user share.  Keys that start
+                with `temp:` are not stored.
+            session_id: The session's id: any text, stored encrypted.  If None, the id is a new
+                UUID.
 
         Returns:
             The session, without events.  Its state includes the app's state and the user's state,
@@ -177,10 +199,11 @@ class EncryptedSessionService(KeyMaterial, BaseSessionService):
         Raises:
             AlreadyExistsError: The user already has a session with this id.
             DecryptionError: The row of the app or the user was tampered with.
-            ValueError: An id is not a string or too long, or *state* has a key or a value beyond
-                a limit (see "Limits").  The message names the path of keys to the value.
+            ValueError: An id is not a string or is too long, or a key or a value in *state*
+                exceeds a limit (docs/limits.md).  For a value, the message names the path of keys
+                to the value.
         """
-        _check_ids(app_name, user_id, session_id or "")
+        check_ids(app_name, user_id, session_id or "")
         scopes = states.split(state)
         if session_id is None:
             session_id = platform_uuid.new_uuid()
@@ -198,7 +221,7 @@ class EncryptedSessionService(KeyMaterial, BaseSessionService):
             return _session(app_name, view)
         except DuplicateSession:
             pass
-        # Raised after the except block, so that DuplicateSession is not the __context__.
+        # Raised after the except block, so that its `__context__` is not DuplicateSession.
         raise AlreadyExistsError("A session with this id already exists.")
 
     async def get_session(
@@ -215,8 +238,9 @@ class EncryptedSessionService(KeyMaterial, BaseSessionService):
             app_name: The app's name.
             user_id: The user's id.
             session_id: The session's id.
-            config: `num_recent_events` is the number of latest events to return (0: none).
-                `after_timestamp`, in seconds since 1970, leaves out events before that time.
+            config: If `num_recent_events` is given, at most that number of events is returned,
+                namely the latest ones.  If `after_timestamp` (seconds since 1970) is given, events
+                before that time are omitted.
 
         Returns:
             The session with its events, oldest first; None if there is no such session.
@@ -225,14 +249,14 @@ class EncryptedSessionService(KeyMaterial, BaseSessionService):
             DecryptionError: A row of the session was tampered with or removed.
             ConfigurationError: The installed google-adk cannot parse an event that a newer
                 google-adk stored.
-            ValueError: An id is not a string or too long.
+            ValueError: An id is not a string or is too long.
         """
-        _check_ids(app_name, user_id, session_id)
+        check_ids(app_name, user_id, session_id)
         limit = config.num_recent_events if config else None
         after = config.after_timestamp if config else None
         if limit == 0 or not after:
-            # With limit 0, there are no events to filter.  As in ADK, an `after_timestamp` of 0
-            # means no filter.
+            # With limit 0, no events are read, so there is nothing to filter.  As in ADK, an
+            # `after_timestamp` of 0 means no filter.
             after = None
         found = await self._store.get(
             app_name,
@@ -240,8 +264,8 @@ class EncryptedSessionService(KeyMaterial, BaseSessionService):
             session_id,
             events.decode,
             limit=limit,
-            # Stored times are rounded to microseconds: read events from one microsecond earlier,
-            # then compare the exact times below.
+            # Stored times are rounded to microseconds.  So read events from one microsecond
+            # earlier, and compare the exact times below.
             after=None if after is None else _microseconds(after) - 1,
         )
         if found is None:
@@ -255,17 +279,17 @@ class EncryptedSessionService(KeyMaterial, BaseSessionService):
     async def list_sessions(
         self, *, app_name: str, user_id: str | None = None
     ) -> ListSessionsResponse:
-        """List the sessions of one user, or of all users of the app.
+        """List the sessions of one user or, if *user_id* is None, of all users of the app.
 
         Returns:
             The sessions with their state but without events, least recently updated first.
 
         Raises:
             DecryptionError: A session cannot be decrypted, and `skip_unreadable_sessions` is
-                False; the message names the session's row.
-            ValueError: An id is not a string or too long.
+                False.  The message names the session's row.
+            ValueError: An id is not a string or is too long.
         """
-        _check_ids(app_name, user_id or "", "")
+        check_ids(app_name, user_id or "", "")
         if user_id is None:
             views = await self._store.list_app(app_name, skip=self._skip)
         else:
@@ -290,19 +314,19 @@ class EncryptedSessionService(KeyMaterial, BaseSessionService):
 
         Raises:
             DecryptionError: The session's row cannot be decrypted; nothing was deleted.
-            ValueError: An id is not a string or too long.
+            ValueError: An id is not a string or is too long.
         """
-        _check_ids(app_name, user_id, session_id)
+        check_ids(app_name, user_id, session_id)
         await self._store.delete(app_name, user_id, session_id)
 
     async def get_user_state(self, *, app_name: str, user_id: str) -> dict[str, Any]:
-        """Return the user's state, with keys without the prefix `user:`; `{}` for an unknown user.
+        """Return the user's state, whose keys have no prefix; `{}` for an unknown user.
 
         Raises:
             DecryptionError: The user's row was tampered with.
-            ValueError: An id is not a string or too long.
+            ValueError: An id is not a string or is too long.
         """
-        _check_ids(app_name, user_id, "")
+        check_ids(app_name, user_id, "")
         return loads(await self._store.user_state(app_name, user_id), "the user's state")
 
     async def append_event(self, session: Session, event: Event) -> Event:
@@ -315,22 +339,23 @@ class EncryptedSessionService(KeyMaterial, BaseSessionService):
             session: A session that this service returned.
             event: The event to store.  Its `actions.state_delta` is merged into the stored states,
                 key by key.  Keys that start with `temp:` are not stored: they are removed from
-                `event` and set in `session.state`.  A partial event is neither stored nor applied.
-                A value in the event (outside the state delta) that has no JSON form or exceeds a
-                limit is stored as its text, with a warning in the log.
+                `event` and set in `session.state`.  If a value outside the state delta cannot be
+                converted to JSON or exceeds a limit, its text is stored, and a warning is logged.
+                A partial event is neither stored nor applied.
 
         Returns:
             `event` itself.
 
         Raises:
-            SessionNotFoundError: The session does not exist (any more).
+            SessionNotFoundError: The session is not stored.
             StaleSessionError: The stored session has changed since `session` was loaded.  Load it
                 again with `get_session`.
             DecryptionError: A row that the event would change was tampered with; nothing was
                 stored.
-            ValueError: The event's timestamp is not a valid time, an id is not a string or too
-                long, the state delta has a key or a value beyond a limit (the message names the
-                path of keys to the value), or the event is too large or could not be read back.
+            ValueError: The event's timestamp is not a possible time, or an id is not a string or
+                is too long.  Or a key or a value in the state delta exceeds a limit; for a value,
+                the message names the path of keys to the value.  Or the event is too large, or
+                could not be read back.
         """
         if event.partial:
             return event
@@ -342,10 +367,10 @@ class EncryptedSessionService(KeyMaterial, BaseSessionService):
                 key: value for key, value in delta.items() if not key.startswith(State.TEMP_PREFIX)
             }
         who = (session.app_name, session.user_id, session.id)
-        _check_ids(*who)
+        check_ids(*who)
 
         # Parallel agents may append to the same session object.  Each append needs the
-        # `_storage_update_marker` that the previous append has set, so appends wait in turn.
+        # `_storage_update_marker` that the previous append has set, so they run one after another.
         async with self._locks.hold(who):
             await self._append(session, event)
         return event
@@ -388,10 +413,11 @@ class EncryptedSessionService(KeyMaterial, BaseSessionService):
     async def _expected_of_unmarked(self, session: Session) -> Expected:
         """Return the row id and revision of the stored session, for an object without a marker.
 
-        Raises StaleSessionError unless the object and the stored session have the same last event.
-        If the object has no events, both must have the same time of the last update instead.
-
-        Raises SessionNotFoundError if the session is not stored.
+        Raises:
+            SessionNotFoundError: The session is not stored.
+            StaleSessionError: The object and the stored session have different last events.  For
+                an object without events, this error is raised only if the stored session has
+                events and another time of its last update.
         """
         found = await self._store.get(
             session.app_name, session.user_id, session.id, events.decode, limit=1
@@ -401,8 +427,8 @@ class EncryptedSessionService(KeyMaterial, BaseSessionService):
         view, last = found
         known, stored = session.events[-1:], view.session
         same_end = [event.id for event in known] == [event.id for event in last]
-        # A session object may have been read without events.  If it was then converted to JSON and
-        # back, it has lost its marker.
+        # A session object that was read without events loses its marker if the application
+        # converts it to JSON and back.
         same_time = not known and stored.updated_at == _microseconds(session.last_update_time)
         if not (same_end or same_time):
             raise StaleSessionError(_STALE)
@@ -412,7 +438,7 @@ class EncryptedSessionService(KeyMaterial, BaseSessionService):
         """Do nothing: `append_event` returns after the event is stored."""
 
     async def close(self) -> None:
-        """Close the connections and discard all keys; a later call opens the database again."""
+        """Close the connections and discard all keys; the next call opens the database again."""
         await self._store.close()
 
     async def __aenter__(self) -> Self:
@@ -438,23 +464,25 @@ def _unsupported(name: str) -> Callable[..., Never]:
     return method
 
 
-def _reject_unknown_methods(service: type) -> None:
-    """Override each public method that *service* inherits from ADK by a stub.
+def reject_unknown_methods(service: type, contract: type) -> None:
+    """Make every public method that *service* does not define raise NotImplementedError.
 
-    The stub raises NotImplementedError.  A later google-adk may add a method to the base class.
-    ADK's implementation of that method would not encrypt, so it must not run.
+    A later google-adk may add a method to *contract*, ADK's base class.  ADK's implementation of
+    that method would not encrypt, so it must not run.
     """
-    for base in BaseSessionService.__mro__:
+    for base in contract.__mro__:
         for name in vars(base) if base is not object else ():
             if not name.startswith("_") and name not in vars(service):
                 setattr(service, name, _unsupported(name))
 
 
-_reject_unknown_methods(EncryptedSessionService)
+reject_unknown_methods(EncryptedSessionService, BaseSessionService)
 
 
-def _check_ids(app_name: object, user_id: object, session_id: object) -> None:
-    for name, value in (("app_name", app_name), ("user_id", user_id), ("session_id", session_id)):
+def check_ids(app_name: object, user_id: object, session_id: object, **more: object) -> None:
+    """Raise ValueError if an id, or another text in *more*, is not a string or is too long."""
+    ids = {"app_name": app_name, "user_id": user_id, "session_id": session_id, **more}
+    for name, value in ids.items():
         if not isinstance(value, str):
             raise ValueError(f"{name} must be a string, not {type(value).__name__}")
         if len(value) > MAX_ID_BYTES // 4 and len(encode_text(value)) > MAX_ID_BYTES:
@@ -485,21 +513,27 @@ def _parse_marker(marker: str | None) -> Expected:
     try:
         return Expected(int(row, 16), int(revision))
     except ValueError:
-        # Another session service made this marker.  No row has the key -1, so `append_event` raises
+        # Another session service made this marker.  No row has the id -1, so `append_event` raises
         # StaleSessionError.
         return Expected(-1, -1)
 
 
 def _session(app_name: str, view: View, history: list[Event] | None = None) -> Session:
-    """Return ADK's session.  Raises DecryptionError if the JSON of a state is malformed."""
+    """Return ADK's `Session` object for *view*, with the events *history*.
+
+    Raises DecryptionError if the JSON of a state is malformed.
+    """
     stored = view.session
     app = loads(view.app_state, "the app's state")
-    with naming(users.name, stored.user_row):
+    table, row = users.name, stored.user_row
+    try:
         user = loads(view.user_state)
-    with naming(bases.name, stored.id):
-        snapshot = {} if stored.snapshot is None else loads(stored.snapshot)
-    with naming(sessions.name, stored.id):
+        table, row = bases.name, stored.id
+        snapshot = loads(stored.snapshot or b"{}")
+        table = sessions.name
         overlay = loads(stored.overlay)
+    except DecryptionError as error:
+        raise error.located(table, row) from None
     session = Session(
         id=stored.session_id,
         app_name=app_name,
@@ -508,7 +542,8 @@ def _session(app_name: str, view: View, history: list[Event] | None = None) -> S
         events=[],
         last_update_time=stored.updated_at / 1_000_000,
     )
-    # Not an argument of Session(): pydantic would validate each Event again.
+    # Set the events here and not in the call of Session(): there, pydantic would validate each
+    # event again.
     session.events = history or []
     session._storage_update_marker = _marker(stored)
     return session

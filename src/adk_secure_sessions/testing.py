@@ -37,11 +37,11 @@ async def check_key_provider(
             tests that neither provider unwraps the keys of the other.
         hidden: Secrets that the provider holds, such as keys, tokens and passwords.  The check
             tests that they do not appear in its `repr`, its `str`, its `key_id` or a pickle.
-        every: The step between two modified bytes.  A larger step makes fewer calls.
+        every: The distance between two modified bytes.  A larger distance makes fewer calls.
 
     Raises:
-        AssertionError: The provider breaks a rule; the message names the first such rule.
-        Exception: A call that must succeed failed.  The provider's own error is raised unchanged.
+        AssertionError: The provider breaks a rule.  The message states the first such rule.
+        Exception: A call that must succeed has failed.  The provider's error is raised unchanged.
     """
     provider, key = make(), secrets.token_bytes(32)
     _check_key_id(make, provider)

@@ -1,4 +1,4 @@
-"""Somebody put a view that never ends in the place of a table: reads of it can be interrupted."""
+"""Somebody put a view or trigger that never ends into the database: statements are interrupted."""
 
 import asyncio
 import time
@@ -145,6 +145,54 @@ async def test_endless_read_ends_at_the_server_when_its_caller_is_cancelled(
         await nothing_runs(url, server)
         await asyncio.to_thread(restore_events, url, server)
         await service.append_event(await reload(service, session), event("goes on"))
+
+
+ENDLESS_TRIGGER = {
+    "sqlite": [
+        "CREATE VIEW endless AS "
+        "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i FROM n",
+        "CREATE TRIGGER slow BEFORE INSERT ON secure_events "
+        "BEGIN SELECT count(*) FROM endless WHERE i < 0; END",
+    ],
+    "postgresql": [
+        "CREATE FUNCTION endless() RETURNS trigger LANGUAGE plpgsql AS "
+        "'BEGIN LOOP PERFORM pg_sleep(0.05); END LOOP; END'",
+        "CREATE TRIGGER slow BEFORE INSERT ON secure_events "
+        "FOR EACH ROW EXECUTE FUNCTION endless()",
+    ],
+    "mysql": [
+        "CREATE TRIGGER slow BEFORE INSERT ON secure_events FOR EACH ROW "
+        "SET NEW.time = NEW.time + BENCHMARK(1000000000000000, MD5(NEW.time))",
+    ],
+}
+
+
+async def test_write_behind_a_trigger_that_never_ends_is_interrupted_after_its_time(
+    open_service: Open, url: URL, server: Server | None
+) -> None:
+    async with open_service(0.2) as service:
+        session = await create(service)
+        with behind(url, server) as connection:
+            for statement in ENDLESS_TRIGGER[connection.dialect.name.replace("mariadb", "mysql")]:
+                connection.exec_driver_sql(statement)
+        began = time.monotonic()
+        appends = [asyncio.ensure_future(service.append_event(session, event("text")))]
+        # On a server, they might wait for a lock of the endless one, which counts.
+        number = 0 if server else 4
+        others = [asyncio.ensure_future(create(service, f"other {n}")) for n in range(number)]
+        for error in await asyncio.gather(*appends, return_exceptions=True):
+            assert isinstance(error, DatabaseError), error
+            assert error.retryable
+            assert "a write did not end within 2 s" in str(error)
+        created = await asyncio.gather(*others)
+        assert 2 <= time.monotonic() - began < 20
+        await nothing_runs(url, server)
+        with behind(url, server) as connection:
+            on = " ON secure_events" if connection.dialect.name == "postgresql" else ""
+            connection.exec_driver_sql(f"DROP TRIGGER slow{on}")
+        for one in (session, *created):
+            assert await reload(service, one) == one
+            await service.append_event(one, event("goes on"))
 
 
 @pytest.mark.parametrize("name", ["sqlite", "asyncpg", "asyncmy"], indirect=True)

@@ -2,8 +2,10 @@
 
 import secrets
 import time
+import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
 import pytest
 
@@ -12,12 +14,14 @@ from adk_secure_sessions import (
     EncryptedSessionService,
     EncryptionBackend,
     FernetBackend,
+    KeyServiceError,
     SecureSessionError,
     StaticKey,
     UnknownKeyError,
     WrongKeyError,
 )
 from adk_secure_sessions.formats.records import unpack
+from adk_secure_sessions.keys.keyring import MasterKey, MasterKeyRow, wrap_master_key
 from adk_secure_sessions.maintenance import Database as Maintained
 from adk_secure_sessions.maintenance import (
     retire,
@@ -213,9 +217,11 @@ def junk_masters(number: int) -> list[tuple[object, ...]]:
     ]
 
 
-async def counted(db: Database) -> CountingKey:
-    """The root key of the database becomes one of a key service that counts."""
-    key = CountingKey()
+Key = TypeVar("Key", bound=CountingKey)
+
+
+async def counted(db: Database, key: Key) -> Key:
+    """The root key of the database becomes *key*, of a key service that counts."""
     async with Maintained(db.url, AesGcmBackend(key), [db.backend()]) as maintained:
         await rotate_root(maintained)
     key.calls = 0
@@ -225,7 +231,7 @@ async def counted(db: Database) -> CountingKey:
 async def test_junk_row_of_the_keyring_does_not_stop_a_running_service(
     aes_db: Database, caplog: pytest.LogCaptureFixture
 ) -> None:
-    db, key = aes_db, await counted(aes_db)
+    db, key = aes_db, await counted(aes_db, CountingKey())
     async with db.service(AesGcmBackend(key)) as service:
         for who in ALL_SESSIONS:
             await get(service, db, who)
@@ -241,16 +247,139 @@ async def test_junk_row_of_the_keyring_does_not_stop_a_running_service(
             await service.prepare_tables()
 
 
-async def test_thousands_of_junk_rows_of_the_keyring_call_no_key_service(aes_db: Database) -> None:
-    db, key = aes_db, await counted(aes_db)
+class Failing(CountingKey):
+    """A key service that fails for all but the keys that it has unwrapped before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: set[bytes] = set()
+        self.fails = False
+
+    async def unwrap(self, wrapped: bytes, associated_data: bytes) -> bytes:
+        if self.fails and wrapped not in self.known:
+            self.calls += 1
+            raise KeyServiceError("rejected by policy")
+        self.known.add(wrapped)
+        return await super().unwrap(wrapped, associated_data)
+
+
+async def test_row_for_which_the_key_service_fails_does_not_stop_a_running_service(
+    aes_db: Database, caplog: pytest.LogCaptureFixture
+) -> None:
+    db, key = aes_db, await counted(aes_db, Failing())
+    async with db.service(AesGcmBackend(key)) as service:
+        for who in ALL_SESSIONS:
+            await get(service, db, who)
+        key.calls, key.fails = 0, True
+        insert_rows(db, "secure_keyring", junk_masters(3))
+        for name in ("dave", "erin", "frank"):
+            await create_another(service, db, VISIT._replace(user_id=name))
+        await append(service, db, VISIT)
+        assert key.calls == 3, "each row once"
+    assert sum("secure_keyring" in record.getMessage() for record in caplog.records) == 3
+    async with db.service(AesGcmBackend(key)) as service:
+        with pytest.raises(KeyServiceError, match="secure_keyring row"):
+            await service.prepare_tables()
+
+
+async def test_retired_master_is_not_used_although_junk_rows_hide_that_its_row_is_gone(
+    aes_db: Database,
+) -> None:
+    db = aes_db
+    async with db.maintained() as maintained:
+        await rotate_master(maintained)
+    newest = db.value("SELECT id FROM secure_keyring ORDER BY created_at DESC LIMIT 1")
+    async with db.service() as service:
+        await get(service, db, VISIT)
+        insert_rows(db, "secure_keyring", junk_masters(100))
+        db.run("DELETE FROM secure_keyring WHERE id = :id", id=newest)
+        before = {row_id for (row_id,) in db.rows("SELECT id FROM secure_data_keys")}
+        await create_another(service, db, VISIT._replace(user_id="dave"))
+        made = [
+            unpack(wrapped)[1]
+            for row_id, wrapped in db.rows("SELECT id, wrapped FROM secure_data_keys")
+            if row_id not in before
+        ]
+        assert made
+        assert newest not in made
+        db.run(
+            "DELETE FROM secure_keyring WHERE purpose = 'data' AND length(wrapped) > 60 "
+            "AND id IN (SELECT id FROM secure_keyring WHERE root_key_id <> 'counting')"
+        )
+        error = await rejection(create_another, service, db, VISIT._replace(user_id="erin"))
+        assert type(error) is WrongKeyError
+
+
+async def test_data_key_under_a_master_for_which_the_key_service_fails_encrypts_nothing(
+    aes_db: Database,
+) -> None:
+    """Although the service had that master before its row was changed."""
+    db, key = aes_db, await counted(aes_db, Failing())
+    old = db.value("SELECT id FROM secure_keyring WHERE purpose = 'data'")
+    async with Maintained(db.url, AesGcmBackend(key)) as maintained:
+        await rotate_master(maintained)
+    async with db.service(AesGcmBackend(key)) as service:
+        await get(service, db, VISIT)
+        key.fails = True
+        db.run(
+            "UPDATE secure_keyring SET wrapped = CAST(wrapped || x'00' AS BLOB) WHERE id = :id",
+            id=old,
+        )
+        before = {row_id for (row_id,) in db.rows("SELECT id FROM secure_data_keys")}
+        await create_another(service, db, VISIT._replace(user_id="dave"))
+    made = [
+        unpack(wrapped)[1]
+        for row_id, wrapped in db.rows("SELECT id, wrapped FROM secure_data_keys")
+        if row_id not in before
+    ]
+    assert made
+    assert old not in made
+
+
+async def test_row_that_holds_another_key_than_before_is_not_used_by_a_running_service(
+    aes_db: Database, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Somebody who has the root key replaces a master key under its id."""
+    db = aes_db
+    async with db.maintained() as maintained:
+        await rotate_master(maintained)
+        database_id = (await maintained.keys()).keyring.database_id
+    columns = "id, purpose, root_key_id, created_at, wrapped"
+    stored = db.rows(f"SELECT {columns} FROM secure_keyring ORDER BY created_at DESC")
+    row, root = MasterKeyRow(*stored[0]), db.backend().root_key
+    forged = await wrap_master_key(row, root, database_id, MasterKey(secrets.token_bytes(32)))
+    async with db.service() as service:
+        await get(service, db, VISIT)
+        db.run(
+            "UPDATE secure_keyring SET wrapped = :wrapped WHERE id = :id",
+            wrapped=forged.wrapped,
+            id=row.id,
+        )
+        before = {row_id for (row_id,) in db.rows("SELECT id FROM secure_data_keys")}
+        await create_another(service, db, VISIT._replace(user_id="dave"))
+    made = [
+        unpack(wrapped)[1]
+        for row_id, wrapped in db.rows("SELECT id, wrapped FROM secure_data_keys")
+        if row_id not in before
+    ]
+    assert made
+    assert row.id not in made
+    assert "another key than the one" in caplog.text
+
+
+async def test_thousands_of_junk_rows_of_the_keyring_stop_no_running_service(
+    aes_db: Database, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And the key service is not called."""
+    db, key = aes_db, await counted(aes_db, CountingKey())
     async with db.service(AesGcmBackend(key)) as service:
         await get(service, db, VISIT)
         key.calls = 0
         insert_rows(db, "secure_keyring", junk_masters(5000))
-        for _ in range(5):
+        for number in range(5):
             assert await get(service, db, VISIT) == db.session(VISIT)
-            error = await rejection(create_another, service, db, VISIT._replace(user_id="dave"))
-            assert type(error) is WrongKeyError
+            assert await create_another(service, db, VISIT._replace(user_id=f"dave {number}"))
+        assert sum("more than 64" in record.getMessage() for record in caplog.records) == 1
     async with db.service(AesGcmBackend(key)) as service:
         with pytest.raises(WrongKeyError, match="more than 64 rows"):
             await service.prepare_tables()
@@ -298,6 +427,64 @@ async def test_junk_data_key_does_not_stop_its_owner(
     async with db.service() as service:
         for who in ALL_SESSIONS:
             assert await get(service, db, who)
+
+
+HUGE = "zeroblob(30000000)"
+HUGE_VALUES = {
+    "keyring, wrapped": ("secure_keyring", f"42, 'data', root_key_id, created_at, {HUGE}"),
+    "keyring, purpose": ("secure_keyring", f"42, {HUGE}, root_key_id, created_at, wrapped"),
+    "keyring, root key": ("secure_keyring", f"42, 'data', {HUGE}, created_at, wrapped"),
+    "keyring, time": ("secure_keyring", f"42, 'data', root_key_id, {HUGE}, wrapped"),
+    "data key": ("secure_data_keys", f"42, owner, 77, backend_id, created_at, {HUGE}"),
+    "meta, value": ("secure_meta", f"'junk', {HUGE}"),
+    "meta, name": ("secure_meta", f"{HUGE}, 'junk'"),
+}
+
+
+@pytest.mark.parametrize("place", HUGE_VALUES)
+async def test_huge_junk_value_beside_the_keys_is_not_read(
+    aes_db: Database, place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither by a running service, nor by a start, nor by reads of data keys."""
+    db = aes_db
+    table, columns = HUGE_VALUES[place]
+    async with db.service() as service:
+        await get(service, db, BOB)
+        where = "" if table == "secure_meta" else f"FROM {table}"
+        db.run(f"INSERT INTO {table} SELECT {columns} {where} LIMIT 1")
+        tracemalloc.start()
+        try:
+            await create_another(service, db, VISIT._replace(user_id="dave"))
+            async with db.service() as new:
+                await outcome(get(new, db, VISIT))
+            _, most = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert most < 15_000_000
+
+
+async def test_very_many_junk_rows_beside_the_keys_are_not_all_read(aes_db: Database) -> None:
+    db = aes_db
+    count = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 50000) "
+    (columns,) = db.rows(f"SELECT * FROM secure_data_keys WHERE {USER_KEY.where}")
+    async with db.service() as service:
+        await get(service, db, BOB)
+        db.run(f"INSERT INTO secure_meta {count} SELECT 'a' || i, hex(zeroblob(100)) FROM n")
+        db.run(
+            f"INSERT INTO secure_data_keys {count} "
+            "SELECT i, :owner, i + 10, 1, 0, zeroblob(100) FROM n",
+            owner=columns[1],
+        )
+        tracemalloc.start()
+        try:
+            async with db.service() as new:
+                for operation in (get, append):
+                    assert await operation(new, db, VISIT)
+                await create_another(new, db, VISIT)
+            _, most = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert most < 15_000_000
 
 
 async def test_junk_data_key_is_named_by_verify(aes_db: Database) -> None:

@@ -35,6 +35,12 @@ FEW_USERS, MANY_USERS = 10, 100_000  # with one session each
 KEY_SERVICE_DELAY = 0.05  # seconds until the key service answers
 KEY_OPERATIONS = 10_000
 
+# Blobs of artifacts: sizes in bytes, and the goals for one of 1 MB over HTTP.
+BLOBS = {"100KB": 100_000, "1MB": 1_000_000, "10MB": 10_000_000}
+BLOB_STORES = {"directory": "a directory", "s3": "S3 over HTTP, on the same machine"}
+BLOB_GOALS = {"upload": 0.5, "download": 0.3}  # seconds
+BLOB_OVERHEAD = 1.10
+
 # Growth, size and memory.
 EVENTS = (10, 100, 1000, 10_000)
 STORED_EVENTS, STORED_SESSIONS = 1000, {"{}": 1000, "1KB": 500, "10KB": 100, "100KB": 40}

@@ -179,6 +179,26 @@ class Report:
         ratios = [f"application relative to {name}" for name in names]
         return _markdown(["operation", "application", *names, *ratios], cells)
 
+    def blobs(self, store: str) -> str:
+        """Return the table of uploads and downloads of blobs, with the share of encryption."""
+        cells = []
+        for direction, work in (("upload", "encrypt"), ("download", "decrypt")):
+            for size in plan.BLOBS:
+                name = f"blobs/{store}/{direction}, {size}"
+                ours = f"{name}/encrypted"
+                alone = self._figures[f"blobs/{work}, {size}"].value
+                share = quantity(100 * alone / self._figures[ours].value, unit="%")
+                ratio = f"{name}/relative to plaintext"
+                times = [self.text(ours), self.text(f"{name}/plaintext"), self.interval(ratio)]
+                cells.append([f"{direction}, {size}", *times, share])
+        columns = ["encrypted", "plaintext", "relative to plaintext", "share of encryption"]
+        return _markdown([plan.BLOB_STORES[store], *columns], cells)
+
+    @property
+    def has_blobs(self) -> bool:
+        """Whether the results include blobs."""
+        return "blobs/header and an empty chunk" in self._figures
+
     def record_overhead(self, backend: str) -> str:
         """Return the number of bytes that a record adds to its value: `29`, or `70 to 85`."""
         more = {

@@ -332,7 +332,7 @@ def test_rotation_whose_checkpoint_was_tampered_with_is_rejected(
     told = run("status", *on(file))
     assert (told.code, told.stdout.splitlines()[-1]) == (
         1,
-        f"  {name}: its stored progress was tampered with; --restart begins a new rotation",
+        f"  {name}: its checkpoint was tampered with; --restart begins a new rotation",
     )
     before = all_rows(file_place)
     for more in ([], ["--dry-run"]):

@@ -12,8 +12,11 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
+from adk_secure_sessions.db.async_engine import AsyncEngineExecutor
 from adk_secure_sessions.maintenance import Database, erase_user
+from adk_secure_sessions.maintenance.clearing import clear
 from adk_secure_sessions.maintenance.database import Limits
+from adk_secure_sessions.storage import data_keys
 from tests.attacks.needles import files_of
 from tests.maintenance.support import APP, OLD, event, fill, query
 from tests.servers import MariaDB, PostgreSQL, Server, unavailable
@@ -282,6 +285,28 @@ async def test_mariadb_keeps_bytes_in_the_table_until_it_is_rewritten(mariadb: M
             assert (found.rows, found.cleared, found.obstacle) == (0, True, "")
             write_out(mariadb, place)
             assert files_with(mariadb, wrapped) <= {"ib_logfile0"}  # the redo log
+
+
+async def test_mariadb_table_is_rewritten_without_a_setting_of_the_connection(
+    mariadb: MariaDB,
+) -> None:
+    """A pooler would give it to other clients if this process were killed."""
+    with file_per_table(mariadb), mariadb.database() as place:
+        url = place.set(drivername="mariadb+asyncmy")
+        await fill(url.render_as_string(hide_password=False), users=["ada"], sessions=1)
+        engine = create_async_engine(url)
+        statements: list[str] = []
+
+        def note(_c: object, _cursor: object, text: str, *_rest: object) -> None:
+            statements.append(text)
+
+        executor = AsyncEngineExecutor(engine, owns_engine=True)
+        await executor.define(lambda connection: connection.scalar(sa.select(1)), commit=False)
+        sa.event.listen(engine.sync_engine, "before_cursor_execute", note)
+        assert await clear(executor, data_keys, 5, rewrite=True) == ""
+        await executor.close()
+        assert any("OPTIMIZE" in text for text in statements)
+        assert not [text for text in statements if text.startswith("SET")]
 
 
 def write_out(server: MariaDB, place: sa.URL, table: str = "secure_data_keys") -> None:

@@ -30,8 +30,12 @@ def look_as_somebody_else(say: Callable[[object], None], path: str) -> None:
     say((first, asyncio.run(look(path))))
 
 
-@pytest.mark.parametrize("is_open", [False, True], ids=["closed", "open elsewhere"])
-async def test_file_that_cannot_be_written_is_verified(is_open: bool) -> None:
+@pytest.mark.parametrize(
+    ("is_open", "mode"),
+    [(False, 0o555), (True, 0o555), (False, 0o777)],
+    ids=["closed", "open elsewhere", "in a directory that can be written"],
+)
+async def test_file_that_cannot_be_written_is_verified(is_open: bool, mode: int) -> None:
     with tempfile.TemporaryDirectory() as name:  # tmp_path is closed to other accounts
         directory = Path(name)
         path = directory / "sessions.db"
@@ -42,11 +46,11 @@ async def test_file_that_cannot_be_written_is_verified(is_open: bool) -> None:
             await service.close()
         for file in directory.iterdir():
             file.chmod(0o444)
-        directory.chmod(0o555)
+        directory.chmod(mode)
         before = {file: file.read_bytes() for file in directory.iterdir()}
         ((seen,),) = await asyncio.to_thread(results, (look_as_somebody_else, str(path)))
         if not is_open:
-            assert {file: file.read_bytes() for file in directory.iterdir()} == before
+            assert {file: file.read_bytes() for file in before} == before
         directory.chmod(0o755)
         await service.close()
     first, second = seen

@@ -32,7 +32,6 @@ from adk_secure_sessions.keys.data_keys import DataKeyRow, DataKeys, StagedKeys
 from adk_secure_sessions.keys.keyring import DATA, Keyring, MasterKeyRow, MasterMark
 from adk_secure_sessions.storage import bindings, queries
 from adk_secure_sessions.storage.bindings import (
-    NO_SNAPSHOT,
     Attempt,
     Identity,
     KeySource,
@@ -43,7 +42,7 @@ from adk_secure_sessions.storage.bindings import (
 )
 from adk_secure_sessions.storage.owner_changes import OwnerChanges
 from adk_secure_sessions.storage.queries import Found
-from adk_secure_sessions.storage.schema import NEVER
+from adk_secure_sessions.storage.schema import NEVER, NO_SNAPSHOT
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -178,13 +177,18 @@ INDEX = BlindIndex(bytes(32))
 ROOT = bytes(range(32))
 
 
-def keyring(*masters: int, current: int | None = None) -> Keyring:
-    """A keyring of data master keys that may all be used; the last one is current."""
+def keyring(*masters: int, current: int | None = None, pending: bool = False) -> Keyring:
+    """A keyring of data master keys that may all be used; the last one is current.
+
+    With *pending*, there is also a row whose key service failed; `marks` leaves it out.
+    """
     masters = masters or (MASTER,)
     held = {master: MASTERS[master] for master in masters}
     rows = {master: MasterKeyRow(master, DATA, "root", 0, b"") for master in masters}
     rows[INDEX_MASTER] = MasterKeyRow(INDEX_MASTER, "index", "root", 0, b"")
-    return Keyring(DATABASE_ID, INDEX, held, current or masters[-1], frozenset(masters), rows)
+    usable = frozenset(masters)
+    waiting = [MasterKeyRow(77, DATA, "root", 0, b"")] if pending else []
+    return Keyring(DATABASE_ID, INDEX, held, current or masters[-1], usable, rows, pending=waiting)
 
 
 def backends(*, fernet: bool = False) -> Backends:

@@ -11,7 +11,6 @@ from adk_secure_sessions.formats.records import NO_LINK, new_link
 from adk_secure_sessions.keys.data_keys import StagedKeys
 from adk_secure_sessions.storage import bindings
 from adk_secure_sessions.storage.bindings import (
-    NO_SNAPSHOT,
     Attempt,
     Identity,
     RowCache,
@@ -19,7 +18,7 @@ from adk_secure_sessions.storage.bindings import (
     identify,
 )
 from adk_secure_sessions.storage.queries import Found
-from adk_secure_sessions.storage.schema import NEVER
+from adk_secure_sessions.storage.schema import NEVER, NO_SNAPSHOT
 from tests.storage.support import (
     APP,
     BLOB,

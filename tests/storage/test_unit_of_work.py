@@ -28,7 +28,7 @@ from adk_secure_sessions.errors import (
 )
 from adk_secure_sessions.formats.records import unpack
 from adk_secure_sessions.keys.data_keys import DataKeyRow, StagedKeys, StaleKeyring
-from adk_secure_sessions.keys.keyring import Keyring
+from adk_secure_sessions.keys.keyring import DATA, Keyring, MasterKeyRow, MasterMark
 from adk_secure_sessions.storage.bindings import Attempt, KeySource, NeedsDataKey
 from adk_secure_sessions.storage.reads import GetSession
 from adk_secure_sessions.storage.unit_of_work import (
@@ -470,7 +470,7 @@ async def test_master_key_that_no_newly_read_keyring_has_is_unknown_and_not_stal
         return attempt.keys.open(WHO.user_tag, b"", record)
 
     operation = Scripted(loads, loads)
-    with pytest.raises(UnknownKeyError, match="keyring holds no data master key"):
+    with pytest.raises(UnknownKeyError, match="keyring holds no data master"):
         await unit_of(one_database()[0]).run(operation)
     assert len(operation.attempts) == 1
 
@@ -628,6 +628,61 @@ async def test_use_does_not_lengthen_the_cache_time(monkeypatch: pytest.MonkeyPa
     ]  # fmt: skip
 
 
+async def test_caches_are_emptied_after_their_time_although_no_operation_follows() -> None:
+    stored = Stored()
+    executors, _ = one_database(*[stored.rows(keys=True)] * 3)
+    unit = await filled_unit(executors, KeyringReads(), cache_seconds=0.05)
+    for _ in range(2):  # the timer is started again
+        reading = Scripted("done")
+        await unit.run(reading)
+        await unit.run(GetSession(await unit.identify(*WHO[:3]), lambda *_: None))
+        rows = weakref.ref(reading.attempts[0].cache)
+        del reading
+        await asyncio.sleep(0.1)
+        gc.collect()
+        assert rows() is None
+
+
+async def test_caches_are_emptied_by_the_loop_that_still_runs() -> None:
+    """Another loop, which has used the service first, has ended before."""
+    stored = Stored()
+    executors, _ = one_database(*[stored.rows(keys=True)] * 2)
+    units: list[UnitOfWork] = []
+
+    async def first() -> weakref.ref[asyncio.AbstractEventLoop]:
+        units.append(await filled_unit(executors, KeyringReads(), cache_seconds=0.3))
+        return weakref.ref(asyncio.get_running_loop())
+
+    ended = await asyncio.to_thread(lambda: asyncio.run(first()))
+    gc.collect()
+    assert ended() is None, "a timer keeps its loop"
+    reading = Scripted("done")
+    await units[0].run(reading)
+    rows = weakref.ref(reading.attempts[0].cache)
+    del reading
+    await asyncio.sleep(0.4)
+    gc.collect()
+    assert rows() is None
+
+
+async def test_timer_keeps_no_unit_and_close_stops_it() -> None:
+    stored, loop = Stored(), asyncio.get_running_loop()
+    executors, _ = one_database(*[stored.rows(keys=True)] * 2)
+    unit = await filled_unit(executors, KeyringReads(), cache_seconds=300)
+    waiting: list[asyncio.TimerHandle] = loop._scheduled  # type: ignore[attr-defined]
+    assert sum(not timer.cancelled() for timer in waiting) == 1
+    for _ in range(100):
+        await unit.identify(*WHO[:3])
+    assert sum(not timer.cancelled() for timer in waiting) == 1
+    await unit.close()
+    assert sum(not timer.cancelled() for timer in waiting) == 0
+    unit = await filled_unit(executors, KeyringReads(), cache_seconds=300)
+    dropped = weakref.ref(unit)
+    del unit
+    gc.collect()
+    assert dropped() is None
+
+
 async def test_erased_users_rows_are_rejected_after_the_cache_time() -> None:
     """Another process has erased the user, and somebody has inserted the rows again."""
     stored = Stored()
@@ -697,6 +752,49 @@ def test_caches_can_be_emptied_while_another_thread_creates_services() -> None:
         sys.setswitchinterval(interval)
 
 
+async def test_pending_rows_are_tried_again_by_one_task_after_the_pause() -> None:
+    """The others go on meanwhile: a key service that is down takes seconds to fail."""
+    waiting = keyring(pending=True)
+    first = keyring()
+    last = Keyring(
+        first.database_id,
+        first.index,
+        first.masters,
+        MASTER,
+        rows={**first.rows, 77: MasterKeyRow(77, DATA, "root", 0, b"")},
+    )
+    keyrings = KeyringReads(first, waiting, keyring(pending=True), last)
+    unit = UnitOfWork(
+        one_database()[0],
+        backends(),
+        keyrings,
+        cached_rows=10,
+        cached_keys=10,
+        keyring_pause=0.1,
+    )
+    await unit.run(Scripted(StaleKeyring(), "done"))
+    assert (await unit.keys()).keyring is waiting
+    stored = [*marks(first), MasterMark(77, 0, b"")]
+
+    def reads_keys(attempt: Attempt) -> str:
+        attempt.keys.load([], stored)
+        return "done"
+
+    for _ in range(3):
+        await unit.run(Scripted(reads_keys, reads_keys=True))
+    assert len(keyrings.seen) == 2, "not before the pause is over"
+    await asyncio.sleep(0.1)
+    await asyncio.gather(
+        *(unit.run(Scripted(reads_keys, reads_keys, reads_keys=True)) for _ in range(5))
+    )
+    assert len(keyrings.seen) == 3
+    await asyncio.sleep(0.1)
+    for _ in range(3):
+        await unit.run(Scripted(reads_keys, reads_keys, reads_keys=True))
+    assert len(keyrings.seen) == 4
+    assert not (await unit.keys()).keyring.is_waiting
+
+
 @pytest.mark.parametrize("rejected", [False, True])
 async def test_nothing_is_kept_after_close(rejected: bool) -> None:
     stored = Stored()
@@ -752,7 +850,7 @@ async def test_record_under_a_data_key_of_a_retired_master_is_rejected() -> None
     now = [*key_rows(stored.key_rows, keyring(ANOTHER_MASTER)), *stored.rows()]
     executors, _ = one_database(now, now)
     unit = unit_of(executors, KeyringReads(both, keyring(ANOTHER_MASTER)))
-    with pytest.raises(UnknownKeyError, match="no data master key"):
+    with pytest.raises(UnknownKeyError, match="no data master"):
         await unit.run(GetSession(WHO, lambda *_: None))
 
 

@@ -1,7 +1,7 @@
 """Fernet (https://github.com/fernet/spec): AES-128-CBC with HMAC-SHA-256.
 
-Fernet has no associated data.  Therefore each token is encrypted with a key of its own, which
-HKDF-Expand-SHA-256 (RFC 5869) derives from the data key, with the associated data as `info`.
+Fernet has no associated data.  Therefore HKDF-Expand-SHA-256 (RFC 5869) derives another key from
+the data key for each token, with the associated data as `info`.
 """
 
 import secrets
@@ -35,14 +35,14 @@ class FernetCipher(KeyMaterial):
         self._key = key
 
     def encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
-        """Return the bytes of a token: 0x80, time, IV, ciphertext, HMAC."""
+        """Encrypt, and return the bytes of a token: 0x80, time, IV, ciphertext, HMAC."""
         return urlsafe_b64decode(self._fernet(associated_data).encrypt(plaintext))
 
     def decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
         """Return the plaintext of *sealed*, the bytes of a token.  Tokens do not expire.
 
         Raises:
-            TamperedError: the key or the associated data is wrong, or *sealed* was modified.
+            TamperedError: The key or the associated data is wrong, or *sealed* was modified.
         """
         try:
             return self._fernet(associated_data).decrypt(urlsafe_b64encode(sealed))

@@ -10,7 +10,7 @@ _PLAINTEXT_WRAP = b"\x00"
 
 
 class NoRootKey:
-    """A key provider without a root key: stores master keys as plaintext."""
+    """A key provider without a root key.  It returns master keys as plaintext."""
 
     key_id = PLAINTEXT_ROOT_KEY_ID
 
@@ -30,7 +30,7 @@ class NoRootKey:
 
 
 class _NoCipher:
-    """A cipher that returns its argument: nothing is encrypted, and nothing is authenticated."""
+    """A cipher that returns its argument unchanged, and authenticates nothing."""
 
     def encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
         return plaintext
@@ -43,7 +43,7 @@ class NoOpBackend:
     """Stores everything as plaintext, and issues a `UserWarning` when it is created.
 
     A service that lists `NoOpBackend`, even only in `additional_backends`, is not protected against
-    an attacker who can write to the database.
+    attackers with write access to the database.
     """
 
     backend_id = NOOP_BACKEND_ID
@@ -58,7 +58,7 @@ class NoOpBackend:
         self.root_key: KeyProvider = NoRootKey()
 
     def new_key(self) -> bytes:
-        """Return an empty key: `NoOpBackend` does not encrypt."""
+        """Return empty bytes, because `NoOpBackend` does not encrypt."""
         return b""
 
     def cipher(self, key: bytes) -> Cipher:

@@ -17,9 +17,9 @@ class Backends(NamedTuple):
     """The checked backends of one service.
 
     Attributes:
-        writer: Encrypts all new records.
-        by_id: All backends whose records may be read, `writer` included, by backend id.
-        roots: The root keys of all these backends, by root key id.
+        writer: The backend that encrypts all new records.
+        by_id: All backends whose records may be read, including `writer`, by backend id.
+        roots: The providers of the root keys of all these backends, by root key id.
     """
 
     writer: EncryptionBackend
@@ -31,9 +31,9 @@ def register(backend: object, additional: Sequence[object]) -> Backends:
     """Check the backends that a service was given, and return them.
 
     Raises:
-        ConfigurationError: an object is not a backend; a third party's backend has an id outside
-            `THIRD_PARTY_IDS`; the id of a root key is reserved or malformed; two backends share an
-            id; two different root keys share an id; or a third party's cipher fails a check of
+        ConfigurationError: An object is not a backend; a third party's backend has an id outside
+            `THIRD_PARTY_IDS`; the id of a root key is reserved or malformed; two backends have the
+            same id; two different root keys have the same id; or a third party's backend fails
             `_try_out`.
     """
     by_id: dict[int, EncryptionBackend] = {}
@@ -81,7 +81,7 @@ def _try_out(backend: EncryptionBackend) -> None:
     """Check that a third party's backend decrypts what it encrypted, and rejects tampering.
 
     Raises:
-        ConfigurationError: a check failed; the message says which.
+        ConfigurationError: A check failed.  The message says which.
     """
     plaintext, context = b"plaintext " * 8, b"context"
     key = _bytes_or_none(backend.new_key)

@@ -71,7 +71,11 @@ def keygen(output: str | None) -> None:
 
 
 def _write_key(path: Path, key: str) -> None:
-    """Write a new key file so that it survives a power failure: without it, the data is lost."""
+    """Write a new key file, and synchronize it to disk: without the key, the data is lost.
+
+    Raises:
+        OSError: The file exists already or cannot be written.
+    """
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with os.fdopen(file, "w") as stream:
@@ -79,7 +83,7 @@ def _write_key(path: Path, key: str) -> None:
             stream.flush()
             os.fsync(file)
     except OSError:
-        path.unlink()  # no key that is cut off may stay
+        path.unlink()  # do not leave an incomplete key
         raise
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -154,8 +158,8 @@ def check(db: "Database", as_json: bool, timeout: float) -> None:
 def status(db: "Database", as_json: bool, rows_per_second: float | None) -> None:
     """Count records by backend, and data keys by data master.  No root key is needed.
 
-    With --key, the command also says which master keys can be unwrapped.  It then exits 1 if a
-    master key cannot be unwrapped, or if the stored progress of an unfinished rotation was tampered
+    With --key, the command also says which master keys can be unwrapped.  It exits 1 if a master
+    key cannot be unwrapped, or if the stored checkpoint of an unfinished rotation was tampered
     with.
 
     \b
@@ -179,7 +183,7 @@ def status(db: "Database", as_json: bool, rows_per_second: float | None) -> None
 def verify(db: "Database", as_json: bool, rows_per_second: float | None) -> None:
     """Decrypt every record, and name the rows that were modified, moved, removed or added.
 
-    Exits 1 if there are such rows.  The command leaves these rows unchanged.
+    Exits 1 if there are such rows, and leaves them unchanged.
 
     \b
     Example:
@@ -190,12 +194,17 @@ def verify(db: "Database", as_json: bool, rows_per_second: float | None) -> None
     found = run_with_progress(
         db, "verify", maintenance.verify, rows_per_second=rows_per_second, again=None
     )
+    collections, kinds = [], "users and sessions"
+    if found.collections:
+        lists, items = counted(found.collections, "collection"), counted(found.items, "item")
+        collections, kinds = [f"decrypted {lists} with {items}"], "users, sessions and collections"
     lines = [
         *problem_lines(found.problems, found.bad),
         f"decrypted {counted(found.apps, 'app')}, {counted(found.users, 'user')} and "
         f"{counted(found.sessions, 'session')} with {counted(found.events, 'event')}",
-        f"bad: {counted(found.bad, 'row')}; "
-        f"users and sessions that could not be checked because of bad rows: {found.unchecked}"
+        *collections,
+        f"bad: {counted(found.bad, 'row')}; {kinds} that could not be checked because of bad rows: "
+        f"{found.unchecked}"
         if found.bad
         else "all rows are intact",
     ]
@@ -208,10 +217,20 @@ def verify(db: "Database", as_json: bool, rows_per_second: float | None) -> None
 @click.option("--app", required=True, metavar="NAME", help="The app's name.")
 @click.option("--user", metavar="ID", help="The id of one of the app's users.")
 @click.option("--session", metavar="ID", help="The id of one of that user's sessions.")
+@click.option("--collection", metavar="NAME", help="The name of one of that user's collections.")
 @with_keys(required=True)
 @on_database
-def lookup(db: "Database", as_json: bool, app: str, user: str | None, session: str | None) -> None:
-    """Show the row ids and tags (blind indexes) of an app, a user and a session.
+def lookup(
+    db: "Database",
+    as_json: bool,
+    app: str,
+    user: str | None,
+    session: str | None,
+    collection: str | None,
+) -> None:
+    """Show the row ids and tags (blind indexes) of an app, a user, a session and a collection.
+
+    Artifacts and memory are stored in collections.
 
     \b
     Example:
@@ -220,9 +239,11 @@ def lookup(db: "Database", as_json: bool, app: str, user: str | None, session: s
     """
     from adk_secure_sessions import maintenance
 
-    found = run(db, lambda opened: maintenance.lookup(opened, app, user, session), again=None)
+    found = run(
+        db, lambda opened: maintenance.lookup(opened, app, user, session, collection), again=None
+    )
     rows = [
-        (one.table, "no row" if one.row is None else f"row {one.row}", f"tag {one.tag}")
+        (one.kind, one.table, "no row" if one.row is None else f"row {one.row}", f"tag {one.tag}")
         for one in found
     ]
     show({"rows": found}, as_json, table(rows))
@@ -241,7 +262,8 @@ def _tables(
 @click.option(
     "--row",
     metavar="KEY",
-    help="Id of the row; for events and snapshots, of the session's row; for a witness, its tag.",
+    help="Id of the row; for events, items and snapshots, of the row of the session or collection; "
+    "for a witness, its tag.",
 )
 @click.option(
     "--limit",
@@ -270,6 +292,7 @@ def inspect(db: "Database", as_json: bool, table_name: str, row: str | None, lim
             backend_name(one.backend_id) if one.root_key_id is None else "wrapped",
             f"by {one.key_id if one.root_key_id is None else one.root_key_id}",
             f"{one.length} bytes",
+            *([one.kind] if one.kind else []),
         )
         for one in found
     ]

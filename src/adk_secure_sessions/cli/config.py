@@ -10,7 +10,7 @@ import click
 PREFIX = "ADK_SECURE_SESSIONS_"
 CONFIG_VARIABLE = f"{PREFIX}CONFIG"
 _TEXT, _TEXTS, _NUMBER = "a text", "a list of texts", "a number"
-# The options that a file may have, by name without dashes, and the type of each.
+# The options that a configuration file may set: the name without the leading dashes, and the type.
 SETTINGS = {
     "db": _TEXT,
     "key-db": _TEXT,
@@ -30,11 +30,11 @@ def variable(option: str) -> str:
 
 
 def read_config(context: click.Context, _parameter: click.Parameter, file: str | None) -> None:
-    """Take defaults of the command's options from the TOML file *file*; a callback of click.
+    """Read defaults of the command's options from the TOML file *file*.  click calls this function.
 
     Raises:
-        click.UsageError: The file cannot be read, or has a setting that is unknown, of another
-            type, or set by an environment variable, too.
+        click.UsageError: The file cannot be read; or a setting is unknown, has a wrong type, or is
+            also set by an environment variable.
     """
     if file is None:
         return
@@ -55,7 +55,7 @@ def read_config(context: click.Context, _parameter: click.Parameter, file: str |
 
 
 def _problem(name: str, value: object) -> str | None:
-    """Return why the setting cannot be used; None if it can."""
+    """Return the reason why the setting cannot be used; None if it can be used."""
     kind = SETTINGS.get(name)
     if kind is None:
         return f"there is no setting {name!r}; there are {', '.join(SETTINGS)}"
@@ -66,7 +66,7 @@ def _problem(name: str, value: object) -> str | None:
     }
     if not fits[kind]:
         return f"{name} must be {kind}"
-    # Which of the two is meant is not guessed: a command may delete sessions.
+    # A command may delete sessions, so do not choose one of two values.
     if name in IN_ENVIRONMENT and os.environ.get(variable(name)):
         return f"it has {name}, and so has the environment, {variable(name)}: remove one of them"
     return None

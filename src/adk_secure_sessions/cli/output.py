@@ -15,26 +15,30 @@ from adk_secure_sessions.cli.wording import for_command_line
 if TYPE_CHECKING:
     from adk_secure_sessions.maintenance import Progress
 
-# Fields that are lists of ids.  Other ids have the field `id` or `row`, or end with `_id`.
+# The fields with lists of ids.  The fields with a single id are `id`, `row` and all `..._id`.
 _LISTS_OF_IDS = ("masters", "rotated", "unchanged", "plaintext")
-_TEXTS = ("detail", "obstacle")  # fields whose texts may name arguments of Python functions
+# Fields whose texts may contain names of arguments of Python functions.
+_TEXTS = ("detail", "obstacle")
 _NAMES = {one.backend_id: one.name for one in (AesGcmBackend, FernetBackend, NoOpBackend)}
 BAR_EVERY = 0.1  # seconds between updates of the bar, on a terminal
 LINE_EVERY = 10.0  # seconds between lines, if stderr is not a terminal
 
 
 def backend_name(backend_id: int | None) -> str:
-    """Return a shipped backend's name, `backend ID` for another id, or `no record` for None."""
+    """Return the name of a backend of this package; for another id, the text `backend ID`.
+
+    For None, return `no record`: the value has an unknown format.
+    """
     if backend_id is None:
         return "no record"
     return _NAMES.get(backend_id, f"backend {backend_id}")
 
 
 def plain(value: Any, name: str = "") -> Any:
-    """Convert *value*, of the field *name*, for `json.dumps`.
+    """Convert *value*, the value of the field *name*, for `json.dumps`.
 
-    Named tuples become objects, and bytes hexadecimal.  Ids become strings: many programs read the
-    numbers of JSON as floating point, which cannot hold 63 bits.
+    Named tuples become objects, and bytes become hexadecimal text.  Ids become strings, because
+    many programs convert JSON numbers to floating point, which cannot represent all 63-bit ids.
     """
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         value = value._asdict()
@@ -52,9 +56,13 @@ def plain(value: Any, name: str = "") -> Any:
 
 
 def show(result: Any, as_json: bool, lines: Iterable[str], **more: object) -> None:
-    """Print *result* and the fields *more* as JSON if *as_json*; otherwise print *lines*.
+    """Print the result of a command.
 
-    *lines* describe *result*; *more* are, for example, `dry_run=True`.
+    Args:
+        result: The result, a named tuple or a dict.
+        as_json: If True, print *result* and *more* as a JSON object.  If False, print *lines*.
+        lines: Lines of text that describe *result*.
+        more: Further fields of the JSON object, such as `dry_run=True`.
     """
     if as_json:
         fields = result if isinstance(result, dict) else result._asdict()
@@ -65,9 +73,9 @@ def show(result: Any, as_json: bool, lines: Iterable[str], **more: object) -> No
 
 
 def without_controls(text: str) -> str:
-    """Return *text* with control characters escaped.
+    """Return *text* with each control character replaced by its escape sequence in Python.
 
-    A tampered database may contain escape sequences that control the terminal.
+    A tampered database may contain control characters, with which an attacker controls a terminal.
     """
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
@@ -90,8 +98,8 @@ def table(rows: Sequence[Sequence[object]], indent: str = "") -> Iterator[str]:
 def progress(label: str, unit: str = "rows") -> "Iterator[Progress]":
     """Yield a function that takes the number done and the total number, and shows the progress.
 
-    On a terminal, the progress is a bar with the rate and the time left.  Elsewhere, it is a line
-    every 10 seconds.  *unit* names what is counted.
+    On a terminal, a bar shows the progress, the speed and the remaining time.  If stderr is not a
+    terminal, a line is printed every 10 seconds.  *unit* is the plural of the counted thing.
     """
     began = last = time.monotonic()
     if not sys.stderr.isatty():

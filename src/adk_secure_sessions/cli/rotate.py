@@ -59,8 +59,8 @@ def rotate() -> None:
 def root(db: "Database", as_json: bool, dry_run: bool) -> None:
     """Wrap the master keys with a new root key.
 
-    --key names the new root key, --also-key the old one.  Running services are not interrupted.
-    Services that start later need the new root key.
+    --key names the new root key, and --also-key names the old root key.  Running services are not
+    interrupted.  Services that start later need the new root key.
 
     \b
     Example:
@@ -121,7 +121,11 @@ def _rotate(
     yes: bool,
     rows_per_second: float | None,
 ) -> Any:
-    """Run the rotation *name*; first say so, or ask, if it continues an unfinished rotation."""
+    """Run the rotation *name* and return its result.
+
+    If this continues an unfinished rotation, first tell the user and, on a terminal, ask whether to
+    continue.
+    """
     from adk_secure_sessions import maintenance
 
     without = ", without --restart" if restart else ""
@@ -144,7 +148,7 @@ def _rotate(
 
 def _announce(unfinished: "UnfinishedRotation", *, dry_run: bool, yes: bool) -> None:
     if not unfinished.genuine:
-        return  # the rotation will reject it
+        return  # the rotation rejects a checkpoint that is not authentic
     click.echo(resumed_line(unfinished, dry_run), err=True)
     if dry_run or yes or not (sys.stdin.isatty() and sys.stderr.isatty()):
         return
@@ -168,7 +172,7 @@ def _show(
 def retire(db: "Database", as_json: bool, dry_run: bool, rows_per_second: float | None) -> None:
     """Remove the data keys and data masters that were replaced and that no row needs any more.
 
-    The command keeps replaced keys that are still needed, and then exits 1.
+    The command keeps replaced keys that rows still need.  It exits 1 if it has kept a key.
 
     \b
     Example:
@@ -194,9 +198,10 @@ def retire(db: "Database", as_json: bool, dry_run: bool, rows_per_second: float 
 def separate(db: "Database", as_json: bool, rows_per_second: float | None, yes: bool) -> None:
     """Give a copy of a database an id and keys of its own.
 
-    Run this on the copy, for example a staging clone, before a service uses the copy.  Until the
-    command has ended, services reject the copy.  If the command is interrupted, or exits 1, run it
-    again: it continues.  It exits 1 if a row cannot be decrypted.
+    Run the command on the copy, for example a staging clone, before a service uses the copy.
+    Services reject the copy until the separation has ended.  If the command is interrupted, run it
+    again to continue.  The command exits 1 if the separation has not ended, for example because a
+    row cannot be decrypted.
 
     \b
     Example:

@@ -38,7 +38,7 @@ def check_lines(found: Check) -> Iterator[str]:
         f"{counted(found.masters, 'master key')} {keys}"
     )
     if found.master_id is None:
-        yield "the first service to start creates a data master key"
+        yield "the first service to start creates a data master"
     if found.has_plaintext_records:
         yield "some records are, or were, plaintext"
 
@@ -143,7 +143,8 @@ def retirement_lines(done: Retirement, dry_run: bool) -> Iterator[str]:
     yield f"{verb}: {data} and {masters}"
     if done.kept:
         yield f"kept: {counted(done.kept, 'older key')}"
-        # A rotation helps only where it is known which rows need the key.
+        # Suggest a rotation only if known rows need a kept key.  If it is unknown which rows need
+        # the key, a rotation may not help.
         tables = {one.table for one in done.examples if one.references}
         if "secure_data_keys" in tables:
             yield "next: `rotate data` re-encrypts the records under them; then run `retire` again"
@@ -190,7 +191,7 @@ def vacuum_lines(done: Vacuum) -> Iterator[str]:
 
 
 def missing_from(done: Erasure) -> str:
-    """Return which part of the user did not exist; "" if all parts existed, or none."""
+    """Return what was missing, the data key or the user's row; "" if none or both were missing."""
     if not done.rows or (done.users and done.data_keys):
         return ""
     return "the data key" if done.users else "the user's own row"
@@ -205,7 +206,7 @@ def problem_lines(problems: Sequence[Problem], count: int) -> Iterator[str]:
 
 def resumed_line(unfinished: UnfinishedRotation, dry_run: bool) -> str:
     verb = "would continue" if dry_run else "continues"
-    assert unfinished.since is not None, "it is authentic"
+    assert unfinished.since is not None, "an authentic checkpoint has a time"
     return f"{verb} the rotation begun {moment(unfinished.since)}; --restart begins a new one"
 
 
@@ -235,7 +236,7 @@ def _percent(count: RecordCount) -> str:
 def _unfinished(rotation: RotationProgress) -> str:
     if rotation.genuine is False or rotation.since is None:
         return (
-            f"{rotation.rotation}: its stored progress was tampered with; "
+            f"{rotation.rotation}: its checkpoint was tampered with; "
             "--restart begins a new rotation"
         )
     unchecked = "" if rotation.genuine else "; not verified: that needs --key"

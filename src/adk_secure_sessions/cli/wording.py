@@ -1,11 +1,12 @@
-"""The words for which the texts of `maintenance` have an option of the command line instead.
+"""Replace the names of Python arguments in texts by options of the command line.
 
-Errors name arguments of Python functions.  A user of the command line does not have them.
+Errors of `maintenance` name arguments of Python functions, which the command line does not have.
 """
 
 import re
 
-# Longer phrases come first.  Each left side stands in a text of this package: a test looks for it.
+# Pairs of a phrase in texts of this package and its replacement.  A longer phrase comes before a
+# shorter phrase that it contains.  A test checks that every phrase occurs in the package.
 WORDING = (
     ("list a backend with that key", "give its key spec with --key or --also-key"),
     ("list NoOpBackend() in additional_backends", "give --also-backend no-op"),
@@ -18,5 +19,5 @@ _PHRASES = re.compile("|".join(re.escape(phrase) for phrase, _ in WORDING))
 
 
 def for_command_line(text: str) -> str:
-    """Return *text* with options of the command line for arguments of Python functions."""
+    """Return *text* with arguments of Python functions replaced by command-line options."""
     return _PHRASES.sub(lambda found: dict(WORDING)[found[0]], text)

@@ -29,7 +29,10 @@ class Aes256Gcm(KeyMaterial):
         self._aead = AESGCM(key)
 
     def encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
-        """Return nonce, ciphertext and GCM tag.  `decrypt` needs the same *associated_data*."""
+        """Encrypt *plaintext*, and return nonce, ciphertext and GCM tag.
+
+        `decrypt` needs the same *associated_data*.
+        """
         nonce = os.urandom(NONCE_LENGTH)
         return nonce + self._aead.encrypt(nonce, plaintext, associated_data)
 
@@ -37,8 +40,8 @@ class Aes256Gcm(KeyMaterial):
         """Return the plaintext of *sealed*, which `encrypt` returned.
 
         Raises:
-            TamperedError: the key or the associated data is wrong, or *sealed* was modified.
-                AES-GCM cannot tell which of these happened.
+            TamperedError: The key or the associated data is wrong, or *sealed* was modified.
+                AES-GCM cannot tell which of these is the reason.
         """
         try:
             return self._aead.decrypt(sealed[:NONCE_LENGTH], sealed[NONCE_LENGTH:], associated_data)

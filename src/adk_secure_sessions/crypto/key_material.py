@@ -1,4 +1,4 @@
-"""The base class of all objects that hold keys, and errors that show none."""
+"""The base class of objects that contain keys, and functions that remove keys from errors."""
 
 import inspect
 from collections.abc import Callable
@@ -11,7 +11,10 @@ E = TypeVar("E", bound=BaseException)
 
 
 class KeyMaterial:
-    """An object that cannot be pickled or copied, and whose `repr` shows no key."""
+    """Base class of objects that contain keys.
+
+    These objects cannot be pickled or copied, and their `repr` shows no key.
+    """
 
     __slots__ = ()
 
@@ -23,30 +26,32 @@ class KeyMaterial:
 
 
 def without_frames(error: E) -> E:
-    """Return *error* after removing its traceback, cause and context.
+    """Remove the traceback, the cause and the context of *error*, and return *error*.
 
-    Error reporters record the local variables of all frames in a traceback.  The frames inside a
-    key provider, and inside the libraries that it calls, have keys in their variables.
+    Error reporters record the local variables of all frames in a traceback.  The local variables
+    of a key provider, and of the libraries that it calls, contain keys.
     """
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)
 
 
 def hides_frames(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate *function*, whose arguments or variables hold keys: see `without_frames`.
+    """Decorate *function*, whose arguments or local variables contain keys.
 
-    An error of *function* has a traceback that does not include the frames of *function* and of
-    what it calls.
+    If *function* raises an error, the traceback of the error includes no frame of *function* or of
+    a function that it calls.  See `without_frames` for the reason.
     """
     if inspect.iscoroutinefunction(function):
 
         @wraps(function)
         async def hidden_coroutine(*args: P.args, **kwargs: P.kwargs) -> Any:
             call = function(*args, **kwargs)
-            del args, kwargs  # this frame stays in the traceback
+            del args, kwargs  # the traceback of an error includes this frame
             try:
                 return await call
-            except BaseException as error:  # CancelledError can be the cause of TimeoutError
+            # Catch CancelledError, too.  `asyncio.timeout` makes the CancelledError the cause of a
+            # TimeoutError, so error reporters would record its frames.
+            except BaseException as error:
                 raise without_frames(error) from None
 
         return cast("Callable[P, T]", hidden_coroutine)

@@ -1,4 +1,4 @@
-"""The executor for a SQLAlchemy `AsyncEngine`, which the application or this package has created.
+"""The executor for a SQLAlchemy `AsyncEngine`, created by the application or by this package.
 
 `AsyncEngineExecutor` runs transactions on the engine.  `LoopBinding` prevents two event loops from
 using the engine's connections at the same time.
@@ -23,7 +23,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.pool import NullPool, StaticPool
 
 from adk_secure_sessions.db.dialects import sqlite_sql, taking_any_text
-from adk_secure_sessions.db.failures import meaning, needs_unprepared, overdue
+from adk_secure_sessions.db.failures import meaning, needs_unprepared, overdue, write_timeout
 from adk_secure_sessions.db.protocol import (
     Parameters,
     Row,
@@ -34,12 +34,14 @@ from adk_secure_sessions.db.protocol import (
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
 from adk_secure_sessions.loops import LoopLocks, await_to_end
 
-_LARGE = 900_000  # bytes; every server accepts values up to this size in one packet
+# In bytes.  Before a larger value is written to MySQL or MariaDB, `_check_packet` checks it.  By
+# default, every server accepts smaller values in one packet.
+_LARGE = 900_000
 _PACKET_REST = 900  # bytes of a packet that are reserved for everything but the largest value
 _COUNT_ROWS = {"preserve_rowcount": True}  # by default, an INSERT has no row count
 _KILL_TIMEOUT = 5.0  # seconds
-_CANCEL_REQUESTS = 5  # one or two seconds apart
-_CHECKED = "adk_secure_sessions.pooler"  # key of a connection's `info`
+_CANCEL_REQUESTS = 5  # maximum number for one query; they are one or two seconds apart
+_CHECKED = "adk_secure_sessions.pooler"  # this key in a connection's `info`: it was checked
 
 _UNPREPARED = {
     "asyncpg": "connect_args={'prepared_statement_cache_size': 0, "
@@ -51,12 +53,12 @@ _UNPREPARED = {
 class AsyncEngineExecutor:
     """Runs transactions on a SQLAlchemy engine; see `protocol.Executor`.
 
-    Each call runs in a task of its own.  A cancelled caller waits until the task has ended.
+    Each call runs in its own task.  A cancelled caller waits until the task has ended.
 
     Args:
         engine: The engine that connections come from.
         owns_engine: True if we created the engine, so that `close` disposes of it.
-        read_timeout: Seconds that one query may take; None for any time.
+        read_timeout: Seconds that one query may take; None for no limit.
     """
 
     def __init__(
@@ -67,15 +69,15 @@ class AsyncEngineExecutor:
         self._read_timeout = read_timeout
         self._is_sqlite = engine.dialect.name == "sqlite"
         self._is_psycopg = engine.dialect.driver == "psycopg"
-        # With a StaticPool, all tasks share one connection.  Without a lock, one transaction would
-        # contain the statements of two tasks.
+        # With a StaticPool, all tasks share one connection.  Without a lock, one transaction could
+        # contain the statements of several tasks.
         self._has_one_connection = isinstance(engine.pool, StaticPool)
         self._locks = LoopLocks()
         self._binding = LoopBinding(
             engine, owns_engine=owns_engine, connections_need_loop=not self._is_sqlite
         )
         self._tasks: set[asyncio.Task[Any]] = set()
-        # The tasks that have a connection, and the driver's connection.
+        # The driver's connection of each task, except of tasks that still wait for a connection.
         self._begun: dict[asyncio.Task[Any], Any] = {}
         self._interrupting: set[asyncio.Task[Any]] = set()
 
@@ -124,7 +126,9 @@ class AsyncEngineExecutor:
             return run_in_turn(
                 transaction(),
                 lambda query, parameters: self._fetch_in_time(connection, query, parameters),
-                lambda statement, parameters: _write(connection, statement, parameters),
+                lambda statement, parameters: self._in_time(
+                    connection, lambda: _write(connection, statement, parameters), writes=True
+                ),
             )
 
         return await self._translating(work, commit=True, exclusive=self._is_sqlite)
@@ -132,7 +136,7 @@ class AsyncEngineExecutor:
     async def _translating(
         self, work: Callable[[sa.Connection], T], *, commit: bool = False, exclusive: bool = False
     ) -> T:
-        """Run *work*, and translate the errors of SQLAlchemy and of the driver with `meaning`."""
+        """Run *work*; replace errors of SQLAlchemy and of the driver (see `failures.meaning`)."""
         try:
             return await self._run(work, commit=commit, exclusive=exclusive)
         except Exception as error:
@@ -146,7 +150,11 @@ class AsyncEngineExecutor:
         raise meant
 
     def _needs_option(self) -> Exception:
-        """Return the error for prepared statements that a pooler in transaction mode mixes up."""
+        """Return the error that names the engine option with which a pooler can be used.
+
+        In transaction mode, a pooler mixes up the prepared statements of its clients.  The option
+        disables prepared statements.
+        """
         option = _UNPREPARED.get(self._engine.dialect.driver, "options that prepare no statements")
         return ConfigurationError(
             "there is a connection pooler in transaction mode before the database: give the "
@@ -167,10 +175,10 @@ class AsyncEngineExecutor:
             return result
 
     def _turn(self, exclusive: bool) -> AbstractAsyncContextManager[None]:
-        """Return a context manager that lets tasks of the same event loop wait for each other.
+        """Return a context manager that only one task of an event loop can enter at a time.
 
-        Tasks need to wait only if *exclusive* is True or if all tasks share one connection.
-        Otherwise, the context manager does nothing.
+        If *exclusive* is False and tasks do not share one connection, the context manager does
+        nothing.
         """
         if exclusive or self._has_one_connection:
             return self._locks.hold("connection")
@@ -185,8 +193,9 @@ class AsyncEngineExecutor:
     ) -> T:
         """Run *work* in its own task and return its result.
 
-        If the caller is cancelled, *work* must not be interrupted: a transaction would stay open.
-        Work that is *interruptible*, since it writes nothing, is interrupted at the database.
+        If the caller is cancelled, *work* continues to its end, because an interrupted transaction
+        would stay open.  Pass *interruptible* if *work* writes nothing: its query is then
+        interrupted at the database.
         """
         try:
             self._enter()
@@ -210,14 +219,20 @@ class AsyncEngineExecutor:
     ) -> Sequence[Row]:
         return self._in_time(connection, lambda: _fetch(connection, query, parameters))
 
-    def _in_time(self, connection: sa.Connection, work: Callable[[], T]) -> T:
-        """Run *work*, which only reads; interrupt it at the database after `read_timeout`.
+    def _in_time(
+        self, connection: sa.Connection, work: Callable[[], T], *, writes: bool = False
+    ) -> T:
+        """Run *work*; interrupt it at the database after `read_timeout`.
+
+        With *writes*, *work* is one statement that writes, and is interrupted after
+        `write_timeout`.
 
         Raises:
             DatabaseError: *work* was interrupted.
         """
         task = asyncio.current_task()
-        if self._read_timeout is None or task is None:
+        seconds = write_timeout(self._read_timeout) if writes else self._read_timeout
+        if seconds is None or task is None:
             return work()
         is_overdue = False
 
@@ -226,7 +241,7 @@ class AsyncEngineExecutor:
             is_overdue = True
             self._interrupt(task)
 
-        timer = asyncio.get_running_loop().call_later(self._read_timeout, interrupt)
+        timer = asyncio.get_running_loop().call_later(seconds, interrupt)
         try:
             return work()
         except BaseException as error:
@@ -236,17 +251,20 @@ class AsyncEngineExecutor:
                 task.uncancel()
         finally:
             timer.cancel()
-        raise overdue(self._read_timeout)
+        raise overdue(seconds, "a write" if writes else "a read")
 
     def _interrupt(self, task: asyncio.Task[Any]) -> None:
-        """Interrupt the query that *task* has sent to the database.
+        """Interrupt the statement that *task* has sent to the database.
 
-        Changes no setting of the connection or the server: a pooler would pass it on to others.
+        Do not change a setting of the connection or the server: behind a pooler, the setting would
+        also apply to other clients.
         """
         driver = self._begun[task]
         if self._is_sqlite:
             try:
-                driver.interrupt().send(None)  # at once: soon the connection may run other work
+                # Run the coroutine at once: a task would run it later, and might interrupt the next
+                # statement of the connection.
+                driver.interrupt().send(None)
             except StopIteration:
                 pass
             return
@@ -265,13 +283,13 @@ class AsyncEngineExecutor:
     async def _kill_query(self, number: int) -> None:
         """Make a MySQL or MariaDB server end the query of connection *number*.
 
-        Without this, the server would go on with the query after its connection was closed.
+        Otherwise, the server would continue the query after the client has closed the connection.
         """
         try:
             async with asyncio.timeout(_KILL_TIMEOUT), self._engine.connect() as connection:
                 await connection.exec_driver_sql(f"KILL QUERY {int(number)}")
         except Exception:
-            pass  # the query has ended, or the server does not answer
+            pass  # the connection has ended, or the server does not answer
 
     def _mark_begun(self, driver: Any) -> None:
         if (task := asyncio.current_task()) in self._tasks:
@@ -301,10 +319,10 @@ class AsyncEngineExecutor:
 
 
 async def _cancel_query(task: asyncio.Task[Any], driver: Any) -> None:
-    """Send the server cancel requests until *task*, which waits for a query of psycopg, ends.
+    """Send cancel requests to the server until *task*, which waits for a query of psycopg, ends.
 
-    If *task* were cancelled instead, psycopg would send a single request.  A pooler ignores it if
-    the query has not reached the server yet.
+    If *task* were cancelled instead, psycopg would send a single cancel request.  A pooler ignores
+    this request if the query has not reached the server yet.
     """
     for _ in range(_CANCEL_REQUESTS):
         try:
@@ -317,13 +335,13 @@ async def _cancel_query(task: asyncio.Task[Any], driver: Any) -> None:
 
 
 def rejected_option(error: Exception) -> Exception:
-    """Return the error for options that the driver rejected when it connected.
+    """Return the error for an option that the driver has rejected when it connected.
 
-    Returns *error* itself if it says something else.
+    If *error* has another cause, return *error* itself.
     """
     if isinstance(error, SecureSessionError) or not isinstance(error, TypeError | ValueError):
         return error
-    # The text of a TypeError has names of functions and arguments, but no values.
+    # The text of a TypeError contains names of functions and arguments, but no values.
     problem = str(error) if isinstance(error, TypeError) else "a value is not valid"
     return ConfigurationError(
         "the driver of the database does not accept an option in the database URL or in "
@@ -334,10 +352,12 @@ def rejected_option(error: Exception) -> Exception:
 def _prepare_nothing_behind_pooler(connection: sa.Connection) -> None:
     """Keep psycopg from preparing statements if this connection is behind a pooler.
 
-    In transaction mode, a pooler runs each transaction on another connection to the server.
-    psycopg gives its prepared statements the same names in every process, so that a statement of
-    another client could be executed.  A pooler is recognized by the process number that it has
-    given the client: it is not the number of the server's process.
+    In transaction mode, a pooler runs each transaction on another connection to the server.  All
+    psycopg processes use the same names for prepared statements.  So an EXECUTE could run the
+    statement of another client.
+
+    When a client connects, the server sends the id of the server process for this connection.  A
+    pooler sends another number, which differs from `pg_backend_pid()`.
     """
     driver: Any = connection.connection.driver_connection
     number = connection.exec_driver_sql("SELECT pg_backend_pid()").scalar()
@@ -394,7 +414,7 @@ def _begin_immediate(connection: sa.Connection) -> None:
 
 
 class LoopBinding:
-    """Allows only one event loop of one process at a time to use an engine.
+    """Ensures that only one event loop at a time uses an engine.
 
     Args:
         engine: The engine.
@@ -419,8 +439,8 @@ class LoopBinding:
         """Begin a call and return True if it is the first one in its event loop.
 
         Raises:
-            ConfigurationError: Another event loop is using the engine; or it has left connections
-                in the application's own engine, which we may not discard.
+            ConfigurationError: Another event loop is using the engine.  Or the application's own
+                engine still has connections of another event loop, which we may not discard.
         """
         loop, pid = asyncio.get_running_loop(), os.getpid()
         with self._guard:
@@ -440,8 +460,8 @@ class LoopBinding:
         """Make the running event loop await *close* before it ends.
 
         ADK's `Runner.run` runs each call in a new event loop, whose connections must be closed.
-        *close* is a bound method.  Only a weak reference to it is kept, so that the event loop
-        does not keep a service alive that the application no longer uses.
+        *close* is a bound method.  The event loop gets only a weak reference to it: otherwise, the
+        event loop would keep a service in memory that the application no longer uses.
         """
         self._at_end = generator = _until_end_of_loop(WeakMethod(close))
         try:
@@ -450,7 +470,10 @@ class LoopBinding:
             pass  # `__anext__()` has ended; the generator now waits at its `yield`
 
     def _move(self, pid: int) -> None:
-        """Detach from the previous event loop or parent process, or raise ConfigurationError."""
+        """Discard the connections of the previous event loop or of the parent process.
+
+        Raises ConfigurationError if they are in use, or if we may not discard them.
+        """
         keeps = self._connections_need_loop and not isinstance(self._engine.pool, NullPool)
         alive = self._loop is not None and pid == self._pid and not self._loop.is_closed()
         if alive and (self._calls or (keeps and self._owns_engine)):
@@ -467,7 +490,8 @@ class LoopBinding:
                 "process: create the engine where it is used, give it poolclass=NullPool, or "
                 "pass db_url"
             )
-        # close=False: the connections' event loop has ended, or they belong to the parent process.
+        # close=False, because the event loop of the connections has ended, or because the
+        # connections belong to the parent process.
         self._engine.sync_engine.dispose(close=False)
 
 

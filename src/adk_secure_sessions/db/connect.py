@@ -13,28 +13,30 @@ from adk_secure_sessions.db.protocol import Executor, Executors
 from adk_secure_sessions.db.sqlite import is_in_memory, sqlite_executor
 from adk_secure_sessions.errors import ConfigurationError
 
-# Imported on first use: `sqlalchemy.ext.asyncio` imports SQLAlchemy's ORM, which takes a third of a
-# second, and a SQLite database given by URL does not need it.
+# `sqlalchemy.ext.asyncio` is imported on first use.  It imports SQLAlchemy's ORM, which takes a
+# third of a second.  A SQLite database given by URL does not need it.
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
 
 Source: TypeAlias = "sa.URL | AsyncEngine"
 
 _SQLITE_DRIVERS = ("sqlite", "sqlite+pysqlite", "sqlite+aiosqlite")
-# The async drivers of each kind of server.  A URL without a driver means the first installed one.
+# The async drivers of each kind of server.  If a URL names no driver, the first installed driver is
+# used.
 _ASYNC_DRIVERS = {
     "postgresql": ("asyncpg", "psycopg"),
     "mysql": ("asyncmy", "aiomysql"),
     "mariadb": ("asyncmy", "aiomysql"),
 }
-# What to install if the driver is missing; otherwise the driver itself.
+# The package to install if a driver is missing.  For a driver that is not listed, the package has
+# the name of the driver.
 _EXTRAS = {
     "asyncpg": "adk-secure-sessions[postgresql]",
     "asyncmy": "adk-secure-sessions[mysql]",
     "psycopg": "psycopg[binary]",
 }
 _POOL_SIZE = 10
-_POOL_TIMEOUT = 30.0  # seconds; SQLAlchemy's default
+_POOL_TIMEOUT = 30.0  # seconds to wait for a connection; the same as SQLAlchemy's default
 # With one of these options, `AsyncpgExecutor` leaves all connections to SQLAlchemy's pool.
 _POOL_OPTIONS = {"poolclass", "pool_recycle", "pool_pre_ping", "max_overflow"}
 
@@ -58,12 +60,12 @@ def executors_for(
         key_db_url: The key database; give at most one of *key_db_url* and *key_db_engine*.
         key_db_engine: The application's own engine for the key database.
         engine_kwargs: Options of `sqlalchemy.create_engine` for *db_url*; empty with *db_engine*.
-        read_timeout: Seconds that one query may take; None for any time.
+        read_timeout: Seconds that one query may take; None for no limit.
 
     Raises:
-        ConfigurationError: Too many or too few of these arguments are given; SQLAlchemy rejects
-            a URL or an option; a driver is synchronous, unknown or not installed; the key database
-            is the database itself.
+        ConfigurationError: Too many or too few of these arguments are given.  Or SQLAlchemy
+            rejects a URL or an option.  Or a driver is synchronous, unknown or not installed.  Or
+            the key database is the database itself.
     """
     if (db_url is None) == (db_engine is None):
         raise ConfigurationError("give exactly one of db_url and db_engine")
@@ -86,11 +88,11 @@ def executors_for(
 
 @contextmanager
 def wrapping_executors(wrap: Wrap) -> Iterator[None]:
-    """During the block, make `executors_for` replace each executor by *wrap*(executor).
+    """During the block, make `executors_for` return *wrap*(executor) instead of each executor.
 
     Tests use it.  Services and `maintenance.Database` objects that are created in the block use the
-    wrappers.  A wrapper can raise errors, or let another process write between two statements.
-    Other threads and tasks are not affected.
+    wrapped executors.  *wrap* can make an executor raise errors, or let another process write
+    between two statements.  Other threads and tasks are not affected.
     """
     token = _wrap.set(wrap)
     try:
@@ -100,10 +102,10 @@ def wrapping_executors(wrap: Wrap) -> Iterator[None]:
 
 
 def _source(name: str, url: object | None, engine: object | None) -> Source:
-    """Return *engine* if given, otherwise the parsed *url*.
+    """Return *engine* if it is given, otherwise the parsed *url*.
 
-    In error texts, the two arguments are called *name*_engine and *name*_url.  Raises
-    ConfigurationError if the given argument cannot be used.
+    Error texts call the two arguments *name*_engine and *name*_url.  Raises ConfigurationError if
+    the given argument cannot be used.
     """
     if engine is None:
         return _parse(f"{name}_url", url)
@@ -124,23 +126,23 @@ def _parse(name: str, url: object) -> sa.URL:
         try:
             return _with_driver(sa.make_url(url))
         except (sa.exc.ArgumentError, ValueError):
-            pass  # ConfigurationError is raised below: this error quotes the URL and its password
+            pass  # raise after this block: otherwise `__context__` would show the URL's password
     raise ConfigurationError(
         f"{name} is not a database URL: write, for example, sqlite+aiosqlite:///sessions.db"
     )
 
 
 def _with_driver(url: sa.URL) -> sa.URL:
-    """Add an installed async driver to a URL that names only the kind of server."""
+    """Return *url*, with an installed async driver if *url* names only the kind of server."""
     backend, _, driver = url.drivername.partition("+")
-    if backend == "postgres":  # as some hosting companies write it
+    if backend == "postgres":  # some hosting companies write postgres:// in their URLs
         backend = "postgresql"
         url = url.set(drivername="+".join(filter(None, [backend, driver])))
     drivers = _ASYNC_DRIVERS.get(backend)
     if driver or drivers is None:
         return url
     driver = next((name for name in drivers if _is_installed(name)), drivers[0])
-    if driver == "asyncpg" and "sslmode" in url.query:  # the name for all other drivers
+    if driver == "asyncpg" and "sslmode" in url.query:  # asyncpg names it `ssl`
         query = {"ssl" if name == "sslmode" else name: url.query[name] for name in url.query}
         url = url.set(query=query)
     return url.set(drivername=f"{backend}+{driver}")
@@ -149,15 +151,15 @@ def _with_driver(url: sa.URL) -> sa.URL:
 def _is_installed(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ValueError:  # it is None in sys.modules
+    except ValueError:  # `sys.modules` has None for the module, which blocks its import
         return False
 
 
 def _identity(source: Source) -> object:
-    """Return a value that is equal for two sources only if they are the same database.
+    """Return a value by which to compare two sources; equal values mean the same database.
 
-    Two names of one database, such as two hard links, may give different values.  Opening such a
-    pair of databases raises ConfigurationError.
+    For two names of one database, such as two hard links, the values may differ.  Then opening the
+    database raises ConfigurationError.
     """
     url = source if isinstance(source, sa.URL) else source.url
     backend = url.get_backend_name()
@@ -205,11 +207,11 @@ def _for_url(url: sa.URL, engine_kwargs: dict[str, Any], read_timeout: float | N
                 f"names a synchronous driver: write {backend}+{known[0]}://, and "
                 f'pip install "{_EXTRAS[known[0]]}"'
             )
-    except (TypeError, sa.exc.ArgumentError) as error:  # these name options, and not their values
+    except (TypeError, sa.exc.ArgumentError) as error:  # the text names options, but no values
         problem = f"cannot be used with these options: {error}"
     except ValueError:
         problem = "cannot be used with these options: a value is not valid"
-    # Only its beginning: a password may be anywhere in the rest, for example in the query.
+    # Quote only the beginning of the URL: the rest may contain a password, even in the query.
     raise ConfigurationError(f"the database URL {url.drivername}://... {problem}")
 
 
@@ -219,7 +221,7 @@ def _for_server(url: sa.URL, engine_kwargs: dict[str, Any], read_timeout: float 
     options = {**engine_kwargs, "hide_parameters": True}
     keep: dict[str, Any] = {}
     if not options.keys() & _POOL_OPTIONS:
-        # No overflow: SQLAlchemy closes an overflow connection after a single transaction.
+        # Allow no overflow connections: SQLAlchemy closes each after a single transaction.
         options = {"pool_size": _POOL_SIZE, "max_overflow": 0, **options}
         timeout = options.get("pool_timeout", _POOL_TIMEOUT)
         keep = {"keep": options["pool_size"], "timeout": timeout}
@@ -230,7 +232,7 @@ def _for_server(url: sa.URL, engine_kwargs: dict[str, Any], read_timeout: float 
 def _for_engine(
     engine: "AsyncEngine", *, owns_engine: bool, read_timeout: float | None, **keep: Any
 ) -> Executor:
-    """Create the executor for *engine*; *keep* is passed to `AsyncpgExecutor` only."""
+    """Create the executor for *engine*; only `AsyncpgExecutor` takes the arguments *keep*."""
     if engine.dialect.driver == "asyncpg":
         from adk_secure_sessions.db.postgresql import AsyncpgExecutor  # asyncpg is optional
 

@@ -25,8 +25,8 @@ def sqlite_sql(statement: sa.Executable) -> str:
 def exclusively(connection: sa.Connection) -> Iterator[None]:
     """Hold a lock during the block, so that only one process creates tables at a time.
 
-    Without a lock, if two processes create the same table at the same time, one of them gets an
-    error from the server.
+    Without a lock, if two processes create the same table at the same time, the server reports an
+    error to one of them.
 
     - On PostgreSQL, the lock lasts until the caller commits.
     - On MySQL and MariaDB, the end of the block commits and then releases the lock.
@@ -52,7 +52,8 @@ def any_text(data: bytes) -> str:
 
     It is the `text_factory` of our SQLite connections.  SQLite stores text in any column, so an
     attacker may have written text into a binary column.  The default decoder would raise an
-    error that quotes such text; with this function, our own checks reject it.
+    error that quotes this text.  With this function, the text is read, and our own checks reject
+    the row.
     """
     return data.decode("utf-8", "backslashreplace")
 

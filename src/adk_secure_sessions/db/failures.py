@@ -1,7 +1,7 @@
-"""What the errors of drivers mean: a reason to repeat, or a `DatabaseError` that says what to do.
+"""Translate the errors of drivers to the exceptions of `protocol` or to a `DatabaseError`.
 
-No exception of SQLAlchemy or of a driver leaves an executor, since their texts and attributes may
-hold statement parameters and stored values.
+Executors raise no exception of SQLAlchemy or of a driver: its text and its attributes may contain
+statement parameters and stored values.
 """
 
 import sqlite3
@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from adk_secure_sessions.db.protocol import Conflict, Disconnected, UniqueViolation
 from adk_secure_sessions.errors import DatabaseError
 
-# PostgreSQL's errors by SQLSTATE, SQLite's by name, those of MySQL and MariaDB by number.
+# Codes of errors: PostgreSQL's SQLSTATEs, SQLite's names, the numbers of MySQL and MariaDB.
 _UNIQUE: set[object] = {"23505", "SQLITE_CONSTRAINT_UNIQUE", "SQLITE_CONSTRAINT_PRIMARYKEY", 1062}
 _CONFLICT: set[object] = {
     "40001",  # serialization failure
@@ -38,11 +38,13 @@ _DISCONNECTED: set[object] = {
     2055,  # connection lost
 }
 _CONNECTION_CLASS = "08"  # the first two characters of every SQLSTATE for a connection error
-# A prepared statement does not exist on this connection, or a statement of its name already does.
-# Nothing was executed.  Behind a pooler, each transaction may run on another connection.
+# The errors for a prepared statement that does not exist on the connection, or whose name is
+# already used.  Behind a pooler, each transaction may run on another connection.  In both cases,
+# nothing was executed.
 _PREPARED: set[object] = {"26000", "42P05"}
-# psycopg's errors have no codes while it connects.  Some of its texts quote options of the URL.
-# Texts that begin like these, after one of the first two, do not.
+# While psycopg connects, its errors have no codes, and some of their texts quote options of the
+# URL.  After the prefixes in _PSYCOPG are removed, a text that begins with one of _UNCONNECTED
+# quotes no option.
 _PSYCOPG = ("connection failed: ", "connection is bad: ")
 _UNCONNECTED = (
     "connection to server",
@@ -50,7 +52,7 @@ _UNCONNECTED = (
     "could not translate host name",
     "failed to resolve host",
 )
-# The modules of drivers.  Their errors are not always wrapped by SQLAlchemy.
+# The modules of drivers.  SQLAlchemy does not wrap all their errors.
 _DRIVERS = (
     "sqlite3",
     "aiosqlite",
@@ -59,14 +61,14 @@ _DRIVERS = (
     "asyncmy",
     "aiomysql",
     "pymysql",
-    "sqlalchemy",  # its own classes for errors of asyncpg
+    "sqlalchemy",  # SQLAlchemy replaces errors of asyncpg by errors of its own classes
 )
 
 
 class _Kind(NamedTuple):
-    """Errors that are answered alike.
+    """A kind of errors for which users get the same advice.
 
-    A number in *codes* is a whole code; a text may be the first characters of a code.
+    A number in *codes* is a whole code.  A text in *codes* may be only the start of a code.
     *is_quotable* is True if the database's text for these errors never contains stored values.
     """
 
@@ -153,18 +155,30 @@ def meaning(error: Exception, *, connection_lost: bool = False) -> Exception:
 
 
 def needs_unprepared(error: BaseException) -> bool:
-    """Return True if a statement was not executed because of prepared statements.
+    """Return whether *error* shows that prepared statements must be disabled.
 
-    This happens behind a pooler in transaction mode.
+    The server did not execute the statement.  This happens behind a pooler in transaction mode,
+    which mixes up the prepared statements of its clients.
     """
     driver = error.orig if isinstance(error, sa.exc.DBAPIError) else error
     return bool(_codes(driver) & _PREPARED)
 
 
-def overdue(seconds: float) -> DatabaseError:
-    """Return the error for a read that was interrupted after *seconds*."""
+def write_timeout(read_timeout: float | None) -> float | None:
+    """Return how many seconds one statement that writes may take; None for no limit.
+
+    This is ten times *read_timeout*: on a server, such a statement may have to wait for locks.
+    """
+    return None if read_timeout is None else 10 * read_timeout
+
+
+def overdue(seconds: float, what: str = "a read") -> DatabaseError:
+    """Return the error for an operation that was interrupted after *seconds*.
+
+    *what* names the operation at the start of the error's text.
+    """
     return DatabaseError(
-        f"a read did not end within {seconds:g} s and was interrupted: try again, or raise "
+        f"{what} did not end within {seconds:g} s and was interrupted: try again, or raise "
         "read_timeout",
         retryable=True,
     )
@@ -220,7 +234,10 @@ def _text(driver: Any) -> str:
 
 
 def _connecting(driver: Any) -> str:
-    """Return the text of an error without a code, if it says why no connection could be made."""
+    """Return the text of *driver* if it says why no connection could be made; otherwise "".
+
+    Other texts may quote options of the URL or stored values.
+    """
     if isinstance(driver, OSError):
         return driver.strerror or str(driver)
     text = _text(driver)

@@ -4,10 +4,11 @@ A single statement takes one round trip and commits by itself.  If a round trip 
 single statement appends an event in a third of the time of BEGIN, UPDATE, INSERT and COMMIT.
 
 Statements are prepared once for each connection.  A pooler in transaction mode, such as PgBouncer,
-may run each transaction on another connection to the server.  There, a prepared statement may be
-missing, or be another client's.  Therefore a statement's name is a hash of its text: whichever
-client prepared it, it is the same statement.  The server rejects a missing one without executing
-anything.  After the first such rejection, an executor prepares nothing any more (`_Pooler`).
+may run each transaction on another connection to the server.  On that connection, a prepared
+statement may be missing, or another client may have prepared a statement with the same name.
+Therefore, the name of a statement is a hash of its text, so that statements with the same name are
+the same.  If a statement is missing, the server rejects the request without executing anything.
+After the first such rejection, the executor prepares no more statements (`_Pooler`).
 """
 
 import asyncio
@@ -32,6 +33,7 @@ from adk_secure_sessions.db.failures import (
     needs_unprepared,
     no_free_connection,
     overdue,
+    write_timeout,
 )
 from adk_secure_sessions.db.postgresql_sql import DIVISION_BY_ZERO, apply_sql, read_sql
 from adk_secure_sessions.db.protocol import (
@@ -48,7 +50,7 @@ from adk_secure_sessions.db.protocol import (
 logger: logging.Logger = logging.getLogger(__name__)
 
 _PLAN_IS_OUTDATED = "0A000"  # SQLSTATE: a table has changed since the statement was prepared
-_CLOSE_TIMEOUT = 5.0  # seconds
+_CLOSE_TIMEOUT = 5.0  # seconds to close a connection, including the cancel request
 _PREPARED = "adk_secure_sessions.prepared"  # key of a connection's `info`
 _NO_CACHE = ("statement_cache_size", "prepared_statement_cache_size")  # options of a connection
 # This list keeps the garbage collector from closing connections that must not be closed.  Closing a
@@ -62,8 +64,8 @@ class AsyncpgExecutor(AsyncEngineExecutor):
 
     If this package created the engine, the executor keeps connections checked out of the pool
     between operations.  Otherwise, each operation would check out a connection and return it.
-    That adds a fifth to a third to its CPU time, for two greenlets, the pool's bookkeeping and the
-    pool's events.
+    Checking out adds 20 to 31% to the CPU time of an operation, for two greenlets, the pool's
+    bookkeeping and the pool's events.
 
     The table compares an operation that checks out its connection with one that does not: 1.20
     means 20% more time.  The figures are medians of 300 interleaved pairs with PostgreSQL 18, on
@@ -74,8 +76,8 @@ class AsyncpgExecutor(AsyncEngineExecutor):
     | append | 1.31 | 1.17 | 1.28 | 1.07 |
     | get, 20 events | 1.20 | 1.16 | 1.20 | 1.06 |
 
-    While the pool has an idle connection, greenlets are not needed.  Checking out then still makes
-    the CPU time 1.07 to 1.12 times as long.
+    If the pool has an idle connection, it can be checked out without greenlets.  The CPU time would
+    still be 1.07 to 1.12 times as long.
 
     An application's own engine may have any kind of pool, so its connections are returned to the
     pool after each operation.
@@ -83,6 +85,7 @@ class AsyncpgExecutor(AsyncEngineExecutor):
     Args:
         engine: The engine that connections come from; its driver is asyncpg.
         owns_engine: True if we created the engine, so that `close` disposes of it.
+        read_timeout: Seconds that one query may take; None for no limit.
         keep: The maximum number of connections to keep checked out; the pool must allow as many.
             With 0, each connection is returned to the pool after its operation.
         timeout: Seconds to wait for a free connection if all *keep* connections are in use.
@@ -108,7 +111,7 @@ class AsyncpgExecutor(AsyncEngineExecutor):
         weakref.finalize(self, _close_idle, self._idle, os.getpid())
 
     async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
-        # A read needs no task: if the caller is cancelled, `_use` discards the connection.
+        # A read needs no task of its own: if the caller is cancelled, `_use` closes the connection.
         self._enter()
         try:
             return await self._use(lambda session: session.fetch(query, parameters))
@@ -116,7 +119,8 @@ class AsyncpgExecutor(AsyncEngineExecutor):
             self._binding.leave()
 
     async def close(self) -> None:
-        for _ in range(self._keep):  # wait until all operations have ended: each holds a slot
+        # Each operation holds a slot, so all operations have ended when all slots are taken.
+        for _ in range(self._keep):
             await self._slots.acquire()
         for _ in range(self._keep):
             self._slots.release()
@@ -128,14 +132,16 @@ class AsyncpgExecutor(AsyncEngineExecutor):
     async def _run(self, work: Callable[[sa.Connection], T], *, commit: bool, exclusive: bool) -> T:
         await self._take_slot()
         try:
-            if self._idle:  # return a connection to the pool, so that SQLAlchemy can check it out
+            # Return an idle connection to the pool, so that SQLAlchemy can check it out.
+            if self._idle:
                 self._idle.pop().close()
             try:
                 return await super()._run(work, commit=commit, exclusive=exclusive)
             except sa.exc.DBAPIError as error:
                 if not (self._owns_engine and needs_unprepared(error)):
                     raise
-            # Nothing was committed.  The connections that have prepared statements are replaced.
+            # Nothing was committed.  Replace the connections, which have prepared statements, and
+            # run *work* again.
             self._pooler.was_found()
             await self._release_all()
             return await super()._run(work, commit=commit, exclusive=exclusive)
@@ -206,7 +212,8 @@ class AsyncpgExecutor(AsyncEngineExecutor):
         try:
             if not usable:
                 driver = pooled.driver_connection
-                pooled.detach()  # from the pool, which may open a new connection
+                # Remove the connection from the pool, so that the pool may open another one.
+                pooled.detach()
                 self._in_background(_close(driver))
             elif self._keep:
                 self._idle.append(pooled)
@@ -218,8 +225,9 @@ class AsyncpgExecutor(AsyncEngineExecutor):
     def _new_slots(self) -> asyncio.Semaphore:
         """Return a semaphore with one slot for each connection that may be in use.
 
-        If *keep* is 0, SQLAlchemy's pool limits how many connections are in use.  Otherwise the
-        pool cannot limit them, since it counts every kept connection as in use.
+        If *keep* is 0, the semaphore has no limit in practice, because SQLAlchemy's pool limits how
+        many connections are in use.  If connections are kept, the pool cannot limit them, because
+        it counts every kept connection as in use.
         """
         return asyncio.Semaphore(self._keep or sys.maxsize)
 
@@ -239,7 +247,7 @@ class AsyncpgExecutor(AsyncEngineExecutor):
 def _close_idle(idle: list[PoolProxiedConnection], pid: int) -> None:
     """Close idle connections when their executor is garbage-collected or Python exits.
 
-    Connections of a parent process are not closed; *pid* is the process that opened them.
+    *pid* is the process that opened the connections.  A child process does not close them.
     """
     for pooled in idle:
         driver: Any = pooled.driver_connection
@@ -259,9 +267,9 @@ def _is_open(pooled: PoolProxiedConnection) -> bool:
 
 
 async def _close(driver: Any) -> None:
-    """Close a connection that may be waiting for an answer.
+    """Close a connection whose last statement may still be running.
 
-    asyncpg first sends the server a cancel request, for which it opens another connection.
+    asyncpg first cancels that statement: it opens another connection and sends a cancel request.
     """
     try:
         await driver.close(timeout=_CLOSE_TIMEOUT)
@@ -270,11 +278,11 @@ async def _close(driver: Any) -> None:
 
 
 class _Pooler:
-    """Whether there is a pooler that does not keep prepared statements.
+    """Records whether there is a pooler in transaction mode between this process and the server.
 
-    Behind such a pooler, each operation is a transaction, since the pooler changes the connection
-    to the server only between transactions, and its statements have no names.  An operation then
-    takes four round trips instead of one.
+    Such a pooler may run each transaction on another connection to the server.  If there is one,
+    each operation is one transaction, and its statements are prepared without names.  An operation
+    then takes four round trips instead of one.
     """
 
     def __init__(self) -> None:
@@ -291,15 +299,16 @@ class _Pooler:
     def set_options(
         self, dialect: object, record: object, args: list[Any], options: dict[str, Any]
     ) -> None:
-        """Set the options of a new connection for statements that SQLAlchemy runs."""
+        """Set how SQLAlchemy prepares its statements on a new connection."""
         if any(options.get(name) == 0 for name in _NO_CACHE):
-            self.is_found = True  # the application says so
+            self.is_found = True  # the application disabled prepared statements: assume a pooler
         if self.is_found:
             # Each execution prepares its statement, in the same transaction and without a name.
             options["prepared_statement_cache_size"] = options["statement_cache_size"] = 0
             options["prepared_statement_name_func"] = str
         else:
-            # No other client has prepared a statement with this name.
+            # Use random names.  Behind a pooler, other clients may prepare statements on the same
+            # connection to the server, and two statements cannot have the same name.
             options.setdefault("prepared_statement_name_func", lambda: f"aks_{uuid.uuid4().hex}")
 
 
@@ -308,9 +317,9 @@ class _Session:
 
     Args:
         driver: The connection.
-        prepared: The statements that were prepared on it, by their text.
-        pooler: Says whether statements may be prepared.
-        read_timeout: Seconds that one query may take; None for any time.
+        prepared: The statements that were prepared on the connection, by their text.
+        pooler: Tells whether statements may be prepared with names.
+        read_timeout: Seconds that one query may take; None for no limit.
     """
 
     __slots__ = ("_driver", "_in_transaction", "_pooler", "_prepared", "_timeout", "is_overdue")
@@ -327,7 +336,7 @@ class _Session:
         self._pooler = pooler
         self._timeout = read_timeout
         self._in_transaction = False
-        self.is_overdue = False  # True once a query has been interrupted
+        self.is_overdue = False  # True once a statement has been interrupted
 
     async def fetch(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
         """Run *query* and return its rows.
@@ -336,19 +345,30 @@ class _Session:
             DatabaseError: The query took too long.
         """
         text, names = read_sql(query)
+        return await self._in_time(text, [parameters[name] for name in names])
+
+    async def _in_time(
+        self, text: str, values: list[object], *, writes: bool = False
+    ) -> Sequence[Row]:
+        """Run a statement and return its rows; interrupt it after `read_timeout`.
+
+        With *writes*, interrupt it after `write_timeout` instead.
+        """
+        seconds = write_timeout(self._timeout) if writes else self._timeout
         try:
-            return await self._execute(text, [parameters[name] for name in names], self._timeout)
+            return await self._execute(text, values, seconds)
         except TimeoutError as error:
-            if error.errno is not None or self._timeout is None:  # the network's
+            # Our own time limit has no errno: then the timeout is one of the network.
+            if error.errno is not None or seconds is None:
                 raise
             self.is_overdue = True
-        raise overdue(self._timeout)
+        raise overdue(seconds, "a write" if writes else "a read")
 
     async def follow(self, steps: Steps[T], holds_locks: bool) -> T:
         """Run *steps* and return their result.
 
-        Each Read or Apply is one statement, which commits by itself.  If *holds_locks*, or behind
-        a pooler, all of them are one transaction.
+        Each Read or Apply is one statement, which commits by itself.  If *holds_locks* is True, or
+        if there is a pooler, all statements run in one transaction.
         """
         if not (holds_locks or self._pooler.is_found):
             return await self._follow(steps)
@@ -368,7 +388,7 @@ class _Session:
                         tuple((change.statement, change.must_match_row) for change in step.changes)
                     )
                     values = [step.changes[index].parameters[name] for index, name in sources]
-                    answer = bool((await self._execute(text, values))[0][0])
+                    answer = bool((await self._in_time(text, values, writes=True))[0][0])
                 step = steps.send(answer)
         except StopIteration as end:
             result: T = end.value
@@ -386,14 +406,14 @@ class _Session:
                 rows = await statement.fetch(*values, timeout=seconds)
                 return rows
             except Exception as error:
-                # In both cases, the server has executed nothing.
+                # After either of the next two errors, the server has executed nothing.
                 if getattr(error, "sqlstate", None) == _PLAN_IS_OUTDATED:
                     self._prepared.pop(text, None)
                 elif needs_unprepared(error):
                     self._pooler.was_found()
                 else:
                     raise
-            statement = None  # asyncpg closes it at the server once it is not referenced
+            statement = None  # without this reference, asyncpg closes the statement at the server
             if self._in_transaction:
                 raise Conflict  # the server has aborted the transaction
         if self._in_transaction:
@@ -411,7 +431,7 @@ class _Session:
 
 @functools.cache
 def _name(text: str) -> str:
-    """Return the name under which *text* is prepared: the same in all processes."""
+    """Return the name for the prepared statement *text*; all processes use the same name."""
     return f"aks_{hashlib.sha256(text.encode()).hexdigest()[:40]}"
 
 
@@ -420,7 +440,10 @@ def _translated(error: Exception, *, connection_lost: bool) -> Exception:
     state: str | None = getattr(error, "sqlstate", None)
     if state == DIVISION_BY_ZERO:  # a later change matched no row: see `postgresql_sql`
         return Conflict()
-    is_of_asyncpg = "asyncpg" in type(error).__module__  # SQLAlchemy has classes for them, too
-    # Without a state, it is an error of the connection, unless a value was not valid.
+    # SQLAlchemy wraps asyncpg's errors in its own classes, in a module whose name also contains
+    # "asyncpg".
+    is_of_asyncpg = "asyncpg" in type(error).__module__
+    # An error without an SQLSTATE does not come from the server: either the connection has failed,
+    # or a parameter was not valid (ValueError).
     lost = connection_lost or (state is None and not isinstance(error, ValueError))
     return meaning(error, connection_lost=is_of_asyncpg and lost)

@@ -12,8 +12,8 @@ takes one round trip.  Shortened example of an UPDATE and an INSERT:
 - A change runs only if the last preceding change with *must_match_row* has matched a row.
   Therefore, the changes run in order.  If the first change matches no row, the other changes do not
   run, and the answer is 0.
-- If a later change with *must_match_row* matches no row, the following changes do not run either.
-  The row count of the last change with *must_match_row* is then 0.  Dividing by 0 is an error, so
+- If a later change with *must_match_row* matches no row, the changes after it do not run.  The row
+  count of the last change with *must_match_row* is then 0.  Dividing by 0 is an error, so
   PostgreSQL rolls the whole statement back.
 """
 
@@ -69,7 +69,7 @@ def apply_sql(changes: tuple[tuple[sa.Executable, bool], ...]) -> PreparedChange
 
     Raises:
         TypeError: A statement is not an INSERT, UPDATE or DELETE.
-        ValueError: The first change does not have *must_match_row*; or an INSERT has neither a
+        ValueError: The first change does not have *must_match_row*.  Or an INSERT has neither a
             SELECT nor one parameter for each column.
     """
     if not changes or not changes[0][1]:
@@ -118,8 +118,8 @@ def _with_own_parameters(
 ) -> _Statement:
     """Return a copy of *statement* whose parameter names begin with *index*.
 
-    The index makes the names unique: two changes may use the same name for different values.  Each
-    new name is added to *sources*, with *index* and the old name.
+    The index makes the names unique, since two changes may use the same name for different values.
+    For each new name, add *index* and the old name to *sources*.
     """
 
     def rename(parameter: sa.BindParameter[Any]) -> None:

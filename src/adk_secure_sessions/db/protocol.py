@@ -27,7 +27,7 @@ Parameters = Mapping[str, object]
 
 
 class UniqueViolation(Exception):
-    """Another transaction has inserted the same row first.  The transaction can be repeated."""
+    """Another transaction has already inserted the same row.  The transaction can be repeated."""
 
 
 class Conflict(Exception):
@@ -35,11 +35,11 @@ class Conflict(Exception):
 
 
 class Disconnected(Exception):
-    """The connection was lost before the answer.  A write may have been stored or not."""
+    """The connection was lost before the answer.  A write may or may not have been stored."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__("the connection to the database was lost")
-        self.error = error  # a DatabaseError, which callers raise if a retry fails, too
+        self.error = error  # a DatabaseError; callers raise it if the last retry also fails
 
 
 class Read(NamedTuple):
@@ -94,12 +94,12 @@ class Executor(Protocol):
     - Conflict if the database reports a deadlock or a serialization failure,
     - DatabaseError for other errors of the database; never an exception of SQLAlchemy or a driver.
 
-    An executor with a read timeout interrupts each query that takes longer, and raises
-    DatabaseError.  A query that a transaction reads with counts, too.
+    If an executor has a read timeout, it interrupts each query that takes longer, also in a
+    transaction, and raises DatabaseError.  A statement that writes may take ten times as long.
     """
 
     async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
-        """Run one query and return its rows; interrupt the query if the caller is cancelled."""
+        """Run one query and return its rows; if the caller is cancelled, interrupt the query."""
         ...
 
     async def write(
@@ -115,15 +115,15 @@ class Executor(Protocol):
         True, because each Apply is committed separately on PostgreSQL.
 
         Args:
-            transaction: Returns the generator; called once.
+            transaction: A function that returns the generator.  It is called once.
             on_commit_after_cancel: Called with the result if the caller was cancelled while the
                 transaction ran: `write` then raises CancelledError and returns no result.
-            holds_locks: Run all steps in one transaction of the database, so that rows which a
-                Read has locked with FOR UPDATE stay locked until the commit.  Each query sees what
-                was committed before it.
+            holds_locks: Run all steps in one transaction of the database.  Rows that a Read has
+                locked with FOR UPDATE then stay locked until the commit.  Each query sees all
+                changes that were committed before the query began.
 
         Raises:
-            Disconnected: The changes may have been stored or not.
+            Disconnected: The changes may or may not have been stored.
             UniqueViolation, Conflict: See `Apply`.  Nothing was stored.
             Exception: The error that *transaction* itself raises.  Nothing was stored.
         """
@@ -132,11 +132,11 @@ class Executor(Protocol):
     async def define(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
         """Run *work* in a transaction on a SQLAlchemy connection and return its result.
 
-        `define` is for the schema and for maintenance, since `write` is faster.  If *work* raises
+        Use `define` only for the schema and for maintenance: `write` is faster.  If *work* raises
         or *commit* is False, the transaction is rolled back.
 
         Raises:
-            Disconnected: The changes may have been stored or not.
+            Disconnected: The changes may or may not have been stored.
             Exception: The error that *work* itself raises.  Nothing was stored.
         """
         ...
@@ -180,8 +180,8 @@ def run_in_turn(
 
     Args:
         steps: The transaction's generator.
-        fetch: Runs a query and returns its rows.
-        run: Runs a change and returns how many rows it matched.
+        fetch: A function that runs a query and returns its rows.
+        run: A function that runs a change and returns how many rows the change matched.
 
     Raises:
         Conflict: See `Apply`; the caller must roll back.

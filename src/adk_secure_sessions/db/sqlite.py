@@ -1,8 +1,9 @@
 """The executor for SQLite databases given by URL, on our own threads.
 
-Each operation takes one hop: from the event loop to a thread and back.  In ADK, an append takes 20
-hops with `DatabaseSessionService` and 8 with `SqliteSessionService`.  Hops and waiting for the disk
-take nearly all of an append's time.  The parts of this module, in reading order:
+Each operation takes one hop, which is a switch from the event loop to a thread and back.  In ADK,
+an append takes 20 hops with `DatabaseSessionService` and 8 with `SqliteSessionService`.  Hops and
+waiting for the disk take nearly all of an append's time.  The parts of this module, in reading
+order:
 
 1. `SqliteExecutor` creates a `Job` for each call and puts it into a thread's inbox.  One thread
    writes.  Two other threads read at the same time, which write-ahead logging allows.  A database
@@ -31,8 +32,9 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 import sqlalchemy as sa
 
 from adk_secure_sessions.db.dialects import any_text, sqlite_sql, taking_any_text
-from adk_secure_sessions.db.failures import meaning, overdue
+from adk_secure_sessions.db.failures import meaning, overdue, write_timeout
 from adk_secure_sessions.db.protocol import (
+    Conflict,
     Parameters,
     Row,
     T,
@@ -49,9 +51,14 @@ _READERS = 2
 _BUSY_TIMEOUT = 30.0  # seconds to wait while another process holds the write lock
 _BATCH = 64  # maximum number of jobs in one commit
 _EXIT_TIMEOUT = 5.0  # seconds to wait for a thread to end, before and after its read is interrupted
-# SQLite's instructions between two checks whether to go on with a read.  They take a millisecond or
-# two; reading a session with 1000 events takes fewer.
+# SQLite calls `_must_stop` each time it has executed this number of instructions, which takes one
+# or two milliseconds.  Reading a session with 1000 events takes fewer instructions.
 _INSTRUCTIONS = 100_000
+# In bytes, for a new file.  If a row is longer than a quarter of a page, SQLite stores the rest of
+# the row in a separate page.  With SQLite's default of 4096 bytes, an event of 1000 bytes would be
+# split, and reading 1000 such events would take 15% longer.
+_PAGE_SIZE = 8192
+_CACHE_KIB = 8192  # per connection; the default of 2000 is too small for a session of 1000 events
 
 
 # --- The executor -------------------------------------------------------------------------------
@@ -72,7 +79,7 @@ def sqlite_executor(
     Args:
         url: The URL; its driver is ignored.
         engine_kwargs: Options of `sqlalchemy.create_engine`.
-        read_timeout: Seconds that one query may take; None for any time.
+        read_timeout: Seconds that one query may take; None for no limit.
 
     Raises:
         TypeError, ValueError, sqlalchemy.exc.ArgumentError: SQLAlchemy rejects the options.
@@ -96,9 +103,10 @@ def sqlite_executor(
 def _prepare_file(
     _dialect: object, _record: object, args: list[Any], options: dict[str, Any]
 ) -> None:
-    """Create the file with mode 0600, or open a file that cannot be written for reading only.
+    """Create a missing file with mode 0600; open a file that is not writable as read-only.
 
-    SQLite gives the write-ahead log and its index the mode of the file.
+    SQLAlchemy calls this function before it opens a connection.  SQLite gives the write-ahead log
+    and the log's index the mode of the file.
     """
     name = str(args[0])
     if options.get("uri") and name.startswith("file:"):
@@ -110,10 +118,12 @@ def _prepare_file(
     if not path.exists():
         _create(name)
     elif not os.access(path, os.W_OK) or not os.access(path.resolve().parent, os.W_OK):
-        # If no process has the file open, no write-ahead log lies beside it.  SQLite could not
-        # create one to read the file, unless it is told that nobody changes the file.
-        is_open = path.with_name(f"{path.name}-wal").exists()
-        args[0] = f"file:{quote(str(path.absolute()))}?{'mode=ro' if is_open else 'immutable=1'}"
+        # If no process has the file open, there is no write-ahead log.  To read the file, SQLite
+        # would create a log, which fails in a directory that is not writable.  With `immutable=1`,
+        # SQLite reads the file without a log and without locks.
+        has_log = path.with_name(f"{path.name}-wal").exists()
+        needs_log = has_log or os.access(path.resolve().parent, os.W_OK)
+        args[0] = f"file:{quote(str(path.absolute()))}?{'mode=ro' if needs_log else 'immutable=1'}"
         options["uri"] = True
 
 
@@ -123,12 +133,14 @@ def _create(name: str) -> None:
     try:
         os.close(os.open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
     except OSError:
-        pass  # it exists, or SQLite raises an error that says more
+        pass  # the file exists, or SQLite will raise an error that says more
 
 
 def _set_up(driver: sqlite3.Connection, _record: object) -> None:
-    # Without secure_delete, deleted rows and copies of moved rows stay in the file's free space.
+    # Without secure_delete, deleted rows and old copies of moved rows stay in the file.
     driver.execute("PRAGMA secure_delete = ON").close()
+    driver.execute(f"PRAGMA page_size = {_PAGE_SIZE}").close()
+    driver.execute(f"PRAGMA cache_size = -{_CACHE_KIB}").close()
     driver.set_progress_handler(_must_stop, _INSTRUCTIONS)
 
 
@@ -136,7 +148,7 @@ class SqliteExecutor:
     """Runs transactions on its own threads, which the first call starts; see `protocol.Executor`.
 
     Any number of event loops can use an executor at the same time.  After a `fork`, the child
-    process starts threads of its own, but it cannot use a database in memory.
+    process starts its own threads, but it cannot use a database in memory.
     """
 
     def __init__(
@@ -163,7 +175,7 @@ class SqliteExecutor:
         transaction: Transaction[T],
         on_commit_after_cancel: Callable[[T], None] | None = None,
         *,
-        holds_locks: bool = False,  # no other transaction writes at the same time
+        holds_locks: bool = False,  # no effect: SQLite has one writer at a time
     ) -> T:
         return await self._submit(
             lambda connection: connection.transact(transaction), on_commit_after_cancel
@@ -194,11 +206,12 @@ class SqliteExecutor:
             self._after_fork()
         timeout = self._read_timeout
         job = Job(work, on_engine=on_engine, commit=commit, reads=reads, read_timeout=timeout)
-        with self._lock:  # otherwise, `close` could end the thread before it gets this job
+        with self._lock:  # otherwise, `close` could end the thread before it receives this job
             threads = self._threads or self._start()
             readers = reads and not on_engine and len(threads) > 1
             candidates = threads[1:] if readers else threads[:1]
-            # If several threads are idle, `min` returns the first, whose cache holds recent pages.
+            # If several threads are idle, `min` returns the first one.  So the first thread is used
+            # most, and its cache of pages is the most useful one.
             min(candidates, key=lambda thread: thread.inbox.waiting).inbox.put(job)
         result: T = await job.outcome(on_commit_after_cancel)
         return result
@@ -230,9 +243,9 @@ class SqliteExecutor:
 
 
 class Job:
-    """A function for a thread to run, and the future that the caller awaits.
+    """A function that a thread runs, and the future that the caller awaits.
 
-    Create the job in the caller's event loop.
+    Create the job in the caller's event loop: the future belongs to the running event loop.
     """
 
     __slots__ = (
@@ -262,20 +275,20 @@ class Job:
         # True: `work` takes a SQLAlchemy connection.  False: it takes a SqliteConnection.
         self.on_engine: bool = on_engine
         self.commit: bool = commit
-        self.reads: bool = reads  # and writes nothing, so that it can be interrupted
+        self.reads: bool = reads  # True: `work` writes nothing, so that it can be interrupted
         self.read_timeout: float | None = read_timeout
         self.is_abandoned: bool = False  # True once the caller of a read was cancelled
         self.loop: asyncio.AbstractEventLoop = asyncio.get_running_loop()
         self._future: asyncio.Future[Any] = self.loop.create_future()
         self._claim = threading.Lock()
         self._ended: asyncio.Event | None = None  # created when a cancelled caller has to wait
-        self._result: list[Any] = []  # once the job has ended: the result and the error
+        self._result: list[Any] = []  # the result and the error; empty until the job has ended
 
     def claim(self) -> bool:
-        """Return True to the first caller only.
+        """Return True to the first caller of this method, and False to all others.
 
-        The thread claims a job before it runs the job.  A cancelled caller claims its job so that
-        the thread does not run it.
+        The thread claims a job, and runs it only if the result is True.  If the caller of `outcome`
+        is cancelled, `outcome` claims the job, so that the thread does not run it.
         """
         return self._claim.acquire(blocking=False)
 
@@ -301,9 +314,9 @@ class Job:
     def set_outcome(self, result: Any, error: BaseException | None) -> None:
         """Set the result or the error that `outcome` returns or raises.
 
-        Call it in the caller's event loop.
+        Call this method in the event loop of the caller that awaits the job.
         """
-        # If its caller is cancelled, `outcome` reads `_result`, not the future.
+        # If the caller of `outcome` was cancelled, `outcome` reads `_result` instead of the future.
         self._result = [result, error]
         if self._future.done():
             if self._ended is not None:
@@ -319,7 +332,8 @@ class _Inbox:
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
-        # The item that ended the previous batch and was not part of it: `take` returns it next.
+        # An item that `take` has removed from the queue, but that could not join the batch.  The
+        # next call of `take` begins with this item.
         self._next: list[Job | None] = []
         self._busy = False
 
@@ -356,13 +370,14 @@ class _Inbox:
 
 
 class WorkerThread:
-    """A thread with its inbox.  The thread opens, uses and closes a connection of its own."""
+    """A thread with its inbox.  The thread opens, uses and closes its own connection."""
 
     def __init__(self, engine: sa.Engine, *, writes: bool) -> None:
         self.inbox: _Inbox = _Inbox()
-        self.must_end: threading.Event = threading.Event()  # interrupts its read
-        # ADK's tools exit without closing the service.  Python would wait for a thread that is not
-        # a daemon.
+        # If this event is set, the thread's read is interrupted.
+        self.must_end: threading.Event = threading.Event()
+        # The thread is a daemon, because ADK's tools exit without closing the service.  Before
+        # Python exits, it waits for all threads that are not daemons.
         self.thread: threading.Thread = threading.Thread(
             target=_serve,
             args=(self.inbox, engine, writes, self.must_end),
@@ -373,7 +388,11 @@ class WorkerThread:
 
 
 def _stop(threads: list[WorkerThread]) -> None:
-    """End *threads* after their queued jobs; interrupt reads that take longer than that."""
+    """End *threads* after their queued jobs.
+
+    After `_EXIT_TIMEOUT` seconds, interrupt the reads that are still running.  After the same time
+    again, return even if a thread has not ended.
+    """
     for thread in threads:
         thread.inbox.put(None)
     for interrupts in (False, True):
@@ -390,10 +409,18 @@ class _Outcome(NamedTuple):
     error: BaseException | None
 
 
-class _CurrentRead(threading.local):
-    """The read that a thread runs, if any: when and why it must end."""
+class _CurrentStatement(threading.local):
+    """The statement that the current thread is running, and the conditions for interrupting it.
+
+    Attributes:
+        job: The job of the statement; None while the thread runs no statement that has a limit.
+        writes: Whether the statement writes.
+        deadline: When the statement must end, in monotonic seconds; None for no limit.
+        must_end: Set by another thread if this thread must end.
+    """
 
     job: Job | None = None
+    writes: bool = False
     deadline: float | None = None
     must_end: threading.Event | None = None
 
@@ -401,27 +428,38 @@ class _CurrentRead(threading.local):
         return self.deadline is not None and time.monotonic() > self.deadline
 
 
-_current = _CurrentRead()
+_current = _CurrentStatement()
 
 
 def _must_stop() -> bool:
-    """Return True to interrupt this thread's query; SQLite calls this again and again.
+    """Return True to interrupt this thread's statement.
 
-    Unlike `sqlite3.Connection.interrupt`, this cannot interrupt the next query by mistake.
+    SQLite calls this function each time it has executed `_INSTRUCTIONS` instructions.
+
+    Unlike `sqlite3.Connection.interrupt`, this cannot interrupt the next statement by mistake.
     """
     if (job := _current.job) is None:
-        return False  # it is no read
+        return False  # the thread runs a statement without a limit, such as BEGIN
+    if _current.is_overdue():
+        return True
+    if _current.writes:
+        return False  # if the caller is cancelled or the service is closed, a write is completed
     must_end = _current.must_end is not None and _current.must_end.is_set()
-    return must_end or job.is_abandoned or _current.is_overdue()
+    return must_end or job.is_abandoned
 
 
-def _read(job: Job, work: Callable[..., T], *arguments: object) -> T:
-    """Call *work*, whose queries are interrupted if they take too long or *job* is abandoned.
+def _read(job: Job, work: Callable[..., T], *arguments: object, writes: bool = False) -> T:
+    """Call *work*; interrupt its queries if they take too long or if *job* is abandoned.
+
+    With *writes*, *work* is one statement that writes.  It is interrupted only if it takes too
+    long, and SQLite then rolls the transaction back.
 
     Raises:
-        DatabaseError: A query took longer than the job's `read_timeout`.
+        DatabaseError: *work* took longer than the job's `read_timeout`.  With *writes*: *work* took
+            longer than the `write_timeout` of that time.
     """
-    timeout = job.read_timeout
+    timeout = write_timeout(job.read_timeout) if writes else job.read_timeout
+    _current.writes = writes
     _current.deadline = None if timeout is None else time.monotonic() + timeout
     _current.job = job
     try:
@@ -431,11 +469,14 @@ def _read(job: Job, work: Callable[..., T], *arguments: object) -> T:
             raise
     finally:
         _current.job = None
-    raise overdue(timeout)
+    raise overdue(timeout, "a write" if writes else "a read")
 
 
 def _serve(inbox: _Inbox, engine: sa.Engine, writes: bool, must_end: threading.Event) -> None:
-    """Run the jobs of *inbox* until it returns an empty batch.  Each thread runs this function."""
+    """Run the jobs of *inbox* until `take` returns an empty batch.
+
+    Each thread runs this function.  *writes* is True for the thread that writes.
+    """
     _current.must_end = must_end
     connection: SqliteConnection | None = None
     while batch := inbox.take(_BATCH if writes else 1):
@@ -451,7 +492,8 @@ def _serve(inbox: _Inbox, engine: sa.Engine, writes: bool, must_end: threading.E
         except BaseException as error:
             outcomes = [_Outcome(job, None, _translated(error)) for job in batch]
         _deliver(outcomes)
-        # They hold decrypted rows, and this thread may wait long for the next job.
+        # Discard the jobs and outcomes, which refer to decrypted rows: this thread may wait for a
+        # long time for the next job.
         batch, outcomes = [], []
     if connection is not None:
         connection.driver.close()
@@ -473,6 +515,11 @@ def _run_batch(connection: "SqliteConnection", batch: list[Job]) -> list[_Outcom
             outcome = _run(connection, job)
             outcomes.append(outcome)
             if not driver.in_transaction:  # SQLite rolled back, for example on a full disk
+                # Only this job took too long.  The callers of the other jobs repeat them.
+                if _current.is_overdue():
+                    return [
+                        outcome if one is job else _Outcome(one, None, Conflict()) for one in batch
+                    ]
                 raise outcome.error or sqlite3.OperationalError("SQLite ended the transaction")
             if len(batch) > 1:
                 if outcome.error is not None:
@@ -495,7 +542,7 @@ def _run(connection: "SqliteConnection", job: Job) -> _Outcome:
     except BaseException as error:
         return _Outcome(job, None, _translated(error))
     finally:
-        del connection.job  # like `batch` in `_serve`
+        del connection.job  # the job refers to decrypted rows, see `_serve`
 
 
 def _run_on_engine(engine: sa.Engine, job: Job) -> _Outcome:
@@ -522,7 +569,7 @@ class SqliteConnection:
 
     def __init__(self, driver: sqlite3.Connection) -> None:
         self.driver: sqlite3.Connection = driver
-        self.job: Job  # the one that runs
+        self.job: Job  # the running job
 
     def fetch(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
         return _read(self.job, self._fetch, sqlite_sql(query), parameters)
@@ -530,12 +577,15 @@ class SqliteConnection:
     def _fetch(self, text: str, parameters: Parameters) -> Sequence[Row]:
         return self.driver.execute(text, parameters).fetchall()
 
+    def _execute(self, text: str, parameters: Parameters) -> int:
+        return self.driver.execute(text, parameters).rowcount
+
     def transact(self, transaction: Transaction[T]) -> T:
         return run_in_turn(transaction(), self.fetch, self._run)
 
     def _run(self, statement: sa.Executable, parameters: Parameters) -> int:
         try:
-            return self.driver.execute(sqlite_sql(statement), parameters).rowcount
+            return _read(self.job, self._execute, sqlite_sql(statement), parameters, writes=True)
         except sqlite3.IntegrityError as error:
             meant = meaning(error)
             if not isinstance(meant, UniqueViolation):
@@ -561,7 +611,8 @@ def _connect(engine: sa.Engine, writes: bool) -> SqliteConnection:
 
 def _enter_wal(driver: sqlite3.Connection) -> None:
     """Switch the file to write-ahead logging, so that readers do not wait for the writer."""
-    # If another process does so at the same time, SQLite ignores the busy timeout, so retry here.
+    # If another process switches the file at the same time, SQLite ignores the busy timeout and
+    # raises an error at once.  So wait and retry.
     for attempt in range(100):
         try:
             driver.execute("PRAGMA journal_mode = WAL")
@@ -578,7 +629,8 @@ def _enter_wal(driver: sqlite3.Connection) -> None:
 def _translated(error: BaseException) -> BaseException:
     """Translate an error of the driver with `meaning`, and return other errors unchanged.
 
-    The translated error has no context: its traceback would hold statement parameters.
+    A translated error has no `__context__`, because the traceback of the driver's error would hold
+    statement parameters.
     """
     return meaning(error) if isinstance(error, Exception) else error
 

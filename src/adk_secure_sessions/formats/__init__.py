@@ -1,1 +1,1 @@
-"""The stored bytes of records, contexts, states and events.  Nothing here uses a database."""
+"""The byte formats of records, contexts, states and events.  Nothing here uses a database."""

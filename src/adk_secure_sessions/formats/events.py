@@ -20,34 +20,70 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 _parse = EventParser()
 _PREFIX = bytes([len(adk_version)]) + adk_version.encode("ascii")
-# Of the class itself: the fields of a subclass would not be read back.
+# The serializer of `Event`.  It is also used for subclasses of `Event`, and omits the fields that a
+# subclass adds: `decode` returns an `Event`, which has no such fields.
 _serializer = Event.__pydantic_serializer__
 
 
 def encode(event: Event) -> bytes:
     """Return the bytes to store for *event*.
 
-    Fields that are None are omitted.  If a value has no JSON form or exceeds a limit, its text is
-    stored instead, and a warning is logged.
+    Fields that are None are omitted.  If a value cannot be converted to JSON or exceeds a limit,
+    its text is stored instead, and a warning is logged.
 
     Raises:
-        ValueError: The event could not be read back: it is too large, or a field holds a value of
-            another type than google-adk declares.
+        ValueError: The event could not be read back: it is too large, or the type of a field's
+            value is not the type that google-adk declares.
     """
     try:
         data: bytes = _serializer.to_json(event, exclude_none=True, warnings="error")
         if json_text.fits(data):
-            # A null may stand for infinity or NaN, and U+FFFD for a lone surrogate in a key: the
-            # JSON of plain values keeps the former, and rejects the latter.
+            # In the JSON of a model, null may stand for infinity or NaN, and U+FFFD for a lone
+            # surrogate in a key.  With plain values, `to_json` keeps infinity and NaN, and raises
+            # for a lone surrogate.
             if b"null" in data or (b"\xef" in data and b"\xef\xbf\xbd" in data):
                 fields = _serializer.to_python(event, exclude_none=True, warnings="error")
                 data = to_json(fields, inf_nan_mode="constants", bytes_mode="base64")
             return _PREFIX + data
     except Exception:
-        # Lone surrogates, values without JSON form such as callables, or fields with a value of
-        # another type.
+        # `_encode_slowly` handles lone surrogates, values that cannot be converted to JSON (such
+        # as callables), and fields whose value has an undeclared type.
         pass
     return _encode_slowly(event)
+
+
+def encode_item(values: JsonObject) -> bytes:
+    """Return the bytes to store for an item of a collection.
+
+    *values* are JSON values within the limits.
+
+    Raises:
+        ValueError: A value is no JSON value or exceeds a limit, so that the item could not be read
+            back; or the JSON is too large for one record.
+    """
+    try:
+        data = to_json(values, inf_nan_mode="constants")
+        if json_text.fits(data):
+            return _PREFIX + data
+    except ValueError:
+        pass  # the values hold a lone surrogate, or what is checked below
+    levels = json_text.MAX_LEVELS
+    checked, is_lossy = json_text.to_values(
+        values, levels=levels, bytes_mode="base64", reject="item"
+    )
+    if is_lossy:
+        raise ValueError("an item holds a value that cannot be converted to JSON")
+    return _PREFIX + json_text.dumps(checked)
+
+
+def decode_item(plaintext: bytes) -> JsonObject:
+    """Return the JSON object in *plaintext*: authenticated bytes that `encode_item` returned.
+
+    Raises:
+        DecryptionError: *plaintext* is not a google-adk version followed by the JSON of an item.
+    """
+    _, values = json_text.read_event(plaintext)
+    return values
 
 
 def _encode_slowly(event: Event) -> bytes:
@@ -56,8 +92,8 @@ def _encode_slowly(event: Event) -> bytes:
     )
     if is_lossy:
         logger.warning(
-            "an event holds values without JSON form, or beyond a limit: their text is stored "
-            "instead"
+            "an event holds values that cannot be converted to JSON or exceed a limit: their text "
+            "is stored instead"
         )
     plaintext = _PREFIX + json_text.dumps(values)
     try:
@@ -72,7 +108,7 @@ def _encode_slowly(event: Event) -> bytes:
 
 
 def _rejected(values: JsonObject) -> list[str]:
-    """Return the names of the fields that google-adk rejects."""
+    """Return the names of the fields in *values* that google-adk rejects."""
     try:
         Event.model_validate(values)
     except ValidationError as error:
@@ -81,11 +117,13 @@ def _rejected(values: JsonObject) -> list[str]:
 
 
 def _fields(event: Event) -> JsonObject:
-    """Return what google-adk stores of *event*, with its values of any type."""
+    """Return the fields of *event* that google-adk stores.  Their values may have any type."""
     fields = _dumped(event)
     actions = fields.get("actions")
     for name in ("state_delta", "agent_state"):
-        # Where these hold a value without JSON form, google-adk keeps their models' None fields.
+        # If such a field holds a value that cannot be converted to JSON, google-adk also stores the
+        # fields that are None in the models inside that value.  `_dumped` omits these fields, so
+        # use the original value.
         value = getattr(event.actions, name, None)
         if isinstance(actions, dict) and name in actions and not _has_json_form(value):
             actions[name] = value
@@ -97,7 +135,7 @@ def _dumped(model: BaseModel) -> JsonObject:
     try:
         dumped: JsonObject = serializer.to_python(model, exclude_none=True, warnings=False)
         return dumped
-    except Exception:  # a circular value, or one that a field's serializer rejects
+    except Exception:  # a value is circular, or a field's serializer rejects it
         return {name: _dumped_value(value) for name, value in model if value is not None}
 
 
@@ -123,20 +161,20 @@ def _has_json_form(value: object) -> bool:
 
 
 def decode(plaintext: bytes, session_row: int, seq: int) -> Event:
-    """Return the event in *plaintext*, authenticated bytes that `encode` returned.
+    """Return the event in *plaintext*: authenticated bytes that `encode` returned.
 
     Raises:
         ConfigurationError: the installed google-adk cannot read the event.  The message names the
             event's row (*session_row*, *seq*), the google-adk version that wrote the event, and
             the installed version.
-        DecryptionError: *plaintext* is not the version and the JSON of an event.
+        DecryptionError: *plaintext* is not a google-adk version followed by the JSON of an event.
     """
     is_ours = plaintext.startswith(_PREFIX)
     if start := len(_PREFIX) if is_ours else json_text.version_end(plaintext):
         try:
             return _parse(plaintext[start:])
         except ValueError:
-            pass  # our error is raised below: here, its __context__ would hold the event
+            pass  # raise after this block: otherwise `__context__` would hold the event
     writer, malformed = "", None
     fields: JsonObject = {}
     try:
@@ -146,7 +184,7 @@ def decode(plaintext: bytes, session_row: int, seq: int) -> Event:
     if malformed:
         raise malformed
     try:
-        return Event.model_validate(fields)  # has lone surrogates, which `_parse` rejects
+        return Event.model_validate(fields)  # accepts lone surrogates, which `_parse` rejects
     except ValueError:
         pass
     raise ConfigurationError(

@@ -1,9 +1,9 @@
-"""The JSON of states and events: its limits, how it is checked on writing, how it is read.
+"""The JSON of states and events: its limits, the checks before writing, and parsing.
 
-Limits: docs/limits.md, "Sizes".  Everything that is written within the limits is read back in any
-process.  For this, the limits are those of the parser that pydantic uses: 200 levels, and 4300
-digits.  Unlike those of the module `json`, they depend neither on the stack nor on a setting of the
-process.
+docs/limits.md lists the limits in "Sizes".  Every process can parse JSON that is within the limits.
+Two limits are those of pydantic's parser: 200 nested lists and objects, and 4300 digits in an
+integer.  They are the same in every process.  The limits of the module `json` depend on the stack
+and on a setting of the process.
 """
 
 import json
@@ -18,17 +18,18 @@ from adk_secure_sessions.errors import DecryptionError, Reason
 
 JsonObject = dict[str, Any]
 
-MAX_LEVELS = 200  # of lists and objects, one in another; an empty one is no level
-MAX_DIGITS = 4300  # of an integer
-MAX_BYTES = 256 * 2**20  # of JSON in one record
+MAX_LEVELS = 200  # nested lists and objects; an empty list or object does not count
+MAX_DIGITS = 4300  # in one integer
+MAX_BYTES = 256 * 2**20  # JSON in one record
 
 _FIRST_TOO_LARGE = 10**MAX_DIGITS
-# Above this size, the decimal text of an integer takes seconds.
+# Converting a larger integer to decimal text takes seconds.
 _MAX_DECIMAL_BITS = 2**20
-# Parses any object, and makes no Python values.
+# Parses any JSON object without creating Python values.
 _PARSER = SchemaValidator(core_schema.model_fields_schema({}, extra_behavior="ignore"))
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
-# The version of google-adk before an event.  Nothing else may reach an error message.
+# The version of google-adk at the start of an event.  Error messages quote it, so the pattern must
+# match nothing else.
 _VERSION = re.compile(rb"\d{1,4}(?:\.\d{1,6}){1,3}[a-z0-9.+]{0,20}")
 
 
@@ -36,15 +37,16 @@ _VERSION = re.compile(rb"\d{1,4}(?:\.\d{1,6}){1,3}[a-z0-9.+]{0,20}")
 
 
 def fits(data: bytes, levels: int = MAX_LEVELS) -> bool:
-    """Return whether the JSON object *data* is within the limits.
+    """Return whether the JSON object *data* is within the limits, with at most *levels* levels.
 
-    Only a text that may exceed a limit is parsed: a long one, or one with many brackets.
+    *data* is parsed only if it may exceed a limit, because it is long or has many brackets.
     """
     if len(data) <= MAX_DIGITS and data.count(b"{") + data.count(b"[") <= levels:
         return True
     if len(data) > MAX_BYTES:
         return False
     outer = MAX_LEVELS - levels
+    # The parser's limit is always MAX_LEVELS.  For a lower limit, enclose *data* in more objects.
     if outer:
         data = b'{"":' * outer + data + b"}" * outer
     try:
@@ -84,7 +86,7 @@ def _dumps_ascii(value: Any) -> bytes:
 
 
 class _Container(NamedTuple):
-    """A list or an object that contains the value at hand, and what contains that."""
+    """A list or dict that `to_values` converts, and *outer*, the container that contains it."""
 
     outer: "_Container | None"
     key: object
@@ -92,7 +94,7 @@ class _Container(NamedTuple):
     level: int
 
     def contains(self, value: object) -> bool:
-        """Whether *value* is this container, or one that this is in."""
+        """Return whether *value* is this container or one of the containers around it."""
         at: _Container | None = self
         while at:
             if at.value is value:
@@ -101,7 +103,7 @@ class _Container(NamedTuple):
         return False
 
     def path(self) -> str:
-        """Return the keys from the outermost container to this one; of a long path, the first."""
+        """Return the keys from the outermost container to this one as text; see `shown`."""
         keys = []
         at = self
         while at.outer:
@@ -111,7 +113,10 @@ class _Container(NamedTuple):
 
 
 def shown(keys: list[object]) -> str:
-    """Return *keys* as subscripts.  Long keys and a long path are shortened."""
+    """Return *keys* as subscripts, such as `['a'][0]`.
+
+    Only the first 60 characters of a key and the first 10 keys are shown.
+    """
     texts = [
         repr(key if len(key) <= 60 else key[:60] + "…") if isinstance(key, str) else str(key)
         for key in keys[:10]
@@ -124,16 +129,24 @@ def to_values(
 ) -> tuple[JsonObject, bool]:
     """Return *root* as JSON values within the limits, and whether a value was replaced by its text.
 
-    A value that has no JSON form is replaced.  A value that exceeds a limit is replaced, too; with
-    *reject*, the name of *root* in messages, it raises ValueError.  The message names the value's
-    path of keys, and never the value.
+    A value that cannot be converted to JSON is replaced.  So is a value that exceeds a limit,
+    unless *reject* is given.  The function is not recursive, so values may be nested to any depth.
 
-    The loop holds its own stack: values may nest to any depth, wherever it is called.
+    Args:
+        root: Keys and values of any type.
+        levels: The maximum number of nested lists and objects.
+        bytes_mode: How bytes are converted: see `pydantic_core.to_jsonable_python`.
+        reject: The name of *root* in error messages.  If it is not empty, a value that exceeds a
+            limit raises ValueError.
+
+    Raises:
+        ValueError: A value exceeds a limit, and *reject* is given.  The message names the path of
+            keys to the value, and never the value.
     """
     result: list[Any] = [None]
     replaced = False
     todo: list[tuple[Any, Any, Any, _Container | None]] = [(root, result, 0, None)]
-    for value, into, key, outer in todo:  # in order: of two equal keys, the last one wins
+    for value, into, key, outer in todo:  # in order, so that the last of two equal keys wins
         kind = type(value)
         if value is None or kind in (str, bool, float):
             into[key] = value
@@ -170,7 +183,10 @@ def to_values(
 
 
 def _json_form(value: object, bytes_mode: Any) -> tuple[Any, bool]:
-    """Return the JSON form of *value*; if it has none, its text and True."""
+    """Return *value* as JSON values, and whether a part was replaced by its text.
+
+    A part is replaced if it cannot be converted to JSON.
+    """
     try:
         return to_jsonable_python(value, bytes_mode=bytes_mode), False
     except Exception:
@@ -182,7 +198,7 @@ def _json_form(value: object, bytes_mode: Any) -> tuple[Any, bool]:
 
 
 def _key(key: object) -> str:
-    """Return *key* as the JSON of an object has it."""
+    """Return the JSON text of *key*, which is the key of a dict and may have any type."""
     if type(key) is str:
         return key
     try:
@@ -194,12 +210,12 @@ def _key(key: object) -> str:
 
 def _text(value: object) -> str:
     if type(value) is int:
-        # str() has a limit that is a setting of the process.
+        # str() rejects integers with more digits than a setting of the process allows.
         is_decimal = value.bit_length() <= _MAX_DECIMAL_BITS
         return to_json(value).decode("ascii") if is_decimal else hex(value)
     try:
         return str.__str__(str(value))
-    except Exception:  # for example, a value that nests too deep
+    except Exception:  # for example, because the value is nested too deep
         return f"<{type(value).__name__}>"
 
 
@@ -207,11 +223,11 @@ def _text(value: object) -> str:
 
 
 def loads(data: bytes, name: str = "the plaintext") -> JsonObject:
-    """Return the JSON object *data* as new objects; *data* must be authenticated.
+    """Parse *data*, which must be authenticated, and return a new dict.
 
     Raises:
         DecryptionError: *data* is not a JSON object in UTF-8, or exceeds a limit.  The message
-            calls it *name*.
+            calls *data* *name*.
     """
     value: Any = None
     try:
@@ -228,7 +244,7 @@ def loads(data: bytes, name: str = "the plaintext") -> JsonObject:
 
 
 def version_end(plaintext: bytes) -> int:
-    """Return where the version at the start of an event ends; 0 if there is no version."""
+    """Return the position after the version at the start of an event; 0 if there is no version."""
     end = 1 + plaintext[0] if plaintext else 0
     return end if _VERSION.fullmatch(plaintext, 1, end) else 0
 
@@ -249,14 +265,17 @@ def read_event(plaintext: bytes) -> tuple[str, JsonObject]:
 
 def _loads_surrogates(data: bytes) -> Any:
     try:
-        # int() has a limit that is a setting of the process.
+        # int() rejects more digits than a setting of the process allows.
         return json.loads(data.decode(), parse_int=from_json)
     except ValueError:
         return None
 
 
 def _with_room(function: Callable[[Any], Any], argument: object) -> Any:
-    """Call *function*, which needs some 200 levels of the stack: if need be, in a new thread."""
+    """Return *function*(*argument*), which may recurse 200 levels deep.
+
+    If the stack of this thread is too small, call *function* in a new thread.
+    """
     try:
         return function(argument)
     except RecursionError:

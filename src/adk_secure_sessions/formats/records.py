@@ -6,10 +6,10 @@ by the bytes that `context` returns.  If a record is moved to another row, it ca
 there.
 
 The last part of this module is about plaintexts: the fields before the JSON of a state or an event
-("What each record holds").  A *link* is 16 random bytes.  Rows that belong together share links:
-each event has its own link and that of the event before it, and the session has those of its last
-event and of its snapshot.  A row of another timeline, for example of a database that was restored
-from a backup since, is authentic but has other links.
+(docs/format.md, "What each record holds").  A *link* is 16 random bytes.  Rows that belong together
+share links: each event has its own link and that of the event before it, and the session has those
+of its last event and of its snapshot.  A row of another copy of the database, such as a restored
+backup, is authentic but has other links.
 """
 
 import secrets
@@ -72,7 +72,7 @@ def decode_text(data: object) -> str:
     try:
         return binary(data).decode("utf-8", "surrogatepass")
     except UnicodeDecodeError:
-        pass  # raise our error outside: this exception holds the bytes
+        pass  # raise after this block: otherwise `__context__` would hold the bytes
     raise TamperedError("its text is not UTF-8", reason=Reason.MALFORMED)
 
 
@@ -103,9 +103,10 @@ def context(parts: tuple[str | bytes, ...], *numbers: int) -> bytes:
 
 
 def numbered_context(parts: bytes, *numbers: int) -> bytes:
-    """Return the context that consists of *parts*, which `context_parts` returned, and *numbers*.
+    """Return the context that consists of *parts* and *numbers*.
 
-    If many rows have the same parts, this is faster than `context`.
+    *parts* is a result of `context_parts`.  If many rows have the same parts, this function is
+    faster than `context`.
 
     Raises:
         TamperedError: a number is not a 64-bit integer.
@@ -148,7 +149,7 @@ def seal(cipher: Cipher, backend_id: int, key_id: int, context: bytes, plaintext
         sealed = cipher.encrypt(FLAGS + plaintext, start + context)
         if isinstance(sealed, bytes):
             return start + sealed
-    except Exception as error:  # from a third party's cipher: its text may contain the plaintext
+    except Exception as error:  # its text may contain the plaintext, so it is not repeated
         failure = type(error).__name__
     raise SecureSessionError(f"backend {backend_id} failed to encrypt: {failure}")
 
@@ -190,21 +191,24 @@ def header(stored: object) -> tuple[int, int] | None:
 
 
 def open_record(stored: bytes, context: bytes, cipher: Cipher) -> bytes:
-    """Return the plaintext of a record whose header `unpack` accepted, without its flags byte.
+    """Decrypt a record whose header `unpack` accepted; return its plaintext without the flags.
 
-    Raises like `open_with_flags`.
+    Raises the errors of `open_with_flags`.
     """
     return open_with_flags(stored, context, cipher)[1:]
 
 
 def open_with_flags(stored: bytes, context: bytes, cipher: Cipher) -> bytes:
-    """Return the plaintext of a record whose header `unpack` accepted; it begins with `FLAGS`.
+    """Decrypt a record whose header `unpack` accepted; return its plaintext, including `FLAGS`.
 
-    For events, which are read by the thousand: the caller copies each plaintext anyway.
+    Use it for events, of which a read may have thousands.  The caller takes slices of each
+    plaintext, so removing the flags here would only add a copy.
 
     Raises:
-        DecryptionError: raised by the cipher itself; or the record has flags of a later release.
-        TamperedError: the cipher raised another exception.  Its text is not repeated.
+        DecryptionError: The cipher raised DecryptionError, or the record has flags of a later
+            release.
+        TamperedError: The cipher raised another exception, whose text is not repeated, or the
+            result is not bytes, or it is empty.
     """
     try:
         plaintext = cipher.decrypt(stored[HEADER_LENGTH:], stored[:HEADER_LENGTH] + context)
@@ -214,8 +218,8 @@ def open_with_flags(stored: bytes, context: bytes, cipher: Cipher) -> bytes:
             raise _unknown_flags(plaintext)
     except DecryptionError:
         raise
-    except Exception:  # from a third party's cipher: the exception may hold secrets
-        pass  # raise our error outside: here, this exception would be its __context__
+    except Exception:  # a third party's cipher may put secrets into its exceptions
+        pass  # raise after this block: otherwise `__context__` would hold the cipher's exception
     raise TamperedError("the backend could not decrypt it")
 
 
@@ -230,11 +234,12 @@ def _unknown_flags(plaintext: bytes) -> DecryptionError:
 
 
 # --- plaintexts ----------------------------------------------------------------------------------
-# The decoders take authenticated bytes, so only a faulty writer can make them raise TamperedError.
+# The functions that split plaintexts take authenticated bytes.  Therefore, they raise TamperedError
+# only if the program that wrote the bytes is faulty.
 
 LINK_LENGTH = 16
-NO_LINK = bytes(LINK_LENGTH)  # of a session without events or snapshot; before the first event
-# The parts of an event's plaintext, whose flags byte is still there.
+NO_LINK = bytes(LINK_LENGTH)  # stored instead of a link if there is no event or no snapshot
+# Slices of an event's plaintext that still begins with the flags byte.
 EVENT_LINK = slice(1, 1 + LINK_LENGTH)
 EVENT_PREVIOUS = slice(1 + LINK_LENGTH, 1 + 2 * LINK_LENGTH)
 EVENT_REST = slice(1 + 2 * LINK_LENGTH, None)  # google-adk's version, and JSON
@@ -243,13 +248,13 @@ _KEY_IDS = [Struct(f">B{count}q") for count in range(256)]
 
 
 class OwnerFields(NamedTuple):
-    """The plaintext of an app or a user.
+    """The fields in the plaintext of an app's or a user's row.
 
     Attributes:
-        link: Shared with the version witness; each version has a new one.
-        key_ids: The data keys that may encrypt new records of this owner: one for each backend
-            that writes.
-        state: JSON.
+        link: The link that the row shares with its version witness; new in each version.
+        key_ids: The ids of the data keys that may encrypt new records of this owner: one for each
+            backend that writes.
+        state: The owner's state as JSON.
     """
 
     link: bytes
@@ -258,12 +263,12 @@ class OwnerFields(NamedTuple):
 
 
 class SessionFields(NamedTuple):
-    """The plaintext of a session.
+    """The fields in the plaintext of a session's row.
 
     Attributes:
-        head: The link of the last event, or `NO_LINK`.
-        snapshot_link: The link of the snapshot, or `NO_LINK`.
-        overlay: JSON.
+        head: The link of the last event; `NO_LINK` if the session has no events.
+        snapshot_link: The link of the snapshot; `NO_LINK` if the session has no snapshot.
+        overlay: The overlay as JSON.
     """
 
     head: bytes
@@ -272,18 +277,21 @@ class SessionFields(NamedTuple):
 
 
 def new_link() -> bytes:
-    """Return 16 random bytes."""
+    """Return a new link: 16 random bytes."""
     return secrets.token_bytes(LINK_LENGTH)
 
 
 def with_id(identifier: str, rest: bytes) -> bytes:
-    """Return the plaintext of a row that stores its id: the id's length, the id, *rest*."""
+    """Return the plaintext of a row that stores its id: the id's length, the id and *rest*."""
     data = encode_text(identifier)
     return _LENGTH.pack(len(data)) + data + rest
 
 
 def split_id(plaintext: bytes) -> tuple[str, bytes]:
-    """Return the id and the rest of a plaintext that `with_id` returned.  Raises TamperedError."""
+    """Return the id and the rest of a plaintext that `with_id` returned.
+
+    Raises TamperedError if the plaintext is malformed.
+    """
     if len(plaintext) >= _LENGTH.size:
         end = _LENGTH.size + _LENGTH.unpack_from(plaintext)[0]
         if end <= len(plaintext):
@@ -292,13 +300,16 @@ def split_id(plaintext: bytes) -> tuple[str, bytes]:
 
 
 def join_owner(fields: OwnerFields) -> bytes:
-    """Return the bytes that store *fields*: at most 255 key ids."""
+    """Join *fields* to the bytes that an owner's plaintext contains; at most 255 key ids fit."""
     ids = fields.key_ids
     return fields.link + _KEY_IDS[len(ids)].pack(len(ids), *ids) + fields.state
 
 
 def split_owner(data: bytes) -> OwnerFields:
-    """Return the fields that `join_owner` joined.  Raises TamperedError."""
+    """Return the fields that `join_owner` joined.
+
+    Raises TamperedError if *data* is malformed.
+    """
     try:
         layout = _KEY_IDS[data[LINK_LENGTH]]
         _, *key_ids = layout.unpack_from(data, LINK_LENGTH)
@@ -310,12 +321,15 @@ def split_owner(data: bytes) -> OwnerFields:
 
 
 def join_session(fields: SessionFields) -> bytes:
-    """Return the bytes that store *fields*."""
+    """Join *fields* to the bytes that a session's plaintext contains."""
     return fields.head + fields.snapshot_link + fields.overlay
 
 
 def split_session(data: bytes) -> SessionFields:
-    """Return the fields that `join_session` joined.  Raises TamperedError."""
+    """Return the fields that `join_session` joined.
+
+    Raises TamperedError if *data* is too short.
+    """
     if len(data) < 2 * LINK_LENGTH:
         raise _malformed()
     end = 2 * LINK_LENGTH
@@ -323,7 +337,10 @@ def split_session(data: bytes) -> SessionFields:
 
 
 def split_link(data: bytes) -> tuple[bytes, bytes]:
-    """Return the link that *data* begins with, and the rest.  Raises TamperedError."""
+    """Return the link at the start of *data*, and the rest.
+
+    Raises TamperedError if *data* is too short.
+    """
     if len(data) < LINK_LENGTH:
         raise _malformed()
     return data[:LINK_LENGTH], data[LINK_LENGTH:]

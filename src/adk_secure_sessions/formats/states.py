@@ -12,13 +12,14 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 JsonObject = json_text.JsonObject
 
-# The state itself is one of these levels.  In the event that changes it, it is the third level.  So
-# every value of a state fits in an event.
+# The maximum depth of nested lists and objects.  The state itself is level 1.  In an event, the
+# state delta is at level 3 (event, actions, delta), so its values reach at most level 193 there.
+# The limit of events, `json_text.MAX_LEVELS`, is 200.
 MAX_STATE_LEVELS = 191
 MAX_KEY_BYTES = 8192
 
-# The prefixes of google.adk.sessions.State.  They are copied, because importing google-adk takes
-# seconds and would delay the command line.  A test checks that they are equal.
+# Copies of the prefixes in `google.adk.sessions.State`.  Importing google-adk takes seconds and
+# would delay the command line.  A test checks that the copies are equal to the originals.
 APP_PREFIX, USER_PREFIX, TEMP_PREFIX = "app:", "user:", "temp:"
 
 
@@ -56,7 +57,7 @@ def merge(app: JsonObject, user: JsonObject, session: JsonObject) -> JsonObject:
 
 
 def dumps(state: JsonObject) -> bytes:
-    """Return the JSON of *state*, whose values come from `loads`.
+    """Return the JSON of *state*, whose values are JSON values within the limits.
 
     Raises:
         ValueError: The JSON is too large for one record.
@@ -65,19 +66,20 @@ def dumps(state: JsonObject) -> bytes:
 
 
 def loads(data: bytes, name: str = "the state") -> JsonObject:
-    """Return the state in *data*, which must be authenticated, as new objects in each call.
+    """Parse *data*, which must be authenticated, and return the state as a new dict.
 
     Raises:
-        DecryptionError: *data* is not a JSON object within the limits.  The message calls it
+        DecryptionError: *data* is not a JSON object within the limits.  The message calls *data*
             *name*.
     """
     return {} if data == b"{}" else json_text.loads(data, name)
 
 
 def encode(state: JsonObject, prefix: str = "") -> bytes:
-    """Return the JSON of the *state* that a caller gives, after checking its limits.
+    """Check that *state*, which comes from the application, is within the limits; return its JSON.
 
-    As in ADK, a value that has no JSON form is replaced by its text, and a warning is logged.
+    As in ADK, a value that cannot be converted to JSON is replaced by its text, and a warning is
+    logged.
 
     Args:
         state: Keys and values of one scope.
@@ -105,7 +107,7 @@ def encode(state: JsonObject, prefix: str = "") -> bytes:
             )
         try:
             data = dumps({key.removeprefix(prefix): value for key, value in values.items()})
-        except ValueError as error:  # it is too large, and the message is ours
+        except ValueError as error:  # the JSON is too large; the message contains no value
             path = json_text.shown([json_text.largest(values)])
             raise ValueError(f"state{path}: {error}") from None
     if len(data) > MAX_KEY_BYTES:

@@ -11,7 +11,6 @@ import re
 import threading
 from contextlib import closing
 from typing import Any, NamedTuple
-from urllib.request import getproxies
 
 from adk_secure_sessions.errors import ConfigurationError, TamperedError, WrongKeyError
 from adk_secure_sessions.keys.remote import (
@@ -26,8 +25,8 @@ from adk_secure_sessions.keys.remote import (
 
 _ARN = r"arn:aws[a-z-]*:kms:(?P<region>[a-z0-9-]+):[0-9]{12}:(?:key|alias)/[\w/-]+"
 _NAME = re.compile(rf"(?:{_ARN}|alias/[\w/-]+|mrk-[0-9a-f]{{32}}|[0-9a-f-]{{36}})", re.ASCII)
-# The only entry of the "encryption context", which KMS authenticates.  CloudTrail logs the context,
-# so the value of this entry is a hash of the associated data instead of the data.
+# The name of the only entry in the "encryption context", which KMS authenticates.  CloudTrail logs
+# the encryption context, so the value of the entry is only a hash of the associated data.
 _CONTEXT = "adk-secure-sessions"
 
 _CREDENTIALS = (
@@ -35,7 +34,7 @@ _CREDENTIALS = (
     "check that they are valid, their region, and this machine's clock",
 )
 _PENDING = ("the key cannot be used: disabled, pending deletion or import", "check its state")
-# Maps each AWS error code to the cause and the advice in our error text.
+# Maps an error code of AWS to the cause and the advice in our error.
 _ADVICE = {
     "AccessDeniedException": (
         "permission was denied",
@@ -68,7 +67,7 @@ _TOO_MANY, _SERVER_ERROR = 429, 500  # HTTP status codes
 
 
 class _ProcessSession(NamedTuple):
-    """A botocore session and its lock.  Only the process *pid* may use them, no forked process."""
+    """A botocore session and its lock.  Only the process with the id *pid* may use them."""
 
     pid: int
     lock: threading.Lock
@@ -76,14 +75,14 @@ class _ProcessSession(NamedTuple):
 
 
 class AwsKmsKey(RemoteKey):
-    """A symmetric key of AWS KMS; key spec `aws-kms:ARN-or-alias`.
+    """A root key that is a symmetric key of AWS KMS; key spec `aws-kms:ARN-or-alias`.
 
     Credentials come from the usual places of AWS SDKs: the environment, a profile, or the role of
     the machine.
 
     Args:
-        key: The ARN of a key or of an alias, `alias/NAME`, or a key's id.  Do not point an alias
-            at another key: KMS would then try to unwrap stored keys with that other key, and fail.
+        key: The ARN of a key or of an alias, `alias/NAME`, or the id of a key.  Do not change an
+            alias to another key: KMS would use the other key to unwrap stored keys, and fail.
         region: The AWS region.  By default the first of these that is set: the region in the ARN,
             `AWS_DEFAULT_REGION`, the region of the profile, `AWS_REGION`.
         profile: A profile in the AWS configuration files; by default `AWS_PROFILE`.
@@ -213,15 +212,17 @@ class AwsKmsKey(RemoteKey):
             )
 
         with current.lock:
-            # Only the client knows the endpoint's address, which may come from the environment,
-            # a profile or the region.  So create the client before checking the address.
-            made = client(proxies=None)  # None: those of the environment
+            # The address of the endpoint may come from the environment, a profile or the region.
+            # Only a client has the final address, so create a client before checking the address.
+            made = client(proxies=None)  # None means the proxies that the environment names
             if is_plain_http(made.meta.endpoint_url):
                 made.close()
                 made = client(proxies={})
             return made
 
     def _process_session(self) -> _ProcessSession:
+        from urllib.request import getproxies  # it imports 20 modules
+
         from botocore.session import Session
 
         current = self._current
@@ -243,10 +244,10 @@ class AwsKmsKey(RemoteKey):
 
 
 def _ask_metadata_service_directly(session: Any) -> None:
-    """Let *session* ask the machine's metadata service for credentials without a proxy.
+    """Make *session* request credentials from the machine's metadata service without a proxy.
 
-    botocore would send these requests, which are plain HTTP, to the proxy for HTTP.  There is no
-    public option against that.
+    botocore would send these requests, which are plain HTTP, to the proxy for HTTP, and the proxy
+    could read the credentials.  botocore has no public option to prevent this.
     """
     from botocore.httpsession import URLLib3Session
 

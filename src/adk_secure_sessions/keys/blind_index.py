@@ -15,7 +15,7 @@ TAG_LENGTH = 16
 
 
 class BlindIndex(KeyMaterial):
-    """Computes tags: HMAC-SHA-256 with the index master, truncated to 16 bytes."""
+    """Computes tags: HMAC-SHA-256 with the index master as the key, truncated to 16 bytes."""
 
     def __init__(self, key: bytes) -> None:
         self._mac = HMAC(key, SHA256())
@@ -36,12 +36,16 @@ class BlindIndex(KeyMaterial):
         """Return the tag of a session of a user."""
         return self._tag("session", app_name, user_id, session_id)
 
+    def collection(self, app_name: str, user_id: str, name: str) -> bytes:
+        """Return the tag of a collection of a user."""
+        return self._tag("collection", app_name, user_id, name)
+
     def checkpoint(self, name: str, text: str) -> bytes:
         """Return the 16-byte MAC of *text*, the checkpoint that a rotation stores under *name*."""
         return self._tag("checkpoint", name, text)
 
     def features(self, database_id: bytes, names: str) -> bytes:
-        """Return the 16-byte MAC of the database's feature list."""
+        """Return the 16-byte MAC of *names*, the list of the database's features."""
         return self._tag("features", database_id, names)
 
     def separation(self, database_id: bytes, text: str) -> bytes:

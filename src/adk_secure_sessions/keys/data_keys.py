@@ -6,12 +6,14 @@ backend is *listed* if it is the writing backend or one of `additional_backends`
 docs/format.md, "Which data key encrypts", defines three more terms:
 
 - A data key is *usable* if this process may encrypt new records with it: it was created for the
-  writing backend, and its data master key is usable (`Keyring.is_usable`).
-- An owner's *current* data key is the usable data key that the owner's row names.  It encrypts
-  every record that this process writes for that owner.  A data key that the row does not name may
-  have been erased and inserted again by an attacker who kept a copy of it, so it encrypts nothing.
-- An owner's *newest* data key has the highest generation of all, usable or not.  It differs from
-  the current data key if, for example, another service writes with another backend.
+  writing backend, and its data master is usable (`Keyring.is_usable`).
+- An owner's *current* data key is the usable data key that the owner's row names.  The current data
+  key encrypts every record that this process writes for that owner.  No other data key encrypts new
+  records: a data key that the row does not name may have been erased, and inserted again by an
+  attacker with a copy of its row.
+- An owner's *newest* data key is the one with the highest generation, usable or not.  If, for
+  example, another service writes with another backend, the newest data key may differ from the
+  current data key.
 """
 
 import time
@@ -20,6 +22,7 @@ from typing import NamedTuple, Protocol
 
 from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.errors import (
+    ConfigurationError,
     DecryptionError,
     PlaintextRefusedError,
     Reason,
@@ -28,7 +31,7 @@ from adk_secure_sessions.errors import (
 )
 from adk_secure_sessions.formats import records
 from adk_secure_sessions.formats.records import Cipher
-from adk_secure_sessions.keys.keyring import Keyring, MasterMark, new_key_id
+from adk_secure_sessions.keys.keyring import MAX_WRAPPED, Keyring, MasterMark, new_key_id
 from adk_secure_sessions.lru import Lru
 
 _LAST_GENERATION = 2**62
@@ -50,10 +53,11 @@ class DataKeyRow(NamedTuple):
     Attributes:
         id: A random id.
         owner: The tag (blind index) of a user or an app.
-        generation: 0 for the owner's first data key, 1 for the second, whatever their backends.
+        generation: The number of the data key: 0 for the owner's first data key, 1 for the second,
+            and so on.  The data keys of different backends share one count.
         backend_id: The id of the backend that encrypts with the key.
         created_at: When the key was created, in microseconds since 1970, UTC.
-        wrapped: The key in a record that a data master encrypts.
+        wrapped: The data key, wrapped by a data master, in the format of a record.
     """
 
     id: int
@@ -64,7 +68,7 @@ class DataKeyRow(NamedTuple):
     wrapped: bytes
 
     def context(self, database_id: bytes) -> bytes:
-        """Return the context of `wrapped`, which decrypting it requires."""
+        """Return the context that `wrapped` is bound to."""
         parts = ("data-key", database_id, self.owner)
         return records.context(parts, self.id, self.generation, self.backend_id, self.created_at)
 
@@ -93,19 +97,19 @@ class DataKey(KeyMaterial):
 
 
 class StaleKeyring(Exception):
-    """The stored keyring is not the one that this process has read.
+    """The stored keyring has changed since this process read it.
 
     The caller must read the keyring again and then repeat the operation.
     """
 
 
 class OwnerKeys(KeyMaterial):
-    """All data keys of one owner.
+    """All known data keys of one owner.
 
     Attributes:
         by_id: The data keys by id; None for a data key whose backend is not listed.
-        current: The owner's current data key; None if the owner's row names no usable data key,
-            or if the row has not been decrypted yet.
+        current: The owner's current data key; None if the owner's row names no usable data key, or
+            if the owner's row has not been decrypted yet.
         newest_generation: The generation of the owner's newest data key, even if its backend is
             not listed; -1 if the owner has no data key.
     """
@@ -124,10 +128,11 @@ class OwnerKeys(KeyMaterial):
 
 
 class DataKeys(KeyMaterial):
-    """A bounded cache of unwrapped data keys.  Their rows are committed.
+    """The keyring, and a cache of unwrapped data keys that were read from committed rows.
 
     Attributes:
-        keyring: The master keys; replaced when the keyring is read again.
+        keyring: The unwrapped master keys.  A new object replaces it when the keyring is read
+            again.
         backends: All listed backends, by backend id.
         writer: The writing backend.
         by_owner: The data keys of the most recently used owners, by the owner's tag.
@@ -151,8 +156,8 @@ class DataKeys(KeyMaterial):
 class StagedKeys:
     """The data keys that one transaction uses.
 
-    For an owner whose data keys the transaction has read or created, it uses only those data keys.
-    For any other owner, it uses the cached data keys.
+    If the transaction has read or created data keys of an owner, it uses only these data keys of
+    that owner.  For any other owner, it uses the cached data keys.
 
     After the commit, `publish` puts the keys that the transaction read or created into the cache.
     Before the commit, other transactions must not encrypt with these keys: if this transaction is
@@ -160,17 +165,16 @@ class StagedKeys:
 
     Args:
         keys: The cache.
-        keyring_is_complete: If True, the keyring was read again during this operation.  If
-            False, another process may have changed the stored keyring since this process has read
-            it, and `load` then raises StaleKeyring.
-        uses_cache: If False, only keys that the transaction has read or created exist for it: a
-            data key may have been deleted since it was cached.
-        created: The ids of data keys that this operation has stored in a key database, before the
-            rows that name them.
+        keyring_is_complete: True if this operation has already read the keyring again.  If False,
+            `load` raises StaleKeyring if another process has changed the stored keyring.
+        uses_cache: If False, the transaction does not use cached data keys, because a data key may
+            have been deleted since it was cached.
+        created: The ids of data keys that this operation has stored in a key database, before it
+            writes the owners' rows that name them.
 
     Attributes:
-        created: The argument.
-        has_new_keys: Whether `new` has created a data key.
+        created: The argument *created*.
+        has_new_keys: True if `new` has created a data key.
     """
 
     def __init__(
@@ -186,23 +190,23 @@ class StagedKeys:
         self._uses_cache = uses_cache
         self._keyring_is_complete = keyring_is_complete
         self._by_owner: dict[bytes, OwnerKeys] = {}  # read or created by this transaction
-        # Keys from the cache.  The transaction keeps them even if the cache drops or replaces them.
+        # Data keys from the cache, which may remove or replace them during the transaction.
         self._cached: dict[bytes, OwnerKeys] = {}
         self._owners: dict[int, bytes] = {}  # by data key id
         self._rejected: dict[int, DecryptionError] = {}  # by data key id
-        self._rejected_of: dict[bytes, DecryptionError] = {}  # by the owner that the row names
-        self._taken: dict[bytes, int] = {}  # the highest stored generation of each owner
+        self._rejected_of: dict[bytes, DecryptionError] = {}  # by the `owner` of the rejected row
+        self._taken: dict[bytes, int] = {}  # highest stored generation by owner, even if rejected
         self.has_new_keys: bool = False
 
     def load(self, rows: Iterable[DataKeyRow], masters: Iterable[MasterMark]) -> None:
-        """Unwrap *rows*, which must hold all data keys of each owner that occurs in them.
+        """Unwrap *rows*, which must be all rows of each owner that occurs in them.
 
-        A tampered row does not raise here.  Its error is raised when a record names its key, or
-        when its owner needs a new data key; other owners are not affected.
+        A tampered row raises no error here, so that it does not affect other owners.  `cipher`
+        raises the error if a record names the key of the tampered row.
 
         Args:
             rows: Rows of `secure_data_keys`.
-            masters: The rows of `secure_keyring`, read by the same query.
+            masters: The marks of all rows of `secure_keyring`, read by the same query.
 
         Raises:
             StaleKeyring: *masters* differ from the keyring, and *keyring_is_complete* is False.
@@ -220,23 +224,31 @@ class StagedKeys:
             else:
                 opened.setdefault(row.owner, {})[row.id] = key
                 newest[row.owner] = max(newest.get(row.owner, -1), row.generation)
-            if isinstance(row.generation, int):  # also if the row was rejected: it is taken
+            # No new data key may have this generation, even if the row was rejected.
+            if isinstance(row.generation, int):
                 self._taken[row.owner] = max(self._taken.get(row.owner, -1), row.generation)
         for owner, keys in opened.items():
             self._by_owner[owner] = OwnerKeys(keys, None, newest[owner])
             self._owners.update(dict.fromkeys(keys, owner))
 
     def adopt(self, owner: bytes, key_ids: Collection[int]) -> None:
-        """Take the current data key of *owner* from those that the owner's row names.
+        """Determine the current data key of *owner*; call this before `current`, `seal`, `names`.
 
-        If none of them is usable, take one that this operation has created.
+        The current data key is the newest usable data key that the owner's row names.  (The
+        module's docstring defines *usable*.)  If the row names no usable data key, the current data
+        key is the newest usable one that this operation has created, if any.
 
-        Call it with the authentic *key_ids* of the row before `current`, `seal` and `names` are
-        used.  Without a row, *key_ids* are empty.
+        Args:
+            owner: A tag.
+            key_ids: The ids of the data keys that the owner's row names.  The row must be
+                authentic.  Empty if the owner has no row yet.
         """
         known = self._of(owner)
         if known is None:
             return
+        current = known.current
+        if current is not None and key_ids == (current.id,) and self._is_usable(current):
+            return  # an earlier call has determined it already, as in almost every case
         usable = [key for key in known.by_id.values() if key and self._is_usable(key)]
         named = [key for key in usable if key.id in key_ids]
         candidates = named or [key for key in usable if key.id in self.created]
@@ -248,9 +260,13 @@ class StagedKeys:
     def names(self, owner: bytes, key_ids: Collection[int]) -> tuple[int, ...]:
         """Return the key ids to store in the next version of the owner's row.
 
-        The current data key replaces the key of the same backend; keys of other backends stay as
-        long as they exist.  Cached keys do not tell whether a key exists: another process may have
-        created it since.
+        The current data key replaces the other keys of its backend.  The keys of other backends
+        are kept if they still exist.  If the data keys of *owner* come from the cache, all keys are
+        assumed to exist: another process may have created a key after they were cached.
+
+        Args:
+            owner: A tag.  Its current data key must be known.
+            key_ids: The ids of the data keys that the owner's row names now.
         """
         known = self._of(owner)
         assert known is not None
@@ -269,11 +285,12 @@ class StagedKeys:
 
         Args:
             owner: A tag.  If the owner has data keys, they must have been loaded.
-            not_before: The earliest `created_at`, in microseconds since 1970.  Rotations pass
-                their start: this process's clock may be behind the clock that measured the start.
+            not_before: The earliest `created_at`, in microseconds since 1970.  A rotation passes
+                the time of its start, because the clock of this process may be behind the clock
+                that measured the start.
 
         Raises:
-            TamperedError: a row of another data key of *owner* has the highest possible generation.
+            TamperedError: A row of another data key of *owner* has the highest possible generation.
         """
         keyring, writer = self._keys.keyring, self._keys.writer
         master_id = keyring.current_id
@@ -297,16 +314,19 @@ class StagedKeys:
         return row
 
     def rows_are_authentic(self, owner: bytes, ids: Collection[int]) -> bool:
-        """Return whether the data keys *ids* of *owner* were read, and none was rejected."""
+        """Return whether *ids* are exactly the ids of the owner's authentic data keys.
+
+        Cached data keys do not count: this transaction must have read the data keys.
+        """
         known = self._by_owner.get(owner)
         return known is not None and known.by_id.keys() == set(ids)
 
     def keyring_guard(self) -> dict[str, object]:
-        """Return the parameters for the condition in the statement INSERT_KEY.
+        """Return the parameters for the condition in the statement `INSERT_KEY`.
 
-        INSERT_KEY stores a data key only if the stored keyring is still the one that this process
-        has read.  Otherwise, another process may have retired or replaced the data master that
-        wraps the data key.
+        `INSERT_KEY` stores a data key only if the stored keyring has not changed since this process
+        read it.  Otherwise, another process may have retired or replaced the data master that wraps
+        the data key.
         """
         keyring = self._keys.keyring
         return {"master_id": keyring.current_id, "masters": keyring.row_count}
@@ -316,24 +336,27 @@ class StagedKeys:
         return owner in self._by_owner
 
     def current(self, owner: bytes) -> DataKey | None:
-        """Return the owner's current data key; None if it is not known (see `adopt`)."""
+        """Return the owner's current data key; None before `adopt`, or if there is none."""
         known = self._of(owner)
         return known.current if known else None
 
     def current_is_newest(self, owner: bytes) -> bool:
-        """Return whether the owner's current data key is known and is also the newest."""
+        """Return True if the owner's current data key is known and is also the newest data key."""
         known = self._of(owner)
         return bool(known and known.current and known.current.generation == known.newest_generation)
 
     def is_as_new_as(self, owner: bytes, *stored: bytes) -> bool:
-        """Return whether the current data key is at least as new as the keys of *stored*.
+        """Return True if the current data key is at least as new as the data keys of *stored*.
 
-        *stored* are records of *owner*, possibly none.  Return False also if no current data key
-        is known.  After False, the caller reads the owner's data keys again: another process may
-        have created a newer data key, or retired the current one.
+        If the result is False, the caller reads the owner's data keys again: another process may
+        have created a newer data key, or retired the current data key.
+
+        Args:
+            owner: A tag.  If its current data key is not known, the result is False.
+            *stored: Records of *owner*.
 
         Raises:
-            DecryptionError: the header of a record is malformed.
+            DecryptionError: The header of a record is malformed.
         """
         known = self._of(owner)
         if known is None or known.current is None:
@@ -355,7 +378,8 @@ class StagedKeys:
         """Decrypt *stored*, a record of *owner*, and return the plaintext.
 
         Raises:
-            DecryptionError: the errors of `cipher` and `records.open_record`.
+            DecryptionError: The data key cannot be used (see the method `cipher`), or the record
+                cannot be decrypted (see `records.open_record`).
         """
         return records.open_record(stored, context, self.cipher(owner, stored))
 
@@ -365,12 +389,12 @@ class StagedKeys:
         No other data key is tried.
 
         Raises:
-            UnknownKeyError: the data key is not known, or the backend is not listed.
-            TamperedError: the data key belongs to another owner or backend, or the header is
+            UnknownKeyError: The data key is not known, or the backend is not listed.
+            TamperedError: The data key belongs to another owner or backend, or the header is
                 malformed.
-            PlaintextRefusedError: *stored* is not a record, or `NoOpBackend` wrote it and is not
-                listed.
-            DecryptionError: `load` rejected the data key.
+            PlaintextRefusedError: *stored* is not a record; or `NoOpBackend` wrote *stored* and is
+                not listed.
+            DecryptionError: `load` rejected the row of the data key.
         """
         known = self._of(owner)
         backend_id, key_id = records.unpack(stored)
@@ -386,7 +410,7 @@ class StagedKeys:
             raise TamperedError(
                 f"data key {key_id} belongs to another owner or backend", reason=Reason.WRONG_OWNER
             )
-        if owner in self._rejected_of:  # perhaps that row is the key, with a modified id
+        if owner in self._rejected_of:  # the rejected row may be this key's row, with a modified id
             raise self._rejected_of[owner]
         raise UnknownKeyError(f"its data key {key_id} is not known")
 
@@ -415,9 +439,9 @@ class StagedKeys:
         return key.backend_id == writer.backend_id and keyring.is_usable(key.master_id)
 
     def _unwrap(self, row: DataKeyRow) -> DataKey | None:
-        """Authenticate *row*; return None if its backend is not listed.
+        """Authenticate and unwrap *row*; return None if its backend is not listed.
 
-        `cipher` rejects records of such a key with an error that names the backend.
+        This raises no error for such a backend.  `cipher` raises one if a record names the backend.
         """
         keyring, backend = self._keys.keyring, self._keys.backends.get(row.backend_id)
         key = unwrap_data_key(row, keyring)
@@ -430,27 +454,35 @@ def make_cipher(backend: CipherFactory, key: bytes) -> Cipher:
     """Return the cipher for *key*, the bytes of an authentic data key.
 
     Raises:
-        TamperedError: the backend rejects the key, for example because of its length.
+        TamperedError: The backend rejects the key, for example because of its length.
     """
     try:
         return backend.cipher(key)
-    except Exception:  # perhaps by a third party's backend; its text may hold the key
+    except Exception:  # a third party's backend may put the key into the text of its exception
         pass
     raise TamperedError("its backend rejects the data key", reason=Reason.MALFORMED)
 
 
 def wrap_data_key(row: DataKeyRow, keyring: Keyring, master_id: int, key: bytes) -> DataKeyRow:
-    """Wrap *key* with the data master *master_id*, and return *row* with the result."""
+    """Wrap the data key *key* with data master *master_id*, and return *row* with the result.
+
+    Raises:
+        ConfigurationError: A third party's backend has made a key that is too long.
+    """
     master, context = keyring.master(master_id), row.context(keyring.database_id_for(master_id))
     record = records.seal(master, WRAP_BACKEND_ID, master_id, context, key)
+    if len(record) > MAX_WRAPPED:
+        raise ConfigurationError(
+            f"backend {row.backend_id} makes keys that take more than {MAX_WRAPPED} bytes"
+        )
     return row._replace(wrapped=record)
 
 
 def unwrap_data_key(row: DataKeyRow, keyring: Keyring) -> bytes:
-    """Unwrap and return the data key in *row*.
+    """Unwrap the data key in *row*, and return its bytes.
 
     Raises:
-        DecryptionError: the row was tampered with, or *keyring* lacks its data master.
+        DecryptionError: The row was tampered with, or *keyring* does not have its data master.
     """
     backend_id, master_id = records.unpack(row.wrapped)
     if backend_id != WRAP_BACKEND_ID:

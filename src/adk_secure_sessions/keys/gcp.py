@@ -9,7 +9,6 @@ import re
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from urllib.request import getproxies
 
 from adk_secure_sessions.errors import ConfigurationError, KeyServiceError, Reason, TamperedError
 from adk_secure_sessions.keys.remote import ATTEMPTS, TIMEOUT, RemoteKey, require
@@ -22,7 +21,7 @@ _NAME = re.compile(
     r"projects/[\w.:-]+/locations/[\w-]+/keyRings/[\w-]+/cryptoKeys/[\w-]+", re.ASCII
 )
 _SCOPES = ("https://www.googleapis.com/auth/cloudkms",)
-# Maps each class name of Google's exceptions to the cause and the advice in our error text.
+# Maps the class name of an exception of Google's library to the cause and the advice in our error.
 _ADVICE = {
     "PermissionDenied": (
         "permission was denied",
@@ -42,13 +41,15 @@ _RETRYABLE = {
 
 
 class GcpKmsKey(RemoteKey):
-    """A symmetric key of Google Cloud KMS; key spec `gcp-kms:projects/…/cryptoKeys/…`.
+    """A root key that is a symmetric key of Google Cloud KMS; key spec `gcp-kms:projects/…`.
 
     Args:
-        key: `projects/P/locations/L/keyRings/R/cryptoKeys/K`, without a version.
+        key: The name of the key, `projects/P/locations/L/keyRings/R/cryptoKeys/K`, without a
+            version.
         credentials: A credentials object of google-auth; by default the application default
             credentials.
-        endpoint: `HOST` or `HOST:PORT` of the service; by default `cloudkms.googleapis.com`.
+        endpoint: The address of the service, `HOST` or `HOST:PORT`; by default
+            `cloudkms.googleapis.com`.
         timeout: The time limit of each attempt, in seconds.
         attempts: The maximum number of attempts for one call.  Only temporary errors are retried,
             after pauses of at most 0.25 s, 0.5 s, 1 s, and then 2 s each.
@@ -76,7 +77,7 @@ class GcpKmsKey(RemoteKey):
         super().__init__(f"gcp-kms:{key}", endpoint, timeout=timeout, attempts=attempts)
         self._name = key
         self._credentials = credentials
-        self._found: Any = None  # the credentials, once they are known
+        self._found: Any = None  # the result of `_find_credentials`; None before the first call
         self._endpoint = endpoint
 
     async def _encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
@@ -178,16 +179,19 @@ def _checksum(data: bytes) -> int:
 
 
 def _has_tls_proxy() -> bool:
-    # gRPC would also use `http_proxy`, although it always connects with TLS.
+    # Without this check, gRPC would also use `http_proxy`, although it always connects with TLS.
     return any(os.environ.get(name) for name in ("grpc_proxy", "https_proxy"))
 
 
 def _find_credentials(given: Any) -> Any:
-    """Return *given*, or the application default credentials if it is None.
+    """Return *given*, or the application default credentials if *given* is None.
 
-    They do not ask the machine's metadata service through a proxy.  google-auth would send these
-    requests, which are plain HTTP, to the proxy for HTTP, and get a token in return.
+    The credentials of a cloud machine come from the machine's metadata service, through plain HTTP.
+    google-auth would send requests to this service to the proxy for HTTP, which could then read the
+    token.  The returned credentials use no proxy for these requests.
     """
+    from urllib.request import getproxies  # it imports 20 modules
+
     import google.auth
     import google.auth.credentials
     import requests
@@ -205,11 +209,12 @@ def _find_credentials(given: Any) -> Any:
     session.mount("http://", WithoutProxy())
     send = Request(session)
     found = given or google.auth.default(scopes=_SCOPES, request=send)[0]
-    if isinstance(found, service_account.Credentials):  # these sign their own tokens
+    if isinstance(found, service_account.Credentials):  # they need no metadata service
         return found
     if {"http", "all"}.isdisjoint(getproxies()):
         return found
-    if isinstance(found, compute_engine.Credentials):  # these would ask for the domain themselves
+    # Set the domain here.  Otherwise, these credentials would request it through the proxy.
+    if isinstance(found, compute_engine.Credentials):
         domain = _metadata.get_universe_domain(send)  # type: ignore[no-untyped-call]
         found = found.with_universe_domain(domain)
 

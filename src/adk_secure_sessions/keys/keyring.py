@@ -1,11 +1,13 @@
-"""Master keys: a few per database, wrapped by root keys and unwrapped once per process start.
+"""Master keys: a few per database, wrapped by root keys and unwrapped once per process.
 
 The index master is the key of the blind indexes.  Data masters wrap the data keys.
 """
 
 import hmac
 import logging
+import math
 import secrets
+import time
 from collections import Counter
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from reprlib import repr as short
@@ -18,6 +20,7 @@ from adk_secure_sessions.errors import (
     KeyServiceError,
     PlaintextRefusedError,
     SecureSessionError,
+    TamperedError,
     UnknownKeyError,
     WrongKeyError,
 )
@@ -30,20 +33,21 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 DATA, INDEX = "data", "index"
 MAX_ROWS = 64  # of `secure_keyring`; a rotation adds one row, and `retire` removes the old ones
-_AT_ONCE = 8  # calls of a key service
+MAX_WRAPPED = 65_536  # bytes of a wrapped key; a longer value was tampered with, and is not read
+_AT_ONCE = 8  # maximum number of simultaneous calls to a key service, if no master key is known yet
 _INTEGERS = range(2**63)
 
 
 def new_key_id() -> int:
-    """Return a random id of 63 bits, for a master key or a data key."""
+    """Return a random integer of 63 bits, the id of a new master key or data key."""
     return secrets.randbits(63)
 
 
 class MasterKey(KeyMaterial):
-    """An unwrapped master key.  Two are equal if their bytes are; the comparison is constant-time.
+    """An unwrapped master key.  Comparing two master keys takes constant time.
 
-    Only this module reads the bytes, and only in expressions: a variable that held them would be
-    in the report of an error.
+    Only this module reads the bytes of the key.  Its functions do not store them in local
+    variables, because error reports may contain the local variables of a traceback.
     """
 
     __slots__ = ("_key",)
@@ -56,7 +60,7 @@ class MasterKey(KeyMaterial):
 
     @property
     def length(self) -> int | None:
-        """The number of bytes; None if a provider returned something else."""
+        """The number of bytes; None if a provider returned something other than bytes."""
         answer: object = self._key
         return len(answer) if isinstance(answer, bytes) else None
 
@@ -68,12 +72,19 @@ class MasterKey(KeyMaterial):
         """Return the cipher with this key, which must be a data master."""
         return Aes256Gcm(self._key)
 
+    def is_key_of(self, cipher: Aes256Gcm) -> bool:
+        """Return whether *cipher* has this key."""
+        try:
+            return self.cipher().decrypt(cipher.encrypt(b"", b"same key?"), b"same key?") == b""
+        except TamperedError:
+            return False
+
 
 class MasterMark(NamedTuple):
-    """The columns of a row of `secure_keyring` that every query for data keys reads with them.
+    """The columns that tell a service whether a row of `secure_keyring` has changed.
 
-    They tell whether the keyring has changed: every change of a row changes `wrapped`, which is
-    bound to all its columns.
+    Every query for data keys also reads the marks of all keyring rows.  `wrapped` is bound to all
+    columns of its row, so every authentic change of a row changes `wrapped`.
     """
 
     id: int
@@ -112,13 +123,13 @@ class NewMaster(NamedTuple):
 
 
 class Separation(NamedTuple):
-    """A copy of a database that is getting an id and keys of its own.
+    """The state of an unfinished `separate`, which gives a copy of a database its own id and keys.
 
     Attributes:
-        old_id: The id of the database that was copied.
+        old_id: The id of the database that was copied, 16 bytes.
         since: When the separation began, in microseconds since 1970, UTC; later than all old keys.
-        masters: The ids of the old data masters.  The contexts of the data keys that they wrap
-            have the old id; those of all other data keys have the new one.
+        masters: The ids of the old data masters.  The context of a data key contains the old id
+            if one of these data masters wraps the key, and otherwise the new id.
     """
 
     old_id: bytes
@@ -129,14 +140,25 @@ class Separation(NamedTuple):
 class Keyring(KeyMaterial):
     """The unwrapped master keys of one database.
 
+    A row of `secure_keyring` is *pending* if its key service failed.  The keyring is then used
+    without this row, until a later attempt unwraps the row.
+
     Attributes:
         database_id: The id of the database, 16 bytes.
-        index: Computes the blind indexes.
+        index: The index master, as the object that computes blind indexes.
         masters: The data masters by id.
         current_id: The id of the data master that wraps new data keys; None if the keyring
             has no usable data master yet.
-        rows: The accepted rows by id: those of `masters`, and the row of the index master.
-        separation: The separation in progress, if there is one.
+        rows: The accepted rows by id: the rows of `masters` and the row of the index master.
+        separation: The state of an unfinished `separate`; None if there is none.
+        former: Data masters by id that are not used any more, because their rows have changed and
+            the changed rows were rejected or are pending.  If a later row has such an id, it must
+            hold the same key.
+        retry_at: When the pending rows are unwrapped again, in monotonic seconds; infinity if no
+            row is pending.
+        is_being_renewed: Whether a task is reading the keyring again.  Other tasks use this
+            keyring meanwhile.
+        row_count: The number of stored rows, including rows that were rejected or not read.
     """
 
     def __init__(
@@ -148,6 +170,9 @@ class Keyring(KeyMaterial):
         usable: frozenset[int] = frozenset(),
         rows: Mapping[int, MasterKeyRow] | None = None,
         rejected: Sequence[MasterKeyRow] = (),
+        pending: Sequence[MasterKeyRow] = (),
+        former: Mapping[int, Aes256Gcm] | None = None,
+        row_count: int | None = None,
     ) -> None:
         self.database_id = database_id
         self.index = index
@@ -156,72 +181,106 @@ class Keyring(KeyMaterial):
         self.rows: Mapping[int, MasterKeyRow] = rows or {}
         self.separation: Separation | None = None
         self._usable = usable
+        self.former: Mapping[int, Aes256Gcm] = former or {}
+        self.retry_at: float = math.inf
+        self.is_being_renewed: bool = False
         self._rejected = Counter(map(_typed, rejected))
-        self._stored = Counter(map(_typed, self.rows.values())) + self._rejected
-        stored = [*self.rows.values(), *rejected]
+        self._pending = Counter(map(_typed, pending))
+        stored = [*self.rows.values(), *rejected, *pending]
+        self.row_count: int = len(stored) if row_count is None else row_count
         self._marks = frozenset(MasterMark(row.id, row.created_at, row.wrapped) for row in stored)
 
     def master(self, key_id: int) -> Aes256Gcm:
-        """Return the data master key *key_id*.
+        """Return the cipher of the data master *key_id*.
 
         Raises:
-            UnknownKeyError: the keyring has no data master key with this id.
+            UnknownKeyError: The keyring has no data master with this id.
         """
         try:
             return self.masters[key_id]
         except KeyError:
             pass
-        raise UnknownKeyError(f"the keyring holds no data master key {key_id}")
+        if any((int, key_id) == row[0] for row in self._pending):
+            raise UnknownKeyError(
+                f"data master {key_id} is not unwrapped yet, because its key service failed: "
+                "check the log and the key service"
+            )
+        raise UnknownKeyError(f"the keyring holds no data master {key_id}")
 
     def database_id_for(self, key_id: int) -> bytes:
-        """Return the database id in the contexts of data keys that data master *key_id* wraps."""
+        """Return the database id in the context of each data key under data master *key_id*."""
         if self.separation is not None and key_id in self.separation.masters:
             return self.separation.old_id
         return self.database_id
 
     def holds(self, key_id: int) -> bool:
-        """Return whether the keyring has the data master key *key_id*."""
+        """Return whether the keyring has the data master *key_id*."""
         return key_id in self.masters
 
     @property
-    def row_count(self) -> int:
-        """The number of stored rows that this keyring was read from, rejected ones included."""
-        return self._stored.total()
+    def has_too_many_rows(self) -> bool:
+        """Whether `secure_keyring` had more than `MAX_ROWS` rows.
 
-    def matches(self, rows: Iterable[MasterKeyRow]) -> bool:
-        """Return whether *rows*, in any order, are exactly those that this keyring was read from.
-
-        Rejected rows count, too.  All columns are compared, with their types.
+        Then only rows that this process had accepted before were read.
         """
-        return Counter(map(_typed, rows)) == self._stored
+        return self.row_count > MAX_ROWS
 
     def has_marks(self, marks: Iterable[MasterMark]) -> bool:
-        """Return whether *marks* are those of the rows that this keyring was read from."""
+        """Return whether *marks* equal the marks of the rows that this keyring was read from.
+
+        Also return False if it is time to try the pending rows again, or if there were too many
+        rows to compare.
+        """
+        if self.has_too_many_rows or (self.retry_is_due and not self.is_being_renewed):
+            return False
         return frozenset(marks) == self._marks
 
     def has_rejected(self, row: MasterKeyRow) -> bool:
         """Return whether an identical row was rejected when this keyring was read."""
         return _typed(row) in self._rejected
 
-    def is_usable(self, key_id: int) -> bool:
-        """Return whether this process may encrypt with the data keys under master key *key_id*.
+    def has_pending(self, row: MasterKeyRow) -> bool:
+        """Return whether an identical row was pending when this keyring was read."""
+        return _typed(row) in self._pending
 
-        A data master that is stored as plaintext is not usable: an attacker who reads the
-        database can unwrap its data keys.  Exception: the writer is `NoOpBackend`.
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a row is pending: its key service failed, and may succeed later."""
+        return bool(self._pending)
+
+    @property
+    def retry_is_due(self) -> bool:
+        """Whether it is time to try the pending rows again."""
+        return time.monotonic() >= self.retry_at
+
+    def is_usable(self, key_id: int) -> bool:
+        """Return whether this process may encrypt with the data keys under data master *key_id*.
+
+        A data master that is stored as plaintext is usable only if the writing backend is
+        `NoOpBackend`: anybody with read access to the database can unwrap its data keys.
         """
         return key_id in self._usable
 
 
 def _typed(row: MasterKeyRow) -> tuple[tuple[type, object], ...]:
-    """Return *row* so that 1 differs from 1.0: SQLite stores any type in any column."""
+    """Return each column of *row* with its type, so that 1 and 1.0 are not equal.
+
+    SQLite stores any type in any column, so a modified row may contain 1.0.
+    """
     return tuple((type(value), value) for value in row)
 
 
 async def new_master(purpose: str, root: KeyProvider, database_id: bytes, now: int) -> NewMaster:
-    """Create a random master key, wrapped by *root*; *now* is in microseconds since 1970, UTC.
+    """Create a random master key, wrapped by *root*.
+
+    Args:
+        purpose: `DATA` or `INDEX`.
+        root: The provider of the root key.
+        database_id: The id of the database, 16 bytes.
+        now: The time of creation, in microseconds since 1970, UTC.
 
     Raises:
-        KeyServiceError: the provider failed.
+        KeyServiceError: The provider failed.
     """
     row = MasterKeyRow(new_key_id(), purpose, root.key_id, now, b"")
     key = MasterKey(secrets.token_bytes(KEY_LENGTH))
@@ -234,20 +293,56 @@ async def wrap_master_key(
     """Wrap the master key *key* with *root*, and return *row* with the result.
 
     Raises:
-        KeyServiceError: the provider failed.
+        KeyServiceError: The provider failed.
     """
     row = row._replace(root_key_id=root.key_id)
     answer = await _answer_of(root, root.wrap(key._key, row.context(database_id)))
+    if len(answer._key) > MAX_WRAPPED:
+        raise KeyServiceError(
+            f"root key {root.key_id!r} wraps a master key in more than {MAX_WRAPPED} bytes"
+        )
     return row._replace(wrapped=answer._key)
 
 
-def check_row_count(rows: Sequence[MasterKeyRow]) -> None:
-    """Reject a keyring of more than `MAX_ROWS` rows, each of which would cost a call.
+async def rewrap_master_key(
+    row: MasterKeyRow,
+    roots: Mapping[str, KeyProvider],
+    database_id: bytes,
+    *,
+    new_root: KeyProvider | None = None,
+    new_database_id: bytes | None = None,
+) -> MasterKeyRow:
+    """Unwrap the master key in *row* and wrap it again; return *row* with the result.
+
+    Also unwraps the result, to check that the master key can be read back.
+
+    Args:
+        row: A row of `secure_keyring`.
+        roots: The providers of the root keys, by root key id.
+        database_id: The id of the database that *row* belongs to.
+        new_root: The provider that wraps the master key; by default, the provider that *row* names.
+        new_database_id: The id to which the result is bound; by default, *database_id*.
 
     Raises:
-        WrongKeyError: there are more.
+        SecureSessionError: The provider does not unwrap the result.  Also the errors of
+            `unwrap_master_key` and `wrap_master_key`.
     """
-    if len(rows) > MAX_ROWS:
+    key = await unwrap_master_key(row, roots, database_id)
+    root = new_root or roots[row.root_key_id]
+    new_id = new_database_id or database_id
+    new = await wrap_master_key(row, root, new_id, key)
+    if await unwrap_master_key(new, {root.key_id: root}, new_id) != key:
+        raise SecureSessionError(f"root key {root.key_id!r} does not unwrap what it wraps")
+    return new
+
+
+def check_row_count(number: int) -> None:
+    """Reject a keyring of more than `MAX_ROWS` rows: unwrapping each would call the key service.
+
+    Raises:
+        WrongKeyError: *number* is greater than `MAX_ROWS`.
+    """
+    if number > MAX_ROWS:
         raise WrongKeyError(
             f"secure_keyring has more than {MAX_ROWS} rows, so it was tampered with: restore it "
             "from a backup, or delete the rows that you did not create"
@@ -260,44 +355,74 @@ async def open_keyring(
     writer: str,
     database_id: bytes,
     known: Keyring | None = None,
+    *,
+    leaves_pending: bool = False,
+    row_count: int | None = None,
 ) -> Keyring:
-    """Unwrap *rows* and return the keyring.  Each row names its root key; no other is tried.
+    """Unwrap *rows* and return the keyring.  Each row is unwrapped only by the root key it names.
 
-    The newest data master under the writer's root key wraps new data keys.  If there is
-    none, the newest data master under another root key wraps them: a process does not create
-    master keys only because its first backend has a new root key.  A master key that is stored as
-    plaintext is usable only if the writer is `NoOpBackend`.
+    The newest data master (by `created_at`) under the writer's root key wraps new data keys.  If
+    there is no such data master, the newest one under another root key wraps them: a process does
+    not create master keys only because its writing backend has a new root key.  A master key that
+    is stored as plaintext is usable only if the writing backend is `NoOpBackend`.
 
-    Without *known*, a row that is not valid raises an error that names the row.  With *known*, it
-    is logged and left out, so that a row which an attacker inserts does not stop a running service.
-    If an identical row was left out of *known* already, neither the key service is called nor the
-    row logged again.
+    Without *known*, a row that is not valid raises an error that names the row.  With *known*, such
+    a row is logged and rejected, so that an attacker cannot stop a running service by inserting a
+    row.  If *known* has rejected an identical row already, that row is not unwrapped and not logged
+    again.
+
+    With *known* and *leaves_pending*, a row whose key service fails is pending: a call after
+    `Keyring.retry_at` tries to unwrap the row again.  Until then, the data keys that the row's data
+    master wraps are not used.  If there are more than `MAX_ROWS` rows, only the rows that *known*
+    has accepted and that have not changed are used.
 
     Args:
-        rows: All rows of `secure_keyring`.
+        rows: All rows of `secure_keyring`; if there are more than `MAX_ROWS`, only the rows whose
+            ids are in *known*.
         roots: The providers of all root keys that were given, by root key id.
         writer: The id of the writing backend's root key.
         database_id: The id of the database, 16 bytes.
         known: A keyring read earlier.  Rows that have not changed since are not unwrapped again.
+        leaves_pending: Whether a failure of a key service leaves a row pending, as in a running
+            service.
+        row_count: The number of stored rows; by default, the number of *rows*.
 
     Raises:
-        WrongKeyError: there are more than `MAX_ROWS` rows; or a row is malformed, its root key is
-            not in *roots*, or does not unwrap it; or the keyring has no index master or no
-            data master.
-        PlaintextRefusedError: a row is stored as plaintext, and `NoOpBackend` is not listed.
-        KeyServiceError: a provider failed.
+        WrongKeyError: There are more than `MAX_ROWS` rows; or a row is malformed; or a row's root
+            key is not in *roots* or does not unwrap the row; or the keyring has no index master or
+            no data master.
+        PlaintextRefusedError: A master key is stored as plaintext, and `NoOpBackend` is not listed.
+        KeyServiceError: A provider failed, and *known* is None, or *leaves_pending* is False, or no
+            data master can be used.
     """
     rows = list(rows)
-    check_row_count(rows)
-    opening = _Opening(roots, database_id, known)
-    # The rows that are known come first: of several rows with one id, these are ours.
-    rows.sort(key=lambda row: not opening.is_known(row))
+    row_count = len(rows) if row_count is None else row_count
+    opening = _Opening(roots, database_id, known, leaves_pending)
+    if known is None or not leaves_pending or row_count <= MAX_ROWS:
+        check_row_count(row_count)
+    else:
+        rows = [row for row in rows if opening.is_known(row)]
+        if not any(row.purpose == DATA for row in rows):
+            check_row_count(row_count)
+        if not known.has_too_many_rows:
+            logger.error(
+                "secure_keyring has more than %d rows, so it was tampered with: this service uses "
+                "only the master keys that it knows; delete the rows that you did not create",
+                MAX_ROWS,
+            )
+    # Rows that are the same as in the known keyring come first: if several rows have the same id,
+    # only the first is accepted.  Rows that were pending in the known keyring, because their key
+    # service failed, come last: an attacker may have inserted them to delay the unwrapping of a new
+    # data master.
+    rows.sort(key=opening.order)
     sound = [row for row in rows if not opening.rejects_form(row)]
     index = await opening.index_master([row for row in sound if row.purpose == INDEX])
     masters = await opening.data_masters([row for row in sound if row.purpose == DATA])
+    if not masters and opening.failure is not None:
+        raise opening.failure
     if index is None or not masters:
         missing = "data" if index else "index"
-        raise WrongKeyError(f"the keyring holds no {missing} master key: restore secure_keyring")
+        raise WrongKeyError(f"the keyring holds no {missing} master: restore secure_keyring")
     usable = [
         (row.root_key_id == writer, row.created_at, row.id)
         for row in opening.accepted.values()
@@ -312,6 +437,9 @@ async def open_keyring(
         frozenset(row_id for *_, row_id in usable),
         opening.accepted,
         opening.rejected,
+        opening.pending,
+        opening.former(),
+        row_count,
     )
 
 
@@ -319,14 +447,36 @@ class _Opening:
     """One call of `open_keyring`: the rows that it has accepted and rejected so far."""
 
     def __init__(
-        self, roots: Mapping[str, KeyProvider], database_id: bytes, known: Keyring | None
+        self,
+        roots: Mapping[str, KeyProvider],
+        database_id: bytes,
+        known: Keyring | None,
+        leaves_pending: bool,
     ) -> None:
         self._roots = roots
         self._database_id = database_id
         self._known = known
+        self._leaves_pending = leaves_pending and known is not None
         self.accepted: dict[int, MasterKeyRow] = {}
         self.rejected: list[MasterKeyRow] = []
+        self.pending: list[MasterKeyRow] = []
+        self.failure: SecureSessionError | None = None  # the error of the first pending row
         self._ids: set[int] = set()
+        self._failing: set[str] = set()  # root keys whose service gave no answer
+
+    def order(self, row: MasterKeyRow) -> int:
+        """Return the sort key of *row*: 0 if it has not changed, 1 if new, 2 if it was pending."""
+        if self.is_known(row):
+            return 0
+        return 2 if self._known is not None and self._known.has_pending(row) else 1
+
+    def former(self) -> dict[int, Aes256Gcm]:
+        """Return the known data masters whose rows have changed and are not accepted."""
+        if self._known is None:
+            return {}
+        ciphers = {**self._known.former, **self._known.masters}
+        left_out = {row.id for row in (*self.rejected, *self.pending)} - self.accepted.keys()
+        return {key_id: ciphers[key_id] for key_id in left_out & ciphers.keys()}
 
     def is_known(self, row: MasterKeyRow) -> bool:
         """Return whether *row* has not changed since the known keyring accepted it."""
@@ -347,7 +497,11 @@ class _Opening:
         return False
 
     async def index_master(self, rows: list[MasterKeyRow]) -> BlindIndex | None:
-        """Return the index master of *rows*, the rows of index masters; None if none."""
+        """Return the index master of the known keyring or, without one, of an accepted row.
+
+        *rows* are the rows of index masters.  If none of them is accepted and no keyring is known,
+        return None.
+        """
         known = self._known
         if len(rows) > 1:
             before = known.rows.values() if known else ()
@@ -372,7 +526,7 @@ class _Opening:
         return index
 
     async def data_masters(self, rows: list[MasterKeyRow]) -> dict[int, Aes256Gcm]:
-        """Return the data masters of *rows* that are accepted, by id."""
+        """Unwrap *rows*, the data masters, and return the accepted data masters by id."""
         masters: dict[int, Aes256Gcm] = {}
         new = []
         for row in rows:
@@ -381,31 +535,70 @@ class _Opening:
                 self.accepted[row.id] = row
             else:
                 new.append(row)
-        # A running service calls one by one: it expects one new row, and others cost calls.
+        # A running service expects at most one new row.  It unwraps rows one after another, so that
+        # rows that an attacker inserted cannot cause many simultaneous calls.
         step = _AT_ONCE if self._known is None else 1
         for start in range(0, len(new), step):
             part = new[start : start + step]
             keys = await at_once(*map(self._unwrapped, part))
             for row, key in zip(part, keys, strict=True):
-                if key is not None:
+                if key is not None and self._is_same(row, key):
                     masters[row.id] = key.cipher()
                     self.accepted[row.id] = row
         return masters
 
+    def _is_same(self, row: MasterKeyRow, key: MasterKey) -> bool:
+        """Return whether *key* may be the key of *row*; if not, reject *row*.
+
+        If this process has unwrapped a data master with the id of *row* before, *key* must be equal
+        to that data master.
+        """
+        known = self._known
+        if known is None:
+            return True
+        before = known.masters.get(row.id) or known.former.get(row.id)
+        if before is None or key.is_key_of(before):
+            return True
+        error = "it holds another key than the one that this service has read"
+        self._reject(row, _malformed(row, error))
+        return False
+
     async def _unwrapped(self, row: MasterKeyRow) -> MasterKey | None:
-        """Return the master key of *row*; None if a running service rejects it."""
+        """Return the master key of *row*; None if a running service leaves the row out."""
         if self._known is not None and self._known.has_rejected(row):
             self.rejected.append(row)
+            return None
+        if row.root_key_id in self._failing or self._is_paused(row):
+            # Do not call the service: the call may take as long as the one that failed.
+            self.pending.append(row)
             return None
         try:
             return await unwrap_master_key(row, self._roots, self._database_id)
         except (WrongKeyError, DecryptionError) as error:
             rejection = error
+        except SecureSessionError as error:
+            if not self._leaves_pending:
+                raise
+            self._leave_pending(row, error)
+            return None
         self._reject(row, rejection)
         return None
 
+    def _is_paused(self, row: MasterKeyRow) -> bool:
+        known = self._known
+        return known is not None and known.has_pending(row) and not known.retry_is_due
+
+    def _leave_pending(self, row: MasterKeyRow, error: SecureSessionError) -> None:
+        assert self._known is not None
+        self.pending.append(row)
+        self.failure = self.failure or without_frames(error)
+        if error.retryable:
+            self._failing.add(row.root_key_id)
+        if not self._known.has_pending(row):
+            logger.error("a row of secure_keyring is not used until it can be unwrapped: %s", error)
+
     def _reject(self, row: MasterKeyRow, error: SecureSessionError) -> None:
-        """Raise *error* when the keyring is first opened; later, only log it, once for each row."""
+        """Raise *error* when a process starts; in a running service, log it once for each row."""
         if self._known is None:
             raise error
         self.rejected.append(row)
@@ -414,9 +607,9 @@ class _Opening:
 
 
 def _fault(row: MasterKeyRow) -> str | None:
-    """Return why *row* is malformed; None if it is not.
+    """Return why *row* is malformed; None if it is well-formed.
 
-    SQLite stores any type in any column, so a modified row may hold any type.
+    SQLite stores any type in any column, so a modified row may contain any type.
     """
     row_id, purpose, root_key_id, created_at, wrapped = cast("tuple[object, ...]", row)
     if type(row_id) is not int or row_id not in _INTEGERS:
@@ -452,7 +645,12 @@ async def unwrap_master_key(
 ) -> MasterKey:
     """Unwrap the master key in *row* with the root key that the row names, and return it.
 
-    Raises the errors that `open_keyring` raises for a row.
+    Raises:
+        WrongKeyError: The row is malformed; or its root key is not in *roots*, or does not unwrap
+            the master key.
+        PlaintextRefusedError: The master key is stored as plaintext, and `NoOpBackend` is not
+            listed.
+        KeyServiceError: The provider failed.
     """
     fault = _fault(row)
     if fault is not None:
@@ -470,12 +668,19 @@ async def unwrap_master_key(
             f"master key {row.id} is wrapped by root key {row.root_key_id!r}; this service was "
             f"given {given}: list a backend with that key"
         )
+    failure: KeyServiceError | None = None
     try:
         key = await _answer_of(root, root.unwrap(row.wrapped, row.context(database_id)))
         if key.length == KEY_LENGTH:
             return key
     except DecryptionError:
         pass
+    except KeyServiceError as error:
+        failure = KeyServiceError(
+            f"secure_keyring row {row.id} cannot be unwrapped: {error}", retryable=error.retryable
+        )
+    if failure is not None:
+        raise failure
     raise WrongKeyError(
         f"root key {root.key_id!r} does not unwrap master key {row.id}: "
         "wrong key, or the keyring was tampered with"
@@ -483,14 +688,14 @@ async def unwrap_master_key(
 
 
 async def _answer_of(root: KeyProvider, answer: Awaitable[bytes]) -> MasterKey:
-    """Return the bytes that a provider answers with: a master key, or a wrapped one.
+    """Await *answer*, a call of *root*, and return its result: a plain or wrapped master key.
 
-    Errors are raised without the frames of the provider, whose variables hold keys.
+    Errors are raised without the provider's frames, because their local variables contain keys.
 
     Raises:
-        SecureSessionError: raised by the provider itself.
-        KeyServiceError: the provider did not return bytes, or raised another exception.  The text
-            of that exception may hold secrets, so only its class is named.
+        SecureSessionError: The provider has raised this error.
+        KeyServiceError: The provider did not return bytes, or raised another exception.  The text
+            of that exception may contain secrets, so the message names only its class.
     """
     failure: Exception | None = None
     try:
@@ -502,7 +707,9 @@ async def _answer_of(root: KeyProvider, answer: Awaitable[bytes]) -> MasterKey:
         failure, name = without_frames(error), ""
     except Exception as error:
         name = type(error).__name__
-    except BaseException as error:  # CancelledError can be the cause of TimeoutError
+    # CancelledError must have no frames, either: `asyncio.timeout` makes it the cause of a
+    # TimeoutError.
+    except BaseException as error:
         raise without_frames(error) from None
     if failure is None:
         failure = KeyServiceError(f"the provider of root key {root.key_id!r} failed: {name}")

@@ -23,8 +23,8 @@ _SALT_LENGTH = 16
 _HEADER = Struct(f">c{_SALT_LENGTH}sIII")
 # RFC 9106, section 4, second recommended option: t=3, p=4, 64 MiB.
 _ITERATIONS, _LANES, _MEMORY_KIB = 3, 4, 64 * 1024
-# Derive one key at a time.  Two derivations with several lanes (Argon2 threads) each may deadlock,
-# because OpenSSL takes the threads of both from one pool.  Seen with cryptography 50.0.
+# Derive one key at a time.  Two simultaneous derivations with several lanes (Argon2 threads) may
+# deadlock, because OpenSSL has one pool of threads for both.  Seen with cryptography 50.0.
 _one_at_a_time = threading.Lock()
 
 
@@ -43,14 +43,15 @@ class PassphraseKey(KeyMaterial):
     The salt and the cost of the derivation are stored with each wrapped key.
 
     Args:
-        passphrase: A text that is not empty.  It is converted to Unicode normalization form C
+        passphrase: A text that is not empty.  The text is converted to Unicode normalization form C
             (NFC).
-        key_id: The name of the root key, different for each passphrase.  Other kinds of root keys
-            use the name `none` and names that begin with `key:`, so these are not allowed.
-        max_iterations: `unwrap` rejects a wrapped key if its stored number of iterations is higher.
-            By default, this limit and the next two are the cost that `wrap` uses for a new salt.
-        max_lanes: The same limit for the number of lanes (Argon2 threads).
-        max_memory_kib: The same limit for the size of memory, in KiB.
+        key_id: The name of the root key.  Use a different name for each passphrase.  The name
+            `none` and names that begin with `key:` are reserved for other kinds of root keys.
+        max_iterations: The maximum number of iterations: `unwrap` rejects a wrapped key if the
+            number that is stored with the key is higher.  For this limit and the next two limits,
+            the default is the value that `wrap` uses.
+        max_lanes: The maximum number of lanes (Argon2 threads), checked in the same way.
+        max_memory_kib: The maximum size of memory in KiB, checked in the same way.
 
     Raises:
         ConfigurationError: `passphrase` is empty, or `key_id` is empty or not allowed.
@@ -72,10 +73,11 @@ class PassphraseKey(KeyMaterial):
             raise ConfigurationError("the passphrase is empty")
         check_key_id(key_id)
         self.key_id: str = key_id
-        # The stored cost is used before it is authenticated.  Without limits, an attacker who can
-        # write to the database could make opening it take much time and memory.
+        # The derivation uses the stored cost before the cost is authenticated.  Without limits, an
+        # attacker who can write to the database could make a start take much time and memory.
         self._max_cost = (max_iterations, max_lanes, max_memory_kib)
-        # Systems encode typed text differently (é as one code point or two); NFC makes it equal.
+        # Systems encode the same text in different ways: é is one code point or two.  NFC makes the
+        # results equal.
         self._passphrase = unicodedata.normalize("NFC", passphrase).encode("utf-8", "surrogatepass")
         self._new_header = _HEADER.pack(
             PASSPHRASE_WRAP, os.urandom(_SALT_LENGTH), _ITERATIONS, _LANES, _MEMORY_KIB
@@ -96,8 +98,8 @@ class PassphraseKey(KeyMaterial):
     async def wrap(self, key: bytes, associated_data: bytes) -> bytes:
         """Encrypt `key` with a key derived from the passphrase.
 
-        All calls reuse the first salt that `wrap` or `unwrap` of this object used, because each
-        further salt costs another derivation.
+        All calls of this object use the same salt, because each further salt would cost another
+        derivation.  It is the salt of the first call of `wrap` or `unwrap`.
 
         Raises:
             ConfigurationError: This build of `cryptography` has no Argon2id.

@@ -18,7 +18,7 @@ from adk_secure_sessions.keys.remote import ATTEMPTS, TIMEOUT, RemoteKey, in_thr
 
 _KEY_BITS = 256
 _NONCE_LENGTH, _TAG_BITS = 12, 128
-# Maps each class name of python-pkcs11's exceptions to the cause and the advice in our error text.
+# Maps the class name of an exception of python-pkcs11 to the cause and the advice in our error.
 _ADVICE = {
     "MechanismInvalid": ("the module has no AES-GCM", "use a module with CKM_AES_GCM"),
     "MechanismParamInvalid": (
@@ -43,8 +43,9 @@ _ADVICE |= dict.fromkeys(
 class _Module:
     """A vendor's PKCS#11 library.
 
-    A process loads the library once; a forked process initializes it again.  Only one thread at a
-    time may use the library: without the flag CKF_OS_LOCKING_OK, it does no locking of its own.
+    A process loads the library once.  A forked process initializes the library again.  Only one
+    thread may use the library at a time, because python-pkcs11 initializes the library without the
+    flag CKF_OS_LOCKING_OK: the library then does no locking of its own.
     """
 
     def __init__(self, path: str) -> None:
@@ -55,10 +56,10 @@ class _Module:
 
     @contextmanager
     def held(self, seconds: float) -> Iterator[Any]:
-        """Lock the library for this thread, initialize it if needed, and yield it.
+        """Lock the library for this thread, initialize the library if needed, and yield it.
 
         Raises:
-            TimeoutError: another thread has kept the library locked for *seconds*.
+            TimeoutError: Another thread has locked the library for longer than *seconds*.
         """
         import pkcs11
 
@@ -80,11 +81,11 @@ class _Module:
             self._lock.release()
 
     def mark_failed(self) -> None:
-        """Make the next `held` initialize the library again, because it has failed."""
+        """Make the next call of `held` initialize the library again, because a call has failed."""
         self._failed = True
 
     def renew_lock(self) -> None:
-        """Replace the lock after a fork: a thread that held it does not exist in the child."""
+        """Replace the lock in a forked process, in which the thread that held it does not exist."""
         self._lock = threading.Lock()
 
 
@@ -107,7 +108,7 @@ class Pkcs11Key(RemoteKey):
     opens a PKCS#11 session and closes it, so the token may be unplugged between two calls.
 
     Args:
-        key: `TOKEN/LABEL`: the label of the token and the label of the key.
+        key: The label of the token and the label of the key, as `TOKEN/LABEL`.
         module: The path of the vendor's library; by default `PKCS11_MODULE`.
         pin: The PIN of the token's user; by default from `pin_file`, then `PKCS11_PIN`, then from
             the file that `PKCS11_PIN_FILE` names.
@@ -162,7 +163,8 @@ class Pkcs11Key(RemoteKey):
 
         try:
             with self._module.held(self._timeout) as library:
-                if self._pin_error is not None:  # retrying a wrong PIN would lock the token
+                # A token locks after a few wrong PINs, so do not try a rejected PIN again.
+                if self._pin_error is not None:
                     raise self._pin_error
                 with _session(library.get_token(token_label=self._token), self._pin) as session:
                     return use(self._key(session))
@@ -194,7 +196,7 @@ class Pkcs11Key(RemoteKey):
         return key
 
     def _explained(self, name: str) -> KeyServiceError:
-        if name == "PKCS11Error":  # only loading raises the base class itself
+        if name == "PKCS11Error":  # only loading a library raises the base class itself
             return self._failure(
                 f"the library {self._module.path!r} cannot be loaded", "check module, PKCS11_MODULE"
             )
@@ -217,7 +219,7 @@ def _session(token: Any, pin: str) -> Iterator[Any]:
     try:
         session = token.open(user_pin=pin)
     except UserAlreadyLoggedIn:
-        # Other code has logged in, and a login is valid for the whole process.
+        # Other code of this process has logged in.  A login is valid for the whole process.
         session = token.open()
     with session:
         yield session
@@ -238,8 +240,8 @@ def _decrypt(key: Any, sealed: bytes, associated_data: bytes) -> bytes:
         return bytes(key.decrypt(body, **_gcm(nonce, associated_data)))
     except PKCS11Error:
         pass
-    # Some tokens report every failure as "general error".  To tell a broken token from tampering,
-    # encrypt and decrypt zeros: a broken token fails again, and its error is raised.
+    # Some tokens report every failure as "general error".  To distinguish a failed token from a
+    # modified key, encrypt and decrypt zeros: a failed token raises an error again.
     probe = _encrypt(key, bytes(_NONCE_LENGTH), b"")
     key.decrypt(probe[_NONCE_LENGTH:], **_gcm(probe[:_NONCE_LENGTH], b""))
     raise TamperedError()

@@ -41,16 +41,16 @@ class KeyProvider(Protocol):
 
     @property
     def key_id(self) -> str:
-        """The root key's name: 1 to 255 characters.
+        """The name of the root key, 1 to 255 characters.
 
-        The name is stored as plaintext, so it must not contain a secret.
+        The database stores the name as plaintext, so the name must not contain a secret.
         """
         ...
 
     async def wrap(self, key: bytes, associated_data: bytes, /) -> bytes:
-        """Encrypt `key`, a master key of 32 bytes, and authenticate `associated_data` with it.
+        """Encrypt `key`, a master key of 32 bytes, and bind the result to `associated_data`.
 
-        `unwrap` must reject the result if `unwrap` gets other associated data.
+        `unwrap` must reject the result if it is called with other associated data.
 
         Raises:
             KeyServiceError: The key service failed.
@@ -72,8 +72,8 @@ def check_key_id(key_id: object) -> None:
     """Check the id that a provider other than `StaticKey` gives its root key.
 
     Raises:
-        ConfigurationError: *key_id* is not 1 to 255 printable characters, or is a name of
-            another kind of root key: `none`, or one that begins with `key:`.
+        ConfigurationError: *key_id* is not 1 to 255 printable characters; or it is reserved for
+            another kind of root key: `none`, or any text that begins with `key:`.
     """
     if not (isinstance(key_id, str) and 0 < len(key_id) <= KEY_ID_LENGTH and key_id.isprintable()):
         raise ConfigurationError(f"a key_id has 1 to {KEY_ID_LENGTH} printable characters")
@@ -91,7 +91,7 @@ def generate_key() -> str:
 
 @hides_frames
 def parse_key(key: bytes | str) -> bytes:
-    """Return 32 key bytes from 32 bytes or from their base64 text, standard or URL-safe.
+    """Return the 32 bytes of *key*, which is 32 bytes or their base64 text, standard or URL-safe.
 
     Raises:
         ConfigurationError: *key* is anything else; the message does not repeat *key*.
@@ -120,15 +120,16 @@ def parse_key(key: bytes | str) -> bytes:
 
 
 def _derive(key: bytes, purpose: str, length: int) -> bytes:
-    # Do not use the root key itself, because its owner may use it with other algorithms, too.
+    # Do not encrypt with the root key itself: the application may use the same key elsewhere.
     info = f"adk-secure-sessions/v1/{purpose}".encode()
     return HKDFExpand(SHA256(), length, info).derive(key)
 
 
 class StaticKey(KeyMaterial):
-    """A root key in this process's memory.
+    """A root key in the memory of this process.
 
-    Its `key_id` is `key:` and 16 hexadecimal digits that are derived from the root key.
+    `key_id` is the text `key:`, followed by 16 hexadecimal digits that are derived from the root
+    key.
 
     Args:
         key: 32 bytes, or their base64 text, standard or URL-safe.
@@ -183,13 +184,13 @@ class EnvironmentKey(StaticKey):
 class FileKey(StaticKey):
     """A root key in a file, as 32 bytes or as their base64 text.
 
-    Only the owner of the file may have the permission to read it.
-
-    On POSIX, the owner must be root or the user of this process.
+    On POSIX, the owner of the file must be root or the user of this process, and no other account
+    may have permission to read or write the file.
 
     Raises:
-        ConfigurationError: The file cannot be read, is not a regular file, belongs to another
-            account, other accounts may read or write it, or it does not contain a key.
+        ConfigurationError: The file cannot be read, is not a regular file or does not contain a
+            key.  On POSIX: the file belongs to another account, or other accounts may read or write
+            it.
     """
 
     @hides_frames
@@ -201,7 +202,7 @@ def read_environment(name: str) -> str:
     """Return the value of the environment variable *name*.
 
     Raises:
-        ConfigurationError: the variable is not set, or it is empty.
+        ConfigurationError: The variable is not set, or is empty.
     """
     value = os.environ.get(name)
     if not value:
@@ -210,19 +211,19 @@ def read_environment(name: str) -> str:
 
 
 def read_private_file(path: Path) -> bytes:
-    """Return the first 4096 bytes of the file *path*, which holds a secret.
+    """Return the first 4096 bytes of the file *path*, which contains a secret.
 
     Raises:
-        ConfigurationError: the file cannot be read or is not a regular file; or, on POSIX, it
-            belongs to an account other than root and the one of this process, or other accounts may
-            read or write it.
+        ConfigurationError: The file cannot be read, or is not a regular file.  On POSIX: the owner
+            of the file is neither root nor the user of this process, or other accounts may read or
+            write the file.
     """
     name = repr(str(path))
     try:
-        # Opening a FIFO would wait for a writer.
+        # Without O_NONBLOCK, opening a named pipe (FIFO) would wait until a process writes to it.
         file = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | _BINARY)
         try:
-            # Check the open file: at its path, there may be another file by now.
+            # Check the open file, not the path: another process may have replaced the file since.
             fault = _fault(name, os.fstat(file))
             if fault is None:
                 return os.read(file, 4096)
@@ -237,7 +238,7 @@ _BINARY = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)  # O_BINARY: 
 
 
 def _fault(name: str, status: os.stat_result) -> str | None:
-    """Return why the file *name* does not keep a secret; None if it does."""
+    """Return why the file *name* must not contain a secret; None if nothing is wrong."""
     if not stat.S_ISREG(status.st_mode):
         return f"the key file {name} is not a regular file"
     if os.name != "posix":

@@ -1,4 +1,4 @@
-"""The base class of root keys in key services: timeouts, retries, errors, silent libraries."""
+"""The base class of root keys in key services: timeouts, retries, errors, and no debug logs."""
 
 import asyncio
 import importlib
@@ -16,7 +16,7 @@ from adk_secure_sessions.keys.providers import check_key_id
 
 TIMEOUT = 5.0  # seconds for each attempt
 ATTEMPTS = 3
-# Loggers of the libraries that our providers call, and of those that these libraries call.
+# The loggers of the libraries that our providers call directly or indirectly.
 _LOGGERS = (
     "botocore",
     "google",
@@ -32,7 +32,7 @@ _is_calling: ContextVar[bool] = ContextVar("adk_secure_sessions_is_calling", def
 
 
 class _Quiet(logging.Filter):
-    """Drops the debug messages of libraries about our calls: some of them show plaintext keys."""
+    """Discards debug messages that libraries log in our calls: they may contain plaintext keys."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return record.levelno > logging.DEBUG or not _is_calling.get()
@@ -42,15 +42,16 @@ _quiet = _Quiet()
 
 
 class RemoteKey(KeyMaterial):
-    """A root key in a key service, which encrypts and decrypts with the key on request.
+    """A root key in a key service, which encrypts and decrypts with this key on request.
 
-    No connection stays open between two calls, so one object works in every event loop and in
-    forked processes.  Two objects are equal if they name the same key of the same service.
+    No connection stays open between two calls, so an object can be used in several event loops and
+    in forked processes.  Two objects are equal if they name the same key of the same service.
 
     Attributes:
         pause: The upper limit of the pause before the second attempt, in seconds.  The limit
-            doubles for each further attempt.  A pause is random: at least half of the limit.
-        longest_pause: The highest value of that limit, in seconds.
+            doubles for each further attempt.  The length of a pause is random, and at least half of
+            the limit.
+        longest_pause: The maximum of that upper limit, in seconds.
     """
 
     pause: ClassVar[float] = 0.25
@@ -78,10 +79,10 @@ class RemoteKey(KeyMaterial):
 
     @hides_frames
     async def wrap(self, key: bytes, associated_data: bytes) -> bytes:
-        """Encrypt `key` in the key service, which also authenticates `associated_data`.
+        """Encrypt `key` in the key service, and bind the result to `associated_data`.
 
         Raises:
-            KeyServiceError: The service failed; the message says what to check.
+            KeyServiceError: The service failed.  The message says what to check.
         """
         bound = self._kind + associated_data
         return self._kind + await self._with_retries(lambda: self._encrypt(key, bound))
@@ -93,7 +94,7 @@ class RemoteKey(KeyMaterial):
         Raises:
             TamperedError: The root key or `associated_data` is wrong, or `wrapped` was modified.
             WrongKeyError: The service reported that another root key wrapped the key.
-            KeyServiceError: The service failed; the message says what to check.
+            KeyServiceError: The service failed.  The message says what to check.
         """
         if not wrapped.startswith(self._kind):
             raise TamperedError(
@@ -104,11 +105,11 @@ class RemoteKey(KeyMaterial):
 
     @abstractmethod
     async def _encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
-        """Call the service once to encrypt *plaintext*; `wrap` calls this again after an error."""
+        """Call the service once to encrypt *plaintext*; `wrap` retries temporary errors."""
 
     @abstractmethod
     async def _decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
-        """Call the service once to decrypt *sealed*; `unwrap` calls this again after an error."""
+        """Call the service once to decrypt *sealed*; `unwrap` retries temporary errors."""
 
     async def _with_retries(self, call_once: Callable[[], Awaitable[bytes]]) -> bytes:
         pause = self.pause
@@ -136,7 +137,7 @@ class RemoteKey(KeyMaterial):
         raise self._unreachable(f"gave no answer within {self._timeout:g} s")
 
     def _failure(self, what: str, check: str, *, retryable: bool = False) -> KeyServiceError:
-        """Return an error that does not quote the service, whose text may repeat a key."""
+        """Return an error without the text of the service's answer, which may contain a key."""
         return KeyServiceError(f"root key {self.key_id!r}: {what}; {check}", retryable=retryable)
 
     def _unreachable(self, what: str) -> KeyServiceError:
@@ -145,7 +146,7 @@ class RemoteKey(KeyMaterial):
 
 
 def _silence_libraries() -> None:
-    """Add the filter to the loggers of libraries: it does not apply to their child loggers."""
+    """Add `_quiet` to every logger of the libraries; a filter does not apply to child loggers."""
     for name in list(logging.root.manager.loggerDict):
         if name.partition(".")[0] in _LOGGERS:
             logging.getLogger(name).addFilter(_quiet)
@@ -154,19 +155,24 @@ def _silence_libraries() -> None:
 async def in_thread(call: Callable[[], bytes]) -> bytes:
     """Run *call*, which blocks, in a thread, and return its result.
 
-    asyncio's debug log shows the arguments and the result of `asyncio.to_thread`; here, there are
-    none.
+    The debug log of asyncio contains the arguments and the result of `asyncio.to_thread`, which
+    may be keys.  So *call* takes no arguments, and puts its result into a list.
     """
     result: list[bytes] = []
     await asyncio.to_thread(lambda: result.append(call()))
     return result[0]
 
 
-def require(extra: str, *modules: str) -> None:
+def require(extra: str, *modules: str, user: str = "this key") -> None:
     """Import *modules*, to check that the optional dependencies named *extra* are installed.
 
+    Args:
+        extra: The extra of this package that installs the modules.
+        modules: The modules to import.
+        user: The name of the object that needs the modules, for the text of the error.
+
     Raises:
-        ConfigurationError: a module cannot be imported.
+        ConfigurationError: A module cannot be imported.
     """
     missing = None
     for module in modules:
@@ -176,27 +182,27 @@ def require(extra: str, *modules: str) -> None:
             missing = missing or module
     if missing is not None:
         raise ConfigurationError(
-            f"this key needs {missing}: pip install 'adk-secure-sessions[{extra}]'"
+            f"{user} needs {missing}: pip install 'adk-secure-sessions[{extra}]'"
         )
 
 
 def is_plain_http(url: str) -> bool:
-    """Return whether *url* is an address without TLS, for which no proxy may be used.
+    """Return whether *url* is an address without TLS.  Callers use no proxy for such an address.
 
-    A proxy for plain HTTP reads the keys.  A proxy for TLS only forwards encrypted bytes.
+    A proxy for plain HTTP can read the keys.  A proxy for TLS only forwards encrypted bytes.
     """
     return urlsplit(url).scheme != "https"
 
 
-def check_transport(url: str) -> None:
-    """Reject the address of a key service if keys would cross a network unencrypted.
+def check_transport(url: str, service: str = "a key service") -> None:
+    """Reject the address of *service* if secrets would be sent over a network unencrypted.
 
     Raises:
-        ConfigurationError: *url* is neither https nor http to this machine.
+        ConfigurationError: *url* is neither an https:// URL nor an http:// URL of this machine.
     """
     parts = urlsplit(url)
     here = parts.hostname in ("127.0.0.1", "::1", "localhost")
     if not parts.hostname or (parts.scheme != "https" and not (here and parts.scheme == "http")):
         raise ConfigurationError(
-            "the address of a key service begins with https://; http:// is only for this machine"
+            f"the address of {service} begins with https://; http:// is only for this machine"
         )

@@ -39,7 +39,7 @@ def key_provider(spec: str) -> KeyProvider:
 
     Raises:
         ConfigurationError: The scheme is not known, the key cannot be read, or a library is not
-            installed.  The message does not repeat `spec`, because it may be a key by mistake.
+            installed.  The message does not repeat `spec`, which may be a key by mistake.
     """
     scheme, colon, rest = spec.partition(":")
     make = _SCHEMES.get(scheme) if colon and rest else None

@@ -38,8 +38,8 @@ _LOGIN_IS_NEEDED = 403
 # Status codes of temporary failures.
 _RETRYABLE = {412, 429, 472, 473, 500, 502, 503, 504}
 _SEALED = 503
-# Maps parts of Vault's error texts to their meanings, because Vault has one status for all of these
-# errors.  Our error text does not quote Vault's, which may repeat the key that was sent.
+# Maps parts of Vault's error texts to their meanings, because Vault uses one status code for all
+# these errors.  Our errors do not quote Vault's text, which may contain the key that was sent.
 _TAMPERED = "tampered"
 _WORDS = {
     "message authentication failed": _TAMPERED,
@@ -53,12 +53,14 @@ class VaultKey(RemoteKey):
     """A key in the transit engine of Vault (1.13 or later) or OpenBao; key spec `vault:MOUNT/KEY`.
 
     Args:
-        key: `MOUNT/KEY`, such as `transit/clinic`.  The key's type must be an AEAD cipher, and the
-            key must not be derived.
+        key: The mount of the transit engine and the name of the key, as `MOUNT/KEY`, such as
+            `transit/clinic`.  The type of the key must be an AEAD cipher.  The key must not have
+            the option `derived`.
         address: The URL of Vault: `https://…`, or `http://…` on this machine; by default
             `VAULT_ADDR`.
-        namespace: The Vault namespace; by default `VAULT_NAMESPACE`, or none if that is not set.
-        token: The Vault token; by default `VAULT_TOKEN`, unless `token_file` or `role_id` is given.
+        namespace: The Vault namespace; by default `VAULT_NAMESPACE`.  If neither is set, no
+            namespace is used.
+        token: The Vault token; by default `VAULT_TOKEN`, unless `token_file` or a role id is given.
         token_file: A file with the token, such as the sink file of a Vault agent.  Each call reads
             the file.
         role_id: The role id for an AppRole login; by default `VAULT_ROLE_ID`.
@@ -125,8 +127,8 @@ class VaultKey(RemoteKey):
         self._logging_in = LoopLocks()
 
     async def _encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
-        # Servers before 1.13 ignore associated_data.  Therefore append its hash to the plaintext;
-        # `_decrypt` checks the hash.
+        # Servers before 1.13 ignore associated_data.  So append the hash of associated_data to the
+        # plaintext, and let `_decrypt` check the hash.
         content = plaintext + hashlib.sha256(associated_data).digest()
         answer = await self._transit(
             "encrypt", plaintext=_text(content), associated_data=_text(associated_data)
@@ -134,13 +136,13 @@ class VaultKey(RemoteKey):
         ciphertext = _CIPHERTEXT.fullmatch(str(answer.get("ciphertext")))
         if ciphertext is None:
             raise self._unexpected_answer()
-        # Store bytes: several base64 texts decode to the same bytes, so Vault's text could be
-        # modified and still be accepted.
+        # Store bytes, not Vault's base64 text.  Several base64 texts decode to the same bytes, so a
+        # modified text could still be accepted.
         return int(ciphertext[1]).to_bytes(_VERSION_LENGTH) + self._bytes(ciphertext[2])
 
     async def _decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
         version = int.from_bytes(sealed[:_VERSION_LENGTH])
-        if len(sealed) <= _VERSION_LENGTH or not version:  # Vault treats v0 as v1
+        if len(sealed) <= _VERSION_LENGTH or not version:  # Vault treats version 0 as 1
             raise TamperedError("not a key wrapped by Vault", reason=Reason.MALFORMED)
         answer = await self._transit(
             "decrypt",

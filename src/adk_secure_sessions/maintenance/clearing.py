@@ -1,7 +1,8 @@
 """Remove the bytes of deleted rows from the files of a database.
 
-When a row is deleted or replaced, a database only marks its space as free.  The bytes of the row
-remain in the file.  docs/erasure.md says what was observed on each database.
+When a row is deleted or replaced, a database only marks the row's space in the file as free.  The
+bytes of the row remain in the file.  docs/erasure.md describes which bytes remain on each kind of
+database.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ import sqlalchemy as sa
 from adk_secure_sessions.db.protocol import Conflict, Disconnected, Executor
 from adk_secure_sessions.errors import DatabaseError
 
-_NOT_ASKED = "the table of the data keys was not rewritten"
+_NOT_REWRITTEN = "the table of the data keys was not rewritten"
 _IN_USE = "other connections used the database all the time"
 
 
@@ -33,7 +34,7 @@ async def clear(executor: Executor, table: sa.Table, lock_wait: int, *, rewrite:
         executor: The executor of the database that has *table*.
         table: The table.
         lock_wait: Seconds to wait for a lock.
-        rewrite: Rewrite the table (SQLite: the whole file); services wait meanwhile.
+        rewrite: If True, rewrite the table (SQLite: the whole file).  Services wait meanwhile.
 
     Returns:
         The reason why the bytes could not be removed; empty if they were removed.
@@ -49,13 +50,13 @@ async def clear(executor: Executor, table: sa.Table, lock_wait: int, *, rewrite:
 
 
 async def rewrite(executor: Executor, tables: Sequence[sa.Table], lock_wait: int) -> list[str]:
-    """Rewrite *tables*, which must be all of our tables in the database of *executor*.
+    """Rewrite *tables*, which must be all tables of this package in the database of *executor*.
 
     Returns:
         The reasons why tables could not be rewritten.
     """
     kind = await executor.define(lambda connection: connection.dialect.name, commit=False)
-    if kind == "sqlite":  # rewrites the whole file at once
+    if kind == "sqlite":  # SQLite rewrites the whole file, with all tables
         obstacle = await clear(executor, tables[0], lock_wait, rewrite=True)
         return [obstacle] if obstacle else []
     obstacles = []
@@ -70,7 +71,7 @@ def _clear_now(table: sa.Table, lock_wait: int, rewrite: bool, connection: sa.Co
     if kind == "sqlite":
         return _clear_sqlite(lock_wait, rewrite, connection)
     if not rewrite:
-        return _NOT_ASKED
+        return _NOT_REWRITTEN
     if kind == "postgresql":
         return _rewrite_postgresql(table.name, lock_wait, connection)
     if kind in ("mysql", "mariadb"):
@@ -95,8 +96,9 @@ _PRIMARY_KEY = sa.text(
 
 def _rewrite_postgresql(name: str, lock_wait: int, connection: sa.Connection) -> str:
     # A plain VACUUM does not overwrite a deleted row unless it moves another row of the same page.
-    # VACUUM (FULL) cannot run in a transaction, so its lock_timeout would be a setting of the
-    # connection, which a pooler gives to other clients.  CLUSTER rewrites the table as well.
+    # VACUUM (FULL) cannot run in a transaction, so its lock_timeout would have to be a setting of
+    # the connection.  A pooler may give that connection to other clients.  CLUSTER also rewrites
+    # the table, and can run in a transaction.
     key = connection.scalar(_PRIMARY_KEY, {"name": name})
     if key is None:
         return f"{name} has no primary key"
@@ -116,16 +118,28 @@ def _rewrite_postgresql(name: str, lock_wait: int, connection: sa.Connection) ->
 def _rewrite_mysql(name: str, lock_wait: int, connection: sa.Connection) -> str:
     if not connection.scalar(sa.text("SELECT @@innodb_file_per_table")):
         return "the table shares its file with other tables: innodb_file_per_table is off"
-    show, change = "SELECT @@lock_wait_timeout", "SET lock_wait_timeout = {}"
-    with _setting(connection, show, change, lock_wait):
-        rows = connection.exec_driver_sql(f"OPTIMIZE TABLE {name}")
-        said = {kind.lower(): text for _table, _operation, kind, text in rows}
+    statement = f"OPTIMIZE TABLE {name}"
+    if getattr(connection.dialect, "is_mariadb", False):
+        rows = connection.exec_driver_sql(f"{statement} WAIT {lock_wait}").all()
+    else:
+        # MySQL cannot limit the wait of this one statement: OPTIMIZE accepts neither WAIT nor the
+        # hint SET_VAR.  If this process is killed, a pooler may give the connection to another
+        # client with the changed setting.  This is harmless: that client waits at most *lock_wait*
+        # seconds for the lock of a whole table.
+        show, change = "SELECT @@lock_wait_timeout", "SET lock_wait_timeout = {}"
+        with _setting(connection, show, change, lock_wait):
+            rows = connection.exec_driver_sql(statement).all()
+    said = {kind.lower(): text for _table, _operation, kind, text in rows}
     return "" if said.get("status") == "OK" else f"the database: {said.get('error', said)}"
 
 
 @contextmanager
 def _setting(connection: sa.Connection, show: str, change: str, value: object) -> Iterator[None]:
-    """Change a setting while the block runs, then restore it for later users of *connection*."""
+    """Change a setting of *connection* during the block, and restore the old value afterwards.
+
+    *show* is the statement that reads the setting.  *change* is the statement that sets it, with
+    `{}` for the value.
+    """
     before = connection.exec_driver_sql(show).scalar()
     connection.exec_driver_sql(change.format(value)).close()
     try:

@@ -27,12 +27,12 @@ from adk_secure_sessions.storage import (
 )
 
 if TYPE_CHECKING:
-    from sqlalchemy.ext.asyncio import AsyncEngine  # takes a third of a second
+    from sqlalchemy.ext.asyncio import AsyncEngine  # this import takes a third of a second
 
 T = TypeVar("T")
 
-# The sizes of the caches.  A command reads each row once, one owner after another, so larger caches
-# would only take memory.
+# The maximum number of entries in each cache.  A command reads each row once, one owner after
+# another, so larger caches would only take memory.
 _CACHED = 64
 
 
@@ -43,8 +43,8 @@ class Limits(NamedTuple):
         rows: The maximum number of app, user or session rows to read with their states.
         headers: The maximum number of rows to read with only primary keys and record headers.
         names: The maximum number of row ids to list in the statement.
-        lock_wait: The maximum number of seconds to wait for a lock.  Services may wait that long,
-            too.
+        lock_wait: The maximum number of seconds to wait for a lock.  Services may have to wait as
+            long behind the waiting statement.
     """
 
     rows: int = 100
@@ -62,8 +62,9 @@ class Database(KeyMaterial):
         db_url: The database URL, in the same form as for `EncryptedSessionService`.
         backend: The backend that encrypts new records, with its root key; None if the command
             needs no key.
-        additional_backends: Other backends whose root keys or records the database may have.
-        db_engine: Your own engine, instead of `db_url`; it is not closed.
+        additional_backends: Other backends, if the database may contain their records, or master
+            keys that their root keys wrap.
+        db_engine: Your own engine, instead of `db_url`.  `close` does not close it.
         key_db_url: The URL of the key database, if there is one.
         key_db_engine: Your own engine for the key database, instead of `key_db_url`.
         engine_kwargs: Options of the engine that is created for `db_url`.
@@ -118,7 +119,7 @@ class Database(KeyMaterial):
 
     @property
     def backends(self) -> Backends:
-        """The backends that were given.  Raises ConfigurationError if none were given."""
+        """The backends that were given.  Raises ConfigurationError if no backend was given."""
         return self.unit.backends
 
     async def survey(self) -> Survey:
@@ -143,7 +144,7 @@ class Database(KeyMaterial):
         return self._store
 
     async def renew_keyring(self) -> Keyring:
-        """Read the keyring again, after master keys were added or removed, and return it."""
+        """Read the keyring again, and return it; call this after master keys have changed."""
         keys = await self.keys()
         await self.unit.renew_keyring(keys.keyring)
         return keys.keyring
@@ -151,22 +152,23 @@ class Database(KeyMaterial):
     async def keys_of(self, *owners: object) -> StagedKeys:
         """Read the data keys of *owners* (tags) from the database.
 
-        This call does not raise an error for a tampered data key; every later use of the key does.
+        A tampered data key raises no error in this call.  Each later use of the data key raises
+        DecryptionError.
         """
         return await self.unit.data_keys_of(*owners)
 
     async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
-        """Run *query* on the data database, again if the connection is lost; return the rows."""
+        """Run *query* on the data database, and return the rows; retry after a lost connection."""
         return await self.unit.read(query, parameters)
 
     async def read_keys(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
-        """Do the same as `read`, for a query of `secure_keyring` or `secure_data_keys`."""
+        """Run *query* on the key tables; otherwise like `read`."""
         return await self.unit.read_keys(query, parameters)
 
     def reader_of(
         self, table: sa.FromClause
     ) -> Callable[[sa.Executable, Parameters], Awaitable[Sequence[Row]]]:
-        """Return `read_keys` for a table of keys, and `read` for any other table."""
+        """Return `read_keys` if *table* is a key table, otherwise `read`."""
         return self.read_keys if table in (keyring, data_keys) else self.read
 
     async def change(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
@@ -177,7 +179,7 @@ class Database(KeyMaterial):
         return await self.unit.change(work, commit=commit)
 
     async def change_keys(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
-        """Do the same as `change`, for `secure_keyring` and `secure_data_keys`."""
+        """Run *work* on the database that has the key tables; otherwise like `change`."""
         return await self.unit.change_keys(work, commit=commit)
 
     async def close(self) -> None:
@@ -211,7 +213,8 @@ class Database(KeyMaterial):
 def see_what_is_committed(connection: sa.Connection) -> None:
     """Set the isolation level READ COMMITTED; call this at the start of a transaction.
 
-    Each statement then sees what other transactions committed before the statement began.
+    Each statement of the transaction then sees the changes that other transactions had committed
+    when the statement began.
     """
     if connection.dialect.name in ("postgresql", "mysql", "mariadb"):
         connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL READ COMMITTED").close()

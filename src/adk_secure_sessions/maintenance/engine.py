@@ -16,6 +16,7 @@ from adk_secure_sessions.keys.data_keys import DataKeyRow, unwrap_data_key
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.storage import (
+    DATA_KEYS,
     apps,
     bases,
     data_keys,
@@ -33,14 +34,14 @@ Progress = Callable[[int, int], None]
 
 
 class Bounds(NamedTuple):
-    """Tells which limits a `Range` has, because each combination needs another SQL statement."""
+    """Which limits a `Range` has.  Each combination of limits needs another SQL statement."""
 
     has_after: bool
     has_last: bool
 
 
 class Range(NamedTuple):
-    """A range of primary keys: above *after*, and up to and including *last*; None is no limit."""
+    """The primary keys above *after*, up to and including *last*; None means no limit."""
 
     after: int | bytes | None
     last: int | bytes | None
@@ -68,19 +69,19 @@ def within(key: sa.ColumnElement[Any], bounds: Bounds) -> list[sa.ColumnElement[
 
 
 async def ranges(db: Database, key: sa.Column[Any], size: int) -> AsyncIterator[Range]:
-    """Yield ranges of *key* that together cover all values, each with *size* rows.
+    """Yield ranges of the primary key *key* that together cover all rows, with *size* rows each.
 
-    The last range may have fewer or, after tampering, more rows.  A step reads only the last key
-    of the next *size* rows; the caller then reads the rows in the range.  One statement for both
-    would need a LIMIT in a subquery, which MySQL rejects.
+    The last range may have fewer rows or, after tampering, more rows.  This function reads only the
+    last key of each range, and the caller reads the rows.  A single statement that reads the last
+    key and the rows would need a LIMIT in a subquery, which MySQL rejects.
     """
     read = db.reader_of(key.table)
     after = None
     while True:
         query = _last_key(key, after is not None)
         rows = await read(query, {**Range(after, None).parameters, "step": size - 1})
-        # SQLite stores any type in any column, so a modified key may have a wrong type.  Such a
-        # key cannot end a range: its row and all remaining rows belong to the last range.
+        # SQLite stores any type in any column, so a modified key may have a wrong type.  A range
+        # cannot end at such a key, so its row and all remaining rows belong to the last range.
         last = next((found for (found,) in rows if isinstance(found, int | bytes)), None)
         yield Range(after, last)
         if last is None:
@@ -95,16 +96,33 @@ async def batches(
     row: Callable[..., R],
     size: int,
 ) -> AsyncIterator[list[R]]:
-    """Run the statement for each range of *key*, and yield its rows, converted with *row*."""
+    """Run the statement for each range of *key*, and yield the rows of each range as a list.
+
+    Args:
+        db: The database.
+        key: The primary key, whose ranges have *size* rows each.
+        statement: A function that returns the statement that reads the rows of a range with the
+            given bounds.
+        row: A function that converts the columns of a row, such as a class of named tuples.
+        size: The number of rows in each range.
+    """
     read = db.reader_of(key.table)
     async for span in ranges(db, key, size):
         found = await read(statement(span.bounds), span.parameters)
         yield [row(*values) for values in found]
 
 
+@functools.cache
+def select_data_keys(bounds: Bounds) -> sa.Select[Any]:
+    """Return the query for the data keys whose ids are in a range with these *bounds*."""
+    key = data_keys.c.id
+    return DATA_KEYS.where(*within(key, bounds)).order_by(key)
+
+
 def first_rows(query: sa.Select[Any], limit: sa.ColumnElement[int]) -> sa.Select[Any]:
     """Restrict *query* to its first *limit* rows."""
-    # Without an offset, SQLAlchemy adds a parameter for it on SQLite, which no caller sets.
+    # Without an offset, SQLAlchemy adds a parameter for the offset on SQLite.  No caller has a
+    # value for this parameter.
     zero: sa.ColumnElement[int] = sa.literal_column("0")
     return query.limit(limit).offset(zero)
 
@@ -117,10 +135,15 @@ def _last_key(key: sa.Column[Any], has_after: bool) -> sa.Select[Any]:
 
 
 class Meter:
-    """Counts processed rows, calls *progress*, and waits so as not to exceed *rows_per_second*.
+    """Counts processed rows, reports progress, and pauses to keep to *rows_per_second*.
 
-    Count only rows that were read.  Numbers in rows, such as a revision, may have been modified: a
-    large one would make the command wait for ever.
+    Count only rows that were read.  Do not add a number that a row contains, such as a revision: an
+    attacker may have modified the number, and a large one would make the command wait for ever.
+
+    Args:
+        progress: Called with the number of processed rows and *total*; None for no report.
+        total: The expected number of rows.
+        rows_per_second: The maximum average speed; None for no limit.
     """
 
     def __init__(self, progress: Progress | None, total: int, rows_per_second: float | None):
@@ -131,7 +154,7 @@ class Meter:
         self._done = 0
 
     async def advance(self, rows: int = 1) -> None:
-        """Count and report *rows* more rows; wait if they came faster than *rows_per_second*."""
+        """Count and report *rows* more rows; pause if more than *rows_per_second* were counted."""
         self._done += rows
         if self._progress is not None and rows:
             # Services keep writing, so more rows may come than were counted at the start.
@@ -143,7 +166,7 @@ class Meter:
                 await asyncio.sleep(ahead)
 
     def finish(self) -> None:
-        """Report 100 %, even if fewer rows were found than were counted at the start."""
+        """Report that all rows are done, even if there were fewer rows than at the start."""
         if self._progress is not None:
             self._progress(self._done, self._done)
 
@@ -152,13 +175,14 @@ class Meter:
 
 
 class RecordCount(NamedTuple):
-    """How many rows of one table were encrypted by one backend.
+    """How many rows of one table one backend has encrypted.
 
     Attributes:
         table: The table's name.
-        backend_id: The backend's id in the stored format; None for values in an unknown format.
+        backend_id: The id of the backend; None for values in an unknown format.
         rows: The number of these rows.
-        newest: How many of these rows are encrypted with their owner's newest data key.
+        newest: How many of these rows are encrypted with the newest data key of their owner (the
+            user or app), which is the data key with the highest generation.
     """
 
     table: str
@@ -183,8 +207,8 @@ class DataKeyCount(NamedTuple):
 
 def header_of(column: sa.Column[Any]) -> sa.ColumnElement[Any]:
     """Return the SQL expression for the header of the record in *column*."""
-    # Use literals: with parameters, PostgreSQL would take the expression in GROUP BY and the one in
-    # SELECT for different ones, because each would have parameters of its own.
+    # Use literals instead of parameters.  With parameters, the expressions in SELECT and GROUP BY
+    # would have different parameters, and PostgreSQL would treat the expressions as different.
     one: sa.ColumnElement[int] = sa.literal_column("1")
     length: sa.ColumnElement[int] = sa.literal_column(str(HEADER_LENGTH))
     return sa.func.substr(column, one, length, type_=sa.LargeBinary)
@@ -200,7 +224,7 @@ async def count_rows(db: Database, *tables: sa.Table) -> int:
 
 
 async def count_events(db: Database) -> int:
-    """Return the sum of the revisions in `secure_sessions`: each event adds 1 to a revision.
+    """Return the number of events: the sum of the revisions in `secure_sessions`.
 
     Counting the rows of `secure_events` would take long, because that table is large.
     """
@@ -214,8 +238,9 @@ async def count_records(
 ) -> tuple[RecordCount, ...]:
     """Count records by table and by the backend in the header; no record is decrypted.
 
-    If an owner's newest data key was created before *since* (microseconds since 1970), or if
-    *masters* are given and do not unwrap it, none of the owner's records counts as `newest`.
+    A record counts as `newest` if its header names the newest data key of its owner.  In addition,
+    this data key must have been created at *since* (microseconds since 1970) or later and, if
+    *masters* are given, must be one that *masters* unwrap.
     """
     counts: Counter[tuple[str, int | None]] = Counter()
     newest: Counter[tuple[str, int | None]] = Counter()
@@ -258,7 +283,7 @@ class _RecordGroup(NamedTuple):
 
 
 class _DataKeyGroup(NamedTuple):
-    """How many data keys have the same backend and the same header of the wrapped key."""
+    """How many data keys have the same backend, and the same header in the column `wrapped`."""
 
     backend_id: int
     header: object
@@ -268,7 +293,11 @@ class _DataKeyGroup(NamedTuple):
 async def _newest_keys(
     db: Database, owners: set[object], since: int, masters: Keyring | None
 ) -> dict[object, int | None]:
-    """Map each owner to the id of its newest data key, or to None (see `count_records`)."""
+    """Map each owner's tag to the id of the owner's newest data key.
+
+    If the data key does not meet the conditions that `count_records` describes, map the tag to
+    None.
+    """
     rows = (await read_data_keys(db.read_keys, owners)).data_keys
     # SQLite stores any type in any column, so a modified generation may not be a number.
     numbered = [row for row in rows if isinstance(row.generation, int)]
@@ -284,7 +313,7 @@ async def _newest_keys(
 
 
 def can_unwrap(row: DataKeyRow, masters: Keyring) -> bool:
-    """Return whether *masters* unwrap the data key in *row*; if so, its columns are authentic."""
+    """Return whether *masters* unwrap the data key in *row*; if so, *row* is authentic."""
     try:
         unwrap_data_key(row, masters)
     except DecryptionError:
@@ -295,8 +324,8 @@ def can_unwrap(row: DataKeyRow, masters: Keyring) -> bool:
 # --- statements that count -----------------------------------------------------------------------
 
 _MOST_EVENTS = 10**15
-# Multiply by 1.0: if revisions were tampered with, their sum may exceed 64 bits, and SQLite then
-# raises an error for a sum of integers.
+# If revisions were tampered with, their sum may exceed 64 bits, and SQLite raises an error for such
+# a sum of integers.  So multiply the revisions by 1.0.
 _CLAIMED_EVENTS = sa.select(sa.func.sum(sessions.c.revision * sa.literal_column("1.0")))
 
 
@@ -360,7 +389,8 @@ def _events(bounds: Bounds) -> sa.Select[Any]:
 def _witnesses(bounds: Bounds) -> sa.Select[Any]:
     """Count version witnesses by owner.
 
-    The owner of a session's witness is the user; any other witness belongs to an app or a user.
+    The owner of a session's version witness is the user.  The `tag` of any other version witness
+    is the tag of its owner.
     """
     tag = witnesses.c.tag
     source = witnesses.outerjoin(sessions, sessions.c.tag == tag)
@@ -370,7 +400,7 @@ def _witnesses(bounds: Bounds) -> sa.Select[Any]:
 
 
 class _Counted(NamedTuple):
-    """A table to count, the key whose ranges are counted, and the query that counts a range."""
+    """A table, the key whose ranges divide its rows into batches, and the query for one range."""
 
     table: sa.Table
     key: sa.Column[Any]

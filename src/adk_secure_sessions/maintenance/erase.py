@@ -24,18 +24,20 @@ from adk_secure_sessions.storage import (
 
 
 class Erasure(NamedTuple):
-    """The result of `erase_user`, or what a dry run expects it to be.
+    """The result of `erase_user`; after a dry run, the expected result.
+
+    The first six attributes are the numbers of deleted rows.
 
     Attributes:
-        data_keys: Number of data keys of the user, all generations.
-        users: 1; or 0 if the user does not exist, or if the user's row had been removed.
-        sessions: Number of sessions of the user.
-        bases: Number of snapshots of these sessions.
-        events: Number of events of these sessions.
-        witnesses: Number of version witnesses of the user and of these sessions.
-        cleared: Whether the database file has no copy of the data keys any more, not even in
+        data_keys: The data keys of the user, of all generations.
+        users: 1, or 0 if the user does not exist or the user's row had been removed.
+        sessions: The sessions and collections of the user.
+        bases: The snapshots of these sessions.
+        events: The events of these sessions, and the items of these collections.
+        witnesses: The version witnesses of the user and of these sessions and collections.
+        cleared: True if the database file contains no copy of the data keys any more, not even in
             free space.  Logs, replicas and backups are never cleared.
-        obstacle: Why `cleared` is False; empty if it is True.
+        obstacle: Why `cleared` is False; empty if `cleared` is True.
     """
 
     data_keys: int
@@ -60,8 +62,8 @@ async def erase_user(
 
     One transaction deletes everything.  With a key database, a first transaction deletes the
     data keys, and a second transaction deletes the rows.  Nothing is decrypted, so rows that were
-    tampered with are deleted, too.  Services can keep running.  A user who returns with the same
-    id is a new user.  A second erasure finds nothing.
+    tampered with are deleted, too.  Services can keep running.  If the same user id is used again
+    later, the service creates a new user with a new data key.  A second erasure finds no rows.
 
     Args:
         db: The database.
@@ -69,7 +71,7 @@ async def erase_user(
         user_id: The user's id in ADK.
         dry_run: Count the rows, but delete nothing.
         rewrite: Rewrite the table of data keys (SQLite: the whole file), so that its free space
-            has no copy of the keys.  Services wait until the database has rewritten it.
+            contains no copy of the keys.  Services wait until the table is rewritten.
 
     Raises:
         WrongKeyError: The root keys do not decrypt the keyring.
@@ -83,7 +85,7 @@ async def erase_user(
     erasing = _Erasing(tag, dry_run, db.limits)
     if db.key_executor is db.executor:
         deleted = (await erasing.commit(db.change, [find, rows, keys])).counts
-    else:  # first the keys: after their deletion is committed, nobody can decrypt the rows
+    else:  # delete the keys first: afterwards, nobody can decrypt the rows
         first = await erasing.commit(db.change_keys, [find, keys])
         then = await erasing.commit(db.change, [rows], first.headers)
         deleted = first.counts + then.counts
@@ -107,7 +109,7 @@ async def erase_user(
 
 
 class _Erasing(NamedTuple):
-    """Erases one user, who is given by tag (blind index); a dry run only counts the user's rows."""
+    """The erasure of the user with the tag *tag*; a dry run only counts the user's rows."""
 
     tag: bytes
     dry_run: bool
@@ -121,7 +123,8 @@ class _Erasing(NamedTuple):
     ) -> "_Deletion":
         """Run *steps* in one transaction, and return the attempt that was committed.
 
-        *change* runs the transaction; after a conflict or a lost connection, it runs it again.
+        *change* runs the transaction.  After a conflict or a lost connection, *change* runs another
+        attempt.
         """
         attempts: list[_Deletion] = []
 
@@ -131,16 +134,16 @@ class _Erasing(NamedTuple):
             attempts.append(attempt)
 
         await change(work)
-        # If the connection was lost during COMMIT, that attempt may have been committed.  The
-        # next attempt then found nothing, so return the latest attempt that deleted rows.
+        # If the connection was lost during COMMIT, the attempt may have been committed.  The next
+        # attempt then found no rows, so return the latest attempt that deleted rows.
         return next((one for one in reversed(attempts) if one.counts.total()), attempts[-1])
 
 
 class _Deletion:
     """One attempt to delete a user's rows, in one transaction.
 
-    *headers* are the record headers that name one of the user's data keys.  They identify the
-    user's records even if the row that the records refer to was removed or modified.
+    *headers* are the record headers that name the user's data keys.  These headers identify the
+    user's records even if the user's row was removed or modified.
     """
 
     def __init__(
@@ -157,8 +160,9 @@ class _Deletion:
     def run(self, steps: Sequence[Callable[["_Deletion"], None]]) -> None:
         """Run all *steps* in passes until a pass finds no more rows.
 
-        A service whose transaction began before ours may commit new rows during a pass.  The next
-        pass finds these rows, because each statement sees what was committed before it.
+        A service whose transaction began before this one may commit new rows during a pass.  The
+        next pass finds these rows, because each statement sees all rows that were committed before
+        the statement began.
         """
         see_what_is_committed(self._connection)
         if not self._dry_run:
@@ -172,23 +176,23 @@ class _Deletion:
                 return
 
     def find_keys(self) -> None:
-        """Add the headers that name one of the user's data keys to `headers`."""
+        """Read the user's data keys, and add the record headers that name them to `headers`."""
         c = data_keys.c
         query = sa.select(c.backend_id, c.id).where(c.owner == self._tag)
         for backend_id, key_id in self._connection.execute(query):
-            if backend_id in range(256):  # otherwise the row was tampered with
+            if backend_id in range(256):  # no record names the key of a row with another backend id
                 self.headers.add(pack(backend_id, key_id))
 
     def delete_keys(self) -> None:
-        """Delete all data keys of the user.  This uses only the table of data keys."""
+        """Delete all data keys of the user.  This method uses only the table of data keys."""
         self._delete(data_keys, data_keys.c.owner == self._tag)
 
     def delete_rows(self) -> None:
-        """Delete all rows that the user's data keys encrypt.
+        """Delete all rows of the user except the data keys.
 
-        Lock rows in the same order as services, to avoid deadlocks: first the sessions, then the
-        user, then the data keys.  Services cannot append events to a locked session, and cannot
-        create sessions of a user whose row is deleted.
+        To avoid deadlocks, the sessions are locked first, then the user's row, as in a service.
+        Without a key database, `delete_keys` comes after this method.  Services cannot append
+        events to a locked session.  They cannot create sessions of a user whose row is deleted.
         """
         self._users |= self._user_rows()
         found = self._locked_sessions()
@@ -202,7 +206,11 @@ class _Deletion:
             self._delete(sessions, sessions.c.id.in_(ids))
 
     def _user_rows(self) -> set[int]:
-        """Find the user's row by its tag or, if the tag was modified, by its record header."""
+        """Return the ids of the user's rows: rows with the user's tag, or those found before.
+
+        If there are none, an attacker may have modified the tag.  Then return the rows whose
+        record has one of `headers`, which name the user's data keys.
+        """
         query = sa.select(users.c.id)
         found = self._ids(query.where(users.c.tag == self._tag)) or self._users
         if not found and self.headers:
@@ -212,8 +220,8 @@ class _Deletion:
     def _locked_sessions(self) -> list["_SessionKey"]:
         """Lock the rows of the user's sessions, and return their ids and tags.
 
-        The rows are found by the user's row.  If there is no such row, they are found by the record
-        headers that name a data key of the user.  A dry run does not lock them.
+        These are the sessions that refer to the user's row.  If the user has no row, they are the
+        sessions whose record has one of `headers`.  A dry run does not lock the rows.
         """
         c = sessions.c
         of_user: sa.ColumnElement[bool]
@@ -223,12 +231,13 @@ class _Deletion:
             of_user = header_of(c.state).in_(self.headers)
         else:
             return []
-        # SQLite stores any type in any column, so a modified tag may not be bytes: cast it.
+        # SQLite stores any type in any column.  If a tag was modified, it may not be bytes, so
+        # convert the tags to bytes.
         query = sa.select(c.id, sa.cast(c.tag, sa.LargeBinary)).where(of_user)
         if not self._dry_run:
             # From the second pass of `run` on, this transaction holds the lock on the user's row.
-            # A service may have locked a session and wait for the user's row: a deadlock.  NOWAIT
-            # fails at once, while PostgreSQL takes a second to detect a deadlock.
+            # A service may have locked a session and wait for the user's row, which is a deadlock.
+            # NOWAIT fails at once, while PostgreSQL takes a second to detect the deadlock.
             kind, again = self._connection.dialect.name, self.counts[users.name]
             query = query.with_for_update(nowait=kind == "postgresql" and again > 0)
         return [_SessionKey(*row) for row in self._connection.execute(query)]

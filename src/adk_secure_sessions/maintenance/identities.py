@@ -13,6 +13,7 @@ from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import Bounds, Range, ranges, within
 from adk_secure_sessions.maintenance.problems import UNREADABLE
 from adk_secure_sessions.storage import (
+    COLLECTION,
     UserRow,
     apps,
     naming,
@@ -24,15 +25,19 @@ from adk_secure_sessions.storage import (
 
 
 class SessionIds(NamedTuple):
-    """The ids that identify a session in ADK."""
+    """The ids that identify a session in ADK.
+
+    A collection has the same ids, with *is_collection* set and its name in *session_id*.
+    """
 
     app_name: str
     user_id: str
     session_id: str
+    is_collection: bool = False
 
 
 class LocatedSession(NamedTuple):
-    """A row of `secure_sessions` with its decrypted ids, or the error that decrypting raised."""
+    """A row of `secure_sessions`: its row id, its tag, and the decrypted ids or the error."""
 
     row: int
     tag: bytes
@@ -76,11 +81,17 @@ class SessionColumns(NamedTuple):
 async def located_sessions(
     db: Database, before: int | None = None
 ) -> AsyncIterator[LocatedSessions]:
-    """Yield all sessions in batches; with *before*, only those last updated before that time.
+    """Yield all sessions and collections in batches, each with its decrypted ids or an error.
 
-    The statement compares *before* (microseconds since 1970) with the stored time, before the row
-    is authenticated.  A result with ids is from an authenticated row; a result without ids has the
-    error.  The events, the snapshot and the version witness of a session are not read.
+    A collection is a named list of items (artifacts or memory), with a row in `secure_sessions`.
+    If ids were decrypted, the row is authentic.  The events, the snapshot and the version witness
+    of a session are not read.
+
+    Args:
+        db: The database.
+        before: If given, yield no collections, and only sessions that were last updated before this
+            time, in microseconds since 1970.  The statement compares the stored time, which is not
+            authenticated yet.
     """
     async for span in ranges(db, sessions.c.id, db.limits.rows):
         yield LocatedSessions(span, await _located_with_present_keys(db, span, before))
@@ -99,7 +110,10 @@ def app_name_of(stored: object) -> str:
 
 
 class _SessionsAndOwners(NamedTuple):
-    """Session rows, the user rows they refer to, and those users' app names, each by row id."""
+    """Session rows, the rows of their users by row id, and the names of the users' apps by row id.
+
+    The names are as stored, and may have been tampered with.
+    """
 
     sessions: list[SessionColumns]
     users: Mapping[int, UserRow]
@@ -109,9 +123,10 @@ class _SessionsAndOwners(NamedTuple):
 async def _located_with_present_keys(
     db: Database, span: Range, before: int | None
 ) -> list[LocatedSession]:
-    """Read sessions and then their data keys; read both again if a data key is missing.
+    """Read sessions and then their data keys; if a data key is missing, read both a second time.
 
-    Between the two queries, another process may have re-encrypted rows and retired the old keys.
+    Between the query for sessions and the query for data keys, another process may re-encrypt the
+    sessions and retire their old data keys.
     """
     located = await _located(db, span, before)
     if any(isinstance(one.error, UnknownKeyError) for one in located):
@@ -143,7 +158,8 @@ def _locate(row: SessionColumns, found: _SessionsAndOwners, keys: StagedKeys) ->
             session_id, _ = split_id(keys.open(user.tag, context, row.state))
     except UNREADABLE as error:
         return LocatedSession(row.id, row.tag, None, error)
-    return LocatedSession(row.id, row.tag, SessionIds(app_name, user_id, session_id))
+    is_collection = row.base_revision == COLLECTION
+    return LocatedSession(row.id, row.tag, SessionIds(app_name, user_id, session_id, is_collection))
 
 
 # --- rows ----------------------------------------------------------------------------------------
@@ -171,13 +187,13 @@ _NUMBERS, _BLOBS = 7, 2
 
 @functools.cache
 def _sessions_users_apps(bounds: Bounds, by_time: bool) -> sa.CompoundSelect[Any]:
-    """Select sessions, users and apps in one statement, so that no write comes between them."""
+    """Return one query for sessions, their users and their apps, which therefore fit together."""
     s, u = sessions.c, users.c
     numbers = [s.id, s.user_row, s.revision, s.base_revision, s.created_at, s.updated_at]
     numbers.append(s.expires_at)
     own = _member(_SESSION, numbers, [s.tag, s.state]).where(*within(s.id, bounds))
     if by_time:
-        own = own.where(s.updated_at < sa.bindparam("before", type_=sa.BigInteger))
+        own = own.where(*purgeable())
     theirs = u.id.in_(sa.select(s.user_row).where(*within(s.id, bounds)))
     return sa.union_all(
         own,
@@ -186,6 +202,13 @@ def _sessions_users_apps(bounds: Bounds, by_time: bool) -> sa.CompoundSelect[Any
             apps.c.id.in_(sa.select(u.app_row).where(theirs))
         ),
     )
+
+
+def purgeable() -> tuple[sa.ColumnElement[bool], ...]:
+    """Return the SQL conditions for rows that `purge` may delete; their parameter is `before`."""
+    before = sa.bindparam("before", type_=sa.BigInteger)
+    is_session = sessions.c.base_revision != sa.literal_column(str(COLLECTION))
+    return is_session, sessions.c.updated_at < before
 
 
 def _member(kind: int, numbers: list[Any], blobs: list[Any]) -> sa.Select[Any]:

@@ -18,8 +18,8 @@ class Initialisation(NamedTuple):
     """The result of `init`: the tables and keys that it created.
 
     Attributes:
-        tables: The names of the tables it created.
-        masters: The ids of the master keys it created.
+        tables: The names of the created tables.
+        masters: The ids of the created master keys.
     """
 
     tables: tuple[str, ...]
@@ -30,7 +30,7 @@ async def init(db: Database) -> Initialisation:
     """Create missing tables and master keys, as a service does when it starts.
 
     Raises:
-        ConfigurationError: The database cannot be used; it was left unchanged.
+        ConfigurationError: The database cannot be used.  It was left unchanged.
         WrongKeyError: The database has master keys that the root keys do not unwrap.
         KeyServiceError: The key provider failed.
     """
@@ -52,7 +52,7 @@ async def init(db: Database) -> Initialisation:
 
 
 async def _survey_both(db: Database) -> tuple[Survey, Survey]:
-    """Survey the data database and the key database, which may be the same database."""
+    """Return the surveys of the data database and the key database, which may be the same."""
 
     async def survey(executor: Executor) -> Survey:
         return await repeated(lambda: executor.define(look, commit=False))

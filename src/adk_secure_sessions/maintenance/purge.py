@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import Meter, Progress
-from adk_secure_sessions.maintenance.identities import SessionIds, located_sessions
+from adk_secure_sessions.maintenance.identities import SessionIds, located_sessions, purgeable
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
 from adk_secure_sessions.storage import (
     Store,
@@ -19,17 +19,17 @@ from adk_secure_sessions.storage import (
 
 
 class Purge(NamedTuple):
-    """The result of `purge`, or what a dry run expects it to be.
+    """The result of `purge`; after a dry run, the expected result.
 
     Attributes:
         deleted: How many sessions were deleted, with their events.
-        kept: How many sessions were old when `purge` read them, but were used or deleted by
+        kept: How many sessions were old when `purge` read them, but were updated or deleted by
             another process before `purge` could delete them.
         bad: How many old sessions cannot be decrypted.  These sessions were left unchanged.
-        problems: The first 1000 rows because of which sessions cannot be decrypted: rows of
-            sessions, users, apps or data keys.
-        before: A session is old if its last event is older than this moment, in microseconds since
-            1970, UTC.  A wrong moment shows that the clock of this machine is wrong.
+        problems: The first 1000 bad rows: rows of sessions, users, apps or data keys that prevent
+            decrypting an old session.
+        before: A session is old if its last event is older than this time, in microseconds since
+            1970, UTC.  The time was computed with the clock of this machine.
     """
 
     deleted: int
@@ -49,16 +49,17 @@ async def purge(
 ) -> Purge:
     """Delete sessions whose last event is older than *older_than*.
 
-    For a session without events, the time of its creation counts.  Each session is deleted in a
-    separate transaction, which checks the session's age again.  Users and apps keep their rows and
-    states, even if they have no session left.
+    The age of a session without events is the time since its creation.  Each session is deleted in
+    a separate transaction, which checks the session's age again.  Users and apps keep their rows
+    and states, even if they have no session left.
 
     Args:
-        db: The database, with every backend whose records it may hold.
-        older_than: The minimum age.  It is the difference between the clock of this machine and the
-            timestamp of the last event, which the application sets.
+        db: The database, with every backend whose records it may contain.
+        older_than: The minimum age of a session.  The age is the difference between the clock of
+            this machine and the timestamp of the last event, which the application sets.
         dry_run: Count the sessions, but delete nothing.
-        progress: Called with the number of old sessions processed and the number of all of them.
+        progress: Called with the number of old sessions processed and the number of all old
+            sessions.
         rows_per_second: The maximum number of sessions to delete per second.
 
     Raises:
@@ -94,8 +95,8 @@ async def _delete(store: Store, ids: SessionIds, before: int, dry_run: bool) -> 
     Return whether the session was deleted or, in a dry run, would be deleted.
     """
     if not dry_run:
-        return await store.delete(*ids, before=before)
-    found = await store.get(*ids, lambda *event: None, limit=0)
+        return await store.delete(*ids[:3], before=before)
+    found = await store.get(*ids[:3], lambda *event: None, limit=0)
     if found is None:
         return False
     view, _ = found
@@ -104,6 +105,4 @@ async def _delete(store: Store, ids: SessionIds, before: int, dry_run: bool) -> 
 
 @functools.cache
 def _number_of_old() -> sa.Select[Any]:
-    before = sa.bindparam("before", type_=sa.BigInteger)
-    query = sa.select(sa.func.count()).select_from(sessions)
-    return query.where(sessions.c.updated_at < before)
+    return sa.select(sa.func.count()).select_from(sessions).where(*purgeable())

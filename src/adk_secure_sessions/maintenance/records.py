@@ -28,6 +28,7 @@ from adk_secure_sessions.maintenance.engine import (
 from adk_secure_sessions.maintenance.identities import SessionColumns
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problems
 from adk_secure_sessions.storage import (
+    COLLECTION,
     Identity,
     UserRow,
     app_context,
@@ -48,11 +49,12 @@ from adk_secure_sessions.storage import (
 R = TypeVar("R", bound=tuple[Any, ...])
 Key = tuple[Any, ...]  # the values of a row's primary key
 
-# Records are re-encrypted in groups.  A group has at most `_RECORDS` records, which one statement
-# can read, and at most `_BYTES` bytes; a single record may be larger.
+# Records are re-encrypted in groups, and one statement reads a group.  A group has at most
+# `_RECORDS` records and at most `_BYTES` bytes.  A record larger than `_BYTES` is a group of its
+# own.
 _RECORDS = 64
 _BYTES = 4 * 1024 * 1024
-_SIZES = 1000  # number of primary keys, with record lengths, that one statement reads
+_SIZES = 1000  # how many primary keys with record lengths one statement reads
 
 # --- records and their contexts ------------------------------------------------------------------
 
@@ -64,7 +66,9 @@ class RecordColumn(NamedTuple):
         table: The table that has the column.
         value: The column.
         key: The columns of the table's primary key.
-        version: A column that every write of a row changes; None for events, which never change.
+        version: A column that changes with every write of a row; None for events.  An event never
+            changes.  An item of a collection may be replaced, but that transaction reads the user's
+            row, and so encrypts with the key that a rotation has created before.
     """
 
     table: sa.Table
@@ -101,7 +105,7 @@ class Record(NamedTuple):
 
 
 class OwnerIds(NamedTuple):
-    """The tag, row id and ADK ids of an app or user; *user_id* is None for an app."""
+    """The tag, the row id and the ids in ADK of an app or user; *user_id* is None for an app."""
 
     tag: bytes
     row: int
@@ -110,13 +114,15 @@ class OwnerIds(NamedTuple):
 
 
 class SessionBatch(NamedTuple):
-    """Some sessions of one user, with their records and version witnesses.
+    """Some sessions of one user, with the records of their rows and their version witnesses.
 
-    *sessions* maps row ids to session ids.  *rows* is the number of sessions and version witnesses
-    that were read.  *span* is the range of session row ids.
+    *sessions* maps row ids to session ids.  It also contains collections, with their names:
+    *collections* has their row ids.  *rows* is the number of sessions and version witnesses that
+    were read.  *span* is the range of session row ids.
     """
 
     sessions: dict[int, str]
+    collections: frozenset[int]
     records: list[Record]
     rows: int
     span: Range
@@ -149,7 +155,7 @@ async def read_app(
 async def read_user(
     db: Database, keys: StagedKeys, row_id: int, app_name: str
 ) -> tuple[OwnerIds, list[Record]] | None:
-    """Read the records of a user's own row and version witness, but not of the sessions.
+    """Read the records of a user's row and its version witness, but not those of the sessions.
 
     Return None if the user's row does not exist.
 
@@ -173,7 +179,10 @@ async def read_user(
 async def session_batches(
     db: Database, keys: StagedKeys, owner: OwnerIds, problems: Problems
 ) -> AsyncIterator[SessionBatch]:
-    """Yield a user's sessions in the order of row ids; add undecryptable ones to *problems*."""
+    """Yield a user's sessions in the order of their row ids.
+
+    Sessions that cannot be decrypted are added to *problems* instead.
+    """
     after = -1
     query = _sessions_of_user(db.limits.rows)
     while True:
@@ -193,17 +202,18 @@ async def session_batches(
         proofs = await _witness_records(db, owner.app_name, tags)
         records += proofs
         last = rows[-1].id
-        yield SessionBatch(ids, records, len(rows) + len(proofs), Range(after, last))
+        collections = frozenset(row.id for row in rows if row.base_revision == COLLECTION)
+        yield SessionBatch(ids, collections, records, len(rows) + len(proofs), Range(after, last))
         after = last
 
 
 async def snapshot_batches(
     db: Database, owner: OwnerIds, batch: SessionBatch, current: bytes
 ) -> AsyncIterator[list[Record]]:
-    """Yield, in groups, the snapshots of *batch* that need to be re-encrypted.
+    """Yield, in groups, the snapshots of the sessions in *batch* that must be re-encrypted.
 
-    These are the snapshots whose record header is not *current*, the header that names the owner's
-    current data key.
+    *current* is the record header that names the owner's current data key.  Snapshots with this
+    header are skipped.
     """
     async for keys in _keys_of_others(db, SNAPSHOTS, owner, batch, current):
         rows = await _read(db, SNAPSHOTS, keys, SnapshotColumns)
@@ -213,10 +223,10 @@ async def snapshot_batches(
 async def event_batches(
     db: Database, owner: OwnerIds, batch: SessionBatch, current: bytes
 ) -> AsyncIterator[list[Record]]:
-    """Yield, in groups, the events of *batch* that need to be re-encrypted.
+    """Yield, in groups, the events of the sessions in *batch* that must be re-encrypted.
 
-    These are the events whose record header is not *current*, the header that names the owner's
-    current data key.
+    *current* is the record header that names the owner's current data key.  Events with this header
+    are skipped.
     """
     async for keys in _keys_of_others(db, EVENTS, owner, batch, current):
         rows = await _read(db, EVENTS, keys, EventColumns)
@@ -251,7 +261,11 @@ class WitnessColumns(NamedTuple):
 
 
 def _session_record(keys: StagedKeys, owner: OwnerIds, row: SessionColumns) -> tuple[str, Record]:
-    """Return the session's id and record.  Raises DecryptionError for an undecryptable record."""
+    """Decrypt the session in *row*, and return its id and its record.
+
+    Raises:
+        DecryptionError: The session cannot be decrypted.
+    """
     assert owner.user_id is not None
     with naming(sessions.name, row.id):
         context = session_context(owner.app_name, owner.user_id, row.tag, *row.numbers)
@@ -288,7 +302,7 @@ def _identity(owner: OwnerIds, session_id: str) -> Identity:
 
 
 class _Decrypted(NamedTuple):
-    """A decrypted record, which is to be encrypted with the current data key."""
+    """A decrypted record that must be encrypted with the current data key."""
 
     record: Record
     context: bytes
@@ -307,18 +321,18 @@ class Reencryptor:
     async def reencrypt(
         self, keys: StagedKeys, owner: bytes, records: Iterable[Record], target: int | None
     ) -> None:
-        """Re-encrypt those *records* that are not yet encrypted with the data key *target*.
+        """Re-encrypt the *records* that are not encrypted with the data key *target* yet.
 
         A record that cannot be decrypted is reported and left unchanged.  A record that another
-        process has changed since it was read is left unchanged, too.  All other records are read
-        again and decrypted before they are counted.
+        process has changed since it was read is left unchanged, too.  All other re-encrypted
+        records are read again and decrypted before they are counted.
 
         Args:
             keys: The data keys of *owner*.
             owner: The tag (blind index) of the app or user.
             records: Records of *owner*.
-            target: The id of the owner's current data key; None in a dry run, if the rotation would
-                create that key.
+            target: The id of the owner's current data key.  None in a dry run if the rotation would
+                create that data key.
 
         Raises:
             SecureSessionError: A re-encrypted record does not decrypt to the original plaintext.
@@ -372,7 +386,7 @@ def _key_id(stored: object) -> int | None:
 async def _keys_of_others(
     db: Database, column: RecordColumn, owner: OwnerIds, batch: SessionBatch, current: bytes
 ) -> AsyncIterator[list[Key]]:
-    """Yield, in groups, the primary keys of records whose header is not *current*."""
+    """Yield, in groups, the primary keys of records of *batch* whose header is not *current*."""
     parameters = {**batch.span.parameters, "user_row": owner.row, "current": current}
     at: Sequence[int] = [-1] * len(column.key)
     while True:
@@ -387,7 +401,7 @@ async def _keys_of_others(
 
 
 def _fitting(sizes: Iterable[tuple[Key, int]]) -> Iterator[list[Key]]:
-    """Group primary keys so that each group keeps the limits `_RECORDS` and `_BYTES`.
+    """Group primary keys so that no group exceeds the limits `_RECORDS` and `_BYTES`.
 
     *sizes* are pairs of a primary key and the length of its record in bytes.
     """
@@ -404,7 +418,10 @@ def _fitting(sizes: Iterable[tuple[Key, int]]) -> Iterator[list[Key]]:
 
 
 async def _read(db: Database, column: RecordColumn, keys: Sequence[Key], row: type[R]) -> list[R]:
-    """Read the rows with these primary keys; the field names of *row* are the column names."""
+    """Return the rows with the primary keys *keys*, as named tuples of the class *row*.
+
+    The names of the fields are the names of the columns.
+    """
     columns = tuple(column.table.c[name] for name in row._fields)  # type: ignore[attr-defined]
     return [row(*values) for values in await _select(db, column, keys, columns)]
 
@@ -415,7 +432,8 @@ async def _select(
     rows: list[Row] = []
     for start in range(0, len(keys), _RECORDS):
         part = list(keys[start : start + _RECORDS])
-        part += part[:1] * (_RECORDS - len(part))  # the statement has 64 keys: repeat one
+        # The statement always has `_RECORDS` keys, so fill the list with copies of the first key.
+        part += part[:1] * (_RECORDS - len(part))
         parameters = {
             f"k{number}_{position}": value
             for number, key in enumerate(part)
@@ -449,7 +467,7 @@ def _sessions_of_user(limit: int) -> sa.Select[Any]:
 
 @functools.cache
 def _others(column: RecordColumn) -> sa.Select[Any]:
-    """Select primary keys and record lengths of a user's records with another header."""
+    """Select the primary keys and lengths of a user's records whose header is not `current`."""
     *_, last = column.key
     after = [
         sa.bindparam(f"after_{number}", type_=sa.BigInteger) for number in range(len(column.key))
@@ -484,10 +502,10 @@ def _replace(changes: list[tuple[Record, bytes]], connection: sa.Connection) -> 
 
 @functools.cache
 def _swap(column: RecordColumn) -> sa.Update:
-    """Replace a record if it has not changed since it was read (compare-and-swap).
+    """Return the UPDATE that replaces a record only if the record has not changed since its read.
 
-    Compare the row's version and the record's header: every write of a row changes its version,
-    and every re-encryption changes the key that the header names.
+    The statement compares the row's version and the record's header.  Every write of a row changes
+    its version, and every re-encryption changes the key that the header names.
     """
     conditions = [
         part == sa.bindparam(f"at_{number}", type_=part.type)

@@ -2,7 +2,7 @@
 
 import functools
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -20,13 +20,12 @@ from adk_secure_sessions.keys.data_keys import (
 from adk_secure_sessions.keys.keyring import DATA, MasterKeyRow
 from adk_secure_sessions.maintenance.database import Database, see_what_is_committed
 from adk_secure_sessions.maintenance.engine import (
-    Bounds,
     Meter,
     Progress,
+    batches,
     first_rows,
     header_of,
-    ranges,
-    within,
+    select_data_keys,
 )
 from adk_secure_sessions.maintenance.identities import app_name_of, located_sessions
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problems
@@ -58,8 +57,9 @@ class KeptKey(NamedTuple):
     Attributes:
         table: The table of the key: `secure_data_keys` or `secure_keyring`.
         id: The key's id.
-        references: `(table, rows)` for each table with rows that need the key.  Empty if it cannot
-            be determined which rows need the key, or if rows need only an older key of its owner.
+        references: The name of each table with rows that need the key, and the number of these
+            rows.  Empty if it cannot be determined which rows need the key, or if rows only need an
+            older key of the same owner.
     """
 
     table: str
@@ -68,7 +68,7 @@ class KeptKey(NamedTuple):
 
 
 class Retirement(NamedTuple):
-    """The result of `retire`, or what a dry run expects it to be.
+    """The result of `retire`; after a dry run, the expected result.
 
     Attributes:
         data_keys: How many data keys were deleted.
@@ -92,17 +92,20 @@ async def retire(
 ) -> Retirement:
     """Delete the data keys and data masters that were replaced and that no row uses.
 
-    First, every record of an owner (a user or an app) is decrypted.  If a row of the owner is
-    missing or cannot be decrypted, all data keys of that owner are kept: headers are not trusted.
-    Then one transaction checks that no record names an older key, and deletes that key; with a key
-    database, these are two transactions.  If a data key is kept, all newer data keys of its owner
-    are kept, too.  A data master is deleted only if every data key can be unwrapped.
+    First, `retire` decrypts every record of an owner (a user or an app).  If a row of the owner is
+    missing or cannot be decrypted, all data keys of that owner are kept, because an attacker may
+    have modified the headers that name the keys.  Then one transaction checks that no record names
+    a replaced data key, and deletes that key.  With a key database, these are two transactions.  If
+    a replaced data key is kept, all newer data keys of its owner are kept, too.
+
+    A replaced data master is deleted if it wraps no data key.  If a data key cannot be unwrapped,
+    all data masters are kept.
 
     Args:
         db: The database.
         dry_run: Find unused keys, but delete nothing.
         progress: Called with the number of owners (users and apps) processed, and the number of
-            all owners that have more than one data key.
+            all owners with more than one data key.
         rows_per_second: The maximum number of owners to check per second.
 
     Raises:
@@ -111,7 +114,7 @@ async def retire(
         TamperedError: A row belongs to no session, user or app, or the row of a session cannot be
             decrypted; nothing was deleted.
     """
-    await db.renew_keyring()  # rejects a feature that a later release has added since the start
+    await db.renew_keyring()  # a later release may have added a feature, which this call rejects
     await _reject_orphans(db)
     await _reject_unreadable_sessions(db)
     ((total,),) = await db.read_keys(_number_of_owners(), {})
@@ -142,7 +145,7 @@ async def retire(
 
 
 class _OlderKeys(NamedTuple):
-    """The data keys of one owner that were replaced by a newer one."""
+    """The data keys of one owner that were replaced: all except the newest (by generation)."""
 
     kept: list[KeptKey]
     unused: list[DataKeyRow]
@@ -156,12 +159,12 @@ class _OwnerRow(NamedTuple):
 
 
 async def _reject_orphans(db: Database) -> None:
-    """Raise TamperedError if a row belongs to nobody.
+    """Raise TamperedError if a row belongs to no session, user or app.
 
-    An attacker may have removed the row that leads to it.  It could be read again once that row is
-    back, but nothing tells which owner's keys it needs.
+    An attacker may have removed the row of the session, user or app, and somebody may restore that
+    row later.  Until then, the owner of the orphaned row is unknown, so it may need any data key.
     """
-    for column, key, owners in _LEADING_ROWS:
+    for column, key, owners in _REFERENCES:
         table = column.table
         missing = [~sa.select(_ONE).where(column == owner).exists() for owner in owners]
         query = first_rows(sa.select(key).where(*missing), _ONE)
@@ -178,7 +181,8 @@ async def _reject_orphans(db: Database) -> None:
 async def _reject_unreadable_sessions(db: Database) -> None:
     """Raise TamperedError if the row of a session cannot be decrypted.
 
-    An attacker may have moved it to another user: then nothing tells whose keys it needs.
+    An attacker may have moved the session's row to another user.  Then the owner of the session is
+    unknown, so the session may need any data key.
     """
     async for batch in located_sessions(db):
         for one in batch.sessions:
@@ -193,8 +197,9 @@ async def _reject_unreadable_sessions(db: Database) -> None:
 
 
 _ONE: sa.ColumnElement[int] = sa.literal_column("1")
-# Column, the row's key, and the columns one of which must have the value of the first.
-_LEADING_ROWS: list[tuple[sa.Column[Any], sa.Column[Any], list[sa.Column[Any]]]] = [
+# Each column that refers to another row, the primary key of its own table, and the columns of other
+# tables one of which must contain the same value.
+_REFERENCES: list[tuple[sa.Column[Any], sa.Column[Any], list[sa.Column[Any]]]] = [
     (users.c.app_row, users.c.id, [apps.c.id]),
     (sessions.c.user_row, sessions.c.id, [users.c.id]),
     (bases.c.session_row, bases.c.session_row, [sessions.c.id]),
@@ -218,21 +223,21 @@ class _Audit(NamedTuple):
 
 
 async def _retire_data_keys(db: Database, owner: bytes, dry_run: bool) -> _OlderKeys:
-    """Delete the unused data keys of *owner*, and return kept and unused keys."""
+    """Delete the unused data keys of *owner*; return the replaced keys, kept and unused."""
     rows = (await read_data_keys(db.read_keys, [owner])).data_keys
     audit = await _audit(db, owner, rows)
     if audit is None:
-        claimed = await db.change(partial(_references, owner, True), commit=False) or Counter()
-        return _OlderKeys([_kept(row, claimed) for row in _replaced(rows)], [])
+        claimed = await db.change(partial(_find_headers, owner, True), commit=False) or Counter()
+        return _OlderKeys([_kept(row, _under(row, claimed)) for row in _replaced(rows)], [])
     if db.key_executor is db.executor:
         work = partial(_retire_beside_data, owner, audit, dry_run)
         return await db.change(work, commit=not dry_run)
     # The keys were read before the records.  Services may write in the meantime, but never with a
     # key that is deleted here:
-    # - The newest of the keys that were read is always kept.
+    # - The key with the highest generation of those that were read is always kept.
     # - Every key that is deleted here is older than all keys in use.  With a key database, a
-    #   service never replaces a record with a record under an older key.
-    found = await db.change(partial(_references, owner, dry_run), commit=not dry_run)
+    #   service never replaces a record by a record under an older key.
+    found = await db.change(partial(_find_headers, owner, dry_run), commit=not dry_run)
     keys = _sort_out(audit, found)
     if keys.unused and not dry_run:
         await db.change_keys(partial(_delete, keys.unused))
@@ -240,7 +245,7 @@ async def _retire_data_keys(db: Database, owner: bytes, dry_run: bool) -> _Older
 
 
 async def _audit(db: Database, owner: bytes, rows: list[DataKeyRow]) -> _Audit | None:
-    """Decrypt all records of *owner*; return None if one is missing or cannot be decrypted."""
+    """Decrypt all records of *owner*; return None if a record or a data key is not authentic."""
     try:
         keys = await db.keys_of(owner)
         ids = {row.id for row in rows}
@@ -259,7 +264,15 @@ async def _audit(db: Database, owner: bytes, rows: list[DataKeyRow]) -> _Audit |
 async def _check_owner(
     db: Database, keys: StagedKeys, tag: bytes, of_user: bool, row_id: int, app_name: str
 ) -> tuple[frozenset[int], Headers]:
-    """Decrypt all records of an owner; return the data keys its row names, and the headers.
+    """Decrypt all records of an owner, and return `named` and `headers` of `_Audit`.
+
+    Args:
+        db: The database.
+        keys: The data keys of the owner.
+        tag: The tag of the owner.
+        of_user: True if the owner is a user, False if it is an app.
+        row_id: The id of the owner's row.
+        app_name: The name of the app, or of the user's app.
 
     Raises one of `UNREADABLE` if a row is missing or cannot be decrypted.
     """
@@ -275,8 +288,10 @@ async def _check_owner(
         problems = Problems()
         ids = OwnerIds(tag, row_id, app_name, owner.user_id)
         async for batch in session_batches(db, keys, ids, problems):
-            for session_id in batch.sessions.values():
-                of_session = await db.unit.identify(app_name, owner.user_id, session_id)
+            for row, session_id in batch.sessions.items():
+                of_session = await db.unit.identify(
+                    app_name, owner.user_id, session_id, row in batch.collections
+                )
                 session: CheckSession[None] = CheckSession(of_session, _undecoded)
                 await db.unit.run(session)
                 headers += session.headers
@@ -300,7 +315,7 @@ def _retire_beside_data(
     found = connection.execute(query if dry_run else query.with_for_update())
     rows = [DataKeyRow(*values) for values in found]
     headers = None if row is None else _count_headers(owner, row, connection)
-    if set(rows) != set(audit.rows):  # another process has changed the keys since
+    if set(rows) != set(audit.rows):  # another process has changed the data keys since the audit
         headers = None
     keys = _sort_out(audit, headers)
     if keys.unused and not dry_run:
@@ -309,59 +324,63 @@ def _retire_beside_data(
 
 
 def _replaced(rows: list[DataKeyRow]) -> list[DataKeyRow]:
-    """Return all *rows* but the newest; all of them if a row is malformed."""
+    """Return all *rows* except the one with the highest generation, for the report of kept keys.
+
+    If a row is malformed, the newest key is not known, so return all *rows*.
+    """
     if not all(map(_is_sound, rows)):
         return rows
     return sorted(rows, key=attrgetter("generation"))[:-1]
 
 
-def _kept(row: DataKeyRow, headers: Headers) -> KeptKey:
-    """Return *row* as a kept key, with the records whose headers name it."""
-    under = [
-        (table, number)
-        for (table, header), number in headers.items()
-        if _is_sound(row) and header == pack(row.backend_id, row.id)
-    ]
-    return KeptKey(data_keys.name, row.id, tuple(under))
+def _under(row: DataKeyRow, headers: Headers) -> list[tuple[str, int]]:
+    """Return the records whose header names the data key *row*, as pairs of table and number."""
+    if not _is_sound(row):
+        return []
+    own = pack(row.backend_id, row.id)
+    return [(table, number) for (table, header), number in headers.items() if header == own]
+
+
+def _kept(row: DataKeyRow, references: Iterable[tuple[str, int]] = ()) -> KeptKey:
+    return KeptKey(data_keys.name, row.id, tuple(references))
 
 
 def _sort_out(audit: _Audit, headers: Headers | None) -> _OlderKeys:
     """Sort an owner's replaced keys into kept and unused ones.
 
-    A key that rows use is kept, and so are all newer keys: a service that has read a newer key may
-    be about to encrypt one of these rows with the newer key.  A key that the owner's row names is
-    also kept, because a service that writes with another backend may use it.
+    A key is kept in these cases:
+
+    - Rows use the key or an older key.  A service may be about to write such a row again, with the
+      newer key that it has read.
+    - The owner's row names the key.  A service that writes with another backend may use it.
+    - A record has a header that names no key of the owner, so the record may need any key.
 
     Args:
         audit: The owner's keys and decrypted records.
-        headers: The number of the owner's records by header, counted after *audit*.  None if the
-            owner's row was removed since; then all keys are kept.
+        headers: The number of the owner's records by table and header, counted after *audit*.  None
+            if the owner's row or data keys have changed since; then all keys are kept.
     """
     older = sorted(audit.rows, key=attrgetter("generation"))[:-1]
     if headers is None:
-        return _OlderKeys([KeptKey(data_keys.name, row.id, ()) for row in older], [])
+        return _OlderKeys([_kept(row) for row in older], [])
     headers = headers | audit.headers
-    named = {pack(row.backend_id, row.id): row.id for row in audit.rows}
+    known = {pack(row.backend_id, row.id) for row in audit.rows}
     unknown = [
-        (table, number) for (table, header), number in headers.items() if header not in named
+        (table, number) for (table, header), number in headers.items() if header not in known
     ]
     kept: list[KeptKey] = []
     unused: list[DataKeyRow] = []
     for row in older:
-        under = [
-            (table, number)
-            for (table, header), number in headers.items()
-            if named.get(header) == row.id
-        ]
+        under = _under(row, headers)
         if under or unknown or kept or row.id in audit.named:
-            kept.append(KeptKey(data_keys.name, row.id, (*under, *unknown)))
+            kept.append(_kept(row, [*under, *unknown]))
         else:
             unused.append(row)
     return _OlderKeys(kept, unused)
 
 
 def _delete(rows: list[DataKeyRow], connection: sa.Connection) -> None:
-    """Delete those *rows* whose wrapped key has not changed since they were read."""
+    """Delete the *rows* whose wrapped key has not changed since they were read."""
     parameters = [{"at_id": row.id, "at_wrapped": row.wrapped} for row in rows]
     connection.execute(_DELETE_KEY, parameters)
 
@@ -372,15 +391,18 @@ def _is_sound(row: DataKeyRow) -> bool:
     return numbers and isinstance(row.wrapped, bytes)
 
 
-def _references(owner: bytes, dry_run: bool, connection: sa.Connection) -> Headers | None:
-    """Count the records of *owner* by header; return None if the owner's row does not exist."""
+def _find_headers(owner: bytes, dry_run: bool, connection: sa.Connection) -> Headers | None:
+    """Count the records of *owner* by table and header; return None if the owner has no row."""
     see_what_is_committed(connection)
     row = _owner_row(owner, dry_run, connection)
     return None if row is None else _count_headers(owner, row, connection)
 
 
 def _owner_row(owner: bytes, dry_run: bool, connection: sa.Connection) -> _OwnerRow | None:
-    """Find and lock the row of *owner*.  The lock waits for transactions that add a session."""
+    """Find the row of *owner* and, except in a dry run, lock it; return None if it does not exist.
+
+    The lock waits for open transactions that add a session of the owner.
+    """
     for table in (apps, users):
         query = sa.select(table.c.id).where(table.c.tag == owner)
         row_id = connection.scalar(query if dry_run else query.with_for_update())
@@ -390,6 +412,7 @@ def _owner_row(owner: bytes, dry_run: bool, connection: sa.Connection) -> _Owner
 
 
 def _count_headers(owner: bytes, row: _OwnerRow, connection: sa.Connection) -> Headers:
+    """Count the records of an owner by table and header; *owner* is the tag of *row*."""
     counts: Headers = Counter()
     for name, query in _queries_by_header(owner, row):
         for header, number in connection.execute(query):
@@ -398,7 +421,7 @@ def _count_headers(owner: bytes, row: _OwnerRow, connection: sa.Connection) -> H
 
 
 def _queries_by_header(owner: bytes, row: _OwnerRow) -> Iterator[tuple[str, sa.Select[Any]]]:
-    """Yield a table name and a query that counts the owner's records in that table by header."""
+    """Yield table names, each with a query that counts the owner's records in it by header."""
 
     def by_header(column: sa.Column[Any], *where: sa.ColumnElement[bool]) -> sa.Select[Any]:
         header = header_of(column)
@@ -421,19 +444,18 @@ def _queries_by_header(owner: bytes, row: _OwnerRow) -> Iterator[tuple[str, sa.S
 
 
 class _OlderMasters(NamedTuple):
-    """The data masters that were replaced by a newer one."""
+    """The data masters that were replaced: all except the newest (by time of creation)."""
 
     kept: list[KeptKey]
     unused: list[MasterKeyRow]
 
 
 async def _count_wrapped(db: Database) -> Counter[int] | None:
-    """Count the data keys by data master; return None if one of them cannot be unwrapped."""
+    """Count the data keys by the id of their data master; None if one cannot be unwrapped."""
     masters = (await db.keys()).keyring
     counts: Counter[int] = Counter()
-    async for span in ranges(db, data_keys.c.id, db.limits.rows):
-        for values in await db.read_keys(_rows(span.bounds), span.parameters):
-            row = DataKeyRow(*values)
+    async for rows in batches(db, data_keys.c.id, select_data_keys, DataKeyRow, db.limits.rows):
+        for row in rows:
             try:
                 unwrap_data_key(row, masters)
                 counts[unpack(row.wrapped)[1]] += 1
@@ -450,12 +472,16 @@ def _retire_masters(
 ) -> _OlderMasters:
     """Delete the replaced data masters that wrap no data key; return kept and unused masters.
 
-    *known* are the authentic rows of the keyring.  If it has changed since, or if *wrapped* is
-    None, all data masters are kept.
+    Args:
+        dry_run: If True, delete nothing.
+        known: The rows of the keyring by id; all are authentic.  If the stored rows have changed
+            since, all data masters are kept.
+        wrapped: The result of `_count_wrapped`.  If it is None, all data masters are kept.
+        connection: The connection, in a transaction.
     """
     see_what_is_committed(connection)
     if connection.dialect.name == "postgresql" and not dry_run:
-        # Wait for open transactions that store a data key, perhaps under one of these masters.
+        # Wait for open transactions that store a data key: one of these masters may wrap it.
         connection.execute(sa.text(f"LOCK TABLE {data_keys.name} IN SHARE MODE"))
     found = connection.execute(MASTER_KEYS if dry_run else MASTER_KEYS.with_for_update())
     stored = [MasterKeyRow(*row) for row in found]
@@ -494,11 +520,6 @@ _DELETE_KEY = sa.delete(data_keys).where(
     data_keys.c.id == sa.bindparam("at_id"),
     data_keys.c.wrapped == sa.bindparam("at_wrapped", type_=data_keys.c.wrapped.type),
 )
-
-
-def _rows(bounds: Bounds) -> sa.Select[Any]:
-    key = data_keys.c.id
-    return DATA_KEYS.where(*within(key, bounds)).order_by(key)
 
 
 def _with_several_keys() -> sa.Select[Any]:

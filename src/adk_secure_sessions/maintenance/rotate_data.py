@@ -46,18 +46,19 @@ from adk_secure_sessions.storage import (
 
 
 class DataRotation(NamedTuple):
-    """The result of `rotate_data`, or what a dry run expects it to be.
+    """The result of `rotate_data`; after a dry run, the expected result.
 
     Attributes:
         since: When the rotation began, in microseconds since 1970, UTC.  Data keys that were
             created before `since` are replaced.
-        resumed: Whether this run continued an unfinished rotation, according to the stored
-            checkpoint.
+        resumed: True if this run continued an unfinished rotation from its stored checkpoint.
         keys: How many data keys were created.
         reencrypted: How many records were re-encrypted.
-        left: How many records still have to be re-encrypted: their key is not their owner's
-            newest, is older than `since`, or is for another backend than `backend`.
-        left_in: `(table, records)` for each table with such records; their sum is `left`.
+        left: How many records still have to be re-encrypted.  These are the records whose data key
+            is not the newest data key of their owner (the user or app), is older than `since`, or
+            is not for `backend`.
+        left_in: The name of each table with such records, and the number of these records.  The sum
+            of the numbers is `left`.
         bad: How many rows cannot be decrypted; they were left unchanged.
         problems: The first 1000 rows that cannot be decrypted.
     """
@@ -103,10 +104,10 @@ async def rotate_data(
         WrongKeyError: The root keys do not decrypt the keyring.
         ConfigurationError: The database cannot be used, or its only data master is stored as
             plaintext.
-        TamperedError: The checkpoint of the unfinished rotation was modified; or a key was created
-            after the year 9999, so that somebody must have inserted it.
-        SecureSessionError: Another rotation was started while this one ran.  Records that were
-            re-encrypted until then stay re-encrypted.
+        TamperedError: The checkpoint of the unfinished rotation was modified; or the time of
+            creation of a key is after the year 9999.
+        SecureSessionError: Another rotation was started during this one.  The records that this
+            rotation has already re-encrypted keep their new data keys.
     """
     if (await db.keys()).keyring.current_id is None:
         raise ConfigurationError(
@@ -119,7 +120,10 @@ async def rotate_data(
 
 
 class _OwnerTag(NamedTuple):
-    """The columns that identify an app or a user; *app_name* is None without an app's row."""
+    """The columns that identify an app or a user.
+
+    *app_name* is None if the row of the user's app does not exist.
+    """
 
     id: int
     tag: object
@@ -147,8 +151,9 @@ class _DataRotationRun(Rotation):
         )
 
     async def _count_rows(self) -> int:
-        own = 2 * await count_rows(self._db, apps, users, sessions)  # with witnesses
-        return 2 * (own + await count_events(self._db))  # re-encrypt, then count
+        # Each app, user and session has one version witness.
+        own = 2 * await count_rows(self._db, apps, users, sessions)
+        return 2 * (own + await count_events(self._db))  # each row is re-encrypted, then counted
 
     async def _begin(self) -> None:
         if isinstance(self._db.backends.writer, NoOpBackend) and not self._dry_run:
@@ -167,10 +172,10 @@ class _DataRotationRun(Rotation):
         self._reencrypted += self._reencryptor.count
 
     async def _rotate_row(self, table: sa.Table, row: _OwnerTag) -> None:
-        """Process an owner, and report bad rows.
+        """Re-encrypt the records of an app or user, and report bad rows.
 
-        If a row names an unknown key, do it again: a service with another backend may have created
-        that key after the owner's keys were read.
+        If a record names an unknown data key, process the owner a second time: a service with
+        another backend may have created this data key after the owner's data keys were read.
         """
         for is_last in (False, True):
             problems = self._reencryptor.problems = Problems()
@@ -195,7 +200,7 @@ class _DataRotationRun(Rotation):
         else:
             found = await read_user(self._db, keys, row.id, app_name)
         if found is None:
-            return  # deleted since its tag was read
+            return  # the owner was deleted since its tag was read
         owner, records = found
         await self._reencrypt(keys, owner, records)
         await self._meter.advance(len(records))
@@ -203,9 +208,9 @@ class _DataRotationRun(Rotation):
             await self._rotate_sessions(keys, owner)
 
     async def _renew_key(self, app_name: str, tag: bytes, *, of_user: bool) -> None:
-        """Create the owner's new data key, and name it in the owner's row.
+        """Create the owner's new data key, and store its id in the owner's row.
 
-        Services encrypt new records only with a data key that the row names.
+        Services encrypt new records only with a data key whose id is in that row.
         """
         who = await self._db.unit.identify(app_name)
         renewal = RenewKey(
@@ -222,8 +227,8 @@ class _DataRotationRun(Rotation):
         target = self._target(keys, owner.tag)
         header = pack(target.backend_id, target.id) if target else b""
         async for batch in session_batches(self._db, keys, owner, self._reencryptor.problems):
-            # Re-encrypt a session before its events.  Services never append events with an older
-            # key than the session's key, so no event written from then on uses an old key.
+            # Re-encrypt a session before its events.  Services never encrypt an event with a data
+            # key older than that of the session, so events appended later use the new data key.
             await self._reencrypt(keys, owner, batch.records)
             await self._meter.advance(batch.rows)
             async for records in snapshot_batches(self._db, owner, batch, header):
@@ -238,7 +243,11 @@ class _DataRotationRun(Rotation):
         await self._reencryptor.reencrypt(keys, owner.tag, records, target_id)
 
     def _target(self, keys: StagedKeys, owner: bytes) -> DataKey | None:
-        """Return the owner's new data key, or None if this rotation has not created it yet."""
+        """Return the owner's current data key if it is new, otherwise None.
+
+        It is new if it is also the newest one and was created at `since` or later.  In a dry run,
+        there may be no new data key.
+        """
         current = keys.current(owner)
         if current is None or not keys.current_is_newest(owner):
             return None
@@ -254,7 +263,8 @@ class _DataRotationRun(Rotation):
         return self._left_in.total()
 
     def _may_walk_again(self) -> bool:
-        # Services may have written records with old keys during the pass.
+        # Services may have written records with old keys during the pass.  But if the pass has
+        # re-encrypted nothing, another pass probably would not, either.
         return self._left > 0 and self._reencryptor.count > 0
 
 

@@ -1,7 +1,7 @@
 """Replace the data master: wrap all data keys with a new data master."""
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import sqlalchemy as sa
 
@@ -26,10 +26,10 @@ from adk_secure_sessions.maintenance.engine import (
     Bounds,
     Meter,
     Progress,
+    batches,
     count_data_keys,
     count_rows,
-    ranges,
-    within,
+    select_data_keys,
 )
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem
 from adk_secure_sessions.maintenance.rotation import (
@@ -38,21 +38,16 @@ from adk_secure_sessions.maintenance.rotation import (
     after_creation,
     authentic_masters,
 )
-from adk_secure_sessions.storage import (
-    DATA_KEYS,
-    data_keys,
-    keyring,
-)
+from adk_secure_sessions.storage import data_keys, keyring
 
 
 class MasterRotation(NamedTuple):
-    """The result of `rotate_master`, or what a dry run expects it to be.
+    """The result of `rotate_master`; after a dry run, the expected result.
 
     Attributes:
-        master_id: The id of the new data master; None in a dry run that would create it.
+        master_id: The id of the new data master; None if a dry run did not create it.
         since: When the rotation began, in microseconds since 1970, UTC.
-        resumed: Whether this run continued an unfinished rotation, according to the stored
-            checkpoint.
+        resumed: True if this run continued an unfinished rotation from its stored checkpoint.
         rotated: How many data keys were wrapped with the new data master.
         left: How many data keys are still wrapped by another data master.
         bad: How many of the `left` data keys cannot be unwrapped; they were left unchanged.
@@ -79,9 +74,9 @@ async def rotate_master(
     """Create a new data master under the root key of `backend`, and wrap all data keys with it.
 
     Data keys are wrapped in batches.  A row is replaced only if no other process has changed it
-    since it was read.  Services can keep running: they read the new master when they first need
-    it.  If a run is killed, the next run continues its rotation.  The old data masters stay until
-    `retire` deletes them.
+    since it was read.  Services can keep running: they read the new data master when they first
+    need it.  If a run is killed, the next run continues its rotation.  The old data masters stay
+    until `retire` deletes them.
 
     Args:
         db: The database, with all root keys that wrap its master keys.
@@ -92,12 +87,12 @@ async def rotate_master(
 
     Raises:
         WrongKeyError: A root key is missing or wrong.
-        SecureSessionError: Another rotation was started while this one ran.  The data keys that
-            this rotation has wrapped are not wrapped with the old data master again.
+        SecureSessionError: Another rotation was started during this one.  The data keys that this
+            rotation has already wrapped keep the new data master.
         KeyServiceError: The key provider failed.
         ConfigurationError: The database cannot be used, or `backend` has no root key.
-        TamperedError: The checkpoint of the unfinished rotation was modified; or a key was created
-            after the year 9999, so that somebody must have inserted it.
+        TamperedError: The checkpoint of the unfinished rotation was modified; or the time of
+            creation of a key is after the year 9999.
     """
     if db.backends.writer.root_key.key_id == PLAINTEXT_ROOT_KEY_ID:
         raise ConfigurationError("NoOpBackend has no root key to wrap a master with")
@@ -128,10 +123,11 @@ class _MasterRotationRun(Rotation):
         return await count_rows(self._db, data_keys)
 
     async def _begin(self) -> None:
-        """Find the data master that this rotation has created, or create it.
+        """Find the data master that this rotation has created; if there is none, create it.
 
-        It is the newest data master under the root key of `backend`, and was created at `since` or
-        later.  The loop tries again only if another process has changed the keyring meanwhile.
+        It is the newest data master (by time of creation) under the root key of `backend`, if it
+        was created at `since` or later.  After each attempt to add a data master, search again:
+        another process may have been faster.
         """
         root = self._db.backends.writer.root_key
         database_id = (await self._db.keys()).keyring.database_id
@@ -146,7 +142,8 @@ class _MasterRotationRun(Rotation):
                 return
             if self._dry_run:
                 return
-            # Services wrap new data keys with the newest data master: make this one the newest.
+            # Services wrap new data keys with the data master that was created last.  So the new
+            # one must have a later time of creation than all others.
             now = max([self._since, *(after_creation(keyring, row) for row in masters)])
             fresh = (await new_master(DATA, root, database_id, now)).row
             # Check that the new data master can be unwrapped before data keys depend on it.
@@ -156,15 +153,17 @@ class _MasterRotationRun(Rotation):
     async def _walk(self) -> None:
         masters = (await self._db.keys()).keyring
         current = (WRAP_BACKEND_ID, self._master_id)
-        async for span in ranges(self._db, data_keys.c.id, self._db.limits.headers):
-            found = await self._db.read_keys(_rows(span.bounds), span.parameters)
-            rows = [DataKeyRow(*values) for values in found]
+        size = self._db.limits.headers
+        async for rows in batches(self._db, data_keys.c.id, select_data_keys, DataKeyRow, size):
             await self._wrap([row for row in rows if header(row.wrapped) != current], masters)
             await self._meter.advance(len(rows))
             await self._checkpoints.check(self._since)
 
     async def _wrap(self, rows: list[DataKeyRow], masters: Keyring) -> None:
-        """Wrap the data keys in *rows* with the new master; read each back before counting it."""
+        """Wrap the data keys in *rows* with the new data master.
+
+        Read each row back, and check that it unwraps to the same data key, before counting it.
+        """
         old: dict[int, DataKeyRow] = {}
         keys: dict[int, bytes] = {}
         for row in rows:
@@ -178,12 +177,12 @@ class _MasterRotationRun(Rotation):
             self._rotated += len(old)
             return
         master_id = self._master_id
-        assert master_id is not None, "only a dry run has none"
+        assert master_id is not None, "only a dry run creates no data master"
         new = {row.id: wrap_data_key(row, masters, master_id, keys[row.id]) for row in old.values()}
         pairs = [(row, new[row.id]) for row in old.values()]
         await self._db.change_keys(partial(_rewrap, pairs, master_id))
         span = {"after": min(old) - 1, "last": max(old)}
-        stored = await self._db.read_keys(_rows(Bounds(True, True)), span)
+        stored = await self._db.read_keys(select_data_keys(Bounds(True, True)), span)
         for row in (DataKeyRow(*values) for values in stored):
             if row == new.get(row.id):
                 if unwrap_data_key(row, masters) != keys[row.id]:
@@ -203,14 +202,15 @@ class _MasterRotationRun(Rotation):
         return sum(one.keys for one in counts if one.master_id != self._master_id)
 
     def _may_walk_again(self) -> bool:
-        # Other processes may have wrapped data keys with an old master during the pass.
+        # Other processes may have wrapped data keys with an old data master during the pass.
         return self._left > self._problems.count
 
 
 def _add(row: MasterKeyRow, known: int, connection: sa.Connection) -> None:
-    """Add *row* if the keyring still has *known* rows; if not, another process was first.
+    """Add *row* to the keyring if the keyring still has *known* rows; otherwise, add nothing.
 
-    Services notice the new number of rows when they store a data key, and read the keyring again.
+    If the number of rows differs, another process has changed the keyring.  At the latest when a
+    service stores a data key, it detects the new number of rows and reads the keyring again.
     """
     if connection.scalar(sa.select(sa.func.count()).select_from(keyring)) == known:
         connection.execute(sa.insert(keyring).values(row._asdict()))
@@ -219,7 +219,7 @@ def _add(row: MasterKeyRow, known: int, connection: sa.Connection) -> None:
 def _rewrap(
     pairs: list[tuple[DataKeyRow, DataKeyRow]], master_id: int, connection: sa.Connection
 ) -> None:
-    """Replace the old row of each pair by the new one if its wrapped key has not changed."""
+    """For each pair of an old and a new row, store the new one if the old one has not changed."""
     parameters = [
         {"at_id": old.id, "at_wrapped": old.wrapped, "new": new.wrapped, "master_id": master_id}
         for old, new in pairs
@@ -232,14 +232,9 @@ _REWRAP = (
     .where(
         data_keys.c.id == sa.bindparam("at_id"),
         data_keys.c.wrapped == sa.bindparam("at_wrapped", type_=data_keys.c.wrapped.type),
-        # Require that the new master still exists: `retire` may have deleted it while it wrapped
-        # no data key yet, if another rotation had replaced it.
+        # Require that the new data master still exists.  If another rotation has replaced the new
+        # data master before it wrapped a data key, `retire` may have deleted it.
         sa.select(sa.literal_column("1")).where(keyring.c.id == sa.bindparam("master_id")).exists(),
     )
     .values(wrapped=sa.bindparam("new", type_=data_keys.c.wrapped.type))
 )
-
-
-def _rows(bounds: Bounds) -> sa.Select[Any]:
-    key = data_keys.c.id
-    return DATA_KEYS.where(*within(key, bounds)).order_by(key)

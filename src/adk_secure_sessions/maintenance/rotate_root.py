@@ -7,8 +7,8 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.db.protocol import Apply, Change, Conflict, Steps
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
-from adk_secure_sessions.keys.keyring import MasterKeyRow, unwrap_master_key, wrap_master_key
-from adk_secure_sessions.keys.providers import PLAINTEXT_ROOT_KEY_ID, KeyProvider
+from adk_secure_sessions.keys.keyring import MasterKeyRow, rewrap_master_key, unwrap_master_key
+from adk_secure_sessions.keys.providers import PLAINTEXT_ROOT_KEY_ID
 from adk_secure_sessions.loops import at_once
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.storage import keyring, repeated
@@ -17,14 +17,14 @@ _CHANGED = "secure_keyring was changed meanwhile, perhaps by another rotation: s
 
 
 class RootRotation(NamedTuple):
-    """The result of `rotate_root`, or what a dry run expects it to be.
+    """The result of `rotate_root`; after a dry run, the expected result.
 
     Attributes:
         root_key_id: The id of the new root key, which wraps the master keys now.
         rotated: The ids of the master keys that another root key wrapped before.
         unchanged: The ids of the master keys that the new root key already wrapped before.
-        plaintext: The ids of the master keys that `NoOpBackend` stored as plaintext.  They stay
-            plaintext, because anybody who could read the database may know them already.
+        plaintext: The ids of the master keys that `NoOpBackend` stored as plaintext.  These master
+            keys stay plaintext: anybody with read access to the database may know them already.
     """
 
     root_key_id: str
@@ -37,12 +37,13 @@ async def rotate_root(db: Database, *, dry_run: bool = False) -> RootRotation:
     """Wrap the master keys with the new root key, which is the root key of `backend`.
 
     One transaction replaces all rows of the keyring, so a killed run replaces all rows or none.  If
-    one of the rows has changed since it was read, the transaction replaces none.  Services can keep
-    running, but a service that starts later needs the new root key.  A second run changes nothing.
+    one of the rows has changed since it was read, the transaction replaces no row.  Services can
+    keep running, but a service that starts later needs the new root key.  A second run changes
+    nothing.
 
     Args:
         db: The database; `backend` has the new root key, `additional_backends` the old one.
-        dry_run: Check that all root keys can unwrap and wrap, but write nothing.
+        dry_run: Check that the root keys can unwrap and wrap the master keys, but write nothing.
 
     Raises:
         WrongKeyError: A root key is missing or wrong; nothing was written.
@@ -60,29 +61,20 @@ async def rotate_root(db: Database, *, dry_run: bool = False) -> RootRotation:
     plaintext = [row for row in rows if row.root_key_id == PLAINTEXT_ROOT_KEY_ID]
     old = [row for row in rows if row.root_key_id not in (PLAINTEXT_ROOT_KEY_ID, root.key_id)]
     done = [row for row in rows if row.root_key_id == root.key_id]
-    # Also unwrap the master keys that the new root key already wraps.  This raises WrongKeyError if
-    # the given root key has the right id but is wrong.
-    await at_once(*(unwrap_master_key(row, db.backends.roots, survey.database_id) for row in done))
-    new = await at_once(*(_rewrapped(db, row, root, survey.database_id) for row in old))
+    # Also unwrap the master keys that the new root key already wraps.  If the given root key is
+    # wrong but has the right id, this raises WrongKeyError.
+    roots, database_id = db.backends.roots, survey.database_id
+    await at_once(*(unwrap_master_key(row, roots, database_id) for row in done))
+    rewrap = partial(rewrap_master_key, roots=roots, database_id=database_id, new_root=root)
+    new = await at_once(*(rewrap(row) for row in old))
     if new and not dry_run:
         await _write(db, old, new)
     ids = [tuple(row.id for row in group) for group in (old, done, plaintext)]
     return RootRotation(root.key_id, *ids)
 
 
-async def _rewrapped(
-    db: Database, row: MasterKeyRow, root: KeyProvider, database_id: bytes
-) -> MasterKeyRow:
-    """Return *row* with its master key wrapped by *root*; check that *root* can unwrap it."""
-    key = await unwrap_master_key(row, db.backends.roots, database_id)
-    fresh = await wrap_master_key(row, root, database_id, key)
-    if await unwrap_master_key(fresh, {root.key_id: root}, database_id) != key:
-        raise SecureSessionError(f"root key {root.key_id!r} does not unwrap what it wraps")
-    return fresh
-
-
 async def _write(db: Database, old: list[MasterKeyRow], new: list[MasterKeyRow]) -> None:
-    """Replace *old* by *new*; repeat this if the connection is lost before the result arrives."""
+    """Replace the rows *old* by *new*; if the connection is lost before the answer, try again."""
     is_first = True
 
     async def attempt() -> None:
@@ -106,8 +98,8 @@ async def _write(db: Database, old: list[MasterKeyRow], new: list[MasterKeyRow])
 def _replace(old: list[MasterKeyRow], new: list[MasterKeyRow]) -> Steps[bool]:
     """Replace the keyring rows *old* by *new*, and return True.
 
-    If a stored row differs from its row in *old*, replace none.  If it is the first row, return
-    False.  If it is a later row, the executor raises Conflict.
+    If a stored row differs from its row in *old*, no row is replaced.  If the first row differs,
+    return False.  If only a later row differs, the executor raises Conflict.
     """
     replaced: bool = yield Apply(
         [

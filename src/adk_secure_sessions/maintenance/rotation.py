@@ -1,8 +1,9 @@
-"""Run a rotation in passes over all rows, with a checkpoint from which a next run continues.
+"""Run a rotation in passes over all rows; a killed rotation continues from its checkpoint.
 
-No decision depends on the clocks of different machines.  A rotation begins at a moment *since* that
-is later than the creation of every key that is stored by then, whatever the clock says.  The keys
-that the rotation creates are not older than *since*.  From then on, only stored times are compared.
+The clocks of different machines may differ.  Therefore the time at which a rotation begins, called
+*since*, is always later than the stored time of creation of every existing key.  The keys that the
+rotation creates have a time of creation of *since* or later.  So a key is new or old by its stored
+time alone.
 """
 
 import hmac
@@ -40,10 +41,10 @@ from adk_secure_sessions.storage import (
 
 PREFIX = "rotation."  # `secure_meta` stores a checkpoint under this prefix and a rotation name
 _PASSES = 3
-# The first microsecond of the year 10000, which `datetime` cannot represent.  No clock of a machine
-# is that far ahead, so later moments are left for the rotations that follow.
+# The first microsecond of the year 10000, which `datetime` cannot represent.  A key with this time
+# or a later time is rejected.
 _END = 253_402_300_800_000_000
-OVERLAPPED = "another rotation was started meanwhile; run one at a time"
+OVERLAPPED = "another rotation was started meanwhile; run one rotation at a time"
 
 
 class UnfinishedRotation(NamedTuple):
@@ -54,7 +55,7 @@ class UnfinishedRotation(NamedTuple):
         since: When the rotation began, in microseconds since 1970, UTC; None if its checkpoint is
             malformed.
         genuine: True if the stored checkpoint is authentic, False if it was modified.  None if
-            the root keys that were given do not decrypt the keyring.
+            no root keys were given, or if they do not unwrap the keyring.
     """
 
     rotation: str
@@ -65,9 +66,9 @@ class UnfinishedRotation(NamedTuple):
 class Rotation(ABC):
     """One run of a rotation.
 
-    A pass processes all rows, and then counts the rows that are still under older keys.  A service
-    that has not read a new key yet may use an old key for rows that the pass has already processed.
-    So there are up to 3 passes.
+    A pass processes all rows, and then counts the rows that still use older keys.  A service that
+    has not read a new key yet may write rows with an old key after the pass has processed them.
+    Therefore a run has up to 3 passes.
     """
 
     def __init__(self, db: Database, name: str, *, dry_run: bool) -> None:
@@ -112,24 +113,24 @@ class Rotation(ABC):
     async def _walk(self) -> None:
         """Process all rows: replace their keys, unless in a dry run.
 
-        Call `Checkpoints.check` after each batch.  A row whose key is new already is skipped, which
-        takes much less time than replacing its key, so a next run begins at the first row.
+        Call `Checkpoints.check` after each batch.  Skip rows whose key is already new.  After a
+        killed run, the next run starts at the first row again: skipping rows is fast.
         """
 
     @abstractmethod
     async def _count_left(self) -> int:
-        """Count the rows still under older keys; in a dry run, the rows that would be replaced."""
+        """Count the rows that still use older keys; in a dry run, the rows to be replaced."""
 
     @abstractmethod
     def _may_walk_again(self) -> bool:
-        """Return whether another pass may replace keys of rows that are left."""
+        """Return whether another pass may replace the keys of rows that `_count_left` counted."""
 
 
 class Checkpoints:
     """Reads and writes the checkpoint of the rotation called *name*; a dry run writes nothing.
 
-    A checkpoint contains the moment *since* at which the rotation began, in microseconds since
-    1970, UTC.  The rotation replaces all keys that were created before.
+    A checkpoint contains *since*, the time at which the rotation began, in microseconds since 1970,
+    UTC.  The rotation replaces all keys that were created before *since*.
 
     `resumed` is True if `begin` found the checkpoint of an unfinished rotation.
     """
@@ -144,7 +145,8 @@ class Checkpoints:
         """Return *since* of the stored checkpoint; without one, or with *restart*, store a new one.
 
         Raises:
-            TamperedError: The stored checkpoint was modified; also see `later_than_all_keys`.
+            TamperedError: The stored checkpoint was modified.  Also the errors of
+                `later_than_all_keys`.
         """
         stored = None if restart else await self._stored()
         self.resumed = stored is not None
@@ -155,7 +157,7 @@ class Checkpoints:
         return since
 
     async def check(self, since: int) -> None:
-        """Check that no other rotation was started after the one that began at *since*.
+        """Check that no other rotation was started since this rotation began at *since*.
 
         Raises:
             SecureSessionError: Another rotation was started.
@@ -163,7 +165,7 @@ class Checkpoints:
         if self._dry_run:
             return
         rows = await self._db.read(_CHECKPOINT, {"name": self._name})
-        # If no checkpoint is stored, another run has completed this rotation: that is no conflict.
+        # If no checkpoint is stored, another run has completed this rotation, which is no conflict.
         if any(not _is_of(since, value) for (value,) in rows):
             raise self._overlapped()
 
@@ -209,18 +211,19 @@ class Checkpoints:
         return SecureSessionError(f"rotation {name}: {OVERLAPPED}")
 
 
-# --- moments -------------------------------------------------------------------------------------
+# --- times ---------------------------------------------------------------------------------------
 
 
 async def later_than_all_keys(db: Database) -> int:
-    """Return the current time or, if a key is not older than that, a later time.
+    """Return a time for a new key, later than the creation of all data keys and data masters.
 
-    The clock of this machine may be behind the clock that measured when the newest key was created.
-    Times in rows that cannot be unwrapped are ignored, because they may have been modified.
+    The result is the current time.  If the clock of this machine is behind, the result is the time
+    of creation of the latest key plus one microsecond.  The unit is microseconds since 1970, UTC.
+    If a data key cannot be unwrapped, its time is ignored, because it may have been modified.
 
     Raises:
-        TamperedError: A key was created in an impossible time.
-        WrongKeyError: The keyring was tampered with.
+        TamperedError: The time of creation of an authentic key is after the year 9999.
+        WrongKeyError: A data master cannot be unwrapped.
     """
     latest = time.time_ns() // 1000
     for master in await authentic_masters(db, await db.survey()):
@@ -239,7 +242,7 @@ async def later_than_all_keys(db: Database) -> int:
 
 
 async def authentic_masters(db: Database, survey: Survey) -> list[MasterKeyRow]:
-    """Return the data masters in *survey*, after unwrapping each: this proves that it is authentic.
+    """Return the rows of all data masters in *survey*, after unwrapping proved them authentic.
 
     Raises:
         WrongKeyError: A data master cannot be unwrapped.
@@ -252,10 +255,14 @@ async def authentic_masters(db: Database, survey: Survey) -> list[MasterKeyRow]:
 
 
 def after_creation(table: sa.Table, row: MasterKeyRow | DataKeyRow) -> int:
-    """Return the moment after the creation of the key in *row*, which must be authentic."""
+    """Return the time of creation in *row* plus one microsecond; *row* must be authentic.
+
+    Raises:
+        TamperedError: The result would be after the year 9999.
+    """
     if row.created_at + 1 >= _END:
         raise TamperedError(
-            "the key was created after the year 9999, so that somebody who had a key that wraps it "
+            "its time of creation is after the year 9999, so an attacker with a key that wraps it "
             "must have inserted it: delete this row",
             reason=Reason.MALFORMED,
             table=table.name,
@@ -278,7 +285,7 @@ def _not_before(bounds: Bounds) -> sa.Select[Any]:
 def unfinished(stored: Mapping[str, str], index: BlindIndex | None) -> Iterator[UnfinishedRotation]:
     """Yield the rotations that have a checkpoint in *stored*, the values of `secure_meta` by name.
 
-    *index* authenticates checkpoints; None if the keyring cannot be unwrapped.
+    *index* authenticates the checkpoints.  It is None if the keyring cannot be unwrapped.
     """
     for name, value in sorted(stored.items()):
         if str(name).startswith(PREFIX):
@@ -287,14 +294,14 @@ def unfinished(stored: Mapping[str, str], index: BlindIndex | None) -> Iterator[
 
 
 def _since(value: object) -> int | None:
-    """Return the moment in a stored checkpoint; None if the checkpoint is malformed."""
+    """Return the time in the stored checkpoint *value*, in microseconds; None if malformed."""
     written = _FORM.fullmatch(str(value))
     since = int(written["since"]) if written else _END
     return since if since < _END else None
 
 
 def _is_of(since: int, value: object) -> bool:
-    """Return whether the stored checkpoint *value* is of the rotation that began at *since*."""
+    """Return whether *value* is a checkpoint of the rotation that began at *since*."""
     return str(value).startswith(f"{since} ")
 
 
@@ -310,14 +317,14 @@ def _is_genuine(index: BlindIndex, name: str, value: object) -> bool:
 
 
 def _replace(name: str, value: str | None, expected: int | None, connection: sa.Connection) -> bool:
-    """Replace the checkpoint *name* by *value*, or delete it if *value* is None.
+    """Replace the checkpoint *name* by *value*, or delete it if *value* is None; return True.
 
-    If *expected* is not None and the stored checkpoint is of a rotation that began at another time,
-    leave the checkpoint unchanged and return False.
+    If *expected* is given and the stored checkpoint belongs to another rotation than the one that
+    began at *expected*, leave the checkpoint unchanged and return False.
     """
     query = sa.select(meta.c.value).where(meta.c.name == name).with_for_update()
     stored = connection.scalar(query)
-    # If no checkpoint is stored, another run has completed this rotation: that is no conflict.
+    # If no checkpoint is stored, another run has completed this rotation, which is no conflict.
     if expected is not None and stored is not None and not _is_of(expected, stored):
         return False
     connection.execute(sa.delete(meta).where(meta.c.name == name))

@@ -1,8 +1,9 @@
 """Give a copy of a database an id and keys of its own.
 
-A copy, for example a staging clone, shares keys and history with the original.  Whoever can write
-to one of the two could insert rows of the other, because contexts do not contain the id of the
-database.  After the separation, no key of one decrypts a record of the other.
+A copy, for example a staging clone, has the same keys as the original.  The context of a record
+does not contain the id of the database.  An attacker with write access to the copy could therefore
+insert records of the original, and the other way round.  After the separation, no key of one
+database decrypts a record of the other.
 """
 
 import secrets
@@ -18,8 +19,7 @@ from adk_secure_sessions.keys.keyring import (
     MasterKeyRow,
     Separation,
     open_keyring,
-    unwrap_master_key,
-    wrap_master_key,
+    rewrap_master_key,
 )
 from adk_secure_sessions.loops import at_once
 from adk_secure_sessions.maintenance.database import Database
@@ -31,6 +31,7 @@ from adk_secure_sessions.maintenance.rotation import PREFIX, later_than_all_keys
 from adk_secure_sessions.storage import (
     DATABASE_ID,
     FEATURES,
+    SEPARATING,
     SEPARATION,
     check_features,
     data_keys,
@@ -40,6 +41,7 @@ from adk_secure_sessions.storage import (
     meta,
     repeated,
     separation_marks,
+    stored_features,
 )
 
 _MAX_MASTERS = 8  # the ids of the old data masters must fit into one row of `secure_meta`
@@ -50,11 +52,14 @@ class Separated(NamedTuple):
 
     Attributes:
         database_id: The new id of the database, in hexadecimal.
-        resumed: Whether this run continued a separation that had not ended.
-        complete: Whether the separation has ended, so that services can start.
-        data_keys: How many old data keys this run deleted.
+        resumed: True if this run continued a separation that an earlier run began.
+        complete: True if no old key is left and services can start.  If False, run `separate`
+            again.
+        data_keys: How many old data keys this run deleted.  A key is old if it was created before
+            the separation began.
         masters: The ids of the old data masters that this run deleted.
-        kept: How many old keys were kept, because rows need them or cannot be decrypted.
+        kept: How many old keys are left.  They cannot be deleted yet, because rows need them or
+            because a row cannot be decrypted.
     """
 
     database_id: str
@@ -68,27 +73,32 @@ class Separated(NamedTuple):
 async def separate(
     db: Database, *, progress: Progress | None = None, rows_per_second: float | None = None
 ) -> Separated:
-    """Give a copy of a database a new id, new data masters and new data keys; delete the old keys.
+    """Give a copy of a database a new id, a new data master and new data keys; delete the old keys.
 
-    Run this on the copy, and start no service on the copy before it has ended: services reject the
-    copy meanwhile.  If a run is killed, or if it is not complete, run it again: it continues.
+    Run `separate` on the copy.  Services reject the copy until the separation has ended.  If a run
+    is killed, or if its result is not `complete`, run `separate` again: the next run continues.
 
     Args:
         db: The copy, with all backends and root keys.
-        progress: Called with the number of rows processed and the number of all rows, anew for
-            each step.
+        progress: Called with the number of rows processed and the number of all rows.  Both start
+            again for each of the three steps: rotate the data master, rotate the data keys, retire
+            the old keys.
         rows_per_second: The maximum number of rows to process per second.
 
     Raises:
         WrongKeyError: The root keys do not decrypt the keyring.
-        ConfigurationError: The database cannot be used, or it has more than 8 data masters.
-        TamperedError: A row belongs to no session, user or app.
-        SecureSessionError: Another process has changed the keyring meanwhile.
+        KeyServiceError: The key provider failed.
+        ConfigurationError: The database cannot be used, or its keyring has more than 8 data
+            masters.
+        TamperedError: A row belongs to no session, user or app; or the row of a session cannot be
+            decrypted.
+        SecureSessionError: Another process has changed the keyring or started a rotation during
+            this run.
     """
     await _finish_ids(db)
     opened = (await db.keys()).keyring
-    # If no old data master is left, the stored state may be that of an ended separation, which an
-    # attacker has inserted again, so that this one seems to be done: begin a new one.
+    # If no old data master is left, an attacker may have replayed the stored state of an ended
+    # separation, so that this copy seems to be separated already.  Then begin a new separation.
     resumed = opened.separation is not None and bool(
         opened.separation.masters & opened.masters.keys()
     )
@@ -97,7 +107,7 @@ async def separate(
     options = {"progress": progress, "rows_per_second": rows_per_second}
     opened = (await db.keys()).keyring
     separation = opened.separation
-    assert separation is not None, "begun above"
+    assert separation is not None, "it was begun above"
     stored = (await db.survey()).meta
     if f"{PREFIX}master" in stored or not opened.masters.keys() - separation.masters:
         master = await rotate_master(db, **options)  # type: ignore[arg-type]
@@ -110,11 +120,12 @@ async def separate(
             return Separated(opened.database_id.hex(), resumed, False, 0, (), kept)
     retirement = await retire(db, **options)  # type: ignore[arg-type]
     remaining = (await db.renew_keyring()).masters.keys() & separation.masters
-    # Also a data key without an owner must be gone: rows of the original could be read with it.
+    # A data key of an owner without a row is neither rotated nor retired.  It would still decrypt
+    # records of the original, so the separation is not complete while such an old key exists.
     ((old,),) = await db.read_keys(_OLD_DATA_KEYS, {"since": separation.since})
     complete = not remaining and not old
     if complete:
-        await db.change_keys(partial(_end, feature_mark(opened.index, opened.database_id)))
+        await _end(db, opened)
     deleted, masters, kept, _ = retirement
     kept = max(kept, old)
     return Separated(opened.database_id.hex(), resumed, complete, deleted, masters, kept)
@@ -128,8 +139,9 @@ _OLD_DATA_KEYS = (
 
 
 async def _begin(db: Database) -> None:
-    """Store the new id, wrap all master keys with it, and remove the original's checkpoints."""
+    """Store a new id, bind all master keys to it, and delete the checkpoints of the original."""
     survey, opened = await db.survey(), (await db.keys()).keyring
+    check_features(survey, opened)  # the new list gets a MAC of ours
     old_id, new_id = opened.database_id, secrets.token_bytes(16)
     masters = frozenset(row.id for row in survey.keyring if row.purpose == DATA)
     if len(masters) > _MAX_MASTERS:
@@ -138,29 +150,23 @@ async def _begin(db: Database) -> None:
             "separated: run `retire` first"
         )
     separation = Separation(old_id, await later_than_all_keys(db), masters)
-    wrapped = await at_once(*(_rewrapped(db, row, old_id, new_id) for row in survey.keyring))
-    marks = separation_marks(separation, opened.index, new_id)
-    work = partial(_store, survey.keyring, wrapped, marks, old_id.hex())
+    roots = db.backends.roots
+    rewrap = partial(rewrap_master_key, roots=roots, database_id=old_id, new_database_id=new_id)
+    wrapped = await at_once(*(rewrap(row) for row in survey.keyring))
+    marks = separation_marks(separation, opened.index, new_id, stored_features(survey))
+    old = (old_id.hex(), survey.meta[FEATURES])
+    work = partial(_store, survey.keyring, wrapped, marks, old)
     if not await db.change_keys(work):
-        raise SecureSessionError("the keyring was changed meanwhile: try again", retryable=True)
+        raise SecureSessionError(
+            "the keyring or the features were changed meanwhile: try again", retryable=True
+        )
     if db.executors.has_key_database:
         await db.change(partial(_set_id, old_id.hex(), new_id.hex()))
     await db.close()  # the next call opens the database with its new id
 
 
-async def _rewrapped(db: Database, row: MasterKeyRow, old_id: bytes, new_id: bytes) -> MasterKeyRow:
-    """Return *row* with its master key bound to the new id; check that it can be unwrapped."""
-    roots = db.backends.roots
-    key = await unwrap_master_key(row, roots, old_id)
-    root = roots[row.root_key_id]
-    fresh = await wrap_master_key(row, root, new_id, key)
-    if await unwrap_master_key(fresh, roots, new_id) != key:
-        raise SecureSessionError(f"root key {root.key_id!r} does not unwrap what it wraps")
-    return fresh
-
-
 async def _finish_ids(db: Database) -> None:
-    """Store the new id in the data database, if a run was killed before it did so."""
+    """With a key database: store the new id in the data database if a killed run has not."""
     found = await repeated(lambda: half_separated(db.executors))
     if found is None:
         return
@@ -173,6 +179,11 @@ async def _finish_ids(db: Database) -> None:
 
 
 async def _records_left(db: Database, since: int) -> int:
+    """Count the records that must still be re-encrypted.
+
+    A record is done if it is encrypted with the newest data key of its owner, and this key was
+    created at *since* (microseconds since 1970) or later.
+    """
     counts = await count_records(db, Meter(None, 0, None), since)
     return sum(one.rows - one.newest for one in counts)
 
@@ -181,17 +192,23 @@ def _store(
     old: list[MasterKeyRow],
     new: list[MasterKeyRow],
     marks: dict[str, str],
-    old_id: str,
+    expected: tuple[str, str],
     connection: sa.Connection,
 ) -> bool:
-    """Store the new keyring and *marks*; return False if the keyring has changed."""
+    """Store the keyring *new* and the rows *marks* of `secure_meta` (value by name).
+
+    Also delete all checkpoints.  If the stored keyring is no longer *old*, or the stored database
+    id and features are no longer *expected* (a service may have added a feature), change nothing
+    and return False.  If an earlier attempt was committed, return True.
+    """
     query = sa.select(*(keyring.c[name] for name in MasterKeyRow._fields)).with_for_update()
     stored = {MasterKeyRow(*row) for row in connection.execute(query)}
-    names = [name for (name,) in connection.execute(sa.select(meta.c.name))]
-    current = connection.scalar(sa.select(meta.c.value).where(meta.c.name == DATABASE_ID))
-    if current == marks[DATABASE_ID]:  # committed by an attempt whose answer was lost
+    query = sa.select(meta.c.name, meta.c.value).with_for_update()
+    current = {row.name: row.value for row in connection.execute(query)}
+    # An earlier attempt may have been committed, although its connection was lost.
+    if current.get(DATABASE_ID) == marks[DATABASE_ID]:
         return True
-    if stored != set(old) or current != old_id:
+    if stored != set(old) or (current.get(DATABASE_ID), current.get(FEATURES)) != expected:
         return False
     for row in new:
         connection.execute(
@@ -200,13 +217,13 @@ def _store(
     for name, value in marks.items():
         connection.execute(sa.delete(meta).where(meta.c.name == name))
         connection.execute(sa.insert(meta).values(name=name, value=value))
-    checkpoints = [name for name in names if name.startswith(PREFIX)]
+    checkpoints = [name for name in current if name.startswith(PREFIX)]
     connection.execute(sa.delete(meta).where(meta.c.name.in_(checkpoints)))
     return True
 
 
 def _set_id(old_id: str, new_id: str, connection: sa.Connection) -> None:
-    """Store the new id in the data database, and remove the original's checkpoints."""
+    """Store the new id in the data database, and delete the checkpoints of the original."""
     row = sa.update(meta).where(meta.c.name == DATABASE_ID, meta.c.value == old_id)
     connection.execute(row.values(value=new_id))
     names = [name for (name,) in connection.execute(sa.select(meta.c.name))]
@@ -214,6 +231,23 @@ def _set_id(old_id: str, new_id: str, connection: sa.Connection) -> None:
     connection.execute(sa.delete(meta).where(meta.c.name.in_(checkpoints)))
 
 
-def _end(features: str, connection: sa.Connection) -> None:
-    connection.execute(sa.update(meta).where(meta.c.name == FEATURES).values(value=features))
-    connection.execute(sa.delete(meta).where(meta.c.name == SEPARATION))
+async def _end(db: Database, opened: Keyring) -> None:
+    """Remove the feature `separating`, so that services can start."""
+    survey = await db.survey()
+    check_features(survey, opened)  # the new list gets a MAC of ours
+    features = stored_features(survey) - {SEPARATING}
+    mark = feature_mark(opened.index, opened.database_id, features)
+    if not await db.change_keys(partial(_remove_separation, survey.meta[FEATURES], mark)):
+        raise SecureSessionError("the features were changed meanwhile: try again", retryable=True)
+
+
+def _remove_separation(old: str, new: str, connection: sa.Connection) -> bool:
+    """Replace the features *old* by *new*; return False if the stored ones are neither."""
+    stored = connection.scalar(sa.select(meta.c.value).where(meta.c.name == FEATURES))
+    if stored not in (old, new):
+        return False
+    row = sa.update(meta).where(meta.c.name == FEATURES, meta.c.value == stored)
+    changed = connection.execute(row.values(value=new)).rowcount == 1
+    if changed:
+        connection.execute(sa.delete(meta).where(meta.c.name == SEPARATION))
+    return changed

@@ -39,7 +39,8 @@ class MasterKey(NamedTuple):
             stored as plaintext.
         created_at: When the master key was created, in microseconds since 1970, UTC.
         age: Seconds since `created_at`.
-        unwraps: Whether the given root keys can unwrap the master key; None without root keys.
+        unwraps: Whether the given root keys can unwrap the master key; None if no root keys were
+            given.
     """
 
     id: int
@@ -51,7 +52,7 @@ class MasterKey(NamedTuple):
 
 
 class RotationProgress(NamedTuple):
-    """How far an unfinished rotation has come.
+    """The progress of an unfinished rotation.
 
     `done`, `total` and `seconds_left` are None if the checkpoint was tampered with.
 
@@ -59,12 +60,11 @@ class RotationProgress(NamedTuple):
         rotation: The name of the rotation, `master` or `data`.
         since: When the rotation began, in microseconds since 1970, UTC; None if its checkpoint is
             malformed.
-        genuine: Whether the checkpoint is authentic; None if the root keys that were given do not
-            decrypt the keyring.
-        done: For `data`, how many records are encrypted with data keys that were created since the
-            rotation began.  For `master`, how many data keys are wrapped by data masters that were
-            created since.
-        total: The number of all records or data keys.
+        genuine: Whether the checkpoint is authentic; None if no root keys were given, or if they do
+            not unwrap the keyring.
+        done: For `data`, the number of records whose data key was created since the rotation began.
+            For `master`, the number of data keys whose data master was created since then.
+        total: For `data`, the number of all records.  For `master`, the number of all data keys.
         seconds_left: The remaining time at the average speed since the rotation began; None if
             nothing is done yet.
     """
@@ -82,12 +82,13 @@ class Status(NamedTuple):
 
     Attributes:
         format_version: The version of the stored format.
-        has_plaintext_records: Whether `NoOpBackend` has written to the database, according to a
-            mark in `secure_meta`, which is not authenticated.
+        has_plaintext_records: True if `NoOpBackend` has written to the database.  This value comes
+            from a row of `secure_meta` that is not authenticated.
         masters: The master keys.
         data_keys: The number of data keys, by backend and by the data master that wraps them.
         records: The number of records, by table and backend.  While a `data` rotation is
-            unfinished, only records under data keys that it created count as `newest`.
+            unfinished, a record counts as `newest` only if its data key was created since the
+            rotation began.
         unfinished: The rotations that are running, were killed, or could not replace every key.
     """
 
@@ -182,7 +183,10 @@ async def _master(db: Database, row: MasterKeyRow, database_id: bytes) -> Master
 
 
 async def _index(db: Database) -> BlindIndex | None:
-    """Return the `BlindIndex`, which authenticates checkpoints; None without a usable keyring."""
+    """Return the index master, to authenticate checkpoints.
+
+    Return None if no root keys were given, or if the root keys do not unwrap the keyring.
+    """
     if not db.has_keys:
         return None
     try:

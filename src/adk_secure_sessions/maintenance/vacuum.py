@@ -1,4 +1,4 @@
-"""Rewrite all tables, so that their files hold no bytes of deleted or replaced rows."""
+"""Rewrite all tables, so that their files contain no bytes of deleted or replaced rows."""
 
 from typing import NamedTuple
 
@@ -11,9 +11,10 @@ class Vacuum(NamedTuple):
     """The result of `vacuum`.
 
     Attributes:
-        cleared: Whether all tables were rewritten.
-        obstacles: Why tables could not be rewritten, one text for each of them (SQLite: for the
-            file).  The files of these tables may still hold bytes of deleted or replaced rows.
+        cleared: True if all tables were rewritten.
+        obstacles: One text for each table (SQLite: for the file) that could not be rewritten, with
+            the reason.  The file of such a table may still contain bytes of deleted or replaced
+            rows.
     """
 
     cleared: bool
@@ -21,12 +22,13 @@ class Vacuum(NamedTuple):
 
 
 async def vacuum(db: Database) -> Vacuum:
-    """Rewrite all tables, so that their files hold no bytes of deleted or replaced rows.
+    """Rewrite all tables, so that their files contain no bytes of deleted or replaced rows.
 
     Call `vacuum` after `rotate_data` and `retire` if old keys or plaintext must not stay in free
-    space, for example to leave `NoOpBackend`.  No row changes, and no key is needed.  SQLite
-    rewrites the whole file; other databases rewrite one table after the other, and the key database
-    last.  Services wait while a table is rewritten.  Logs, replicas and backups are not cleared.
+    space, for example after replacing `NoOpBackend`.  `vacuum` changes no row and needs no key.
+    SQLite rewrites the whole file.  Other databases rewrite one table after the other.  The key
+    database is rewritten after the data database.  Services wait while a table is rewritten.  Logs,
+    replicas and backups are not cleared.
 
     Args:
         db: The database.

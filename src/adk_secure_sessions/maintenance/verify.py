@@ -1,4 +1,4 @@
-"""Decrypt every record, check which rows belong together, and report bad and orphaned rows."""
+"""Decrypt every record, check that rows belong together, and report bad and orphaned rows."""
 
 import functools
 import time
@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from adk_secure_sessions.errors import Reason, TamperedError
+from adk_secure_sessions.formats import memory_items
 from adk_secure_sessions.formats.json_text import read_event
+from adk_secure_sessions.formats.memory_items import MemoryItem
 from adk_secure_sessions.formats.records import binary, decode_text
 from adk_secure_sessions.formats.states import loads
 from adk_secure_sessions.keys.blind_index import BlindIndex
@@ -22,6 +24,7 @@ from adk_secure_sessions.maintenance.engine import (
     batches,
     count_events,
     count_rows,
+    select_data_keys,
     within,
 )
 from adk_secure_sessions.maintenance.identities import (
@@ -31,7 +34,8 @@ from adk_secure_sessions.maintenance.identities import (
 )
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
 from adk_secure_sessions.storage import (
-    DATA_KEYS,
+    COLLECTIONS,
+    FEATURES,
     CheckApp,
     CheckLocatedSession,
     CheckUser,
@@ -42,17 +46,19 @@ from adk_secure_sessions.storage import (
     data_keys,
     events,
     is_one_of,
+    meta,
     naming,
     numbered,
     read_data_keys,
     sessions,
+    stored_features,
     users,
     witnesses,
 )
 
 # 10 minutes, in microseconds.  With a key database, a data key is stored before its owner's row.
-# So `verify` reports a data key without an owner only if it was created more than 10 minutes ago.
-# The clocks of two machines may differ, so a time up to 10 minutes in the future is ignored, too.
+# Therefore `verify` does not report a data key without an owner's row if it was created in the last
+# 10 minutes or, because clocks differ, seems to be created in the next 10 minutes.
 _GRACE = 600_000_000
 
 
@@ -65,9 +71,12 @@ class Verification(NamedTuple):
         sessions: How many sessions were decrypted and are authentic, each with its state, events
             and version witness.
         events: How many events these sessions have.
-        unchecked: How many users and sessions could not be checked.  A user cannot be checked if
-            the name of the app was modified.  A session cannot be checked in that case either, or
-            if the row or a data key of its user is bad.
+        collections: How many collections were decrypted and are authentic, each with its items and
+            version witness.
+        items: How many items these collections have.
+        unchecked: How many users, sessions and collections could not be checked.  None of them can
+            be checked if the name of their app was modified.  A session or a collection cannot be
+            checked, either, if the row or a data key of its user is bad.
         bad: How many rows were tampered with or are orphaned (the session, user or app row that
             they belong to does not exist).
         problems: The first 1000 bad rows.
@@ -77,6 +86,8 @@ class Verification(NamedTuple):
     users: int
     sessions: int
     events: int
+    collections: int
+    items: int
     unchecked: int
     bad: int
     problems: tuple[Problem, ...]
@@ -89,8 +100,8 @@ async def verify(
 
     A bad row is reported and left unchanged, and the check continues.  Services can keep writing,
     because one statement reads a whole session.  Memory must hold the events of one session at a
-    time.  `verify` parses the JSON of states and events, but does not check that the installed
-    google-adk can read the events.
+    time.  `verify` parses the JSON of states, events and items, but does not check that the
+    installed google-adk can read the events.
 
     Args:
         db: The database, with all backends and root keys that its records may need.
@@ -108,6 +119,7 @@ async def verify(
     await run.check_apps()
     await run.check_users()
     await run.check_sessions()
+    await run.check_features()
     await _find_orphaned_witnesses(db, run.problems, meter)
     await _find_orphaned_data_keys(db, run.problems, meter)
     meter.finish()
@@ -115,13 +127,18 @@ async def verify(
 
 
 class _AppName(NamedTuple):
+    """The columns of an app's row that are needed to check the app."""
+
     id: int
     app_name: bytes
     tag: bytes
 
 
 class _UserTag(NamedTuple):
-    """A user to check; *app_name* is from the app's row, or None if that row does not exist."""
+    """The columns of a user's row that are needed to check the user, and the app's name.
+
+    *app_name* is None if the app's row does not exist.
+    """
 
     id: int
     app_row: int
@@ -130,17 +147,25 @@ class _UserTag(NamedTuple):
 
 
 class _WitnessTag(NamedTuple):
-    """A version witness; *is_owned* is 1 if its app, user or session exists, otherwise 0."""
+    """A version witness.  *is_owned* is 1 if its app, user or session exists, otherwise 0."""
 
     tag: bytes
     is_owned: int
 
 
-class _Verifier:
-    """Checks and counts rows.
+class _Histories:
+    """How many sessions with how many events, or collections with how many items."""
 
-    Users and sessions are checked even if the row of their app is bad.  They count as unchecked if
-    the app's name or the user's row, which their records are bound to, cannot be decrypted.
+    def __init__(self) -> None:
+        self.number = 0
+        self.events = 0
+
+
+class _Verifier:
+    """Checks and counts the rows of apps, users and sessions.
+
+    Users and sessions are checked even if the row of their app is bad.  If their context is
+    unknown, because the app's name was modified or the user's row is bad, they count as unchecked.
     """
 
     def __init__(self, db: Database, index: BlindIndex, meter: Meter) -> None:
@@ -149,14 +174,17 @@ class _Verifier:
         self._index = index
         self._meter = meter
         self._misnamed_apps: set[int] = set()
-        self._apps = self._users = self._sessions = self._events = self._unchecked = 0
+        self._apps = self._users = self._unchecked = 0
+        self._sessions, self._collections = _Histories(), _Histories()
 
     def result(self) -> Verification:
         return Verification(
             self._apps,
             self._users,
-            self._sessions,
-            self._events,
+            self._sessions.number,
+            self._sessions.events,
+            self._collections.number,
+            self._collections.events,
             self._unchecked,
             self.problems.count,
             tuple(self.problems.kept),
@@ -199,7 +227,23 @@ class _Verifier:
         with naming(apps.name, row.id):
             loads(app.state)
 
+    async def check_features(self) -> None:
+        """Report a list of features that lacks `collections`, if the database has collections.
+
+        Services add the feature before they store the first collection.  So somebody has replayed
+        an older list, and a release that does not know collections would use the database.
+        """
+        if not self._collections.number:
+            return
+        if COLLECTIONS not in stored_features(await self._db.survey()):
+            detail = (
+                f"the database has collections, and the feature {COLLECTIONS!r} is not listed: an "
+                "older list was replayed; the next service that appends an item adds the feature"
+            )
+            self.problems.add(meta.name, FEATURES, Reason.MISMATCH, detail)
+
     def _has_own_name(self, row: _AppName) -> bool:
+        """Return whether the tag of the app's row is the blind index of the app's name."""
         try:
             return self._index.app(decode_text(row.app_name)) == row.tag
         except UNREADABLE:
@@ -209,7 +253,8 @@ class _Verifier:
         try:
             self._users += await self._check_user(row)
         except UNREADABLE as error:
-            if row.app_row in self._misnamed_apps:  # the app's row is reported, and is the cause
+            # If the app's name was modified, this is the cause, and `check_apps` has reported it.
+            if row.app_row in self._misnamed_apps:
                 self._unchecked += 1
             else:
                 self.problems.add_error(error, users.name, row.id)
@@ -238,30 +283,44 @@ class _Verifier:
     async def _check_session(self, located: LocatedSession) -> None:
         rows = 1
         try:
-            # Read the session in the same way as a service: one statement reads the whole session.
-            who = await self._db.unit.identify(*located.known_ids())
+            # Read the whole session in one statement, as a service does: then its rows fit together
+            # even if a service is writing.
+            ids = located.known_ids()
+            who = await self._db.unit.identify(*ids)
             if who.session_tag != located.tag:
+                kind = "collection" if ids.is_collection else "session"
                 raise TamperedError(
-                    "its tag belongs to another session",
+                    f"its tag belongs to another {kind}",
                     reason=Reason.WRONG_OWNER,
                     table=sessions.name,
                     row=located.row,
                 )
-            found = await self._db.unit.run(CheckLocatedSession(who, _check_event))
-            if found is not None:  # otherwise it was deleted since its ids were read
+            is_memory = who.is_collection and who.session_id == memory_items.COLLECTION_NAME
+            check = _check_memory_item if is_memory else _check_event
+            found = await self._db.unit.run(CheckLocatedSession(who, check))
+            if found is not None:  # otherwise the session was deleted since its ids were read
                 session, history = found
                 _check_states(session)
-                self._sessions += 1
-                self._events += len(history)
+                items = [item for item in history if item is not None]
+                memory_items.check_replaced(items, 0, events.name, session.id)
+                counted = self._collections if ids.is_collection else self._sessions
+                counted.number += 1
+                counted.events += len(history)
                 rows += len(history)
         except UNREADABLE as error:
             self._unchecked += self.problems.add_error(error, sessions.name, located.row)
         await self._meter.advance(rows)
 
 
-def _check_event(plaintext: bytes, session_row: int, seq: int) -> None:
+def _check_event(plaintext: bytes, session_row: int, seq: int) -> MemoryItem | None:
     with naming(events.name, f"{session_row}, {seq}"):
         read_event(plaintext)
+    return None
+
+
+def _check_memory_item(plaintext: bytes, session_row: int, seq: int) -> MemoryItem | None:
+    with naming(events.name, f"{session_row}, {seq}"):
+        return memory_items.parse_item(read_event(plaintext)[1], seq)
 
 
 def _check_states(session: StoredSession) -> None:
@@ -278,9 +337,9 @@ def _check_states(session: StoredSession) -> None:
 
 
 async def _find_orphans_of_sessions(db: Database, span: Range, problems: Problems) -> None:
-    """Report events and snapshots whose session row id is in *span* but does not exist."""
+    """Report events and snapshots with a session row id in *span* that has no session."""
     for session_row, count in await db.read(_orphaned_events(span.bounds), span.parameters):
-        detail = f"{count} events belong to no session"
+        detail = f"{count} events belong to no session, or items to no collection"
         problems.add(events.name, session_row, Reason.MISSING, detail)
     for (session_row,) in await db.read(_orphaned_snapshots(span.bounds), span.parameters):
         problems.add(bases.name, session_row, Reason.MISSING, "it belongs to no session")
@@ -299,13 +358,13 @@ async def _find_orphaned_witnesses(db: Database, problems: Problems, meter: Mete
 
 
 async def _find_orphaned_data_keys(db: Database, problems: Problems, meter: Meter) -> None:
-    """Report data keys that cannot be unwrapped, and those whose app or user does not exist."""
+    """Report data keys that cannot be unwrapped, and data keys without the row of their owner."""
     masters = (await db.keys()).keyring
     detail = "its owner's row was removed"
     if db.executors.has_key_database:
         detail += ", or a process ended before it could write that row"
     size = db.limits.headers
-    async for rows in batches(db, data_keys.c.id, _data_keys, DataKeyRow, size):
+    async for rows in batches(db, data_keys.c.id, select_data_keys, DataKeyRow, size):
         for row in rows:
             try:
                 unwrap_data_key(row, masters)
@@ -314,8 +373,8 @@ async def _find_orphaned_data_keys(db: Database, problems: Problems, meter: Mete
                 problems.suppress(data_keys.name, row.id)
         known = await _existing_owners(db, {row.owner for row in rows})
         lost = [row for row in rows if row.owner not in known and not _may_be_new(db, row)]
-        # An erasure may have deleted an owner after the data keys were read.  It deletes the data
-        # keys no later than the owner's row, so report only data keys that are still stored.
+        # An erasure may have deleted the owner's row after the data keys were read here.  It has
+        # then deleted the data keys, too.  So report only data keys that still exist.
         found = await read_data_keys(db.read_keys, [row.owner for row in lost])
         there = {key.id for key in found.data_keys}
         for row in lost:
@@ -325,14 +384,17 @@ async def _find_orphaned_data_keys(db: Database, problems: Problems, meter: Mete
 
 
 def _may_be_new(db: Database, row: DataKeyRow) -> bool:
-    """Return whether a service may be about to write the row of the owner (see `_GRACE`)."""
+    """Return whether a service may be about to write the row of the data key's owner.
+
+    `_GRACE` describes this case.
+    """
     if not db.executors.has_key_database or not isinstance(row.created_at, int):
         return False
     return abs(time.time_ns() // 1000 - row.created_at) < _GRACE
 
 
 async def _existing_owners(db: Database, tags: Iterable[object]) -> set[object]:
-    """Return those *tags* (blind indexes) for which an app or a user exists."""
+    """Return the *tags* (blind indexes) for which an app or a user exists."""
     found: set[object] = set()
     for chunk in chunks({tag for tag in tags if isinstance(tag, bytes)}):
         found |= {tag for (tag,) in await db.read(_owners(len(chunk)), numbered(chunk))}
@@ -378,12 +440,6 @@ def _witnesses(bounds: Bounds) -> sa.Select[Any]:
     owned = sa.or_(*(_exists(table.c.tag == tag) for table in (apps, users, sessions)))
     owned = sa.case((owned, sa.literal_column("1")), else_=sa.literal_column("0"))
     return sa.select(tag, owned).where(*within(tag, bounds)).order_by(tag)
-
-
-@functools.cache
-def _data_keys(bounds: Bounds) -> sa.Select[Any]:
-    key = data_keys.c.id
-    return DATA_KEYS.where(*within(key, bounds)).order_by(key)
 
 
 @functools.cache

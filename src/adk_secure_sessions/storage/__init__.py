@@ -1,8 +1,15 @@
 """Read and write the encrypted tables.  Other packages import only the names below.
 
-Modules, lowest first: `schema` (tables), `queries` (statements and typed rows), `bindings` (the
-context of each record), `unit_of_work` (keys and retries), `writes`, `reads`, `opening` (checks a
-database and creates what is missing), `store` (the operations of the service).
+The modules, each of which imports only those above it:
+
+- `schema`: the tables.
+- `queries`: the statements and the typed rows that they return.
+- `bindings`: encrypts and decrypts rows, and checks that they belong together.
+- `unit_of_work`: keys, caches and retries.
+- `owner_changes`: changes of apps and users.
+- `writes`, `reads`: the operations, each of which is one transaction or one query.
+- `store`: the operations with ADK's ids as arguments.
+- `opening`: checks a database and creates what is missing.
 """
 
 from adk_secure_sessions.storage.bindings import (
@@ -18,9 +25,10 @@ from adk_secure_sessions.storage.bindings import (
     witness_context,
 )
 from adk_secure_sessions.storage.opening import (
+    COLLECTIONS,
     DATABASE_ID,
     FEATURES,
-    MASTER_KEYS,
+    SEPARATING,
     SEPARATION,
     Survey,
     check_features,
@@ -31,11 +39,13 @@ from adk_secure_sessions.storage.opening import (
     open_database,
     open_existing,
     separation_marks,
+    stored_features,
     survey_existing,
 )
 from adk_secure_sessions.storage.queries import (
     DATA_KEYS,
     INSERT_KEY,
+    MASTER_KEYS,
     UserRow,
     chunks,
     is_one_of,
@@ -50,6 +60,7 @@ from adk_secure_sessions.storage.reads import (
     View,
 )
 from adk_secure_sessions.storage.schema import (
+    COLLECTION,
     DATA_TABLES,
     KEY_TABLES,
     TABLES,
@@ -64,7 +75,7 @@ from adk_secure_sessions.storage.schema import (
     users,
     witnesses,
 )
-from adk_secure_sessions.storage.store import Store
+from adk_secure_sessions.storage.store import Collection, Collections, Store
 from adk_secure_sessions.storage.unit_of_work import (
     UnitOfWork,
     empty_caches,
@@ -81,6 +92,8 @@ from adk_secure_sessions.storage.writes import (
 )
 
 __all__ = [
+    "COLLECTION",
+    "COLLECTIONS",
     "DATABASE_ID",
     "DATA_KEYS",
     "DATA_TABLES",
@@ -88,12 +101,15 @@ __all__ = [
     "INSERT_KEY",
     "KEY_TABLES",
     "MASTER_KEYS",
+    "SEPARATING",
     "SEPARATION",
     "TABLES",
     "CheckApp",
     "CheckLocatedSession",
     "CheckSession",
     "CheckUser",
+    "Collection",
+    "Collections",
     "DuplicateSession",
     "Expected",
     "Headers",
@@ -136,6 +152,7 @@ __all__ = [
     "session_context",
     "sessions",
     "snapshot_context",
+    "stored_features",
     "survey_existing",
     "user_context",
     "users",

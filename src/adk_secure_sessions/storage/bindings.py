@@ -4,8 +4,9 @@ docs/format.md lists the parts of each context in order.  In the package `storag
 blind index: the keyed hash of an app name, user id or session id.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import Enum
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from sqlalchemy import CompoundSelect
@@ -18,6 +19,7 @@ from adk_secure_sessions.formats.records import (
     EVENT_PREVIOUS,
     EVENT_REST,
     HEADER_LENGTH,
+    LINK_LENGTH,
     NO_LINK,
     OwnerFields,
     SessionFields,
@@ -40,19 +42,27 @@ from adk_secure_sessions.storage.queries import (
     UserRow,
     WitnessRow,
 )
-from adk_secure_sessions.storage.schema import apps, bases, events, sessions, users, witnesses
+from adk_secure_sessions.storage.schema import (
+    COLLECTION,
+    NO_SNAPSHOT,
+    apps,
+    bases,
+    events,
+    sessions,
+    users,
+    witnesses,
+)
 
 R = TypeVar("R")
 V = TypeVar("V", bound="Owner | StoredSession")
-
-NO_SNAPSHOT = -1  # the `base_revision` of a session whose row contains the whole state
 
 
 class Identity(NamedTuple):
     """The ids that ADK uses for an app, user and session, and their tags (blind indexes).
 
-    *session_parts* and *event_parts* are the encoded texts of the contexts of the session's row and
-    events: an append needs both, and they take longer to encode than the numbers.
+    If *is_collection* is True, *session_id* is the name of a collection: see `store.Collections`.
+    *session_parts* and *event_parts* are the encoded texts in the contexts of the session's row and
+    of its events.  They are encoded once and kept, because every append needs both.
     """
 
     app_name: str
@@ -63,6 +73,7 @@ class Identity(NamedTuple):
     session_tag: bytes
     session_parts: bytes = b""
     event_parts: bytes = b""
+    is_collection: bool = False
 
     def tags(self) -> dict[str, object]:
         """Return the tags as parameters of the statements in `queries`."""
@@ -73,9 +84,16 @@ class Identity(NamedTuple):
         }
 
 
-def identify(index: BlindIndex, app_name: str, user_id: str = "", session_id: str = "") -> Identity:
+def identify(
+    index: BlindIndex,
+    app_name: str,
+    user_id: str = "",
+    session_id: str = "",
+    is_collection: bool = False,
+) -> Identity:
     """Return the ids with their tags, which *index* computes."""
-    session_tag = index.session(app_name, user_id, session_id)
+    tag_of = index.collection if is_collection else index.session
+    session_tag = tag_of(app_name, user_id, session_id)
     return Identity(
         app_name,
         user_id,
@@ -85,14 +103,15 @@ def identify(index: BlindIndex, app_name: str, user_id: str = "", session_id: st
         session_tag,
         records.context_parts(("session", app_name, user_id, session_tag)),
         records.context_parts(("event", app_name, user_id, session_id)),
+        is_collection,
     )
 
 
 class Owner(NamedTuple):
     """An owner of data keys: a decrypted row of `secure_apps` or `secure_users`.
 
-    *state* is JSON.  For an app, *app_row* is 0 and *user_id* is empty.  *link* and *key_ids*: see
-    `records.OwnerFields`.
+    *state* is JSON.  For an app, *app_row* is 0 and *user_id* is empty.  `records.OwnerFields`
+    describes *link* and *key_ids*.
     """
 
     id: int
@@ -108,11 +127,12 @@ class Owner(NamedTuple):
 class StoredSession(NamedTuple):
     """A decrypted row of `secure_sessions`.
 
-    The session's state is *overlay* merged over *snapshot*.  Only a large state has a snapshot: a
-    row of `secure_bases`, written at *base_revision*.  The overlay then holds the changes since.
-    *snapshot* is `{}` if the session has none, and None if the snapshot was not read.  *head* and
-    *snapshot_link*: see `records.SessionFields`.  *sealed* is the stored record: the next update
-    requires that it is still stored.
+    The session's state is *snapshot* updated with *overlay*.  Only a large state has a snapshot: a
+    row of `secure_bases`, written at *base_revision*.  The overlay then holds the entries that
+    changed since that revision.  *snapshot* is `{}` if the session has no snapshot, and None if the
+    snapshot was not read.  `records.SessionFields` describes *head* and *snapshot_link*.  *sealed*
+    is the record in the row.  An update of the row requires that the row still contains this
+    record.
     """
 
     id: int
@@ -131,8 +151,18 @@ class StoredSession(NamedTuple):
     sealed: bytes
 
     @property
+    def is_collection(self) -> bool:
+        """Whether the row is a collection, whose events are items."""
+        return self.base_revision == COLLECTION
+
+    @property
+    def has_snapshot(self) -> bool:
+        """Whether `secure_bases` has a row of this session."""
+        return self.base_revision not in (NO_SNAPSHOT, COLLECTION)
+
+    @property
     def row(self) -> SessionRow:
-        """The stored row, as a read returns it."""
+        """The session's row, as a read returns it."""
         return SessionRow(
             self.id, self.user_row, self.revision, self.base_revision, self.created_at,
             self.updated_at, self.expires_at, self.revision - 1, self.tag, self.sealed,
@@ -140,18 +170,19 @@ class StoredSession(NamedTuple):
 
 
 class Seen(NamedTuple, Generic[R, V]):
-    """A row, its version witness and the decrypted value.
+    """An entry of `RowCache`: a row, its version witness and the decrypted value.
 
-    As long as the stored row and witness are identical byte for byte, the value is reused without
-    decrypting again.
+    If a later read returns exactly the same row and witness, the value is used without decrypting
+    the row again.
 
     Attributes:
         row: The row.
-        witness: Its version witness; None if this process has not read it.
+        witness: The version witness of the row; None if this process has not read the witness.
         value: The decrypted row.
         time: `RowCache.time` when this process read or wrote the row.
-        has_proven_head: For a session: whether its last event was decrypted, or written by this
-            process.  Only then may an event be appended without a read.
+        has_proven_head: For a session: True if this process has read or written the last event,
+            and the link of that event is *head* of the session.  Otherwise, an append must first
+            read the session.
     """
 
     row: R
@@ -165,7 +196,8 @@ class RowCache:
     """The rows that this process read or wrote last, by tag: at most *limit* of each kind.
 
     Attributes:
-        time: The number of rows stored in the cache so far; tells what was seen before a read.
+        time: A counter that each new entry increases by one, and not a time of a clock.  It tells
+            whether an entry was made before an attempt began.
     """
 
     def __init__(self, limit: int) -> None:
@@ -175,7 +207,7 @@ class RowCache:
         self.time: int = 0
 
     def tick(self) -> int:
-        """Return a new time."""
+        """Increase `time` by one and return it."""
         self.time += 1
         return self.time
 
@@ -190,7 +222,7 @@ class RowCache:
     ) -> None:
         """Cache *value*, the decrypted *row*, unless a newer version of the row is cached.
 
-        A read may be slow: meanwhile another task may have read or written a newer version.
+        During a slow read, another task may have read or written a newer version.
         """
         seen = kind.get(value.tag)
         if seen is None or seen.value.id != value.id or _version(seen.value) <= _version(value):
@@ -199,14 +231,19 @@ class RowCache:
     def put_session(
         self, session: StoredSession, witness: WitnessRow | None, *, has_proven_head: bool
     ) -> None:
-        """Cache *session*, without its snapshot, which may be large; otherwise like `put`."""
-        has_snapshot = session.base_revision != NO_SNAPSHOT
-        session = session._replace(snapshot=None if has_snapshot else b"{}")
+        """Cache *session* like `put`, but without its snapshot, which may be large."""
+        session = session._replace(snapshot=None if session.has_snapshot else b"{}")
         row = session.row
         self.put(self.sessions, row, witness, session, has_proven_head=has_proven_head)
 
+    def prove_head(self, session: StoredSession) -> None:
+        """Set `has_proven_head` of the cached session, if the cached row is that of *session*."""
+        seen = self.sessions.get(session.tag)
+        if seen and seen.row == session.row and not seen.has_proven_head:
+            self.sessions.put(session.tag, seen._replace(has_proven_head=True))
+
     def proven_session(self, tag: bytes) -> StoredSession | None:
-        """Return the cached session if its last event is proven."""
+        """Return the cached session if it `has_proven_head` (see `Seen`), otherwise None."""
         seen = self.sessions.get(tag)
         return seen.value if seen and seen.has_proven_head else None
 
@@ -220,7 +257,14 @@ class KeySource(Enum):
 
 
 class Attempt(NamedTuple):
-    """One attempt at an operation on the rows of *who*, with its data keys and the row cache."""
+    """One attempt at an operation on the rows of *who*, with its data keys and the row cache.
+
+    *after_commit* is None for a read.  For a write, it collects functions that cache the rows which
+    the write has read; they are called after the commit.  On SQLite, one transaction contains
+    several writes, and a write reads rows that earlier writes of the transaction have changed.  If
+    such a row were cached before the commit, a concurrent read would find an older stored row, and
+    would reject the older row as replayed.
+    """
 
     who: Identity
     keys: StagedKeys
@@ -229,18 +273,26 @@ class Attempt(NamedTuple):
     is_first: bool  # only the first attempt may use cached rows instead of a read
     began: int = 0  # `cache.time` when the attempt began
     locks_rows: bool = False  # after several conflicts, a write locks rows before it reads them
+    after_commit: list[Callable[[], None]] | None = None
+
+    def remember(self, put: Callable[[], None]) -> None:
+        """Call *put*, which caches a row that was read; in a write, call it after the commit."""
+        if self.after_commit is None:
+            put()
+        else:
+            self.after_commit.append(put)
 
     def form_of(self, forms: QueryForms) -> CompoundSelect[Any]:
         """Return the form of a query that this attempt needs: with or without data keys."""
         return forms[self.key_source is KeySource.QUERY]
 
     def load_keys(self, found: Found) -> None:
-        """Unwrap the data keys in *found*, if its query has read them.  See `StagedKeys.load`."""
+        """Unwrap the data keys in *found* if the query has read them; see `StagedKeys.load`."""
         if self.key_source is KeySource.QUERY:
             self.keys.load(found.data_keys, found.masters)
 
     def forget_user(self) -> None:
-        """Remove the user from the caches, because the user's row is not stored."""
+        """Remove the user and the session from the caches, because the user's row is not stored."""
         self.keys.forget(self.who.user_tag)
         self.cache.users.drop(self.who.user_tag)
         self.cache.sessions.drop(self.who.session_tag)
@@ -249,7 +301,7 @@ class Attempt(NamedTuple):
 class NeedsDataKey(Exception):
     """A new data key of *owner* must be stored in the key database before the next attempt.
 
-    *not_before*: see `StagedKeys.new`.
+    *not_before* is an argument of `StagedKeys.new`.
     """
 
     def __init__(self, owner: bytes, not_before: int) -> None:
@@ -291,7 +343,7 @@ def event_context(who: Identity, session_row: int, seq: int, time: int) -> bytes
 
 
 def open_app(attempt: Attempt, found: Found) -> Owner | None:
-    """Return the app, or None if it is not stored.
+    """Return the decrypted app of *attempt*, or None if the app is not stored.
 
     Raises DecryptionError if the app's row was tampered with, or if the row is missing and its
     version witness is still stored.
@@ -313,13 +365,14 @@ def open_app(attempt: Attempt, found: Found) -> Owner | None:
         app = Owner(
             row.id, who.app_tag, 0, "", row.version, fields.state, fields.link, fields.key_ids
         )
-        attempt.cache.put(cache, row, found.witnesses.get(app.tag), app)
+        witness = found.witnesses.get(app.tag)
+        attempt.remember(partial(attempt.cache.put, cache, row, witness, app))
     attempt.keys.adopt(app.tag, app.key_ids)
     return app
 
 
 def open_user(attempt: Attempt, found: Found) -> Owner | None:
-    """Return the user, or None if the user is not stored.
+    """Return the decrypted user of *attempt*, or None if the user is not stored.
 
     Raises DecryptionError if the user's row was tampered with, or if the row is missing and its
     version witness is still stored.
@@ -338,7 +391,10 @@ def open_user(attempt: Attempt, found: Found) -> Owner | None:
 
 
 def open_user_row(attempt: Attempt, found: Found, row: UserRow) -> Owner:
-    """Return the user in *row*, which may be any user of the app."""
+    """Return the decrypted user in *row*, which may be any user of the app.
+
+    Raises DecryptionError if the row was tampered with.
+    """
     cache = attempt.cache.users
     user = _unchanged(cache, found, row.tag, row)
     if user is None:
@@ -353,15 +409,17 @@ def open_user_row(attempt: Attempt, found: Found, row: UserRow) -> Owner:
             row.id, row.tag, row.app_row, user_id, row.version, fields.state, fields.link,
             fields.key_ids,
         )  # fmt: skip
-        attempt.cache.put(cache, row, found.witnesses.get(user.tag), user)
+        witness = found.witnesses.get(user.tag)
+        attempt.remember(partial(attempt.cache.put, cache, row, witness, user))
     attempt.keys.adopt(user.tag, user.key_ids)
     return user
 
 
 def named_user(attempt: Attempt, found: Found) -> Owner | None:
-    """Return the user that `attempt.who` names, without state, if there is a row with this tag.
+    """Return the user of *attempt* without decrypting the user's row; None if no row has the tag.
 
-    The row is not decrypted: each record of a session proves the user id and the user's row.
+    The returned user has an empty state.  The user id and the row id are not authenticated here:
+    decrypting a session of the user authenticates them.
     """
     row = found.user
     if row is None:
@@ -370,7 +428,7 @@ def named_user(attempt: Attempt, found: Found) -> Owner | None:
 
 
 def open_session(attempt: Attempt, found: Found, user: Owner | None) -> StoredSession | None:
-    """Return the session, or None if it is not stored.
+    """Return the decrypted session of *attempt*, or None if the session is not stored.
 
     Raises DecryptionError if the session's row was tampered with, if the row is missing and its
     version witness is still stored, or if the row is stored and the user's row is missing.
@@ -387,7 +445,7 @@ def open_session(attempt: Attempt, found: Found, user: Owner | None) -> StoredSe
     session = open_session_row(attempt, found, user, row)
     if session.tag != tag or session.session_id != attempt.who.session_id:
         raise TamperedError(
-            "not the requested session",
+            f"not the requested {'collection' if attempt.who.is_collection else 'session'}",
             reason=Reason.WRONG_OWNER,
             table=sessions.name,
             row=session.id,
@@ -396,9 +454,9 @@ def open_session(attempt: Attempt, found: Found, user: Owner | None) -> StoredSe
 
 
 def open_session_row(attempt: Attempt, found: Found, user: Owner, row: SessionRow) -> StoredSession:
-    """Return the session in *row*, which may be any session of *user*.
+    """Return the decrypted session in *row*, which may be any session of *user*.
 
-    An unchanged row is taken from the cache, except if it has a snapshot.
+    If the row is unchanged and the session has no snapshot, the cached session is returned.
     """
     cache, witness = attempt.cache, found.witnesses.get(row.tag)
     seen = cache.sessions.get(row.tag)
@@ -410,12 +468,15 @@ def open_session_row(attempt: Attempt, found: Found, user: Owner, row: SessionRo
         _check_witness(attempt, found, user.tag, session.tag, session.id, b"")
         _reject_older(attempt, seen, session.id, session.revision)
     proven = not session.revision or bool(seen and unchanged and seen.has_proven_head)
-    cache.put_session(session, witness, has_proven_head=proven)
+    attempt.remember(partial(cache.put_session, session, witness, has_proven_head=proven))
     return session
 
 
 def _decrypt_session(attempt: Attempt, found: Found, user: Owner, row: SessionRow) -> StoredSession:
-    """Decrypt a session of *user* and its snapshot; check its revision against its last event."""
+    """Decrypt a session of *user* and its snapshot.
+
+    Also check that the session's revision fits the number of its last event.
+    """
     app_name = attempt.who.app_name
     numbers = (row.id, row.user_row, row.revision, row.base_revision)
     times = (row.created_at, row.updated_at, row.expires_at)
@@ -428,9 +489,10 @@ def _decrypt_session(attempt: Attempt, found: Found, user: Owner, row: SessionRo
             raise TamperedError("it belongs to another user", reason=Reason.WRONG_OWNER)
         if row.last_seq != row.revision - 1:
             last = row.last_seq if isinstance(row.last_seq, int) else "no number"
+            item = "item" if row.base_revision == COLLECTION else "event"
             raise TamperedError(
-                f"revision {row.revision} requires a last event {row.revision - 1}, storage has "
-                f"{last}: events were added or removed, or an older row was replayed",
+                f"revision {row.revision} requires a last {item} {row.revision - 1}, storage has "
+                f"{last}: {item}s were added or removed, or an older row was replayed",
                 reason=Reason.MISMATCH,
             )
     whose = attempt.who._replace(user_id=user.user_id, session_id=session_id)
@@ -447,10 +509,11 @@ def _open_snapshot(
     """Return the decrypted snapshot of the session in *row*; `{}` if the session has none."""
     snapshot = found.snapshots.get(row.id)
     with naming(bases.name, row.id):
-        if row.base_revision == NO_SNAPSHOT:
+        if row.base_revision in (NO_SNAPSHOT, COLLECTION):
             if snapshot is not None:
+                kind = "collection" if row.base_revision == COLLECTION else "session"
                 raise TamperedError(
-                    "the session has no snapshot: this row was added", reason=Reason.MISMATCH
+                    f"the {kind} has no snapshot: this row was added", reason=Reason.MISMATCH
                 )
             return b"{}"
         if snapshot is None or snapshot.revision != row.base_revision:
@@ -468,7 +531,7 @@ def _open_snapshot(
 
 
 def check_events(session: StoredSession, history: list[Row], limit: int | None) -> None:
-    """Sort *history*, which must contain each event of *session* exactly once.
+    """Sort the rows *history* by `seq`; check that each event of *session* occurs exactly once.
 
     If *limit* is given, *history* must contain only the last *limit* events.  Raises TamperedError
     if an event is missing, was added or was renumbered.
@@ -477,14 +540,15 @@ def check_events(session: StoredSession, history: list[Row], limit: int | None) 
     expected = list(range(first, session.revision))
     if [row[EVENT_SEQ] for row in history] != expected:
         # A UNION ALL guarantees no order.  SQLite stores any type in any column, so a modified
-        # `seq` may not be an integer: sort by text, since any two texts can be compared.
+        # `seq` may not be an integer.  So sort by text, because any two texts can be compared.
         history.sort(
             key=lambda row: f"{row[EVENT_SEQ]:020}" if isinstance(row[EVENT_SEQ], int) else ""
         )
     if [row[EVENT_SEQ] for row in history] != expected:
+        kinds = ("items", "collection") if session.is_collection else ("events", "session")
         raise TamperedError(
-            f"events {first} to {session.revision - 1} of this session are expected, each once; "
-            "some were added, removed or renumbered",
+            f"{kinds[0]} {first} to {session.revision - 1} of this {kinds[1]} are expected, each "
+            "once; some were added, removed or renumbered",
             reason=Reason.MISMATCH,
             table=events.name,
             row=session.id,
@@ -494,19 +558,22 @@ def check_events(session: StoredSession, history: list[Row], limit: int | None) 
 def open_events(
     attempt: Attempt, session: StoredSession, history: Iterable[Row], previous: bytes | None
 ) -> tuple[list[bytes], bytes | None]:
-    """Decrypt the events in *history*, in order, and check that each follows the one before it.
+    """Decrypt the events in *history*; check that each contains the link of the event before it.
 
-    The loop runs once per event, and a history may be long: values that are the same for several
-    events (parts of the context, the cipher) are computed once.
+    A history may have thousands of events.  Therefore, the parts of the context and the cipher,
+    which are the same for many events, are computed once.
 
     Args:
-        attempt: The attempt, for its keys.
+        attempt: Contains the data keys and the ids of the session.
         session: The session of the events.
-        history: Rows of events, as the driver returns them.
+        history: Rows of events as the driver returns them, sorted by `seq`.
         previous: The link of the event before the first; None if that event was not read.
 
     Returns:
-        The events' plaintexts without links, and the link of the last event.
+        The events' plaintexts without flags and links, and the link of the last event.
+
+    Raises:
+        DecryptionError: An event was tampered with, or belongs to another copy of the database.
     """
     who, session_row = attempt.who, session.id
     parts = who.event_parts
@@ -520,7 +587,7 @@ def open_events(
                 header = record[:HEADER_LENGTH]
             context = records.numbered_context(parts, session_row, seq, row[EVENT_TIME])
             plaintext = open_with_flags(record, context, cipher)
-            if plaintext[EVENT_PREVIOUS] != previous and previous is not None:
+            if previous is not None and not plaintext.startswith(previous, EVENT_PREVIOUS.start):
                 raise _other_history()
             previous = plaintext[EVENT_LINK]
             opened.append(plaintext[EVENT_REST])
@@ -533,12 +600,16 @@ def open_events(
 
 
 def check_head(attempt: Attempt, session: StoredSession, last: bytes | None) -> None:
-    """Reject *session* unless its last event has the link *last*; otherwise note that it has."""
-    if last is not None and last != session.head:
+    """Check that *last*, the link of the last event, is the link that the session's row contains.
+
+    If *last* is None, the last event was not read, and nothing is checked.  If the links are equal,
+    set `has_proven_head` of the cached session.  Otherwise, raise TamperedError.
+    """
+    if last is None:
+        return
+    if last != session.head:
         raise _other_history().located(sessions.name, session.id)
-    seen = attempt.cache.sessions.get(session.tag)
-    if seen and seen.row == session.row and not seen.has_proven_head:
-        attempt.cache.sessions.put(session.tag, seen._replace(has_proven_head=True))
+    attempt.remember(partial(attempt.cache.prove_head, session))
 
 
 def _other_history() -> TamperedError:
@@ -564,7 +635,11 @@ def _owner_fields(owner: Owner) -> bytes:
 
 
 def seal_witness(attempt: Attempt, owner: bytes, tag: bytes, number: int, link: bytes) -> bytes:
-    """Return a version witness; *number* is in its context, *link* is its plaintext."""
+    """Return the record of the version witness that confirms the row with the blind index *tag*.
+
+    A data key of *owner* encrypts the record.  The plaintext is *link*, and the context contains
+    *number*.
+    """
     return attempt.keys.seal(owner, witness_context(attempt.who.app_name, tag, number), link)
 
 
@@ -588,13 +663,31 @@ def seal_snapshot(
 def seal_event(
     attempt: Attempt, session: StoredSession, seq: int, time: int, link: bytes, event: bytes
 ) -> bytes:
-    """Return the record of an event with *link*, which follows the last event of *session*."""
+    """Return the record of a new event, which follows the last event of *session*.
+
+    *link* is the link of the new event.
+    """
     context = records.numbered_context(attempt.who.event_parts, session.id, seq, time)
     return attempt.keys.seal(attempt.who.user_tag, context, link + session.head + event)
 
 
+def seal_replacement(attempt: Attempt, session: StoredSession, row: Row, event: bytes) -> bytes:
+    """Return a record of *event* that can replace the record in *row*.
+
+    The new record contains the same links as the old one.  Raises DecryptionError if *row* was
+    tampered with.
+    """
+    seq, record = row[EVENT_SEQ], row[EVENT_RECORD]
+    with naming(events.name, f"{session.id}, {seq}"):
+        context = records.numbered_context(
+            attempt.who.event_parts, session.id, seq, row[EVENT_TIME]
+        )
+        plaintext = attempt.keys.open(attempt.who.user_tag, context, record)
+    return attempt.keys.seal(attempt.who.user_tag, context, plaintext[: 2 * LINK_LENGTH] + event)
+
+
 class naming:  # noqa: N801 - used like a function: `with naming(...)`
-    """A context manager that adds the table and the row to a `DecryptionError` of its block."""
+    """A context manager that adds the table and the row to a `DecryptionError` in its block."""
 
     __slots__ = ("_row", "_table")
 
@@ -611,7 +704,7 @@ class naming:  # noqa: N801 - used like a function: `with naming(...)`
 
 
 def _unchanged(cache: Lru[bytes, Seen[R, V]], found: Found, tag: bytes, row: R) -> V | None:
-    """Return the cached value of *row*; None if *row* or its version witness is not as cached."""
+    """Return the cached value of *row*; None if the row or its version witness has changed."""
     seen = cache.get(tag)
     if seen and seen.row == row and seen.witness == found.witnesses.get(tag):
         return seen.value
@@ -621,10 +714,11 @@ def _unchanged(cache: Lru[bytes, Seen[R, V]], found: Found, tag: bytes, row: R) 
 def _check_witness(
     attempt: Attempt, found: Found, owner: bytes, tag: bytes, number: int, link: bytes
 ) -> None:
-    """Reject a row whose version witness is missing, was tampered with, or is of another version.
+    """Raise DecryptionError unless the version witness of a row confirms the row.
 
-    The number alone is not enough: two copies of a database that were written separately have
-    different versions of the same number.  Their links differ.
+    The witness must be authentic, and its number and its link must be *number* and *link*.  The
+    number alone is not enough: two copies of a database may contain different versions of a row
+    with the same number.  Their links differ.
     """
     witness = found.witnesses.get(tag)
     if witness is None:
@@ -653,7 +747,7 @@ def _version(value: Owner | StoredSession) -> int:
 
 
 def _reject_older(attempt: Attempt, seen: Seen[Any, Any] | None, row_id: int, version: int) -> None:
-    """Reject a row whose version is lower than this process had seen before the attempt began."""
+    """Raise TamperedError if this process read a higher version of the row before the attempt."""
     if seen is None or seen.time > attempt.began or seen.value.id != row_id:
         return
     newest = _version(seen.value)

@@ -1,8 +1,8 @@
-"""Opening a database: survey it, reject it if it cannot be used, and create what is missing.
+"""Open a database: check whether it can be used, and create missing tables and keys.
 
-`look` surveys a database, `check` rejects a database that cannot be used, and `open_database`
-creates what is missing.  After each thing it creates, `open_database` surveys and checks again,
-until nothing is missing.
+`look` returns a `Survey`, which lists the tables and the metadata of a database.  `check` rejects a
+database that cannot be used.  `open_database` creates missing tables and keys.  After each step, it
+surveys and checks the database again, until nothing is missing.
 """
 
 import hmac
@@ -10,7 +10,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Collection
 from enum import Enum
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -20,7 +20,7 @@ import sqlalchemy as sa
 from adk_secure_sessions.backends import NoOpBackend
 from adk_secure_sessions.backends.registry import Backends
 from adk_secure_sessions.db.dialects import exclusively
-from adk_secure_sessions.db.protocol import Executor, Executors
+from adk_secure_sessions.db.protocol import Conflict, Executor, Executors
 from adk_secure_sessions.errors import (
     ConfigurationError,
     DatabaseError,
@@ -40,6 +40,7 @@ from adk_secure_sessions.keys.keyring import (
     open_keyring,
 )
 from adk_secure_sessions.loops import at_once
+from adk_secure_sessions.storage.queries import MASTER_KEYS
 from adk_secure_sessions.storage.schema import (
     DATA_TABLES,
     FORMAT_VERSION,
@@ -56,29 +57,41 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 8  # how often `open_database` surveys a database before it fails
 _ID = re.compile("[0-9a-f]{32}")
-# The beginnings of the names of SQLite's errors for a file that cannot be used.
+# The errors of SQLite for a file that cannot be used have names that begin with one of these.
 _UNUSABLE = ("SQLITE_CANTOPEN", "SQLITE_NOTADB", "SQLITE_READONLY", "SQLITE_PERM", "SQLITE_AUTH")
 
 # The names of rows in `secure_meta`.
 FORMAT, DATABASE_ID, PLAINTEXT, HOLDS = "format", "database_id", "plaintext", "holds"
 FEATURES = "features"
 NO_FEATURES = "-"
-SEPARATING = "separating"  # the feature of a copy whose separation has not ended
-_KNOWN_FEATURES = frozenset({NO_FEATURES, SEPARATING})
+SEPARATING = "separating"  # the feature of a copy that `separate` has not finished
+COLLECTIONS = "collections"  # the feature of a database that has collections (artifacts, memory)
+_KNOWN_FEATURES = frozenset({NO_FEATURES, SEPARATING, COLLECTIONS})
 SEPARATION = "separation"
 _SEPARATION_FORM = re.compile(
     r"(?P<text>(?P<old>[0-9a-f]{32}) (?P<since>\d{1,19})(?P<masters>( \d{1,19})+)) "
     r"(?P<mac>[0-9a-f]{32})"
 )
 _FEATURES_FORM = re.compile(r"(?P<names>[-a-z0-9_.]+(?:,[-a-z0-9_.]+)*) (?P<mac>[0-9a-f]{32})")
-# Query for the keyring; its columns are the fields of MasterKeyRow.
-MASTER_KEYS = sa.select(*(keyring.c[name] for name in MasterKeyRow._fields))
+_REPLACED = "the database was replaced by another one: restart the service"
+# The maximum length of a value and the maximum number of rows that are read from `secure_meta`.  An
+# attacker may have stored more, and every start of a service reads this table.
+_MAX_TEXT, _MAX_META = 2000, 100
+_NAMES = (FORMAT, DATABASE_ID, PLAINTEXT, HOLDS, FEATURES, SEPARATION)
+_META = (
+    sa.select(
+        *(sa.func.substr(meta.c[name], 1, _MAX_TEXT).label(name) for name in ("name", "value"))
+    )
+    .order_by(sa.case((meta.c.name.in_(_NAMES), 0), else_=1))
+    .limit(_MAX_META)
+)
 
 
 class Part(Enum):
-    """Which of our tables a database has.
+    """The part of our tables that a database has: all tables, the data tables or the key tables.
 
-    The value is stored in row `holds` of `secure_meta`; a database with all tables has no such row.
+    The value is stored in row `holds` of `secure_meta`.  A database with all tables has no such
+    row.
     """
 
     ALL = None
@@ -87,7 +100,7 @@ class Part(Enum):
 
     @property
     def tables(self) -> tuple[sa.Table, ...]:
-        """The tables that belong in a database of this kind."""
+        """The tables that belong to this part."""
         return {Part.ALL: TABLES, Part.DATA: DATA_TABLES, Part.KEYS: KEY_TABLES}[self]
 
     def missing(self, survey: "Survey") -> frozenset[str]:
@@ -96,11 +109,13 @@ class Part(Enum):
 
 
 class Survey(NamedTuple):
-    """The tables and the metadata of a database, as stored: none of it is authenticated.
+    """The tables and the metadata that a database contains.  Nothing in it is authenticated.
 
-    *alien_tables* are named like one of our tables, but lack one of its columns.  *adk_tables*
-    is True if ADK's own tables exist.  *is_used* is True if a table other than `secure_meta` and
-    `secure_keyring` has rows.
+    *alien_tables* are the names of tables that have the name of one of our tables, but lack one of
+    its columns.  *adk_tables* is True if ADK's own tables exist.  *is_used* is True if one of our
+    tables other than `secure_meta` and `secure_keyring` has rows.  *meta* contains the values of
+    `secure_meta` by name.  *keyring* contains at most `MAX_ROWS` + 1 rows of `secure_keyring`, and
+    *keyring_rows* is the number of all its rows.
     """
 
     missing_tables: frozenset[str]
@@ -109,10 +124,11 @@ class Survey(NamedTuple):
     is_used: bool
     meta: dict[str, str]
     keyring: list[MasterKeyRow]
+    keyring_rows: int = 0
 
     @property
     def part(self) -> Part | None:
-        """The part that `secure_meta` names; None if this release does not know that value."""
+        """The part that `secure_meta` names; None if this release does not know the name."""
         mark = self.meta.get(HOLDS)
         return next((part for part in Part if part.value == mark), None)
 
@@ -123,7 +139,7 @@ class Survey(NamedTuple):
 
     @property
     def has_plaintext_records(self) -> bool:
-        """Whether the database is marked as holding records of `NoOpBackend`, now or earlier."""
+        """Whether `secure_meta` says that `NoOpBackend` has written records to the database."""
         return PLAINTEXT in self.meta
 
     @property
@@ -140,43 +156,54 @@ class Survey(NamedTuple):
         return bytes.fromhex(text)
 
 
-def look(connection: sa.Connection) -> Survey:
-    """Survey a database without changing it."""
-    survey = _look(connection)
+def look(connection: sa.Connection, known: Collection[int] = ()) -> Survey:
+    """Return the survey of a database, without changing the database.
+
+    If `secure_keyring` has more than `MAX_ROWS` rows and *known* is not empty, read only the rows
+    with the ids *known*.
+    """
+    survey = _look(connection, known)
     if survey.meta and (survey.part or Part.ALL).missing(survey):
-        # Another process may have created these tables after we read the table names.
-        survey = _look(connection)
+        # Another process may have created these tables after `_look` read the table names.
+        survey = _look(connection, known)
     return survey
 
 
-def _look(connection: sa.Connection) -> Survey:
+def _look(connection: sa.Connection, known: Collection[int]) -> Survey:
     present = set(sa.inspect(connection).get_table_names())
     tables = [table for table in metadata.sorted_tables if table.name in present]
     alien = _alien(tables, connection)
     missing = frozenset(metadata.tables) - present
     values: dict[str, str] = {}
     masters: list[MasterKeyRow] = []
+    number = 0
     used = False
     if meta in tables and meta.name not in alien:
-        values = {row.name: row.value for row in connection.execute(sa.select(meta))}
+        values = {row.name: row.value for row in connection.execute(_META)}
     if not alien and keyring in tables:
-        # One row more than `check_row_count` accepts: an attacker may have inserted any number.
+        # Read at most one row more than `check_row_count` accepts: an attacker may have inserted
+        # any number of rows.
         query = MASTER_KEYS.order_by(keyring.c.created_at, keyring.c.id).limit(MAX_ROWS + 1)
-        rows = connection.execute(query)
-        masters = [MasterKeyRow(*row) for row in rows]
+        masters = [MasterKeyRow(*row) for row in connection.execute(query)]
+        number = len(masters)
+        if number > MAX_ROWS:
+            number = connection.scalar(sa.select(sa.func.count()).select_from(keyring)) or number
+            if known:
+                rows = connection.execute(query.where(keyring.c.id.in_(list(known))))
+                masters = [MasterKeyRow(*row) for row in rows]
     if not alien and (others := [table for table in tables if table not in (meta, keyring)]):
         one: sa.ColumnElement[int] = sa.literal_column("1")
         any_row = (sa.exists(sa.select(one).select_from(table)) for table in others)
         used = bool(connection.scalar(sa.select(sa.or_(*any_row))))
     adk = {"sessions", "events"} <= present
-    return Survey(missing, tuple(alien), adk, used, values, masters)
+    return Survey(missing, tuple(alien), adk, used, values, masters, number)
 
 
 def _alien(tables: list[sa.Table], connection: sa.Connection) -> list[str]:
-    """Return the names of those *tables* that lack one of our columns."""
+    """Return the names of the *tables* that lack one of our columns."""
     if not tables:
         return []
-    # Reflecting each table takes a hundred times as long as one query that names all columns.
+    # One query that names all columns takes a hundredth of the time of reflecting each table.
     columns = [", ".join(table.c.keys()) for table in tables]
     members = [
         f"SELECT 1 FROM (SELECT {listed} FROM {table.name}) AS t WHERE 1 = 0"  # noqa: S608
@@ -203,7 +230,8 @@ def check(survey: Survey, part: Part, create_tables: bool) -> None:
     Raises:
         ConfigurationError: The database cannot be used; the message says why and what to do.
     """
-    version = survey.format_version  # before the columns: another format may have others
+    # Check the format first: in another format, the tables may have other columns.
+    version = survey.format_version
     if version == "1":
         raise ConfigurationError(
             "the database has format 1, which was never released: delete the database, and create "
@@ -249,10 +277,11 @@ def check(survey: Survey, part: Part, create_tables: bool) -> None:
 
 
 def _check_features(survey: Survey) -> None:
-    """Reject features that this release does not know.  The MAC is checked with the keyring.
+    """Raise ConfigurationError for features that this release does not know.
 
-    A release that does not know a feature would, for example, retire a key that is still used in a
-    table that it does not know.
+    A release that does not know a feature could, for example, retire a key that is still used in a
+    table of this feature.  The list is authenticated later, in `check_features`, because its MAC
+    needs a key of the keyring.
     """
     names, _ = _stored_features(survey)
     unknown = [name for name in names.split(",") if name not in _KNOWN_FEATURES]
@@ -264,7 +293,10 @@ def _check_features(survey: Survey) -> None:
 
 
 def _stored_features(survey: Survey) -> tuple[str, str]:
-    """Return the feature names, separated by commas, and the MAC; raise ConfigurationError."""
+    """Return the feature names, separated by commas, and their MAC in hexadecimal.
+
+    Raises ConfigurationError if the stored value is missing or malformed.
+    """
     found = _FEATURES_FORM.fullmatch(str(survey.meta.get(FEATURES)))
     if found is None:
         raise ConfigurationError(
@@ -275,11 +307,11 @@ def _stored_features(survey: Survey) -> tuple[str, str]:
 
 
 def reject_separating(survey: Survey) -> None:
-    """Reject a copy of a database whose separation has not ended.
+    """Raise ConfigurationError if the command `separate` has not finished with this copy.
 
-    A service that writes to it would encrypt with keys that it shares with the other database.
+    A service would encrypt new records with data keys that the original database also has.
     """
-    if _stored_features(survey)[0] == SEPARATING:
+    if SEPARATING in stored_features(survey):
         raise ConfigurationError(
             "this copy of a database is being separated: run `adk-secure-sessions separate` again, "
             "until it has ended"
@@ -287,14 +319,16 @@ def reject_separating(survey: Survey) -> None:
 
 
 def check_features(survey: Survey, keyring: Keyring) -> None:
-    """Authenticate the feature list and the state of a separation, and note it in *keyring*.
+    """Authenticate the feature list and, if `separate` has not finished, its stored state.
+
+    Set `keyring.separation` to the stored state, or to None if no separation is unfinished.
 
     Raises:
-        WrongKeyError: One of them was modified.
+        WrongKeyError: The feature list or the state was modified.
     """
     _check_feature_list(survey, keyring)
     keyring.separation = None
-    if _stored_features(survey)[0] != SEPARATING:
+    if SEPARATING not in stored_features(survey):
         return
     found = _SEPARATION_FORM.fullmatch(str(survey.meta.get(SEPARATION)))
     expected = (
@@ -308,20 +342,65 @@ def check_features(survey: Survey, keyring: Keyring) -> None:
     keyring.separation = Separation(bytes.fromhex(found["old"]), int(found["since"]), masters)
 
 
-def separation_marks(separation: Separation, index: BlindIndex, new_id: bytes) -> dict[str, str]:
-    """Return the rows of `secure_meta` of a database whose separation begins."""
+def separation_marks(
+    separation: Separation, index: BlindIndex, new_id: bytes, features: frozenset[str]
+) -> dict[str, str]:
+    """Return the rows of `secure_meta` (value by name) that `separate` stores when it begins.
+
+    *index* authenticates these rows, *new_id* is the new id of the database, and *features* are the
+    features of the database.
+    """
     masters = " ".join(map(str, sorted(separation.masters)))
     text = f"{separation.old_id.hex()} {separation.since} {masters}"
     return {
         DATABASE_ID: new_id.hex(),
-        FEATURES: f"{SEPARATING} {index.features(new_id, SEPARATING).hex()}",
+        FEATURES: feature_mark(index, new_id, features | {SEPARATING}),
         SEPARATION: f"{text} {index.separation(new_id, text).hex()}",
     }
 
 
-def feature_mark(index: BlindIndex, database_id: bytes) -> str:
-    """Return the value of the row `features` of a database without features."""
-    return f"{NO_FEATURES} {index.features(database_id, NO_FEATURES).hex()}"
+def feature_mark(
+    index: BlindIndex, database_id: bytes, features: frozenset[str] = frozenset()
+) -> str:
+    """Return the value of the row `features` of a database with these *features*."""
+    names = ",".join(sorted(features)) or NO_FEATURES
+    return f"{names} {index.features(database_id, names).hex()}"
+
+
+def stored_features(survey: Survey) -> frozenset[str]:
+    """Return the stored features of a database; they are not authenticated.
+
+    Raises:
+        ConfigurationError: The row is missing or malformed.
+    """
+    names, _ = _stored_features(survey)
+    return frozenset(names.split(",")) - {NO_FEATURES}
+
+
+def add_feature(feature: str, keyring: Keyring, connection: sa.Connection) -> None:
+    """Add *feature* to the stored features; if it is stored already, do nothing.
+
+    Call this before the first row that uses the feature is stored.  Afterwards, releases that do
+    not know the feature reject the database.
+
+    Raises:
+        WrongKeyError: The stored features were modified.
+        ConfigurationError: The row `features` is missing or malformed, a separation has not ended,
+            or *keyring* is the keyring of another database.
+        Conflict: Another process has changed the stored features at the same time.
+    """
+    survey = look(connection)
+    reject_separating(survey)
+    if survey.meta.get(DATABASE_ID) != keyring.database_id.hex():
+        raise ConfigurationError(_REPLACED)
+    _check_feature_list(survey, keyring)
+    features = stored_features(survey)
+    if feature in features:
+        return
+    row = sa.update(meta).where(meta.c.name == FEATURES, meta.c.value == survey.meta[FEATURES])
+    mark = feature_mark(keyring.index, keyring.database_id, features | {feature})
+    if connection.execute(row.values(value=mark)).rowcount != 1:
+        raise Conflict  # another process has changed the features since `look` read them
 
 
 def _check_feature_list(survey: Survey, keyring: Keyring) -> None:
@@ -365,10 +444,12 @@ def _check_mark(survey: Survey, part: Part) -> None:
 
 
 def check_together(data: Survey, keys: Survey) -> None:
-    """Reject a data database and a key database, each valid, that do not belong together.
+    """Reject a data database and a key database that do not belong together.
+
+    Each of the two must have been checked with `check`.
 
     Raises:
-        ConfigurationError: They are not a pair; the message says why and what to do.
+        ConfigurationError: They do not belong together; the message says why and what to do.
     """
     if data.database_id is None and keys.is_used:
         raise ConfigurationError(
@@ -392,22 +473,24 @@ async def open_database(
 ) -> Keyring:
     """Check the database, create missing tables and keys, and open the keyring.
 
-    A key database is completed before the data database, so that after a crash between the two
-    the next start can continue.
+    The tables and keys of a key database are created before the tables of the data database.  If
+    the process crashes between the two steps, the next start creates the tables that are missing.
 
     Args:
-        executors: Run the statements on the data database and the key database.
-        backends: Their root keys unwrap the keyring.
+        executors: The executors of the data database and of the key database.
+        backends: The backends, whose root keys unwrap the keyring.
         create_tables: Create missing tables; if False, they must exist (see docs/sql).
-        known: A keyring opened earlier; if given, nothing is created.
+        known: A keyring opened earlier.  If given, nothing is created, and a row whose key service
+            fails is left pending (see `Keyring`).
 
     Raises:
         ConfigurationError: A database cannot be used; it was left unchanged.
         WrongKeyError, PlaintextRefusedError, KeyServiceError: see `open_keyring`.
     """
     if known is not None:
-        reject_separating(await survey_existing(executors))
-        return await open_existing(executors, backends, known)
+        survey = await survey_existing(executors, known.rows.keys())
+        reject_separating(survey)
+        return await _open(survey, backends, known, leaves_pending=True)
     root = backends.writer.root_key
     writes_plaintext = isinstance(backends.writer, NoOpBackend)
     marks = {PLAINTEXT: "1"} if writes_plaintext else {}
@@ -441,24 +524,28 @@ async def open_database(
     )
 
 
-async def survey_existing(executors: Executors) -> Survey:
+async def survey_existing(executors: Executors, known: Collection[int] = ()) -> Survey:
     """Check and survey a database that already exists, without changing it.
 
     With a key database, return the survey of the data database with the key database's keyring.
+    A service that is running passes the ids of the keyring rows that it has accepted.
 
     Raises:
         ConfigurationError: The database cannot be used, or is new.
-        WrongKeyError: The keyring has too many rows.
+        WrongKeyError: The keyring has too many rows, and *known* is empty.
     """
-    data, keys = await _survey(executors, create_tables=True)
+    data, keys = await _survey(executors, create_tables=True, known=known)
     if data.database_id is None:
         raise ConfigurationError(
             "this database holds no encrypted sessions yet: create its tables and keys with "
             "`adk-secure-sessions init`, or start a service on it"
         )
-    check_row_count(keys.keyring)
+    if not known:
+        check_row_count(keys.keyring_rows)
     shared = {name: keys.meta[name] for name in (FEATURES, SEPARATION) if name in keys.meta}
-    return data._replace(keyring=keys.keyring, meta=data.meta | shared)
+    return data._replace(
+        keyring=keys.keyring, keyring_rows=keys.keyring_rows, meta=data.meta | shared
+    )
 
 
 async def open_existing(
@@ -466,26 +553,43 @@ async def open_existing(
 ) -> Keyring:
     """Open the keyring of a database that already exists, without changing the database.
 
-    *known* is a keyring opened earlier: the keys that it holds are not unwrapped again.
+    *known* is a keyring opened earlier.  Its keys are not unwrapped again.
 
     Raises:
         ConfigurationError: See `survey_existing`; or *known* is the keyring of another database.
         WrongKeyError, PlaintextRefusedError, KeyServiceError: see `open_keyring`.
     """
-    survey = await survey_existing(executors)
+    return await _open(await survey_existing(executors), backends, known, leaves_pending=False)
+
+
+async def _open(
+    survey: Survey, backends: Backends, known: Keyring | None, *, leaves_pending: bool
+) -> Keyring:
     assert survey.database_id is not None, "survey_existing rejects that"
     if known is not None and known.database_id != survey.database_id:
-        raise ConfigurationError("the database was replaced by another one: restart the service")
+        raise ConfigurationError(_REPLACED)
     writer, database_id = backends.writer.root_key.key_id, survey.database_id
-    opened = await open_keyring(survey.keyring, backends.roots, writer, database_id, known)
+    opened = await open_keyring(
+        survey.keyring,
+        backends.roots,
+        writer,
+        database_id,
+        known,
+        leaves_pending=leaves_pending,
+        row_count=survey.keyring_rows,
+    )
     check_features(survey, opened)
     return opened
 
 
 async def half_separated(executors: Executors) -> tuple[Survey, str] | None:
-    """Return the key database's survey and the old id, if only that database has the new id.
+    """Find a separation that has stored the new database id only in the key database so far.
 
-    A separation that was killed may have written the new id to the key database only.
+    `separate` writes the new database id to the key database first, and then to the data database.
+
+    Returns:
+        The survey of the key database and the old database id in hexadecimal.  None if there is no
+        key database, or if the data database does not have the old id any more.
     """
     if not executors.has_key_database:
         return None
@@ -498,20 +602,25 @@ async def half_separated(executors: Executors) -> tuple[Survey, str] | None:
     return keys, found["old"]
 
 
-async def _survey(executors: Executors, create_tables: bool) -> tuple[Survey, Survey]:
+async def _survey(
+    executors: Executors, create_tables: bool, known: Collection[int] = ()
+) -> tuple[Survey, Survey]:
     """Survey and check the data database and the key database; return both surveys.
 
-    Without a key database, both are the same survey.  Raises ConfigurationError.
+    Without a key database, both are the same survey.  Raises ConfigurationError if a database
+    cannot be used.
     """
+    of_keys = partial(look, known=known)
     if not executors.has_key_database:
-        survey = await _usable(executors.data.define(look, commit=False))
+        survey = await _usable(executors.data.define(of_keys, commit=False))
         check(survey, Part.ALL, create_tables)
         return survey, survey
-    # Read the data database first.  Another process may be creating both, and creates the key
-    # database first: if we see its data database, we also see its key database.
+    # Read the data database first.  Another process may be creating both databases.  It creates the
+    # key database first, so if we see its data database, we also see its key database.
     data = await _usable(executors.data.define(look, commit=False))
-    keys = await _usable(executors.keys.define(look, commit=False), "key database's ")
-    # If the keys are in use, the data database was perhaps created after we surveyed it.
+    keys = await _usable(executors.keys.define(of_keys, commit=False), "key database's ")
+    # Data keys are stored only after the data database was created.  The data database may have
+    # been created after our survey, so survey it again.
     if keys.is_used and data.format_version is None:
         data = await _usable(executors.data.define(look, commit=False))
     check(keys, Part.KEYS, create_tables)
@@ -521,6 +630,7 @@ async def _survey(executors: Executors, create_tables: bool) -> tuple[Survey, Su
 
 
 async def _usable(work: Awaitable[T], whose: str = "") -> T:
+    """Await *work*; raise ConfigurationError if SQLite cannot open or use the file."""
     try:
         return await work
     except DatabaseError as error:
@@ -531,7 +641,10 @@ async def _usable(work: Awaitable[T], whose: str = "") -> T:
 
 
 def mark_plaintext(connection: sa.Connection) -> None:
-    """Mark the database as holding plaintext records; call this before the first is written."""
+    """Mark the database as containing plaintext records.
+
+    Call this before the first plaintext record is written.
+    """
     values = {meta.c.name: PLAINTEXT, meta.c.value: "1"}
     if not connection.scalar(sa.select(meta.c.value).where(meta.c.name == PLAINTEXT)):
         connection.execute(sa.insert(meta).values(values))
@@ -544,7 +657,10 @@ async def _make(
     marks: dict[str, str],
     fresh: list[MasterKeyRow],
 ) -> None:
-    """Create what is missing, unless the database has changed since the survey *expected*."""
+    """Create missing tables and rows, unless the database has changed since the survey *expected*.
+
+    *marks* are the rows of `secure_meta`, value by name.  *fresh* are new rows of the keyring.
+    """
     if part.value is not None:
         marks = {**marks, HOLDS: part.value}
     work = partial(_establish, part, expected, marks, fresh)

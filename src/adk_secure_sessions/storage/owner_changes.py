@@ -1,6 +1,7 @@
-"""Changes of apps and users: their state, their data keys, their version witnesses.
+"""Changes of apps and users: their states, their data keys and their version witnesses.
 
-A write collects these changes in an `OwnerChanges` and applies them together with its own.
+A write operation collects these changes in an `OwnerChanges` object.  The operation applies them
+together with its changes of a session, in one request.
 """
 
 from collections.abc import Callable
@@ -35,7 +36,10 @@ class OwnerChanges:
             put()
 
     def app(self, found: Found, app: Owner | None, delta: JsonObject) -> Owner:
-        """Merge *delta* into the app's state; if *app* is None, insert its row."""
+        """Merge *delta* into the app's state: add the changes to `changes`, and return the app.
+
+        If *app* is None, add the changes that insert the app's row and its version witness.
+        """
         if app is None:
             who = self._attempt.who
             self._ensure_first_key(who.app_tag)
@@ -54,9 +58,10 @@ class OwnerChanges:
         return app
 
     def user(self, found: Found, user: Owner | None, app_row: int, delta: JsonObject) -> Owner:
-        """Merge *delta* into the user's state; if *user* is None, insert the user's row.
+        """Merge *delta* into the user's state: add the changes to `changes`, and return the user.
 
-        Ensure that the user has a current data key, and that the user's row names it.
+        If *user* is None, add the changes that insert the user's row and its version witness.  Also
+        ensure that the user has a current data key and that the user's row names this key.
         """
         if user is None:
             who = self._attempt.who
@@ -87,15 +92,17 @@ class OwnerChanges:
         return user
 
     def renew_key(self, owner: Owner, stored: bytes, since: int) -> bool:
-        """Give *owner* a data key created at *since* or later, unless it has one; name only that.
+        """Ensure that the owner's row names only one data key, created at *since* or later.
+
+        If the owner has no such data key, create one.
 
         Args:
             owner: An app or a user.
-            stored: The record of its row.
+            stored: The record that the owner's row contains.
             since: Microseconds UTC.
 
         Returns:
-            Whether the owner's row has to change.
+            True if changes of the owner's row were added; False if the row needs no change.
         """
         if self._keys.created:
             self._keys.adopt(owner.tag, self._keys.created)
@@ -163,12 +170,14 @@ class OwnerChanges:
         self._after_commit.append(lambda: cache.put(cache.users, row, witness, user))
 
     def _ensure_first_key(self, owner: bytes) -> None:
-        """Create the first data key of an owner who has no row yet.
+        """Create the first data key of an owner that has no row yet.
 
-        Raise TamperedError if the owner already has a data key: then somebody has removed the
-        owner's row.  With a key database this is no error: the key is written first, and a process
-        may have stopped before it wrote the row.  But nothing proves that it was so: the key may be
-        an erased one that was inserted again, so a new key is created.
+        Without a key database, raise TamperedError if the owner already has a data key: somebody
+        has removed the owner's row.
+
+        With a key database, such a data key is no error.  A process stores the data key before the
+        owner's row, and the process may have stopped between the two.  But the data key may also be
+        an erased key that an attacker inserted again.  Therefore, create a new data key.
         """
         self._require_read_keys()
         separate = self._attempt.key_source is KeySource.KEY_DATABASE
@@ -183,13 +192,16 @@ class OwnerChanges:
             self._new_key(owner)
 
     def _ensure_key(self, owner: bytes, *stored: bytes) -> None:
-        """Ensure a current data key that `retire` cannot delete before the changes are made.
+        """Ensure that *owner* has a current data key that `retire` cannot delete before the commit.
 
-        `retire` deletes a data key only if no record is encrypted with that key or an older one,
-        and the changes require the records *stored* to be unchanged.  Therefore a current key that
-        is as new as the keys of *stored* is safe.  If it is older (another backend's key is newer),
-        the changes lock its row; in a key database, where they cannot lock it, a new data key is
-        created instead.  A new data key is also created if there is no current one.
+        `retire` deletes a data key only if no record is encrypted with that key or an older one.
+        The changes require that the records *stored* are unchanged.  Therefore, `retire` keeps the
+        current data key if it is at least as new as the keys of *stored*.
+
+        If the current data key is older, because the newest key belongs to another backend, a
+        change locks the row of the current data key.  With a key database, no change can lock that
+        row, so a new data key is created.  A new data key is also created if the owner has no
+        current data key.
         """
         keys = self._keys
         if keys.is_as_new_as(owner, *stored):
@@ -200,7 +212,8 @@ class OwnerChanges:
             if keys.is_as_new_as(owner, *stored):
                 return
         for record in stored:
-            # Its key must exist: otherwise no new key would ever be as new as the record's key.
+            # Raise an error if the record's key does not exist.  Otherwise, `is_as_new_as` would
+            # stay False, and each attempt would create another key.
             keys.cipher(owner, record)
         current = keys.current(owner)
         if current is None or self._attempt.key_source is KeySource.KEY_DATABASE:

@@ -19,7 +19,9 @@ from sqlalchemy import (
     Insert,
     LargeBinary,
     Select,
+    and_,
     bindparam,
+    case,
     cast,
     delete,
     func,
@@ -33,8 +35,9 @@ from sqlalchemy import (
 
 from adk_secure_sessions.db.protocol import Row
 from adk_secure_sessions.keys.data_keys import DataKeyRow
-from adk_secure_sessions.keys.keyring import MasterMark
+from adk_secure_sessions.keys.keyring import MAX_ROWS, MAX_WRAPPED, MasterKeyRow, MasterMark
 from adk_secure_sessions.storage.schema import (
+    COLLECTION,
     apps,
     bases,
     data_keys,
@@ -49,13 +52,17 @@ from adk_secure_sessions.storage.schema import (
 _APP, _USER, _WITNESS, _KEY, _MASTER, _SESSION, _SNAPSHOT, _EVENT = range(8)
 _NUMBERS, _BLOBS = 8, 2
 # The positions of an event's values in its row.  A history may have thousands of events, and
-# converting a row to a named tuple takes as long as finding its cipher: event rows are therefore
+# converting a row to a named tuple takes as long as finding its cipher.  Therefore, event rows are
 # used as the driver returns them.
 EVENT_SEQ, EVENT_TIME, EVENT_RECORD = 1, 2, 1 + _NUMBERS
 _ZERO: ColumnElement[int] = literal_column("0")
+# The number of data keys of one owner that are read.  A rotation adds one; an attacker may have
+# inserted any number.
+_MAX_KEYS = 1000
 
-# Two forms of one query.  The form at True also reads the owners' rows of `secure_data_keys`, and
-# what tells whether the keyring has changed: a data key under a retired master must be rejected.
+# Two forms of one query: `forms[True]` also reads data keys, and `forms[False]` does not.  The form
+# with data keys also reads the `MasterMark` of each row of the keyring.  The marks tell whether the
+# keyring has changed: a data key that is wrapped with a retired data master must be rejected.
 QueryForms = Mapping[bool, CompoundSelect[Any]]
 
 _app_tag = bindparam("app_tag", type_=LargeBinary)
@@ -64,11 +71,29 @@ _session_tag = bindparam("session_tag", type_=LargeBinary)
 _limit = bindparam("limit", type_=BigInteger)
 
 
+def bounded(column: ColumnElement[Any]) -> ColumnElement[Any]:
+    """Return *column* of a table of keys, or NULL instead of a value that no service stores.
+
+    An attacker may have stored values of any size and, on SQLite, of any type.  Every start and
+    every read of keys would load these values.
+    """
+    # SQLite compares any text or blob as greater than any number, so BETWEEN excludes both.
+    if isinstance(column.type, BigInteger):
+        is_valid: ColumnElement[bool] = column.between(_ZERO, literal_column(str(2**63 - 1)))
+    else:
+        is_valid = func.length(column) <= literal_column(str(MAX_WRAPPED))
+    return case((is_valid, column)).label(column.key)
+
+
+# The columns of the keyring, as MasterKeyRow.
+MASTER_KEYS = select(keyring.c.id, *(bounded(keyring.c[name]) for name in MasterKeyRow._fields[1:]))
+
+
 def _member(kind: int, numbers: list[Any], blobs: list[Any]) -> Select[Any]:
     """Return one SELECT of a UNION ALL.
 
-    All of them have the same columns: `kind`, 8 numbers (padded with zeros) and 2 blobs (padded
-    with NULL).
+    All these SELECTs have the same columns: `kind`, 8 numbers (padded with zeros) and 2 blobs
+    (padded with NULL).
     """
     padded = numbers + [_ZERO] * (_NUMBERS - len(numbers))
     padded += blobs + [cast(null(), LargeBinary)] * (_BLOBS - len(blobs))
@@ -95,11 +120,30 @@ def _witness() -> Select[Any]:
 
 def _key() -> Select[Any]:
     c = data_keys.c
-    return _member(_KEY, [c.id, c.generation, c.backend_id, c.created_at], [c.owner, c.wrapped])
+    numbers: list[Any] = [c.id, c.generation, c.backend_id, c.created_at]
+    return _member(_KEY, numbers, [c.owner, bounded(c.wrapped)])
+
+
+def _keys_of(owner: BindParameter[bytes], *conditions: ColumnElement[bool]) -> Select[Any]:
+    """Return the SELECT of a UNION ALL for the data keys of one owner, at most `_MAX_KEYS`."""
+    c = data_keys.c
+    keys = _key().where(c.owner == owner, *conditions).order_by(c.generation)
+    return _first(_MAX_KEYS, keys, f"keys_of_{owner.key}")
 
 
 def _master() -> Select[Any]:
-    return _member(_MASTER, [keyring.c.id, keyring.c.created_at], [keyring.c.wrapped])
+    c = keyring.c
+    masters = _member(_MASTER, [c.id, bounded(c.created_at)], [bounded(c.wrapped)])
+    # If there are too many rows, one row more than a keyring may have is enough to detect it.
+    return _first(MAX_ROWS + 1, masters, "masters")
+
+
+def _first(number: int, rows: Select[Any], name: str) -> Select[Any]:
+    """Return the first *number* of *rows*, as a member of a UNION ALL."""
+    # Without an offset, SQLAlchemy would add a parameter for the offset on SQLite.  No caller has a
+    # value for this parameter.
+    limited = rows.limit(literal_column(str(number))).offset(_ZERO)
+    return select(limited.subquery(name))
 
 
 def _session(source: FromClause = sessions) -> Select[Any]:
@@ -136,7 +180,7 @@ def _among(column: ColumnElement[Any], *tags: Any) -> ColumnElement[bool]:
 
 
 def _members(keys: bool, *members: Select[Any]) -> CompoundSelect[Any]:
-    wanted = [_key().where(_among(data_keys.c.owner, _app_tag, _user_tag)), _master()]
+    wanted = [_keys_of(_app_tag), _keys_of(_user_tag), _master()]
     return union_all(*members, *(wanted if keys else []))
 
 
@@ -157,8 +201,9 @@ def _session_query(keys: bool, history: list[Select[Any]]) -> CompoundSelect[Any
     )
 
 
-def _list_query(keys: bool) -> CompoundSelect[Any]:
-    mine = sessions.c.user_row == _user_id()
+def _list_query(keys: bool, *, collections: bool = False) -> CompoundSelect[Any]:
+    """Return the query for a user's sessions, or for the user's collections."""
+    mine = and_(sessions.c.user_row == _user_id(), _is_collection(collections))
     return _members(
         keys,
         _app(),
@@ -173,6 +218,7 @@ def _list_query(keys: bool) -> CompoundSelect[Any]:
 def _list_all_query(keys: bool) -> CompoundSelect[Any]:
     """Return the query for the sessions of all users of an app."""
     of_app = users.c.app_row == _app_id()
+    sessions_of_app = and_(of_app, _is_collection(False))
     theirs = sessions.join(users, users.c.id == sessions.c.user_row)
     wanted = [
         _key().where(data_keys.c.owner == _app_tag),
@@ -184,11 +230,22 @@ def _list_all_query(keys: bool) -> CompoundSelect[Any]:
         _user().where(of_app),
         _witness().where(witnesses.c.tag == _app_tag),
         _witness().where(users.c.tag == witnesses.c.tag, of_app),
-        _witness().where(sessions.c.tag == witnesses.c.tag).select_from(theirs).where(of_app),
-        _session(theirs).where(of_app),
-        _snapshot().where(bases.c.session_row == sessions.c.id).select_from(theirs).where(of_app),
+        _witness()
+        .where(sessions.c.tag == witnesses.c.tag)
+        .select_from(theirs)
+        .where(sessions_of_app),
+        _session(theirs).where(sessions_of_app),
+        _snapshot()
+        .where(bases.c.session_row == sessions.c.id)
+        .select_from(theirs)
+        .where(sessions_of_app),
         *(wanted if keys else []),
     )
+
+
+def _is_collection(wanted: bool) -> ColumnElement[bool]:
+    mark: ColumnElement[int] = literal_column(str(COLLECTION))
+    return sessions.c.base_revision == mark if wanted else sessions.c.base_revision != mark
 
 
 def _by_keys(*history: Select[Any]) -> QueryForms:
@@ -199,6 +256,7 @@ SESSION_WITH_ALL_EVENTS = _by_keys(_event().where(events.c.session_row == _sessi
 SESSION_WITH_LAST_EVENTS = _by_keys(_last_events())
 SESSION_WITHOUT_EVENTS = _by_keys()
 SESSIONS_OF_USER = {keys: _list_query(keys) for keys in (False, True)}
+COLLECTIONS_OF_USER = {keys: _list_query(keys, collections=True) for keys in (False, True)}
 OWNERS = {
     keys: _members(
         keys,
@@ -226,9 +284,9 @@ INSERT_KEY = insert(data_keys).from_select(
         == bindparam("masters", type_=BigInteger),
     ),
 )
-# Sets the generation to the value that it has, only to lock the row.  A concurrent `retire` waits
-# for the lock.  If `retire` has already deleted the key, this statement matches no row, which is a
-# conflict.
+# Locks the row of a data key by setting the generation to its present value.  A concurrent `retire`
+# waits for the lock.  If `retire` has already deleted the key, this statement matches no row, which
+# is a conflict.
 HOLD_KEY = (
     update(data_keys)
     .where(data_keys.c.id == bindparam("at_id"))
@@ -251,7 +309,7 @@ def _equal(table: FromClause, prefix: str) -> list[ColumnElement[bool]]:
 
 
 def _session_of_user(*conditions: ColumnElement[bool]) -> Insert:
-    """Return an INSERT of a session that matches only if the user's row is as this process read it.
+    """Return an INSERT that stores a session only if the user's row is as this process read it.
 
     The INSERT locks the user's row.  Therefore, a concurrent `erase_user` waits until the new
     session is visible, and then also erases that session.
@@ -265,13 +323,24 @@ def _session_of_user(*conditions: ColumnElement[bool]) -> Insert:
 
 
 INSERT_SESSION_OF_USER = _session_of_user()
-# Also requires that the app's row and both version witnesses are as this process has cached them.
+# In addition, this INSERT requires that the app's row and the version witnesses of the app and the
+# user are as this process has cached them.
 INSERT_SESSION_OF_KNOWN = _session_of_user(
     _same_row(apps, "app"),
     _same_row(witnesses.alias("app_witnesses"), "app_witness"),
     _same_row(witnesses.alias("user_witnesses"), "user_witness"),
 )
 INSERT_EVENT = insert(events)
+# Replaces the record of an event only if the stored record is as this process has read it.
+UPDATE_EVENT = (
+    update(events)
+    .where(
+        events.c.session_row == bindparam("at_session_row"),
+        events.c.seq == bindparam("at_seq"),
+        events.c.event == bindparam("at_event", type_=LargeBinary),
+    )
+    .values(event=bindparam("event"))
+)
 
 
 def _lock(table: FromClause, tag: BindParameter[bytes]) -> Select[Any]:
@@ -305,8 +374,8 @@ UPDATE_WITNESS = (
     .where(witnesses.c.tag == bindparam("at_tag"), witnesses.c.number == bindparam("at_number"))
     .values(number=bindparam("number"), seal=bindparam("seal"))
 )
-# Matches the stored row only if all its columns are as this process knows them.  Therefore, a row
-# that was tampered with is not overwritten, and the read that follows rejects the row.
+# Matches the stored row only if all its columns are as this process has read or written them.
+# Therefore, a row that was tampered with is not overwritten, and the next read rejects the row.
 UPDATE_SESSION = (
     update(sessions)
     .where(*_equal(sessions, "at"))
@@ -428,9 +497,12 @@ class Found:
         return self.sessions[0] if self.sessions else None
 
 
-# Query for data keys only.
-DATA_KEYS = select(*(data_keys.c[name] for name in DataKeyRow._fields))  # for DataKeyRow
-# The lengths of value lists in statements; see `chunks`.  Two: the tags of a user and an app.
+# Query for data keys only; its columns are the fields of DataKeyRow.
+DATA_KEYS: Select[Any] = select(
+    *(data_keys.c[name] for name in DataKeyRow._fields[:-1]), bounded(data_keys.c.wrapped)
+)
+# The lengths of value lists in statements; see `chunks`.  Most lists have two values: the tags of
+# an app and a user.
 _FEW, _MANY = 2, 200
 
 
@@ -463,9 +535,13 @@ def numbered(values: Sequence[object]) -> dict[str, object]:
 def data_keys_of(number: int) -> CompoundSelect[Any]:
     """Return the query for all data keys of *number* owners and the marks of all keyring rows.
 
-    A mark, see `MasterMark`, tells whether a row of the keyring has changed.
+    A mark (see `MasterMark`) tells whether a row of the keyring has changed.  The parameters of the
+    query are the owners' tags, as `numbered` returns them.
 
-    The parameters are the owners' tags, as `numbered` returns them.  Use this query for a key
-    database, whose rows cannot be read together with the data, and in maintenance commands.
+    Use this query for a key database, whose rows cannot be read together with the data, and in
+    maintenance commands.
     """
-    return union_all(_key().where(is_one_of(data_keys.c.owner, number)), _master())
+    if number > _FEW:
+        return union_all(_key().where(is_one_of(data_keys.c.owner, number)), _master())
+    first, second = (bindparam(f"v{n}", type_=LargeBinary) for n in range(_FEW))
+    return union_all(_keys_of(first), _keys_of(second, second != first), _master())

@@ -1,4 +1,4 @@
-"""The reads: get a session with its events, list sessions, get a user's state.
+"""The read operations: get a session with events, list sessions, get a user's state, check rows.
 
 Each read is an operation with one query.  With a key database, a second query may read data keys.
 Events are decrypted in chunks in the event loop, and other tasks can run between two chunks.
@@ -72,16 +72,18 @@ class _Read:
 
 
 class GetSession(_Read, Generic[E]):
-    """Read a session with its last *limit* events, or with all events from time *after* on.
+    """Read a session with its last *limit* events, or with all events since the time *after*.
 
-    `attempt` returns None if there is no such session.  Events before *after* are decrypted, too.
-    Decrypting authenticates an event's time; otherwise, a modified time could hide an event.
+    `attempt` returns the session and its decoded events, oldest first; None if there is no such
+    session.  Events before *after* are decrypted, too, which authenticates their times.  Otherwise,
+    a modified time could hide an event.
 
     Args:
         who: The ids of the session.
         decode: Called with an event's plaintext, its session's row id and its `seq`.
         limit: The maximum number of events; None for all.
-        after: A time in microseconds UTC.  If given, *limit* is ignored.
+        after: A time in microseconds since 1970, UTC.  If given, return only events at this time
+            or later, and ignore *limit*.
     """
 
     def __init__(
@@ -93,7 +95,8 @@ class GetSession(_Read, Generic[E]):
     ) -> None:
         super().__init__(who)
         self._decode = decode
-        # No database has larger numbers than these.
+        # Larger limits would not fit into an integer of the database, and no session has so many
+        # events.
         self._limit = min(limit, _MOST_EVENTS) if limit is not None and after is None else None
         self._after = after
 
@@ -116,7 +119,7 @@ class GetSession(_Read, Generic[E]):
         return _view(session, user, app), await self.history(attempt, found, session)
 
     async def history(self, attempt: Attempt, found: Found, session: StoredSession) -> list[E]:
-        """Decrypt and decode the events in *found*, those of *session*."""
+        """Return the decoded events of *session*, whose rows are in *found*, oldest first."""
         bindings.check_events(session, found.events, self._limit)
         decoded: list[E] = []
         after = self._after
@@ -125,7 +128,8 @@ class GetSession(_Read, Generic[E]):
             if start:
                 await asyncio.sleep(0)
             rows = found.events[start : start + _CHUNK]
-            # Decrypt the whole chunk, then decode it: alternating per event takes twice as long.
+            # Decrypt the whole chunk, then decode it.  Decrypting and decoding one event after
+            # another takes twice as long.
             opened, link = bindings.open_events(attempt, session, rows, link)
             decoded += [
                 self._decode(plaintext, session.id, row[EVENT_SEQ])
@@ -158,6 +162,17 @@ class ListUserSessions(_Read):
             _skip_or_raise(error, skip=self._skip)
             return []
         return _listed(attempt, found, app, [user] if user else [], skip=self._skip)
+
+
+class ListCollections(_Read):
+    """Read the collections of a user, without items."""
+
+    async def attempt(self, attempt: Attempt, executors: Executors) -> list[StoredSession]:
+        found = await self._read(attempt, executors, sql.COLLECTIONS_OF_USER)
+        app = bindings.open_app(attempt, found)
+        user = bindings.open_user(attempt, found)
+        views = _listed(attempt, found, app, [user] if user else [], skip=False)
+        return [view.session for view in views]
 
 
 class ListAppSessions(_Read):
@@ -202,13 +217,13 @@ Headers = Counter[tuple[str, bytes]]  # number of records, by table and record h
 
 
 class CheckApp(_Read):
-    """Decrypt an app's row; `attempt` returns None if the app has no row.
+    """Read an app without the cache, and count its records; None if the app has no row.
 
-    The checks below do not use the row cache.  `verify` must notice a data key that was tampered
-    with after the row was cached.
+    The classes `CheckApp`, `CheckUser` and `CheckSession` do not use the row cache: `verify` must
+    detect a data key that was tampered with after the row was cached.
 
     Attributes:
-        headers: The number of records that were decrypted.
+        headers: The number of decrypted records, by table and record header.
     """
 
     reads_keys = True
@@ -225,10 +240,10 @@ class CheckApp(_Read):
 
 
 class CheckUser(_Read):
-    """Decrypt the row with the user tag of *who*; `attempt` returns None if no row has the tag.
+    """Read the user with the user tag of *who*, like `CheckApp`; None if no row has the tag.
 
     Attributes:
-        headers: The number of records that were decrypted.
+        headers: The number of decrypted records, by table and record header.
     """
 
     reads_keys = True
@@ -246,11 +261,11 @@ class CheckUser(_Read):
 
 
 class CheckSession(GetSession[E]):
-    """Decrypt a session with all its events, and check that they belong together.
+    """Decrypt a session with all its events, and check that the rows belong together.
 
     Attributes:
-        headers: The number of records that were decrypted: of the session, its witness, its
-            snapshot and its events.
+        headers: The number of decrypted records (the session, its version witness, its snapshot
+            and its events), by table and record header.
     """
 
     reads_keys = True
@@ -272,12 +287,14 @@ class CheckSession(GetSession[E]):
 
 
 class CheckLocatedSession(_Read, Generic[E]):
-    """Read a session with all events, even if the row of its app or user is bad; for `verify`.
+    """Read a session with all events, even if the row of its app or its user was tampered with.
 
-    `attempt` returns the session and its decoded events; None if there is no such session.
+    `verify` uses it.  `attempt` returns the session and its decoded events; None if there is no
+    such session.
 
     Args:
-        who: The ids of the session, as its rows hold them.
+        who: The ids of the session, which `verify` has decrypted from the rows of the session and
+            its user.
         decode: See `GetSession`.
     """
 
@@ -311,7 +328,7 @@ def _view(session: StoredSession, user: Owner, app: Owner | None) -> View:
 def _listed(
     attempt: Attempt, found: Found, app: Owner | None, opened: list[Owner], *, skip: bool
 ) -> list[View]:
-    """Return views of the sessions in *found*.
+    """Return a `View` of each session in *found*.
 
     *opened* are the users whose rows could be decrypted.  If *skip* is True, sessions that cannot
     be decrypted are omitted, and their errors are logged.

@@ -16,8 +16,8 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from threading import Lock
-from typing import NamedTuple, Protocol, TypeVar
-from weakref import WeakSet
+from typing import Any, NamedTuple, Protocol, TypeVar
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import sqlalchemy as sa
 
@@ -59,18 +59,20 @@ T_co = TypeVar("T_co", covariant=True)
 OpenKeyring = Callable[[Keyring | None], Awaitable[Keyring]]
 
 _CONFLICTS = 20  # the number of conflicts after which an operation fails
-# After so many conflicts, a write locks its rows.  Without locks, one in 10,000 writes failed while
-# 64 tasks wrote the same app's state.
+# After this number of conflicts, a write locks its rows.  Without locks, one in 10,000 writes
+# failed while 64 tasks wrote the same app's state.
 _CONFLICTS_WITHOUT_LOCK = 3
-# Seconds to wait after each lost connection.  Writes are retried more often than reads: as long as
-# it is unknown whether a write was stored, neither success nor failure can be reported.
+# Seconds to wait after each lost connection.  Writes are retried more often than reads: after a
+# lost connection, it is unknown whether a write was stored, and only a retry can find out.
 _READ_PAUSES = (0.05,)
 _WRITE_PAUSES = (0.05, 0.2, 0.5, 1.0, 2.0)
-# Seconds before a rejected keyring is read again.  Without this pause, an attacker with write
-# access to the database could make every operation call the key service.
+# The default of `keyring_pause`: the seconds until a rejected keyring is read again, or until the
+# pending rows of a keyring are unwrapped again.  Without this pause, an attacker with write access
+# to the database could make every operation call the key service.
 _KEYRING_PAUSE = 10.0
-# How many data keys one operation may create in a key database.  It needs two at most, one for
-# the app and one for the user.  The others are for attempts that other processes interfere with.
+# How many data keys one operation may create in a key database.  Usually it needs at most two, one
+# for the app and one for the user.  It may need more if other processes change the keys at the same
+# time.
 _NEW_KEYS = 8
 
 
@@ -111,8 +113,8 @@ class Retries:
         """Pause before the next attempt.
 
         Raises:
-            SecureSessionError: There were too many conflicts.
-            DatabaseError: The connection was lost too many times.
+            SecureSessionError: There were `_CONFLICTS` conflicts.
+            DatabaseError: The connection was lost again after the last pause.
         """
         if isinstance(error, Disconnected):
             pause = next(self._pauses, None)
@@ -131,7 +133,7 @@ class Retries:
 
 
 async def repeated(work: Callable[[], Awaitable[T]], *, writes: bool = False) -> T:
-    """Call and await *work*; repeat it after each conflict and each lost connection.
+    """Call *work* and return its result; call it again after a conflict or a lost connection.
 
     Raises the errors of *work* and of `Retries.wait`.
     """
@@ -148,19 +150,20 @@ class _Opened(NamedTuple):
 
     keys: DataKeys
     rows: RowCache
-    identities: Lru[tuple[str, str, str], Identity]
+    identities: Lru[tuple[str, str, str, bool], Identity]
+    attached: dict[object, Any]  # see `UnitOfWork.attached`
     expires: float
 
 
 _units: "WeakSet[UnitOfWork]" = WeakSet()
-_units_lock = Lock()  # services of other threads may be created during an erasure
+_units_lock = Lock()  # another thread may create a service while `empty_caches` reads the set
 
 
 def empty_caches() -> None:
-    """Empty the caches of all units of work in this process: keys, decrypted rows and ids.
+    """Empty the caches of all units of work in this process: data keys, decrypted rows and ids.
 
-    Called after an erasure: a cached data key of an erased user would decrypt rows that an attacker
-    inserts again.
+    Call this function after erasing a user.  Otherwise, a cached data key of the user would decrypt
+    rows that an attacker inserts again.
     """
     with _units_lock:
         units = list(_units)
@@ -169,19 +172,24 @@ def empty_caches() -> None:
 
 
 class UnitOfWork:
-    """One database with its keys, opened on first use.
+    """Runs operations on one database, and repeats attempts that could not be completed.
+
+    An attempt is repeated if it lacks a key, meets a conflict or loses its connection.  This object
+    holds the executors, the unwrapped keys and the cache of decrypted rows, and opens the
+    database on first use.
 
     Args:
-        executors: Run the statements on the data database and the key database.
-        backends: The listed backends.  If None, only `read`, `read_keys`, `change` and
-            `change_keys` can be used.
-        open_keyring: Reads the keyring and unwraps its keys.  The argument is None, or a keyring
-            that was opened earlier and whose keys need not be unwrapped again.
+        executors: The executors of the data database and of the key database.
+        backends: The backends that may be used, and the one that encrypts new records.  If None,
+            only `read`, `read_keys`, `change` and `change_keys` can be used.
+        open_keyring: A function that reads the keyring and unwraps its keys.  Its argument is None,
+            or a keyring that was opened earlier and whose keys need not be unwrapped again.
         cached_rows: Maximum number of sessions, of users and of apps to cache.
         cached_keys: Maximum number of owners whose data keys are cached.
-        cache_seconds: How long unwrapped data keys and decrypted rows are cached.  Then they are
-            read again: another process may have erased a user.
-        keyring_pause: Seconds until a keyring that was rejected is read again.
+        cache_seconds: Seconds for which unwrapped data keys and decrypted rows are cached.  After
+            that time they are read again, because another process may have erased a user.
+        keyring_pause: Seconds until the keyring is read again after it was rejected.  Also seconds
+            until its pending rows (rows whose key service failed) are unwrapped again.
     """
 
     def __init__(
@@ -207,12 +215,17 @@ class UnitOfWork:
         # `renew_keyring` raises this error until `_retry_at`.
         self._rejected: SecureSessionError | None = None
         self._retry_at = 0.0
+        # For each event loop: the time at which the caches expire, and the timer that empties them
+        # at that time.  A strong reference to a timer would keep its event loop in memory.
+        self._timers: WeakKeyDictionary[
+            asyncio.AbstractEventLoop, tuple[float, ref[asyncio.TimerHandle]]
+        ] = WeakKeyDictionary()
         with _units_lock:
             _units.add(self)
 
     @property
     def backends(self) -> Backends:
-        """The listed backends.  Raises ConfigurationError if none were given."""
+        """The argument *backends*.  Raises ConfigurationError if it is None."""
         if self._backends is None:
             raise ConfigurationError("this operation needs the root key: give a backend")
         return self._backends
@@ -224,28 +237,49 @@ class UnitOfWork:
         """
         return (await self._current()).keys
 
-    def empty_caches(self) -> None:
-        """Forget unwrapped data keys, decrypted rows and ids; keep the keyring."""
-        if (opened := self._opened) is not None:
+    async def attached(self, key: object, make: Callable[[], T]) -> T:
+        """Return the object that *make* returned for *key*, such as a cache of decrypted values.
+
+        When the cache of decrypted rows is emptied, this object is discarded, too.  The next call
+        then calls *make* again.
+        """
+        opened = await self._current()
+        made: T = opened.attached.setdefault(key, make())
+        return made
+
+    def empty_caches(self, expires: float | None = None) -> None:
+        """Empty the caches of unwrapped data keys, decrypted rows and ids; keep the keyring.
+
+        If *expires* is given, empty only caches that expire at this time (monotonic seconds).
+        """
+        if (opened := self._opened) is not None and expires in (None, opened.expires):
             self._opened = self._with_empty_caches(opened.keys.keyring)
 
     async def close(self) -> None:
         """Close the connections and discard the keys; the next call opens the database again."""
-        self._opened = self._rejected = None  # the frames of an error refer to keys
+        # The frames in an error's traceback refer to keys, so discard the error, too.
+        self._opened = self._rejected = None
+        self._stop_timer(asyncio.get_running_loop())
         await self.executors.close()
 
-    async def identify(self, app_name: str, user_id: str = "", session_id: str = "") -> Identity:
-        """Return the ids with their tags (blind indexes)."""
+    async def identify(
+        self,
+        app_name: str,
+        user_id: str = "",
+        session_id: str = "",
+        is_collection: bool = False,
+    ) -> Identity:
+        """Return the ids together with their tags (blind indexes)."""
         opened = await self._current()
-        ids = (app_name, user_id, session_id)
+        ids = (app_name, user_id, session_id, is_collection)
         return opened.identities.get(ids) or identify(opened.keys.keyring.index, *ids)
 
     async def run(self, operation: Operation[T]) -> T:
         """Attempt *operation* until it succeeds, and return its result.
 
-        The data keys that the operation has read or created are then cached.  Cached data keys are
-        read again only if a record names a key that is not cached.  The keyring is read again only
-        if a data key names an unknown master key, or if a transaction that stores a new data key
+        Afterwards, cache the data keys that the operation has read or created.  Cached data keys
+        are read again only if a record names a data key that is not cached.  The keyring is read
+        again if the marks of its rows have changed, or if a transaction that stores a new data key
         meets a conflict.
 
         Raises the errors of the operation, of *open_keyring* and of `Retries.wait`.
@@ -255,7 +289,7 @@ class UnitOfWork:
         separate = self.executors.has_key_database
         reads_keys = operation.reads_keys or not opened.keys.knows(who.app_tag, who.user_tag)
         # With a key database, the data keys are read before the rows.  Between the two reads, a
-        # data key may have been created or retired: if a key is missing, read both again.
+        # data key may have been created or retired.  So if a key is missing, read both again.
         missing_is_final = not separate
         keyring_is_current = False
         is_first = True
@@ -301,8 +335,8 @@ class UnitOfWork:
                     await self._renew_keyring(opened.keys, keyring_seen)
                     keyring_is_current = True
                 except Conflict:
-                    # A new data key is stored only if our keyring is current, so another process
-                    # may have changed the stored keyring.
+                    # A new data key is stored only if the keyring that we have read is current.
+                    # So another process may have caused the conflict by changing the keyring.
                     if keys.has_new_keys:
                         await self._renew_keyring(opened.keys, keyring_seen)
                     raise
@@ -330,7 +364,7 @@ class UnitOfWork:
         return await repeated(lambda: define(work, commit=commit), writes=True)
 
     async def change_keys(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
-        """Run *work* on `secure_keyring` and `secure_data_keys`; otherwise like `change`."""
+        """Run *work* in one transaction on the key tables; repeat it like `change`."""
         define = self.executors.keys.define
         return await repeated(lambda: define(work, commit=commit), writes=True)
 
@@ -352,7 +386,7 @@ class UnitOfWork:
         return staged
 
     async def renew_keyring(self, seen: Keyring) -> None:
-        """Read the keyring again, unless another task has already replaced the keyring *seen*.
+        """Read the keyring again, unless another task has read it since the caller got *seen*.
 
         Raises the errors of *open_keyring*.  After an error, calls within the next *keyring_pause*
         seconds raise the same error, and do not read the keyring again.
@@ -362,8 +396,8 @@ class UnitOfWork:
     async def _renew_keyring(self, keys: DataKeys, seen: Keyring) -> None:
         """Read the keyring of *keys* again, like `renew_keyring`.
 
-        An operation passes its own *keys*.  If `close` is called during the operation, the unit of
-        work has no keys or new ones, but the operation continues with its own.
+        An operation passes the *keys* that it began with.  If `close` is called during the
+        operation, the unit of work discards these keys, but the operation continues to use them.
         """
         async with self._locks.hold("keyring"):
             if keys.keyring is not seen:
@@ -371,20 +405,48 @@ class UnitOfWork:
             if self._rejected is not None and time.monotonic() < self._retry_at:
                 raise self._rejected.with_traceback(None)
             self._rejected = None
+            seen.is_being_renewed = True
             try:
-                keys.keyring = await repeated(lambda: self._open_keyring(seen))
+                renewed = await repeated(lambda: self._open_keyring(seen))
             except SecureSessionError as error:
                 self._rejected, self._retry_at = error, time.monotonic() + self._keyring_pause
                 raise
+            finally:
+                seen.is_being_renewed = False
+            if renewed.is_waiting:
+                paused = seen.is_waiting and not seen.retry_is_due
+                again = time.monotonic() + self._keyring_pause
+                renewed.retry_at = seen.retry_at if paused else again
+            keys.keyring = renewed
 
     async def _current(self) -> _Opened:
-        """Return the keys and caches; open the database on first use, empty expired caches."""
+        """Return the keys and caches; open the database on first use, and empty expired caches."""
         opened = self._opened
         if opened is None:
             return await self._open()
         if time.monotonic() >= opened.expires:
             self._opened = opened = self._with_empty_caches(opened.keys.keyring)
+        self._start_timer(opened)
         return opened
+
+    def _start_timer(self, opened: _Opened) -> None:
+        """Empty the caches when they expire, even if no operation follows.
+
+        Each event loop that uses the unit of work has a timer: the loop that used it first may end
+        before the others.  The timer of a loop that has ended never fires.
+        """
+        loop = asyncio.get_running_loop()
+        started = self._timers.get(loop)
+        if started is None or started[0] != opened.expires:
+            self._stop_timer(loop)
+            seconds = opened.expires - time.monotonic()
+            timer = loop.call_later(seconds, _empty_expired, ref(self), opened.expires)
+            self._timers[loop] = opened.expires, ref(timer)
+
+    def _stop_timer(self, loop: asyncio.AbstractEventLoop) -> None:
+        started = self._timers.pop(loop, None)
+        if started is not None and (timer := started[1]()) is not None:
+            timer.cancel()
 
     async def _open(self) -> _Opened:
         async with self._locks.hold("open"):
@@ -392,6 +454,7 @@ class UnitOfWork:
                 keyring = await repeated(lambda: self._open_keyring(None))
                 self._rejected = None
                 self._opened = self._with_empty_caches(keyring)
+            self._start_timer(self._opened)
             return self._opened
 
     def _with_empty_caches(self, keyring: Keyring) -> _Opened:
@@ -400,6 +463,7 @@ class UnitOfWork:
             DataKeys(keyring, self.backends.by_id, writer_id, self._cached_keys),
             RowCache(self._cached_rows),
             Lru(self._cached_rows),
+            {},
             time.monotonic() + self._cache_seconds,
         )
 
@@ -419,12 +483,24 @@ class UnitOfWork:
         return row
 
 
+def _empty_expired(unit: "ref[UnitOfWork]", expires: float) -> None:
+    """Empty the caches of *unit* if they expire at *expires*; a timer calls this function."""
+    if (found := unit()) is not None:
+        found.empty_caches(expires)
+
+
 def _cache_identity(opened: _Opened, who: Identity) -> None:
-    """Cache the ids *who* if they exist: unknown ids would fill the cache."""
+    """Cache *who* if the rows of its ids are cached, which shows that they exist.
+
+    Ids without rows would only fill the cache.
+    """
+    ids = (who.app_name, who.user_id, who.session_id, who.is_collection)
+    if opened.identities.get(ids) is who:
+        return
     rows = opened.rows
     owner = rows.users.get(who.user_tag) or (not who.user_id and rows.apps.get(who.app_tag))
     if owner and (not who.session_id or rows.sessions.get(who.session_tag)):
-        opened.identities.put((who.app_name, who.user_id, who.session_id), who)
+        opened.identities.put(ids, who)
 
 
 def _apply_one(change: Change) -> Steps[bool]:
@@ -435,9 +511,9 @@ def _apply_one(change: Change) -> Steps[bool]:
 async def read_data_keys(
     read: Callable[[sa.Executable, Parameters], Awaitable[Sequence[Row]]], owners: Iterable[object]
 ) -> Found:
-    """Return all data keys of *owners*, and the marks of the keyring.
+    """Return all data keys of *owners*, which are tags, and the `MasterMark` of each keyring row.
 
-    *read* queries the database that stores data keys.
+    *read* runs a query on the database that stores data keys.
     """
     found = Found(())
     # Skip tags that are not bytes: no data key has such an owner.  SQLite stores any type in any

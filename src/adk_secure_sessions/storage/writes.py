@@ -1,18 +1,18 @@
-"""The writes: create a session, append an event, delete a session.
+"""The write operations: create a session, append an event, delete a session, renew a data key.
 
-Each write is an operation whose generator `steps` yields requests to the database (`db.protocol`).
-The generator reads rows, decrypts them, and then yields all changes in one request:
+Each operation has a generator `steps`, which yields requests to the database (`db.protocol`).
+The generator reads rows, decrypts them, and then yields all changes in one request.  Therefore:
 
 - A row that cannot be decrypted is never overwritten.
 - On PostgreSQL, no transaction stays open while rows are decrypted.
 - The same steps run on every executor.
 
 If other transactions have changed the same rows several times, the steps run in a transaction that
-locks these rows first: then nobody else can change them, and the next attempt succeeds.
+locks these rows first.  Other transactions cannot change locked rows, so this attempt succeeds.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
@@ -25,7 +25,6 @@ from adk_secure_sessions.formats.states import JsonObject, dumps, loads
 from adk_secure_sessions.storage import bindings
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage.bindings import (
-    NO_SNAPSHOT,
     Attempt,
     Identity,
     KeySource,
@@ -34,14 +33,29 @@ from adk_secure_sessions.storage.bindings import (
     StoredSession,
 )
 from adk_secure_sessions.storage.owner_changes import OwnerChanges
-from adk_secure_sessions.storage.queries import AppRow, Found, QueryForms, UserRow, WitnessRow
-from adk_secure_sessions.storage.schema import NEVER, new_row_key, users
+from adk_secure_sessions.storage.queries import (
+    EVENT_RECORD,
+    AppRow,
+    Found,
+    QueryForms,
+    UserRow,
+    WitnessRow,
+)
+from adk_secure_sessions.storage.schema import (
+    COLLECTION,
+    NEVER,
+    NO_SNAPSHOT,
+    events,
+    new_row_key,
+    users,
+)
 
 T = TypeVar("T")
 Changes = list[Change]
 
-# In bytes of JSON.  A larger overlay is merged into the snapshot.  Therefore, most appends rewrite
-# only a small row, even if the state is large.
+# In bytes of JSON.  If an overlay would become larger, it is merged into a new snapshot, and the
+# new overlay is empty.  Therefore, most appends rewrite only a small row, even if the state is
+# large.
 OVERLAY_LIMIT = 8 * 1024
 
 
@@ -92,41 +106,49 @@ class _Write(Generic[T]):
         self.who = who
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> T:
+        read: list[Callable[[], None]] = []
+        attempt = attempt._replace(after_commit=read)
         owners = OwnerChanges(attempt)
 
-        def commit_after_cancel(result: T) -> None:
+        def cache(result: T) -> None:
+            for put in read:
+                put()
             self.committed(attempt, owners, result)
+
+        def commit_after_cancel(result: T) -> None:
+            cache(result)
             self.on_commit_after_cancel(result)
 
         steps = self._locked_steps if attempt.locks_rows else self.steps
         result = await executors.data.write(
             partial(steps, attempt, owners), commit_after_cancel, holds_locks=attempt.locks_rows
         )
-        self.committed(attempt, owners, result)
+        cache(result)
         return result
 
     def _locked_steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[T]:
-        """Lock the rows that other transactions keep changing, then do the same as `steps`."""
+        """Lock the rows that `contended` selects, then do the same as `steps`."""
         for query in self.contended():
             yield Read(query, attempt.who.tags())
         return (yield from self.steps(attempt, owners))
 
     @abstractmethod
     def contended(self) -> list[sa.Executable]:
-        """Return the queries that lock the rows that `steps` changes, in the order of its changes.
+        """Return the queries that lock the rows that `steps` changes.
 
-        All writes lock in the same order: the session, the app, the user.
+        All writes lock rows in the same order: the session, the app, the user.  Otherwise, two
+        writes could wait for each other.
         """
 
     @abstractmethod
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[T]:
-        """Return the transaction, a generator as `db.protocol` describes it.
+        """Return the generator of the transaction, as `db.protocol` describes it.
 
-        *owners* collects its changes of apps and users.
+        *owners* collects the transaction's changes of apps and users.
         """
 
     def committed(self, attempt: Attempt, owners: OwnerChanges, result: T) -> None:
-        """Cache what the transaction has written."""
+        """Cache the rows that the transaction has written; called after the commit."""
         owners.cache()
 
     def on_commit_after_cancel(self, result: T) -> None:
@@ -148,10 +170,11 @@ class CreateSession(_Write[Created]):
         self._user_delta = user_delta
         self._state = state  # JSON
         self._now = now
-        self._witness: WitnessRow | None = None  # of the session that the last attempt has sent
+        # The version witness of the session that the last attempt has sent to the database.
+        self._witness: WitnessRow | None = None
         # The row ids of the sessions that our attempts have sent.  An attempt that lost its
-        # connection may have been committed: if the next attempt finds such a row, the row is ours
-        # and not a duplicate.
+        # connection may have been committed.  If the next attempt finds a row with one of these
+        # ids, this operation has stored the row, so the session is no duplicate.
         self._sent: set[int] = set()
 
     def contended(self) -> list[sa.Executable]:
@@ -160,7 +183,8 @@ class CreateSession(_Write[Created]):
     def committed(self, attempt: Attempt, owners: OwnerChanges, result: Created) -> None:
         owners.cache()
         session = result.session
-        has_no_events = session.revision == 0  # if an answer was lost, there may be some
+        # If the answer to an attempt was lost, another task may have appended events since then.
+        has_no_events = session.revision == 0
         attempt.cache.put_session(session, self._witness, has_proven_head=has_no_events)
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[Created]:
@@ -174,14 +198,16 @@ class CreateSession(_Write[Created]):
         user = bindings.open_user(attempt, found)
         if found.session and found.session.id not in self._sent:
             raise DuplicateSession
-        stored = bindings.open_session(attempt, found, user)  # raises if only some rows are stored
+        # Raises DecryptionError if only some of the session's rows are stored.
+        stored = bindings.open_session(attempt, found, user)
         if stored and user and app:
             return Created(stored, app, user)
         app = owners.app(found, app, self._app_delta)
         changed = owners.user(found, user, app.id, self._user_delta)
         session, rest = self._new_session(attempt, changed.id)
         row = Change(sql.INSERT_SESSION, _session_columns(session))
-        if found.user and changed == user:  # not changed, so require it to stay unchanged
+        if found.user and changed == user:
+            # The user's row is not updated, so the INSERT must require that the row is unchanged.
             columns = _session_columns(session) | _user_columns(found.user)
             row = Change(sql.INSERT_SESSION_OF_USER, columns)
         yield from _apply([*owners.changes, row, *rest])
@@ -216,8 +242,9 @@ class CreateSession(_Write[Created]):
         who = attempt.who
         rest: Changes = []
         session = StoredSession(
-            new_row_key(), user_row, who.session_tag, who.session_id, 0, NO_SNAPSHOT, self._now,
-            self._now, NEVER, self._state, b"{}", NO_LINK, NO_LINK, b"",
+            new_row_key(), user_row, who.session_tag, who.session_id, 0,
+            COLLECTION if who.is_collection else NO_SNAPSHOT, self._now, self._now, NEVER,
+            self._state, b"{}", NO_LINK, NO_LINK, b"",
         )  # fmt: skip
         if len(self._state) > OVERLAY_LIMIT:
             session = session._replace(
@@ -235,15 +262,15 @@ class AppendEvent(_Write[StoredSession]):
     """Append an event to a session, and apply the event's state changes.
 
     `attempt` returns the updated session.  It raises MissingSession if the session does not exist.
-    It raises StaleRevision if the row id and the revision of the stored session differ from those
-    in *expected*.
+    It raises StaleRevision if the row id or the revision of the stored session differs from that in
+    *expected*.
 
     Args:
         who: The ids of the session.
         expected: The row id and the revision that the caller's session object has.
         event: The event to append.
-        stored: Called with the updated session, but only if the event was committed after the
-            caller had been cancelled.
+        stored: Called with the updated session if the caller was cancelled while the transaction
+            ran, and the event was committed.
     """
 
     def __init__(
@@ -257,9 +284,9 @@ class AppendEvent(_Write[StoredSession]):
         self._expected = expected
         self._event = event
         self._stored = stored
-        # The sessions that this operation's attempts have sent, by the record of the event, which
-        # is unique.  An attempt that lost its connection may have been committed.  If the next
-        # attempt finds one of these records, the event is stored and the session is not stale.
+        # The updated sessions that our attempts have sent, by the record of the event.  Each
+        # attempt makes a different record.  An attempt that lost its connection may have been
+        # committed.  If the next attempt finds one of these records, the event is already stored.
         self._sent: dict[bytes, StoredSession] = {}
 
     def committed(self, attempt: Attempt, owners: OwnerChanges, result: StoredSession) -> None:
@@ -282,17 +309,7 @@ class AppendEvent(_Write[StoredSession]):
             step = self._advance(attempt, known)
             if step and (yield Apply(step.changes)):
                 return step.session
-        found = yield from _read(attempt, sql.SESSION_WITH_LAST_EVENTS)
-        user = bindings.open_user(attempt, found)
-        session = bindings.open_session(attempt, found, user)
-        if session is None or user is None:
-            raise MissingSession
-        # Nothing is appended to a session row of another copy of the database: the events before
-        # and after it would not belong together, and the session could not be read any more.
-        bindings.check_events(session, found.events, 1)
-        before = NO_LINK if len(found.events) == session.revision else None
-        _, link = bindings.open_events(attempt, session, found.events, before)
-        bindings.check_head(attempt, session, link)
+        found, user, session = yield from self._read_proven(attempt)
         if self._expected != (session.id, session.revision):
             return (yield from self._stored_before())
         if event.app_delta:
@@ -311,6 +328,24 @@ class AppendEvent(_Write[StoredSession]):
         yield from _apply(step.changes + owners.changes)
         return step.session
 
+    def _read_proven(self, attempt: Attempt) -> Steps[tuple[Found, Owner, StoredSession]]:
+        """Read the session and its last event, and check that they belong together.
+
+        If an attacker has replaced the session's row by that of another copy of the database, the
+        new event would not contain the link of the last event.  The session could then not be read
+        any more.
+        """
+        found = yield from _read(attempt, sql.SESSION_WITH_LAST_EVENTS)
+        user = bindings.open_user(attempt, found)
+        session = bindings.open_session(attempt, found, user)
+        if session is None or user is None:
+            raise MissingSession
+        bindings.check_events(session, found.events, 1)
+        before = NO_LINK if len(found.events) == session.revision else None
+        _, link = bindings.open_events(attempt, session, found.events, before)
+        bindings.check_head(attempt, session, link)
+        return found, user, session
+
     def _usable_without_read(self, attempt: Attempt) -> StoredSession | None:
         """Return the cached session if the event can be appended without a read, or None."""
         event = self._event
@@ -324,7 +359,7 @@ class AppendEvent(_Write[StoredSession]):
         return known if attempt.keys.is_as_new_as(attempt.who.user_tag, known.sealed) else None
 
     def _advance(self, attempt: Attempt, session: StoredSession) -> "_Step | None":
-        """Return the changes that append the event to *session*, and the session with the event.
+        """Return the changes that append the event to *session*, and the updated session.
 
         Return None if a new snapshot must be written, but the old snapshot was not read.
         """
@@ -360,20 +395,72 @@ class AppendEvent(_Write[StoredSession]):
         return _Step(changes, new)
 
     def _stored_before(self) -> Steps[StoredSession]:
-        """Return the session if an earlier attempt has stored the event, but its answer was lost.
+        """Return the session if an earlier attempt has stored the event; else raise StaleRevision.
 
-        Otherwise, raise StaleRevision.
+        The answer to that attempt may have been lost together with the connection.
         """
         if self._sent:
             where = {"session_row": self._expected.session_row, "seq": self._expected.revision}
             for row in (yield Read(sql.EVENT_AT, where)):
-                if session := self._sent.get(row[sql.EVENT_RECORD]):
+                if session := self._sent.get(row[EVENT_RECORD]):
                     return session
         raise StaleRevision
 
 
+class ReplaceItems(AppendEvent):
+    """Append an item to a collection, and replace earlier items in the same transaction.
+
+    A collection is a named list of items, stored like a session and its events: see
+    `store.Collections`.  A replaced item keeps its number, its time and its links.  So if an
+    attacker replays the old row of a replaced item, this module does not detect it.  The caller
+    must detect it: the appended item must say which items were replaced.
+
+    Args:
+        who: The ids of the app and the user, and the name of the collection.
+        expected: See `AppendEvent`.
+        event: The item to append.
+        stored: See `AppendEvent`.
+        replaced: The new contents of earlier items, by number.
+    """
+
+    def __init__(
+        self,
+        who: Identity,
+        expected: Expected,
+        event: NewEvent,
+        stored: Callable[[StoredSession], None],
+        replaced: Mapping[int, bytes],
+    ) -> None:
+        super().__init__(who, expected, event, stored)
+        self._replaced = replaced
+
+    def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[StoredSession]:
+        found, user, session = yield from self._read_proven(attempt)
+        if self._expected != (session.id, session.revision):
+            return (yield from self._stored_before())
+        owners.user(found, user, user.app_row, {})
+        step = self._advance(attempt, session)
+        assert step is not None, "a collection has no snapshot"
+        changes = step.changes + owners.changes
+        for seq, item in self._replaced.items():
+            where = {"session_row": session.id, "seq": seq}
+            rows = yield Read(sql.EVENT_AT, where)
+            if len(rows) != 1:
+                raise TamperedError(
+                    "it was removed",
+                    reason=Reason.MISSING,
+                    table=events.name,
+                    row=f"{session.id}, {seq}",
+                )
+            record = bindings.seal_replacement(attempt, session, rows[0], item)
+            values = {"at_session_row": session.id, "at_seq": seq, "event": record}
+            changes.append(Change(sql.UPDATE_EVENT, values | {"at_event": rows[0][EVENT_RECORD]}))
+        yield from _apply(changes)
+        return step.session
+
+
 class _Step(NamedTuple):
-    """The changes that take a session to its next revision, and the session at that revision."""
+    """The changes that update a session to its next revision, and the updated session."""
 
     changes: Changes
     session: StoredSession
@@ -382,8 +469,9 @@ class _Step(NamedTuple):
 class DeleteSession(_Write[bool]):
     """Delete a session and its events.
 
-    `attempt` returns whether the session was deleted: False if it does not exist, or if *before*
-    (microseconds UTC) is given and the session was not last updated earlier.
+    `attempt` returns whether the session was deleted.  It returns False if the session does not
+    exist.  It also returns False if *before* (microseconds UTC) is given and the session was last
+    updated at that time or later.
     """
 
     def __init__(self, who: Identity, before: int | None = None) -> None:
@@ -416,7 +504,7 @@ class DeleteSession(_Write[bool]):
 def _deletions(session: StoredSession) -> Changes:
     """Return the changes to make after deleting the session's row.
 
-    The session's row must be deleted before its events: a concurrent append that waits for the
+    The session's row must be deleted before its events.  A concurrent append that waits for the
     row's lock then finds no row, and adds no event.
     """
     at_row = {"at_id": session.id}
@@ -424,20 +512,22 @@ def _deletions(session: StoredSession) -> Changes:
         Change(sql.DELETE_EVENTS, at_row, must_match_row=False),
         Change(sql.DELETE_WITNESS, {"at_tag": session.tag}),
     ]
-    if session.base_revision != NO_SNAPSHOT:
+    if session.has_snapshot:
         changes.append(Change(sql.DELETE_SNAPSHOT, at_row))
     return changes
 
 
 class RenewKey(_Write[bool]):
-    """Give an app or a user a data key created at *since* or later (microseconds UTC).
+    """Ensure that an app or a user has a data key created at *since* or later (microseconds UTC).
 
-    If *of_user*, the tag of *who* finds the user, and the user id of *who* is not used.  `attempt`
-    returns whether the owner's row still exists.
+    If *of_user* is True, the owner is the user with the user tag of *who*; the user id of *who* is
+    not used.  If False, the owner is the app.  `attempt` returns whether the owner's row still
+    exists.
 
     Attributes:
         created: Whether a data key was created.
-        changed: Whether the owner's row was changed; if so, the current key encrypts it.
+        changed: Whether the owner's row and version witness were changed; if so, the current data
+            key encrypts both.
         stored_keys: The ids of data keys that were stored in the key database.
     """
 
@@ -465,7 +555,7 @@ class RenewKey(_Write[bool]):
         row = found.user if self._of_user else found.app
         if row is None:
             return False
-        # Not from the cache: a data key that was deleted since must be noticed.
+        # Decrypt the row instead of using the cached one: its data key may have been deleted.
         uncached = attempt._replace(cache=RowCache(0))
         owner = bindings.open_app(uncached, found)
         if found.user and self._of_user:
@@ -534,7 +624,8 @@ def _witness_columns(prefix: str, row: WitnessRow) -> dict[str, object]:
 def _snapshot_change(attempt: Attempt, session: StoredSession, replaced: int) -> Change:
     """Return the change that stores the session's snapshot.
 
-    It replaces the snapshot of revision *replaced*, if there is one.
+    The change replaces the snapshot of revision *replaced*.  If *replaced* is `NO_SNAPSHOT`, the
+    change inserts the snapshot.
     """
     session_row, revision, state = session.id, session.base_revision, session.snapshot or b"{}"
     sealed = bindings.seal_snapshot(attempt, session_row, revision, session.snapshot_link, state)

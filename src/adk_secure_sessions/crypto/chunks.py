@@ -1,0 +1,51 @@
+"""AES-256-GCM for the numbered chunks of one long value, as in STREAM.
+
+STREAM: Hoang, Reyhanitabar, Rogaway and Vizár, "Online Authenticated-Encryption and its Nonce-Reuse
+Misuse-Resistance", CRYPTO 2015.  The nonce is `chunk number (11 bytes) ‖ last (1 byte)`, so a chunk
+decrypts only at its own position, and the last chunk only at the end.
+"""
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from adk_secure_sessions.crypto.aead import KEY_LENGTH
+from adk_secure_sessions.crypto.key_material import KeyMaterial, hides_frames
+from adk_secure_sessions.errors import TamperedError
+
+TAG_LENGTH = 16
+
+
+class ChunkCipher(KeyMaterial):
+    """Encrypts and decrypts the chunks of one value.
+
+    A key is for one value only, and each chunk may be encrypted once: the nonces are not random.
+    """
+
+    __slots__ = ("_aead", "_associated_data")
+
+    @hides_frames
+    def __init__(self, key: bytes, associated_data: bytes) -> None:
+        if len(key) != KEY_LENGTH:
+            raise ValueError(f"an AES-256 key is {KEY_LENGTH} bytes, got {len(key)}")
+        self._aead = AESGCM(key)
+        self._associated_data = associated_data
+
+    def encrypt(self, number: int, is_last: bool, plaintext: bytes | memoryview) -> bytes:
+        """Return the ciphertext and the GCM tag of chunk *number*."""
+        return self._aead.encrypt(_nonce(number, is_last), plaintext, self._associated_data)
+
+    def decrypt(self, number: int, is_last: bool, sealed: bytes | memoryview) -> bytes:
+        """Return the plaintext of chunk *number*.
+
+        Raises:
+            TamperedError: the chunk was modified or moved, or the key is wrong.
+        """
+        try:
+            return self._aead.decrypt(_nonce(number, is_last), sealed, self._associated_data)
+        except InvalidTag:
+            pass
+        raise TamperedError(f"chunk {number}: wrong key, or the chunk was modified or moved")
+
+
+def _nonce(number: int, is_last: bool) -> bytes:
+    return number.to_bytes(11, "big") + bytes([is_last])

@@ -1,0 +1,259 @@
+"""Encrypt and decrypt blobs: long values that consist of chunks (docs/format.md, "Blobs").
+
+Between two calls, a `BlobEncryptor` or `BlobDecryptor` holds at most one chunk, so memory does not
+grow with the size of the blob.  Each object processes one blob, once.
+"""
+
+import os
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
+
+from adk_secure_sessions.crypto.aead import KEY_LENGTH
+from adk_secure_sessions.crypto.chunks import TAG_LENGTH, ChunkCipher
+from adk_secure_sessions.crypto.key_material import KeyMaterial, hides_frames
+from adk_secure_sessions.errors import Reason, TamperedError
+
+Bytes = bytes | bytearray | memoryview
+
+MAGIC = b"AKSB"
+VERSION = 1
+HEADER = MAGIC + bytes([VERSION])
+CHUNK_LENGTH = 65536  # bytes of plaintext
+SEALED_LENGTH = CHUNK_LENGTH + TAG_LENGTH
+MAX_SIZE = 2**48
+# The functions at the end of this module process longer pieces in steps of this many bytes.  For
+# each larger step, the system must provide new pages of memory: encrypting 10 MB in steps of 8 MiB
+# took four times as long.
+_STEP = 1 << 18
+
+
+def chunk_count(size: int) -> int:
+    """Return the number of chunks of a blob with *size* bytes of plaintext."""
+    return max(1, -(-size // CHUNK_LENGTH))
+
+
+def encrypted_size(size: int) -> int:
+    """Return the length of a blob with *size* bytes of plaintext."""
+    return len(HEADER) + size + TAG_LENGTH * chunk_count(size)
+
+
+class BlobEncryptor(KeyMaterial):
+    """Encrypts one blob with a new random key.
+
+    Attributes:
+        key: The key of the blob.  The caller stores it in the record that names the blob.
+        size: The number of bytes of plaintext so far.
+    """
+
+    __slots__ = ("_cipher", "_is_finished", "_next", "_pending", "key", "size")
+
+    def __init__(self) -> None:
+        self.key: bytes = os.urandom(KEY_LENGTH)
+        self.size: int = 0
+        self._cipher = ChunkCipher(self.key, HEADER)
+        self._next = 0  # number of the next chunk
+        self._pending = bytearray()  # at most one chunk, not encrypted yet: it may be the last one
+        self._is_finished = False
+
+    def update(self, piece: Bytes) -> bytes:
+        """Encrypt *piece*, of any length; return the next bytes of the blob, which may be empty."""
+        if self._is_finished:
+            raise ValueError("the blob is finished")
+        view = memoryview(piece).cast("B")
+        if self.size + len(view) > MAX_SIZE:
+            raise ValueError(f"a blob has at most {MAX_SIZE} bytes")
+        self.size += len(view)
+        sealed = []
+        missing = CHUNK_LENGTH - len(self._pending)
+        if self._pending and len(view) > missing:
+            self._pending += view[:missing]
+            view = view[missing:]
+            sealed.append(self._seal(bytes(self._pending), False))
+            self._pending.clear()
+        if not self._pending:
+            followed = max(0, len(view) - 1) // CHUNK_LENGTH  # whole chunks before the last byte
+            for start in range(0, followed * CHUNK_LENGTH, CHUNK_LENGTH):
+                sealed.append(self._seal(view[start : start + CHUNK_LENGTH], False))
+            view = view[followed * CHUNK_LENGTH :]
+        self._pending += view
+        return b"".join(sealed)
+
+    def finish(self) -> bytes:
+        """Encrypt the last chunk, and return the last bytes of the blob."""
+        if self._is_finished:
+            raise ValueError("the blob is finished")
+        self._is_finished = True
+        return self._seal(bytes(self._pending), True)
+
+    def _seal(self, plaintext: bytes | memoryview, is_last: bool) -> bytes:
+        number = self._next
+        self._next = number + 1
+        sealed = self._cipher.encrypt(number, is_last, plaintext)
+        return sealed if number else HEADER + sealed
+
+
+class BlobDecryptor(KeyMaterial):
+    """Decrypts one blob, or the part of one blob that contains a range of the plaintext.
+
+    Attributes:
+        first: The position in the blob of the first byte to pass to `update`.
+        end: The position in the blob after the last byte to pass to `update`.
+    """
+
+    __slots__ = (
+        "_chunks", "_cipher", "_left", "_next", "_pending", "_skip", "_unread", "end", "first",
+    )  # fmt: skip
+
+    @hides_frames
+    def __init__(self, key: bytes, size: int, start: int = 0, stop: int | None = None) -> None:
+        """Prepare to decrypt bytes *start* to *stop* - 1 of the plaintext, or all of it.
+
+        Args:
+            key: The key of the blob.
+            size: The number of bytes of the whole plaintext.  It comes from the record that names
+                the blob, never from the store.
+            start: The position in the plaintext of the first byte to return.
+            stop: The position after the last byte to return; by default *size*.
+
+        Raises:
+            ValueError: The range is not within the plaintext, or *key* does not have 32 bytes.
+        """
+        stop = size if stop is None else stop
+        if not 0 <= start <= stop <= size <= MAX_SIZE:
+            raise ValueError(f"bytes {start} to {stop} are not within {size} bytes")
+        self._cipher = ChunkCipher(key, HEADER)
+        self._chunks = chunk_count(size)
+        self._next = start // CHUNK_LENGTH  # number of the next chunk
+        chunk_end = chunk_count(stop)  # number of the chunk after the last one to read
+        self.first: int = 0 if self._next == 0 else len(HEADER) + self._next * SEALED_LENGTH
+        self.end: int = min(len(HEADER) + chunk_end * SEALED_LENGTH, encrypted_size(size))
+        if start == stop and size > 0:  # no chunk is needed; but the chunk of an empty blob is read
+            self.end = self.first
+        self._skip = start % CHUNK_LENGTH  # bytes of plaintext before *start*
+        self._left = stop - start
+        self._unread = self.end - self.first
+        self._pending = bytearray()
+
+    def update(self, piece: Bytes) -> bytes:
+        """Return the plaintext of the chunks that *piece* completes.
+
+        Pass the bytes `first` to `end` - 1 of the blob, in order, in pieces of any length.
+
+        Raises:
+            TamperedError: A chunk was modified or moved, the header is not that of a blob, the
+                blob is too long, or the key is wrong.
+        """
+        view = memoryview(piece).cast("B")
+        self._unread -= len(view)
+        if self._unread < 0:
+            raise TamperedError("the blob is longer than it was written", reason=Reason.MISMATCH)
+        plaintext: list[bytes] = []
+        while view:
+            wanted = self._sealed_length()
+            if not self._pending and len(view) >= wanted:
+                self._open(view[:wanted], plaintext)
+                view = view[wanted:]
+                continue
+            taken = view[: wanted - len(self._pending)]
+            view = view[len(taken) :]
+            self._pending += taken
+            if len(self._pending) == wanted:
+                self._open(bytes(self._pending), plaintext)
+                self._pending.clear()
+        if self._unread == 0 and self._pending:  # a last chunk that is shorter than the others
+            self._open(bytes(self._pending), plaintext)
+            self._pending.clear()
+        return b"".join(plaintext)
+
+    def finish(self) -> None:
+        """Check that all bytes from `first` to `end` - 1 were passed to `update`.
+
+        Raises:
+            TamperedError: The blob is shorter than it was written.
+        """
+        if self._unread:
+            raise TamperedError("the blob is shorter than it was written", reason=Reason.MISMATCH)
+
+    def _sealed_length(self) -> int:
+        """Return the length of a full encrypted chunk, plus the header if chunk 0 is next."""
+        return SEALED_LENGTH + (len(HEADER) if self._next == 0 else 0)
+
+    def _open(self, sealed: bytes | memoryview, plaintext: list[bytes]) -> None:
+        number = self._next
+        if number == 0:
+            _check_header(bytes(sealed[: len(HEADER)]))
+            sealed = sealed[len(HEADER) :]
+        opened = self._cipher.decrypt(number, number == self._chunks - 1, sealed)
+        self._next = number + 1
+        wanted = opened[self._skip : self._skip + self._left]
+        self._skip = 0
+        self._left -= len(wanted)
+        plaintext.append(wanted)
+
+
+def _check_header(header: bytes) -> None:
+    if header == HEADER:
+        return
+    if header[: len(MAGIC)] == MAGIC:
+        raise TamperedError(
+            f"the blob has version {header[-1]}, which this release does not know",
+            reason=Reason.MALFORMED,
+        )
+    raise TamperedError("not an encrypted blob", reason=Reason.MALFORMED)
+
+
+def encrypt_pieces(encryptor: BlobEncryptor, pieces: Iterable[Bytes]) -> Iterator[bytes]:
+    """Encrypt *pieces* of plaintext, and yield the blob in pieces of about 256 KiB or less."""
+    for piece in pieces:
+        for step in _steps(piece):
+            if sealed := encryptor.update(step):
+                yield sealed
+    yield encryptor.finish()
+
+
+async def encrypt_stream(
+    encryptor: BlobEncryptor, pieces: AsyncIterable[Bytes]
+) -> AsyncIterator[bytes]:
+    """Encrypt *pieces* of plaintext, and yield the blob in pieces of about 256 KiB or less."""
+    async for piece in pieces:
+        for step in _steps(piece):
+            if sealed := encryptor.update(step):
+                yield sealed
+    yield encryptor.finish()
+
+
+def decrypt_pieces(decryptor: BlobDecryptor, pieces: Iterable[Bytes]) -> Iterator[bytes]:
+    """Decrypt *pieces* of a blob, and yield the plaintext in pieces of about 256 KiB or less.
+
+    If the caller stops before the end, the rest of the blob has not been checked.
+
+    Raises:
+        TamperedError: See `BlobDecryptor`.
+    """
+    for piece in pieces:
+        for step in _steps(piece):
+            if plaintext := decryptor.update(step):
+                yield plaintext
+    decryptor.finish()
+
+
+async def decrypt_stream(
+    decryptor: BlobDecryptor, pieces: AsyncIterable[Bytes]
+) -> AsyncIterator[bytes]:
+    """Decrypt *pieces* of a blob, and yield the plaintext in pieces of about 256 KiB or less.
+
+    If the caller stops before the end, the rest of the blob has not been checked.
+
+    Raises:
+        TamperedError: See `BlobDecryptor`.
+    """
+    async for piece in pieces:
+        for step in _steps(piece):
+            if plaintext := decryptor.update(step):
+                yield plaintext
+    decryptor.finish()
+
+
+def _steps(piece: Bytes) -> Iterator[memoryview]:
+    view = memoryview(piece).cast("B")
+    for start in range(0, len(view), _STEP):
+        yield view[start : start + _STEP]

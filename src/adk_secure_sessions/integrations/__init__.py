@@ -1,0 +1,1 @@
+"""Integrations with the rest of ADK: artifacts, memory and ADK's command line."""

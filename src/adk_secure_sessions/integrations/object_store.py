@@ -1,0 +1,591 @@
+"""Blobs in an object store: a directory, or a bucket through the library `obstore`.
+
+A blob is stored as objects `PREFIX/NAME/K` of 8 MiB each (docs/format.md, "The objects of a blob"),
+and not as one multipart upload.  After an interrupted upload, every store can list and delete these
+objects.  An upload holds only a few objects in memory.  This module does not encrypt: callers pass
+and receive the encrypted bytes of blobs.
+"""
+
+import asyncio
+import os
+import re
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+from adk_secure_sessions.errors import (
+    ArtifactStoreError,
+    ConfigurationError,
+    Reason,
+    TamperedError,
+)
+from adk_secure_sessions.integrations.blob_directory import BlobDirectory, StoredObject
+from adk_secure_sessions.keys.remote import check_transport, require
+from adk_secure_sessions.loops import wait_ignoring_cancel
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+OBJECT_LENGTH = 8 * 2**20  # bytes; the last object of a blob may be shorter
+TIMEOUT = 60.0  # seconds for one request, with its retries
+_PARALLEL = 3  # objects that are uploaded at the same time
+_CLEANUP_SECONDS = 10.0  # limit for each of the two steps after a failed upload: wait, delete
+_SCHEMES = ("s3", "gs", "az", "memory")
+_NAME = re.compile(r"[0-9a-f]{32}")
+# Object stores, and the servers that imitate S3, have different words for a full store.
+_FULL = re.compile(r"StorageFull|QuotaExceeded|InsufficientStorage|InsufficientCapacity|code: 507")
+_STATUS = re.compile(r"status code: ([0-9]{3})")
+
+
+class StoredBlob(NamedTuple):
+    """A blob in the store, which may be incomplete.
+
+    Attributes:
+        name: The name of the blob.
+        size: The total number of bytes of its objects.
+        modified: When the last object was written, in seconds since 1970, by the store's clock.
+    """
+
+    name: str
+    size: int
+    modified: float
+
+
+class Objects(Protocol):
+    """A store of the objects of blobs; an object is identified by the blob's name and a number.
+
+    `get` returns the bytes *start* to *stop* - 1 of an object with *size* bytes.  It raises
+    `TamperedError` if the object is missing, or does not have the length *size*.  `delete` deletes
+    all objects of a blob, and `list` yields the objects of one blob or of all blobs.  All methods
+    raise `ArtifactStoreError` if the store fails.
+    """
+
+    async def put(self, name: str, number: int, data: bytes) -> None: ...
+    async def get(self, name: str, number: int, size: int, start: int, stop: int) -> bytes: ...
+    async def delete(self, name: str) -> None: ...
+    def list(self, name: str | None = None) -> AsyncIterator[StoredObject]: ...
+
+
+class BlobStore:
+    """Stores, reads, lists and deletes the blobs under one prefix of an object store.
+
+    A `BlobStore` can be used in several event loops.  Unless its blobs are in a directory, it
+    cannot be used in a process that was forked after the first use of the library `obstore`.
+    """
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+
+    async def put_stream(self, name: str, pieces: AsyncIterable[bytes]) -> int:
+        """Store *pieces* as the blob *name*, and return the number of bytes.
+
+        When this returns, the blob is durable.  If *pieces* or the store fails, or the caller is
+        cancelled, the objects that were stored are deleted.
+
+        Raises:
+            ArtifactStoreError: The store failed.
+            Exception: *pieces* raised this error.
+        """
+        _check_name(name)
+        uploads: set[asyncio.Task[None]] = set()
+        try:
+            return await self._put_objects(name, pieces, uploads)
+        except BaseException:
+            cleanup = asyncio.ensure_future(self._discard(name, uploads))
+            await wait_ignoring_cancel(lambda: asyncio.wait([cleanup]), cleanup.done)
+            raise
+
+    async def _put_objects(
+        self, name: str, pieces: AsyncIterable[bytes], uploads: "set[asyncio.Task[None]]"
+    ) -> int:
+        size = number = 0
+        buffer = bytearray()
+        async for piece in pieces:
+            size += len(piece)
+            buffer += piece
+            while len(buffer) >= OBJECT_LENGTH:
+                await self._start_upload(name, number, bytes(buffer[:OBJECT_LENGTH]), uploads)
+                del buffer[:OBJECT_LENGTH]
+                number += 1
+        if buffer:
+            await self._start_upload(name, number, bytes(buffer), uploads)
+        while uploads:
+            await _first_upload(uploads)
+        return size
+
+    async def _start_upload(
+        self, name: str, number: int, data: bytes, uploads: "set[asyncio.Task[None]]"
+    ) -> None:
+        if len(uploads) >= _PARALLEL:
+            await _first_upload(uploads)
+        uploads.add(asyncio.create_task(self._objects.put(name, number, data)))
+
+    async def _discard(self, name: str, uploads: "set[asyncio.Task[None]]") -> None:
+        """Wait until *uploads* have ended, then delete the objects that they stored."""
+        if uploads:
+            # Do not cancel them at once: a request that was sent may still store its object.
+            await asyncio.wait(uploads, timeout=_CLEANUP_SECONDS)
+        for upload in uploads:
+            upload.cancel()
+        await asyncio.gather(*uploads, return_exceptions=True)
+        try:
+            async with asyncio.timeout(_CLEANUP_SECONDS):
+                await self._objects.delete(name)
+        except (ArtifactStoreError, TimeoutError):
+            pass  # `purge` deletes blobs that no record names
+
+    async def get_stream(
+        self, name: str, size: int, start: int = 0, stop: int | None = None
+    ) -> AsyncIterator[bytes]:
+        """Yield bytes *start* to *stop* - 1 of the blob *name*, or all, in pieces of up to 8 MiB.
+
+        Args:
+            name: The name of the blob.
+            size: The number of bytes of the whole blob, from the record that names the blob.  Do
+                not pass the size that the store reports: an attacker may have modified the store.
+            start: The position of the first byte.
+            stop: The position after the last byte; by default *size*.
+
+        Raises:
+            TamperedError: An object of the blob is missing or has another length.
+            ArtifactStoreError: The store failed.
+        """
+        _check_name(name)
+        stop = size if stop is None else stop
+        if not 0 <= start <= stop <= size:
+            raise ValueError(f"bytes {start} to {stop} are not within {size} bytes")
+        parts = (self._get(name, size, number, start, stop) for number in _numbers(start, stop))
+        ahead: asyncio.Future[bytes] | None = None
+        try:
+            for part in parts:
+                # Read the next object while the caller processes the previous one.
+                now, ahead = ahead, asyncio.ensure_future(part)
+                if now is not None:
+                    yield now.result() if now.done() else await now
+            if ahead is not None:
+                now, ahead = ahead, None
+                yield await now
+        finally:
+            if ahead is not None:
+                ahead.cancel()
+                await asyncio.gather(ahead, return_exceptions=True)
+
+    async def _get(self, name: str, size: int, number: int, start: int, stop: int) -> bytes:
+        first = number * OBJECT_LENGTH
+        length = min(OBJECT_LENGTH, size - first)
+        begin, end = max(0, start - first), min(length, stop - first)
+        return await self._objects.get(name, number, length, begin, end)
+
+    async def get_range(self, name: str, size: int, start: int, stop: int) -> bytes:
+        """Return bytes *start* to *stop* - 1 of the blob *name*; see `get_stream`."""
+        return b"".join([piece async for piece in self.get_stream(name, size, start, stop)])
+
+    async def size(self, name: str) -> int | None:
+        """Return the total size of the objects of the blob *name*; None if there is no object."""
+        _check_name(name)
+        sizes = [found.size async for found in self._objects.list(name)]
+        return sum(sizes) if sizes else None
+
+    async def delete(self, name: str) -> None:
+        """Delete all objects of the blob *name*, complete or not; if there are none, do nothing.
+
+        Raises:
+            ArtifactStoreError: The store failed.
+        """
+        _check_name(name)
+        await self._objects.delete(name)
+
+    async def list(self, older_than: float | None = None) -> AsyncIterator[StoredBlob]:
+        """Yield all blobs, including incomplete blobs of interrupted uploads.
+
+        Args:
+            older_than: A time in seconds since 1970.  If given, omit blobs that have an object
+                which was written at this time or later.
+
+        Raises:
+            ArtifactStoreError: The store failed.
+        """
+        blob: StoredBlob | None = None
+        async for found in self._objects.list():  # the objects of one blob are adjacent
+            if blob is not None and blob.name == found.name:
+                modified = max(blob.modified, found.modified)
+                blob = StoredBlob(blob.name, blob.size + found.size, modified)
+                continue
+            if blob is not None and _is_older(blob, older_than):
+                yield blob
+            blob = StoredBlob(found.name, found.size, found.modified)
+        if blob is not None and _is_older(blob, older_than):
+            yield blob
+
+
+def _is_older(blob: StoredBlob, older_than: float | None) -> bool:
+    return older_than is None or blob.modified < older_than
+
+
+async def _first_upload(uploads: "set[asyncio.Task[None]]") -> None:
+    """Wait until at least one upload has ended, and remove it; raise its error if it failed."""
+    done, _ = await asyncio.wait(uploads, return_when=asyncio.FIRST_COMPLETED)
+    uploads -= done
+    errors = [error for upload in done if (error := upload.exception()) is not None]
+    if errors:
+        raise errors[0]
+
+
+def _numbers(start: int, stop: int) -> Iterable[int]:
+    """Return the numbers of the objects that contain the bytes *start* to *stop* - 1 of a blob."""
+    return range(start // OBJECT_LENGTH, -(-stop // OBJECT_LENGTH)) if start < stop else ()
+
+
+def _check_name(name: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise ValueError("the name of a blob is 32 lower-case hex digits")
+
+
+# --- opening -------------------------------------------------------------------------------------
+
+
+def open_store(
+    store: "str | os.PathLike[str] | ObjectStore",
+    prefix: str,
+    *,
+    options: Mapping[str, Any] | None = None,
+    allow_http: bool = False,
+    timeout: float = TIMEOUT,
+) -> BlobStore:
+    """Open the blobs under *prefix* in *store*.
+
+    Args:
+        store: A path or `file:///DIRECTORY`, which is created if it is missing;
+            `s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`, `az://CONTAINER/PREFIX` or `memory://`; or a
+            store of the library `obstore`.
+        prefix: The first part of the name of every object.  Each database has another prefix, so
+            several databases can share a store.
+        options: Arguments for the store's class in `obstore`, such as `endpoint`, `region`,
+            `access_key_id` and `secret_access_key` for S3.  Options that are not given come from
+            the environment (`AWS_ENDPOINT_URL`, `AWS_REGION`, `AWS_ACCESS_KEY_ID`, ...).
+        allow_http: Whether an endpoint on another machine may be `http://`.  Without TLS, anybody
+            on the network can read the names of blobs, and delete or replace blobs.
+        timeout: Seconds for each request, with its retries.
+
+    Raises:
+        ConfigurationError: The store cannot be used as given, or the extra `artifacts` is not
+            installed.
+        ArtifactStoreError: The directory cannot be created.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", prefix):
+        raise ValueError("a prefix is 1 to 64 letters, digits, _ and -")
+    if not timeout > 0:
+        raise ConfigurationError("timeout (in seconds) must be above 0")
+    if not isinstance(store, str | os.PathLike):
+        require("artifacts", "obstore", user="this store")
+        from obstore.store import LocalStore
+
+        if isinstance(store, LocalStore) and store.prefix is not None:
+            return BlobStore(BlobDirectory(store.prefix / prefix))
+        _check_store_object(store)
+        return BlobStore(_Remote(store, prefix, timeout))
+    directory = _directory_of(store)
+    if directory is not None:
+        if options:
+            raise ConfigurationError("a directory of artifacts has no options")
+        return BlobStore(BlobDirectory(directory / prefix))
+    require("artifacts", "obstore", user="this artifact store")
+    opened = _open_url(os.fspath(store), dict(options or {}), allow_http, timeout)
+    return BlobStore(_Remote(opened, prefix, timeout))
+
+
+def _directory_of(store: "str | os.PathLike[str]") -> Path | None:
+    """Return the directory that *store* names; None if *store* is the URL of another store."""
+    text = os.fspath(store)
+    if not text:
+        raise ConfigurationError("the artifact store is empty: give a directory or a URL")
+    scheme, separator, _ = text.partition("://")
+    if not separator:
+        if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:", text):
+            raise ConfigurationError("the URL of an artifact store has :// after its scheme")
+        return Path(text)
+    if scheme.lower() != "file":
+        return None
+    parts = urlsplit(text)
+    if parts.netloc not in ("", "localhost") or parts.query or parts.fragment or not parts.path:
+        raise ConfigurationError("a directory of artifacts is written file:///PATH, or as a path")
+    return Path(url2pathname(parts.path))
+
+
+def _open_url(url: str, options: dict[str, Any], allow_http: bool, timeout: float) -> "ObjectStore":
+    """Create the store for *url*.  No error quotes the URL or the options."""
+    from obstore import store as stores
+    from obstore.exceptions import BaseError
+
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        parts = urlsplit("")
+    scheme = parts.scheme
+    if scheme not in _SCHEMES:
+        known = ", ".join(f"{name}://" for name in _SCHEMES)
+        raise ConfigurationError(f"the artifact store is a path, or begins with file://, {known}")
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        raise ConfigurationError(
+            "the URL of an artifact store has no credentials and no options: set them in the "
+            "environment, or pass them as options"
+        )
+    if scheme == "memory":
+        return stores.MemoryStore()
+    if not parts.netloc:
+        raise ConfigurationError(f"name the bucket: {scheme}://BUCKET/PREFIX")
+    classes: dict[str, Any] = {
+        "s3": stores.S3Store,
+        "gs": stores.GCSStore,
+        "az": stores.AzureStore,
+    }
+    milliseconds = max(1, round(timeout * 1000))
+    client: dict[str, Any] = {"connect_timeout": "5s", "timeout": f"{milliseconds}ms"}
+    client |= options.pop("client_options", None) or {}
+    retries = {"max_retries": 3, "retry_timeout": _seconds(timeout)}
+    retries |= options.pop("retry_config", None) or {}
+    arguments = {
+        "prefix": parts.path.strip("/") or None,
+        **options,
+        "client_options": client,
+        "retry_config": retries,
+    }
+    variables = {
+        name.lower(): value
+        for name, value in os.environ.items()
+        if name.upper().startswith(_VARIABLES[scheme])
+    }
+    made: Any = None
+    plain: list[str] = []
+    try:
+        made = classes[scheme](parts.netloc, **arguments)
+        plain = _plain_addresses(made.config) or _plain_addresses(variables)
+        # Set the option in any case, so that a variable such as AWS_ALLOW_HTTP has no effect.
+        client["allow_http"] = bool(plain)
+        made = classes[scheme](parts.netloc, **arguments)
+    except (BaseError, TypeError, ValueError):
+        made = None
+    if made is None:
+        raise ConfigurationError(
+            "the artifact store cannot be opened: check its options, and the environment variables "
+            f"that begin with {_VARIABLES[scheme]}"
+        )
+    for address in () if allow_http else plain:
+        check_transport(address, "an artifact store")
+    return made  # type: ignore[no-any-return]
+
+
+# obstore reads the environment variables whose names begin with these prefixes.
+_VARIABLES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
+
+
+def _seconds(seconds: float) -> Any:
+    from datetime import timedelta
+
+    return timedelta(seconds=seconds)
+
+
+def _plain_addresses(settings: Mapping[str, Any]) -> list[str]:
+    """Return the endpoints in *settings* that begin with http://."""
+    return [
+        str(value)
+        for name, value in settings.items()
+        if ("endpoint" in name or "url" in name) and "metadata" not in name
+        if str(value).lower().startswith("http:")
+    ]
+
+
+def _check_store_object(store: object) -> None:
+    from obstore import store as stores
+
+    classes = (stores.S3Store, stores.GCSStore, stores.AzureStore, stores.MemoryStore)
+    if not isinstance(store, classes):
+        raise ConfigurationError(
+            "an artifact store is a path, a URL, or an S3Store, GCSStore, AzureStore, MemoryStore "
+            "or LocalStore of obstore"
+        )
+
+
+# --- stores of obstore ---------------------------------------------------------------------------
+
+# The id of the process that first used obstore.  In a process that was forked later, the threads of
+# obstore do not exist, so every call of obstore would wait for ever.
+_first_process: int | None = None
+
+
+class _Remote:
+    """Objects in a store of `obstore`."""
+
+    def __init__(self, store: "ObjectStore", prefix: str, timeout: float) -> None:
+        self._store = store
+        self._prefix = prefix
+        # obstore ends a request after *timeout*.  This longer limit ends the request if the threads
+        # of obstore do not run.
+        self._timeout = timeout + 5
+
+    def __repr__(self) -> str:  # the store's configuration contains credentials
+        return f"<{type(self).__name__}>"
+
+    def _path(self, name: str, number: int) -> str:
+        return f"{self._prefix}/{name}/{number}"
+
+    async def put(self, name: str, number: int, data: bytes) -> None:
+        import obstore
+
+        path = self._path(name, number)
+        try:
+            await self._call(
+                lambda: obstore.put_async(self._store, path, data, use_multipart=False)
+            )
+            return
+        except _Missing:
+            pass
+        raise _no_bucket()
+
+    async def get(self, name: str, number: int, size: int, start: int, stop: int) -> bytes:
+        import obstore
+
+        path = self._path(name, number)
+        whole = (start, stop) == (0, size)
+
+        async def call() -> bytes:
+            options: Any = None if whole else {"range": (start, stop)}
+            answer = await obstore.get_async(self._store, path, options=options)
+            # Check the size before reading the content: an attacker may have replaced the object by
+            # a very large one.
+            _check_size(answer.meta["size"], size)
+            return bytes(await answer.bytes_async())
+
+        try:
+            data: bytes | None = await self._call(call)
+        except _Missing:
+            data = None
+        except ArtifactStoreError:
+            if whole or not await self._is_missing(path, size):
+                raise
+            data = None
+        if data is None:
+            raise TamperedError(
+                "a blob is missing: it was deleted outside the service, or this is not the store "
+                "that it was written to",
+                reason=Reason.MISSING,
+            )
+        _check_size(len(data), stop - start)
+        return data
+
+    async def _is_missing(self, path: str, size: int) -> bool:
+        """Return whether the object is missing; raise TamperedError if it has another length.
+
+        `get` calls this after an error: if a range is not within an object, some stores report an
+        error that does not name the cause.
+        """
+        import obstore
+
+        try:
+            answer = await self._call(lambda: obstore.head_async(self._store, path))
+        except _Missing:
+            return True
+        _check_size(answer["size"], size)
+        return False
+
+    async def delete(self, name: str) -> None:
+        import obstore
+
+        numbers = [found.number async for found in self.list(name)]
+        paths = [self._path(name, number) for number in numbers if number is not None]
+        if not paths:
+            return
+        try:
+            await self._call(lambda: obstore.delete_async(self._store, paths))
+        except _Missing:
+            pass
+
+    async def list(self, name: str | None = None) -> AsyncIterator[StoredObject]:
+        import obstore
+
+        below = self._prefix if name is None else f"{self._prefix}/{name}"
+        stream: Any = obstore.list(self._store, below, chunk_size=1000)
+
+        async def next_batch() -> Any:
+            async for batch in stream:
+                return batch
+            return None
+
+        while True:
+            try:
+                batch = await self._call(next_batch)
+            except _Missing:
+                raise _no_bucket() from None
+            if batch is None:
+                return
+            for meta in batch:
+                parent, _, number = str(meta["path"]).rpartition("/")
+                blob = parent.rpartition("/")[2]
+                if _NAME.fullmatch(blob) and re.fullmatch(r"[0-9]{1,9}", number):
+                    modified = meta["last_modified"].timestamp()
+                    yield StoredObject(blob, int(number), int(meta["size"]), modified)
+
+    async def _call(self, call: Any) -> Any:
+        """Run *call*; replace its errors by our own, which quote neither the store nor the URL."""
+        global _first_process
+        if _first_process is None:
+            _first_process = os.getpid()
+        if _first_process != os.getpid():
+            raise ConfigurationError(
+                "this process was forked after the artifact store was used, where obstore cannot "
+                "work: start processes with spawn, or use the store only after the fork"
+            )
+        error: Exception
+        try:
+            async with asyncio.timeout(self._timeout):
+                return await call()
+        except TamperedError:
+            raise
+        except Exception as raised:
+            error = _translated(raised)
+        raise error
+
+
+class _Missing(Exception):
+    """The object, or its bucket, does not exist."""
+
+
+def _check_size(found: int, expected: int) -> None:
+    if found != expected:
+        raise TamperedError(
+            "a blob does not have the length that it was written with", reason=Reason.MISMATCH
+        )
+
+
+def _translated(error: Exception) -> Exception:
+    from obstore import exceptions
+
+    if isinstance(error, FileNotFoundError):
+        return _Missing()
+    if isinstance(error, TimeoutError):
+        return _failed("no answer in time; check its address and the network", retryable=True)
+    text = str(error)
+    if _FULL.search(text):
+        return _failed("it is full; free some space, or raise its quota", retryable=True)
+    denied = exceptions.PermissionDeniedError | exceptions.UnauthenticatedError
+    # If a listing fails, the class of obstore's error does not tell the cause, but its text
+    # contains the HTTP status.
+    status = _STATUS.search(text)
+    if isinstance(error, denied) or (status and status[1] in ("401", "403")):
+        return _failed("access was denied; check the credentials and their permissions")
+    if status and status[1] == "404":
+        return _Missing()
+    return _failed(
+        "it cannot be reached, or failed; check its address, credentials, network and status",
+        retryable=True,
+    )
+
+
+def _failed(text: str, *, retryable: bool = False) -> ArtifactStoreError:
+    return ArtifactStoreError(f"the artifact store: {text}", retryable=retryable)
+
+
+def _no_bucket() -> ArtifactStoreError:
+    return _failed("the bucket does not exist; create it, or check the URL")

@@ -1,0 +1,144 @@
+"""Blobs of artifacts: encryption alone, and uploads and downloads beside plaintext ones."""
+
+import hashlib
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adk_secure_sessions.formats.blobs import (
+    HEADER,
+    BlobDecryptor,
+    BlobEncryptor,
+    decrypt_pieces,
+    decrypt_stream,
+    encrypt_pieces,
+    encrypt_stream,
+    encrypted_size,
+)
+from adk_secure_sessions.integrations.object_store import BlobStore, open_store
+from tests.benchmarks.ciphers import Run, time_runs
+from tests.benchmarks.harness import interleave
+from tests.benchmarks.plan import BLOB_GOALS, BLOB_OVERHEAD, BLOB_STORES, BLOBS
+from tests.benchmarks.results import Figure, Results
+from tests.integrations import s3
+
+pytestmark = pytest.mark.benchmark
+each_size = pytest.mark.parametrize("size", BLOBS)
+ROOT = Path(__file__).parents[2]
+
+
+@each_size
+def test_encryption_alone(results: Results, size: str) -> None:
+    plaintext, encryptor = os.urandom(BLOBS[size]), BlobEncryptor()
+    blob = b"".join(encrypt_pieces(encryptor, [plaintext]))
+    middle = len(plaintext) // 2
+
+    def part() -> None:
+        decryptor = BlobDecryptor(encryptor.key, len(plaintext), middle, middle + 1000)
+        _consume(decrypt_pieces(decryptor, [blob[decryptor.first : decryptor.end]]))
+
+    operations: dict[str, Run] = {
+        "encrypt": lambda: _consume(encrypt_pieces(BlobEncryptor(), [plaintext])),
+        "decrypt": lambda: _consume(
+            decrypt_pieces(BlobDecryptor(encryptor.key, len(plaintext)), [blob])
+        ),
+        "decrypt 1 KB of it": part,
+        "SHA-256": lambda: hashlib.sha256(plaintext).digest(),
+    }
+    for name, values in time_runs(operations).items():
+        results.add(f"blobs/{name}, {size}", Figure.of(values, "s"))
+
+
+def test_header(results: Results) -> None:
+    """The header and the chunk of an empty blob."""
+    encryptor = BlobEncryptor()
+    blob = encryptor.finish()
+    assert blob.startswith(HEADER)
+    operations: dict[str, Run] = {"header": lambda: BlobDecryptor(encryptor.key, 0).update(blob)}
+    [values] = time_runs(operations).values()
+    results.add("blobs/header and an empty chunk", Figure.of(values, "s"))
+
+
+def _consume(pieces: Iterator[bytes]) -> None:
+    for _ in pieces:
+        pass
+
+
+@pytest.fixture(scope="module")
+def s3_address() -> Iterator[str]:
+    """A server in another process, so that it does not share an interpreter with the client."""
+    environment = dict(os.environ, PYTHONPATH=str(ROOT))
+    command = [sys.executable, "-W", "ignore", "-m", "tests.integrations.s3"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdout is not None
+        yield process.stdout.readline().strip()
+        process.communicate()
+
+
+@pytest.fixture(params=BLOB_STORES)
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> BlobStore:
+    if request.param == "directory":
+        return open_store(tmp_path, "p")
+    options: dict[str, Any] = {
+        "endpoint": request.getfixturevalue("s3_address"),
+        "region": s3.REGION,
+        "access_key_id": s3.ACCESS_KEY,
+        "secret_access_key": s3.SECRET,
+    }
+    return open_store(f"s3://{s3.BUCKET}", "p", options=options)
+
+
+async def _one(piece: bytes) -> AsyncIterator[bytes]:
+    yield piece
+
+
+@pytest.mark.asyncio(loop_scope="session")
+@each_size
+async def test_store(
+    request: pytest.FixtureRequest, results: Results, store: BlobStore, size: str
+) -> None:
+    """The sides differ in nothing but encryption."""
+    kind = request.node.callspec.params["store"]
+    data, encryptor = os.urandom(BLOBS[size]), BlobEncryptor()
+    plain, encrypted = secrets.token_hex(16), secrets.token_hex(16)
+    await store.put_stream(plain, _one(data))
+    await store.put_stream(encrypted, encrypt_stream(encryptor, _one(data)))
+
+    async def upload_encrypted() -> None:
+        pieces = encrypt_stream(BlobEncryptor(), _one(data))
+        await store.put_stream(secrets.token_hex(16), pieces)
+
+    async def upload_plain() -> None:
+        await store.put_stream(secrets.token_hex(16), _one(data))
+
+    async def download_encrypted() -> bytes:
+        stored = store.get_stream(encrypted, encrypted_size(len(data)))
+        decryptor = BlobDecryptor(encryptor.key, len(data))
+        return b"".join([piece async for piece in decrypt_stream(decryptor, stored)])
+
+    async def download_plain() -> bytes:
+        return b"".join([piece async for piece in store.get_stream(plain, len(data))])
+
+    assert await download_encrypted() == await download_plain() == data
+    for direction, ours, theirs in (
+        ("upload", upload_encrypted, upload_plain),
+        ("download", download_encrypted, download_plain),
+    ):
+        timings = await interleave({"encrypted": ours, "plaintext": theirs}, 4)
+        name = f"blobs/{kind}/{direction}, {size}"
+        is_goal = (kind, size) == ("s3", "1MB")
+        goals = {"encrypted": BLOB_GOALS[direction] if is_goal else None, "plaintext": None}
+        for side, values in timings.items():
+            results.add(f"{name}/{side}", Figure.of(values, "s", goal=goals[side]))
+        ratio = Figure.ratio(
+            timings["encrypted"], timings["plaintext"], goal=BLOB_OVERHEAD if is_goal else None
+        )
+        results.add(f"{name}/relative to plaintext", ratio)

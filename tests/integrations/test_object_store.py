@@ -1,0 +1,677 @@
+"""Blobs in a directory, in memory, and in S3 over HTTP: contents, ranges, failures, leftovers."""
+
+import asyncio
+import errno
+import hashlib
+import os
+import secrets
+import stat
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from adk_secure_sessions import ArtifactStoreError, ConfigurationError, Reason, TamperedError
+from adk_secure_sessions.errors import SecureSessionError
+from adk_secure_sessions.formats.blobs import (
+    BlobDecryptor,
+    BlobEncryptor,
+    decrypt_stream,
+    encrypt_stream,
+    encrypted_size,
+)
+from adk_secure_sessions.integrations import object_store
+from adk_secure_sessions.integrations.blob_directory import BlobDirectory
+from adk_secure_sessions.integrations.object_store import (
+    OBJECT_LENGTH,
+    BlobStore,
+    StoredBlob,
+    open_store,
+)
+from tests.integrations import s3
+from tests.integrations.s3 import BUCKET, SECRET, Failure
+
+PREFIX = "0ada57141459e0f9"
+SMALL_OBJECT = 1000  # instead of 8 MiB, in tests of blobs with many objects
+SIZES = [1, SMALL_OBJECT - 1, SMALL_OBJECT, SMALL_OBJECT + 1, 3 * SMALL_OBJECT, 5500]
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[s3.Server]:
+    with s3.running() as server:
+        yield server
+
+
+@pytest.fixture
+def server(s3_server: s3.Server, monkeypatch: pytest.MonkeyPatch) -> s3.Server:
+    """The server, empty; this machine's own settings are hidden."""
+    for name in list(os.environ):
+        if name.startswith("AWS_") or name.lower().endswith("_proxy"):
+            monkeypatch.delenv(name)
+    s3_server.clear()
+    return s3_server
+
+
+@pytest.fixture(params=["directory", "memory", "s3"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> BlobStore:
+    if request.param == "s3":
+        server = request.getfixturevalue("server")
+        return open_store(f"s3://{BUCKET}/team", PREFIX, options=server.options)
+    where = tmp_path / "blobs" if request.param == "directory" else "memory://"
+    return open_store(where, PREFIX)
+
+
+@pytest.fixture
+def small_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_store, "OBJECT_LENGTH", SMALL_OBJECT)
+
+
+def new_name() -> str:
+    return secrets.token_hex(16)
+
+
+def content(size: int) -> bytes:
+    return hashlib.shake_256(b"content").digest(size)
+
+
+async def pieces_of(data: bytes, length: int = 300) -> AsyncIterator[bytes]:
+    for start in range(0, len(data), length):
+        yield data[start : start + length]
+
+
+async def read(store: BlobStore, name: str, size: int) -> bytes:
+    return b"".join([piece async for piece in store.get_stream(name, size)])
+
+
+async def listed(store: BlobStore, older_than: float | None = None) -> list[StoredBlob]:
+    return [blob async for blob in store.list(older_than)]
+
+
+# --- contents ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_blob_is_read_as_it_was_written(
+    store: BlobStore, small_objects: None, size: int
+) -> None:
+    name = new_name()
+    assert await store.put_stream(name, pieces_of(content(size))) == size
+    assert await read(store, name, size) == content(size)
+    assert await store.size(name) == size
+
+
+async def test_every_range_is_read_alone(store: BlobStore, small_objects: None) -> None:
+    name, data = new_name(), content(3500)
+    await store.put_stream(name, pieces_of(data))
+    for start in (0, 1, 999, 1000, 1001, 2500, 3499, 3500):
+        for stop in (start, start + 1, 1000, 2000, 3500):
+            if start <= stop <= 3500:
+                assert await store.get_range(name, 3500, start, stop) == data[start:stop]
+
+
+async def test_encrypted_blob_goes_through_the_store(store: BlobStore) -> None:
+    name, data, encryptor = new_name(), content(300_000), BlobEncryptor()
+    stored = await store.put_stream(name, encrypt_stream(encryptor, pieces_of(data, 70_000)))
+    assert stored == encrypted_size(len(data))
+    decryptor = BlobDecryptor(encryptor.key, len(data), 100_000, 150_000)
+    part = store.get_stream(name, stored, decryptor.first, decryptor.end)
+    found = [piece async for piece in decrypt_stream(decryptor, part)]
+    assert b"".join(found) == data[100_000:150_000]
+
+
+async def test_listing_names_whole_blobs_with_their_size(
+    store: BlobStore, small_objects: None
+) -> None:
+    names = sorted(new_name() for _ in range(3))
+    before = time.time()
+    for size, name in zip((10, 1000, 12_500), names, strict=True):
+        await store.put_stream(name, pieces_of(content(size)))
+    blobs = await listed(store)
+    assert [(blob.name, blob.size) for blob in blobs] == list(
+        zip(names, (10, 1000, 12_500), strict=True)
+    )
+    assert all(before - 2 < blob.modified < time.time() + 2 for blob in blobs)
+    assert await listed(store, older_than=before - 60) == []
+    assert await listed(store, older_than=time.time() + 60) == blobs
+
+
+async def test_deleted_blob_is_gone_and_others_stay(store: BlobStore, small_objects: None) -> None:
+    name, other = new_name(), new_name()
+    for each in (name, other):
+        await store.put_stream(each, pieces_of(content(2500)))
+    await store.delete(name)
+    assert [blob.name for blob in await listed(store)] == [other]
+    assert await store.size(name) is None
+    await store.delete(name)
+
+
+async def test_blobs_of_another_prefix_are_not_listed(tmp_path: Path, server: s3.Server) -> None:
+    roots: tuple[Path | str, ...] = (tmp_path, f"s3://{BUCKET}")
+    for root in roots:
+        options = server.options if isinstance(root, str) else None
+        one, other = (open_store(root, prefix, options=options) for prefix in ("a", "ab"))
+        await other.put_stream(new_name(), pieces_of(b"x"))
+        assert (await listed(one), len(await listed(other))) == ([], 1)
+
+
+async def test_foreign_objects_are_not_listed(tmp_path: Path, server: s3.Server) -> None:
+    server.admin.put_object(Bucket=BUCKET, Key=f"{PREFIX}/readme.txt", Body=b"x")
+    server.admin.put_object(Bucket=BUCKET, Key=f"{PREFIX}/{new_name()}/x/0", Body=b"x")
+    assert await listed(open_store(f"s3://{BUCKET}", PREFIX, options=server.options)) == []
+    directory = open_store(tmp_path, PREFIX)
+    (tmp_path / PREFIX / "readme.txt").write_text("x")
+    (tmp_path / PREFIX / "folder").mkdir()
+    assert await listed(directory) == []
+
+
+@pytest.mark.parametrize("name", ["", "a", "../../etc/passwd", "0" * 31, "A" * 32, "0" * 33])
+async def test_name_that_is_not_a_blobs_is_an_error(store: BlobStore, name: str) -> None:
+    for call in (store.size(name), store.delete(name), store.put_stream(name, pieces_of(b"x"))):
+        with pytest.raises(ValueError, match="32 lower-case"):
+            await call
+    with pytest.raises(ValueError, match="32 lower-case"):
+        await read(store, name, 1)
+
+
+# --- what was changed in the store ---------------------------------------------------------------
+
+
+async def test_missing_blob_is_rejected(store: BlobStore) -> None:
+    with pytest.raises(TamperedError, match="missing") as info:
+        await read(store, new_name(), 10)
+    assert info.value.reason is Reason.MISSING
+    with pytest.raises(TamperedError, match="missing"):
+        await store.get_range(new_name(), 10, 3, 4)
+
+
+@pytest.mark.parametrize("size", [1, 999, 2000, 2499, 2501, 3000, 9000])
+async def test_blob_of_another_length_is_rejected(
+    store: BlobStore, small_objects: None, size: int
+) -> None:
+    name = new_name()
+    await store.put_stream(name, pieces_of(content(2500)))
+    if size in (1, 999, 2499, 2501, 3000):  # in other cases, the blob itself must be longer
+        with pytest.raises(TamperedError) as info:
+            await read(store, name, size)
+        assert info.value.reason is Reason.MISMATCH
+    if size > 2500:
+        with pytest.raises(TamperedError):
+            await store.get_range(name, size, size - 1, size)
+
+
+@pytest.mark.parametrize("kind", ["directory", "memory"])  # moto's memory would count as ours
+async def test_object_of_any_size_is_not_read_into_memory(
+    kind: str, tmp_path: Path, small_objects: None
+) -> None:
+    store, name = open_store("memory://" if kind == "memory" else tmp_path, PREFIX), new_name()
+    with mock.patch.object(object_store, "OBJECT_LENGTH", 20_000_000):
+        await store.put_stream(name, pieces_of(bytes(10_000_000), 1_000_000))
+    tracemalloc.start()
+    try:
+        with pytest.raises(TamperedError):
+            await read(store, name, 500)
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
+
+
+# --- failures ------------------------------------------------------------------------------------
+
+
+async def failing(count: int) -> AsyncIterator[bytes]:
+    for _ in range(count):
+        yield content(700)
+    raise LookupError("of the source")
+
+
+@pytest.mark.parametrize("count", [0, 1, 20])
+async def test_upload_whose_source_fails_leaves_nothing(
+    store: BlobStore, small_objects: None, count: int
+) -> None:
+    with pytest.raises(LookupError, match="of the source"):
+        await store.put_stream(new_name(), failing(count))
+    assert await listed(store) == []
+
+
+async def test_cancelled_upload_leaves_nothing(store: BlobStore, small_objects: None) -> None:
+    started = asyncio.Event()
+
+    async def endless() -> AsyncIterator[bytes]:
+        for _ in range(20):
+            yield content(700)
+        started.set()
+        await asyncio.Event().wait()
+
+    upload = asyncio.create_task(store.put_stream(new_name(), endless()))
+    await started.wait()
+    upload.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await upload
+    assert await listed(store) == []
+
+
+async def test_reader_that_stops_early_ends_the_read(store: BlobStore, small_objects: None) -> None:
+    name = new_name()
+    await store.put_stream(name, pieces_of(content(5000)))
+    stream: Any = store.get_stream(name, 5000)
+    assert await anext(stream) == content(1000)
+    await stream.aclose()
+    assert len(asyncio.all_tasks()) == 1
+
+
+async def test_memory_does_not_grow_with_the_blob(tmp_path: Path) -> None:
+    store, name, piece = open_store(tmp_path, PREFIX), new_name(), bytes(1_000_000)
+
+    async def source() -> AsyncIterator[bytes]:
+        for _ in range(60):
+            yield piece
+
+    with mock.patch.object(object_store, "OBJECT_LENGTH", 1_000_000):
+        tracemalloc.start()
+        try:
+            await store.put_stream(name, source())
+            async for _ in store.get_stream(name, 60_000_000):
+                pass
+            assert tracemalloc.get_traced_memory()[1] < 12_000_000
+        finally:
+            tracemalloc.stop()
+
+
+def open_s3(server: s3.Server, bucket: str = BUCKET, **changes: Any) -> BlobStore:
+    return open_store(f"s3://{bucket}", PREFIX, options=server.options | changes, timeout=5)
+
+
+FAILURES: dict[str, tuple[Failure, str, bool]] = {
+    "denied": (Failure(403, "AccessDenied"), "access was denied", False),
+    "unauthenticated": (Failure(401, "InvalidAccessKeyId"), "access was denied", False),
+    "full": (Failure(507, "XMinioStorageFull"), "is full", True),
+    "quota": (Failure(403, "QuotaExceeded"), "is full", True),
+    "broken": (Failure(500, "InternalError"), "cannot be reached, or failed", True),
+    "slow down": (Failure(503, "SlowDown"), "cannot be reached, or failed", True),
+}
+
+
+@pytest.mark.parametrize("case", FAILURES.values(), ids=FAILURES)
+async def test_failure_of_the_store_is_our_error(
+    server: s3.Server, case: tuple[Failure, str, bool]
+) -> None:
+    failure, text, retryable = case
+    store, name = open_s3(server), new_name()
+    await store.put_stream(name, pieces_of(b"content"))
+    calls: list[Callable[[], Any]] = [
+        lambda: store.put_stream(new_name(), pieces_of(b"content")),
+        lambda: read(store, name, 7),
+        lambda: store.delete(name),
+        lambda: listed(store),
+    ]
+    for call in calls:
+        server.failures.append(failure)
+        with pytest.raises(ArtifactStoreError, match=text) as info:
+            await call()
+        assert info.value.retryable is retryable
+        assert_says_nothing(info.value, name)
+    assert len(await listed(store)) == 1
+
+
+def assert_says_nothing(error: BaseException, *more: str) -> None:
+    """No secret, address or name in the error or in one from which it was raised."""
+    seen: BaseException | None = error
+    while seen is not None:
+        for needle in (SECRET, "needle", "127.0.0.1", BUCKET, *more):
+            assert needle not in f"{seen} {seen!r} {vars(seen)}"
+        seen = seen.__cause__ or seen.__context__
+
+
+async def test_full_store_in_a_large_upload_leaves_nothing(
+    server: s3.Server, small_objects: None
+) -> None:
+    store = open_s3(server)
+    server.failures.extend([Failure(507, "StorageFull", "PUT")] * 3)
+    with pytest.raises(ArtifactStoreError, match="full"):
+        await store.put_stream(new_name(), pieces_of(content(20_500)))
+    server.failures.clear()
+    assert server.keys() == []
+
+
+async def test_missing_bucket_is_named(server: s3.Server) -> None:
+    store = open_s3(server, "another-bucket")
+    for call in (store.put_stream(new_name(), pieces_of(b"x")), listed(store)):
+        with pytest.raises(ArtifactStoreError, match="the bucket does not exist; create it"):
+            await call
+
+
+async def test_unreachable_store_is_our_error(server: s3.Server) -> None:
+    store = open_s3(server, endpoint="http://127.0.0.1:9")
+    for call in (store.put_stream(new_name(), pieces_of(b"x")), read(store, new_name(), 1)):
+        with pytest.raises(ArtifactStoreError, match="cannot be reached") as info:
+            await call
+        assert info.value.retryable
+        assert_says_nothing(info.value)
+
+
+async def test_store_that_does_not_answer_is_our_error(server: s3.Server) -> None:
+    store = open_store(f"s3://{BUCKET}", PREFIX, options=server.options, timeout=0.2)
+    server.delay = 1
+    start = time.monotonic()
+    with pytest.raises(ArtifactStoreError) as info:
+        await read(store, new_name(), 1)
+    assert info.value.retryable
+    assert time.monotonic() - start < 5
+    server.delay = 0
+
+
+async def test_temporary_failure_is_retried(server: s3.Server) -> None:
+    store = open_s3(server, retry_config={"max_retries": 3})
+    name = new_name()
+    server.failures.extend([Failure(503, "SlowDown")] * 2)
+    await store.put_stream(name, pieces_of(b"content"))
+    server.failures.append(Failure(500, "InternalError"))
+    assert await read(store, name, 7) == b"content"
+
+
+async def test_store_works_in_another_event_loop(store: BlobStore) -> None:
+    name = new_name()
+
+    async def use() -> bytes:
+        await store.put_stream(name, pieces_of(b"content"))
+        found = await read(store, name, 7)
+        await store.delete(name)
+        return found
+
+    assert await asyncio.to_thread(lambda: asyncio.run(use())) == b"content"
+    assert await use() == b"content"
+
+
+FORK = """
+import asyncio, os, sys
+from adk_secure_sessions.integrations.object_store import open_store
+store = open_store(sys.argv[1], "p")
+async def use():
+    return await store.size("0" * 32)
+asyncio.run(use())
+child = os.fork()
+if child == 0:
+    try:
+        asyncio.run(use())
+    except Exception as error:
+        print(type(error).__name__, error)
+    else:
+        print("works")
+    sys.stdout.flush()
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_forked_process_is_told_that_obstore_cannot_work(tmp_path: Path) -> None:
+    for where, text in (("memory://", "ConfigurationError this process was forked"),
+                        (str(tmp_path), "works")):  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", FORK, where],
+            capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert done.stdout.startswith(text), done.stderr
+
+
+# --- the directory -------------------------------------------------------------------------------
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+async def test_directory_is_readable_by_its_owner_alone(tmp_path: Path) -> None:
+    name = new_name()
+    await open_store(tmp_path / "new" / "blobs", PREFIX).put_stream(name, pieces_of(b"x"))
+    path = tmp_path / "new"
+    for part in ("blobs", PREFIX, name):
+        assert mode(path) == 0o700
+        path /= part
+    assert (mode(path), mode(path / "0")) == (0o700, 0o600)
+
+
+async def test_mode_of_a_directory_that_exists_stays(tmp_path: Path) -> None:
+    tmp_path.chmod(0o750)
+    open_store(tmp_path, PREFIX)
+    assert (mode(tmp_path), mode(tmp_path / PREFIX)) == (0o750, 0o700)
+
+
+async def test_blob_is_on_the_disk_before_it_is_acknowledged(tmp_path: Path) -> None:
+    name, synced = new_name(), []
+    store = open_store(tmp_path, PREFIX)
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        synced.append(os.path.relpath(os.readlink(f"/proc/self/fd/{descriptor}"), tmp_path))
+        real(descriptor)
+
+    with mock.patch("os.fsync", fsync):
+        await store.put_stream(name, pieces_of(b"x"))
+    assert synced == [f"{PREFIX}/{name}/0", f"{PREFIX}/{name}", PREFIX]
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "retryable"),
+    [
+        (errno.ENOSPC, "disk is full", True),
+        (errno.EDQUOT, "disk is full", True),
+        (errno.EACCES, "access was denied", False),
+        (errno.EROFS, "access was denied", False),
+        (errno.EIO, r"failed \(EIO\)", True),
+    ],
+)
+async def test_failure_of_the_file_system_is_our_error(
+    tmp_path: Path, code: int, text: str, retryable: bool
+) -> None:
+    store = open_store(tmp_path / "needle", PREFIX)
+    with (
+        mock.patch("os.fsync", side_effect=OSError(code, "needle")),
+        pytest.raises(ArtifactStoreError, match=text) as info,
+    ):
+        await store.put_stream(new_name(), pieces_of(b"content"))
+    assert info.value.retryable is retryable
+    assert "needle" not in str(info.value)
+    assert info.value.__context__ is None
+    assert await listed(store) == []
+
+
+def test_file_where_the_directory_should_be_is_our_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ArtifactStoreError, match="not a directory"):
+        open_store(tmp_path / "file", PREFIX)
+
+
+async def test_link_in_place_of_a_blob_is_not_followed(tmp_path: Path) -> None:
+    name, store = new_name(), open_store(tmp_path / "blobs", PREFIX)
+    (tmp_path / "secret").write_text("content")
+    (tmp_path / "blobs" / PREFIX / name).mkdir()
+    (tmp_path / "blobs" / PREFIX / name / "0").symlink_to(tmp_path / "secret")
+    with pytest.raises(SecureSessionError):
+        await read(store, name, 7)
+    with pytest.raises(ArtifactStoreError):
+        await store.put_stream(name, pieces_of(b"another"))
+    assert (tmp_path / "secret").read_text() == "content"
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes with names")
+async def test_pipe_in_place_of_a_blob_does_not_stop_the_reader(tmp_path: Path) -> None:
+    name, store = new_name(), open_store(tmp_path, PREFIX)
+    (tmp_path / PREFIX / name).mkdir()
+    os.mkfifo(tmp_path / PREFIX / name / "0")
+    with pytest.raises(SecureSessionError):
+        await read(store, name, 7)
+
+
+async def test_what_a_killed_writer_left_is_listed_and_deleted(tmp_path: Path) -> None:
+    store, empty, partial = open_store(tmp_path, PREFIX), "0" * 32, "1" * 32
+    (tmp_path / PREFIX / empty).mkdir()
+    (tmp_path / PREFIX / partial).mkdir()
+    (tmp_path / PREFIX / partial / "0").write_bytes(b"half")
+    os.utime(tmp_path / PREFIX / partial / "0", (1000, 1000))
+    os.utime(tmp_path / PREFIX / empty, (2000, 2000))
+    assert await listed(store) == [StoredBlob(empty, 0, 2000), StoredBlob(partial, 4, 1000)]
+    assert [blob.name for blob in await listed(store, older_than=1500)] == [partial]
+    for name in (empty, partial):
+        await store.delete(name)
+    assert list((tmp_path / PREFIX).iterdir()) == []
+
+
+async def test_relative_directory_stays_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    store, name = open_store("blobs", PREFIX), new_name()
+    await store.put_stream(name, pieces_of(b"x"))
+    monkeypatch.chdir("/")
+    assert await store.size(name) == 1
+
+
+# --- opening -------------------------------------------------------------------------------------
+
+
+def test_file_urls_and_paths_are_directories(tmp_path: Path) -> None:
+    from obstore.store import LocalStore
+
+    names: list[Path | str] = [str(tmp_path / "a b"), tmp_path / "a b", (tmp_path / "a b").as_uri()]
+    for number, store in enumerate(names):
+        opened = open_store(store, f"p{number}")
+        assert isinstance(opened._objects, BlobDirectory)
+        assert (tmp_path / "a b" / f"p{number}").is_dir()
+    open_store(LocalStore(tmp_path), "p")
+    assert (tmp_path / "p").is_dir()
+
+
+REJECTED: dict[str, tuple[Any, str]] = {
+    "empty": ("", "give a directory or a URL"),
+    "http": ("https://bucket/x", "begins with file://, s3://"),
+    "credentials": ("s3://needle:needle@bucket/x", "no credentials"),
+    "query": ("s3://bucket/x?secret=needle", "no credentials and no options"),
+    "no bucket": ("s3:///x", "name the bucket"),
+    "colon": ("s3:bucket", "has :// after its scheme"),
+    "file on a host": ("file://needle/x", "file:///PATH"),
+    "unparsable": ("s3://[needle/x", "begins with file://"),
+    "object": (object(), "S3Store, GCSStore"),
+}
+
+
+@pytest.mark.parametrize(("store", "text"), REJECTED.values(), ids=REJECTED)
+def test_store_that_cannot_be_opened_is_named(store: Any, text: str) -> None:
+    with pytest.raises(ConfigurationError, match=text) as info:
+        open_store(store, PREFIX)
+    assert_says_nothing(info.value)
+
+
+@pytest.mark.parametrize("options", [{"no_such_option": "needle"}, {"timeout": 3, "needle": 1}])
+def test_unknown_option_is_rejected(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match="check its options") as info:
+        open_store(f"s3://{BUCKET}", PREFIX, options=options)
+    assert_says_nothing(info.value)
+
+
+def test_directory_has_no_options(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="has no options"):
+        open_store(tmp_path, PREFIX, options={"region": "x"})
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az", "memory"])
+def test_missing_library_is_named_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(
+        ConfigurationError,
+        match=r"this artifact store needs obstore: pip install 'adk-secure-sessions\[artifacts\]'",
+    ):
+        open_store(f"{scheme}://bucket", PREFIX)
+
+
+def test_directory_needs_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    open_store(tmp_path, PREFIX)
+
+
+PLAIN = "http://10.0.0.1:9000"
+
+
+@pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"])
+def test_plain_http_of_the_environment_is_rejected_unless_allowed(
+    server: s3.Server, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, PLAIN)
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    with pytest.raises(ConfigurationError, match="an artifact store begins with https://"):
+        open_store(f"s3://{BUCKET}", PREFIX)
+    open_store(f"s3://{BUCKET}", PREFIX, allow_http=True)
+
+
+@pytest.mark.parametrize("address", [PLAIN, "HTTP://10.0.0.1", "http://127.0.0.1.example.com"])
+def test_plain_http_of_an_option_is_rejected(address: str) -> None:
+    with pytest.raises(ConfigurationError, match="begins with https://"):
+        open_store(f"s3://{BUCKET}", PREFIX, options={"endpoint": address, "region": "x"})
+
+
+async def test_environment_names_the_store_and_its_credentials(
+    server: s3.Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.address)
+    monkeypatch.setenv("AWS_REGION", s3.REGION)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3.ACCESS_KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    store, name = open_store(f"s3://{BUCKET}/some/where/", PREFIX), new_name()
+    await store.put_stream(name, pieces_of(b"x"))
+    assert server.keys() == [f"some/where/{PREFIX}/{name}/0"]
+    assert SECRET not in repr(store) + repr(vars(store)) + repr(store._objects)
+
+
+async def test_store_of_obstore_can_be_given(server: s3.Server) -> None:
+    from obstore.store import S3Store
+
+    made = S3Store(BUCKET, client_options={"allow_http": True}, **server.options)
+    store, name = open_store(made, PREFIX), new_name()
+    await store.put_stream(name, pieces_of(b"x"))
+    assert server.keys() == [f"{PREFIX}/{name}/0"]
+
+
+@pytest.mark.parametrize(
+    ("url", "options"),
+    [
+        ("gs://bucket/x", {"skip_signature": True}),
+        ("az://container/x", {"account_name": "clinic", "skip_signature": True}),
+    ],
+)
+def test_other_clouds_can_be_opened(url: str, options: dict[str, Any]) -> None:
+    open_store(url, PREFIX, options=options)
+
+
+@pytest.mark.parametrize("prefix", ["", "a/b", "..", "a b", "x" * 65])
+def test_prefix_is_one_simple_name(tmp_path: Path, prefix: str) -> None:
+    with pytest.raises(ValueError, match="a prefix is"):
+        open_store(tmp_path, prefix)
+
+
+# --- large ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["directory", "s3"])
+def test_soak_300_mb_are_streamed_at_flat_memory(kind: str, tmp_path: Path) -> None:
+    """In a process of its own, which measures its peak; moto keeps the blob in another."""
+    program = Path(__file__).with_name("stream_large.py")
+    environment = dict(os.environ, PYTHONPATH=str(Path(__file__).parents[2]))
+    with s3.running() as server:
+        where = f"s3://{BUCKET}" if kind == "s3" else str(tmp_path)
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", str(program), where, server.address, "300"],
+            capture_output=True, text=True, timeout=500, env=environment,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    grown = int(done.stdout)
+    assert grown < 100_000, f"{grown} KB more for 300 MB than for 30 MB"
+    assert OBJECT_LENGTH == 8 * 2**20

@@ -1,0 +1,236 @@
+"""Collections: items of a user that are stored like events, on every kind of database."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from adk_secure_sessions import AesGcmBackend, EncryptedSessionService, TamperedError
+from adk_secure_sessions.formats.events import encode_item
+from adk_secure_sessions.maintenance import Database, erase_user, purge, retire, rotate_data, verify
+from adk_secure_sessions.storage import Expected, StaleRevision
+from adk_secure_sessions.storage.store import MAX_NAME_BYTES
+from tests.maintenance.conftest import file_url, place, url  # noqa: F401 - fixtures
+from tests.maintenance.support import APP, OLD, event, query, run_sql
+
+BACKEND = AesGcmBackend(OLD)
+ITEMS = [encode_item({"n": n}) for n in range(5)]
+
+
+@pytest.fixture
+async def service(url: str) -> AsyncIterator[EncryptedSessionService]:  # noqa: F811
+    async with EncryptedSessionService(url, BACKEND) as service:
+        yield service
+
+
+async def fill(service: EncryptedSessionService, name: str = "c", user: str = "ada") -> Expected:
+    return [await service.collections.append(APP, user, name, item) for item in ITEMS][-1]
+
+
+async def test_items_are_read_back_in_order(service: EncryptedSessionService, url: str) -> None:  # noqa: F811
+    at = await fill(service)
+    for reader in (service, EncryptedSessionService(url, BACKEND)):
+        found = await reader.collections.get(APP, "ada", "c")
+        assert found is not None
+        assert found.items == tuple(ITEMS)
+        assert (found.at, found.size) == (at, 5)
+        last = await reader.collections.get(APP, "ada", "c", limit=2)
+        assert last is not None
+        assert last.items == tuple(ITEMS[3:])
+        assert await reader.collections.get(APP, "bob", "c") is None
+        assert await reader.collections.get(APP, "ada", "other") is None
+    await reader.close()
+
+
+async def test_collections_and_sessions_of_one_name_are_kept_apart(
+    service: EncryptedSessionService,
+) -> None:
+    await fill(service, "same")
+    assert await service.get_session(app_name=APP, user_id="ada", session_id="same") is None
+    session = await service.create_session(app_name=APP, user_id="ada", session_id="same")
+    await service.append_event(session, event(1))
+    for user_id in ("ada", None):
+        listing = await service.list_sessions(app_name=APP, user_id=user_id)
+        assert [one.id for one in listing.sessions] == ["same"]
+    assert [one.name for one in await service.collections.names(APP, "ada")] == ["same"]
+    await service.delete_session(app_name=APP, user_id="ada", session_id="same")
+    found = await service.collections.get(APP, "ada", "same")
+    assert found is not None
+    assert found.size == 5
+    assert await service.collections.delete(APP, "ada", "same")
+    assert not await service.collections.delete(APP, "ada", "same")
+    assert await service.collections.names(APP, "ada") == []
+
+
+async def test_concurrent_appends_lose_no_item(service: EncryptedSessionService, url: str) -> None:  # noqa: F811
+    async with EncryptedSessionService(url, BACKEND) as other:
+        await asyncio.gather(
+            *(
+                (service, other)[n % 2].collections.append(APP, "ada", "c", encode_item({"n": n}))
+                for n in range(20)
+            )
+        )
+        found = await other.collections.get(APP, "ada", "c")
+    assert found is not None
+    assert sorted(found.items) == sorted(encode_item({"n": n}) for n in range(20))
+
+
+async def test_append_at_an_old_position_is_rejected(service: EncryptedSessionService) -> None:
+    at = await fill(service)
+    await service.collections.append(APP, "ada", "c", ITEMS[0], expected=at)
+    with pytest.raises(StaleRevision):
+        await service.collections.append(APP, "ada", "c", ITEMS[1], expected=at)
+
+
+async def test_replaced_items_are_not_stored_any_more(
+    service: EncryptedSessionService,
+    url: str,  # noqa: F811
+) -> None:
+    at = await fill(service)
+    gone = encode_item({})
+    await service.collections.append(
+        APP, "ada", "c", ITEMS[4], expected=at, replaced={1: gone, 3: gone}
+    )
+    async with EncryptedSessionService(url, BACKEND) as reader:
+        found = await reader.collections.get(APP, "ada", "c")
+    assert found is not None
+    assert found.items == (ITEMS[0], gone, ITEMS[2], gone, ITEMS[4], ITEMS[4])
+    async with Database(url, BACKEND) as db:
+        assert (await verify(db)).bad == 0
+
+
+async def test_rotation_and_retirement_include_collections(
+    service: EncryptedSessionService,
+    url: str,  # noqa: F811
+) -> None:
+    await fill(service)
+    await service.create_session(app_name=APP, user_id="ada", session_id="s")
+    async with Database(url, BACKEND) as db:
+        assert (await rotate_data(db)).left == 0
+        assert (await retire(db)).data_keys == 2  # of the app and of the user
+        assert (await verify(db)).bad == 0
+    async with EncryptedSessionService(url, BACKEND) as reader:
+        found = await reader.collections.get(APP, "ada", "c")
+    assert found is not None
+    assert found.items == tuple(ITEMS)
+
+
+async def test_erasing_a_user_erases_the_collections(
+    service: EncryptedSessionService,
+    place: sa.URL,  # noqa: F811
+    url: str,  # noqa: F811
+) -> None:
+    await fill(service)
+    await fill(service, user="bob")
+    async with Database(url, BACKEND) as db:
+        await erase_user(db, APP, "ada")
+        assert (await verify(db)).bad == 0
+    assert await service.collections.get(APP, "ada", "c") is None
+    assert query(place, "SELECT count(*) FROM secure_events") == [(5,)]
+
+
+async def test_purge_leaves_collections(service: EncryptedSessionService, url: str) -> None:  # noqa: F811
+    from datetime import timedelta
+
+    await fill(service)
+    await service.create_session(app_name=APP, user_id="ada", session_id="s")
+    async with Database(url, BACKEND) as db:
+        assert (await purge(db, timedelta(), dry_run=True)).deleted == 1
+        assert (await purge(db, timedelta())).deleted == 1
+    found = await service.collections.get(APP, "ada", "c")
+    assert found is not None
+    assert found.size == 5
+
+
+CHANGES = {
+    "an item was deleted": "DELETE FROM secure_events WHERE seq = 2",
+    "the last item was deleted": "DELETE FROM secure_events WHERE seq = 4",
+    "two items were exchanged": "UPDATE secure_events SET seq = 1 - seq + 100 WHERE seq < 2",
+    "the collection became a session": "UPDATE secure_sessions SET base_revision = -1",
+    "its witness was deleted": "DELETE FROM secure_witnesses WHERE number IN "
+    "(SELECT id FROM secure_sessions)",
+    "its row was deleted": "DELETE FROM secure_sessions",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+async def test_change_behind_the_services_back_is_rejected(
+    file_url: str,  # noqa: F811
+    tmp_path: Path,
+    change: str,
+) -> None:
+    async with EncryptedSessionService(file_url, BACKEND) as service:
+        await fill(service)
+    stored = sa.URL.create("sqlite", database=f"{tmp_path}/sessions.db")
+    run_sql(stored, change)
+    if "100" in change:
+        run_sql(stored, "UPDATE secure_events SET seq = seq - 100 WHERE seq >= 100")
+    async with EncryptedSessionService(file_url, BACKEND) as service:
+        with pytest.raises(TamperedError):
+            await service.collections.get(APP, "ada", "c")
+    async with Database(file_url, BACKEND) as db:
+        assert (await verify(db)).bad >= 1
+
+
+async def test_replay_of_an_older_row_is_rejected(file_url: str, tmp_path: Path) -> None:  # noqa: F811
+    stored = sa.URL.create("sqlite", database=f"{tmp_path}/sessions.db")
+    async with EncryptedSessionService(file_url, BACKEND) as service:
+        await fill(service)
+        ((old, revision),) = query(stored, "SELECT state, revision FROM secure_sessions")
+        await service.collections.append(APP, "ada", "c", ITEMS[0])
+    with sa.create_engine(stored).begin() as connection:
+        row = {"old": old, "revision": revision}
+        connection.execute(
+            sa.text("UPDATE secure_sessions SET state = :old, revision = :revision"), row
+        )
+    async with EncryptedSessionService(file_url, BACKEND) as service:
+        for call in (service.collections.get, service.collections.append):
+            with pytest.raises(TamperedError):
+                await call(
+                    APP, "ada", "c", *([ITEMS[0]] if call == service.collections.append else [])
+                )
+        with pytest.raises(TamperedError):
+            await service.collections.names(APP, "ada")
+
+
+async def test_database_with_collections_names_the_feature(file_url: str, tmp_path: Path) -> None:  # noqa: F811
+    stored = sa.URL.create("sqlite", database=f"{tmp_path}/sessions.db")
+    features = "SELECT value FROM secure_meta WHERE name = 'features'"
+    async with EncryptedSessionService(file_url, BACKEND) as service:
+        await service.create_session(app_name=APP, user_id="ada")
+        assert query(stored, features)[0][0].startswith("- ")
+        await fill(service)
+        assert query(stored, features)[0][0].startswith("collections ")
+
+
+async def test_only_earlier_items_are_replaced(service: EncryptedSessionService) -> None:
+    at = await fill(service)
+    append = service.collections.append
+    for number, expected in ((5, at), (-1, at), (1, None)):
+        with pytest.raises(ValueError, match="replaced"):
+            await append(APP, "ada", "c", ITEMS[0], expected=expected, replaced={number: ITEMS[0]})
+    found = await service.collections.get(APP, "ada", "c")
+    assert found is not None
+    assert found.items == tuple(ITEMS)
+
+
+@pytest.mark.parametrize("character", ["x", "é", "\ud800"])
+async def test_name_that_is_too_long_is_rejected(file_url: str, character: str) -> None:  # noqa: F811
+    longest = character * (MAX_NAME_BYTES // len(character.encode("utf-8", "surrogatepass")))
+    async with EncryptedSessionService(file_url, BACKEND) as service:
+        await service.collections.append(APP, "ada", longest, ITEMS[0])
+        assert [one.name for one in await service.collections.names(APP, "ada")] == [longest]
+        with pytest.raises(ValueError, match="at most"):
+            await service.collections.append(APP, "ada", longest + character, ITEMS[0])
+
+
+async def test_collection_without_items_is_not_there(file_url: str) -> None:  # noqa: F811
+    """The process that was creating it has stopped before it stored the first item."""
+    async with EncryptedSessionService(file_url, BACKEND) as service:
+        await service.collections._position(APP, "ada", "c")
+        assert await service.collections.names(APP, "ada") == []
+        assert await service.collections.get(APP, "ada", "c") is None
+        await fill(service)
+        assert [one.size for one in await service.collections.names(APP, "ada")] == [5]

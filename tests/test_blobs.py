@@ -1,0 +1,389 @@
+"""Blobs: chunks of any pieces, ranges, and every change that is rejected."""
+
+import hashlib
+import json
+import os
+import re
+import tracemalloc
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adk_secure_sessions import Reason, TamperedError
+from adk_secure_sessions.formats import blobs
+from adk_secure_sessions.formats.blobs import (
+    CHUNK_LENGTH,
+    HEADER,
+    SEALED_LENGTH,
+    BlobDecryptor,
+    BlobEncryptor,
+    decrypt_pieces,
+    decrypt_stream,
+    encrypt_pieces,
+    encrypt_stream,
+    encrypted_size,
+)
+from adk_secure_sessions.integrations import object_store
+from tests import format_reader
+
+VECTORS = json.loads((Path(__file__).parent / "vectors" / "blobs.json").read_text(encoding="utf-8"))
+PAGE = (Path(__file__).parent.parent / "docs" / "format.md").read_text(encoding="utf-8")
+SIZES = [0, 1, CHUNK_LENGTH - 1, CHUNK_LENGTH, CHUNK_LENGTH + 1, 3 * CHUNK_LENGTH, 200_000]
+
+
+def plaintext_of(size: int) -> bytes:
+    return hashlib.shake_256(b"plaintext").digest(size)
+
+
+def made(size: int) -> tuple[bytes, bytes]:
+    """The key and the blob of `plaintext_of(size)`."""
+    encryptor = BlobEncryptor()
+    blob = b"".join(encrypt_pieces(encryptor, [plaintext_of(size)]))
+    assert encryptor.size == size
+    return encryptor.key, blob
+
+
+def opened(key: bytes, size: int, *pieces: bytes, start: int = 0, stop: int | None = None) -> bytes:
+    return b"".join(decrypt_pieces(BlobDecryptor(key, size, start, stop), pieces))
+
+
+def rejection(key: bytes, size: int, *pieces: bytes) -> Reason:
+    with pytest.raises(TamperedError) as info:
+        opened(key, size, *pieces)
+    return info.value.reason
+
+
+def cut(data: bytes, lengths: list[int]) -> Iterator[bytes]:
+    """*data* in pieces of these lengths, and the rest in one."""
+    for length in lengths:
+        yield data[:length]
+        data = data[length:]
+    yield data
+
+
+# --- what is written can be read -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_blob_has_the_length_that_its_size_requires(size: int) -> None:
+    assert len(made(size)[1]) == encrypted_size(size)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_blob_is_decrypted_from_pieces_of_any_length(size: int) -> None:
+    key, blob = made(size)
+    assert opened(key, size, blob) == plaintext_of(size)
+    assert opened(key, size, *cut(blob, [1, 3, 2, 0, 65535, 1])) == plaintext_of(size)
+    if size < 100:
+        assert opened(key, size, *(bytes([byte]) for byte in blob)) == plaintext_of(size)
+
+
+LENGTHS = st.lists(
+    st.integers(0, 20) | st.sampled_from([CHUNK_LENGTH, SEALED_LENGTH, 65537]), max_size=8
+)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 200_000) | st.sampled_from(SIZES), LENGTHS, LENGTHS)
+def test_pieces_do_not_matter(size: int, written: list[int], read: list[int]) -> None:
+    plaintext = plaintext_of(size)
+    encryptor = BlobEncryptor()
+    blob = b"".join(encrypt_pieces(encryptor, cut(plaintext, written)))
+    assert len(blob) == encrypted_size(size)
+    assert opened(encryptor.key, size, *cut(blob, read)) == plaintext
+
+
+@settings(deadline=None)
+@given(st.integers(0, 200_000), st.data())
+def test_range_is_read_from_its_own_chunks(size: int, data: st.DataObject) -> None:
+    key, blob = made(size)
+    start = data.draw(st.integers(0, size))
+    stop = data.draw(st.integers(start, size))
+    decryptor = BlobDecryptor(key, size, start, stop)
+    assert decryptor.end - decryptor.first <= stop - start + 2 * SEALED_LENGTH
+    pieces = cut(blob[decryptor.first : decryptor.end], data.draw(LENGTHS))
+    assert b"".join(decrypt_pieces(decryptor, pieces)) == plaintext_of(size)[start:stop]
+
+
+async def test_streams_give_the_same_as_pieces() -> None:
+    async def each(*pieces: bytes) -> AsyncIterator[bytes]:
+        for piece in pieces:
+            yield piece
+
+    plaintext, encryptor = plaintext_of(200_000), BlobEncryptor()
+    pieces = [piece async for piece in encrypt_stream(encryptor, each(plaintext, b"", b"end"))]
+    decryptor = BlobDecryptor(encryptor.key, 200_003)
+    found = [piece async for piece in decrypt_stream(decryptor, each(*pieces))]
+    assert b"".join(found) == plaintext + b"end"
+
+
+def test_bytearray_and_memoryview_are_pieces_too() -> None:
+    encryptor = BlobEncryptor()
+    pieces: list[Any] = [bytearray(b"ab"), memoryview(b"cd")]
+    blob = b"".join(encrypt_pieces(encryptor, pieces))
+    assert opened(encryptor.key, 4, blob) == b"abcd"
+
+
+def test_each_blob_has_a_key_of_its_own() -> None:
+    assert BlobEncryptor().key != BlobEncryptor().key
+
+
+def test_memory_does_not_grow_with_the_blob() -> None:
+    def peak(count: int) -> int:
+        piece = bytes(100_000)
+        encryptor = BlobEncryptor()
+        pieces = encrypt_pieces(encryptor, (piece for _ in range(count)))
+        tracemalloc.start()
+        try:
+            decryptor = BlobDecryptor(encryptor.key, count * len(piece))
+            assert sum(map(len, decrypt_pieces(decryptor, pieces))) == count * len(piece)
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    assert peak(200) < 1.2 * peak(10) < 2_000_000
+
+
+@pytest.mark.parametrize("method", ["update", "finish"])
+def test_finished_encryptor_encrypts_nothing_more(method: str) -> None:
+    encryptor = BlobEncryptor()
+    encryptor.finish()
+    with pytest.raises(ValueError, match="finished"):
+        encryptor.finish() if method == "finish" else encryptor.update(b"more")
+
+
+@pytest.mark.parametrize(("start", "stop"), [(-1, 2), (2, 1), (0, 11), (11, 11)])
+def test_range_outside_the_blob_is_an_error(start: int, stop: int) -> None:
+    with pytest.raises(ValueError, match="not within 10 bytes"):
+        BlobDecryptor(bytes(32), 10, start, stop)
+
+
+def test_blob_that_is_too_large_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blobs, "MAX_SIZE", 10)
+    encryptor = BlobEncryptor()
+    encryptor.update(bytes(10))
+    with pytest.raises(ValueError, match="at most 10 bytes"):
+        encryptor.update(b"x")
+
+
+# --- what is rejected ----------------------------------------------------------------------------
+
+SIZE = 2 * CHUNK_LENGTH + 100
+KEY, BLOB = made(SIZE)
+CHUNKS = [BLOB[at : at + SEALED_LENGTH] for at in range(len(HEADER), len(BLOB), SEALED_LENGTH)]
+OTHER_KEY, OTHER = made(SIZE)
+
+
+def joined(*chunks: bytes) -> bytes:
+    return HEADER + b"".join(chunks)
+
+
+def test_every_modified_byte_of_a_small_blob_is_rejected() -> None:
+    key, blob = made(20)
+    for position in range(len(blob)):
+        for change in (1, 0x80, 0xFF):
+            modified = bytearray(blob)
+            modified[position] ^= change
+            expected = Reason.MALFORMED if position < len(HEADER) else Reason.AUTHENTICATION
+            assert rejection(key, 20, bytes(modified)) is expected
+
+
+@pytest.mark.parametrize("length", [0, 1, 4, 5, 21, len(BLOB) - 100, len(BLOB) - 1])
+def test_cut_blob_is_rejected(length: int) -> None:
+    assert rejection(KEY, SIZE, BLOB[:length]) in (Reason.MISMATCH, Reason.AUTHENTICATION)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_blob_cut_between_chunks_is_rejected(count: int) -> None:
+    assert rejection(KEY, SIZE, joined(*CHUNKS[:count])) is Reason.MISMATCH
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_last_chunk_flag_alone_rejects_a_cut(count: int) -> None:
+    """Even if the size fits, a chunk that was not the last is not taken for the last."""
+    assert rejection(KEY, count * CHUNK_LENGTH, joined(*CHUNKS[:count])) is Reason.AUTHENTICATION
+
+
+@pytest.mark.parametrize("more", [b"x", bytes(SEALED_LENGTH), CHUNKS[2], BLOB])
+def test_extended_blob_is_rejected(more: bytes) -> None:
+    assert rejection(KEY, SIZE, BLOB + more) is Reason.MISMATCH
+    assert rejection(KEY, SIZE, BLOB, more) is Reason.MISMATCH
+
+
+def test_last_chunk_flag_alone_rejects_more_chunks() -> None:
+    key, blob = made(CHUNK_LENGTH)
+    _, other = made(CHUNK_LENGTH)
+    assert rejection(key, 2 * CHUNK_LENGTH, blob + other[5:]) is Reason.AUTHENTICATION
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        (CHUNKS[1], CHUNKS[0], CHUNKS[2]),
+        (CHUNKS[0], CHUNKS[0], CHUNKS[2]),
+        (CHUNKS[1], CHUNKS[1], CHUNKS[2]),
+        (OTHER[5 : 5 + SEALED_LENGTH], *CHUNKS[1:]),
+        (*CHUNKS[:2], OTHER[-116:]),
+    ],
+    ids=["swapped", "first repeated", "second repeated", "another's first", "another's last"],
+)
+def test_moved_chunk_is_rejected(chunks: tuple[bytes, ...]) -> None:
+    assert rejection(KEY, SIZE, joined(*chunks)) is Reason.AUTHENTICATION
+
+
+def test_blob_of_another_key_is_rejected() -> None:
+    assert rejection(KEY, SIZE, OTHER) is Reason.AUTHENTICATION
+    assert rejection(OTHER_KEY, SIZE, BLOB) is Reason.AUTHENTICATION
+
+
+@pytest.mark.parametrize(
+    ("header", "text"),
+    [
+        (b"AKSB\x02", "version 2, which this release does not know"),
+        (b"AKSB\x00", "version 0"),
+        (b"AKS\x02\x01", "not an encrypted blob"),
+        (b"%PDF-", "not an encrypted blob"),
+    ],
+)
+def test_other_header_is_rejected(header: bytes, text: str) -> None:
+    with pytest.raises(TamperedError, match=text) as info:
+        opened(KEY, SIZE, header + BLOB[5:])
+    assert info.value.reason is Reason.MALFORMED
+
+
+@pytest.mark.parametrize("size", [0, SIZE - 1, SIZE + 1, SIZE + CHUNK_LENGTH, 2 * CHUNK_LENGTH])
+def test_size_of_another_record_is_rejected(size: int) -> None:
+    assert rejection(KEY, size, BLOB) in (Reason.MISMATCH, Reason.AUTHENTICATION)
+
+
+def test_plaintext_before_the_modified_chunk_is_the_only_plaintext() -> None:
+    modified = bytearray(BLOB)
+    modified[5 + SEALED_LENGTH] ^= 1
+    decryptor = BlobDecryptor(KEY, SIZE)
+    assert decryptor.update(modified[: 5 + SEALED_LENGTH]) == plaintext_of(SIZE)[:CHUNK_LENGTH]
+    with pytest.raises(TamperedError, match="chunk 1"):
+        decryptor.update(modified[5 + SEALED_LENGTH :])
+
+
+def test_stream_that_ends_early_is_rejected_at_its_end() -> None:
+    decryptor = BlobDecryptor(KEY, SIZE)
+    decryptor.update(BLOB[:-1])
+    with pytest.raises(TamperedError, match="shorter") as info:
+        decryptor.finish()
+    assert info.value.reason is Reason.MISMATCH
+
+
+def test_range_of_a_moved_chunk_is_rejected() -> None:
+    decryptor = BlobDecryptor(KEY, SIZE, CHUNK_LENGTH, CHUNK_LENGTH + 10)
+    assert (decryptor.first, decryptor.end) == (5 + SEALED_LENGTH, 5 + 2 * SEALED_LENGTH)
+    with pytest.raises(TamperedError):
+        decryptor.update(CHUNKS[0])
+
+
+@pytest.mark.parametrize("key", [b"", bytes(16), bytes(31), bytes(33)])
+def test_key_of_another_length_is_an_error_that_hides_it(key: bytes) -> None:
+    with pytest.raises(ValueError, match="32 bytes") as info:
+        BlobDecryptor(key, 1)
+    assert all(key not in frame.frame.f_locals.values() for frame in info.traceback[1:])
+
+
+def test_objects_that_hold_the_key_show_none() -> None:
+    encryptor = BlobEncryptor()
+    for holder in (encryptor, BlobDecryptor(encryptor.key, 1)):
+        assert encryptor.key.hex() not in repr(holder)
+        with pytest.raises(TypeError, match="pickled"):
+            json.dumps(holder.__reduce_ex__(4))
+
+
+# --- vectors -------------------------------------------------------------------------------------
+
+ACCEPTED = {case["name"]: case for case in VECTORS["blobs"]}
+REJECTED, RANGES = VECTORS["rejected"], VECTORS["ranges"]
+
+
+def name_of(case: dict[str, Any]) -> str:
+    return str(case["name"])
+
+
+def vector_plaintext(case: dict[str, Any]) -> bytes:
+    return hashlib.shake_256(case["label"].encode()).digest(case["size"])
+
+
+def vector_blob(case: dict[str, Any]) -> bytes:
+    with mock.patch("os.urandom", return_value=bytes.fromhex(case["key"])):
+        encryptor = BlobEncryptor()
+    return b"".join(encrypt_pieces(encryptor, [vector_plaintext(case)]))
+
+
+def changed(case: dict[str, Any]) -> bytes:
+    """The blob of a case to reject: slices of others, then single bits."""
+    blob = bytearray(bytes.fromhex(case.get("header", "")))
+    for name, start, stop in case["slices"]:
+        blob += vector_blob(ACCEPTED[name])[start:stop]
+    for position in case["flips"]:
+        blob[position] ^= 1
+    return bytes(blob)
+
+
+@pytest.mark.parametrize("case", ACCEPTED.values(), ids=name_of)
+def test_encryption_gives_exactly_the_blob_of_the_vector(case: dict[str, Any]) -> None:
+    blob = vector_blob(case)
+    assert hashlib.sha256(blob).hexdigest() == case["blob_sha256"]
+    assert blob.hex() == case.get("blob", blob.hex())
+    plaintext = vector_plaintext(case)
+    key = bytes.fromhex(case["key"])
+    assert opened(key, case["size"], blob) == plaintext
+    assert format_reader.open_blob(blob, key, case["size"]) == plaintext
+
+
+@pytest.mark.parametrize("case", REJECTED, ids=name_of)
+def test_blob_is_rejected_as_the_vector_says(case: dict[str, Any]) -> None:
+    blob, key = changed(case), bytes.fromhex(case["key"])
+    assert rejection(key, case["size"], blob) == case["reason"]
+    with pytest.raises(format_reader.Refused):
+        format_reader.open_blob(blob, key, case["size"])
+
+
+@pytest.mark.parametrize("case", RANGES, ids=name_of)
+def test_range_is_read_from_the_bytes_of_the_vector(case: dict[str, Any]) -> None:
+    of = ACCEPTED[case["of"]]
+    key, (start, stop), (first, end) = bytes.fromhex(of["key"]), case["plaintext"], case["blob"]
+    decryptor = BlobDecryptor(key, of["size"], start, stop)
+    assert (decryptor.first, decryptor.end) == (first, end)
+    pieces = [vector_blob(of)[first:end]]
+    expected = vector_plaintext(of)[start:stop]
+    assert b"".join(decrypt_pieces(decryptor, pieces)) == expected
+
+
+def test_example_in_the_page_is_a_blob() -> None:
+    text = PAGE.partition("this is the blob of the plaintext `hello`:")[2].partition("###")[0]
+    key, nonce, *blob = (bytes.fromhex(digits) for digits in re.findall("`([0-9a-f]+)`", text))
+    assert [len(part) for part in blob] == [len(HEADER), 5, 16]
+    assert opened(key, 5, b"".join(blob)) == b"hello"
+    assert AESGCM(key).decrypt(nonce, b"".join(blob[1:]), blob[0]) == b"hello"
+
+
+def test_page_gives_the_lengths() -> None:
+    text = PAGE.partition("\n## Blobs\n")[2].partition("\n## What a reader must check\n")[0]
+    assert f"`{blobs.MAGIC.decode()}` ({blobs.MAGIC.hex(' ')})" in text
+    assert f"| 4 | version | {blobs.VERSION:02x} |" in text
+    assert f"chunks of {CHUNK_LENGTH} bytes" in text
+    assert f"{len(HEADER)} + {SEALED_LENGTH} \N{MULTIPLICATION SIGN} *i*" in text
+    assert f"at most {object_store.OBJECT_LENGTH:,} bytes (8 MiB)" in text
+    assert blobs.MAX_SIZE == 2**48
+    assert "at most 2^48" in text
+
+
+@pytest.mark.soak
+def test_soak_pieces_of_random_lengths() -> None:
+    for _ in range(200):
+        size = int.from_bytes(os.urandom(4)) % 1_000_000
+        key, blob = made(size)
+        lengths = [int.from_bytes(os.urandom(3)) % 100_000 for _ in range(20)]
+        assert opened(key, size, *cut(blob, lengths)) == plaintext_of(size)
