@@ -123,6 +123,11 @@ class EncryptedSessionService(KeyMaterial, BaseSessionService):
         read_timeout: float | None = 60.0,
         **engine_kwargs: Any,
     ) -> None:
+        if backend is None and "uri" in engine_kwargs:  # as services.yaml of google-adk calls it
+            raise ConfigurationError(
+                "in services.yaml, the class of this service is "
+                "adk_secure_sessions.integrations.adk.session_service"
+            )
         if backend is None:
             raise ConfigurationError("give a backend, for example AesGcmBackend(key)")
         backends = register(backend, additional_backends)
@@ -141,6 +146,11 @@ class EncryptedSessionService(KeyMaterial, BaseSessionService):
         self._collections = Collections(unit)
         self._skip = skip_unreadable_sessions
         self._locks = LoopLocks()
+
+    @property
+    def backend(self) -> EncryptionBackend:
+        """The backend that encrypts everything that is written."""
+        return self._store.unit.backends.writer
 
     @property
     def collections(self) -> Collections:
