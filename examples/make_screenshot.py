@@ -44,11 +44,6 @@ def picture_of_page(tab: Tab, url: str) -> bytes:
     tab.open(f"{url}/dev-ui/?app={AGENT}&userId=ada")
     tab.send("textarea", MESSAGE)
     tab.wait_for("I have noted")
-    # A dialog asks whether Google may collect usage data.
-    button = "[...document.querySelectorAll('button')].find(b => b.innerText.includes('No Thanks'))"
-    if tab.evaluate(f"Boolean({button})"):
-        tab.evaluate(f"{button}.click()")
-        tab.wait_until(f"!{button}")
     tab.evaluate(
         "document.head.appendChild(document.createElement('style')).textContent = "
         f"'{WITHOUT_ICONS}'"

@@ -116,7 +116,7 @@ class Tab:
                     "Input.dispatchKeyEvent",
                     type=kind, key="Enter", code="Enter", windowsVirtualKeyCode=13, text="\r",
                 )  # fmt: skip
-            until = time.monotonic() + 2
+            until = time.monotonic() + 15
             while time.monotonic() < until and not is_sent:
                 is_sent = self.evaluate(f"!{field}.value")
                 time.sleep(0.05)

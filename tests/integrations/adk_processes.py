@@ -28,6 +28,8 @@ BIN = Path(sys.executable).parent
 AGENT = "receptionist"
 KEY_VARIABLE = "ADK_SESSIONS_KEY"
 URI = f"encrypted+sqlite:///./sessions.db?key=env:{KEY_VARIABLE}"
+# Otherwise the page of `adk web` asks in a dialog, which takes the focus at any moment.
+_NO_TELEMETRY = b'{"telemetry": false}'
 _PATIENCE = 120.0  # seconds
 
 
@@ -42,6 +44,8 @@ class Place:
             ROOT / "examples" / "adk_agent", self.agents, ignore=shutil.ignore_patterns("__pyc*")
         )
         (directory / "tmp").mkdir()
+        (directory / ".adk").mkdir()
+        (directory / ".adk" / "config.json").write_bytes(_NO_TELEMETRY)
         self.environment = {
             name: value
             for name, value in os.environ.items()
@@ -109,11 +113,12 @@ class Place:
 
     def files(self) -> dict[str, bytes]:
         """The contents of every file that a command wrote, by name."""
-        return {
+        found = {
             str(path.relative_to(self.directory)): path.read_bytes()
             for path in sorted(self.directory.rglob("*"))
             if path.is_file() and path.suffix not in (".py", ".yaml")
         }
+        return {name: data for name, data in found.items() if data != _NO_TELEMETRY}
 
     def needles(self) -> dict[str, set[str]]:
         """The needles in each file that has one."""
