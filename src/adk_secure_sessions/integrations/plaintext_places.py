@@ -157,16 +157,15 @@ PLACES: Mapping[str, Place] = {
             "Sessions that were added to an evaluation set.",
             "`*.evalset.json` beside the agent, or the bucket of `--eval_storage_uri`",
             "off",
-            "Do not add sessions to evaluation sets: run `adk api_server` instead of `adk web`; "
-            "delete the files.",
+            "Do not add sessions to evaluation sets, or use `InMemoryEvalSetsManager` in your own "
+            "code; delete the files.",
         ),
         Place(
             "eval-results",
             "Conversations of evaluations.",
             "`.adk/eval_history` beside the agent, or the bucket of `--eval_storage_uri`",
             "on in `adk eval` and in evaluations of `adk web`",
-            "Evaluate with invented data only, or with `InMemoryEvalSetsManager` and "
-            "`LocalEvalService` in your own code; delete the files.",
+            "Evaluate with invented data only; delete the files.",
         ),
         Place(
             "test-files",
