@@ -89,7 +89,7 @@ def plugins() -> list[Any]:
 
 async def run(app: App, texts: list[str], run_config: RunConfig) -> None:
     async with InMemoryRunner(app=app) as runner:
-        ids = {"user_id": USER, "session_id": SESSION}
+        ids: dict[str, Any] = {"user_id": USER, "session_id": SESSION}
         await runner.session_service.create_session(app_name=runner.app_name, **ids)
         for text in texts:
             message = types.Content(role="user", parts=[types.Part(text=text)])
@@ -101,7 +101,7 @@ async def run(app: App, texts: list[str], run_config: RunConfig) -> None:
 async def live(text: str) -> None:
     agent = LlmAgent(name="agent", model=LiveLlm())
     async with InMemoryRunner(agent=agent, app_name="app") as runner:
-        ids = {"user_id": USER, "session_id": SESSION}
+        ids: dict[str, Any] = {"user_id": USER, "session_id": SESSION}
         session = await runner.session_service.create_session(app_name="app", **ids)
         from google.adk.events.event import Event
 
