@@ -7,6 +7,7 @@ applies the setting of docs/adk-plaintext.md, and checks that the needles are go
 
 import contextlib
 import http.server
+import inspect
 import json
 import logging
 import re
@@ -45,6 +46,7 @@ from adk_secure_sessions.integrations.plaintext_places import PLACES
 from tests.attacks.needles import SESSION, USER, found_in, needle
 from tests.cli.support import run
 from tests.conformance.agents import offline_agent
+from tests.conformance.support import ADK
 from tests.integrations.adk_processes import AGENT, Place
 from tests.pages import DOCS, ROOT
 
@@ -143,9 +145,9 @@ def test_telemetry_has_content_until_each_setting_is_off(tmp_path: Path) -> None
         file=file,
     )
     assert on.spans >= CONTENT | ALWAYS
-    assert off.spans == ALWAYS
-    assert live.spans == {SESSION, needle("text")}, "also in the newest schema"
-    assert live_off.spans == {SESSION}
+    assert off.spans - {USER} == ALWAYS  # older releases always add the user id
+    assert live.spans - {USER} == {SESSION, needle("text")}, "also in the newest schema"
+    assert live_off.spans - {USER} == {SESSION}
     for one in (on, live):
         assert one.leaks == {"span-content", "sqlite-spans", "telemetry-exporter"}
     for one in (off, live_off, mcp_off):
@@ -279,26 +281,32 @@ async def test_debug_logs_quote_users_and_models(
 
 @tries("info-logs")
 async def test_info_logs_quote_messages_of_run_debug(log: Callable[[int], Lines]) -> None:
-    for level, found in ((logging.INFO, {needle("text"), SESSION}), (logging.WARNING, set())):
+    # Older releases print them instead.
+    quoted = {needle("text"), SESSION} if "'User > %s'" in inspect.getsource(Runner) else set()
+    for level, found in ((logging.INFO, quoted), (logging.WARNING, set())):
         lines = log(level)
         async with InMemoryRunner(agent=offline_agent(), app_name="app") as runner:
             await runner.run_debug(needle("text"), **IDS)
         assert lines.found() == found
-        assert ("info-logs" in reported()) == bool(found)
+        assert ("info-logs" in reported()) == (level == logging.INFO)
         assert "debug-logs" not in reported()
+
+
+async def rewind() -> None:
+    """Rewind a session to a state with a needle."""
+    async with InMemoryRunner(agent=offline_agent(), app_name="app") as runner:
+        await say(runner, f"call remember {needle('argument')}", "call remember other")
+        session = await runner.session_service.get_session(app_name="app", **IDS)
+        assert session is not None
+        last = session.events[-1].invocation_id
+        await runner.rewind_async(**IDS, rewind_before_invocation_id=last)
 
 
 @tries("rewind-log")
 async def test_log_of_a_rewind_has_the_state_that_it_restores(log: Callable[[int], Lines]) -> None:
     for level, found in ((logging.INFO, {needle("argument")}), (logging.WARNING, set())):
         lines = log(level)
-        async with InMemoryRunner(agent=offline_agent(), app_name="app") as runner:
-            await say(runner, f"call remember {needle('argument')}", "call remember other")
-            session = await runner.session_service.get_session(app_name="app", **IDS)
-            assert session is not None
-            await runner.rewind_async(
-                **IDS, rewind_before_invocation_id=session.events[-1].invocation_id
-            )
+        await rewind()
         assert lines.found() == found
         assert ("rewind-log" in reported()) == bool(found)
 
@@ -372,10 +380,9 @@ async def test_log_directory_has_what_the_level_allows(
     monkeypatch.setattr(root, "handlers", [])
     level = root.level
     try:
-        for set_to, found in ((logging.INFO, {needle("text")}), (logging.WARNING, set())):
+        for set_to, found in ((logging.INFO, {needle("argument")}), (logging.WARNING, set())):
             path = Path(logs.log_to_tmp_folder(set_to, log_file_prefix=str(set_to)))
-            async with InMemoryRunner(agent=offline_agent(), app_name="app") as runner:
-                await runner.run_debug(needle("text"), quiet=False)
+            await rewind()
             assert found_in(path.read_bytes()) == found
             assert "log-directory" in reported()
             assert str(path) in {leak.where for leak in check_files(tmp_path)} or not found
@@ -522,7 +529,7 @@ async def test_bigquery_plugin_sends_events_unless_it_is_disabled(
         async with runner_with(plugin) as runner:
             assert ("bigquery-plugin" in reported(runner)) == enabled
             await say(runner, needle("text"))
-        assert bool(opened) == enabled
+        assert bool(opened) == enabled or ADK < (2, 0)  # which connects, but sends nothing
 
 
 # --- services -------------------------------------------------------------------------------------
