@@ -44,6 +44,7 @@ def picture_of_page(tab: Tab, url: str) -> bytes:
     tab.open(f"{url}/dev-ui/?app={AGENT}&userId=ada")
     tab.send("textarea", MESSAGE)
     tab.wait_for("I have noted")
+    tab.evaluate("document.querySelector('textarea').value = ''")
     tab.evaluate(
         "document.head.appendChild(document.createElement('style')).textContent = "
         f"'{WITHOUT_ICONS}'"

@@ -99,10 +99,11 @@ class Tab:
             time.sleep(0.05)
 
     def send(self, selector: str, text: str) -> None:
-        """Type *text* in the field that *selector* finds, and press Enter, until it is empty.
+        """Type *text* in the field that *selector* finds, and press Enter; wait until it was sent.
 
         A page that has not loaded everything yet may ignore the key.
         """
+        shown = f"document.body.innerText.includes({json.dumps(text)})"
         field = f"document.querySelector({json.dumps(selector)})"
         self.wait_until(f"Boolean({field}) && !{field}.disabled")
         deadline = time.monotonic() + _PATIENCE
@@ -118,7 +119,7 @@ class Tab:
                 )  # fmt: skip
             until = time.monotonic() + 15
             while time.monotonic() < until and not is_sent:
-                is_sent = self.evaluate(f"!{field}.value")
+                is_sent = self.evaluate(f"!{field}.value.trim() || {shown}")
                 time.sleep(0.05)
 
     def picture(self) -> bytes:

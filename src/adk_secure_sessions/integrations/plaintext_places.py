@@ -59,8 +59,8 @@ PLACES: Mapping[str, Place] = {
         ),
         Place(
             "telemetry-exporter",
-            "Session ids, texts and tracebacks of exceptions; in older releases, user ids. No setting "
-            "leaves them out.",
+            "Session ids, texts and tracebacks of exceptions; in older releases, user ids. No "
+            "setting leaves them out.",
             "spans, wherever an exporter sends them",
             "off",
             "`OTEL_SDK_DISABLED=true`, or no exporter: do not set `OTEL_EXPORTER_OTLP_ENDPOINT`, "
