@@ -39,6 +39,7 @@ from adk_secure_sessions import (
     AesGcmBackend,
     ConfigurationError,
     EncryptedSessionService,
+    NoOpBackend,
     StaticKey,
 )
 from adk_secure_sessions.integrations.leaks import Leak, check_files, check_plaintext_leaks
@@ -539,6 +540,9 @@ async def test_bigquery_plugin_sends_events_unless_it_is_disabled(
 async def test_services_that_do_not_encrypt_are_reported(tmp_path: Path) -> None:
     from google.adk.artifacts import FileArtifactService, InMemoryArtifactService
 
+    from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
+    from adk_secure_sessions.integrations.memory import EncryptedMemoryService
+
     agent = offline_agent()
     plaintext = Runner(
         app_name="app",
@@ -559,11 +563,17 @@ async def test_services_that_do_not_encrypt_are_reported(tmp_path: Path) -> None
             app_name="app",
             agent=agent,
             session_service=sessions,
-            artifact_service=InMemoryArtifactService(),
-            memory_service=InMemoryMemoryService(),
+            artifact_service=EncryptedArtifactService(sessions, tmp_path / "blobs"),
+            memory_service=EncryptedMemoryService(sessions),
         )
         await say(encrypted, needle("text"))
         assert "plaintext-service" not in reported(encrypted)
+    in_memory = (InMemoryArtifactService(), InMemoryMemoryService())
+    assert "plaintext-service" not in reported(services=in_memory)
+    with pytest.warns(UserWarning, match="plaintext"):
+        no_op = NoOpBackend()
+    async with EncryptedSessionService(f"sqlite:///{tmp_path / 'no-op.db'}", no_op) as sessions:
+        assert "plaintext-service" in reported(services=[sessions])
     (tmp_path / "plain.db").unlink()
     assert found_in(b"".join(path.read_bytes() for path in tmp_path.glob("*.db*"))) == set()
     assert check_files(tmp_path) == []
