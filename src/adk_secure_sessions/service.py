@@ -192,7 +192,7 @@ class EncryptedSessionService(KeyMaterial, BaseSessionService):
                 exceeds a limit (docs/limits.md).  For a value, the message names the path of keys
                 to the value.
         """
-        _check_ids(app_name, user_id, session_id or "")
+        check_ids(app_name, user_id, session_id or "")
         scopes = states.split(state)
         if session_id is None:
             session_id = platform_uuid.new_uuid()
@@ -240,7 +240,7 @@ class EncryptedSessionService(KeyMaterial, BaseSessionService):
                 google-adk stored.
             ValueError: An id is not a string or is too long.
         """
-        _check_ids(app_name, user_id, session_id)
+        check_ids(app_name, user_id, session_id)
         limit = config.num_recent_events if config else None
         after = config.after_timestamp if config else None
         if limit == 0 or not after:
@@ -278,7 +278,7 @@ class EncryptedSessionService(KeyMaterial, BaseSessionService):
                 False.  The message names the session's row.
             ValueError: An id is not a string or is too long.
         """
-        _check_ids(app_name, user_id or "", "")
+        check_ids(app_name, user_id or "", "")
         if user_id is None:
             views = await self._store.list_app(app_name, skip=self._skip)
         else:
@@ -305,7 +305,7 @@ class EncryptedSessionService(KeyMaterial, BaseSessionService):
             DecryptionError: The session's row cannot be decrypted; nothing was deleted.
             ValueError: An id is not a string or is too long.
         """
-        _check_ids(app_name, user_id, session_id)
+        check_ids(app_name, user_id, session_id)
         await self._store.delete(app_name, user_id, session_id)
 
     async def get_user_state(self, *, app_name: str, user_id: str) -> dict[str, Any]:
@@ -315,7 +315,7 @@ class EncryptedSessionService(KeyMaterial, BaseSessionService):
             DecryptionError: The user's row was tampered with.
             ValueError: An id is not a string or is too long.
         """
-        _check_ids(app_name, user_id, "")
+        check_ids(app_name, user_id, "")
         return loads(await self._store.user_state(app_name, user_id), "the user's state")
 
     async def append_event(self, session: Session, event: Event) -> Event:
@@ -356,7 +356,7 @@ class EncryptedSessionService(KeyMaterial, BaseSessionService):
                 key: value for key, value in delta.items() if not key.startswith(State.TEMP_PREFIX)
             }
         who = (session.app_name, session.user_id, session.id)
-        _check_ids(*who)
+        check_ids(*who)
 
         # Parallel agents may append to the same session object.  Each append needs the
         # `_storage_update_marker` that the previous append has set, so they run one after another.
@@ -453,23 +453,25 @@ def _unsupported(name: str) -> Callable[..., Never]:
     return method
 
 
-def _reject_unknown_methods(service: type) -> None:
-    """Make every public method of ADK that *service* does not define raise NotImplementedError.
+def reject_unknown_methods(service: type, contract: type) -> None:
+    """Make every public method that *service* does not define raise NotImplementedError.
 
-    A later google-adk may add a method to the base class.  ADK's implementation of that method
-    would not encrypt, so it must not run.
+    A later google-adk may add a method to *contract*, ADK's base class.  ADK's implementation of
+    that method would not encrypt, so it must not run.
     """
-    for base in BaseSessionService.__mro__:
+    for base in contract.__mro__:
         for name in vars(base) if base is not object else ():
             if not name.startswith("_") and name not in vars(service):
                 setattr(service, name, _unsupported(name))
 
 
-_reject_unknown_methods(EncryptedSessionService)
+reject_unknown_methods(EncryptedSessionService, BaseSessionService)
 
 
-def _check_ids(app_name: object, user_id: object, session_id: object) -> None:
-    for name, value in (("app_name", app_name), ("user_id", user_id), ("session_id", session_id)):
+def check_ids(app_name: object, user_id: object, session_id: object, **more: object) -> None:
+    """Raise ValueError if an id is not a string, or is too long; *more* are other names."""
+    ids = {"app_name": app_name, "user_id": user_id, "session_id": session_id, **more}
+    for name, value in ids.items():
         if not isinstance(value, str):
             raise ValueError(f"{name} must be a string, not {type(value).__name__}")
         if len(value) > MAX_ID_BYTES // 4 and len(encode_text(value)) > MAX_ID_BYTES:

@@ -29,7 +29,9 @@ from adk_secure_sessions.storage.opening import (
     FEATURES,
     SEPARATING,
     SEPARATION,
+    WRAPPER,
     Survey,
+    add_feature,
     check_features,
     feature_mark,
     half_separated,
@@ -56,6 +58,7 @@ from adk_secure_sessions.storage.reads import (
     CheckSession,
     CheckUser,
     Headers,
+    UseKeys,
     View,
 )
 from adk_secure_sessions.storage.schema import (
@@ -83,6 +86,7 @@ from adk_secure_sessions.storage.unit_of_work import (
 )
 from adk_secure_sessions.storage.writes import (
     DuplicateSession,
+    EnsureOwners,
     Expected,
     MissingSession,
     NewEvent,
@@ -102,6 +106,7 @@ __all__ = [
     "SEPARATING",
     "SEPARATION",
     "TABLES",
+    "WRAPPER",
     "CheckApp",
     "CheckLocatedSession",
     "CheckSession",
@@ -109,6 +114,7 @@ __all__ = [
     "Collection",
     "Collections",
     "DuplicateSession",
+    "EnsureOwners",
     "Expected",
     "Headers",
     "Identity",
@@ -120,8 +126,10 @@ __all__ = [
     "StoredSession",
     "Survey",
     "UnitOfWork",
+    "UseKeys",
     "UserRow",
     "View",
+    "add_feature",
     "app_context",
     "apps",
     "bases",

@@ -66,7 +66,8 @@ FEATURES = "features"
 NO_FEATURES = "-"
 SEPARATING = "separating"  # the feature of a copy while `separate` gives it its own id and keys
 COLLECTIONS = "collections"  # `secure_sessions` also has collections: artifacts and memory
-_KNOWN_FEATURES = frozenset({NO_FEATURES, SEPARATING, COLLECTIONS})
+WRAPPER = "wrapper"  # data keys also encrypt records that another session service stores
+_KNOWN_FEATURES = frozenset({NO_FEATURES, SEPARATING, COLLECTIONS, WRAPPER})
 SEPARATION = "separation"
 _SEPARATION_FORM = re.compile(
     r"(?P<text>(?P<old>[0-9a-f]{32}) (?P<since>\d{1,19})(?P<masters>( \d{1,19})+)) "
