@@ -217,7 +217,7 @@ class EncryptedSessionWrapper(KeyMaterial, BaseSessionService):
         The order of the events is that of the other service.
 
         Raises:
-            DecryptionError: A value was modified, moved or stored twice, or its data key was erased.
+            DecryptionError: A value was modified, moved or stored twice, or its key was erased.
             ConfigurationError: The installed google-adk cannot parse an event that a newer
                 google-adk stored.
         """

@@ -225,9 +225,7 @@ class UseKeys(_Read, Generic[E]):
             keys that are stored.
     """
 
-    def __init__(
-        self, who: Identity, work: Callable[[StagedKeys, bool], Awaitable[E]]
-    ) -> None:
+    def __init__(self, who: Identity, work: Callable[[StagedKeys, bool], Awaitable[E]]) -> None:
         super().__init__(who)
         self._work = work
 
