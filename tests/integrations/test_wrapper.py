@@ -1,4 +1,4 @@
-"""`EncryptedSessionWrapper` before the session services of ADK: use, secrecy, erasure, rotations."""
+"""`EncryptedSessionWrapper` before ADK's session services: use, secrecy, erasure, rotations."""
 
 import asyncio
 import os
