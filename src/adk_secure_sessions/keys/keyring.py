@@ -178,7 +178,7 @@ class Keyring(KeyMaterial):
         self.separation: Separation | None = None
         self._usable = usable
         self.former: Mapping[int, Aes256Gcm] = former or {}
-        self.retry_at = math.inf
+        self.retry_at: float = math.inf
         self.is_being_renewed = False
         self._rejected = Counter(map(_typed, rejected))
         self._pending = Counter(map(_typed, pending))
