@@ -9,6 +9,7 @@ import resource
 import secrets
 import sys
 from collections.abc import AsyncIterator
+from typing import Any
 
 from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
 from adk_secure_sessions.formats.blobs import (
@@ -33,7 +34,12 @@ async def source(count: int, written: "hashlib._Hash") -> AsyncIterator[bytes]:
 
 async def stream_artifact(directory: str, count: int) -> None:
     written, found = hashlib.sha256(), hashlib.sha256()
-    what = {"app_name": "a", "user_id": "u", "session_id": "s", "filename": str(count)}
+    what: dict[str, Any] = {
+        "app_name": "a",
+        "user_id": "u",
+        "session_id": "s",
+        "filename": str(count),
+    }
     url = f"sqlite:///{directory}/sessions.db"
     async with EncryptedSessionService(url, AesGcmBackend(bytes(32))) as sessions:
         artifacts = EncryptedArtifactService(sessions, f"{directory}/artifacts")
