@@ -56,7 +56,7 @@ _LEXERS = (
     ),
 )
 _ADDRESS = "127.0.0.1:8000"  # what pages show; here uvicorn listens on a free port
-_PATIENCE = 60.0  # seconds
+_PATIENCE = 180.0  # seconds: a block may run pytest, which imports google-adk
 
 
 def blocks(path: Path) -> Document:

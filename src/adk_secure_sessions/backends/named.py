@@ -1,4 +1,4 @@
-"""Backends by name and root keys by key spec, for command lines and URIs."""
+"""Create backends from their names and from key specs, for command lines and URIs."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -27,20 +27,21 @@ def backends_for(
 
     Args:
         names: One or more of `NAMES`.
-        specs: Key specs.  Only if `NO_OP` is among *names*, there may be none.
+        specs: Key specs.  They may be empty only if `NO_OP` is among *names*.
 
     Returns:
         The first backend, which writes, and the other backends, which only decrypt.
 
     Raises:
-        ConfigurationError: A key spec cannot be used.  The message does not repeat it.
+        ConfigurationError: A key spec cannot be used.  The message does not repeat the key spec.
     """
     roots = [_root(spec) for spec in specs]
     made: list[EncryptionBackend] = []
     for name in dict.fromkeys(names):
         if name == NO_OP:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # who names the backend reads the same warning
+                # The documentation of the name gives the same warning.
+                warnings.simplefilter("ignore")
                 made.append(NoOpBackend())
         else:
             made += [_CIPHERS[name](root) for root in roots]

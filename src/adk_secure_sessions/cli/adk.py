@@ -1,4 +1,4 @@
-"""The commands of google-adk that store sessions, with our services, and without plaintext."""
+"""Run the commands of google-adk that store sessions, with our services and without plaintext."""
 
 import asyncio
 import contextlib
@@ -29,9 +29,9 @@ _IDS = re.compile(
 
 
 class AdkGroup(click.Group):
-    """A group that has commands of google-adk beside its own.
+    """A group that has commands of google-adk in addition to its own.
 
-    google-adk is imported when one of its commands is asked for: the import takes seconds.
+    google-adk is imported only when one of its commands is used: the import takes seconds.
     """
 
     def list_commands(self, context: click.Context) -> list[str]:
@@ -64,7 +64,7 @@ class AdkGroup(click.Group):
 
 @main.group(cls=AdkGroup)
 def adk() -> None:
-    """Run google-adk's commands with everything that they store encrypted.
+    """Run google-adk's commands so that they store sessions, artifacts and memory encrypted.
 
     A command does not start if google-adk would store user content as plaintext.
     """
@@ -80,7 +80,11 @@ def _kinds(context: click.Context, parameter: click.Parameter, given: str) -> se
 
 
 def _without_plaintext(command: click.Command) -> click.Command:
-    """Return a copy of google-adk's *command* that checks its arguments before it runs."""
+    """Return a copy of google-adk's *command* that stores no plaintext without permission.
+
+    Before the copy runs, `_prepare` checks the arguments.  The copy has two more options:
+    --service_uri, and --allow-plaintext, which names what may be stored as plaintext.
+    """
     ours = copy.copy(command)
     service_uri = click.Option(
         ["--service_uri"],
@@ -130,9 +134,9 @@ def _with_fewer_logs(parameter: click.Parameter) -> click.Parameter:
 
 
 def _prepare(arguments: dict[str, Any], service_uri: str | None, allowed: set[str]) -> None:
-    """Check that nothing is stored as plaintext, then register our services and open them.
+    """Check that nothing would be stored as plaintext; then register and open our services.
 
-    Changes *arguments*: services without a URI get *service_uri*.
+    In *arguments*, set the URI of each service that has none to *service_uri*.
 
     Raises:
         SecureSessionError: Something would be stored as plaintext, or a URI, a key or a database
@@ -144,7 +148,7 @@ def _prepare(arguments: dict[str, Any], service_uri: str | None, allowed: set[st
 
     for kind in plaintext_guard.SERVICES if not arguments.get("in_memory") else ():
         if plaintext_guard.uri_of(kind, arguments) is None:
-            # Without a URI, google-adk may choose a store that depends on the environment.
+            # Without a URI, google-adk may choose a store for memory by the environment.
             default = "memory://" if kind == "memory" and kind not in allowed else None
             uri = service_uri if service_uri is not None else default
             if uri is not None:
@@ -162,7 +166,7 @@ def _prepare(arguments: dict[str, Any], service_uri: str | None, allowed: set[st
 
 
 async def _open(service: "EncryptedSessionService") -> None:
-    """Open a database once, to find a wrong key before google-adk starts."""
+    """Open the database of *service* once, to report a wrong key before google-adk starts."""
     try:
         await service.prepare_tables()
     finally:
@@ -187,7 +191,7 @@ def _hide_ids_in_access_log() -> None:
 
 @contextlib.contextmanager
 def _ending_quietly() -> Iterator[None]:
-    """End the process with status 130 after Ctrl-C or the end of input, and errors in one line."""
+    """Report errors in one line; after Ctrl-C or the end of input, exit with status 130."""
     try:
         yield
         return

@@ -1,19 +1,21 @@
-"""The items of the collection that holds a user's memory, as JSON.
+"""The items of the collection that stores a user's memory, as JSON.
 
-An item adds entries to one scope, drops entries, or both.  A scope is a session, or one of the two
-`EVENTS` and `EXPLICIT`.  The fields, all optional:
+An *entry* is one memory of the user.  An item adds entries to one scope, drops earlier entries, or
+does both.  A *scope* is a session, or one of the two constants `EVENTS` and `EXPLICIT`.  All fields
+of an item are optional:
 
-- `scope`: the scope, a list of texts.
-- `add`: the entries, in order.  An entry that was dropped later is null.  The others have `id` and
-  `content`, and may have `author`, `timestamp` (a number, or the text of a memory) and `metadata`.
-- `drop`: what this item drops: `{number of an earlier item: [positions in its "add"]}`.  The
-  transaction that stores this item also replaces those earlier items.
-- `deleted`: event ids that are not to be added again.
-- `replaced_by`: the number of the item that has last replaced this one.
+- `scope`: The scope, a list of texts.
+- `add`: The added entries, in order.  An entry that was dropped later is null.  Every other entry
+  has `id` and `content`, and may have `author`, `timestamp` and `metadata`.  The timestamp of an
+  event is a number, and that of a memory is a text.
+- `drop`: The entries that this item drops: `{number of an earlier item: [positions in its "add"]}`.
+  The transaction that stores this item also replaces those earlier items.
+- `deleted`: Ids that must not be added again.
+- `replaced_by`: The number of the latest item that dropped entries of this item.
 
-A replaced item keeps its place in the chain of links, so its old record would be accepted if an
-attacker stored it again.  `check_replaced` rejects it: all items together say which of them were
-replaced, and by which item.
+A replaced item keeps its links, so if an attacker replays its old record, the check of the links
+does not detect it.  `check_replaced` detects it: the field `drop` of later items tells which items
+were replaced, and by which item.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,7 +28,7 @@ COLLECTION_NAME = '["memory"]'
 
 Scope = tuple[str, ...]
 EVENTS: Scope = ("events",)  # events that were added without a session
-EXPLICIT: Scope = ("memory",)  # added as memories, not as events
+EXPLICIT: Scope = ("memory",)  # memories that are not events, from `add_memory`
 
 
 def session_scope(session_id: str) -> Scope:
@@ -35,7 +37,7 @@ def session_scope(session_id: str) -> Scope:
 
 
 class MemoryItem(NamedTuple):
-    """An item.  *add* holds the entries as JSON objects, and None for each dropped one."""
+    """An item; the module describes its fields.  In *add*, a dropped entry is None."""
 
     scope: Scope | None = None
     add: Sequence[JsonObject | None] = ()
@@ -63,10 +65,10 @@ class MemoryItem(NamedTuple):
 
 
 def parse_item(values: JsonObject, number: int) -> MemoryItem:
-    """Return the item *number*, whose JSON values are authenticated.
+    """Return the item with the number *number* from its authenticated JSON *values*.
 
     Raises:
-        DecryptionError: They are not those of an item: its writer is faulty.
+        DecryptionError: *values* are not those of an item: the program that wrote them is faulty.
     """
     scope, add, deleted = values.get("scope"), values.get("add", []), values.get("deleted", [])
     drop, replaced_by = values.get("drop", {}), values.get("replaced_by")
@@ -104,16 +106,16 @@ def _is_list(value: Any, kind: type) -> bool:
 
 
 def check_replaced(items: Iterable[MemoryItem], first: int, table: str, session_row: int) -> None:
-    """Reject *items*, the last ones of a collection, if the old record of one was stored again.
+    """Check that no old record of a replaced item was replayed.
 
     Args:
-        items: All items from the number *first* on.
-        first: The number of the first item.
-        table: The table, for the error.
-        session_row: The first half of the rows' primary key, for the error.
+        items: The last items of a collection: all items from the number *first* on.
+        first: The number of the first of these items.
+        table: The table of the items, for the error.
+        session_row: The row id of the collection, for the error.
 
     Raises:
-        TamperedError: An item was replaced, but its record is an older one.
+        TamperedError: A later item has replaced an item, but the stored record is an older one.
     """
     numbered = list(enumerate(items, first))
     replaced_by = {earlier: number for number, item in numbered for earlier in item.drop}

@@ -2,10 +2,11 @@
 
 A URI is the URL of a database with `encrypted+` before it, and options after a question mark:
 `encrypted+sqlite:///./sessions.db?key=env:ADK_SESSIONS_KEY`.  docs/adk-commands.md lists the
-options.  google-adk finds the function for a URI in its registry, by the URI's scheme.
+options.  `register` adds the functions of this module to google-adk's registry of services.
+google-adk finds the function for a URI by the scheme of the URI.
 
-Neither google-adk nor SQLAlchemy knows a scheme that begins with `encrypted+`.  If this module was
-not registered, they reject the URI; a scheme of theirs would open a service that stores plaintext.
+Neither google-adk nor SQLAlchemy knows a scheme that begins with `encrypted+`.  So if `register`
+was not called, they reject the URI, and do not open a service that stores plaintext.
 """
 
 import asyncio
@@ -29,8 +30,9 @@ if TYPE_CHECKING:
     from google.adk.memory import BaseMemoryService
 
 PREFIX = "encrypted+"
-# The URLs that may follow the prefix, and the options of the drivers that a URL may have.  Options
-# are listed, so that a misspelled option of ours is not taken for one of a driver.
+# The kinds of URL that may follow the prefix, each with the driver's options that a URI may
+# contain.  The options are listed so that a misspelled option of ours is rejected, and is not
+# passed to the driver.
 _POSTGRESQL = {"host", "port", "ssl", "sslmode", "timeout", "command_timeout"}
 _MYSQL = {"charset", "connect_timeout", "ssl", "ssl_ca", "ssl_cert", "ssl_key", "unix_socket"}
 _DRIVER_OPTIONS: dict[str, set[str]] = {
@@ -60,8 +62,9 @@ class ServiceUri(NamedTuple):
         db_url: The URL of the database.
         backends: The names of the backends.  The first one writes; the others only decrypt.
         keys: Key specs of the root keys; the first one wraps new master keys.
-        key_db: The URL of the key database; None if the keys are in the database.
-        blobs: Where artifacts are stored: a path or the URL of a bucket; None if the URI has none.
+        key_db: The URL of the key database; None if there is no key database.
+        blobs: The store for the contents of artifacts, a path or the URL of a bucket; None if the
+            URI has no option `blobs`.
     """
 
     db_url: str
@@ -125,7 +128,10 @@ def parse(uri: str) -> ServiceUri:
 
 
 def _unknown_option(number: int, name: str, url: str) -> str:
-    """Return the text of an error.  It does not repeat *name*, which may be a key by mistake."""
+    """Return the text of the error for an unknown option.
+
+    The text does not repeat *name*, which may be a key by mistake.
+    """
     known = (*_ONCE, *_REPEATED, *sorted(_DRIVER_OPTIONS[url]))
     close = get_close_matches(name, known, 1)
     meant = f" (did you mean {close[0]}?)" if close else ""
@@ -141,13 +147,13 @@ def session_service(
 ) -> EncryptedSessionService:
     """Return the session service for *uri*.
 
-    In one process, there is one service for each database and its keys.  The service for a SQLite
-    database is closed when the process ends, also by SIGTERM.
+    Calls with the same database and keys return the same service.  The service for a SQLite
+    database is closed when the process ends, even if SIGTERM ends it.
 
     Args:
-        uri: See `parse`.
+        uri: The URI; the module describes its form.
         agents_dir: Not used.  A relative path of a database begins in the current directory.
-        options: None can be given; options are part of the URI.
+        options: Rejected, because all options are part of the URI.
 
     Raises:
         ConfigurationError: The URI, or a key or a database that it names, cannot be used.
@@ -183,7 +189,7 @@ def artifact_service(
 def memory_service(
     uri: str, agents_dir: str | None = None, **_options: object
 ) -> "BaseMemoryService":
-    """Return the memory service for *uri*, which stores in the database of the sessions.
+    """Return the memory service for *uri*, which stores memories in the database of the sessions.
 
     See `session_service` for the arguments and errors.
     """
@@ -193,7 +199,7 @@ def memory_service(
 
 
 def register() -> None:
-    """Register all `SCHEMES` for sessions, artifacts and memory.  Call it in `services.py`."""
+    """Register all `SCHEMES` for sessions, artifacts and memory; call this in `services.py`."""
     from google.adk.cli.service_registry import get_service_registry
 
     registry = get_service_registry()
@@ -204,7 +210,10 @@ def register() -> None:
 
 
 def _class_of(module: str, name: str) -> Callable[..., Any]:
-    """Return a class of this package; its module is imported only if a URI asks for it."""
+    """Import a module of this package, and return the class *name*.
+
+    The module is imported only if a URI needs the class.
+    """
     full = f"{__package__}.{module}"
     try:
         found: Callable[..., Any] = getattr(importlib.import_module(full), name)
@@ -236,11 +245,12 @@ def _shared(uri: ServiceUri) -> EncryptedSessionService:
 
 
 def _close_on_sigterm() -> None:
-    """Close the databases before SIGTERM ends the process, unless somebody handles SIGTERM.
+    """Close the databases before SIGTERM ends the process, unless SIGTERM has a handler already.
 
-    Without a signal, SQLite's threads close their connections when Python ends.  uvicorn handles
-    SIGTERM while it serves.  Then it restores the handler from before, and sends itself SIGTERM
-    again.  Python's default would end the process at once, and leave `-wal` files behind.
+    If no signal ends the process, SQLite's threads close their connections when Python ends.
+    uvicorn handles SIGTERM while it serves.  Afterwards, uvicorn restores the previous handler and
+    sends SIGTERM to its process again.  The default handler would end the process at once, and
+    leave `-wal` files behind.
     """
     if threading.current_thread() is not threading.main_thread():
         return  # only the main thread can set handlers
@@ -250,7 +260,7 @@ def _close_on_sigterm() -> None:
 
     def close_and_end(number: int, _frame: FrameType | None) -> None:
         if os.getpid() == process:  # a forked child has not opened the databases
-            # This thread may be inside the event loop, which cannot run another one.
+            # This thread may be running an event loop, and cannot run a second one.
             thread = threading.Thread(target=asyncio.run, args=(_close_files(),), daemon=True)
             thread.start()
             thread.join(_EXIT_TIMEOUT)

@@ -1,4 +1,4 @@
-"""Maintenance of the blobs of artifacts: which are missing, and which are not used any more."""
+"""Maintenance of the blobs of artifacts: find missing blobs, and delete unused blobs."""
 
 import os
 import time
@@ -25,7 +25,7 @@ class BlobCheck(NamedTuple):
     Attributes:
         artifacts: The number of artifacts.
         blobs: The number of blobs that versions of artifacts name.
-        missing: The number of these that are not stored, or do not have their length.
+        missing: The number of these blobs that are not stored, or have a wrong length.
         unused: The number of stored blobs that no version names.
         bad: The number of problems: missing blobs, and undecryptable rows.
         problems: The first 1000 problems.
@@ -43,10 +43,10 @@ class BlobPurge(NamedTuple):
     """The result of `purge_blobs`.
 
     Attributes:
-        deleted: The number of blobs that were deleted or, in a dry run, would be.
-        kept: The number of blobs that versions name.
-        bad: The number of rows that cannot be decrypted.  If there is one, nothing is deleted.
-        problems: The first 1000 of these rows.
+        deleted: The number of deleted blobs; in a dry run, of blobs that would be deleted.
+        kept: The number of blobs that versions of artifacts name.
+        bad: The number of rows that cannot be decrypted.  If this is not 0, nothing was deleted.
+        problems: The first 1000 rows that cannot be decrypted.
     """
 
     deleted: int
@@ -62,9 +62,10 @@ async def check_blobs(
     options: Mapping[str, Any] | None = None,
     allow_http: bool = False,
 ) -> BlobCheck:
-    """Find blobs that are missing or have another length, and blobs that no version names.
+    """Find blobs that are missing or have a wrong length, and blobs that no version names.
 
-    The contents are not read: each load of an artifact authenticates its content.
+    This function does not read the contents of blobs, so it does not detect modified contents.
+    Loading an artifact detects them.
 
     Args:
         db: The database, with every backend whose records it may hold.
@@ -109,15 +110,16 @@ async def purge_blobs(
     options: Mapping[str, Any] | None = None,
     allow_http: bool = False,
 ) -> BlobPurge:
-    """Delete blobs that no version names: of erased users, deleted artifacts, broken uploads.
+    """Delete blobs that no version of an artifact names.
 
-    If a row cannot be decrypted, nothing is deleted, because the row may name any blob.
+    Such blobs are left by erased users, deleted artifacts and interrupted uploads.  If a row cannot
+    be decrypted, nothing is deleted, because the row may name any blob.
 
     Args:
         db: The database, with every backend whose records it may hold.
         store: The store of the contents: see `EncryptedArtifactService`.
-        older_than: The minimum age.  An upload stores its blob before the row that names it, so
-            this must be longer than any upload takes.
+        older_than: The minimum age of a blob to delete.  An upload stores the blob before the row
+            that names the blob, so the minimum age must be longer than any upload takes.
         dry_run: Count the blobs, but delete nothing.
         options: Arguments of the store.
         allow_http: Whether a store on another machine may be `http://`.
@@ -168,9 +170,10 @@ def _opened(
 
 
 async def _artifacts(db: Database, problems: Problems) -> AsyncIterator[tuple[int, list[Version]]]:
-    """Yield the row id and the versions of each artifact; add undecryptable ones to *problems*.
+    """Yield the row id and the versions of each artifact.
 
-    A session that cannot be decrypted is a problem, too: its row may be that of an artifact.
+    Add rows that cannot be decrypted to *problems*, also rows of sessions: a row that cannot be
+    decrypted may be that of an artifact.
     """
     collections = Collections(db.unit)
     async for batch in located_sessions(db):

@@ -1,4 +1,4 @@
-"""ADK's artifact service: encrypted rows in the database of the sessions, and encrypted blobs.
+"""An artifact service for ADK: encrypted rows in the database of the sessions, encrypted blobs.
 
 `artifact_versions` has the items of the rows.  docs/format.md, "Blobs", describes the contents.
 """
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 logger: logging.Logger = logging.getLogger(__name__)
 
 USER_PREFIX = "user:"
-_MAX_REFERENCES = 5  # references that one load follows, as in ADK
+_MAX_REFERENCES = 5  # how many references to other artifacts one load follows, as in ADK
 
 
 class ArtifactStream:
@@ -56,8 +56,8 @@ class ArtifactStream:
 
     Attributes:
         version: The number of the version.
-        mime_type: The MIME type.
-        size: The number of bytes of the whole content.
+        mime_type: The MIME type of the content.
+        size: The number of bytes of the whole content, even if only a range is read.
     """
 
     def __init__(self, version: Version, pieces: AsyncIterator[bytes], size: int) -> None:
@@ -70,15 +70,15 @@ class ArtifactStream:
         return self._pieces
 
     async def read(self) -> bytes:
-        """Return all bytes that are left."""
+        """Return all bytes that were not read yet."""
         return b"".join([piece async for piece in self._pieces])
 
 
 class EncryptedArtifactService(BaseArtifactService):
     """Stores artifacts encrypted: names, types and metadata as rows, contents as blobs.
 
-    The rows are encrypted with the user's data key, and hold the keys of the blobs.  Therefore,
-    `erase-user` erases artifacts, too.
+    The rows are encrypted with the user's data key, and contain the keys of the blobs.  Therefore,
+    after `erase-user`, the user's artifacts cannot be decrypted any more.
 
     Example:
         ```python
@@ -101,9 +101,9 @@ class EncryptedArtifactService(BaseArtifactService):
 
         Args:
             session_service: The service whose database also stores the rows of artifacts.
-            store: Where the contents are stored: a directory, or `s3://BUCKET/PREFIX`,
+            store: The store of the contents: a directory, or `s3://BUCKET/PREFIX`,
                 `gs://BUCKET/PREFIX`, `az://CONTAINER/PREFIX`, or a store of `obstore`.
-            options: Arguments of the store: see `object_store.open_store`.
+            options: Options of the store: see `object_store.open_store`.
             allow_http: Whether a store on another machine may be `http://`.
             timeout: Seconds for each request to the store.
 
@@ -113,7 +113,7 @@ class EncryptedArtifactService(BaseArtifactService):
         self._collections = session_service.collections
         self._arguments = (store, dict(options or {}), allow_http, timeout)
         self._stores: dict[str, BlobStore] = {}
-        self._store("0" * 32)  # raises an error now instead of at the first use
+        self._store("0" * 32)  # if the store cannot be used, raise an error now, not at first use
         self._stores.clear()
 
     # --- ADK's contract --------------------------------------------------------------------------
@@ -131,10 +131,11 @@ class EncryptedArtifactService(BaseArtifactService):
         """Store a new version of an artifact, and return its number.
 
         Raises:
-            InputValidationError: The part holds neither bytes, nor text, nor a reference to a file.
-                Or the name does not begin with `user:`, and *session_id* is None.
-            ValueError: An id is too long, or *custom_metadata* has values without JSON form.
-            ArtifactStoreError: The content could not be stored.  Nothing was stored.
+            InputValidationError: The part contains neither bytes, nor text, nor a reference to a
+                file.  Or the name does not begin with `user:`, and *session_id* is None.
+            ValueError: An id is too long, or *custom_metadata* contains a value that cannot be
+                converted to JSON.
+            ArtifactStoreError: The content could not be stored, and no version was added.
             SecureSessionError: The row could not be stored; see `EncryptedSessionService`.
         """
         name = _collection_name(app_name, user_id, filename, session_id)
@@ -166,7 +167,8 @@ class EncryptedArtifactService(BaseArtifactService):
         Raises:
             DecryptionError: A row or the content was tampered with, or the content is missing.
             ArtifactStoreError: The content could not be read.
-            InputValidationError: The artifact refers to another one, which it must not do.
+            InputValidationError: A reference to another artifact is malformed, or its target
+                belongs to another session or user, or there are too many references in a row.
         """
         for _ in range(_MAX_REFERENCES + 1):
             found = await self._version(app_name, user_id, filename, session_id, version)
@@ -175,7 +177,8 @@ class EncryptedArtifactService(BaseArtifactService):
             part = await self._part(found)
             target = _check_reference(part, app_name, user_id, session_id)
             if target is None:
-                # What a rewind saves in the place of an artifact that it cannot delete.
+                # When ADK rewinds a session to a time before the artifact existed, it cannot delete
+                # the artifact, and saves this empty part instead.
                 tombstone = types.Blob(mime_type="application/octet-stream", data=b"")
                 return None if part == types.Part(inline_data=tombstone) else part
             filename, session_id, version = target.filename, target.session_id, target.version
@@ -186,7 +189,7 @@ class EncryptedArtifactService(BaseArtifactService):
     async def list_artifact_keys(
         self, *, app_name: str, user_id: str, session_id: str | None = None
     ) -> list[str]:
-        """Return the sorted names of the user's artifacts, and of the session's if it is given."""
+        """Return the sorted names of the user's artifacts and, if given, of the session's."""
         check_ids(app_name, user_id, session_id or "")
         names = []
         for collection in await self._collections.names(app_name, user_id):
@@ -198,7 +201,7 @@ class EncryptedArtifactService(BaseArtifactService):
     async def delete_artifact(
         self, *, app_name: str, user_id: str, filename: str, session_id: str | None = None
     ) -> None:
-        """Delete all versions of an artifact; an unknown artifact is not an error."""
+        """Delete all versions of an artifact; if the artifact does not exist, do nothing."""
         name = _collection_name(app_name, user_id, filename, session_id)
         found = await self._collections.get(app_name, user_id, name)
         if found is None or not await self._collections.delete(app_name, user_id, name):
@@ -249,10 +252,10 @@ class EncryptedArtifactService(BaseArtifactService):
         session_id: str | None = None,
         custom_metadata: dict[str, Any] | None = None,
     ) -> int:
-        """Store *pieces* as a new version, and return its number.  Memory use does not grow.
+        """Store *pieces* as the content of a new version, and return the version's number.
 
-        Raises like `save_artifact`.  If *pieces* raises, the error is passed on, and nothing is
-        stored.
+        The memory used does not grow with the content.  Raises the errors of `save_artifact`, and
+        the errors of *pieces*.  After an error of *pieces*, nothing is stored.
         """
         name = _collection_name(app_name, user_id, filename, session_id)
         part = {"inline_data": {"mime_type": mime_type}}
@@ -271,23 +274,24 @@ class EncryptedArtifactService(BaseArtifactService):
     ) -> ArtifactStream | None:
         """Return the content of a version, by default of the latest; None if there is none.
 
-        Each piece is authenticated before it is returned.  Only the end of the iteration tells that
-        the content is whole.
+        Each piece is authenticated before it is returned.  But the content may be incomplete until
+        the iteration has ended without an error.
 
         Args:
             app_name: The app.
             user_id: The user.
             filename: The name of the artifact.
             session_id: The session; not needed if the name begins with `user:`.
-            version: The number of the version.
-            start: The first byte to read.
-            stop: The byte after the last one to read; by default the end.
+            version: The number of the version; by default the latest.
+            start: The position of the first byte to read.
+            stop: The position after the last byte to read; by default the end of the content.
 
         Raises:
             InputValidationError: The version refers to a file, and has no content.
             ValueError: The range is not within the content.
-            DecryptionError: A row was tampered with.  While reading: the content was.
-            ArtifactStoreError: While reading: the store failed.
+            DecryptionError: A row was tampered with.  Reading from the stream raises this error if
+                the content was tampered with.
+            ArtifactStoreError: The store failed.  Only reading from the stream raises this error.
         """
         found = await self._version(app_name, user_id, filename, session_id, version)
         if found is None:
@@ -310,7 +314,10 @@ class EncryptedArtifactService(BaseArtifactService):
         pieces: AsyncIterable[bytes] | None,
         metadata: dict[str, Any] | None,
     ) -> int:
-        """Store the content, then the row that names it; a crash in between leaves only a blob."""
+        """Store the content as a blob, and then the row that names the blob.
+
+        If the process crashes between the two, a blob is left that `purge` deletes.
+        """
         values: dict[str, Any] = {
             "part": part,
             "metadata": _checked_metadata(metadata),
@@ -321,7 +328,8 @@ class EncryptedArtifactService(BaseArtifactService):
         try:
             return await self._append(app_name, user_id, collection, values, blob)
         except DatabaseError:
-            raise  # the row may be stored, and need the blob; if not, `purge` deletes the blob
+            # The row may be stored, and then needs the blob.  If not, `purge` deletes the blob.
+            raise
         except (SecureSessionError, ValueError):
             if blob is not None:
                 await self._discard(blob)
@@ -369,7 +377,7 @@ class EncryptedArtifactService(BaseArtifactService):
         versions = versions_of(found)
         if number is None:
             return versions[-1]
-        if number < versions[0].number:  # versions were added since the first read
+        if number < versions[0].number:  # another process added versions since the first read
             return await self._version(app_name, user_id, filename, session_id, number)
         return next((one for one in versions if one.number == number), None)
 
@@ -455,10 +463,11 @@ def _checked_metadata(metadata: dict[str, Any] | None) -> dict[str, Any]:
 def _check_reference(
     part: types.Part, app_name: str, user_id: str, session_id: str | None
 ) -> artifact_util.ParsedArtifactUri | None:
-    """Return what a reference to another artifact names; None if *part* is no such reference.
+    """Return the target if *part* refers to another artifact; otherwise None.
 
     Raises:
-        InputValidationError: The reference is malformed, or leaves the session or the user.
+        InputValidationError: The reference is malformed, or the target belongs to another session
+            or user.
     """
     if not artifact_util.is_artifact_ref(part):
         return None

@@ -1,7 +1,8 @@
-"""`EncryptedMemoryService`, which implements ADK's `BaseMemoryService` beside the sessions.
+"""A memory service for ADK that stores encrypted memories in the database of the sessions.
 
-Each user has one collection (`storage.Collections`).  Its items say what was added, dropped and
-deleted: see `formats.memory_items`.  The decrypted entries are cached: see `memory_index`.
+The memory of each user is one collection (`storage.Collections`).  Its items say which entries were
+added and dropped: see `formats.memory_items`.  The decrypted entries are cached: see
+`memory_index`.
 """
 
 import asyncio
@@ -47,24 +48,28 @@ from adk_secure_sessions.service import (
 )
 from adk_secure_sessions.storage import Collection, Expected, MissingSession, StaleRevision, events
 
-_CONFLICTS = 100  # how often an item is written again because another process wrote one first
-# Entries of one item, in bytes of JSON.  Whoever deletes one entry writes the others again.
+_CONFLICTS = 100  # after this number of conflicts with other processes, a write fails
+# The maximum size of the entries of one item, in bytes of JSON.  To delete one entry, all other
+# entries of its item are written again.
 _ITEM_BYTES = 128 * 1024
-_LEVELS = json_text.MAX_LEVELS - 3  # an entry is in the item, in its list, in the entry
-_READ_ALL_BYTES = 2**20  # of new items: reading the whole memory then lets other tasks run
-# The times that have a date, with a day to spare for time zones.
+_LEVELS = json_text.MAX_LEVELS - 3  # the item, its field `add` and the entry take three levels
+# If the new items are larger than this number of bytes, the whole memory is read again.  The reason
+# is that `_read_all` lets other tasks run between items.  Adding items to a cached memory does not.
+_READ_ALL_BYTES = 2**20
+# The times for which a date exists, minus one day at both ends for time zones.
 _FIRST_TIME, _LAST_TIME = -62_135_510_400.0, 253_402_214_400.0
 
 
 class RankedEntry:
-    """An entry as a `MemoryRanker` sees it.  Its representation shows no content.
+    """An entry, as a `MemoryRanker` gets it.  The `repr` of an entry shows no content.
 
     Attributes:
-        key: A text that no other entry of this user has, for caching what belongs to this entry.
-            The entry's text never changes.
+        key: A text that no other entry of this user has.  A ranker may cache values of the entry
+            under this key, because `text` never changes.
         text: The texts of the content, separated by spaces.
         author: The author, or None.
-        timestamp: Seconds since 1970 for an event; the text that `add_memory` was given.
+        timestamp: Seconds since 1970 for an event; for a memory, the text that the caller of
+            `add_memory` has passed, or None.
     """
 
     __slots__ = ("_entry", "author", "key", "text", "timestamp")
@@ -81,16 +86,16 @@ class MemoryRanker(Protocol):
     """Chooses and orders the memories that `search_memory` returns, for example by embeddings."""
 
     async def rank(self, query: str, entries: Sequence[RankedEntry]) -> Sequence[RankedEntry]:
-        """Return those of *entries* to return for *query*, best first.
+        """Return the *entries* that `search_memory` returns for *query*, best first.
 
-        *entries* are all memories of the user as plaintext, oldest first within a session.  A
-        ranker that keeps texts or vectors, or that sends them to a server, does so unencrypted.
+        *entries* are all memories of the user as plaintext, oldest first within a session.  If a
+        ranker stores texts or vectors, or sends them to a server, they are not encrypted there.
         """
         ...
 
 
 class _New(NamedTuple):
-    """An entry to add, checked.  *content* and *metadata* are JSON."""
+    """An entry to add, which was checked; *content* and *metadata* are JSON."""
 
     id: str
     author: str | None
@@ -99,7 +104,7 @@ class _New(NamedTuple):
     metadata: bytes | None
 
     def is_stored_as(self, entry: Entry) -> bool:
-        """Whether *entry* is the same event; its metadata is not compared."""
+        """Return whether *entry* is equal to this entry; the metadata is not compared."""
         return (
             self.id == entry.id
             and self.timestamp == entry.timestamp
@@ -109,7 +114,11 @@ class _New(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """What the next item says: entries of *scope* to add, entries to drop, ids to keep away."""
+    """The content of the next item.
+
+    *add* are the entries to add to *scope*, *drop* are the entries to drop, and *deleted* are the
+    ids that must not be added again.
+    """
 
     scope: Scope | None = None
     add: Sequence[_New] = ()
@@ -118,21 +127,23 @@ class _Plan(NamedTuple):
 
 
 class EncryptedMemoryService(BaseMemoryService):
-    """ADK's memory, encrypted with the users' data keys, in the database of the sessions.
+    """A memory service that encrypts with the users' data keys, in the database of the sessions.
 
-    `search_memory` gives what the `InMemoryMemoryService` of google-adk 2.13 gives.  The words are
-    compared in this process: the database holds no index of words.
+    `search_memory` returns the same memories as the `InMemoryMemoryService` of google-adk 2.13.
+    Words are compared in this process: the database contains no index of words.
 
     Every method raises `DecryptionError` if a row that it needs was tampered with, `DatabaseError`
     if the database cannot be reached, and `ValueError` if an id is not a string or is too long.
     Erasing a user (`erase-user`) erases the user's memory.
 
     Args:
-        session_service: Its database, keys and caches are used.  Close it, not this service.
-        cache_users: Maximum number of users whose decrypted memory is cached.  The cache is emptied
-            with those of the session service, every `cache_seconds`.
-        cache_entries: Maximum number of cached entries of all users.
-        ranker: Chooses the memories that `search_memory` returns, instead of the search by words.
+        session_service: The service whose database and keys are used.  To close the connections,
+            close the session service.
+        cache_users: Maximum number of users whose decrypted memory is cached.  This cache is
+            emptied together with the caches of the session service (see `cache_seconds`).
+        cache_entries: Maximum number of cached entries of all users together.
+        ranker: An object that chooses the memories that `search_memory` returns, instead of the
+            search by words.
 
     Raises:
         ConfigurationError: `session_service` is not an `EncryptedSessionService`.
@@ -159,9 +170,9 @@ class EncryptedMemoryService(BaseMemoryService):
         self._writes = LoopLocks()
 
     async def add_session_to_memory(self, session: Session) -> None:
-        """Make the events of *session* that have content the session's memory.
+        """Replace the memory of a session by those events of *session* that have content.
 
-        Call it as often as you like: only the difference is written.  Events that are not in
+        You may call this repeatedly: only the difference is written.  Events that are not in
         *session* any more are deleted from the memory.  Events that were deleted with
         `delete_memory` stay deleted.
 
@@ -169,8 +180,8 @@ class EncryptedMemoryService(BaseMemoryService):
             session: A session with its events.
 
         Raises:
-            ValueError: The content of an event has no JSON form or exceeds a limit, or its
-                timestamp is not a possible time; nothing was stored.
+            ValueError: The content of an event cannot be converted to JSON or exceeds a limit, or
+                the event's timestamp is not a possible time; nothing was stored.
         """
         check_ids(session.app_name, session.user_id, session.id)
         new = _from_events(session.events, "session.events", None)
@@ -181,7 +192,8 @@ class EncryptedMemoryService(BaseMemoryService):
             drop: list[Entry] = []
             kept = at = 0
             wanted = [one for one in new if one.id not in memory.deleted]
-            # The stored entries that are kept, in the same order, come before those to add.
+            # New entries can only be added after the stored ones.  So keep stored entries only as
+            # long as they are in the order of *wanted*.
             while kept < len(wanted):
                 end = at
                 while end < len(stored) and not wanted[kept].is_stored_as(stored[end]):
@@ -206,19 +218,18 @@ class EncryptedMemoryService(BaseMemoryService):
         session_id: str | None = None,
         custom_metadata: Mapping[str, object] | None = None,
     ) -> None:
-        """Add those events that have content and whose ids the session's memory does not have.
+        """Add the events that have content and whose ids are not in the session's memory yet.
 
         Args:
             app_name: The app's name.
             user_id: The user's id.
             events: The events.
-            session_id: The session that they belong to; without one, they share a place of their
-                own.
+            session_id: The session that the events belong to; None if they belong to no session.
             custom_metadata: JSON values, which `search_memory` returns with each of the entries.
 
         Raises:
-            ValueError: The content of an event or the metadata has no JSON form or exceeds a limit,
-                or a timestamp is not a possible time; nothing was stored.
+            ValueError: The content of an event or the metadata cannot be converted to JSON or
+                exceeds a limit, or a timestamp is not a possible time; nothing was stored.
         """
         check_ids(app_name, user_id, session_id or "")
         new = _from_events(events, "events", _metadata(custom_metadata, "custom_metadata"))
@@ -248,14 +259,15 @@ class EncryptedMemoryService(BaseMemoryService):
         Args:
             app_name: The app's name.
             user_id: The user's id.
-            memories: The memories.  One without an id gets a new id.  One with the id of a memory
-                that was added in this way replaces that memory.
-            custom_metadata: JSON values that are added to the metadata of each memory; the memory's
-                own come first.
+            memories: The memories.  A memory without an id gets a new id.  If `add_memory` has
+                already added a memory with the same id, the new memory replaces it.
+            custom_metadata: JSON values that are added to the metadata of each memory.  If a memory
+                has metadata with the same name, its own value is used.
 
         Raises:
-            ValueError: Content or metadata have no JSON form or exceed a limit, two of the memories
-                have one id, or a memory with this id was deleted; nothing was stored.
+            ValueError: Content or metadata cannot be converted to JSON or exceed a limit, two of
+                the memories have the same id, or an id was deleted with `delete_memory`; nothing
+                was stored.
         """
         check_ids(app_name, user_id, "")
         new = list(_from_memories(memories, custom_metadata or {}))
@@ -285,7 +297,7 @@ class EncryptedMemoryService(BaseMemoryService):
     async def search_memory(
         self, *, app_name: str, user_id: str, query: str
     ) -> SearchMemoryResponse:
-        """Return the ten memories that have the most words of *query*; with a ranker, its choice.
+        """Return up to ten memories, those with the most words of *query*, or the ranker's choice.
 
         Args:
             app_name: The app's name.
@@ -294,7 +306,7 @@ class EncryptedMemoryService(BaseMemoryService):
 
         Raises:
             ConfigurationError: The installed google-adk cannot read a memory that a newer
-                google-adk stored; or the ranker returned something else than entries.
+                google-adk stored; or the ranker returned an object that is not an entry.
         """
         check_ids(app_name, user_id, "")
         memory = await self._current(await self._cache(), app_name, user_id)
@@ -310,10 +322,11 @@ class EncryptedMemoryService(BaseMemoryService):
     async def delete_memory(
         self, *, app_name: str, user_id: str, memory_id: str | None = None
     ) -> None:
-        """Delete the memories with this id, and keep the id away: it is not added again.
+        """Delete the memories with the id *memory_id*, and never add this id again.
 
-        The stored content is overwritten in the transaction that deletes it.  None and an id that
-        the memory does not have do nothing.
+        One transaction stores the deletion and replaces each stored record that contains such a
+        memory by a record without it.  If *memory_id* is None or empty, or no memory has this id,
+        do nothing.
         """
         check_ids(app_name, user_id, "")
         if not memory_id:
@@ -330,21 +343,22 @@ class EncryptedMemoryService(BaseMemoryService):
     async def _write(
         self, app_name: str, user_id: str, plan: Callable[[UserMemory], _Plan | None]
     ) -> None:
-        """Append what *plan* returns; nothing if it returns None.
+        """Append the item that *plan* returns; if *plan* returns None, do nothing.
 
-        *plan* is called again if another process has changed the memory meanwhile, and for the
-        entries that were too many for one item.
+        *plan* is called again if another process has changed the memory in the meantime, or if one
+        item could not contain all entries.
         """
         conflicts = 0
         async with self._writes.hold((app_name, user_id)):
             while True:
-                # After `storage.empty_caches`, this is a cache that nobody reads any more.
+                # Get the cache in each pass: `storage.empty_caches` may have replaced it.
                 cache = await self._cache()
                 memory = await self._current(cache, app_name, user_id)
                 if memory is None:
                     if plan(UserMemory(Expected(0, 0))) is None:
                         return
-                    # The first item is empty: from it on, every item names its position.
+                    # Create the collection with an empty item.  Then each later item can be
+                    # appended at an expected row id and revision.
                     await self._collections.append(
                         app_name, user_id, COLLECTION_NAME, encode_item(MemoryItem().values())
                     )
@@ -391,9 +405,9 @@ class EncryptedMemoryService(BaseMemoryService):
         )
 
     async def _current(self, cache: Memories, app_name: str, user_id: str) -> UserMemory | None:
-        """Return the user's memory as it is stored; None if nothing is.
+        """Return the user's memory as it is stored now; None if nothing is stored.
 
-        With a cached memory, this reads whether items were added, and then only those.
+        If the memory is cached, read only the number of stored items, and then only the new items.
         """
         user = (app_name, user_id)
         async with self._reads.hold(user):
@@ -412,20 +426,20 @@ class EncryptedMemoryService(BaseMemoryService):
                 cache.drop(user)
                 number = found.size - at.revision
                 if found.at.session_row != at.session_row or number < 0:
-                    continue  # it was erased and created again
+                    continue  # the memory was erased and created again
                 found = await self._collections.get(
                     app_name, user_id, COLLECTION_NAME, limit=number
                 )
                 if found is None:
                     return None
                 if found.at.session_row != at.session_row or found.size - number != at.revision:
-                    continue  # still more were added
+                    continue  # other processes added more items after `number` was read
                 if sum(map(len, found.items)) > _READ_ALL_BYTES:
                     return await self._read_all(cache, user)
                 items = await _decoded(found)
                 with memory.lock:
                     if memory.at != at:
-                        continue  # another thread has added them
+                        continue  # another thread has applied these items to the memory
                     memory.apply(items, found.at)
                 cache.put(user, memory)
                 return memory
@@ -450,7 +464,7 @@ async def _decoded(found: Collection) -> list[tuple[MemoryItem, str]]:
     """Return the items of *found*, each with the version of google-adk that wrote it.
 
     Raises:
-        TamperedError: The old record of a replaced item was stored again.
+        TamperedError: An old record of a replaced item was replayed.
         DecryptionError: An item is malformed.
     """
     row, first = found.at.session_row, found.size - len(found.items)
@@ -468,9 +482,9 @@ async def _decoded(found: Collection) -> list[tuple[MemoryItem, str]]:
 
 
 def _item(memory: UserMemory, plan: _Plan) -> tuple[MemoryItem, dict[int, MemoryItem]]:
-    """Return the next item, and the items that it replaces.
+    """Return the next item, and the new contents of the items that it replaces, by number.
 
-    Entries that are too many for one item are left for the next one.
+    If the entries to add are larger than `_ITEM_BYTES`, the item contains only the first ones.
     """
     drop: dict[int, list[int]] = {}
     for entry in plan.drop:
@@ -510,7 +524,7 @@ async def _ranked(ranker: MemoryRanker, query: str, memory: UserMemory) -> list[
 
 
 def _from_events(events: Sequence[Event], name: str, metadata: bytes | None) -> list[_New]:
-    """Return the entries of those events that have content."""
+    """Return entries for the events that have content; errors call the events *name*."""
     new = []
     for number, event in enumerate(events):
         if not event.content or not event.content.parts:
@@ -543,10 +557,10 @@ def _from_memories(
 
 
 def _content(content: types.Content, name: str, number: int) -> bytes:
-    """Return the JSON of *content*, that of the item *number* of *name*.
+    """Return the JSON of *content*, which errors call `name[number].content`.
 
     Raises:
-        ValueError: The content could not be read back.
+        ValueError: google-adk could not read the JSON back.
     """
     serializer = types.Content.__pydantic_serializer__
     try:
@@ -581,7 +595,7 @@ def _metadata(values: Mapping[str, object] | None, name: str) -> bytes | None:
 
 
 def _json(fields: dict[str, Any], name: str) -> bytes:
-    """Return the JSON of *fields*; raise ValueError if it has none, or exceeds a limit."""
+    """Return the JSON of *fields*; raise ValueError if there is none, or if it exceeds a limit."""
     values, is_lossy = json_text.to_values(fields, levels=_LEVELS, bytes_mode="base64", reject=name)
     if is_lossy:
         raise ValueError(f"{name} holds a value without JSON form: convert it first")
@@ -589,5 +603,5 @@ def _json(fields: dict[str, Any], name: str) -> bytes:
 
 
 def _normal(content: bytes) -> bytes:
-    """Return *content* as it is after it was stored and read."""
+    """Return the JSON *content*, parsed and formatted again, as it is after a write and a read."""
     return json_text.dumps(json_text.loads(content))

@@ -1,8 +1,8 @@
 """A user's memory in this process: the decrypted entries, and an index of their words.
 
-`UserMemory` follows the items of the stored collection (`formats.memory_items`).  Its search gives
-what the search of google-adk's `InMemoryMemoryService` (2.13) gives, but looks words up in an index
-of words instead of splitting every text again.
+`UserMemory` is built from the items of the stored collection (`formats.memory_items`).  Its search
+returns the same entries as the search of google-adk's `InMemoryMemoryService` (2.13).  It looks
+words up in an index instead of splitting every text into words again.
 """
 
 import heapq
@@ -30,18 +30,20 @@ from adk_secure_sessions.storage import Expected
 _MOST_RESULTS = 10  # as in google-adk
 _WORD = re.compile(r"\w+")
 _TURN = 0.005  # seconds of work before other tasks may run
-# The key of an entry is the number of its scope and the number of the entry, in order of insertion.
+# The key of an entry is `(scope number << _SCOPE_SHIFT) | entry number`.  The scope of an entry is
+# a session or a constant of `formats.memory_items`.  Scopes and entries are numbered in order of
+# insertion.
 _SCOPE_SHIFT = 40
 
 
 class Turns:
-    """Lets other tasks run during long work: call `end` after each small part of it."""
+    """Lets other tasks run during long work: call `end` after each small part of the work."""
 
     def __init__(self) -> None:
         self._until = time.monotonic() + _TURN
 
     async def end(self) -> None:
-        """Let other tasks run, if enough time has passed since they did."""
+        """Let other tasks run, if this work has taken more than `_TURN` since they last could."""
         if time.monotonic() > self._until:
             await sleep(0)
             self._until = time.monotonic() + _TURN
@@ -52,10 +54,11 @@ class Entry:
 
     Attributes:
         item: The number of the item that added the entry.
-        place: The position in the item.
-        id: The event's id, or that of the memory.
-        author: The author.
-        timestamp: Seconds since 1970, or the text that `add_memory` was given.
+        place: The position of the entry in the field `add` of that item.
+        id: The id of the event or of the memory.
+        author: The author; None if there is none.
+        timestamp: Seconds since 1970 for an event; for a memory, the text that the caller of
+            `add_memory` has passed.
         content: The JSON of google-adk's `Content`.
         metadata: The JSON of the custom metadata, or None if there is none.
         writer: The version of google-adk that wrote the item.
@@ -79,11 +82,11 @@ class Entry:
         return text_of(json_text.loads(self.content))
 
     def values(self) -> JsonObject:
-        """Return the JSON object that the entry was made from."""
+        """Return the JSON object that stores the entry."""
         return entry_values(self.id, self.author, self.timestamp, self.content, self.metadata)
 
     def memory(self, session_row: int) -> MemoryEntry:
-        """Return the entry as google-adk has it.
+        """Return the entry as a `MemoryEntry` of google-adk.
 
         Raises:
             ConfigurationError: The installed google-adk cannot read the content.
@@ -117,7 +120,7 @@ def entry_values(
     content: bytes,
     metadata: bytes | None,
 ) -> JsonObject:
-    """Return the JSON object of an entry to store."""
+    """Return the JSON object that stores an entry; *content* and *metadata* are JSON."""
     values: JsonObject = {"id": entry_id, "content": json_text.loads(content)}
     for name, value in (("author", author), ("timestamp", timestamp)):
         if value is not None:
@@ -128,7 +131,10 @@ def entry_values(
 
 
 def formatted(timestamp: float) -> str:
-    """Return the local time as google-adk formats it.  Raises ValueError for an impossible time."""
+    """Return *timestamp* as local time, in google-adk's format.
+
+    Raises ValueError if no date has this time.
+    """
     try:
         return datetime.fromtimestamp(timestamp).isoformat()
     except (OverflowError, OSError):
@@ -142,14 +148,16 @@ def text_of(content: JsonObject) -> str:
 
 
 class UserMemory:
-    """What is stored for one user, up to the item `at.revision - 1`.
+    """The memory of one user, as the items 0 to `at.revision - 1` of the stored collection say.
 
-    Several threads may use it: `lock` is held while it changes, and while it is searched.
+    Several threads may use this object.  They hold `lock` while they change or search it.
 
     Attributes:
-        at: The position in the stored collection.
-        entries: The entries by key.  Keys are in the order in which google-adk returns ties.
-        deleted: Ids that are not added again.
+        lock: The lock.
+        at: The row id of the collection, and the number of items that were applied.
+        entries: The entries by key.  If a search counts the same number of words in two entries,
+            the entry with the lower key comes first, as in google-adk.
+        deleted: Ids that must not be added again.
     """
 
     def __init__(self, at: Expected) -> None:
@@ -157,12 +165,13 @@ class UserMemory:
         self.at: Expected = at
         self.entries: dict[int, Entry] = {}
         self.deleted: set[str] = set()
-        self._items: list[MemoryItem] = []  # with empty `add`
+        self._items: list[MemoryItem] = []  # `add` is empty, since `entries` has the entries
         self._keys: list[list[int | None]] = []  # for each item, the keys of its entries
         self._scopes: dict[Scope, dict[int, Entry]] = {}
         self._numbers: dict[Scope, int] = {}
         self._words: dict[str, list[int]] = {}
-        self._texts: dict[int, str] = {}  # NFC and lower case; only texts that are not ASCII
+        # Texts by key, in NFC and lower case; only texts that are not ASCII.
+        self._texts: dict[int, str] = {}
         self._next_key = 0
 
     def has_scope(self, scope: Scope) -> bool:
@@ -207,7 +216,10 @@ class UserMemory:
         self._keys.append(keys)
 
     def replaced(self, drop: dict[int, list[int]]) -> dict[int, MemoryItem]:
-        """Return the items without the entries in *drop*, as the next item will replace them."""
+        """Return the items that have entries in *drop*, without these entries, by item number.
+
+        The next item replaces the stored items by these.
+        """
         found = {}
         for number, places in drop.items():
             keys = self._keys[number]
@@ -221,7 +233,7 @@ class UserMemory:
     # --- search ----------------------------------------------------------------------------------
 
     async def search(self, query: str) -> list[Entry]:
-        """Return the ten best entries: see the documentation of `InMemoryMemoryService`."""
+        """Return up to ten entries: those that contain the most words of *query*, best first."""
         words = words_of(query)
         with self.lock:
             texts = list(self._texts.items()) if not query.isascii() else []
@@ -249,7 +261,7 @@ class UserMemory:
     def _drop(self, item: int, places: Iterable[int]) -> None:
         keys = self._keys[item]
         for place in places:
-            # An item that was already replaced when it was read has no such entry any more.
+            # If the earlier item was replaced before it was read, the entry is not in it any more.
             key = keys[place] if 0 <= place < len(keys) else None
             if key is None:
                 continue
@@ -266,7 +278,7 @@ class UserMemory:
 
 
 def _best(counts: Counter[int], entries: dict[int, Entry]) -> list[int]:
-    """Return the keys of *entries* with the ten highest counts; of equal counts, the first ones."""
+    """Return the best keys of *entries*, up to ten: by falling count, then by rising key."""
     if not counts.keys() <= entries.keys():  # some were dropped during the search
         counts = Counter({key: count for key, count in counts.items() if key in entries})
     by_count = Counter(counts.values())
@@ -290,9 +302,9 @@ def words_of(text: str) -> set[str]:
 
 
 def searchable(text: str) -> tuple[set[str], str]:
-    """Return the words that an entry is found by, and its text in NFC and in lower case.
+    """Return the words by which a search finds *text*, and the text in NFC and in lower case.
 
-    A word that mixes Latin and other letters is also found by each of its parts in one script:
+    If a word mixes Latin and other letters, its Latin parts and its other parts are words, too:
     Japanese and Chinese have no spaces between words.
     """
     text = unicodedata.normalize("NFC", text)
@@ -310,11 +322,12 @@ def _is_latin(character: str) -> bool:
 
 
 class Memories:
-    """The memories of the users that were used last.
+    """A cache of the memories of the users that were used last.
 
     Args:
         users: Maximum number of users.
-        entries: Maximum number of entries of all users; a user with more is not kept.
+        entries: Maximum number of entries of all users together.  The memory of a user who alone
+            has more entries is not cached.
     """
 
     def __init__(self, users: int, entries: int) -> None:
@@ -324,7 +337,7 @@ class Memories:
         self._lock = threading.Lock()
 
     def get(self, key: Any) -> UserMemory | None:
-        """Return the memory of the user *key*; None if it is not kept."""
+        """Return the memory of the user that *key* identifies; None if no memory is cached."""
         with self._lock:
             memory = self._memories.pop(key, None)
             if memory is not None:
@@ -332,7 +345,7 @@ class Memories:
             return memory
 
     def put(self, key: Any, memory: UserMemory) -> None:
-        """Keep *memory*; remove those that were used longest ago, beyond the limits."""
+        """Cache *memory*; while a limit is exceeded, remove the least recently used memory."""
         with self._lock:
             self._memories.pop(key, None)
             self._memories[key] = memory
@@ -343,6 +356,6 @@ class Memories:
                 entries -= len(self._memories.pop(oldest).entries)
 
     def drop(self, key: Any) -> None:
-        """Remove the memory of the user *key*."""
+        """Remove the memory of the user that *key* identifies."""
         with self._lock:
             self._memories.pop(key, None)

@@ -1,9 +1,9 @@
-"""Checks which of google-adk's services would store user content as plaintext.
+"""Detect services of google-adk that would store user content as plaintext.
 
-google-adk stores plaintext without being asked: without a URI, sessions and artifacts go to files
-in `.adk`, and if `services.py` raises an error, google-adk logs a warning and goes on.  So there
-are two checks.  `plaintext_stores` looks at the options before google-adk starts.
-`guard_registry` looks at each service that google-adk makes from a URI.
+google-adk may store plaintext by mistake.  Without a URI, it stores sessions and artifacts in files
+in `.adk`.  If `services.py` raises an error, google-adk only logs a warning and continues.  So this
+module has two checks.  `plaintext_stores` checks the options before google-adk starts.
+`guard_registry` checks each service that google-adk creates from a URI.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -16,8 +16,8 @@ from adk_secure_sessions.integrations.adk import SCHEMES, parse
 
 SERVICES = ("sessions", "artifacts", "memory")
 KINDS = (*SERVICES, "evaluations", "traces")
-# The arguments of google-adk's commands that name a service, newest name first.  Releases before
-# 2.0 have the second names, too.
+# The arguments of google-adk's commands that take the URI of a service.  Releases before 2.0 also
+# have the second name of each pair.
 URI_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
     "sessions": ("session_service_uri", "session_db_url"),
     "artifacts": ("artifact_service_uri", "artifact_storage_uri"),
@@ -33,7 +33,7 @@ _WRITES_PLAINTEXT = {
 IN_MEMORY = "memory"  # the scheme of google-adk's services that store nothing
 # The schemes of google-adk's services that store plaintext.
 _PLAINTEXT = {"agentengine", "file", "gs", "mysql", "postgresql", "rag", "sqlite"}
-# The classes that encrypt.  Named, since importing all of them would need all extras.
+# The names of the classes that encrypt.  Importing the classes would need all extras.
 _ENCRYPTS = {
     "sessions": {"EncryptedSessionService", "EncryptedSessionWrapper"},
     "artifacts": {"EncryptedArtifactService"},
@@ -47,16 +47,16 @@ _STORES_NOTHING = {
 
 
 def uri_of(kind: str, arguments: Mapping[str, Any]) -> str | None:
-    """Return the URI for the services of *kind* in the arguments of a command, if there is one."""
+    """Return the URI that a command's *arguments* give for *kind*; None if there is none."""
     return next((arguments[name] for name in URI_ARGUMENTS[kind] if arguments.get(name)), None)
 
 
 def plaintext_stores(arguments: Mapping[str, Any], allowed: Collection[str]) -> str | None:
-    """Return what is missing to start google-adk; None if nothing is.
+    """Return the text of an error if google-adk would store plaintext; otherwise None.
 
     Args:
         arguments: The arguments of one of google-adk's commands, by name.
-        allowed: Those of `KINDS` that may be stored as plaintext.
+        allowed: The elements of `KINDS` that may be stored as plaintext.
 
     Raises:
         ConfigurationError: A URI for one of our services cannot be used.
@@ -83,10 +83,10 @@ def plaintext_stores(arguments: Mapping[str, Any], allowed: Collection[str]) -> 
 
 
 def guard_registry(registry: Any, allowed: Collection[str]) -> None:
-    """Let *registry* make only services that encrypt, store nothing, or are *allowed*.
+    """Make *registry* reject every service that stores plaintext, unless its kind is *allowed*.
 
-    Its methods then raise ConfigurationError for any other service, also if no service is
-    registered for the URI: google-adk would make a `DatabaseSessionService` then.
+    The methods of *registry* then raise ConfigurationError for such a service.  They also raise it
+    if no service is registered for a URI: google-adk would create a `DatabaseSessionService`.
     """
     for kind, name in (
         ("sessions", "create_session_service"),
