@@ -31,8 +31,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         place = Place(Path(directory))
         command = ("adk-secure-sessions", "adk", "web", "agents")
-        options = ("--session_service_uri", URI, "--artifact_service_uri", "memory://")
-        with place.serve(*command, *options) as client, browser(WIDTH, HEIGHT) as tab:
+        with place.serve(*command, "--service_uri", URI) as client, browser(WIDTH, HEIGHT) as tab:
             page = picture_of_page(tab, str(client.base_url))
             rows = stored(place.directory / "sessions.db")
             picture = picture_of_both(tab, page, rows)

@@ -27,7 +27,7 @@ from tests.pages import ROOT
 BIN = Path(sys.executable).parent
 AGENT = "receptionist"
 KEY_VARIABLE = "ADK_SESSIONS_KEY"
-URI = f"encrypted+sqlite:///./sessions.db?key=env:{KEY_VARIABLE}"
+URI = f"encrypted+sqlite:///./sessions.db?key=env:{KEY_VARIABLE}&blobs=./artifacts"
 # Otherwise the page of `adk web` asks in a dialog, which takes the focus at any moment.
 _NO_TELEMETRY = b'{"telemetry": false}'
 _PATIENCE = 120.0  # seconds
@@ -119,6 +119,10 @@ class Place:
             if path.is_file() and path.suffix not in (".py", ".yaml")
         }
         return {name: data for name, data in found.items() if data != _NO_TELEMETRY}
+
+    def names(self) -> set[str]:
+        """The names of the files and directories at the top that a command wrote."""
+        return {Path(name).parts[0] for name in self.files()}
 
     def needles(self) -> dict[str, set[str]]:
         """The needles in each file that has one."""

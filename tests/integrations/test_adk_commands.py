@@ -1,5 +1,6 @@
 """google-adk's own commands with our services, in each of the three ways, and what they write."""
 
+import base64
 import json
 import os
 import signal
@@ -10,21 +11,36 @@ import httpx
 import pytest
 
 from tests import chromium
-from tests.attacks.needles import SESSION, USER, needle, state
+from tests.attacks.needles import SESSION, USER, found_in, needle, state
 from tests.integrations.adk_processes import AGENT, KEY_VARIABLE, URI, Place
 from tests.servers import REQUIRE_VARIABLE
 
 SESSIONS = f"/apps/{AGENT}/users/{USER}/sessions"
-OPTIONS = ("--session_service_uri", URI, "--artifact_service_uri", "memory://")
-SERVICES_YAML = """\
-services:
+ARTIFACTS = f"{SESSIONS}/{SESSION}/artifacts"
+FILE = f"dir/{needle('file name')}.txt"
+STORED = {"artifacts", "log", "sessions.db"}  # and no -wal, nor .adk
+# One URI for all three services: for our command, and for those of google-adk.
+OURS = ("--service_uri", URI)
+OPTIONS = tuple(
+    text for kind in ("session", "artifact", "memory") for text in (f"--{kind}_service_uri", URI)
+)
+SAVE_FILES = (
+    "--extra_plugins",
+    "google.adk.plugins.save_files_as_artifacts_plugin.SaveFilesAsArtifactsPlugin",
+)
+SERVICES_YAML = "services:\n" + "".join(
+    f"""\
   - scheme: encrypted+sqlite
-    type: session
-    class: adk_secure_sessions.integrations.adk.session_service
+    type: {kind}
+    class: adk_secure_sessions.integrations.adk.{kind}_service
 """
+    for kind in ("session", "artifact", "memory")
+)
 SERVICES_PY = """\
 from adk_secure_sessions.integrations import adk; adk.register()
 """
+# The access log of uvicorn has the addresses of requests, and so the ids and names in them.
+IN_ACCESS_LOG = {"log": {USER, SESSION, needle("file name")}}
 
 
 @pytest.fixture
@@ -61,6 +77,38 @@ def begin(client: httpx.Client) -> None:
     assert {one["id"] for one in ok(client.get(SESSIONS))} == {SESSION, "other"}
     ok(client.delete(f"{SESSIONS}/other"))
     assert [one["id"] for one in ok(client.get(SESSIONS))] == [SESSION]
+    ok(client.patch(f"/apps/{AGENT}/users/{USER}/memory", json={"sessionId": SESSION}))
+    save_files(client)
+
+
+def save_files(client: httpx.Client) -> None:
+    """Upload two versions of an artifact; list, load and delete artifacts."""
+    for version in range(2):
+        saved = ok(client.post(ARTIFACTS, json=upload(FILE, version)))
+        assert saved["version"] == version
+        assert not found_in(saved["canonicalUri"])
+    ok(client.post(ARTIFACTS, json=upload("other", 0)))
+    assert ok(client.get(ARTIFACTS)) == [FILE, "other"]
+    ok(client.delete(f"{ARTIFACTS}/other"))
+    load_files(client)
+
+
+def load_files(client: httpx.Client) -> None:
+    assert FILE in ok(client.get(ARTIFACTS))
+    assert ok(client.get(f"{ARTIFACTS}/{FILE}/versions")) == [0, 1]
+    for version in range(2):
+        loaded = ok(client.get(f"{ARTIFACTS}/{FILE}/versions/{version}"))
+        assert loaded == upload(FILE, version)["artifact"]
+    described = ok(client.get(f"{ARTIFACTS}/{FILE}/versions/1/metadata"))
+    assert described["customMetadata"] == {"m": needle("file metadata")}
+    assert client.get(f"{ARTIFACTS}/other").status_code == 404
+
+
+def upload(name: str, version: int) -> dict[str, Any]:
+    content = f"{version} {needle('file content')}".encode()
+    data = base64.urlsafe_b64encode(content).decode()
+    part = {"inlineData": {"mimeType": f"text/{needle('file type')}", "data": data}}
+    return {"filename": name, "artifact": part, "customMetadata": {"m": needle("file metadata")}}
 
 
 def go_on(client: httpx.Client) -> None:
@@ -70,7 +118,13 @@ def go_on(client: httpx.Client) -> None:
     assert session["state"]["user:last_answer"].startswith("Message 2: ")
     assert session["state"]["app:" + needle("app key")] == needle("app value")
     (answer,) = ok(client.post("/run", json=message("again")))
-    assert answer["content"]["parts"][0]["text"].startswith("Message 3: ")
+    assert answer["content"]["parts"][0]["text"] == "Message 3: I have noted 'again'."
+    load_files(client)
+    # `preload_memory_tool` searches for the words of a message.  Both messages of `begin` have it.
+    ok(client.post(SESSIONS, json={"sessionId": "later"}))
+    (answer,) = ok(client.post("/run", json=message(needle("text"), sessionId="later")))
+    earlier = f" Earlier, you said '{needle('text')}'."
+    assert answer["content"]["parts"][0]["text"].endswith(f"'{needle('text')}'.{2 * earlier}")
 
 
 def test_services_yaml_makes_adk_api_server_store_ciphertext_only(place: Place) -> None:
@@ -79,14 +133,11 @@ def test_services_yaml_makes_adk_api_server_store_ciphertext_only(place: Place) 
     with place.serve(*command) as client:
         begin(client)
     assert place.status == -signal.SIGTERM
-    assert set(place.files()) == {"log", "sessions.db"}  # and no -wal, nor .adk
+    assert place.names() == STORED
     with place.serve(*command, end=signal.SIGINT) as client:
         go_on(client)
-    assert set(place.files()) == {"log", "sessions.db"}
-    # The access log of uvicorn has the addresses of requests, and so the ids in them.
-    found = place.needles()
-    assert set(found) <= {"log"}
-    assert found["log"] == {USER, SESSION}
+    assert place.names() == STORED
+    assert place.needles() == IN_ACCESS_LOG
 
 
 def test_services_py_makes_adk_run_store_ciphertext_only(place: Place) -> None:
@@ -101,19 +152,31 @@ def test_services_py_makes_adk_run_store_ciphertext_only(place: Place) -> None:
 
 def test_own_command_runs_adk_web_without_a_needle_in_its_files_and_logs(place: Place) -> None:
     """Over HTTP, then on its page in Chromium, where the session is still there after a reload."""
-    command = ("adk-secure-sessions", "adk", "web", *OPTIONS, "agents")
+    command = ("adk-secure-sessions", "adk", "web", *OURS, *SAVE_FILES, "agents")
     with place.serve(*command) as client:
         begin(client)
+        send_file(client)
         assert place.needles() == {}  # while it runs, with the write-ahead log
         if has_chromium := chromium.PROGRAM is not None or REQUIRE_VARIABLE in os.environ:
             talk_on_the_page(str(client.base_url))
             assert len(ok(client.get(SESSIONS))) == 2
     assert place.status == -signal.SIGTERM
-    assert set(place.files()) == {"log", "sessions.db"}
+    assert place.names() == STORED
     assert place.needles() == {}
     assert "/users/.../sessions/... " in place.logged()
+    assert "/users/.../sessions/.../artifacts/... " in place.logged()
     if not has_chromium:
         pytest.skip("chromium is not installed: only the part over HTTP was tested")
+
+
+def send_file(client: httpx.Client) -> None:
+    """Attach a file to a message, as the page does; a plugin of google-adk makes it an artifact."""
+    file = upload("", 0)["artifact"]
+    file["inlineData"]["displayName"] = needle("file name")
+    said = {"role": "user", "parts": [{"text": "here"}, file]}
+    ok(client.post("/run", json=message("", newMessage=said)))
+    loaded = ok(client.get(f"{ARTIFACTS}/{needle('file name')}"))
+    assert loaded == file
 
 
 def talk_on_the_page(url: str) -> None:
@@ -129,7 +192,7 @@ def talk_on_the_page(url: str) -> None:
 
 
 def test_own_command_runs_adk_run_and_ends_with_the_input(place: Place) -> None:
-    command = ("adk-secure-sessions", "adk", "run", *OPTIONS, f"agents/{AGENT}")
+    command = ("adk-secure-sessions", "adk", "run", *OURS, f"agents/{AGENT}")
     done = place.run(*command, said=f"{needle('text')}\n")
     assert done.returncode == 130, done.stderr
     assert "Message 1: I have noted" in done.stdout
@@ -146,8 +209,8 @@ def test_services_py_makes_adk_api_server_store_ciphertext_only(place: Place) ->
         begin(client)
     with place.serve(*command) as client:
         go_on(client)
-    assert set(place.files()) == {"log", "sessions.db"}
-    assert place.needles() == {"log": {USER, SESSION}}
+    assert place.names() == STORED
+    assert place.needles() == IN_ACCESS_LOG
 
 
 @pytest.mark.soak
@@ -159,13 +222,14 @@ def test_adk_api_server_stores_in_a_database_server(
     with request.getfixturevalue(name).database() as url:
         text = url.set(drivername=name).render_as_string(hide_password=False)
         text += f"{'&' if '?' in text else '?'}key=env:{KEY_VARIABLE}"
-        command = ("adk", "api_server", "--session_service_uri", f"encrypted+{text}", "agents")
+        uri = f"encrypted+{text}&blobs=./artifacts"
+        command = ("adk", "api_server", *(uri if text == URI else text for text in OPTIONS))
         for drive in (begin, go_on):
-            with place.serve(*command, "--artifact_service_uri", "memory://") as client:
+            with place.serve(*command, "agents") as client:
                 drive(client)
             assert place.status == -signal.SIGTERM
         assert "Traceback" not in place.logged()
-        assert set(place.files()) == {"log"}
+        assert place.names() == {"artifacts", "log"}
 
 
 # --- what must not become plaintext ---------------------------------------------------------------

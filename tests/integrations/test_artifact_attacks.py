@@ -24,11 +24,15 @@ from tests.maintenance.support import query, run_sql
 
 BACKEND = AesGcmBackend(bytes(range(32)))
 WHO: dict[str, Any] = {"app_name": "clinic", "user_id": "needle-user"}
-HERE: dict[str, Any] = WHO | {"session_id": "needle-session", "filename": "needle-name.png"}
-NEEDLES = [
-    f"needle-{name}".encode()
-    for name in ("user", "session", "name", "content", "meta", "type", "display")
-]
+HERE = WHO | {"session_id": "needle-session", "filename": "needle-name.png"}
+NEEDLES: tuple[bytes, ...] = (
+    b"needle-user",
+    b"needle-session",
+    b"needle-name",
+    b"needle-content",
+    b"needle-meta",
+)
+NEEDLES += (b"needle-type", b"needle-display")
 
 
 @pytest.fixture

@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
 _COMMANDS = ("api_server", "run", "web")  # of google-adk
 _URI_VARIABLE = f"{PREFIX}URI"
-# Matches, in a path, the ids of users and sessions and the names of artifacts.
+# In a path: the ids of users and sessions, and the names of artifacts, which may contain slashes.
 _IDS = re.compile(
-    r"((?<=/)(?:users?|sessions?|artifacts)/|[?&](?:user_?id|session(?:_?id)?)=)[^/?&\s]+",
+    r"((?<=/)(?:users?|sessions?)/|[?&](?:user_?id|session(?:_?id)?)=)[^/?&\s]+"
+    r"|((?<=/)artifacts/)[^?\s]+",
     re.IGNORECASE,
 )
 
@@ -173,12 +174,12 @@ async def _open(service: "EncryptedSessionService") -> None:
 
 
 class _WithoutIds(logging.Filter):
-    """Replaces the ids of users and sessions in the addresses of uvicorn's access log."""
+    """Replaces the ids, and the names of artifacts, in the addresses of uvicorn's access log."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if isinstance(record.args, tuple):
             record.args = tuple(
-                _IDS.sub(r"\1...", value) if isinstance(value, str) else value
+                _IDS.sub(r"\1\2...", value) if isinstance(value, str) else value
                 for value in record.args
             )
         return True

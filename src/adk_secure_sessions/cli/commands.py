@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import re
 import sys
 from datetime import timedelta
 from functools import partial
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 from click.shell_completion import CompletionItem
 
-from adk_secure_sessions.cli.options import on_database, with_dry_run, with_keys, with_speed
+from adk_secure_sessions.cli.options import age, on_database, with_dry_run, with_keys, with_speed
 from adk_secure_sessions.cli.output import backend_name, counted, show, table
 from adk_secure_sessions.cli.program import (
     AGAIN,
@@ -34,15 +33,6 @@ from adk_secure_sessions.keys.providers import StaticKey, generate_key
 
 if TYPE_CHECKING:
     from adk_secure_sessions.maintenance import Check, Database
-
-_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
-
-
-def _age(context: click.Context, parameter: click.Parameter, value: str) -> timedelta:
-    match = re.fullmatch(r"(\d{1,6})([smhdw])", value)
-    if match is None:
-        raise click.BadParameter("write a number and a unit: s, m, h, d or w, such as 90d")
-    return timedelta(**{_UNITS[match[2]]: int(match[1])})
 
 
 @main.command()
@@ -303,7 +293,7 @@ def inspect(db: "Database", as_json: bool, table_name: str, row: str | None, lim
 @click.option(
     "--older-than",
     required=True,
-    callback=_age,
+    callback=age,
     metavar="AGE",
     help="A number and a unit: s, m, h, d or w.  Example: 90d.",
 )

@@ -1,7 +1,9 @@
 """Define the options that several commands share, and create databases and backends from them."""
 
 import functools
+import re
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import click
@@ -13,6 +15,7 @@ from adk_secure_sessions.cli.program import one_line_errors
 Command = Callable[..., Any]
 
 _BACKENDS = click.Choice(NAMES)
+_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 with_speed: Callable[[Command], Command] = click.option(
     "--rows-per-second",
@@ -22,6 +25,18 @@ with_speed: Callable[[Command], Command] = click.option(
 with_dry_run: Callable[[Command], Command] = click.option(
     "--dry-run", is_flag=True, help="Report what would be done, but change nothing."
 )
+
+
+def age(context: click.Context, parameter: click.Parameter, value: str) -> timedelta:
+    """Convert the value of an option such as --older-than.  click calls this function.
+
+    Raises:
+        click.BadParameter: The value is not an age.
+    """
+    match = re.fullmatch(r"(\d{1,6})([smhdw])", value)
+    if match is None:
+        raise click.BadParameter("write a number and a unit: s, m, h, d or w, such as 90d")
+    return timedelta(**{_UNITS[match[2]]: int(match[1])})
 
 
 def on_database(command: Command) -> Command:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from adk_secure_sessions.errors import ConfigurationError, Reason, TamperedError
 from adk_secure_sessions.formats.blobs import encrypted_size
-from adk_secure_sessions.integrations.artifacts import Version, is_artifact, versions_of
+from adk_secure_sessions.integrations.artifact_versions import Version, is_artifact, versions_of
 from adk_secure_sessions.integrations.object_store import BlobStore, open_store
 from adk_secure_sessions.maintenance import Database, Problem
 from adk_secure_sessions.maintenance.identities import located_sessions
@@ -27,7 +27,7 @@ class BlobCheck(NamedTuple):
         blobs: The number of blobs that versions of artifacts name.
         missing: The number of these blobs that are not stored, or have a wrong length.
         unused: The number of stored blobs that no version names.
-        bad: The number of all problems: missing blobs, and rows that cannot be decrypted.
+        bad: The number of problems: missing blobs, and undecryptable rows.
         problems: The first 1000 problems.
     """
 
@@ -60,6 +60,7 @@ async def check_blobs(
     store: "str | os.PathLike[str] | ObjectStore",
     *,
     options: Mapping[str, Any] | None = None,
+    allow_http: bool = False,
 ) -> BlobCheck:
     """Find blobs that are missing or have a wrong length, and blobs that no version names.
 
@@ -70,12 +71,13 @@ async def check_blobs(
         db: The database, with every backend whose records it may hold.
         store: The store of the contents: see `EncryptedArtifactService`.
         options: Arguments of the store.
+        allow_http: Whether a store on another machine may be `http://`.
 
     Raises:
         ConfigurationError: The store or the database cannot be used.
         ArtifactStoreError: The store failed.
     """
-    opened, prefix = await _open(db, store, options)
+    opened, prefix = await _open(db, store, options, allow_http)
     stored = {blob.name: blob.size async for blob in opened.list()}
     problems = Problems()
     artifacts = missing = 0
@@ -88,8 +90,8 @@ async def check_blobs(
                 continue
             named.add(blob.name)
             size = stored.get(blob.name)
-            if blob.prefix != prefix:  # this database is a copy, and the original wrote the blob
-                size = await open_store(store, blob.prefix, options=options).size(blob.name)
+            if blob.prefix != prefix:  # of the database that this one was copied from
+                size = await _opened(store, blob.prefix, options, allow_http).size(blob.name)
             if size != encrypted_size(blob.size):
                 missing += 1
                 reason = Reason.MISMATCH if size else Reason.MISSING
@@ -106,6 +108,7 @@ async def purge_blobs(
     older_than: timedelta = timedelta(days=1),
     dry_run: bool = False,
     options: Mapping[str, Any] | None = None,
+    allow_http: bool = False,
 ) -> BlobPurge:
     """Delete blobs that no version of an artifact names.
 
@@ -119,6 +122,7 @@ async def purge_blobs(
             that names the blob, so the minimum age must be longer than any upload takes.
         dry_run: Count the blobs, but delete nothing.
         options: Arguments of the store.
+        allow_http: Whether a store on another machine may be `http://`.
 
     Raises:
         ConfigurationError: The store or the database cannot be used, or *older_than* is negative.
@@ -126,8 +130,8 @@ async def purge_blobs(
     """
     if older_than < timedelta():
         raise ConfigurationError("older_than must not be negative")
-    opened, _ = await _open(db, store, options)
-    # List the blobs before reading the rows.  So if a row is added in between, its blob is kept.
+    opened, _ = await _open(db, store, options, allow_http)
+    # List the blobs before the rows: a blob whose row is added meanwhile is not deleted.
     before = time.time() - older_than.total_seconds()
     old = [blob.name async for blob in opened.list(before)]
     problems = Problems()
@@ -150,9 +154,19 @@ async def _open(
     db: Database,
     store: "str | os.PathLike[str] | ObjectStore",
     options: Mapping[str, Any] | None,
+    allow_http: bool,
 ) -> tuple[BlobStore, str]:
     prefix = (await Collections(db.unit).database_id()).hex()
-    return open_store(store, prefix, options=options), prefix
+    return _opened(store, prefix, options, allow_http), prefix
+
+
+def _opened(
+    store: "str | os.PathLike[str] | ObjectStore",
+    prefix: str,
+    options: Mapping[str, Any] | None,
+    allow_http: bool,
+) -> BlobStore:
+    return open_store(store, prefix, options=options, allow_http=allow_http, create=False)
 
 
 async def _artifacts(db: Database, problems: Problems) -> AsyncIterator[tuple[int, list[Version]]]:

@@ -1,25 +1,25 @@
 """An artifact service for ADK: encrypted rows in the database of the sessions, encrypted blobs.
 
-The versions of one artifact are the items of one collection (`storage.Collections`).  An item
-contains the name and the key of the blob that stores the content (docs/format.md, "Blobs").
+`artifact_versions` has the items of the rows.  docs/format.md, "Blobs", describes the contents.
 """
 
-import json
 import logging
 import os
 import secrets
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from google.adk.artifacts import BaseArtifactService, artifact_util
 from google.adk.artifacts.base_artifact_service import ArtifactVersion, ensure_part
 from google.adk.errors.input_validation_error import InputValidationError
+from google.adk.version import __version__ as adk_version
 from google.genai import types
 
 from adk_secure_sessions.crypto.key_material import hides_frames
 from adk_secure_sessions.errors import (
     ArtifactStoreError,
+    ConfigurationError,
     DatabaseError,
     Reason,
     SecureSessionError,
@@ -33,71 +33,25 @@ from adk_secure_sessions.formats.blobs import (
     encrypt_stream,
     encrypted_size,
 )
-from adk_secure_sessions.formats.events import decode_item, encode_item
+from adk_secure_sessions.formats.events import encode_item
 from adk_secure_sessions.formats.records import decode_text, encode_text
+from adk_secure_sessions.integrations.artifact_versions import (
+    Blob,
+    Version,
+    collection_name,
+    scope_and_name,
+    versions_of,
+)
 from adk_secure_sessions.integrations.object_store import TIMEOUT, BlobStore, open_store
 from adk_secure_sessions.service import EncryptedSessionService, check_ids, reject_unknown_methods
-from adk_secure_sessions.storage import Collection, events
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-KIND = "artifact"  # the first part of the name of each artifact's collection
 USER_PREFIX = "user:"
 _MAX_REFERENCES = 5  # how many references to other artifacts one load follows, as in ADK
-
-
-class Blob(NamedTuple):
-    """The name and the key of the blob that stores the content of a version.
-
-    Attributes:
-        prefix: The id of the database whose service wrote the blob, in hexadecimal.
-        name: The name of the blob, 32 hexadecimal digits.
-        key: The key of the blob.
-        size: The number of bytes of plaintext.
-    """
-
-    prefix: str
-    name: str
-    key: bytes
-    size: int
-
-    def __repr__(self) -> str:  # without the key
-        return f"Blob({self.prefix}/{self.name}, {self.size} bytes)"
-
-
-class Version(NamedTuple):
-    """One version of an artifact, without its content.
-
-    Attributes:
-        number: The number of the version; 0 for the first one.
-        part: The `Part` of google-genai as JSON values, without its bytes or text.
-        blob: The blob that stores the content; None for a part that refers to a file.
-        metadata: The caller's metadata.
-        time: When the version was saved, in seconds since 1970.
-        uri: The URI of the version.  It contains a row id instead of the ids in ADK, which may be
-            personal data.
-    """
-
-    number: int
-    part: dict[str, Any]
-    blob: Blob | None
-    metadata: dict[str, Any]
-    time: float
-    uri: str
-
-    @property
-    def mime_type(self) -> str | None:
-        """The MIME type of the content; None for a reference to another artifact."""
-        if "text" in self.part:
-            return "text/plain"
-        found = self.part.get("inline_data") or self.part.get("file_data") or {}
-        if str(found.get("file_uri", "")).startswith("artifact://"):
-            return None
-        mime_type: str | None = found.get("mime_type")
-        return mime_type
 
 
 class ArtifactStream:
@@ -182,8 +136,8 @@ class EncryptedArtifactService(BaseArtifactService):
         Raises:
             InputValidationError: The part contains neither bytes, nor text, nor a reference to a
                 file.  Or the name does not begin with `user:`, and *session_id* is None.
-            ValueError: An id is too long, or *custom_metadata* contains a value that cannot be
-                converted to JSON.
+            ValueError: An id is too long, the part could not be read back as it is, or
+                *custom_metadata* contains a value that cannot be converted to JSON.
             ArtifactStoreError: The content could not be stored, and no version was added.
             SecureSessionError: The row could not be stored; see `EncryptedSessionService`.
         """
@@ -194,11 +148,7 @@ class EncryptedArtifactService(BaseArtifactService):
             if part.file_data is None:
                 raise InputValidationError("Not supported artifact type.")
             _check_reference(part, app_name, user_id, session_id)
-        values = part.model_dump(
-            mode="json", exclude_none=True, exclude={"inline_data": {"data"}, "text": True}
-        )
-        if part.inline_data is None and part.text is not None:
-            values["text"] = ""
+        values = _part_values(part)
         pieces = None if content is None else _one(content)
         return await self._save(app_name, user_id, name, values, pieces, custom_metadata)
 
@@ -215,6 +165,8 @@ class EncryptedArtifactService(BaseArtifactService):
 
         Raises:
             DecryptionError: A row or the content was tampered with, or the content is missing.
+            ConfigurationError: The installed google-adk cannot read the artifact, which another
+                release of google-adk saved.
             ArtifactStoreError: The content could not be read.
             InputValidationError: A reference to another artifact is malformed, or its target
                 belongs to another session or user, or there are too many references in a row.
@@ -223,7 +175,18 @@ class EncryptedArtifactService(BaseArtifactService):
             found = await self._version(app_name, user_id, filename, session_id, version)
             if found is None:
                 return None
-            part = await self._part(found)
+            try:
+                part = await self._part(found)
+            except TamperedError as error:
+                if error.reason is not Reason.MISSING:
+                    raise
+                # Another task may have deleted the artifact since the row was read.
+                again = await self._version(app_name, user_id, filename, session_id, version)
+                if again is None:
+                    return None
+                if again.blob == found.blob:
+                    raise
+                part = await self._part(again)
             target = _check_reference(part, app_name, user_id, session_id)
             if target is None:
                 # When ADK rewinds a session to a time before the artifact existed, it cannot delete
@@ -242,7 +205,7 @@ class EncryptedArtifactService(BaseArtifactService):
         check_ids(app_name, user_id, session_id or "")
         names = []
         for collection in await self._collections.names(app_name, user_id):
-            found = _scope_and_name(collection.name)
+            found = scope_and_name(collection.name)
             if found is not None and collection.size and found[0] in (None, session_id):
                 names.append(found[1])
         return sorted(names)
@@ -253,9 +216,12 @@ class EncryptedArtifactService(BaseArtifactService):
         """Delete all versions of an artifact; if the artifact does not exist, do nothing."""
         name = _collection_name(app_name, user_id, filename, session_id)
         found = await self._collections.get(app_name, user_id, name)
-        if found is None or not await self._collections.delete(app_name, user_id, name):
+        if found is None:
             return
-        for version in versions_of(found):
+        versions = versions_of(found)  # before the rows are deleted, because they name the blobs
+        if not await self._collections.delete(app_name, user_id, name):
+            return
+        for version in versions:
             if version.blob is not None:
                 await self._discard(version.blob)
 
@@ -431,9 +397,13 @@ class EncryptedArtifactService(BaseArtifactService):
         return next((one for one in versions if one.number == number), None)
 
     async def _part(self, version: Version) -> types.Part:
-        is_text = "text" in version.part
-        values = {name: value for name, value in version.part.items() if name != "text"}
-        part = types.Part.model_validate_json(json.dumps(values))
+        is_text = version.is_text
+        part = _restored({**version.part, "text": None} if is_text else version.part)
+        if part is None:
+            raise ConfigurationError(
+                f"the installed google-adk {adk_version} cannot read this version of the artifact, "
+                "which another google-adk saved: install a later one"
+            )
         if version.blob is not None:
             pieces = self._content(version.blob, 0, None)
             content = b"".join([piece async for piece in pieces])
@@ -452,7 +422,13 @@ class EncryptedArtifactService(BaseArtifactService):
             yield piece
 
     async def _discard(self, blob: Blob) -> None:
-        """Delete a blob that no row names any more; if the store fails, leave it to `purge`."""
+        """Delete a blob that no row names any more; if the store fails, leave it to `purge`.
+
+        A blob of another database is not deleted.  This database may be a copy of the other one,
+        whose rows may name the blob.
+        """
+        if blob.prefix != (await self._collections.database_id()).hex():
+            return
         try:
             await self._store(blob.prefix).delete(blob.name)
         except ArtifactStoreError as error:
@@ -484,31 +460,49 @@ def _collection_name(app_name: str, user_id: str, filename: str, session_id: str
         session_id = None
     elif session_id is None:
         raise InputValidationError("Session ID must be provided for session-scoped artifacts.")
-    return json.dumps([KIND, session_id, filename])
-
-
-def _scope_and_name(collection: str) -> tuple[str | None, str] | None:
-    """Return the session id and the file name of the artifact whose collection has this name.
-
-    The session id is None if the artifact belongs to the user.  Return None if the collection is
-    not an artifact.
-    """
-    kind, *rest = json.loads(collection)
-    if kind != KIND:
-        return None
-    session_id, filename = rest
-    return session_id, filename
-
-
-def is_artifact(collection: str) -> bool:
-    """Return whether the collection with this name contains the versions of an artifact."""
-    return _scope_and_name(collection) is not None
+    return collection_name(session_id, filename)
 
 
 def _content(part: types.Part) -> bytes | None:
     if part.inline_data is not None:
         return part.inline_data.data or b""
     return None if part.text is None else encode_text(part.text)
+
+
+def _part_values(part: types.Part) -> dict[str, Any]:
+    """Return *part* as JSON values, without the bytes or the text that are stored as a blob.
+
+    Raises:
+        ValueError: The part could not be read back as it is.
+    """
+    bare = part.model_copy()
+    is_text = part.inline_data is None and part.text is not None
+    if part.inline_data is not None:
+        bare.inline_data = part.inline_data.model_copy(update={"data": None})
+    elif is_text:
+        bare.text = None
+    try:
+        dumped = bare.model_dump(exclude_none=True, warnings="error")
+    except ValueError:  # the error's text may repeat a value
+        dumped = None
+    if dumped is not None:
+        values, _ = json_text.to_values(
+            dumped, levels=json_text.MAX_LEVELS - 2, bytes_mode="base64", reject="artifact"
+        )
+        if _restored(values) == bare:
+            return values | {"text": ""} if is_text else values
+    raise ValueError(
+        "the artifact is not stored, because it could not be read back as it is: a field holds a "
+        "value that JSON cannot represent, or that google-adk rejects"
+    )
+
+
+def _restored(values: dict[str, Any]) -> types.Part | None:
+    """Return the part in *values*; None if the installed google-adk cannot read it."""
+    try:
+        return types.Part.model_validate_json(json_text.dumps(values))
+    except ValueError:  # the error's text repeats values
+        return None
 
 
 async def _one(content: bytes) -> AsyncIterator[bytes]:
@@ -546,40 +540,6 @@ def _check_reference(
         app_name=app_name, user_id=user_id, session_id=session_id, parsed_uri=target
     )
     return target
-
-
-def versions_of(collection: Collection) -> list[Version]:
-    """Return the versions whose items *collection* contains.
-
-    Raises:
-        TamperedError: An item is not a version.
-    """
-    first = collection.size - len(collection.items)
-    return [_parsed(collection, number) for number in range(first, collection.size)]
-
-
-@hides_frames
-def _parsed(collection: Collection, number: int) -> Version:
-    values = decode_item(collection.items[number - collection.size])
-    row = collection.at.session_row
-    try:
-        blob = values.get("blob")
-        return Version(
-            number,
-            dict(values["part"]),
-            blob and Blob(blob["prefix"], blob["name"], bytes.fromhex(blob["key"]), blob["size"]),
-            dict(values["metadata"]),
-            float(values["time"]),
-            f"encrypted-artifact:///{row:x}/{number}",
-        )
-    except (KeyError, TypeError, ValueError):
-        pass  # raise after this block: otherwise `__context__` would hold the item
-    raise TamperedError(
-        "its plaintext is malformed",
-        reason=Reason.MALFORMED,
-        table=events.name,
-        row=f"{row}, {number}",
-    )
 
 
 def _described(version: Version) -> ArtifactVersion:

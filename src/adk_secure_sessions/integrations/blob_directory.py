@@ -51,10 +51,11 @@ class BlobDirectory:
     with the mode 0700, and files with the mode 0600.
     """
 
-    def __init__(self, directory: Path) -> None:
-        """Create *directory*, with its parents, if it is missing."""
+    def __init__(self, directory: Path, *, create: bool = True) -> None:
+        """With *create*, create *directory* and its parents if they are missing."""
         self._directory = directory.absolute()  # the process may change its working directory
-        _translating(lambda: _make_directory(self._directory))
+        if create:
+            _translating(lambda: _make_directory(self._directory))
 
     async def put(self, name: str, number: int, data: bytes) -> None:
         path = self._directory / name / str(number)
@@ -204,7 +205,11 @@ def _delete(directory: Path) -> None:
 
 
 def _blob_names(directory: Path) -> Iterator[str]:
-    with os.scandir(directory) as entries:
+    try:
+        entries = os.scandir(directory)
+    except FileNotFoundError:  # nothing was stored
+        return
+    with entries:
         for entry in entries:
             if _NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
                 yield entry.name

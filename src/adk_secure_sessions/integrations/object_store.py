@@ -253,6 +253,7 @@ def open_store(
     options: Mapping[str, Any] | None = None,
     allow_http: bool = False,
     timeout: float = TIMEOUT,
+    create: bool = True,
 ) -> BlobStore:
     """Open the blobs under *prefix* in *store*.
 
@@ -268,6 +269,7 @@ def open_store(
         allow_http: Whether an endpoint on another machine may be `http://`.  Without TLS, anybody
             on the network can read the names of blobs, and delete or replace blobs.
         timeout: Seconds for each request, with its retries.
+        create: Whether to create a missing directory.
 
     Raises:
         ConfigurationError: The store cannot be used as given, or the extra `artifacts` is not
@@ -283,17 +285,23 @@ def open_store(
         from obstore.store import LocalStore
 
         if isinstance(store, LocalStore) and store.prefix is not None:
-            return BlobStore(BlobDirectory(store.prefix / prefix))
+            return BlobStore(_directory(Path(store.prefix), prefix, create))
         _check_store_object(store)
         return BlobStore(_Remote(store, prefix, timeout))
     directory = _directory_of(store)
     if directory is not None:
         if options:
             raise ConfigurationError("a directory of artifacts has no options")
-        return BlobStore(BlobDirectory(directory / prefix))
+        return BlobStore(_directory(directory, prefix, create))
     require("artifacts", "obstore", user="this artifact store")
     opened = _open_url(os.fspath(store), dict(options or {}), allow_http, timeout)
     return BlobStore(_Remote(opened, prefix, timeout))
+
+
+def _directory(directory: Path, prefix: str, create: bool) -> BlobDirectory:
+    if not create and not directory.is_dir():
+        raise ConfigurationError("the directory of artifacts does not exist: check its path")
+    return BlobDirectory(directory / prefix, create=create)
 
 
 def _directory_of(store: "str | os.PathLike[str]") -> Path | None:
