@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from google.adk.sessions import BaseSessionService
+from google.adk.sessions import BaseSessionService, InMemorySessionService
 from google.adk.sessions.database_session_service import DatabaseSessionService
+from google.adk.sessions.sqlite_session_service import SqliteSessionService
 from sqlalchemy import URL, event
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
+from adk_secure_sessions.integrations.wrapper import EncryptedSessionWrapper
 
 # One key for the whole run, so that a second service opens what the first one wrote.
 KEY = os.urandom(32)
@@ -115,6 +117,42 @@ KINDS: dict[str, Kind] = {
     "encrypted-pgbouncer-psycopg": Kind(encrypted, "postgresql+psycopg", "pgbouncer"),
     "encrypted-mariadb": Kind(encrypted, "mariadb+asyncmy", "mariadb"),
     "encrypted-mariadb-engine": Kind(encrypted_engine, "mysql+asyncmy", "mariadb", is_bound=True),
+}
+
+
+def _inner_in_memory(url: URL) -> BaseSessionService:
+    return InMemorySessionService()
+
+
+def _inner_sqlite(url: URL) -> BaseSessionService:
+    return SqliteSessionService(str(url.database))
+
+
+def _inner_database(url: URL) -> BaseSessionService:
+    return DatabaseSessionService(url.render_as_string())
+
+
+def wrapped(
+    inner: Callable[[URL], BaseSessionService],
+) -> Callable[[URL], AbstractAsyncContextManager[BaseSessionService]]:
+    """Return what opens `EncryptedSessionWrapper` on the service that *inner* creates."""
+
+    @asynccontextmanager
+    async def open_wrapper(url: URL) -> AsyncIterator[BaseSessionService]:
+        keys = url.set(database=f"{url.database}.keys")
+        async with EncryptedSessionWrapper(
+            inner(url), AesGcmBackend(KEY), key_db_url=keys
+        ) as service:
+            yield service
+
+    return open_wrapper
+
+
+# Services of ADK behind our wrapper.  They keep the differences of the service that stores.
+WRAPPERS: dict[str, Kind] = {
+    "wrapped-memory": Kind(wrapped(_inner_in_memory), is_reference=True, is_shared=False),
+    "wrapped-sqlite": Kind(wrapped(_inner_sqlite), is_reference=True),
+    "wrapped-database": Kind(wrapped(_inner_database), is_reference=True),
 }
 # Every test runs on these: one for each executor.  By default, the others run the tests that may
 # depend on a driver or an engine; `make soak` runs all tests on all of them.

@@ -26,7 +26,7 @@ from google.adk.sessions import BaseSessionService, Session
 from google.adk.sessions.base_session_service import GetSessionConfig
 from google.genai import types
 
-from tests.conformance.services import KINDS, MAIN_KINDS, Kind
+from tests.conformance.services import KINDS, MAIN_KINDS, WRAPPERS, Kind
 
 APP = "app"
 USER = "user"
@@ -70,7 +70,7 @@ def each_kind(*names: str, soak: Sequence[str] = ()) -> Any:
         params=[*map(_param, names), *(_param(name, pytest.mark.soak) for name in soak)]
     )
     def kind(request: pytest.FixtureRequest) -> Kind:
-        kind = KINDS[request.param]
+        kind = {**KINDS, **WRAPPERS}[request.param]
         if kind.is_reference:
             for mark in request.node.iter_markers("reference"):
                 outcome, why, applies = mark.args
@@ -85,7 +85,7 @@ def each_kind(*names: str, soak: Sequence[str] = ()) -> Any:
 
 def _param(name: str, *marks: pytest.MarkDecorator) -> Any:
     # Coverage doubles the time, and these run no code of ours that the main kinds do not.
-    extra = KINDS[name].is_reference or name not in MAIN_KINDS
+    extra = name not in WRAPPERS and (KINDS[name].is_reference or name not in MAIN_KINDS)
     return pytest.param(name, marks=[*marks, *([pytest.mark.no_cover] if extra else [])])
 
 

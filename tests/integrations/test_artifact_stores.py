@@ -3,8 +3,12 @@
 import asyncio
 import logging
 import os
+import shutil
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -277,3 +281,22 @@ def assert_says_nothing(error: BaseException) -> None:
         for needle in (SECRET, "needle", "127.0.0.1", BUCKET):
             assert needle not in f"{seen} {seen!r} {vars(seen)}"
         seen = seen.__cause__ or seen.__context__
+
+
+# --- large ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.soak
+def test_soak_2_gb_are_streamed_at_flat_memory(tmp_path: Path) -> None:
+    """In a process of its own, which measures its peak after 30 MB and after 2 GB."""
+    if shutil.disk_usage(tmp_path).free < 3 * 10**9:
+        pytest.skip("less than 3 GB are free")
+    program = Path(__file__).with_name("stream_large.py")
+    environment = dict(os.environ, PYTHONPATH=str(Path(__file__).parents[2]))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(program), f"artifacts:{tmp_path}", "", "2000"],
+        capture_output=True, text=True, timeout=900, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    grown = int(done.stdout)
+    assert grown < 100_000, f"{grown} KB more for 2 GB than for 30 MB"

@@ -1,6 +1,7 @@
 """ADK's artifact contract: the same tests on our service and on ADK's own in-memory service."""
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from google.genai import types
 
 from adk_secure_sessions import AesGcmBackend, ConfigurationError, EncryptedSessionService
 from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
+from adk_secure_sessions.maintenance import Database, separate
 
 BACKEND = AesGcmBackend(bytes(range(32)))
 WHO: dict[str, Any] = {"app_name": "clinic", "user_id": "ada"}
@@ -342,3 +344,96 @@ async def test_stream_that_fails_stores_nothing(
         )
     assert await ours.list_versions(**HERE) == []
     assert [path for path in (tmp_path / "blobs").rglob("*") if path.is_file()] == []
+
+
+def nested(levels: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(levels):
+        value = {"a": value}
+    return value
+
+
+BAD_PARTS = {
+    "nested too deeply": types.Part(text="SECRET", part_metadata=nested(250)),
+    "an integer that is too large": types.Part(text="SECRET", part_metadata={"n": 10**5000}),
+    "not a number": types.Part(text="SECRET", part_metadata={"n": float("nan")}),
+    "bytes in metadata": types.Part(text="SECRET", part_metadata={"b": b"SECRET"}),
+    "a lone surrogate": types.Part(
+        inline_data=types.Blob(data=b"x", mime_type="a/b", display_name="SECRET\ud800")
+    ),
+}
+
+
+@pytest.mark.parametrize("part", BAD_PARTS.values(), ids=BAD_PARTS.keys())
+async def test_part_that_could_not_be_read_back_is_not_stored(
+    ours: EncryptedArtifactService, part: types.Part, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="artifact") as rejection:
+        await ours.save_artifact(**HERE, artifact=part)
+    assert "SECRET" not in str(rejection.value)
+    assert await ours.list_artifact_keys(**WHO, session_id="s1") == []
+    assert [path for path in (tmp_path / "blobs").rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.parametrize("levels", [0, 100, 190])
+async def test_part_that_is_stored_is_read_back(
+    ours: EncryptedArtifactService, levels: int
+) -> None:
+    both = types.Part(
+        text="text",
+        inline_data=types.Blob(data=b"x", mime_type="a/b"),
+        part_metadata=nested(levels),
+    )
+    try:
+        await ours.save_artifact(**HERE, artifact=both)
+    except ValueError:
+        assert levels > 100
+    else:
+        assert await ours.load_artifact(**HERE) == both
+
+
+async def test_names_that_json_would_make_equal_are_kept_apart(
+    ours: EncryptedArtifactService,
+) -> None:
+    names = ("\N{GRINNING FACE}", "\ud83d\ude00")
+    for name in names:
+        await ours.save_artifact(**HERE | {"filename": name}, artifact=types.Part(text=ascii(name)))
+    for name in names:
+        loaded = await ours.load_artifact(**HERE | {"filename": name})
+        assert loaded == types.Part(text=ascii(name))
+
+
+async def test_load_while_another_task_deletes_is_no_attack(
+    ours: EncryptedArtifactService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await ours.save_artifact(**HERE, artifact=types.Part(text="old"))
+    read = ours._part
+
+    async def delete_and_read(version: Any) -> types.Part:
+        monkeypatch.undo()
+        await ours.delete_artifact(**HERE)
+        if is_saved_again:
+            await ours.save_artifact(**HERE, artifact=types.Part(text="new"))
+        return await read(version)
+
+    # No public call stops between the read of the row and that of the content.
+    for is_saved_again in (True, False):
+        monkeypatch.setattr(ours, "_part", delete_and_read)
+        expected = types.Part(text="new") if is_saved_again else None
+        assert await ours.load_artifact(**HERE) == expected
+
+
+async def test_copy_does_not_delete_the_blobs_of_the_original(
+    ours: EncryptedArtifactService, sessions: EncryptedSessionService, tmp_path: Path
+) -> None:
+    await ours.save_artifact(**HERE, artifact=types.Part(text="original"))
+    await sessions.close()
+    shutil.copy(tmp_path / "s.db", tmp_path / "copy.db")
+    async with Database(f"sqlite:///{tmp_path}/copy.db", BACKEND) as db:
+        assert (await separate(db)).complete
+    async with EncryptedSessionService(f"sqlite:///{tmp_path}/copy.db", BACKEND) as copied:
+        copy = EncryptedArtifactService(copied, tmp_path / "blobs")
+        assert await copy.load_artifact(**HERE) == types.Part(text="original")
+        await copy.delete_artifact(**HERE)
+        assert await copy.load_artifact(**HERE) is None
+    assert await ours.load_artifact(**HERE) == types.Part(text="original")

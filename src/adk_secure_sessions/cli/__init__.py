@@ -2,6 +2,7 @@
 
 from adk_secure_sessions.cli import (  # noqa: F401 - importing adds commands
     adk,
+    adk_doctor,
     blobs,
     commands,
     erase,

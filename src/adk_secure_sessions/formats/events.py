@@ -169,18 +169,32 @@ def decode(plaintext: bytes, session_row: int, seq: int) -> Event:
             the installed version.
         DecryptionError: *plaintext* is not a google-adk version followed by the JSON of an event.
     """
+    event = _parsed(plaintext)
+    return event or _decode_slowly(plaintext, "secure_events", f"{session_row}, {seq}")
+
+
+def decode_in(plaintext: bytes, table: str, row: str) -> Event:
+    """Do the same as `decode` for an event in another place, which messages call *table* *row*."""
+    return _parsed(plaintext) or _decode_slowly(plaintext, table, row)
+
+
+def _parsed(plaintext: bytes) -> Event | None:
     is_ours = plaintext.startswith(_PREFIX)
     if start := len(_PREFIX) if is_ours else json_text.version_end(plaintext):
         try:
             return _parse(plaintext[start:])
         except ValueError:
             pass  # raise after this block: otherwise `__context__` would hold the event
+    return None
+
+
+def _decode_slowly(plaintext: bytes, table: str, row: str) -> Event:
     writer, malformed = "", None
     fields: JsonObject = {}
     try:
         writer, fields = json_text.read_event(plaintext)
     except DecryptionError as error:
-        malformed = error.located("secure_events", f"{session_row}, {seq}")
+        malformed = error.located(table, row)
     if malformed:
         raise malformed
     try:
@@ -188,6 +202,6 @@ def decode(plaintext: bytes, session_row: int, seq: int) -> Event:
     except ValueError:
         pass
     raise ConfigurationError(
-        f"secure_events row {session_row}, {seq} was written by google-adk {writer}, and the "
+        f"{table} row {row} was written by google-adk {writer}, and the "
         f"installed google-adk {adk_version} cannot read it: install that version or a later one"
     )

@@ -55,9 +55,14 @@ class Version(NamedTuple):
     uri: str
 
     @property
+    def is_text(self) -> bool:
+        """Whether the content is the part's text."""
+        return "text" in self.part and "inline_data" not in self.part
+
+    @property
     def mime_type(self) -> str | None:
         """The MIME type of the content; None for a reference to another artifact."""
-        if "text" in self.part:
+        if self.is_text:
             return "text/plain"
         found = self.part.get("inline_data") or self.part.get("file_data") or {}
         if str(found.get("file_uri", "")).startswith("artifact://"):
@@ -68,7 +73,7 @@ class Version(NamedTuple):
 
 def collection_name(session_id: str | None, filename: str) -> str:
     """Return the name of the collection of an artifact; without *session_id*, of the user's."""
-    return json.dumps([_KIND, session_id, filename])
+    return json.dumps([_KIND, session_id, filename], ensure_ascii=False)
 
 
 def scope_and_name(collection: str) -> tuple[str | None, str] | None:

@@ -3,7 +3,6 @@
 `artifact_versions` has the items of the rows.  docs/format.md, "Blobs", describes the contents.
 """
 
-import json
 import logging
 import os
 import secrets
@@ -14,13 +13,17 @@ from typing import TYPE_CHECKING, Any
 from google.adk.artifacts import BaseArtifactService, artifact_util
 from google.adk.artifacts.base_artifact_service import ArtifactVersion, ensure_part
 from google.adk.errors.input_validation_error import InputValidationError
+from google.adk.version import __version__ as adk_version
 from google.genai import types
 
 from adk_secure_sessions.crypto.key_material import hides_frames
 from adk_secure_sessions.errors import (
     ArtifactStoreError,
+    ConfigurationError,
     DatabaseError,
+    Reason,
     SecureSessionError,
+    TamperedError,
 )
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.blobs import (
@@ -133,8 +136,8 @@ class EncryptedArtifactService(BaseArtifactService):
         Raises:
             InputValidationError: The part contains neither bytes, nor text, nor a reference to a
                 file.  Or the name does not begin with `user:`, and *session_id* is None.
-            ValueError: An id is too long, or *custom_metadata* contains a value that cannot be
-                converted to JSON.
+            ValueError: An id is too long, the part could not be read back as it is, or
+                *custom_metadata* contains a value that cannot be converted to JSON.
             ArtifactStoreError: The content could not be stored, and no version was added.
             SecureSessionError: The row could not be stored; see `EncryptedSessionService`.
         """
@@ -145,11 +148,7 @@ class EncryptedArtifactService(BaseArtifactService):
             if part.file_data is None:
                 raise InputValidationError("Not supported artifact type.")
             _check_reference(part, app_name, user_id, session_id)
-        values = part.model_dump(
-            mode="json", exclude_none=True, exclude={"inline_data": {"data"}, "text": True}
-        )
-        if part.inline_data is None and part.text is not None:
-            values["text"] = ""
+        values = _part_values(part)
         pieces = None if content is None else _one(content)
         return await self._save(app_name, user_id, name, values, pieces, custom_metadata)
 
@@ -166,6 +165,8 @@ class EncryptedArtifactService(BaseArtifactService):
 
         Raises:
             DecryptionError: A row or the content was tampered with, or the content is missing.
+            ConfigurationError: The installed google-adk cannot read the artifact, which another
+                release of google-adk saved.
             ArtifactStoreError: The content could not be read.
             InputValidationError: A reference to another artifact is malformed, or its target
                 belongs to another session or user, or there are too many references in a row.
@@ -174,7 +175,18 @@ class EncryptedArtifactService(BaseArtifactService):
             found = await self._version(app_name, user_id, filename, session_id, version)
             if found is None:
                 return None
-            part = await self._part(found)
+            try:
+                part = await self._part(found)
+            except TamperedError as error:
+                if error.reason is not Reason.MISSING:
+                    raise
+                # Another task may have deleted the artifact since the row was read.
+                again = await self._version(app_name, user_id, filename, session_id, version)
+                if again is None:
+                    return None
+                if again.blob == found.blob:
+                    raise
+                part = await self._part(again)
             target = _check_reference(part, app_name, user_id, session_id)
             if target is None:
                 # When ADK rewinds a session to a time before the artifact existed, it cannot delete
@@ -204,9 +216,12 @@ class EncryptedArtifactService(BaseArtifactService):
         """Delete all versions of an artifact; if the artifact does not exist, do nothing."""
         name = _collection_name(app_name, user_id, filename, session_id)
         found = await self._collections.get(app_name, user_id, name)
-        if found is None or not await self._collections.delete(app_name, user_id, name):
+        if found is None:
             return
-        for version in versions_of(found):
+        versions = versions_of(found)  # before the rows are deleted, because they name the blobs
+        if not await self._collections.delete(app_name, user_id, name):
+            return
+        for version in versions:
             if version.blob is not None:
                 await self._discard(version.blob)
 
@@ -382,9 +397,13 @@ class EncryptedArtifactService(BaseArtifactService):
         return next((one for one in versions if one.number == number), None)
 
     async def _part(self, version: Version) -> types.Part:
-        is_text = "text" in version.part
-        values = {name: value for name, value in version.part.items() if name != "text"}
-        part = types.Part.model_validate_json(json.dumps(values))
+        is_text = version.is_text
+        part = _restored({**version.part, "text": None} if is_text else version.part)
+        if part is None:
+            raise ConfigurationError(
+                f"the installed google-adk {adk_version} cannot read this version of the artifact, "
+                "which another google-adk saved: install a later one"
+            )
         if version.blob is not None:
             pieces = self._content(version.blob, 0, None)
             content = b"".join([piece async for piece in pieces])
@@ -403,7 +422,13 @@ class EncryptedArtifactService(BaseArtifactService):
             yield piece
 
     async def _discard(self, blob: Blob) -> None:
-        """Delete a blob that no row names any more; if the store fails, leave it to `purge`."""
+        """Delete a blob that no row names any more; if the store fails, leave it to `purge`.
+
+        A blob of another database is not deleted.  This database may be a copy of the other one,
+        whose rows may name the blob.
+        """
+        if blob.prefix != (await self._collections.database_id()).hex():
+            return
         try:
             await self._store(blob.prefix).delete(blob.name)
         except ArtifactStoreError as error:
@@ -442,6 +467,42 @@ def _content(part: types.Part) -> bytes | None:
     if part.inline_data is not None:
         return part.inline_data.data or b""
     return None if part.text is None else encode_text(part.text)
+
+
+def _part_values(part: types.Part) -> dict[str, Any]:
+    """Return *part* as JSON values, without the bytes or the text that are stored as a blob.
+
+    Raises:
+        ValueError: The part could not be read back as it is.
+    """
+    bare = part.model_copy()
+    is_text = part.inline_data is None and part.text is not None
+    if part.inline_data is not None:
+        bare.inline_data = part.inline_data.model_copy(update={"data": None})
+    elif is_text:
+        bare.text = None
+    try:
+        dumped = bare.model_dump(exclude_none=True, warnings="error")
+    except ValueError:  # the error's text may repeat a value
+        dumped = None
+    if dumped is not None:
+        values, _ = json_text.to_values(
+            dumped, levels=json_text.MAX_LEVELS - 2, bytes_mode="base64", reject="artifact"
+        )
+        if _restored(values) == bare:
+            return values | {"text": ""} if is_text else values
+    raise ValueError(
+        "the artifact is not stored, because it could not be read back as it is: a field holds a "
+        "value that JSON cannot represent, or that google-adk rejects"
+    )
+
+
+def _restored(values: dict[str, Any]) -> types.Part | None:
+    """Return the part in *values*; None if the installed google-adk cannot read it."""
+    try:
+        return types.Part.model_validate_json(json_text.dumps(values))
+    except ValueError:  # the error's text repeats values
+        return None
 
 
 async def _one(content: bytes) -> AsyncIterator[bytes]:

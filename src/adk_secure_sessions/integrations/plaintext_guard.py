@@ -124,7 +124,7 @@ def _checked(kind: str, create: Callable[..., Any]) -> Callable[..., Any]:
                 f"nothing is registered for the scheme of --{URI_ARGUMENTS[kind][0]}: if "
                 "services.yaml or services.py registers it, see google-adk's warning above"
             )
-        if not _is_encrypted(kind, service):
+        if not is_encrypted(kind, service):
             made = f"{kind} (--{URI_ARGUMENTS[kind][0]} makes a {type(service).__name__})"
             raise ConfigurationError(_refusal(made, [kind]))
         return service
@@ -132,7 +132,7 @@ def _checked(kind: str, create: Callable[..., Any]) -> Callable[..., Any]:
     return create_checked
 
 
-def _is_encrypted(kind: str, service: object) -> bool:
+def is_encrypted(kind: str, service: object) -> bool:
     """Return True if *service* encrypts what it stores, or stores nothing."""
     for base in type(service).__mro__:
         package = base.__module__.split(".")[0]

@@ -40,6 +40,13 @@ class BlindIndex(KeyMaterial):
         """Return the tag of a collection of a user."""
         return self._tag("collection", app_name, user_id, name)
 
+    def wrapped_state_key(self, *parts: str) -> bytes:
+        """Return the tag of a state key that another session service stores.
+
+        *parts* are the scope, its ids and the key.
+        """
+        return self._tag("wrapped state key", *parts)
+
     def checkpoint(self, name: str, text: str) -> bytes:
         """Return the 16-byte MAC of *text*, the checkpoint that a rotation stores under *name*."""
         return self._tag("checkpoint", name, text)

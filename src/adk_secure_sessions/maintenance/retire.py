@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.errors import Reason, TamperedError
+from adk_secure_sessions.errors import ConfigurationError, Reason, TamperedError
 from adk_secure_sessions.formats.records import pack, unpack
 from adk_secure_sessions.keys.data_keys import (
     WRAP_BACKEND_ID,
@@ -33,10 +33,12 @@ from adk_secure_sessions.maintenance.records import OwnerIds, session_batches
 from adk_secure_sessions.storage import (
     DATA_KEYS,
     MASTER_KEYS,
+    WRAPPER,
     CheckApp,
     CheckSession,
     CheckUser,
     Headers,
+    Survey,
     apps,
     bases,
     data_keys,
@@ -44,6 +46,7 @@ from adk_secure_sessions.storage import (
     keyring,
     read_data_keys,
     sessions,
+    stored_features,
     users,
     witnesses,
 )
@@ -109,12 +112,14 @@ async def retire(
         rows_per_second: The maximum number of owners to check per second.
 
     Raises:
-        ConfigurationError: The database cannot be used, or holds no encrypted sessions yet.
+        ConfigurationError: The database cannot be used, or holds no encrypted sessions yet; or
+            `EncryptedSessionWrapper` uses it.
         WrongKeyError: The root keys do not decrypt the keyring.
         TamperedError: A row belongs to no session, user or app, or the row of a session cannot be
             decrypted; nothing was deleted.
     """
     await db.renew_keyring()  # a later release may have added a feature, which this call rejects
+    reject_wrapper(await db.survey(), "retire")
     await _reject_orphans(db)
     await _reject_unreadable_sessions(db)
     ((total,),) = await db.read_keys(_number_of_owners(), {})
@@ -139,6 +144,18 @@ async def retire(
     kept += masters.kept[: _MAX_EXAMPLES - len(kept)]
     unused = tuple(row.id for row in masters.unused)
     return Retirement(deleted, unused, number + len(masters.kept), tuple(kept))
+
+
+def reject_wrapper(survey: Survey, command: str) -> None:
+    """Raise ConfigurationError if `EncryptedSessionWrapper` uses the database.
+
+    *command* deletes keys that no record uses.
+    """
+    if WRAPPER in stored_features(survey):
+        raise ConfigurationError(
+            f"EncryptedSessionWrapper uses this database, and `{command}` cannot count the records "
+            "that another session service stores: no key was deleted"
+        )
 
 
 # --- data keys -----------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from adk_secure_sessions.keys.keyring import (
 from adk_secure_sessions.loops import at_once
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import Meter, Progress, count_records
-from adk_secure_sessions.maintenance.retire import retire
+from adk_secure_sessions.maintenance.retire import reject_wrapper, retire
 from adk_secure_sessions.maintenance.rotate_data import rotate_data
 from adk_secure_sessions.maintenance.rotate_master import rotate_master
 from adk_secure_sessions.maintenance.rotation import PREFIX, later_than_all_keys
@@ -88,8 +88,8 @@ async def separate(
     Raises:
         WrongKeyError: The root keys do not decrypt the keyring.
         KeyServiceError: The key provider failed.
-        ConfigurationError: The database cannot be used, or its keyring has more than 8 data
-            masters.
+        ConfigurationError: The database cannot be used, its keyring has more than 8 data masters,
+            or `EncryptedSessionWrapper` uses it.
         TamperedError: A row belongs to no session, user or app; or the row of a session cannot be
             decrypted.
         SecureSessionError: Another process has changed the keyring or started a rotation during
@@ -142,6 +142,7 @@ async def _begin(db: Database) -> None:
     """Store a new id, bind all master keys to it, and delete the checkpoints of the original."""
     survey, opened = await db.survey(), (await db.keys()).keyring
     check_features(survey, opened)  # the new list gets a MAC of ours
+    reject_wrapper(survey, "separate")
     old_id, new_id = opened.database_id, secrets.token_bytes(16)
     masters = frozenset(row.id for row in survey.keyring if row.purpose == DATA)
     if len(masters) > _MAX_MASTERS:

@@ -30,7 +30,9 @@ from adk_secure_sessions.storage.opening import (
     FEATURES,
     SEPARATING,
     SEPARATION,
+    WRAPPER,
     Survey,
+    add_feature,
     check_features,
     feature_mark,
     half_separated,
@@ -57,6 +59,7 @@ from adk_secure_sessions.storage.reads import (
     CheckSession,
     CheckUser,
     Headers,
+    UseKeys,
     View,
 )
 from adk_secure_sessions.storage.schema import (
@@ -84,6 +87,7 @@ from adk_secure_sessions.storage.unit_of_work import (
 )
 from adk_secure_sessions.storage.writes import (
     DuplicateSession,
+    EnsureOwners,
     Expected,
     MissingSession,
     NewEvent,
@@ -104,6 +108,7 @@ __all__ = [
     "SEPARATING",
     "SEPARATION",
     "TABLES",
+    "WRAPPER",
     "CheckApp",
     "CheckLocatedSession",
     "CheckSession",
@@ -111,6 +116,7 @@ __all__ = [
     "Collection",
     "Collections",
     "DuplicateSession",
+    "EnsureOwners",
     "Expected",
     "Headers",
     "Identity",
@@ -122,8 +128,10 @@ __all__ = [
     "StoredSession",
     "Survey",
     "UnitOfWork",
+    "UseKeys",
     "UserRow",
     "View",
+    "add_feature",
     "app_context",
     "apps",
     "bases",

@@ -66,7 +66,10 @@ FEATURES = "features"
 NO_FEATURES = "-"
 SEPARATING = "separating"  # the feature of a copy that `separate` has not finished
 COLLECTIONS = "collections"  # the feature of a database that has collections (artifacts, memory)
-_KNOWN_FEATURES = frozenset({NO_FEATURES, SEPARATING, COLLECTIONS})
+WRAPPER = (
+    "wrapper"  # the feature of a database whose data keys also encrypt records stored elsewhere
+)
+_KNOWN_FEATURES = frozenset({NO_FEATURES, SEPARATING, COLLECTIONS, WRAPPER})
 SEPARATION = "separation"
 _SEPARATION_FORM = re.compile(
     r"(?P<text>(?P<old>[0-9a-f]{32}) (?P<since>\d{1,19})(?P<masters>( \d{1,19})+)) "

@@ -35,10 +35,14 @@ class OwnerChanges:
         for put in self._after_commit:
             put()
 
-    def app(self, found: Found, app: Owner | None, delta: JsonObject) -> Owner:
+    def app(
+        self, found: Found, app: Owner | None, delta: JsonObject, *, needs_key: bool = False
+    ) -> Owner:
         """Merge *delta* into the app's state: add the changes to `changes`, and return the app.
 
-        If *app* is None, add the changes that insert the app's row and its version witness.
+        If *app* is None, add the changes that insert the app's row and its version witness.  If
+        *needs_key*, also ensure that the app has a current data key and that the app's row names
+        this key.
         """
         if app is None:
             who = self._attempt.who
@@ -49,12 +53,13 @@ class OwnerChanges:
             row = {"id": app.id, "tag": app.tag, "app_name": encode_text(who.app_name)}
             self.changes.append(Change(sql.INSERT_APP, row | {"version": 0, "state": sealed}))
             self._put_app(app, sealed, self._insert_witness(app))
-        elif delta:
+        elif delta or needs_key:
             assert found.app is not None
             stored = found.app.state
             self._ensure_key(app.tag, stored)
-            app = self._next_version(app, delta)
-            self._update_app(app, stored)
+            if delta or not self._names_current_key(app):
+                app = self._next_version(app, delta)
+                self._update_app(app, stored)
         return app
 
     def user(self, found: Found, user: Owner | None, app_row: int, delta: JsonObject) -> Owner:

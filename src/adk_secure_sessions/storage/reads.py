@@ -7,17 +7,19 @@ Events are decrypted in chunks in the event loop, and other tasks can run betwee
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Generic, NamedTuple, TypeVar
 
 from adk_secure_sessions.db.protocol import Executors
 from adk_secure_sessions.errors import DecryptionError, Reason, TamperedError
 from adk_secure_sessions.formats.records import HEADER_LENGTH, NO_LINK
+from adk_secure_sessions.keys.data_keys import StagedKeys
 from adk_secure_sessions.storage import bindings
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage.bindings import (
     Attempt,
     Identity,
+    KeySource,
     Owner,
     RowCache,
     StoredSession,
@@ -211,6 +213,31 @@ class GetUserState(_Read):
     async def attempt(self, attempt: Attempt, executors: Executors) -> bytes:
         user = bindings.open_user(attempt, await self._read(attempt, executors, sql.OWNERS))
         return user.state if user else b"{}"
+
+
+class UseKeys(_Read, Generic[E]):
+    """Decrypt records that another store holds, with the data keys of the app and the user.
+
+    `attempt` returns the result of *work*.
+
+    Args:
+        who: The ids of the app and the user, who need not be stored.
+        work: Called with the data keys, and whether they are as stored now.  If False, they come
+            from the cache; if *work* then raises UnknownKeyError, it is called again with all data
+            keys that are stored.
+    """
+
+    def __init__(self, who: Identity, work: Callable[[StagedKeys, bool], Awaitable[E]]) -> None:
+        super().__init__(who)
+        self._work = work
+
+    async def attempt(self, attempt: Attempt, executors: Executors) -> E:
+        is_current = attempt.key_source is not KeySource.CACHE
+        if is_current:
+            found = await self._read(attempt, executors, sql.OWNERS)
+            bindings.open_app(attempt, found)
+            bindings.open_user(attempt, found)
+        return await self._work(attempt.keys, is_current)
 
 
 Headers = Counter[tuple[str, bytes]]  # number of records, by table and record header

@@ -22,6 +22,7 @@ from adk_secure_sessions.db.protocol import Apply, Change, Conflict, Executors, 
 from adk_secure_sessions.errors import Reason, TamperedError
 from adk_secure_sessions.formats.records import NO_LINK, new_link
 from adk_secure_sessions.formats.states import JsonObject, dumps, loads
+from adk_secure_sessions.keys.data_keys import StagedKeys
 from adk_secure_sessions.storage import bindings
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage.bindings import (
@@ -564,6 +565,39 @@ class RenewKey(_Write[bool]):
         if owners.renew_key(owner, row.state, self._since):
             yield from _apply(owners.changes)
         return True
+
+
+class EnsureOwners(_Write[StagedKeys]):
+    """Store the app and the user of *who*, and give them data keys, where these are missing.
+
+    `attempt` returns their data keys; each has a current one.  Use them at once: a data key that
+    was erased or rotated meanwhile must not encrypt new records.
+    """
+
+    def contended(self) -> list[sa.Executable]:
+        return [sql.LOCK_APP, sql.LOCK_USER]
+
+    async def attempt(self, attempt: Attempt, executors: Executors) -> StagedKeys:
+        query = attempt.form_of(sql.OWNERS)
+        found = Found(await executors.data.read(query, attempt.who.tags()))
+        attempt.load_keys(found)
+        app, user = bindings.open_app(attempt, found), bindings.open_user(attempt, found)
+        if found.app and found.user and app and user and user.app_row == app.id:
+            keys = attempt.keys
+            has_app_key = keys.is_as_new_as(app.tag, found.app.state)
+            if has_app_key and keys.is_as_new_as(user.tag, found.user.state):
+                return keys
+        return await super().attempt(attempt, executors)
+
+    def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[StagedKeys]:
+        found = yield from _read(attempt, sql.OWNERS)
+        app = bindings.open_app(attempt, found)
+        user = bindings.open_user(attempt, found)
+        app = owners.app(found, app, {}, needs_key=True)
+        owners.user(found, user, app.id, {})
+        if owners.changes:
+            yield from _apply(owners.changes)
+        return attempt.keys
 
 
 def _read(attempt: Attempt, forms: QueryForms = sql.SESSION_WITHOUT_EVENTS) -> Steps[Found]:

@@ -1,0 +1,663 @@
+"""`EncryptedSessionWrapper`, which encrypts what another session service stores.
+
+The other service, *inner*, gets a session service's usual calls, with these replacements
+(docs/format.md, "Records in another session service"):
+
+- A state key becomes its prefix and a blind index.  A state value becomes a record in base64.
+- An event becomes an event with the same id, invocation id, author and time.  Its content is one
+  text: the record of the whole event, in base64.  Its state delta has encrypted entries, because
+  *inner* applies them.
+
+The data keys are in a database of ours without sessions, the key database of the wrapper.
+"""
+
+import asyncio
+import base64
+import binascii
+import inspect
+import logging
+import re
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any, NamedTuple, Self, TypeVar
+
+import sqlalchemy as sa
+from google.adk.errors.session_not_found_error import SessionNotFoundError
+from google.adk.events import Event, EventActions
+from google.adk.platform import uuid as platform_uuid
+from google.adk.sessions import BaseSessionService, Session, State
+from google.adk.sessions.base_session_service import GetSessionConfig, ListSessionsResponse
+from google.genai import types
+from pydantic import PrivateAttr
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from adk_secure_sessions.backends import EncryptionBackend
+from adk_secure_sessions.backends.registry import register
+from adk_secure_sessions.crypto.key_material import KeyMaterial, hides_frames
+from adk_secure_sessions.db.connect import executors_for
+from adk_secure_sessions.errors import (
+    ConfigurationError,
+    DecryptionError,
+    PlaintextRefusedError,
+    Reason,
+    TamperedError,
+    UnknownKeyError,
+)
+from adk_secure_sessions.formats import events, records, states
+from adk_secure_sessions.formats.states import (
+    APP_PREFIX,
+    USER_PREFIX,
+    JsonObject,
+    Scopes,
+    dumps,
+    encode,
+    loads,
+)
+from adk_secure_sessions.keys.blind_index import BlindIndex
+from adk_secure_sessions.keys.data_keys import StagedKeys
+from adk_secure_sessions.loops import LoopLocks
+from adk_secure_sessions.service import StaleSessionError, check_ids, reject_unknown_methods
+from adk_secure_sessions.storage import (
+    WRAPPER,
+    EnsureOwners,
+    Identity,
+    UnitOfWork,
+    UseKeys,
+    add_feature,
+    open_database,
+)
+
+T = TypeVar("T")
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+# What error messages call the places of rejected values.
+EVENTS, STATES = "inner events", "inner states"
+
+_IDS = ("app_name", "user_id", "id")
+_CHUNK = 64  # events to decrypt before other tasks may run
+_NAME = re.compile("[0-9a-f]{32}")
+_LATEST = 9e12  # seconds: no later time is accepted, as in `EncryptedSessionService`
+# Seconds by which the inner service may round the time of an event.
+_ROUNDING = 0.001
+
+
+class EncryptedSessionWrapper(KeyMaterial, BaseSessionService):
+    """Encrypts sessions before another session service of ADK stores them.
+
+    State values, and the contents, actions and metadata of events, are encrypted.  App names, user
+    ids, session ids, event ids, invocation ids, authors and times reach the other service as
+    plaintext.  Use `EncryptedSessionService` if you can choose the database: an attacker with write
+    access to the store of another service can remove, reorder and replay events, and the wrapper
+    cannot notice it (docs/wrapper.md).
+
+    The first operation opens the key database and creates its tables, like
+    `EncryptedSessionService`.  Every operation raises `DecryptionError` if a value that it reads
+    was modified or moved, or is plaintext, or if its data key was erased.  All other errors are
+    those of the other service.
+
+    Args:
+        inner: The service that stores the sessions, such as `VertexAiSessionService`.
+        backend: The backend that encrypts all new records.
+        key_db_url: A database URL such as `sqlite+aiosqlite:///keys.db`.  The database has the data
+            keys of apps and users.  Without it, nothing can be decrypted.
+        additional_backends: Other backends whose records may be read.
+        key_db_engine: Your own SQLAlchemy `AsyncEngine`, instead of `key_db_url`.
+        create_tables: Create missing tables in the key database.
+        skip_unreadable_sessions: If True, `list_sessions` omits a session that cannot be
+            decrypted, and logs the error.  If False, it raises `DecryptionError`.
+        data_key_cache_size: Maximum number of users and apps whose data keys are cached.
+        cache_seconds: How long data keys are cached for reading, in seconds.  If another process
+            erases a user, this process can read the user's records until then.
+
+    Raises:
+        ConfigurationError: An argument cannot be used as given.
+    """
+
+    @hides_frames
+    def __init__(
+        self,
+        inner: BaseSessionService,
+        backend: EncryptionBackend | None = None,
+        *,
+        key_db_url: str | sa.URL | None = None,
+        additional_backends: Sequence[EncryptionBackend] = (),
+        key_db_engine: AsyncEngine | None = None,
+        create_tables: bool = True,
+        skip_unreadable_sessions: bool = False,
+        data_key_cache_size: int = 10_000,
+        cache_seconds: float = 300.0,
+    ) -> None:
+        if not isinstance(inner, BaseSessionService):
+            raise ConfigurationError(
+                f"inner must be a session service of ADK, not {type(inner).__name__}"
+            )
+        if backend is None:
+            raise ConfigurationError("give a backend, for example AesGcmBackend(key)")
+        if (key_db_url is None) == (key_db_engine is None):
+            raise ConfigurationError(
+                "give exactly one of key_db_url and key_db_engine: the keys of the sessions that "
+                "the other service stores need a database"
+            )
+        backends = register(backend, additional_backends)
+        executors = executors_for(key_db_url, key_db_engine, None, None, {}, 60.0)
+        self._inner = inner
+        self._unit = UnitOfWork(
+            executors,
+            backends,
+            partial(open_database, executors, backends, create_tables),
+            cached_rows=data_key_cache_size,
+            cached_keys=data_key_cache_size,
+            cache_seconds=cache_seconds,
+        )
+        self._skip = skip_unreadable_sessions
+        self._has_feature = False
+        self._locks = LoopLocks()
+
+    async def prepare_tables(self) -> None:
+        """Open the key database and create its tables; let the other service do the same.
+
+        Raises the errors of `EncryptedSessionService.prepare_tables`.
+        """
+        await self._unit.keys()
+        await _call(self._inner, "prepare_tables")
+
+    async def create_session(
+        self,
+        *,
+        app_name: str,
+        user_id: str,
+        state: dict[str, Any] | None = None,
+        session_id: str | None = None,
+    ) -> Session:
+        """Store a new session; see `EncryptedSessionService.create_session`.
+
+        If *session_id* is None and *state* has keys of the session itself, the id is a new UUID
+        after `s-`: the values are bound to the id, so the other service cannot choose it.
+
+        Raises:
+            ValueError: An id is not a string, is too long, or begins or ends with spaces, which
+                some services remove.  Or a key or a value in *state* exceeds a limit.
+            ConfigurationError: The other service stores the session under another id.  The session
+                was deleted again.
+        """
+        check_ids(app_name, user_id, session_id or "")
+        scopes = _json_scopes(state)
+        if session_id is not None and (session_id != session_id.strip() or not session_id):
+            raise ValueError("session_id must not be empty, nor begin or end with spaces")
+        if session_id is None and scopes.session:
+            session_id = f"s-{platform_uuid.new_uuid()}"
+        writer = await self._writer(app_name, user_id, session_id or "")
+        sealed = writer.seal_states(scopes)
+        stored = await self._inner.create_session(
+            app_name=app_name, user_id=user_id, state=sealed or None, session_id=session_id
+        )
+        if session_id is not None and stored.id != session_id:
+            await self._inner.delete_session(
+                app_name=app_name, user_id=user_id, session_id=stored.id
+            )
+            raise ConfigurationError(
+                f"{type(self._inner).__name__} stores the session under another id: use an id that "
+                "it accepts, or give none"
+            )
+        who = await self._unit.identify(app_name, user_id, stored.id)
+        return await self._read(who, lambda reader: reader.open_session(stored))
+
+    async def get_session(
+        self,
+        *,
+        app_name: str,
+        user_id: str,
+        session_id: str,
+        config: GetSessionConfig | None = None,
+    ) -> Session | None:
+        """Read a session with its events; see `EncryptedSessionService.get_session`.
+
+        The order of the events is that of the other service.
+
+        Raises:
+            DecryptionError: A value was modified, moved or stored twice, or its key was erased.
+            ConfigurationError: The installed google-adk cannot parse an event that a newer
+                google-adk stored.
+        """
+        check_ids(app_name, user_id, session_id)
+        if session_id != session_id.strip():
+            return None  # `create_session` accepts no such id, but some services remove the spaces
+        stored = await self._inner.get_session(
+            app_name=app_name, user_id=user_id, session_id=session_id, config=config
+        )
+        if stored is None:
+            return None
+        who = await self._unit.identify(app_name, user_id, session_id)
+        return await self._read(who, lambda reader: reader.open_session(stored, config))
+
+    async def list_sessions(
+        self, *, app_name: str, user_id: str | None = None
+    ) -> ListSessionsResponse:
+        """List sessions without events; see `EncryptedSessionService.list_sessions`.
+
+        Raises:
+            DecryptionError: A session cannot be decrypted, and `skip_unreadable_sessions` is
+                False.
+        """
+        check_ids(app_name, user_id or "", "")
+        response = await self._inner.list_sessions(app_name=app_name, user_id=user_id)
+        listed: list[Session] = []
+        for stored in response.sessions:
+            owner = stored.user_id if user_id is None else user_id
+            who = await self._unit.identify(app_name, owner, stored.id)
+            try:
+                listed.append(await self._read(who, partial(_opened_without_events, stored)))
+            except DecryptionError as error:
+                if not self._skip:
+                    raise
+                logger.error("left out of a listing: %s", error)
+        return ListSessionsResponse(sessions=listed)
+
+    async def delete_session(self, *, app_name: str, user_id: str, session_id: str) -> None:
+        """Let the other service delete a session; nothing is decrypted."""
+        check_ids(app_name, user_id, session_id)
+        if session_id == session_id.strip():
+            await self._inner.delete_session(
+                app_name=app_name, user_id=user_id, session_id=session_id
+            )
+
+    async def get_user_state(self, *, app_name: str, user_id: str) -> dict[str, Any]:
+        """Return the user's state, whose keys have no prefix.
+
+        Raises:
+            NotImplementedError: The other service does not implement this method.
+            DecryptionError: A value was modified or moved.
+        """
+        check_ids(app_name, user_id, "")
+        method = getattr(self._inner, "get_user_state", None)
+        if method is None:
+            raise NotImplementedError(f"{type(self._inner).__name__} has no get_user_state")
+        stored = await method(app_name=app_name, user_id=user_id)
+        who = await self._unit.identify(app_name, user_id)
+
+        async def work(reader: "_Records") -> JsonObject:
+            return reader.open_entries(reader.scopes.user, stored)
+
+        return await self._read(who, work)
+
+    async def append_event(self, session: Session, event: Event) -> Event:
+        """Store `event`, then apply it to `session`; see `EncryptedSessionService.append_event`.
+
+        Whether a session object that is older than the stored session is rejected depends on the
+        other service.
+
+        Raises:
+            SessionNotFoundError: The session is not stored.
+            StaleSessionError: The other service found the session object stale, or the object was
+                rebuilt and its last event is not the last stored one.
+            ValueError: See `EncryptedSessionService.append_event`.
+        """
+        if event.partial:
+            return event
+        delta = event.actions.state_delta
+        for key in [key for key in delta or () if key.startswith(State.TEMP_PREFIX)]:
+            session.state[key] = delta[key]
+        if delta:
+            event.actions.state_delta = {
+                key: value for key, value in delta.items() if not key.startswith(State.TEMP_PREFIX)
+            }
+        ids = (session.app_name, session.user_id, session.id)
+        check_ids(*ids)
+        # Parallel agents may append to the same session object, one after another.
+        async with self._locks.hold(ids):
+            await self._append(session, event)
+        return event
+
+    async def _append(self, session: Session, event: Event) -> None:
+        delta = _json_scopes(event.actions.state_delta)
+        if not abs(event.timestamp) <= _LATEST:
+            raise ValueError("the timestamp is not a possible time in seconds")
+        plaintext = events.encode(event)
+        stored = _known_stored(session) or await self._stored_of(session)
+        writer = await self._writer(session.app_name, session.user_id, session.id)
+        sealed = writer.seal_event(event, plaintext, writer.seal_states(delta))
+        # The inner service changes this object, even if it then fails to store the event.
+        changed = stored.model_copy(
+            update={"events": list(stored.events), "state": dict(stored.state)}
+        )
+        await self._inner.append_event(changed, sealed)
+        if isinstance(session, _WrappedSession):
+            session._stored = changed
+        session.last_update_time = changed.last_update_time
+        session._storage_update_marker = changed._storage_update_marker
+        session.state.update(event.actions.state_delta or {})
+        session.events.append(event)
+
+    async def _stored_of(self, session: Session) -> Session:
+        """Read the inner service's session, for an object that was rebuilt, for example from JSON.
+
+        Raises:
+            SessionNotFoundError: The session is not stored.
+            StaleSessionError: See `append_event`.
+        """
+        stored = await self._inner.get_session(
+            app_name=session.app_name, user_id=session.user_id, session_id=session.id
+        )
+        if stored is None or stored.id != session.id:
+            raise SessionNotFoundError("Session not found.")
+        ends = [[event.id for event in one.events[-1:]] for one in (session, stored)]
+        same_time = not session.events and stored.last_update_time == session.last_update_time
+        if ends[0] != ends[1] and not same_time:
+            raise StaleSessionError(
+                "The session has been modified in storage since it was loaded. "
+                "Please reload the session before appending more events."
+            )
+        return stored
+
+    async def flush(self) -> None:
+        """Let the other service store what it buffers."""
+        await _call(self._inner, "flush")
+
+    async def close(self) -> None:
+        """Close the key database and discard all keys; close the other service.
+
+        The next call opens the key database again.
+        """
+        self._has_feature = False
+        try:
+            await self._unit.close()
+        finally:
+            await _call(self._inner, "close")
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def _writer(self, app_name: str, user_id: str, session_id: str) -> "_Records":
+        """Return the keys for new records.  They are read now: an erased key must not be used."""
+        keys = await self._unit.keys()
+        if not self._has_feature:
+            await self._unit.change_keys(partial(add_feature, WRAPPER, keys.keyring))
+            self._has_feature = True
+        who = await self._unit.identify(app_name, user_id, session_id)
+        staged = await self._unit.run(EnsureOwners(who))
+        return _Records(staged, True, keys.keyring.index, who)
+
+    async def _read(self, who: Identity, work: Callable[["_Records"], Awaitable[T]]) -> T:
+        """Return the result of *work*, which decrypts; it may be called again with other keys."""
+        index = (await self._unit.keys()).keyring.index
+
+        async def use(keys: StagedKeys, is_current: bool) -> T:
+            return await work(_Records(keys, is_current, index, who))
+
+        return await self._unit.run(UseKeys(who, use))
+
+
+reject_unknown_methods(EncryptedSessionWrapper, BaseSessionService)
+
+
+class _WrappedSession(Session):
+    """A session, together with the session object of the inner service, which is encrypted."""
+
+    _stored: Session | None = PrivateAttr(default=None)
+
+    def __eq__(self, other: object) -> bool:
+        """Compare like `Session`: two encryptions of the same value differ."""
+        if not isinstance(other, Session):
+            return NotImplemented
+        mine, theirs = self._plain(), other
+        return mine == (other._plain() if isinstance(other, _WrappedSession) else theirs)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _plain(self) -> Session:
+        plain = Session.model_construct(**dict(self))
+        plain._storage_update_marker = self._storage_update_marker
+        return plain
+
+
+def _known_stored(session: Session) -> Session | None:
+    """Return the inner service's object for *session*, unless the ids of *session* were changed."""
+    stored = session._stored if isinstance(session, _WrappedSession) else None
+    if stored is None:
+        return None
+    same = all(getattr(stored, name) == getattr(session, name) for name in _IDS)
+    return stored if same else None
+
+
+class _Scope(NamedTuple):
+    """The app's, the user's or the session's state.
+
+    *owner* is the tag of the data key's owner.  *parts* are the scope's name and ids.
+    """
+
+    prefix: str
+    owner: bytes
+    parts: tuple[str, ...]
+
+
+class _StateScopes(NamedTuple):
+    app: _Scope
+    user: _Scope
+    session: _Scope
+
+
+class _Records:
+    """Encrypts and decrypts the records of one session.
+
+    Args:
+        keys: The data keys of the app and the user.
+        is_current: Whether all data keys were just read.
+        index: Computes the blind indexes of state keys.
+        who: The ids of the session.
+    """
+
+    def __init__(self, keys: StagedKeys, is_current: bool, index: BlindIndex, who: Identity):
+        self._keys = keys
+        self._is_current = is_current
+        self._index = index
+        self._who = who
+        user = (who.app_name, who.user_id)
+        self.scopes = _StateScopes(
+            _Scope(APP_PREFIX, who.app_tag, ("app", who.app_name)),
+            _Scope(USER_PREFIX, who.user_tag, ("user", *user)),
+            _Scope("", who.user_tag, ("session", *user, who.session_id)),
+        )
+
+    def seal_states(self, values: Scopes) -> dict[str, str]:
+        """Return the encrypted entries of *values*, JSON values by key, in one dict."""
+        sealed = {}
+        for scope, entries in zip(self.scopes, values, strict=True):
+            for key, value in entries.items():
+                name = self._index.wrapped_state_key(*scope.parts, key).hex()
+                context = _state_context(scope, name)
+                record = self._keys.seal(scope.owner, context, dumps({key: value}))
+                sealed[scope.prefix + name] = _text(record)
+        return sealed
+
+    def seal_event(self, event: Event, plaintext: bytes, delta: dict[str, str]) -> Event:
+        """Return the event to store, with the record of *event*, whose encoding is *plaintext*."""
+        record = self._keys.seal(self._who.user_tag, self._event_context(event.id), plaintext)
+        return Event(
+            id=event.id,
+            invocation_id=event.invocation_id,
+            author=event.author,
+            timestamp=event.timestamp,
+            turn_complete=event.turn_complete,
+            content=types.Content(role="model", parts=[types.Part(text=_text(record))]),
+            actions=EventActions(state_delta=dict(delta)),
+        )
+
+    async def open_session(
+        self, stored: Session, config: GetSessionConfig | None = None
+    ) -> Session:
+        """Decrypt *stored*, with those of its events that *config* asks for."""
+        session = self.open_session_without_events(stored)
+        after = config.after_timestamp if config else None
+        limit = config.num_recent_events if config else None
+        # Filter again: not every service does it.  A service may have filtered rounded times.
+        found = [one for one in stored.events if not after or one.timestamp >= after - _ROUNDING]
+        if limit is not None and not after:
+            found = found[-limit:] if limit else []
+        history, seen = [], set()
+        for number, one in enumerate(found):
+            if number % _CHUNK == _CHUNK - 1:
+                await asyncio.sleep(0)
+            text = _only_text(one)
+            if text in seen:
+                raise TamperedError(
+                    "it is stored twice", reason=Reason.MISMATCH, table=EVENTS, row=one.id
+                )
+            seen.add(text)
+            event = self._open_event(one, text)
+            if not after or event.timestamp >= after:
+                history.append(event)
+        if limit is not None:
+            history = history[-limit:] if limit else []
+        session.events = history
+        return session
+
+    def open_session_without_events(self, stored: Session) -> Session:
+        who = self._who
+        ids = (stored.app_name, stored.user_id, stored.id)
+        if ids != (who.app_name, who.user_id, who.session_id):
+            raise TamperedError(
+                "the inner service has returned the session of another app or user, or another "
+                "session",
+                reason=Reason.WRONG_OWNER,
+            )
+        scopes = self.scopes
+        split = states.split(stored.state)
+        state = states.merge(
+            self.open_entries(scopes.app, split.app),
+            self.open_entries(scopes.user, split.user),
+            self.open_entries(scopes.session, split.session),
+        )
+        session = _WrappedSession(
+            id=stored.id,
+            app_name=stored.app_name,
+            user_id=stored.user_id,
+            state=state,
+            last_update_time=stored.last_update_time,
+        )
+        session._stored = stored
+        session._storage_update_marker = stored._storage_update_marker
+        return session
+
+    def open_entries(self, scope: _Scope, stored: JsonObject) -> JsonObject:
+        """Decrypt the entries of one scope, whose names have no prefix."""
+        opened: JsonObject = {}
+        for name, value in stored.items():
+            try:
+                opened.update(self._open_entry(scope, name, value))
+            except UnknownKeyError as error:
+                # The user was erased, and the user id is used again.  The old entries of the user's
+                # state stay in the inner store, which has no method to delete them.
+                if not (self._is_current and scope is self.scopes.user) or (
+                    error.reason is not Reason.UNKNOWN_KEY
+                ):
+                    raise error.located(STATES, scope.prefix + name) from None
+                logger.warning(
+                    "an entry of a user's state is left out: its data key does not exist, as after "
+                    "an erasure (%s)",
+                    scope.prefix + name,
+                )
+            except DecryptionError as error:
+                shown = name if _NAME.fullmatch(name) else "?"
+                raise error.located(STATES, scope.prefix + shown) from None
+        return opened
+
+    def _open_entry(self, scope: _Scope, name: str, value: object) -> JsonObject:
+        if not _NAME.fullmatch(name):
+            raise PlaintextRefusedError("a key of the state is not a blind index")
+        context = _state_context(scope, name)
+        entry = loads(self._keys.open(scope.owner, context, _record(value)), "the value")
+        if len(entry) != 1:
+            raise TamperedError("its plaintext is malformed", reason=Reason.MALFORMED)
+        return entry
+
+    def _open_event(self, stored: Event, text: str) -> Event:
+        context = self._event_context(stored.id)
+        try:
+            plaintext = self._keys.open(self._who.user_tag, context, _record(text))
+            event = events.decode_in(plaintext, EVENTS, stored.id)
+            self._check_fields(stored, event)
+            return event
+        except DecryptionError as error:
+            located = error.located(EVENTS, stored.id)
+        raise located
+
+    def _check_fields(self, stored: Event, event: Event) -> None:
+        """Check the fields that are stored as plaintext, too; the times may be rounded."""
+        for name in ("id", "invocation_id", "author", "turn_complete"):
+            if getattr(stored, name) != getattr(event, name):
+                raise TamperedError(f"its {name} was modified", reason=Reason.MISMATCH)
+        if not abs(stored.timestamp - event.timestamp) <= _ROUNDING:
+            raise TamperedError("its timestamp was modified", reason=Reason.MISMATCH)
+
+    def _event_context(self, event_id: str) -> bytes:
+        who = self._who
+        return records.context(
+            ("wrapped event", who.app_name, who.user_id, who.session_id, event_id)
+        )
+
+
+async def _opened_without_events(stored: Session, reader: _Records) -> Session:
+    return reader.open_session_without_events(stored)
+
+
+def _state_context(scope: _Scope, name: str) -> bytes:
+    return records.context(("wrapped state", *scope.parts, bytes.fromhex(name)))
+
+
+def _json_scopes(state: JsonObject | None) -> Scopes:
+    """Split *state* by scope, and convert its values to JSON values; raises ValueError."""
+    scopes = states.split(state)
+    return Scopes(
+        loads(encode(scopes.app, APP_PREFIX)),
+        loads(encode(scopes.user, USER_PREFIX)),
+        loads(encode(scopes.session)),
+    )
+
+
+def _text(record: bytes) -> str:
+    return base64.b64encode(record).decode("ascii")
+
+
+def _record(text: object) -> bytes:
+    """Return the record that `_text` returned as *text*.
+
+    Raises:
+        PlaintextRefusedError: *text* is not text in base64.
+    """
+    if isinstance(text, str):
+        try:
+            return base64.b64decode(text, validate=True)
+        except (ValueError, binascii.Error):
+            pass  # an error raised here would hold the text in its __context__
+    raise PlaintextRefusedError("not an encrypted record")
+
+
+def _only_text(stored: Event) -> str:
+    """Return the text of an event that the inner service has stored.
+
+    Raises:
+        PlaintextRefusedError: The event has other contents.
+    """
+    parts: Iterable[types.Part] = (stored.content and stored.content.parts) or ()
+    texts = [part.text for part in parts]
+    if len(texts) == 1 and texts[0] is not None:
+        return texts[0]
+    raise PlaintextRefusedError("not an encrypted event", table=EVENTS, row=stored.id)
+
+
+async def _call(service: BaseSessionService, name: str) -> None:
+    """Call a method of *service* without arguments, if there is one; it may be a coroutine."""
+    if (method := getattr(service, name, None)) is not None:
+        result = method()
+        if inspect.isawaitable(result):
+            await result
