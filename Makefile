@@ -9,7 +9,12 @@ ADK_MATRIX := 1.28.0 1.39.1 newest
 ADK ?= 1.28.0
 
 BIN := .venv/bin
-PYTEST_FLAGS := -n $(JOBS) $(ARGS)
+# An idle process takes tests over from a busy one.  Groups of tests that are fixed in advance left
+# one process alone with the slow ones for minutes.
+PYTEST_FLAGS := -n $(JOBS) --dist worksteal $(ARGS)
+# pytest keeps each module whose assertions it has rewritten: without, every process rewrites all of
+# them, which takes 10 s.
+export PYTHONDONTWRITEBYTECODE :=
 
 # $(call make-venv,directory,requirements,options of uv): installs with uv, which is faster, or with
 # pip if uv cannot be installed.

@@ -18,6 +18,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # so that `examples` can be imported
 
 from examples.vectors.blobs import blob_vectors
+from examples.vectors.collections import collection_vectors
 from examples.vectors.database import database_file, database_vectors
 from examples.vectors.fixed import Json
 from examples.vectors.keys import key_vectors
@@ -34,6 +35,7 @@ FROZEN = VECTORS / "format2"
 def made_files() -> dict[Path, str]:
     """Return the text that each file should hold."""
     sql, contents = database_vectors()
+    with_collections, collections, rejected_collections = collection_vectors()
     return {
         VECTORS / "records.json": _dumped(record_vectors()),
         VECTORS / "keys.json": _dumped(key_vectors()),
@@ -41,6 +43,9 @@ def made_files() -> dict[Path, str]:
         VECTORS / "database.sql": sql,
         VECTORS / "database.json": _dumped(contents),
         VECTORS / "rejections.json": _dumped(rejection_vectors(sql)),
+        VECTORS / "collections.sql": with_collections,
+        VECTORS / "collections.json": _dumped(collections),
+        VECTORS / "collection_rejections.json": _dumped(rejected_collections),
         PAGE: with_example(PAGE.read_text(encoding="utf-8")),
     }
 

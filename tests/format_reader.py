@@ -24,7 +24,8 @@ Row = dict[str, Any]
 
 KEY_LENGTH = 32  # of master keys, and of data keys for AES-256-GCM and Fernet
 NO_LINK = bytes(16)
-KNOWN_FEATURES = {"-"}
+KNOWN_FEATURES = {"-", "collections"}
+NO_SNAPSHOT, COLLECTION = -1, -2  # values of base_revision
 KEY_TABLES = ("secure_keyring", "secure_data_keys")
 
 
@@ -207,17 +208,25 @@ class Database:
     # --- what a caller reads ---
 
     def contents(self) -> Row:
-        """All apps, users and sessions, in the order of their rows."""
-        apps, users, sessions = [], [], []
+        """All apps, users, sessions and collections, in the order of their rows.
+
+        A database without collections has no entry for them.
+        """
+        apps, users = [], []
+        sessions: list[Row] = []
+        collections: list[Row] = []
         for app in self._rows("secure_apps"):
             name = decoded(app["app_name"])
             apps.append({"app_name": name, "state": self._open_app(name, app).state})
             for row in self._rows("secure_users", "app_row", app["id"]):
                 user = self._open_user(name, row)
                 users.append({"app_name": name, "user_id": user.user_id, "state": user.state})
-                for session in self._rows("secure_sessions", "user_row", row["id"]):
-                    sessions.append(self._open_session(name, user.user_id, row, session))
-        return {"apps": apps, "users": users, "sessions": sessions}
+                for one in self._rows("secure_sessions", "user_row", row["id"]):
+                    opened = self._open_session(name, user.user_id, row, one)
+                    (collections if _is_collection(one) else sessions).append(opened)
+        found: Row = {"apps": apps, "users": users, "sessions": sessions}
+        with_items = [_as_collection(one) for one in collections if one["revision"]]
+        return found | ({"collections": with_items} if with_items else {})
 
     def session(
         self, app_name: str, user_id: str, session_id: str, last: int | None = None
@@ -226,23 +235,52 @@ class Database:
 
         *last*: read only this number of events, the newest ones.
         """
+        found = self._asked_for("session", app_name, user_id, session_id, last)
+        if found is None:
+            return None
+        session, states = found
+        session["state"] |= states
+        return session
+
+    def collection(
+        self, app_name: str, user_id: str, name: str, last: int | None = None
+    ) -> Row | None:
+        """One collection; None if there is none, or if it has no items.
+
+        *last*: read only this number of items, the newest ones.
+        """
+        found = self._asked_for("collection", app_name, user_id, name, last)
+        return _as_collection(found[0]) if found and found[0]["revision"] else None
+
+    def names(self, app_name: str, user_id: str) -> list[str]:
+        """The names of the collections of a user that have items."""
+        found = self._listed(app_name, user_id, collections=True)
+        return [one["session_id"] for one in found if one["revision"]]
+
+    def _asked_for(
+        self, kind: str, app_name: str, user_id: str, name: str, last: int | None
+    ) -> tuple[Row, Row] | None:
+        """A session or a collection, and the states of its app and its user."""
         app = self._find("secure_apps", "app", app_name)
         user = self._find("secure_users", "user", app_name, user_id)
-        row = self._find("secure_sessions", "session", app_name, user_id, session_id)
+        row = self._find("secure_sessions", kind, app_name, user_id, name)
         if row is None:
             return None
         require(app and user)
         assert app is not None
         assert user is not None
+        require(_is_collection(row) == (kind == "collection"))
         require((row["user_row"], user["app_row"]) == (user["id"], app["id"]))
         states = self._states(app_name, app, user_id, user)
-        session = self._open_session(app_name, user_id, user, row, last)
-        require(session["session_id"] == session_id)
-        session["state"] |= states
-        return session
+        opened = self._open_session(app_name, user_id, user, row, last)
+        require(opened["session_id"] == name)
+        return opened, states
 
     def listing(self, app_name: str, user_id: str) -> list[Row]:
         """The sessions of a user, without events."""
+        return self._listed(app_name, user_id, collections=False)
+
+    def _listed(self, app_name: str, user_id: str, *, collections: bool) -> list[Row]:
         app = self._find("secure_apps", "app", app_name)
         user = self._find("secure_users", "user", app_name, user_id)
         if user is None:
@@ -252,6 +290,7 @@ class Database:
         require(user["app_row"] == app["id"])
         states = self._states(app_name, app, user_id, user)
         rows = self._rows("secure_sessions", "user_row", user["id"])
+        rows = [row for row in rows if _is_collection(row) == collections]
         require(len({row["tag"] for row in rows}) == len(rows))
         sessions = [self._open_session(app_name, user_id, user, row, 0) for row in rows]
         for session in sessions:
@@ -391,7 +430,8 @@ class Database:
         session_id = fields.identifier()
         head, snapshot_link = fields.link(), fields.link()
         overlay = fields.json()
-        require(row["tag"] == tag(self._index, "session", app, user_id, session_id))
+        kind = "collection" if _is_collection(row) else "session"
+        require(row["tag"] == tag(self._index, kind, app, user_id, session_id))
         require(row["user_row"] == user["id"])
         self._check_witness(app, user["tag"], row["tag"], row["id"], b"")
         who = (app, user_id, session_id)
@@ -409,7 +449,7 @@ class Database:
 
     def _open_snapshot(self, who: tuple[str, ...], user: Row, row: Row, link: bytes) -> Row:
         found = self._rows("secure_bases", "session_row", row["id"])
-        if row["base_revision"] == -1:
+        if row["base_revision"] in (NO_SNAPSHOT, COLLECTION):
             require(not found)
             return {}
         require([one["revision"] for one in found] == [row["base_revision"]])
@@ -442,6 +482,17 @@ class Database:
         require(links[:-1] == previous[1:])
         require(links[-1] == head)
         return history
+
+
+def _is_collection(row: Row) -> bool:
+    return bool(row["base_revision"] == COLLECTION)
+
+
+def _as_collection(opened: Row) -> Row:
+    """Rename what the page calls otherwise for a collection."""
+    require(not opened["state"])
+    ids = {"app_name": opened["app_name"], "user_id": opened["user_id"]}
+    return ids | {"name": opened["session_id"], "items": opened["events"]}
 
 
 def _features(value: object) -> tuple[str, str]:

@@ -5,10 +5,11 @@ one reader has: a directory, a Python namespace, an environment and, if needed, 
 Each block runs in it as its language says:
 
 - `python` runs in the page's one namespace; with `title="name.py"` it is saved as that file;
+- `yaml` and `toml` are saved as the file in their title;
 - `sh` runs in a shell, and what it exports is set for later blocks.  `python`, `uvicorn` and our
   own command run in this process, since importing google-adk takes seconds; a line that tests
-  how they end (`||`) runs in the shell.  `make`, `pip` and `pytest` are only checked: see below;
-- `toml` is saved as the file in its title;
+  how they end (`||`) runs in the shell, and google-adk's servers run until the end of the page.
+  `make`, `pip` and `pytest` are only checked: see below;
 - `sql` runs on PostgreSQL, as its superuser;
 - `text` is the expected output of the block before it; `...` stands for what differs between runs.
 
@@ -47,7 +48,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md")])
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
-_INFO = re.compile(r'(?P<language>[\w-]*)(?: title="(?P<title>[\w.]+)")?[ \t]*\n')
+_INFO = re.compile(r'(?P<language>[\w-]*)(?: title="(?P<title>[\w./]+)")?[ \t]*\n')
 _LEXERS = (
     RawFencedCodeBlockLexer(_INFO),
     DirectiveInHTMLCommentLexer(
@@ -55,7 +56,7 @@ _LEXERS = (
     ),
 )
 _ADDRESS = "127.0.0.1:8000"  # what pages show; here uvicorn listens on a free port
-_PATIENCE = 60.0  # seconds
+_PATIENCE = 180.0  # seconds: a block may run pytest, which imports google-adk
 
 
 def blocks(path: Path) -> Document:
@@ -129,7 +130,7 @@ class Page:
         for shown, real in self._addresses.items():
             source = source.replace(shown, real)
         if title:
-            (self.directory / title).write_text(source, encoding="utf-8")
+            self.saved(source, title)
             self._forget_modules()
             return
         code = compile(source, "<block>", "exec")
@@ -153,9 +154,11 @@ class Page:
                 if made := re.match(r"\s*CREATE (ROLE|DATABASE) (\w+)", statement):
                     self._stack.callback(self._drop, *made.groups())
 
-    def toml(self, source: str, title: str | None) -> None:
+    def saved(self, source: str, title: str | None) -> None:
         assert title is not None
-        (self.directory / title).write_text(source, encoding="utf-8")
+        path = self.directory / title
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source, encoding="utf-8")
 
     def text(self, source: str, title: str | None) -> None:
         assert title is None
@@ -249,12 +252,42 @@ class Page:
         if "||" in command:
             self._shell(command, line)
             return
+        if command[1:3] in (["adk", "web"], ["adk", "api_server"]):
+            self._adk(command, line)
+            return
         status: object = 0
         try:
             main(command[1:], prog_name=command[0])
         except SystemExit as end:
             status = end.code
         assert not status, f"{line!r} ends with {status}"
+
+    def _adk(self, command: list[str], line: str) -> None:
+        """Run a server of google-adk until the end of the page."""
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+        with (self.directory / ".log").open("wb") as log:
+            process = subprocess.Popen(
+                [*command, f"--port={port}"],
+                cwd=self.directory,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+
+        def stop() -> None:
+            process.terminate()
+            process.wait(_PATIENCE)
+
+        self._stack.callback(stop)
+        deadline = time.monotonic() + _PATIENCE
+        while True:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                break
+            assert process.poll() is None, f"{line!r} ended at once"
+            assert time.monotonic() < deadline, f"{line!r} does not answer"
+            time.sleep(0.05)
+        self._addresses[_ADDRESS] = f"127.0.0.1:{port}"
 
     def _shell(self, command: list[str], line: str) -> None:
         """Run *line*, and set the variables that it has exported."""
@@ -289,7 +322,8 @@ RUNNERS: dict[str, Callable[[Page, str, str | None], None]] = {
     "sh": Page.sh,
     "sql": Page.sql,
     "text": Page.text,
-    "toml": Page.toml,
+    "toml": Page.saved,
+    "yaml": Page.saved,
 }
 _COMMANDS: dict[str, Callable[[Page, list[str], str], None]] = {
     "adk-secure-sessions": Page._own,

@@ -1,12 +1,12 @@
 """Runs functions of tests in processes of their own, to see what several processes do at once.
 
 How it works.  Importing google-adk takes seconds, so children are forked from a server process that
-has imported it once (multiprocessing's forkserver: it has a single thread, and nothing that a test
-has open).  `children((job, argument), ...)` starts a process for each job, waits until all are
-ready, and lets them go at the same moment.  A job is a function of a module.  Its first argument
-is `say`: a function that sends an object to the test, which reads it from `child.said()`.  A job
-that raises, or writes to stderr, fails the test.  `results(...)` runs jobs to their ends and
-returns what each has said.
+has imported it once, with the drivers (multiprocessing's forkserver: it has a single thread, and
+nothing that a test has open).  `children((job, argument), ...)` starts a process for each job,
+waits until all are ready, and lets them go at the same moment.  A job is a function of a module.
+Its first argument is `say`: a function that sends an object to the test, which reads it from
+`child.said()`.  A job that raises, or writes to stderr, fails the test.  `results(...)` runs jobs
+to their ends and returns what each has said.
 """
 
 import gc
@@ -21,16 +21,30 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 _PATIENCE = 120.0  # seconds
-_METHODS = multiprocessing.get_all_start_methods()
-_context: Any = multiprocessing.get_context("forkserver" if "forkserver" in _METHODS else "spawn")
+FORKS = "forkserver" in multiprocessing.get_all_start_methods()
+_context: Any = multiprocessing.get_context("forkserver" if FORKS else "spawn")
+# The server imports these when it starts, whichever test starts it; each child imports the rest
+# itself.  The server ignores modules that it does not find, and names that are set later.
+IMPORTED_ONCE = [
+    "pytest",
+    "google.adk.events.event",
+    "google.adk.sessions.database_session_service",
+    "adk_secure_sessions.maintenance",
+    "adk_secure_sessions.service",
+    "adk_secure_sessions.db.postgresql",
+    "adk_secure_sessions.db.async_engine",
+    "asyncpg",
+    "sqlalchemy.dialects.postgresql.asyncpg",
+    "asyncmy",
+    "sqlalchemy.dialects.mysql.asyncmy",
+]
+_context.set_forkserver_preload(IMPORTED_ONCE)
 
 
 class Child:
     """A process that calls `job(say, *arguments)` once `go` is called."""
 
     def __init__(self, job: Callable[..., object], *arguments: object) -> None:
-        # The server imports the job's module before it forks.
-        _context.set_forkserver_preload([job.__module__])
         self._connection, its_connection = _context.Pipe()
         self.process = _context.Process(target=_run, args=(its_connection, job, arguments))
         self.process.start()
@@ -90,6 +104,7 @@ def _run(connection: Connection, job: Callable[..., object], arguments: tuple[ob
 
     with tempfile.TemporaryFile() as errors:
         os.dup2(errors.fileno(), sys.stderr.fileno())  # also of processes that the job forks
+        gc.freeze()  # what the server has imported: the collection below need not search it
         connection.send("ready")
         connection.recv()
         try:
@@ -101,3 +116,8 @@ def _run(connection: Connection, job: Callable[..., object], arguments: tuple[ob
         errors.seek(0)
         if text := errors.read().decode():
             connection.send(("wrote", text))
+
+
+def say_imported(say: Callable[[object], None]) -> None:
+    """Say which modules the server has imported; this module needs none of them."""
+    say([name for name in IMPORTED_ONCE if name in sys.modules])

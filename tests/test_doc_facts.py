@@ -16,6 +16,7 @@ from adk_secure_sessions.service import MAX_ID_BYTES
 from tests.pages import DOCS, ROOT
 
 ATTACKS = ROOT / "tests" / "attacks"
+INTEGRATIONS = ROOT / "tests" / "integrations"
 CONFORMANCE = ROOT / "tests" / "conformance"
 
 
@@ -54,11 +55,13 @@ def test_every_attack_in_the_threat_model_names_its_tests() -> None:
 
 @pytest.mark.parametrize(("file", "word"), TRIED, ids=lambda part: part)
 def test_tests_that_the_threat_model_names_exist(file: str, word: str) -> None:
-    assert any(word in name for name in names_in(file))
+    folder = ATTACKS if (ATTACKS / file).exists() else INTEGRATIONS
+    assert any(word in name for name in names_in(file, folder))
 
 
 def test_threat_model_names_every_file_of_attacks() -> None:
-    assert {file for file, _ in TRIED} == {path.name for path in ATTACKS.glob("test_*.py")}
+    files = [*ATTACKS.glob("test_*.py"), *INTEGRATIONS.glob("test_*_attacks.py")]
+    assert {file for file, _ in TRIED} == {path.name for path in files}
 
 
 # --- differences from ADK's service --------------------------------------------------------------

@@ -320,3 +320,38 @@ def test_malformed_event_is_rejected_without_repeating_it(plaintext: bytes) -> N
     assert (info.value.table, info.value.row) == ("secure_events", "1, 0")
     assert "7Qx" not in str(info.value)
     assert info.value.__context__ is None
+
+
+def _nested(levels: int) -> Any:
+    value: Any = 1
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+ITEMS: dict[str, Any] = {
+    "text": "Grüße 🌱\x00",
+    "lone surrogate": "\ud800",
+    "numbers": [0, -1, 2**200, 0.1, math.inf, 10**4299],
+    "null": None,
+    "deepest": _nested(199),
+}
+
+
+@pytest.mark.parametrize("value", ITEMS.values(), ids=ITEMS)
+def test_item_of_a_collection_is_read_back(value: Any) -> None:
+    assert events.decode_item(events.encode_item({"value": value})) == {"value": value}
+
+
+UNREADABLE_ITEMS: dict[str, Any] = {
+    "too deep": _nested(200),
+    "deeper than the stack": _nested(50_000),
+    "too many digits": 10**4300,
+    "no JSON": object(),
+}
+
+
+@pytest.mark.parametrize("value", UNREADABLE_ITEMS.values(), ids=UNREADABLE_ITEMS)
+def test_item_that_could_not_be_read_back_is_not_encoded(value: Any) -> None:
+    with pytest.raises(ValueError, match="item"):
+        events.encode_item({"value": value})

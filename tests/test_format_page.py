@@ -15,6 +15,7 @@ from adk_secure_sessions.keys import blind_index, data_keys, keyring, passphrase
 from adk_secure_sessions.storage import opening
 from adk_secure_sessions.storage import schema as tables
 from adk_secure_sessions.storage import writes as transactions
+from adk_secure_sessions.storage.store import MAX_NAME_BYTES
 from examples import make_vectors
 
 ROOT = Path(__file__).parent.parent
@@ -176,8 +177,19 @@ def test_page_gives_the_length_of_a_link() -> None:
 def test_page_gives_the_features_of_a_new_database() -> None:
     text = " ".join(section("Features").split())
     assert f"it MUST store the names `{opening.NO_FEATURES}`" in text
-    assert f"one feature, [`{opening.SEPARATING}`]" in text
-    assert frozenset({opening.NO_FEATURES, opening.SEPARATING}) == opening._KNOWN_FEATURES
+    table = section("Features").partition("defines these features")[2]
+    listed = {cells[0].partition("`]")[0].strip("[`") for cells in rows(table)}
+    assert listed == opening._KNOWN_FEATURES - {opening.NO_FEATURES}
+
+
+def test_page_gives_the_marks_and_the_limit_of_collections() -> None:
+    minus = "\N{MINUS SIGN}"
+    listed = {cells[0]: cells[-1] for cells in rows(section("Collections"))}
+    assert listed["`base_revision`"] == f"{minus}{-tables.COLLECTION}"
+    assert f"{minus}{-tables.NO_SNAPSHOT} if it has no such row" in section("Tables")
+    assert listed["feature of the database"] == f"`{opening.COLLECTIONS}`"
+    limits = {cells[0]: cells[1] for cells in rows(section("Limits of JSON"))}
+    assert limits["name of a collection"] == f"{MAX_NAME_BYTES:,} bytes in UTF-8"
 
 
 def test_page_gives_the_time_of_a_session_that_never_expires() -> None:

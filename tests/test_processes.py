@@ -17,7 +17,7 @@ from google.adk.events import Event, EventActions
 from google.adk.sessions import Session
 
 from adk_secure_sessions import AesGcmBackend, ConfigurationError, EncryptedSessionService
-from tests.processes import children, results
+from tests.processes import FORKS, IMPORTED_ONCE, children, results, say_imported
 from tests.servers import Server
 
 KEY = bytes(range(32))
@@ -105,6 +105,11 @@ def append_to_shared_and_own(say: Say, url: str, name: str) -> None:
             )
 
     asyncio.run(main())
+
+
+@pytest.mark.skipif(not FORKS, reason="children are not forked here")
+def test_children_are_forked_from_a_process_that_has_imported_adk() -> None:
+    assert results((say_imported,)) == [[IMPORTED_ONCE]]
 
 
 @on_each_database

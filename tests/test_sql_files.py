@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from sqlalchemy.ext.asyncio import create_async_engine
 
 from adk_secure_sessions import AesGcmBackend, ConfigurationError, EncryptedSessionService
 from examples import make_sql
@@ -134,3 +135,26 @@ async def test_service_on_mariadb_needs_no_right_to_create(mariadb: Server) -> N
         finally:
             with mariadb.admin.begin() as connection:
                 connection.exec_driver_sql(f"DROP USER {name}@localhost")
+
+
+@pytest.mark.parametrize("dialect", ["mysql", "mariadb"])
+async def test_service_creates_tables_of_innodb_whatever_the_default_engine(
+    mariadb: Server, dialect: str
+) -> None:
+    with mariadb.database() as url:
+        other = {"init_command": "SET default_storage_engine = MyISAM"}
+        url = url.set(drivername=f"{dialect}+asyncmy")
+        engine = create_async_engine(url, connect_args=other)
+        async with EncryptedSessionService(db_engine=engine, backend=AesGcmBackend(KEY)) as service:
+            await service.prepare_tables()
+        async with engine.connect() as connection:
+            query = sa.text(
+                "SELECT @@default_storage_engine, t.engine, c.data_type "
+                "FROM information_schema.tables t JOIN information_schema.columns c "
+                "USING (table_schema, table_name) "
+                "WHERE table_schema = database() AND c.column_name IN ('state', 'event', 'wrapped')"
+            )
+            rows = (await connection.execute(query)).all()
+        await engine.dispose()
+    assert len(rows) == 7
+    assert set(rows) == {("MyISAM", "InnoDB", "longblob")}

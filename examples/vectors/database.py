@@ -38,6 +38,7 @@ ABOUT = (
 )
 AES_KEY, FERNET_KEY = counting(0x00, 32), counting(0x80, 32)
 ADK_VERSION = "1.28.0"
+_PREFIX = bytes([len(ADK_VERSION)]) + ADK_VERSION.encode()
 CLINIC, BANK = "clinic", "Bank & Söhne"
 ADA, BOB, EVA = "ada lovelace", "bob", "éva@example.org"
 VISIT, ARCHIVE, EMPTY, LOAN = "first visit", "archive", "no events yet", "кредит 🏦"
@@ -136,7 +137,7 @@ class _Draws:
 
 
 @contextmanager
-def _fixed() -> Iterator[None]:
+def fixed() -> Iterator[None]:
     """Give the service fixed random bytes and clocks, and the JSON of one ADK release."""
     draws = _Draws()
     os_ = SimpleNamespace(urandom=draws.bytes)
@@ -157,8 +158,10 @@ def _fixed() -> Iterator[None]:
         f"{package}.storage.schema.secrets": secrets_,
         f"{package}.storage.schema.time": clock,
         f"{package}.storage.schema._last_row_key": 0,
+        f"{package}.storage.store.time": clock,
         f"{package}.service.platform_time": clock,
         f"{package}.formats.events.encode": _encode,
+        f"{package}.formats.events._PREFIX": _PREFIX,
     }
     patches = [mock.patch(name, value) for name, value in replaced.items()]
     for patch in patches:
@@ -177,12 +180,20 @@ def _all_events() -> Iterator[str]:
 
 def _encode(event: Event) -> bytes:
     (stored,) = (text for text in _all_events() if json.loads(text)["id"] == event.id)
-    return bytes([len(ADK_VERSION)]) + ADK_VERSION.encode() + stored.encode()
+    return _PREFIX + stored.encode()
 
 
 def backends() -> list[EncryptionBackend]:
     """Return the two backends that write the database, in order."""
     return [AesGcmBackend(AES_KEY), FernetBackend(FERNET_KEY)]
+
+
+def root_keys() -> list[Json]:
+    """Return the root keys that a reader needs, as in the JSON."""
+    return [
+        {"backend": backend.name, "root_key": key.hex(), "root_key_id": root_key_id(key)}
+        for backend, key in zip(backends(), (AES_KEY, FERNET_KEY), strict=True)
+    ]
 
 
 async def _write(path: Path) -> list[int]:
@@ -236,9 +247,9 @@ async def _append(service: EncryptedSessionService, session: Session, events: li
         await service.append_event(session, Event.model_validate_json(text))
 
 
-def _dump(connection: sqlite3.Connection) -> str:
+def dumped(connection: sqlite3.Connection, contents: str = "database.json") -> str:
     """Return statements that create the same database, without SQLAlchemy's white space."""
-    lines = ["-- Made by examples/make_vectors.py; database.json says what is in it.", "BEGIN;"]
+    lines = [f"-- Made by examples/make_vectors.py; {contents} says what is in it.", "BEGIN;"]
     schema = connection.execute(
         "SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL ORDER BY type DESC, name"
     ).fetchall()
@@ -314,23 +325,19 @@ def database_file() -> tuple[bytes, str, Json]:
     """Return the SQLite file that the service writes, the same as SQL, and what is in it."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "sessions.db"
-        with _fixed():
+        with fixed():
             created = asyncio.run(_write(path))
         with closing(sqlite3.connect(path)) as connection:
-            sql = _dump(connection)
+            sql = dumped(connection)
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             connection.execute("PRAGMA journal_mode = DELETE")
         file = path.read_bytes()
-    roots = [
-        {"backend": backend.name, "root_key": key.hex(), "root_key_id": root_key_id(key)}
-        for backend, key in zip(backends(), (AES_KEY, FERNET_KEY), strict=True)
-    ]
     return (
         file,
         sql,
         {
             "about": ABOUT,
-            "root_keys": roots,
+            "root_keys": root_keys(),
             "adk_version": ADK_VERSION,
             **_contents(created),
         },

@@ -46,7 +46,7 @@ _VISIT, _ARCHIVE, _EMPTY = (CLINIC, ADA, VISIT), (CLINIC, ADA, ARCHIVE), (CLINIC
 _TAMPERED = "TamperedError"
 
 
-class _Forger:
+class Forger:
     """Decrypts records of the database, and encrypts changed plaintexts with the same keys."""
 
     def __init__(self, sql: str) -> None:
@@ -92,7 +92,11 @@ class _Forger:
         return self._update("secure_witnesses", "seal", where, context, edit)
 
     def session_row(self, of: Session) -> sqlite3.Row:
-        return self.row("secure_sessions", self.keyring.index.session(*of))
+        return self.row("secure_sessions", self.tag_of(of))
+
+    def tag_of(self, of: Session) -> bytes:
+        """Return the tag of the row of `secure_sessions` that *of* names."""
+        return self.keyring.index.session(*of)
 
     def session(self, of: Session, edit: Edit) -> str:
         app, user, _ = of
@@ -178,7 +182,7 @@ def _flags(value: int) -> Edit:
     return lambda plaintext: bytes([value]) + plaintext[1:]
 
 
-def _at(position: int, new: bytes) -> Edit:
+def at(position: int, new: bytes) -> Edit:
     """Return the edit that replaces the bytes from *position* on, after the flags byte."""
     start = 1 + position
     return lambda plaintext: plaintext[:start] + new + plaintext[start + len(new) :]
@@ -205,7 +209,7 @@ def _owner(**changes: object) -> Edit:
     return edit
 
 
-def _session(of: Session, **changes: bytes) -> Edit:
+def with_fields(of: Session, **changes: bytes) -> Edit:
     def edit(plaintext: bytes) -> bytes:
         _, rest = records.split_id(plaintext[1:])
         fields = records.split_session(rest)._replace(**changes)
@@ -226,15 +230,15 @@ def _case(
     return case | ({"of": list(of)} if of else {}) | {"expect": expect} | more
 
 
-def _links(forger: _Forger) -> Iterator[Json]:
+def _links(forger: Forger) -> Iterator[Json]:
     note = "an authentic row of another copy of the database"
-    own, previous = _at(0, OTHER_LINK), _at(LINK_LENGTH, OTHER_LINK)
+    own, previous = at(0, OTHER_LINK), at(LINK_LENGTH, OTHER_LINK)
     for name, seq, edit in (
         ("first event with another link", 0, own),
         ("first event with a previous one", 0, previous),
         ("event with another link", 1, own),
         ("event with another previous link", 1, previous),
-        ("event with another link and another previous link", 1, _at(0, OTHER_LINK * 2)),
+        ("event with another link and another previous link", 1, at(0, OTHER_LINK * 2)),
         ("last event with another link", 3, own),
         ("last event with another previous link", 3, previous),
     ):
@@ -244,15 +248,15 @@ def _links(forger: _Forger) -> Iterator[Json]:
     for when in ("last", "append"):
         yield _case(f"{when}: last event with another link", note, when, _VISIT, statement,
                     _TAMPERED)  # fmt: skip
-    statement = forger.session(_VISIT, _session(_VISIT, head=OTHER_LINK))
+    statement = forger.session(_VISIT, with_fields(_VISIT, head=OTHER_LINK))
     for when in ("get", "last", "append"):
         yield _case(f"{when}: session with another head", note, when, _VISIT, statement,
                     _TAMPERED)  # fmt: skip
     yield _case("list: session with another head", "a listing reads no events, so it cannot know",
                 "list", _VISIT, statement, "ok")  # fmt: skip
-    statement = forger.session(_VISIT, _session(_VISIT, head=NO_LINK))
+    statement = forger.session(_VISIT, with_fields(_VISIT, head=NO_LINK))
     yield _case("session with events and no head", note, "get", _VISIT, statement, _TAMPERED)
-    statement = forger.session(_EMPTY, _session(_EMPTY, head=OTHER_LINK))
+    statement = forger.session(_EMPTY, with_fields(_EMPTY, head=OTHER_LINK))
     for when in ("get", "append"):
         yield _case(f"{when}: session with a head and no events", note, when, _EMPTY, statement,
                     _TAMPERED)  # fmt: skip
@@ -260,12 +264,12 @@ def _links(forger: _Forger) -> Iterator[Json]:
         statement = forger.snapshot(_ARCHIVE, own)
         yield _case(f"{when}: snapshot with another link", note, when, _ARCHIVE, statement,
                     _TAMPERED)  # fmt: skip
-        statement = forger.session(_ARCHIVE, _session(_ARCHIVE, snapshot_link=OTHER_LINK))
+        statement = forger.session(_ARCHIVE, with_fields(_ARCHIVE, snapshot_link=OTHER_LINK))
         yield _case(f"{when}: session with another snapshot link", note, when, _ARCHIVE, statement,
                     _TAMPERED)  # fmt: skip
 
 
-def _witnesses(forger: _Forger) -> Iterator[Json]:
+def _witnesses(forger: Forger) -> Iterator[Json]:
     note = "an authentic row of another copy of the database"
     index = forger.keyring.index
     app, user = index.app(CLINIC), index.user(CLINIC, ADA)
@@ -285,7 +289,7 @@ def _witnesses(forger: _Forger) -> Iterator[Json]:
         yield _case(f"list: {name}", note, "list", _VISIT, statement, _TAMPERED)
 
 
-def _plaintexts(forger: _Forger) -> Iterator[Json]:
+def _plaintexts(forger: Forger) -> Iterator[Json]:
     """Yield flags of later releases, and layouts that only a faulty writer stores."""
     index = forger.keyring.index
     later = "a record of a later release"
@@ -313,8 +317,8 @@ def _plaintexts(forger: _Forger) -> Iterator[Json]:
     malformed = {
         "app that ends inside its link": (forger.app(_whole(bytes(15))), _VISIT),
         "app without a count of key ids": (forger.app(_whole(bytes(16))), _VISIT),
-        "app with fewer key ids than it says": (forger.app(_at(16, b"\xff")), _VISIT),
-        "user whose id is longer than the rest": (forger.user(_at(0, b"\xff" * 4)), _VISIT),
+        "app with fewer key ids than it says": (forger.app(at(16, b"\xff")), _VISIT),
+        "user whose id is longer than the rest": (forger.user(at(0, b"\xff" * 4)), _VISIT),
         "user with another id":
             (forger.user(_whole(records.with_id(BOB, records.join_owner(
                 OwnerFields(OTHER_LINK, (), b"{}"))))), _VISIT),
@@ -333,7 +337,7 @@ def _plaintexts(forger: _Forger) -> Iterator[Json]:
                 "ConfigurationError")  # fmt: skip
 
 
-def _columns(forger: _Forger) -> Iterator[Json]:
+def _columns(forger: Forger) -> Iterator[Json]:
     row_id = forger.session_row(_VISIT)["id"]
     yield _case("session with another expires_at", "expires_at is bound like the other columns",
                 "get", _VISIT,
@@ -358,11 +362,11 @@ def _columns(forger: _Forger) -> Iterator[Json]:
                 _TAMPERED)  # fmt: skip
 
 
-def _key_of(forger: _Forger, of: Session) -> int:
+def _key_of(forger: Forger, of: Session) -> int:
     return records.unpack(forger.session_row(of)["state"])[1]
 
 
-def _keys(forger: _Forger) -> Iterator[Json]:
+def _keys(forger: Forger) -> Iterator[Json]:
     """Yield data keys that are authentic and must not encrypt, and data keys that are not."""
     tag = forger.keyring.index.user(CLINIC, ADA)
     keys = [row for row in forger.data_keys.values() if row.owner == tag]
@@ -386,11 +390,11 @@ def _keys(forger: _Forger) -> Iterator[Json]:
                 _insert("secure_data_keys", junk), "ok", not_with=junk.id)  # fmt: skip
 
 
-def _mac(forger: _Forger, names: str) -> str:
+def _mac(forger: Forger, names: str) -> str:
     return forger.keyring.index.features(forger.database_id, names).hex()
 
 
-def _meta(forger: _Forger) -> Iterator[Json]:
+def _meta(forger: Forger) -> Iterator[Json]:
     def features(value: str) -> str:
         return f"UPDATE secure_meta SET value = '{value}' WHERE name = 'features'"
 
@@ -453,7 +457,7 @@ def _keyring() -> Iterator[Json]:
 
 def rejection_vectors(sql: str) -> Json:
     """Return the content of rejections.json for the database that *sql* creates."""
-    with closing(_Forger(sql)) as forger:
+    with closing(Forger(sql)) as forger:
         cases = [
             *_links(forger),
             *_witnesses(forger),

@@ -1,5 +1,6 @@
 """Encrypted storage for Google ADK sessions: a drop-in replacement for `DatabaseSessionService`."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from adk_secure_sessions.backends import (
@@ -37,6 +38,8 @@ from adk_secure_sessions.keys.specs import key_provider
 from adk_secure_sessions.keys.vault import VaultKey
 
 if TYPE_CHECKING:
+    from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
+    from adk_secure_sessions.integrations.memory import EncryptedMemoryService
     from adk_secure_sessions.service import EncryptedSessionService, StaleSessionError
 
 __all__ = [
@@ -47,6 +50,8 @@ __all__ = [
     "ConfigurationError",
     "DatabaseError",
     "DecryptionError",
+    "EncryptedArtifactService",
+    "EncryptedMemoryService",
     "EncryptedSessionService",
     "EncryptionBackend",
     "EnvironmentKey",
@@ -72,13 +77,19 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    # Import the service on first use, because it imports google-adk.  Importing google-adk takes
-    # seconds, and the command line does not need it.
-    if name in ("EncryptedSessionService", "StaleSessionError"):
-        from adk_secure_sessions import service
+# These names are imported on first use, because they import google-adk.  Importing google-adk takes
+# seconds, and the command line does not need it.
+_MODULES = {
+    "EncryptedArtifactService": "integrations.artifacts",
+    "EncryptedMemoryService": "integrations.memory",
+    "EncryptedSessionService": "service",
+    "StaleSessionError": "service",
+}
 
-        return getattr(service, name)
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

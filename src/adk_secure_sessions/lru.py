@@ -25,7 +25,7 @@ class Lru(Generic[K, V]):
             try:
                 self._entries.move_to_end(key)
             except KeyError:
-                pass  # another thread has just removed it
+                pass  # another thread has just removed the entry
         return value
 
     def put(self, key: K, value: V) -> None:
@@ -36,7 +36,7 @@ class Lru(Generic[K, V]):
             while len(self._entries) > self._limit:
                 self._entries.popitem(last=False)
         except KeyError:
-            pass  # another thread has just removed it
+            pass  # another thread has just removed the entry
 
     def drop(self, key: K) -> None:
         """Remove the entry of *key*, if there is one."""

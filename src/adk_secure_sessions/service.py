@@ -123,6 +123,12 @@ class EncryptedSessionService(KeyMaterial, BaseSessionService):
         read_timeout: float | None = 60.0,
         **engine_kwargs: Any,
     ) -> None:
+        # google-adk passes `uri` to a class that services.yaml names.
+        if backend is None and "uri" in engine_kwargs:
+            raise ConfigurationError(
+                "in services.yaml, the class of this service is "
+                "adk_secure_sessions.integrations.adk.session_service"
+            )
         if backend is None:
             raise ConfigurationError("give a backend, for example AesGcmBackend(key)")
         backends = register(backend, additional_backends)
@@ -143,12 +149,17 @@ class EncryptedSessionService(KeyMaterial, BaseSessionService):
         self._locks = LoopLocks()
 
     @property
+    def backend(self) -> EncryptionBackend:
+        """The backend that encrypts all new records."""
+        return self._store.unit.backends.writer
+
+    @property
     def collections(self) -> Collections:
-        """For the other services of this package, which store their data beside the sessions."""
+        """The collections, in which other services of this package store artifacts and memory."""
         return self._collections
 
     async def prepare_tables(self) -> None:
-        """Open the database and create its tables, so that the first operation need not do so.
+        """Open the database now, and create its tables if they do not exist.
 
         Raises:
             WrongKeyError: The root key does not unwrap the keyring of this database.  Nothing was
@@ -469,7 +480,7 @@ reject_unknown_methods(EncryptedSessionService, BaseSessionService)
 
 
 def check_ids(app_name: object, user_id: object, session_id: object, **more: object) -> None:
-    """Raise ValueError if an id is not a string, or is too long; *more* are other names."""
+    """Raise ValueError if an id, or another text in *more*, is not a string or is too long."""
     ids = {"app_name": app_name, "user_id": user_id, "session_id": session_id, **more}
     for name, value in ids.items():
         if not isinstance(value, str):
@@ -531,7 +542,8 @@ def _session(app_name: str, view: View, history: list[Event] | None = None) -> S
         events=[],
         last_update_time=stored.updated_at / 1_000_000,
     )
-    # Set here and not in the call of Session(), where pydantic would validate each Event again.
+    # Set the events here and not in the call of Session(): there, pydantic would validate each
+    # event again.
     session.events = history or []
     session._storage_update_marker = _marker(stored)
     return session

@@ -73,6 +73,8 @@ NAMES = [
     "object",
 ]
 NEEDLES = [USER, SESSION, *map(needle, NAMES)]
+# Planted by tests/integrations, in artifacts
+OF_FILES = [*map(needle, ["file name", "file type", "file content", "file metadata"])]
 
 
 def state() -> dict[str, Any]:
@@ -130,7 +132,7 @@ def encodings(text: str) -> list[bytes]:
     return forms
 
 
-FORMS = {text: encodings(text) for text in NEEDLES}
+FORMS = {text: encodings(text) for text in (*NEEDLES, *OF_FILES)}
 
 
 def found_in(data: bytes | str) -> set[str]:

@@ -2,8 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 import sqlalchemy as sa
@@ -18,48 +17,15 @@ from adk_secure_sessions import (
 )
 from tests.conformance.services import KEY
 from tests.conformance.support import APP, USER, create, event, find, reload
+from tests.drivers import each_driver, server, url
 from tests.servers import Server
 
-DATABASES: dict[str, tuple[str, str | None]] = {
-    "sqlite": ("sqlite+aiosqlite", None),
-    "aiosqlite-engine": ("sqlite+aiosqlite", None),
-    "asyncpg": ("postgresql+asyncpg", "postgresql"),
-    "psycopg": ("postgresql+psycopg", "postgresql"),
-    "asyncmy": ("mariadb+asyncmy", "mariadb"),
-    "asyncpg-pgbouncer": ("postgresql+asyncpg", "pgbouncer"),
-    "psycopg-pgbouncer": ("postgresql+psycopg", "pgbouncer"),
-}
+__all__ = ["server", "url"]
 
-
-_BY_DEFAULT = ["sqlite", "asyncpg", "asyncmy"]
-
-
-@pytest.fixture(
-    params=[
-        pytest.param(name, marks=[] if name in _BY_DEFAULT else [pytest.mark.soak])
-        for name in DATABASES
-    ]
+name = each_driver(
+    *("sqlite", "asyncpg", "asyncmy"),
+    soak=["aiosqlite-engine", "psycopg", "asyncpg-pgbouncer", "psycopg-pgbouncer"],
 )
-def name(request: pytest.FixtureRequest) -> str:
-    found: str = request.param
-    return found
-
-
-@pytest.fixture
-def server(request: pytest.FixtureRequest, name: str) -> Server | None:
-    fixture = DATABASES[name][1]
-    return request.getfixturevalue(fixture) if fixture else None
-
-
-@pytest.fixture
-def url(name: str, server: Server | None, tmp_path: Path) -> Iterator[URL]:
-    driver = DATABASES[name][0]
-    if server is None:
-        yield URL.create(driver, database=f"{tmp_path}/sessions.db")
-        return
-    with server.database() as made:
-        yield made.set(drivername=driver)
-
 
 Open = Callable[[float | None], EncryptedSessionService]
 
@@ -170,7 +136,7 @@ async def test_endless_read_ends_at_the_server_when_its_caller_is_cancelled(
         await service.append_event(session, event("text"))
         await asyncio.to_thread(replace_events, url, server)
         reads = [asyncio.ensure_future(find(service, session)) for _ in range(6)]
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.3)
         for read in reads:
             read.cancel()
         done, running = await asyncio.wait(reads, timeout=20)
@@ -233,7 +199,7 @@ async def test_write_behind_a_trigger_that_never_ends_is_interrupted_after_its_t
 async def test_service_closes_although_a_read_never_ends(
     open_service: Open, url: URL, server: Server | None
 ) -> None:
-    service = open_service(1 if server else None)
+    service = open_service(0.5 if server else None)
     session = await create(service)
     await service.append_event(session, event("text"))
     await asyncio.to_thread(replace_events, url, server)

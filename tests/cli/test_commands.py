@@ -253,7 +253,7 @@ def test_every_command_with_a_database_prints_json(filled: str) -> None:
         "inspect": ["secure_users"],
     }
     for name, command in commands().items():
-        if name == "keygen":
+        if name in ("keygen", "adk doctor"):  # without a database
             continue
         needs_key = "--key" in {text for option in command.params for text in option.opts}
         arguments = [*options.get(name, []), *on(filled, "env:OLD_KEY" if needs_key else None)]

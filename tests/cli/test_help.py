@@ -3,6 +3,7 @@
 import re
 import shlex
 import shutil
+import tempfile
 from pathlib import Path
 
 import click
@@ -12,7 +13,7 @@ from adk_secure_sessions import maintenance
 from adk_secure_sessions.cli import main
 from adk_secure_sessions.cli.config import variable
 from tests.cli.support import commands, run
-from tests.pages import DOCS
+from tests.pages import DOCS, ROOT
 
 PAGE = (DOCS / "cli.md").read_text(encoding="utf-8")
 SHARED = [
@@ -75,7 +76,12 @@ def test_page_has_no_command_that_there_is_not() -> None:
 def test_examples_in_the_help_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run("keygen", "--output", "new.key")
+    Path("artifacts").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("ADK_CAPTURE_MESSAGE_CONTENT_IN_SPANS", "false")
+    shutil.copytree(ROOT / "examples" / "adk_agent", "agents")
     order = ["keygen", "init", "check", "status", "verify", "lookup", "inspect", "purge"]
+    order += ["blobs verify", "blobs purge"]
     order += [
         "rotate master",
         "rotate data",
@@ -84,6 +90,7 @@ def test_examples_in_the_help_work(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "vacuum",
         "erase-user",
         "rotate root",
+        "adk doctor",
     ]
     assert sorted(order) == sorted(commands())
     for name in order:

@@ -8,7 +8,7 @@ from google.adk.errors.session_not_found_error import SessionNotFoundError
 from google.adk.events.event import Event
 from google.adk.sessions import BaseSessionService, Session
 
-from tests.conformance.services import MAIN_KINDS
+from tests.conformance.services import MAIN_KINDS, POOLED_KINDS
 from tests.conformance.support import (
     STALE,
     create,
@@ -26,14 +26,15 @@ from tests.conformance.support import (
 )
 
 kind = each_kind(
-    *(*MAIN_KINDS, "encrypted-engine", "encrypted-key-database", "encrypted-pgbouncer"),
-    # Executors that the others have, too, with another driver or an engine of the caller's.
+    *(*MAIN_KINDS, "encrypted-engine", "encrypted-key-database"),
+    # Executors that the others have, too, with another driver, an engine of the caller's, or a
+    # pooler: on_servers/test_pooler.py tests by default what differs there.
     soak=[
         "encrypted-memory",
         "encrypted-postgresql-engine",
         "encrypted-psycopg",
         "encrypted-mariadb-engine",
-        "encrypted-pgbouncer-psycopg",
+        *POOLED_KINDS,
     ],
 )
 

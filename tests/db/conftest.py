@@ -1,7 +1,7 @@
 """One of each executor, on an empty database with the table `things`.
 
-`executor` gives a test each of `KINDS` in turn.  Leave out or choose some of them with
-`@on("sqlite", "asyncpg")`.
+`executor` gives a test each of `KINDS` in turn, by default without those in `LATER`.  Leave out or
+choose some of them with `@on("sqlite", "asyncpg")`.
 """
 
 from collections.abc import AsyncIterator, Iterator
@@ -13,11 +13,13 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from adk_secure_sessions.db.connect import executors_for
 from adk_secure_sessions.db.protocol import Executor
-from tests.db.support import KINDS, Kind, things
+from tests.db.support import KINDS, LATER, Kind, things
 from tests.servers import Server
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(
+    params=[pytest.param(name, marks=[pytest.mark.soak] if name in LATER else []) for name in KINDS]
+)
 def kind(request: pytest.FixtureRequest) -> Kind:
     return KINDS[request.param]
 

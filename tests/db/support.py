@@ -35,6 +35,7 @@ KINDS = {
     "psycopg-pgbouncer": Kind("postgresql+psycopg", "pgbouncer"),
     "asyncmy": Kind("mariadb+asyncmy", "mariadb"),
 }
+LATER = ["psycopg-pgbouncer"]  # its driver and its pooler also come with another one
 
 
 def on(*names: str) -> pytest.MarkDecorator:

@@ -10,10 +10,12 @@ import pytest
 from google.adk.agents import LlmAgent
 from google.adk.errors.session_not_found_error import SessionNotFoundError
 from google.adk.events import Event
-from google.adk.models import BaseLlm, LlmRequest, LlmResponse
+from google.adk.models import BaseLlm
+from google.adk.models.llm_request import LlmRequest
+from google.adk.models.llm_response import LlmResponse
 from google.adk.runners import Runner
 from google.adk.sessions import BaseSessionService, InMemorySessionService, Session
-from google.adk.tools import ToolContext
+from google.adk.tools.tool_context import ToolContext
 from google.genai import types
 
 from adk_secure_sessions import (
@@ -308,7 +310,7 @@ async def test_changed_ids_of_a_session_object_are_used(service: EncryptedSessio
 
 
 class Renaming(InMemorySessionService):
-    async def create_session(self, *, session_id: str | None = None, **values: Any) -> Session:  # type: ignore[override]
+    async def create_session(self, *, session_id: str | None = None, **values: Any) -> Session:
         return await super().create_session(session_id="renamed", **values)
 
 
@@ -330,7 +332,7 @@ async def test_id_that_some_services_strip_is_rejected(
     with pytest.raises(ValueError, match="spaces"):
         await create(service, session_id)
     if session_id:
-        wanted = {"app_name": "app", "user_id": "user", "session_id": session_id}
+        wanted: dict[str, Any] = {"app_name": "app", "user_id": "user", "session_id": session_id}
         assert await service.get_session(**wanted) is None
         await service.delete_session(**wanted)
     assert [one.id for one in await listed(service)] == ["padded"]

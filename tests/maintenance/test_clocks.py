@@ -43,7 +43,10 @@ from tests.maintenance.support import (
 
 AES, NEXT = AesGcmBackend(OLD), AesGcmBackend(NEW)
 PATIENCE = 20.0  # seconds; each case takes less than one
-SHIFTS = [-400, -2, 2, 400]  # days
+# By how many days the clock is behind or ahead.
+each_shift = pytest.mark.parametrize(
+    "days", [-400, 400, *(pytest.param(days, marks=pytest.mark.soak) for days in (-2, 2))]
+)
 ROTATIONS: dict[str, Any] = {"master": rotate_master, "data": rotate_data}
 
 
@@ -78,7 +81,7 @@ def file(file_url: str) -> sa.URL:
 # --- rotations -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("days", SHIFTS)
+@each_shift
 async def test_master_rotation_ends_with_one_new_master_whatever_its_clock_says(
     days: int, url: str, place: sa.URL
 ) -> None:
@@ -101,7 +104,7 @@ async def test_master_rotation_ends_with_one_new_master_whatever_its_clock_says(
     await assert_whole(url, AES)
 
 
-@pytest.mark.parametrize("days", SHIFTS)
+@each_shift
 async def test_data_rotation_replaces_every_key_once_whatever_its_clock_says(
     days: int, url: str, place: sa.URL
 ) -> None:
@@ -119,7 +122,7 @@ async def test_data_rotation_replaces_every_key_once_whatever_its_clock_says(
     await assert_whole(url, AES)
 
 
-@pytest.mark.parametrize("days", SHIFTS)
+@each_shift
 @pytest.mark.parametrize("name", ROTATIONS)
 async def test_rotation_that_was_interrupted_is_completed_under_another_clock(
     name: str, days: int, file_url: str
@@ -192,7 +195,7 @@ async def test_authentic_key_of_an_impossible_time_is_named(
     await assert_whole(file_url, AES)
 
 
-@pytest.mark.parametrize("days", SHIFTS)
+@each_shift
 async def test_plaintext_master_is_left_whatever_the_clocks_said(
     days: int, file_url: str, file: sa.URL
 ) -> None:
@@ -224,7 +227,7 @@ COMMANDS: dict[str, Callable[[Database], Awaitable[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("days", SHIFTS)
+@each_shift
 @pytest.mark.parametrize("name", COMMANDS)
 async def test_command_does_the_same_whatever_its_clock_says(
     name: str, days: int, tmp_path: Path
@@ -246,7 +249,7 @@ async def test_command_does_the_same_whatever_its_clock_says(
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize("days", SHIFTS)
+@each_shift
 async def test_status_tells_the_stored_times_whatever_its_clock_says(
     days: int, file_url: str
 ) -> None:

@@ -15,6 +15,7 @@ from adk_secure_sessions import (
 )
 from adk_secure_sessions.maintenance import (
     Database,
+    Retirement,
     erase_user,
     lookup,
     retire,
@@ -62,6 +63,14 @@ async def rotate_until_the_second_session(url: str) -> None:
             await rotate_data(db, restart=True, progress=kill)
 
 
+async def rotate_and_retire(another: Database, rotate: Any) -> Retirement:
+    """Begin a rotation anew, which is killed as its faults say, and retire keys."""
+    async with another:
+        with pytest.raises(Killed):
+            await rotate(another, restart=True)
+        return await retire(another)
+
+
 async def test_key_that_a_service_may_use_in_place_of_an_older_one_is_kept(url: str) -> None:
     """Two rotations that were killed left three generations; nothing is under the middle one."""
     await fill(url, AES, users=["ada"], sessions=2, events=1)
@@ -90,10 +99,7 @@ async def test_master_that_another_rotation_retired_wraps_no_data_key(url: str) 
     async def rotate_until_the_master_is_made() -> None:
         another, its_faults = maintained(url)
         its_faults.keys.before(Point.READ, Killed(), when=wrapped_keys)
-        async with another:
-            with pytest.raises(Killed):
-                await rotate_master(another, restart=True)
-            assert (await retire(another)).masters
+        assert (await rotate_and_retire(another, rotate_master)).masters
 
     # By then the master of the first rotation is stored, and has wrapped nothing.
     plan = faults.keys.before(Point.READ, rotate_until_the_master_is_made, when=wrapped_keys)
@@ -115,10 +121,7 @@ async def test_overlapping_rotations_leave_no_record_under_a_retired_data_key(ur
     async def rotate_until_the_events_and_retire() -> None:
         another, its_faults = maintained(url)
         its_faults.data.after(Point.READ, Killed(), when=whole_events)
-        async with another:
-            with pytest.raises(Killed):
-                await rotate_data(another, restart=True)
-            await retire(another)
+        await rotate_and_retire(another, rotate_data)
 
     # Between the read of the events and the write of what they are re-encrypted to.
     plan = faults.data.after(Point.READ, rotate_until_the_events_and_retire, when=whole_events)

@@ -28,21 +28,25 @@ from tests.maintenance.test_clearing import file_per_table, files_with, write_ou
 from tests.servers import MariaDB, PostgreSQL, unavailable
 
 AES, NO_OP = AesGcmBackend(OLD), plaintext_backend()
-USERS, SESSIONS, EVENTS = 10, 6, 40
+USERS, SESSIONS = 10, 6
+# Events of a session: some pages of each table, or many.
+each_size = pytest.mark.parametrize(
+    "events", [pytest.param(6, id="some"), pytest.param(40, id="many", marks=pytest.mark.soak)]
+)
 
 
 def needle(number: int) -> str:
     return f"Ndl{number:04}Wq83Zk"
 
 
-async def talk(url: str) -> list[bytes]:
+async def talk(url: str, events: int) -> list[bytes]:
     """Write events as plaintext, at once: they are committed in groups.  Return their texts."""
     needles: list[str] = []
 
     async def one(user: str) -> None:
         for _ in range(SESSIONS):
             session = await service.create_session(app_name=APP, user_id=user)
-            for _ in range(EVENTS):
+            for _ in range(events):
                 needles.append(needle(len(needles)))
                 content = types.Content(role="user", parts=[types.Part(text=needles[-1])])
                 await service.append_event(
@@ -74,13 +78,14 @@ def present(path: Path, needles: list[bytes]) -> int:
     return sum(text in content for text in needles)
 
 
+@each_size
 async def test_sqlite_file_holds_no_plaintext_after_no_op_was_left_and_vacuum(
-    tmp_path: Path,
+    tmp_path: Path, events: int
 ) -> None:
     path = tmp_path / "sessions.db"
     url = f"sqlite+aiosqlite:///{path}"
-    needles = await talk(url)
-    assert len(needles) == 2400
+    needles = await talk(url, events)
+    assert len(needles) == USERS * SESSIONS * events
     async with EncryptedSessionService(url, AES, [NO_OP]) as service:
         await service.prepare_tables()  # keeps the write-ahead log open
         await leave_no_op(url)
@@ -161,12 +166,15 @@ def test_command_rewrites_and_exits_with_1_if_it_cannot(
 # --- servers -------------------------------------------------------------------------------------
 
 
-async def test_postgresql_tables_hold_no_plaintext_after_vacuum(postgresql: PostgreSQL) -> None:
+@each_size
+async def test_postgresql_tables_hold_no_plaintext_after_vacuum(
+    postgresql: PostgreSQL, events: int
+) -> None:
     if postgresql.directory is None:
         unavailable("the server's files are not to be read here")
     with postgresql.database() as place:
         url = place.set(drivername="postgresql+asyncpg").render_as_string(hide_password=False)
-        some = (await talk(url))[100]
+        some = (await talk(url, events))[100]
         postgresql.flush()
         assert tables_with(postgresql, some)
         await leave_no_op(url)
@@ -182,12 +190,13 @@ def tables_with(server: PostgreSQL, value: bytes) -> set[str]:
     return {name for name in files_with(server, value) if len(name) != 24}
 
 
-async def test_mariadb_tables_hold_no_plaintext_after_vacuum(mariadb: MariaDB) -> None:
+@each_size
+async def test_mariadb_tables_hold_no_plaintext_after_vacuum(mariadb: MariaDB, events: int) -> None:
     if mariadb.directory is None:
         unavailable("the server's files are not to be read here")
     with file_per_table(mariadb), mariadb.database() as place:
         url = place.set(drivername="mariadb+asyncmy").render_as_string(hide_password=False)
-        some = (await talk(url))[100]
+        some = (await talk(url, events))[100]
         write_out(mariadb, place, "secure_events")
         assert "secure_events.ibd" in files_with(mariadb, some)
         await leave_no_op(url)

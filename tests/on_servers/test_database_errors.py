@@ -29,48 +29,15 @@ from adk_secure_sessions import (
 )
 from tests.conformance.services import KEY
 from tests.conformance.support import event
+from tests.drivers import each_driver, server, url
 from tests.servers import Server
 
-DRIVERS: dict[str, tuple[str, str | None]] = {
-    "sqlite": ("sqlite+aiosqlite", None),
-    "aiosqlite-engine": ("sqlite+aiosqlite", None),
-    "asyncpg": ("postgresql+asyncpg", "postgresql"),
-    "psycopg": ("postgresql+psycopg", "postgresql"),
-    "asyncmy": ("mariadb+asyncmy", "mariadb"),
-}
+__all__ = ["server", "url"]
+
+name = each_driver("sqlite", "asyncpg", "asyncmy", soak=["aiosqlite-engine", "psycopg"])
 ON_POSTGRESQL = ["asyncpg", pytest.param("psycopg", marks=pytest.mark.soak)]
 FOREIGN = ("sqlalchemy", "asyncpg", "psycopg", "asyncmy", "sqlite3", "aiosqlite")
 NEEDLE = "needle5309"
-
-
-_BY_DEFAULT = ["sqlite", "asyncpg", "asyncmy"]
-
-
-@pytest.fixture(
-    params=[
-        pytest.param(name, marks=[] if name in _BY_DEFAULT else [pytest.mark.soak])
-        for name in DRIVERS
-    ]
-)
-def name(request: pytest.FixtureRequest) -> str:
-    found: str = request.param
-    return found
-
-
-@pytest.fixture
-def server(request: pytest.FixtureRequest, name: str) -> Server | None:
-    fixture = DRIVERS[name][1]
-    return request.getfixturevalue(fixture) if fixture else None
-
-
-@pytest.fixture
-def url(name: str, server: Server | None, tmp_path: Path) -> Iterator[URL]:
-    driver = DRIVERS[name][0]
-    if server is None:
-        yield URL.create(driver, database=f"{tmp_path}/sessions.db")
-        return
-    with server.database() as made:
-        yield made.set(drivername=driver)
 
 
 @pytest.fixture

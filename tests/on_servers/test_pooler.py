@@ -43,7 +43,7 @@ def url(pgbouncer: PgBouncer, driver: str) -> Iterator[URL]:
 
 async def converse(service: EncryptedSessionService, n: int) -> None:
     session = await create(service, f"s{n}", user_id=f"u{n % 3}")
-    for m in range(8):
+    for m in range(6):
         delta = {"k": m, "user:k": n, "app:k": m}
         await service.append_event(session, event(f"{n} {m}", delta=delta))
         assert (await reload(service, session)).events == session.events

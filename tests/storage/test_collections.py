@@ -11,6 +11,7 @@ from adk_secure_sessions import AesGcmBackend, EncryptedSessionService, Tampered
 from adk_secure_sessions.formats.events import encode_item
 from adk_secure_sessions.maintenance import Database, erase_user, purge, retire, rotate_data, verify
 from adk_secure_sessions.storage import Expected, StaleRevision
+from adk_secure_sessions.storage.store import MAX_NAME_BYTES
 from tests.maintenance.conftest import file_url, place, url  # noqa: F401 - fixtures
 from tests.maintenance.support import APP, OLD, event, query, run_sql
 
@@ -202,3 +203,34 @@ async def test_database_with_collections_names_the_feature(file_url: str, tmp_pa
         assert query(stored, features)[0][0].startswith("- ")
         await fill(service)
         assert query(stored, features)[0][0].startswith("collections ")
+
+
+async def test_only_earlier_items_are_replaced(service: EncryptedSessionService) -> None:
+    at = await fill(service)
+    append = service.collections.append
+    for number, expected in ((5, at), (-1, at), (1, None)):
+        with pytest.raises(ValueError, match="replaced"):
+            await append(APP, "ada", "c", ITEMS[0], expected=expected, replaced={number: ITEMS[0]})
+    found = await service.collections.get(APP, "ada", "c")
+    assert found is not None
+    assert found.items == tuple(ITEMS)
+
+
+@pytest.mark.parametrize("character", ["x", "é", "\ud800"])
+async def test_name_that_is_too_long_is_rejected(file_url: str, character: str) -> None:  # noqa: F811
+    longest = character * (MAX_NAME_BYTES // len(character.encode("utf-8", "surrogatepass")))
+    async with EncryptedSessionService(file_url, BACKEND) as service:
+        await service.collections.append(APP, "ada", longest, ITEMS[0])
+        assert [one.name for one in await service.collections.names(APP, "ada")] == [longest]
+        with pytest.raises(ValueError, match="at most"):
+            await service.collections.append(APP, "ada", longest + character, ITEMS[0])
+
+
+async def test_collection_without_items_is_not_there(file_url: str) -> None:  # noqa: F811
+    """The process that was creating it has stopped before it stored the first item."""
+    async with EncryptedSessionService(file_url, BACKEND) as service:
+        await service.collections._position(APP, "ada", "c")
+        assert await service.collections.names(APP, "ada") == []
+        assert await service.collections.get(APP, "ada", "c") is None
+        await fill(service)
+        assert [one.size for one in await service.collections.names(APP, "ada")] == [5]

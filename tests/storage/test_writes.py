@@ -3,6 +3,7 @@
 `steps_of(...)` is the transaction, a generator: `next` gives its first request, `send` answers it.
 """
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -95,6 +96,24 @@ def reading(stored: Stored, *, is_first: bool = False) -> Attempt:
 
 
 # --- append --------------------------------------------------------------------------------------
+
+
+def test_rows_that_a_write_has_read_are_cached_only_after_the_commit() -> None:
+    # Another write of the same transaction may have changed them, and is not committed yet.
+    stored = Stored(events=2)
+    committed: list[Callable[[], None]] = []
+    attempt = reading(stored)._replace(after_commit=committed, cache=RowCache(10))
+    steps = steps_of(append(stored), attempt)
+    assert request(next(steps)) == READ_LAST
+    assert request(steps.send(stored.rows(last=1))) == "apply UPDATE_SESSION, INSERT_EVENT"
+    caches = (attempt.cache.apps, attempt.cache.users, attempt.cache.sessions)
+    assert not any(cache._entries for cache in caches)
+    for put in committed:
+        put()
+    seen = attempt.cache.sessions.get(stored.session.tag)
+    assert seen is not None
+    assert seen.value == stored.session
+    assert seen.has_proven_head
 
 
 def test_append_to_a_known_session_needs_no_read() -> None:

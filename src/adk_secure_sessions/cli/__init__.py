@@ -1,6 +1,13 @@
 """The command line: parses options, calls functions of `maintenance`, and prints results."""
 
-from adk_secure_sessions.cli import commands, erase, rotate  # noqa: F401 - importing adds commands
+from adk_secure_sessions.cli import (  # noqa: F401 - importing adds commands
+    adk,
+    adk_doctor,
+    blobs,
+    commands,
+    erase,
+    rotate,
+)
 from adk_secure_sessions.cli.program import main
 
 __all__ = ["main"]

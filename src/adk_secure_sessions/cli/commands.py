@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import re
 import sys
 from datetime import timedelta
 from functools import partial
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 from click.shell_completion import CompletionItem
 
-from adk_secure_sessions.cli.options import on_database, with_dry_run, with_keys, with_speed
+from adk_secure_sessions.cli.options import age, on_database, with_dry_run, with_keys, with_speed
 from adk_secure_sessions.cli.output import backend_name, counted, show, table
 from adk_secure_sessions.cli.program import (
     AGAIN,
@@ -34,15 +33,6 @@ from adk_secure_sessions.keys.providers import StaticKey, generate_key
 
 if TYPE_CHECKING:
     from adk_secure_sessions.maintenance import Check, Database
-
-_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
-
-
-def _age(context: click.Context, parameter: click.Parameter, value: str) -> timedelta:
-    match = re.fullmatch(r"(\d{1,6})([smhdw])", value)
-    if match is None:
-        raise click.BadParameter("write a number and a unit: s, m, h, d or w, such as 90d")
-    return timedelta(**{_UNITS[match[2]]: int(match[1])})
 
 
 @main.command()
@@ -194,12 +184,17 @@ def verify(db: "Database", as_json: bool, rows_per_second: float | None) -> None
     found = run_with_progress(
         db, "verify", maintenance.verify, rows_per_second=rows_per_second, again=None
     )
+    collections, kinds = [], "users and sessions"
+    if found.collections:
+        lists, items = counted(found.collections, "collection"), counted(found.items, "item")
+        collections, kinds = [f"decrypted {lists} with {items}"], "users, sessions and collections"
     lines = [
         *problem_lines(found.problems, found.bad),
         f"decrypted {counted(found.apps, 'app')}, {counted(found.users, 'user')} and "
         f"{counted(found.sessions, 'session')} with {counted(found.events, 'event')}",
-        f"bad: {counted(found.bad, 'row')}; "
-        f"users and sessions that could not be checked because of bad rows: {found.unchecked}"
+        *collections,
+        f"bad: {counted(found.bad, 'row')}; {kinds} that could not be checked because of bad rows: "
+        f"{found.unchecked}"
         if found.bad
         else "all rows are intact",
     ]
@@ -212,10 +207,20 @@ def verify(db: "Database", as_json: bool, rows_per_second: float | None) -> None
 @click.option("--app", required=True, metavar="NAME", help="The app's name.")
 @click.option("--user", metavar="ID", help="The id of one of the app's users.")
 @click.option("--session", metavar="ID", help="The id of one of that user's sessions.")
+@click.option("--collection", metavar="NAME", help="The name of one of that user's collections.")
 @with_keys(required=True)
 @on_database
-def lookup(db: "Database", as_json: bool, app: str, user: str | None, session: str | None) -> None:
-    """Show the row ids and tags (blind indexes) of an app, a user and a session.
+def lookup(
+    db: "Database",
+    as_json: bool,
+    app: str,
+    user: str | None,
+    session: str | None,
+    collection: str | None,
+) -> None:
+    """Show the row ids and tags (blind indexes) of an app, a user, a session and a collection.
+
+    Artifacts and memory are stored in collections.
 
     \b
     Example:
@@ -224,9 +229,11 @@ def lookup(db: "Database", as_json: bool, app: str, user: str | None, session: s
     """
     from adk_secure_sessions import maintenance
 
-    found = run(db, lambda opened: maintenance.lookup(opened, app, user, session), again=None)
+    found = run(
+        db, lambda opened: maintenance.lookup(opened, app, user, session, collection), again=None
+    )
     rows = [
-        (one.table, "no row" if one.row is None else f"row {one.row}", f"tag {one.tag}")
+        (one.kind, one.table, "no row" if one.row is None else f"row {one.row}", f"tag {one.tag}")
         for one in found
     ]
     show({"rows": found}, as_json, table(rows))
@@ -245,7 +252,8 @@ def _tables(
 @click.option(
     "--row",
     metavar="KEY",
-    help="Id of the row; for events and snapshots, of the session's row; for a witness, its tag.",
+    help="Id of the row; for events, items and snapshots, of the row of the session or collection; "
+    "for a witness, its tag.",
 )
 @click.option(
     "--limit",
@@ -274,6 +282,7 @@ def inspect(db: "Database", as_json: bool, table_name: str, row: str | None, lim
             backend_name(one.backend_id) if one.root_key_id is None else "wrapped",
             f"by {one.key_id if one.root_key_id is None else one.root_key_id}",
             f"{one.length} bytes",
+            *([one.kind] if one.kind else []),
         )
         for one in found
     ]
@@ -284,7 +293,7 @@ def inspect(db: "Database", as_json: bool, table_name: str, row: str | None, lim
 @click.option(
     "--older-than",
     required=True,
-    callback=_age,
+    callback=age,
     metavar="AGE",
     help="A number and a unit: s, m, h, d or w.  Example: 90d.",
 )

@@ -1,32 +1,21 @@
 """Define the options that several commands share, and create databases and backends from them."""
 
 import functools
-import warnings
+import re
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import click
 
-from adk_secure_sessions.backends import (
-    AesGcmBackend,
-    EncryptionBackend,
-    FernetBackend,
-    NoOpBackend,
-)
+from adk_secure_sessions.backends.named import DEFAULT, NAMES, NO_OP, backends_for
 from adk_secure_sessions.cli.config import CONFIG_VARIABLE, read_config, variable
 from adk_secure_sessions.cli.program import one_line_errors
-from adk_secure_sessions.errors import ConfigurationError
-from adk_secure_sessions.keys.providers import KeyProvider
-from adk_secure_sessions.keys.specs import key_provider
 
 Command = Callable[..., Any]
 
-_CIPHERS: dict[str, Callable[[KeyProvider], EncryptionBackend]] = {
-    "aesgcm": AesGcmBackend,
-    "fernet": FernetBackend,
-}
-_NO_OP = "no-op"
-_BACKENDS = click.Choice([*_CIPHERS, _NO_OP])
+_BACKENDS = click.Choice(NAMES)
+_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 with_speed: Callable[[Command], Command] = click.option(
     "--rows-per-second",
@@ -36,6 +25,18 @@ with_speed: Callable[[Command], Command] = click.option(
 with_dry_run: Callable[[Command], Command] = click.option(
     "--dry-run", is_flag=True, help="Report what would be done, but change nothing."
 )
+
+
+def age(context: click.Context, parameter: click.Parameter, value: str) -> timedelta:
+    """Convert the value of an option such as --older-than.  click calls this function.
+
+    Raises:
+        click.BadParameter: The value is not an age.
+    """
+    match = re.fullmatch(r"(\d{1,6})([smhdw])", value)
+    if match is None:
+        raise click.BadParameter("write a number and a unit: s, m, h, d or w, such as 90d")
+    return timedelta(**{_UNITS[match[2]]: int(match[1])})
 
 
 def on_database(command: Command) -> Command:
@@ -83,7 +84,7 @@ def with_keys(*, required: bool) -> Callable[[Command], Command]:
             "--backend",
             envvar=variable("backend"),
             type=_BACKENDS,
-            default="aesgcm",
+            default=DEFAULT,
             show_default=True,
             help=_BACKEND_HELP,
         )
@@ -111,54 +112,21 @@ def with_keys(*, required: bool) -> Callable[[Command], Command]:
             **options: Any,
         ) -> Any:
             specs = [spec for spec in (key, *also_key) if spec is not None]
-            if key is None and backend != _NO_OP and (required or specs):
+            if key is None and backend != NO_OP and (required or specs):
                 raise click.UsageError(
                     f"give --key SPEC or set {variable('key')}: it names the root key"
                 )
             names = [backend, *also_backend]
             # A command that works without keys gets backends only if a key or no-op is given.
             backends: tuple[Any, ...] = ()
-            if required or specs or _NO_OP in names:
+            if required or specs or NO_OP in names:
                 with one_line_errors():
-                    backends = _backends(names, specs)
+                    backends = backends_for(names, specs)
             return command(backends=backends, **options)
 
         return run
 
     return decorate
-
-
-def _backends(
-    names: list[str], specs: list[str]
-) -> tuple[EncryptionBackend, Sequence[EncryptionBackend]]:
-    """Create each backend of *names* with each root key of *specs*.
-
-    Returns:
-        The first backend, which writes, and the other backends, which only decrypt.
-    """
-    roots = [_root(spec) for spec in specs]
-    made: list[EncryptionBackend] = []
-    for name in dict.fromkeys(names):
-        if name == _NO_OP:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the help text has the same warning
-                made.append(NoOpBackend())
-        else:
-            made += [_CIPHERS[name](root) for root in roots]
-    # If no-op is the only backend, the root keys must still unwrap master keys.  For that, any
-    # cipher will do.
-    if not set(names) - {_NO_OP}:
-        made += [AesGcmBackend(root) for root in roots]
-    return made[0], made[1:]
-
-
-def _root(spec: str) -> KeyProvider:
-    if ":" not in spec:
-        raise ConfigurationError(
-            "give a key spec such as env:NAME or file:PATH, never the key itself: "
-            "other users can read command lines"
-        )
-    return key_provider(spec)
 
 
 _DB_HELP = f"URL of the database, such as sqlite:///sessions.db; or set {variable('db')}."

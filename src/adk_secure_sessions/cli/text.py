@@ -143,7 +143,8 @@ def retirement_lines(done: Retirement, dry_run: bool) -> Iterator[str]:
     yield f"{verb}: {data} and {masters}"
     if done.kept:
         yield f"kept: {counted(done.kept, 'older key')}"
-        # A rotation helps only if it is known which rows need the key.
+        # Suggest a rotation only if known rows need a kept key.  If it is unknown which rows need
+        # the key, a rotation may not help.
         tables = {one.table for one in done.examples if one.references}
         if "secure_data_keys" in tables:
             yield "next: `rotate data` re-encrypts the records under them; then run `retire` again"

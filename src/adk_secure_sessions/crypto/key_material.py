@@ -49,7 +49,8 @@ def hides_frames(function: Callable[P, T]) -> Callable[P, T]:
             del args, kwargs  # the traceback of an error includes this frame
             try:
                 return await call
-            # Also CancelledError: `asyncio.timeout` makes it the cause of a TimeoutError.
+            # Catch CancelledError, too.  `asyncio.timeout` makes the CancelledError the cause of a
+            # TimeoutError, so error reporters would record its frames.
             except BaseException as error:
                 raise without_frames(error) from None
 

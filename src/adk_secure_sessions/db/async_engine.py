@@ -34,12 +34,14 @@ from adk_secure_sessions.db.protocol import (
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
 from adk_secure_sessions.loops import LoopLocks, await_to_end
 
-_LARGE = 900_000  # bytes; by default, every server accepts values of this size in one packet
+# In bytes.  Before a larger value is written to MySQL or MariaDB, `_check_packet` checks it.  By
+# default, every server accepts smaller values in one packet.
+_LARGE = 900_000
 _PACKET_REST = 900  # bytes of a packet that are reserved for everything but the largest value
 _COUNT_ROWS = {"preserve_rowcount": True}  # by default, an INSERT has no row count
 _KILL_TIMEOUT = 5.0  # seconds
-_CANCEL_REQUESTS = 5  # one or two seconds apart
-_CHECKED = "adk_secure_sessions.pooler"  # key of a connection's `info`
+_CANCEL_REQUESTS = 5  # maximum number for one query; they are one or two seconds apart
+_CHECKED = "adk_secure_sessions.pooler"  # this key in a connection's `info`: it was checked
 
 _UNPREPARED = {
     "asyncpg": "connect_args={'prepared_statement_cache_size': 0, "
@@ -56,7 +58,7 @@ class AsyncEngineExecutor:
     Args:
         engine: The engine that connections come from.
         owns_engine: True if we created the engine, so that `close` disposes of it.
-        read_timeout: Seconds that one query may take; None for any time.
+        read_timeout: Seconds that one query may take; None for no limit.
     """
 
     def __init__(
@@ -67,15 +69,15 @@ class AsyncEngineExecutor:
         self._read_timeout = read_timeout
         self._is_sqlite = engine.dialect.name == "sqlite"
         self._is_psycopg = engine.dialect.driver == "psycopg"
-        # With a StaticPool, all tasks share one connection.  Without a lock, one transaction would
-        # contain the statements of two tasks.
+        # With a StaticPool, all tasks share one connection.  Without a lock, one transaction could
+        # contain the statements of several tasks.
         self._has_one_connection = isinstance(engine.pool, StaticPool)
         self._locks = LoopLocks()
         self._binding = LoopBinding(
             engine, owns_engine=owns_engine, connections_need_loop=not self._is_sqlite
         )
         self._tasks: set[asyncio.Task[Any]] = set()
-        # The driver's connection of each task that has one.
+        # The driver's connection of each task, except of tasks that still wait for a connection.
         self._begun: dict[asyncio.Task[Any], Any] = {}
         self._interrupting: set[asyncio.Task[Any]] = set()
 
@@ -134,7 +136,7 @@ class AsyncEngineExecutor:
     async def _translating(
         self, work: Callable[[sa.Connection], T], *, commit: bool = False, exclusive: bool = False
     ) -> T:
-        """Run *work*, and translate the errors of SQLAlchemy and of the driver with `meaning`."""
+        """Run *work*; replace errors of SQLAlchemy and of the driver (see `failures.meaning`)."""
         try:
             return await self._run(work, commit=commit, exclusive=exclusive)
         except Exception as error:
@@ -192,7 +194,7 @@ class AsyncEngineExecutor:
         """Run *work* in its own task and return its result.
 
         If the caller is cancelled, *work* continues to its end, because an interrupted transaction
-        would stay open.  If *interruptible* is True, *work* writes nothing, and its query is
+        would stay open.  Pass *interruptible* if *work* writes nothing: its query is then
         interrupted at the database.
         """
         try:
@@ -222,7 +224,7 @@ class AsyncEngineExecutor:
     ) -> T:
         """Run *work*; interrupt it at the database after `read_timeout`.
 
-        With *writes*, it is one statement of a transaction, and is interrupted after
+        With *writes*, *work* is one statement that writes, and is interrupted after
         `write_timeout`.
 
         Raises:
@@ -260,7 +262,9 @@ class AsyncEngineExecutor:
         driver = self._begun[task]
         if self._is_sqlite:
             try:
-                driver.interrupt().send(None)  # now, before the connection runs other work
+                # Run the coroutine at once: a task would run it later, and might interrupt the next
+                # statement of the connection.
+                driver.interrupt().send(None)
             except StopIteration:
                 pass
             return
@@ -285,7 +289,7 @@ class AsyncEngineExecutor:
             async with asyncio.timeout(_KILL_TIMEOUT), self._engine.connect() as connection:
                 await connection.exec_driver_sql(f"KILL QUERY {int(number)}")
         except Exception:
-            pass  # the query has ended, or the server does not answer
+            pass  # the connection has ended, or the server does not answer
 
     def _mark_begun(self, driver: Any) -> None:
         if (task := asyncio.current_task()) in self._tasks:
@@ -315,10 +319,10 @@ class AsyncEngineExecutor:
 
 
 async def _cancel_query(task: asyncio.Task[Any], driver: Any) -> None:
-    """Send the server cancel requests until *task*, which waits for a query of psycopg, ends.
+    """Send cancel requests to the server until *task*, which waits for a query of psycopg, ends.
 
-    If *task* were cancelled instead, psycopg would send a single request.  A pooler ignores a
-    request if the query has not reached the server yet.
+    If *task* were cancelled instead, psycopg would send a single cancel request.  A pooler ignores
+    this request if the query has not reached the server yet.
     """
     for _ in range(_CANCEL_REQUESTS):
         try:
@@ -331,7 +335,7 @@ async def _cancel_query(task: asyncio.Task[Any], driver: Any) -> None:
 
 
 def rejected_option(error: Exception) -> Exception:
-    """Return the error for an option that the driver has rejected while it connected.
+    """Return the error for an option that the driver has rejected when it connected.
 
     If *error* has another cause, return *error* itself.
     """
@@ -348,12 +352,12 @@ def rejected_option(error: Exception) -> Exception:
 def _prepare_nothing_behind_pooler(connection: sa.Connection) -> None:
     """Keep psycopg from preparing statements if this connection is behind a pooler.
 
-    In transaction mode, a pooler runs each transaction on another connection to the server.
-    psycopg gives its prepared statements the same names in every process, so that a statement of
-    another client could be executed.
+    In transaction mode, a pooler runs each transaction on another connection to the server.  All
+    psycopg processes use the same names for prepared statements.  So an EXECUTE could run the
+    statement of another client.
 
-    When a client connects, the server reports the number of its process.  A pooler reports another
-    number, which differs from `pg_backend_pid()`.
+    When a client connects, the server sends the id of the server process for this connection.  A
+    pooler sends another number, which differs from `pg_backend_pid()`.
     """
     driver: Any = connection.connection.driver_connection
     number = connection.exec_driver_sql("SELECT pg_backend_pid()").scalar()
@@ -410,7 +414,7 @@ def _begin_immediate(connection: sa.Connection) -> None:
 
 
 class LoopBinding:
-    """Allows only one event loop of one process at a time to use an engine.
+    """Ensures that only one event loop at a time uses an engine.
 
     Args:
         engine: The engine.
@@ -456,8 +460,8 @@ class LoopBinding:
         """Make the running event loop await *close* before it ends.
 
         ADK's `Runner.run` runs each call in a new event loop, whose connections must be closed.
-        *close* is a bound method.  Only a weak reference to it is kept, so that the event loop
-        does not keep a service alive that the application no longer uses.
+        *close* is a bound method.  The event loop gets only a weak reference to it: otherwise, the
+        event loop would keep a service in memory that the application no longer uses.
         """
         self._at_end = generator = _until_end_of_loop(WeakMethod(close))
         try:
@@ -466,7 +470,10 @@ class LoopBinding:
             pass  # `__anext__()` has ended; the generator now waits at its `yield`
 
     def _move(self, pid: int) -> None:
-        """Detach from the previous event loop or parent process, or raise ConfigurationError."""
+        """Discard the connections of the previous event loop or of the parent process.
+
+        Raises ConfigurationError if they are in use, or if we may not discard them.
+        """
         keeps = self._connections_need_loop and not isinstance(self._engine.pool, NullPool)
         alive = self._loop is not None and pid == self._pid and not self._loop.is_closed()
         if alive and (self._calls or (keeps and self._owns_engine)):

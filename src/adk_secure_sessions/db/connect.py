@@ -36,7 +36,7 @@ _EXTRAS = {
     "psycopg": "psycopg[binary]",
 }
 _POOL_SIZE = 10
-_POOL_TIMEOUT = 30.0  # seconds; SQLAlchemy's default
+_POOL_TIMEOUT = 30.0  # seconds to wait for a connection; the same as SQLAlchemy's default
 # With one of these options, `AsyncpgExecutor` leaves all connections to SQLAlchemy's pool.
 _POOL_OPTIONS = {"poolclass", "pool_recycle", "pool_pre_ping", "max_overflow"}
 
@@ -60,7 +60,7 @@ def executors_for(
         key_db_url: The key database; give at most one of *key_db_url* and *key_db_engine*.
         key_db_engine: The application's own engine for the key database.
         engine_kwargs: Options of `sqlalchemy.create_engine` for *db_url*; empty with *db_engine*.
-        read_timeout: Seconds that one query may take; None for any time.
+        read_timeout: Seconds that one query may take; None for no limit.
 
     Raises:
         ConfigurationError: Too many or too few of these arguments are given.  Or SQLAlchemy
@@ -102,10 +102,10 @@ def wrapping_executors(wrap: Wrap) -> Iterator[None]:
 
 
 def _source(name: str, url: object | None, engine: object | None) -> Source:
-    """Return *engine* if given, otherwise the parsed *url*.
+    """Return *engine* if it is given, otherwise the parsed *url*.
 
-    In error texts, the two arguments are called *name*_engine and *name*_url.  Raises
-    ConfigurationError if the given argument cannot be used.
+    Error texts call the two arguments *name*_engine and *name*_url.  Raises ConfigurationError if
+    the given argument cannot be used.
     """
     if engine is None:
         return _parse(f"{name}_url", url)
@@ -126,16 +126,16 @@ def _parse(name: str, url: object) -> sa.URL:
         try:
             return _with_driver(sa.make_url(url))
         except (sa.exc.ArgumentError, ValueError):
-            pass  # an error raised here would show the URL and its password in its __context__
+            pass  # raise after this block: otherwise `__context__` would show the URL's password
     raise ConfigurationError(
         f"{name} is not a database URL: write, for example, sqlite+aiosqlite:///sessions.db"
     )
 
 
 def _with_driver(url: sa.URL) -> sa.URL:
-    """Add an installed async driver to a URL that names only the kind of server."""
+    """Return *url*, with an installed async driver if *url* names only the kind of server."""
     backend, _, driver = url.drivername.partition("+")
-    if backend == "postgres":  # some hosting companies write it like this
+    if backend == "postgres":  # some hosting companies write postgres:// in their URLs
         backend = "postgresql"
         url = url.set(drivername="+".join(filter(None, [backend, driver])))
     drivers = _ASYNC_DRIVERS.get(backend)
@@ -156,10 +156,10 @@ def _is_installed(module: str) -> bool:
 
 
 def _identity(source: Source) -> object:
-    """Return a value that is equal for two sources only if they are the same database.
+    """Return a value by which to compare two sources; equal values mean the same database.
 
-    Two names of one database, such as two hard links, may give different values.  Opening such a
-    pair of databases raises ConfigurationError.
+    For two names of one database, such as two hard links, the values may differ.  Then opening the
+    database raises ConfigurationError.
     """
     url = source if isinstance(source, sa.URL) else source.url
     backend = url.get_backend_name()
@@ -221,7 +221,7 @@ def _for_server(url: sa.URL, engine_kwargs: dict[str, Any], read_timeout: float 
     options = {**engine_kwargs, "hide_parameters": True}
     keep: dict[str, Any] = {}
     if not options.keys() & _POOL_OPTIONS:
-        # No overflow: SQLAlchemy closes an overflow connection after a single transaction.
+        # Allow no overflow connections: SQLAlchemy closes each after a single transaction.
         options = {"pool_size": _POOL_SIZE, "max_overflow": 0, **options}
         timeout = options.get("pool_timeout", _POOL_TIMEOUT)
         keep = {"keep": options["pool_size"], "timeout": timeout}

@@ -43,8 +43,8 @@ _CONNECTION_CLASS = "08"  # the first two characters of every SQLSTATE for a con
 # nothing was executed.
 _PREPARED: set[object] = {"26000", "42P05"}
 # While psycopg connects, its errors have no codes, and some of their texts quote options of the
-# URL.  A text quotes no option if it begins with one of _UNCONNECTED, after the beginnings in
-# _PSYCOPG are removed.
+# URL.  After the prefixes in _PSYCOPG are removed, a text that begins with one of _UNCONNECTED
+# quotes no option.
 _PSYCOPG = ("connection failed: ", "connection is bad: ")
 _UNCONNECTED = (
     "connection to server",
@@ -61,14 +61,14 @@ _DRIVERS = (
     "asyncmy",
     "aiomysql",
     "pymysql",
-    "sqlalchemy",  # its own classes for errors of asyncpg
+    "sqlalchemy",  # SQLAlchemy replaces errors of asyncpg by errors of its own classes
 )
 
 
 class _Kind(NamedTuple):
-    """Errors for which users get the same advice.
+    """A kind of errors for which users get the same advice.
 
-    A number in *codes* is a whole code; a text may be the first characters of a code.
+    A number in *codes* is a whole code.  A text in *codes* may be only the start of a code.
     *is_quotable* is True if the database's text for these errors never contains stored values.
     """
 
@@ -165,15 +165,18 @@ def needs_unprepared(error: BaseException) -> bool:
 
 
 def write_timeout(read_timeout: float | None) -> float | None:
-    """Return the seconds that one statement of a write may take; None for any time.
+    """Return how many seconds one statement that writes may take; None for no limit.
 
-    It is ten times *read_timeout*: on a server, a statement may have to wait for locks.
+    This is ten times *read_timeout*: on a server, such a statement may have to wait for locks.
     """
     return None if read_timeout is None else 10 * read_timeout
 
 
 def overdue(seconds: float, what: str = "a read") -> DatabaseError:
-    """Return the error for a read, or for *what*, that was interrupted after *seconds*."""
+    """Return the error for an operation that was interrupted after *seconds*.
+
+    *what* names the operation at the start of the error's text.
+    """
     return DatabaseError(
         f"{what} did not end within {seconds:g} s and was interrupted: try again, or raise "
         "read_timeout",

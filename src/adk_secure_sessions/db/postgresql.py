@@ -50,7 +50,7 @@ from adk_secure_sessions.db.protocol import (
 logger: logging.Logger = logging.getLogger(__name__)
 
 _PLAN_IS_OUTDATED = "0A000"  # SQLSTATE: a table has changed since the statement was prepared
-_CLOSE_TIMEOUT = 5.0  # seconds
+_CLOSE_TIMEOUT = 5.0  # seconds to close a connection, including the cancel request
 _PREPARED = "adk_secure_sessions.prepared"  # key of a connection's `info`
 _NO_CACHE = ("statement_cache_size", "prepared_statement_cache_size")  # options of a connection
 # This list keeps the garbage collector from closing connections that must not be closed.  Closing a
@@ -85,7 +85,7 @@ class AsyncpgExecutor(AsyncEngineExecutor):
     Args:
         engine: The engine that connections come from; its driver is asyncpg.
         owns_engine: True if we created the engine, so that `close` disposes of it.
-        read_timeout: Seconds that one query may take; None for any time.
+        read_timeout: Seconds that one query may take; None for no limit.
         keep: The maximum number of connections to keep checked out; the pool must allow as many.
             With 0, each connection is returned to the pool after its operation.
         timeout: Seconds to wait for a free connection if all *keep* connections are in use.
@@ -111,7 +111,7 @@ class AsyncpgExecutor(AsyncEngineExecutor):
         weakref.finalize(self, _close_idle, self._idle, os.getpid())
 
     async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
-        # A read needs no task: if the caller is cancelled, `_use` discards the connection.
+        # A read needs no task of its own: if the caller is cancelled, `_use` closes the connection.
         self._enter()
         try:
             return await self._use(lambda session: session.fetch(query, parameters))
@@ -119,7 +119,8 @@ class AsyncpgExecutor(AsyncEngineExecutor):
             self._binding.leave()
 
     async def close(self) -> None:
-        for _ in range(self._keep):  # wait until all operations have ended: each holds a slot
+        # Each operation holds a slot, so all operations have ended when all slots are taken.
+        for _ in range(self._keep):
             await self._slots.acquire()
         for _ in range(self._keep):
             self._slots.release()
@@ -131,7 +132,8 @@ class AsyncpgExecutor(AsyncEngineExecutor):
     async def _run(self, work: Callable[[sa.Connection], T], *, commit: bool, exclusive: bool) -> T:
         await self._take_slot()
         try:
-            if self._idle:  # return a connection to the pool, so that SQLAlchemy can check it out
+            # Return an idle connection to the pool, so that SQLAlchemy can check it out.
+            if self._idle:
                 self._idle.pop().close()
             try:
                 return await super()._run(work, commit=commit, exclusive=exclusive)
@@ -210,7 +212,8 @@ class AsyncpgExecutor(AsyncEngineExecutor):
         try:
             if not usable:
                 driver = pooled.driver_connection
-                pooled.detach()  # removes the connection from the pool, which may then open another
+                # Remove the connection from the pool, so that the pool may open another one.
+                pooled.detach()
                 self._in_background(_close(driver))
             elif self._keep:
                 self._idle.append(pooled)
@@ -264,9 +267,9 @@ def _is_open(pooled: PoolProxiedConnection) -> bool:
 
 
 async def _close(driver: Any) -> None:
-    """Close a connection that may be waiting for an answer.
+    """Close a connection whose last statement may still be running.
 
-    asyncpg first sends the server a cancel request, for which it opens another connection.
+    asyncpg first cancels that statement: it opens another connection and sends a cancel request.
     """
     try:
         await driver.close(timeout=_CLOSE_TIMEOUT)
@@ -277,9 +280,9 @@ async def _close(driver: Any) -> None:
 class _Pooler:
     """Records whether there is a pooler in transaction mode between this process and the server.
 
-    Such a pooler may run each transaction on another connection to the server.  Behind it, each
-    operation is one transaction, and its statements are prepared without names.  An operation then
-    takes four round trips instead of one.
+    Such a pooler may run each transaction on another connection to the server.  If there is one,
+    each operation is one transaction, and its statements are prepared without names.  An operation
+    then takes four round trips instead of one.
     """
 
     def __init__(self) -> None:
@@ -296,15 +299,16 @@ class _Pooler:
     def set_options(
         self, dialect: object, record: object, args: list[Any], options: dict[str, Any]
     ) -> None:
-        """Set the options of a new connection for statements that SQLAlchemy runs."""
+        """Set how SQLAlchemy prepares its statements on a new connection."""
         if any(options.get(name) == 0 for name in _NO_CACHE):
-            self.is_found = True  # the application has disabled prepared statements
+            self.is_found = True  # the application disabled prepared statements: assume a pooler
         if self.is_found:
             # Each execution prepares its statement, in the same transaction and without a name.
             options["prepared_statement_cache_size"] = options["statement_cache_size"] = 0
             options["prepared_statement_name_func"] = str
         else:
-            # A random name, so that no other client has a statement with the same name.
+            # Use random names.  Behind a pooler, other clients may prepare statements on the same
+            # connection to the server, and two statements cannot have the same name.
             options.setdefault("prepared_statement_name_func", lambda: f"aks_{uuid.uuid4().hex}")
 
 
@@ -315,7 +319,7 @@ class _Session:
         driver: The connection.
         prepared: The statements that were prepared on the connection, by their text.
         pooler: Tells whether statements may be prepared with names.
-        read_timeout: Seconds that one query may take; None for any time.
+        read_timeout: Seconds that one query may take; None for no limit.
     """
 
     __slots__ = ("_driver", "_in_transaction", "_pooler", "_prepared", "_timeout", "is_overdue")
@@ -346,12 +350,16 @@ class _Session:
     async def _in_time(
         self, text: str, values: list[object], *, writes: bool = False
     ) -> Sequence[Row]:
-        """Run a statement; interrupt it after `read_timeout`, or `write_timeout` if it *writes*."""
+        """Run a statement and return its rows; interrupt it after `read_timeout`.
+
+        With *writes*, interrupt it after `write_timeout` instead.
+        """
         seconds = write_timeout(self._timeout) if writes else self._timeout
         try:
             return await self._execute(text, values, seconds)
         except TimeoutError as error:
-            if error.errno is not None or seconds is None:  # a timeout of the network
+            # Our own time limit has no errno: then the timeout is one of the network.
+            if error.errno is not None or seconds is None:
                 raise
             self.is_overdue = True
         raise overdue(seconds, "a write" if writes else "a read")
@@ -405,7 +413,7 @@ class _Session:
                     self._pooler.was_found()
                 else:
                     raise
-            statement = None  # without references, asyncpg closes the statement at the server
+            statement = None  # without this reference, asyncpg closes the statement at the server
             if self._in_transaction:
                 raise Conflict  # the server has aborted the transaction
         if self._in_transaction:
@@ -423,7 +431,7 @@ class _Session:
 
 @functools.cache
 def _name(text: str) -> str:
-    """Return the name with which the statement *text* is prepared; it is equal in all processes."""
+    """Return the name for the prepared statement *text*; all processes use the same name."""
     return f"aks_{hashlib.sha256(text.encode()).hexdigest()[:40]}"
 
 
@@ -435,6 +443,7 @@ def _translated(error: Exception, *, connection_lost: bool) -> Exception:
     # SQLAlchemy wraps asyncpg's errors in its own classes, in a module whose name also contains
     # "asyncpg".
     is_of_asyncpg = "asyncpg" in type(error).__module__
-    # An error without a state comes from the connection, unless a parameter was not valid.
+    # An error without an SQLSTATE does not come from the server: either the connection has failed,
+    # or a parameter was not valid (ValueError).
     lost = connection_lost or (state is None and not isinstance(error, ValueError))
     return meaning(error, connection_lost=is_of_asyncpg and lost)

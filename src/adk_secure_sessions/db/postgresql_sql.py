@@ -118,8 +118,8 @@ def _with_own_parameters(
 ) -> _Statement:
     """Return a copy of *statement* whose parameter names begin with *index*.
 
-    The index makes the names unique: two changes may use the same name for different values.  Each
-    new name is added to *sources*, with *index* and the old name.
+    The index makes the names unique, since two changes may use the same name for different values.
+    For each new name, add *index* and the old name to *sources*.
     """
 
     def rename(parameter: sa.BindParameter[Any]) -> None:

@@ -27,7 +27,7 @@ Parameters = Mapping[str, object]
 
 
 class UniqueViolation(Exception):
-    """Another transaction has inserted the same row first.  The transaction can be repeated."""
+    """Another transaction has already inserted the same row.  The transaction can be repeated."""
 
 
 class Conflict(Exception):
@@ -39,7 +39,7 @@ class Disconnected(Exception):
 
     def __init__(self, error: Exception) -> None:
         super().__init__("the connection to the database was lost")
-        self.error = error  # the DatabaseError that callers raise if the last retry also fails
+        self.error = error  # a DatabaseError; callers raise it if the last retry also fails
 
 
 class Read(NamedTuple):
@@ -94,13 +94,12 @@ class Executor(Protocol):
     - Conflict if the database reports a deadlock or a serialization failure,
     - DatabaseError for other errors of the database; never an exception of SQLAlchemy or a driver.
 
-    If an executor has a read timeout, it interrupts each query that takes longer, and raises
-    DatabaseError.  The queries of transactions are included.  A statement that writes may take ten
-    times as long.
+    If an executor has a read timeout, it interrupts each query that takes longer, also in a
+    transaction, and raises DatabaseError.  A statement that writes may take ten times as long.
     """
 
     async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
-        """Run one query and return its rows; interrupt the query if the caller is cancelled."""
+        """Run one query and return its rows; if the caller is cancelled, interrupt the query."""
         ...
 
     async def write(
@@ -133,7 +132,7 @@ class Executor(Protocol):
     async def define(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
         """Run *work* in a transaction on a SQLAlchemy connection and return its result.
 
-        `define` is for the schema and for maintenance, since `write` is faster.  If *work* raises
+        Use `define` only for the schema and for maintenance: `write` is faster.  If *work* raises
         or *commit* is False, the transaction is rolled back.
 
         Raises:
@@ -181,8 +180,8 @@ def run_in_turn(
 
     Args:
         steps: The transaction's generator.
-        fetch: Runs a query and returns its rows.
-        run: Runs a change and returns how many rows it matched.
+        fetch: A function that runs a query and returns its rows.
+        run: A function that runs a change and returns how many rows the change matched.
 
     Raises:
         Conflict: See `Apply`; the caller must roll back.

@@ -1,8 +1,9 @@
 """The executor for SQLite databases given by URL, on our own threads.
 
-Each operation takes one hop: from the event loop to a thread and back.  In ADK, an append takes 20
-hops with `DatabaseSessionService` and 8 with `SqliteSessionService`.  Hops and waiting for the disk
-take nearly all of an append's time.  The parts of this module, in reading order:
+Each operation takes one hop, which is a switch from the event loop to a thread and back.  In ADK,
+an append takes 20 hops with `DatabaseSessionService` and 8 with `SqliteSessionService`.  Hops and
+waiting for the disk take nearly all of an append's time.  The parts of this module, in reading
+order:
 
 1. `SqliteExecutor` creates a `Job` for each call and puts it into a thread's inbox.  One thread
    writes.  Two other threads read at the same time, which write-ahead logging allows.  A database
@@ -50,12 +51,12 @@ _READERS = 2
 _BUSY_TIMEOUT = 30.0  # seconds to wait while another process holds the write lock
 _BATCH = 64  # maximum number of jobs in one commit
 _EXIT_TIMEOUT = 5.0  # seconds to wait for a thread to end, before and after its read is interrupted
-# SQLite calls `_must_stop` each time it has executed this number of instructions.  They take one or
-# two milliseconds.  Reading a session with 1000 events takes fewer instructions.
+# SQLite calls `_must_stop` each time it has executed this number of instructions, which takes one
+# or two milliseconds.  Reading a session with 1000 events takes fewer instructions.
 _INSTRUCTIONS = 100_000
 # In bytes, for a new file.  If a row is longer than a quarter of a page, SQLite stores the rest of
-# the row in a separate page.  With the default of 4096 bytes, this concerns an event of 1000 bytes,
-# and reading 1000 such events takes 15% longer.
+# the row in a separate page.  With SQLite's default of 4096 bytes, an event of 1000 bytes would be
+# split, and reading 1000 such events would take 15% longer.
 _PAGE_SIZE = 8192
 _CACHE_KIB = 8192  # per connection; the default of 2000 is too small for a session of 1000 events
 
@@ -78,7 +79,7 @@ def sqlite_executor(
     Args:
         url: The URL; its driver is ignored.
         engine_kwargs: Options of `sqlalchemy.create_engine`.
-        read_timeout: Seconds that one query may take; None for any time.
+        read_timeout: Seconds that one query may take; None for no limit.
 
     Raises:
         TypeError, ValueError, sqlalchemy.exc.ArgumentError: SQLAlchemy rejects the options.
@@ -104,7 +105,8 @@ def _prepare_file(
 ) -> None:
     """Create a missing file with mode 0600; open a file that is not writable as read-only.
 
-    SQLite gives the write-ahead log and its index the mode of the file.
+    SQLAlchemy calls this function before it opens a connection.  SQLite gives the write-ahead log
+    and the log's index the mode of the file.
     """
     name = str(args[0])
     if options.get("uri") and name.startswith("file:"):
@@ -117,8 +119,8 @@ def _prepare_file(
         _create(name)
     elif not os.access(path, os.W_OK) or not os.access(path.resolve().parent, os.W_OK):
         # If no process has the file open, there is no write-ahead log.  To read the file, SQLite
-        # would create one, which fails in a directory that cannot be written.  With `immutable=1`,
-        # SQLite needs none, but takes no locks, either.
+        # would create a log, which fails in a directory that is not writable.  With `immutable=1`,
+        # SQLite reads the file without a log and without locks.
         has_log = path.with_name(f"{path.name}-wal").exists()
         needs_log = has_log or os.access(path.resolve().parent, os.W_OK)
         args[0] = f"file:{quote(str(path.absolute()))}?{'mode=ro' if needs_log else 'immutable=1'}"
@@ -135,7 +137,7 @@ def _create(name: str) -> None:
 
 
 def _set_up(driver: sqlite3.Connection, _record: object) -> None:
-    # Without secure_delete, deleted rows and copies of moved rows stay in the file's free space.
+    # Without secure_delete, deleted rows and old copies of moved rows stay in the file.
     driver.execute("PRAGMA secure_delete = ON").close()
     driver.execute(f"PRAGMA page_size = {_PAGE_SIZE}").close()
     driver.execute(f"PRAGMA cache_size = -{_CACHE_KIB}").close()
@@ -173,7 +175,7 @@ class SqliteExecutor:
         transaction: Transaction[T],
         on_commit_after_cancel: Callable[[T], None] | None = None,
         *,
-        holds_locks: bool = False,  # no effect: other transactions never write at the same time
+        holds_locks: bool = False,  # no effect: SQLite has one writer at a time
     ) -> T:
         return await self._submit(
             lambda connection: connection.transact(transaction), on_commit_after_cancel
@@ -208,7 +210,8 @@ class SqliteExecutor:
             threads = self._threads or self._start()
             readers = reads and not on_engine and len(threads) > 1
             candidates = threads[1:] if readers else threads[:1]
-            # If several threads are idle, `min` returns the first, whose cache holds recent pages.
+            # If several threads are idle, `min` returns the first one.  So the first thread is used
+            # most, and its cache of pages is the most useful one.
             min(candidates, key=lambda thread: thread.inbox.waiting).inbox.put(job)
         result: T = await job.outcome(on_commit_after_cancel)
         return result
@@ -240,9 +243,9 @@ class SqliteExecutor:
 
 
 class Job:
-    """A function for a thread to run, and the future that the caller awaits.
+    """A function that a thread runs, and the future that the caller awaits.
 
-    Create the job in the caller's event loop.
+    Create the job in the caller's event loop: the future belongs to the running event loop.
     """
 
     __slots__ = (
@@ -279,13 +282,13 @@ class Job:
         self._future: asyncio.Future[Any] = self.loop.create_future()
         self._claim = threading.Lock()
         self._ended: asyncio.Event | None = None  # created when a cancelled caller has to wait
-        self._result: list[Any] = []  # once the job has ended: the result and the error
+        self._result: list[Any] = []  # the result and the error; empty until the job has ended
 
     def claim(self) -> bool:
-        """Return True to the first caller only.
+        """Return True to the first caller of this method, and False to all others.
 
-        The thread claims a job before it runs the job.  A cancelled caller claims its job so that
-        the thread does not run it.
+        The thread claims a job, and runs it only if the result is True.  If the caller of `outcome`
+        is cancelled, `outcome` claims the job, so that the thread does not run it.
         """
         return self._claim.acquire(blocking=False)
 
@@ -311,9 +314,9 @@ class Job:
     def set_outcome(self, result: Any, error: BaseException | None) -> None:
         """Set the result or the error that `outcome` returns or raises.
 
-        Call it in the caller's event loop.
+        Call this method in the event loop of the caller that awaits the job.
         """
-        # If its caller was cancelled, `outcome` reads `_result` instead of the future.
+        # If the caller of `outcome` was cancelled, `outcome` reads `_result` instead of the future.
         self._result = [result, error]
         if self._future.done():
             if self._ended is not None:
@@ -329,7 +332,8 @@ class _Inbox:
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
-        # The item that ended the previous batch and was not part of it: `take` returns it next.
+        # An item that `take` has removed from the queue, but that could not join the batch.  The
+        # next call of `take` begins with this item.
         self._next: list[Job | None] = []
         self._busy = False
 
@@ -370,9 +374,10 @@ class WorkerThread:
 
     def __init__(self, engine: sa.Engine, *, writes: bool) -> None:
         self.inbox: _Inbox = _Inbox()
-        self.must_end: threading.Event = threading.Event()  # if set, the thread's read is stopped
-        # ADK's tools exit without closing the service.  Python would wait for a thread that is not
-        # a daemon.
+        # If this event is set, the thread's read is interrupted.
+        self.must_end: threading.Event = threading.Event()
+        # The thread is a daemon, because ADK's tools exit without closing the service.  Before
+        # Python exits, it waits for all threads that are not daemons.
         self.thread: threading.Thread = threading.Thread(
             target=_serve,
             args=(self.inbox, engine, writes, self.must_end),
@@ -385,8 +390,8 @@ class WorkerThread:
 def _stop(threads: list[WorkerThread]) -> None:
     """End *threads* after their queued jobs.
 
-    After `_EXIT_TIMEOUT`, interrupt the reads that are still running.  After the same time again,
-    return even if a thread has not ended.
+    After `_EXIT_TIMEOUT` seconds, interrupt the reads that are still running.  After the same time
+    again, return even if a thread has not ended.
     """
     for thread in threads:
         thread.inbox.put(None)
@@ -405,7 +410,7 @@ class _Outcome(NamedTuple):
 
 
 class _CurrentStatement(threading.local):
-    """The statement that the current thread runs, and the conditions for stopping it.
+    """The statement that the current thread is running, and the conditions for interrupting it.
 
     Attributes:
         job: The job of the statement; None while the thread runs no statement that has a limit.
@@ -434,7 +439,7 @@ def _must_stop() -> bool:
     Unlike `sqlite3.Connection.interrupt`, this cannot interrupt the next statement by mistake.
     """
     if (job := _current.job) is None:
-        return False  # it is a statement without a limit, such as BEGIN
+        return False  # the thread runs a statement without a limit, such as BEGIN
     if _current.is_overdue():
         return True
     if _current.writes:
@@ -446,11 +451,12 @@ def _must_stop() -> bool:
 def _read(job: Job, work: Callable[..., T], *arguments: object, writes: bool = False) -> T:
     """Call *work*; interrupt its queries if they take too long or if *job* is abandoned.
 
-    With *writes*, it is one statement that writes, which is interrupted only if it takes too long.
-    SQLite then rolls the transaction back.
+    With *writes*, *work* is one statement that writes.  It is interrupted only if it takes too
+    long, and SQLite then rolls the transaction back.
 
     Raises:
-        DatabaseError: It took longer than the job's `read_timeout`, or `write_timeout` of that.
+        DatabaseError: *work* took longer than the job's `read_timeout`.  With *writes*: *work* took
+            longer than the `write_timeout` of that time.
     """
     timeout = write_timeout(job.read_timeout) if writes else job.read_timeout
     _current.writes = writes
@@ -467,7 +473,10 @@ def _read(job: Job, work: Callable[..., T], *arguments: object, writes: bool = F
 
 
 def _serve(inbox: _Inbox, engine: sa.Engine, writes: bool, must_end: threading.Event) -> None:
-    """Run the jobs of *inbox* until it returns an empty batch.  Each thread runs this function."""
+    """Run the jobs of *inbox* until `take` returns an empty batch.
+
+    Each thread runs this function.  *writes* is True for the thread that writes.
+    """
     _current.must_end = must_end
     connection: SqliteConnection | None = None
     while batch := inbox.take(_BATCH if writes else 1):
@@ -506,7 +515,8 @@ def _run_batch(connection: "SqliteConnection", batch: list[Job]) -> list[_Outcom
             outcome = _run(connection, job)
             outcomes.append(outcome)
             if not driver.in_transaction:  # SQLite rolled back, for example on a full disk
-                if _current.is_overdue():  # only this job took too long; the others are repeated
+                # Only this job took too long.  The callers of the other jobs repeat them.
+                if _current.is_overdue():
                     return [
                         outcome if one is job else _Outcome(one, None, Conflict()) for one in batch
                     ]
@@ -601,8 +611,8 @@ def _connect(engine: sa.Engine, writes: bool) -> SqliteConnection:
 
 def _enter_wal(driver: sqlite3.Connection) -> None:
     """Switch the file to write-ahead logging, so that readers do not wait for the writer."""
-    # If another process switches the file at the same time, SQLite ignores the busy timeout.  So
-    # retry here.
+    # If another process switches the file at the same time, SQLite ignores the busy timeout and
+    # raises an error at once.  So wait and retry.
     for attempt in range(100):
         try:
             driver.execute("PRAGMA journal_mode = WAL")

@@ -1,7 +1,7 @@
-"""The bytes of a blob: a long value in encrypted chunks (docs/format.md, "Blobs").
+"""Encrypt and decrypt blobs: long values that consist of chunks (docs/format.md, "Blobs").
 
-An encryptor or decryptor keeps at most one chunk between two calls, so memory does not grow with
-the blob.  Both are for one blob and for one use.
+Between two calls, a `BlobEncryptor` or `BlobDecryptor` holds at most one chunk, so memory does not
+grow with the size of the blob.  Each object processes one blob, once.
 """
 
 import os
@@ -17,11 +17,12 @@ Bytes = bytes | bytearray | memoryview
 MAGIC = b"AKSB"
 VERSION = 1
 HEADER = MAGIC + bytes([VERSION])
-CHUNK_LENGTH = 65536  # of plaintext
+CHUNK_LENGTH = 65536  # bytes of plaintext
 SEALED_LENGTH = CHUNK_LENGTH + TAG_LENGTH
 MAX_SIZE = 2**48
-# The helpers below process longer pieces in steps of this length.  Each larger step needs fresh
-# pages from the system: encrypting 10 MB in steps of 8 MiB took four times as long.
+# The functions at the end of this module process longer pieces in steps of this many bytes.  For
+# each larger step, the system must provide new pages of memory: encrypting 10 MB in steps of 8 MiB
+# took four times as long.
 _STEP = 1 << 18
 
 
@@ -39,7 +40,7 @@ class BlobEncryptor(KeyMaterial):
     """Encrypts one blob with a new random key.
 
     Attributes:
-        key: The key, for the record that names the blob.
+        key: The key of the blob.  The caller stores it in the record that names the blob.
         size: The number of bytes of plaintext so far.
     """
 
@@ -50,11 +51,11 @@ class BlobEncryptor(KeyMaterial):
         self.size: int = 0
         self._cipher = ChunkCipher(self.key, HEADER)
         self._next = 0  # number of the next chunk
-        self._pending = bytearray()  # at most one chunk: it may be the last
+        self._pending = bytearray()  # at most one chunk, not encrypted yet: it may be the last one
         self._is_finished = False
 
     def update(self, piece: Bytes) -> bytes:
-        """Encrypt *piece*, of any length; return the next bytes of the blob, possibly none."""
+        """Encrypt *piece*, of any length; return the next bytes of the blob, which may be empty."""
         if self._is_finished:
             raise ValueError("the blob is finished")
         view = memoryview(piece).cast("B")
@@ -69,7 +70,7 @@ class BlobEncryptor(KeyMaterial):
             sealed.append(self._seal(bytes(self._pending), False))
             self._pending.clear()
         if not self._pending:
-            followed = max(0, len(view) - 1) // CHUNK_LENGTH  # chunks that a byte follows
+            followed = max(0, len(view) - 1) // CHUNK_LENGTH  # whole chunks before the last byte
             for start in range(0, followed * CHUNK_LENGTH, CHUNK_LENGTH):
                 sealed.append(self._seal(view[start : start + CHUNK_LENGTH], False))
             view = view[followed * CHUNK_LENGTH :]
@@ -77,7 +78,7 @@ class BlobEncryptor(KeyMaterial):
         return b"".join(sealed)
 
     def finish(self) -> bytes:
-        """Return the last bytes of the blob."""
+        """Encrypt the last chunk, and return the last bytes of the blob."""
         if self._is_finished:
             raise ValueError("the blob is finished")
         self._is_finished = True
@@ -91,11 +92,11 @@ class BlobEncryptor(KeyMaterial):
 
 
 class BlobDecryptor(KeyMaterial):
-    """Decrypts one blob, or the part of it that holds a range of the plaintext.
+    """Decrypts one blob, or the part of one blob that contains a range of the plaintext.
 
     Attributes:
-        first: The position of the first byte of the blob to pass to `update`.
-        end: The position after the last byte to pass to `update`.
+        first: The position in the blob of the first byte to pass to `update`.
+        end: The position in the blob after the last byte to pass to `update`.
     """
 
     __slots__ = (
@@ -110,11 +111,11 @@ class BlobDecryptor(KeyMaterial):
             key: The key of the blob.
             size: The number of bytes of the whole plaintext.  It comes from the record that names
                 the blob, never from the store.
-            start: The first byte of the plaintext to return.
-            stop: The byte after the last one; by default *size*.
+            start: The position in the plaintext of the first byte to return.
+            stop: The position after the last byte to return; by default *size*.
 
         Raises:
-            ValueError: The range is not within the plaintext, or *key* has another length.
+            ValueError: The range is not within the plaintext, or *key* does not have 32 bytes.
         """
         stop = size if stop is None else stop
         if not 0 <= start <= stop <= size <= MAX_SIZE:
@@ -125,7 +126,7 @@ class BlobDecryptor(KeyMaterial):
         chunk_end = chunk_count(stop)  # number of the chunk after the last one to read
         self.first: int = 0 if self._next == 0 else len(HEADER) + self._next * SEALED_LENGTH
         self.end: int = min(len(HEADER) + chunk_end * SEALED_LENGTH, encrypted_size(size))
-        if start == stop and size > 0:  # nothing to read; an empty blob has a chunk to check
+        if start == stop and size > 0:  # no chunk is needed; but the chunk of an empty blob is read
             self.end = self.first
         self._skip = start % CHUNK_LENGTH  # bytes of plaintext before *start*
         self._left = stop - start
@@ -158,13 +159,13 @@ class BlobDecryptor(KeyMaterial):
             if len(self._pending) == wanted:
                 self._open(bytes(self._pending), plaintext)
                 self._pending.clear()
-        if self._unread == 0 and self._pending:  # the end of the blob, in its last chunk
+        if self._unread == 0 and self._pending:  # a last chunk that is shorter than the others
             self._open(bytes(self._pending), plaintext)
             self._pending.clear()
         return b"".join(plaintext)
 
     def finish(self) -> None:
-        """Check that nothing is missing.
+        """Check that all bytes from `first` to `end` - 1 were passed to `update`.
 
         Raises:
             TamperedError: The blob is shorter than it was written.
@@ -173,7 +174,7 @@ class BlobDecryptor(KeyMaterial):
             raise TamperedError("the blob is shorter than it was written", reason=Reason.MISMATCH)
 
     def _sealed_length(self) -> int:
-        """Return the length of the next chunk, with the header before chunk 0."""
+        """Return the length of a full encrypted chunk, plus the header if chunk 0 is next."""
         return SEALED_LENGTH + (len(HEADER) if self._next == 0 else 0)
 
     def _open(self, sealed: bytes | memoryview, plaintext: list[bytes]) -> None:
@@ -201,7 +202,7 @@ def _check_header(header: bytes) -> None:
 
 
 def encrypt_pieces(encryptor: BlobEncryptor, pieces: Iterable[Bytes]) -> Iterator[bytes]:
-    """Yield the blob of the plaintext *pieces*, in pieces of about 256 KiB or less."""
+    """Encrypt *pieces* of plaintext, and yield the blob in pieces of about 256 KiB or less."""
     for piece in pieces:
         for step in _steps(piece):
             if sealed := encryptor.update(step):
@@ -212,7 +213,7 @@ def encrypt_pieces(encryptor: BlobEncryptor, pieces: Iterable[Bytes]) -> Iterato
 async def encrypt_stream(
     encryptor: BlobEncryptor, pieces: AsyncIterable[Bytes]
 ) -> AsyncIterator[bytes]:
-    """Yield the blob of the plaintext *pieces*, in pieces of about 256 KiB or less."""
+    """Encrypt *pieces* of plaintext, and yield the blob in pieces of about 256 KiB or less."""
     async for piece in pieces:
         for step in _steps(piece):
             if sealed := encryptor.update(step):
@@ -221,9 +222,9 @@ async def encrypt_stream(
 
 
 def decrypt_pieces(decryptor: BlobDecryptor, pieces: Iterable[Bytes]) -> Iterator[bytes]:
-    """Yield the plaintext of the ciphertext *pieces*, in pieces of about 256 KiB or less.
+    """Decrypt *pieces* of a blob, and yield the plaintext in pieces of about 256 KiB or less.
 
-    Whoever stops early does not know whether the rest of the blob is intact.
+    If the caller stops before the end, the rest of the blob has not been checked.
 
     Raises:
         TamperedError: See `BlobDecryptor`.
@@ -238,9 +239,9 @@ def decrypt_pieces(decryptor: BlobDecryptor, pieces: Iterable[Bytes]) -> Iterato
 async def decrypt_stream(
     decryptor: BlobDecryptor, pieces: AsyncIterable[Bytes]
 ) -> AsyncIterator[bytes]:
-    """Yield the plaintext of the ciphertext *pieces*, in pieces of about 256 KiB or less.
+    """Decrypt *pieces* of a blob, and yield the plaintext in pieces of about 256 KiB or less.
 
-    Whoever stops early does not know whether the rest of the blob is intact.
+    If the caller stops before the end, the rest of the blob has not been checked.
 
     Raises:
         TamperedError: See `BlobDecryptor`.

@@ -20,8 +20,8 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 _parse = EventParser()
 _PREFIX = bytes([len(adk_version)]) + adk_version.encode("ascii")
-# The serializer of `Event`, which is also used for a subclass.  The fields that a subclass adds
-# would not be read back.
+# The serializer of `Event`.  It is also used for subclasses of `Event`, and omits the fields that a
+# subclass adds: `decode` returns an `Event`, which has no such fields.
 _serializer = Event.__pydantic_serializer__
 
 
@@ -53,19 +53,34 @@ def encode(event: Event) -> bytes:
 
 
 def encode_item(values: JsonObject) -> bytes:
-    """Return the bytes to store for an item of a collection; *values* are JSON values.
+    """Return the bytes to store for an item of a collection.
+
+    *values* are JSON values within the limits.
 
     Raises:
-        ValueError: The JSON is too large for one record.
+        ValueError: A value is no JSON value or exceeds a limit, so that the item could not be read
+            back; or the JSON is too large for one record.
     """
-    return _PREFIX + json_text.dumps(values)
+    try:
+        data = to_json(values, inf_nan_mode="constants")
+        if json_text.fits(data):
+            return _PREFIX + data
+    except ValueError:
+        pass  # the values hold a lone surrogate, or what is checked below
+    levels = json_text.MAX_LEVELS
+    checked, is_lossy = json_text.to_values(
+        values, levels=levels, bytes_mode="base64", reject="item"
+    )
+    if is_lossy:
+        raise ValueError("an item holds a value that cannot be converted to JSON")
+    return _PREFIX + json_text.dumps(checked)
 
 
 def decode_item(plaintext: bytes) -> JsonObject:
-    """Return the values in *plaintext*, authenticated bytes that `encode_item` returned.
+    """Return the JSON object in *plaintext*: authenticated bytes that `encode_item` returned.
 
     Raises:
-        DecryptionError: *plaintext* is not the version and the JSON of an item.
+        DecryptionError: *plaintext* is not a google-adk version followed by the JSON of an item.
     """
     _, values = json_text.read_event(plaintext)
     return values
@@ -106,8 +121,9 @@ def _fields(event: Event) -> JsonObject:
     fields = _dumped(event)
     actions = fields.get("actions")
     for name in ("state_delta", "agent_state"):
-        # If one of these fields holds a value that cannot be converted to JSON, google-adk stores
-        # the None fields of models in it.  The dump omits them, so use the field's own value.
+        # If such a field holds a value that cannot be converted to JSON, google-adk also stores the
+        # fields that are None in the models inside that value.  `_dumped` omits these fields, so
+        # use the original value.
         value = getattr(event.actions, name, None)
         if isinstance(actions, dict) and name in actions and not _has_json_form(value):
             actions[name] = value
@@ -145,13 +161,13 @@ def _has_json_form(value: object) -> bool:
 
 
 def decode(plaintext: bytes, session_row: int, seq: int) -> Event:
-    """Return the event in *plaintext*, authenticated bytes that `encode` returned.
+    """Return the event in *plaintext*: authenticated bytes that `encode` returned.
 
     Raises:
         ConfigurationError: the installed google-adk cannot read the event.  The message names the
             event's row (*session_row*, *seq*), the google-adk version that wrote the event, and
             the installed version.
-        DecryptionError: *plaintext* is not the version and the JSON of an event.
+        DecryptionError: *plaintext* is not a google-adk version followed by the JSON of an event.
     """
     event = _parsed(plaintext)
     return event or _decode_slowly(plaintext, "secure_events", f"{session_row}, {seq}")
@@ -168,7 +184,7 @@ def _parsed(plaintext: bytes) -> Event | None:
         try:
             return _parse(plaintext[start:])
         except ValueError:
-            pass  # an error raised here would hold the event in its __context__
+            pass  # raise after this block: otherwise `__context__` would hold the event
     return None
 
 

@@ -46,7 +46,8 @@ def fits(data: bytes, levels: int = MAX_LEVELS) -> bool:
     if len(data) > MAX_BYTES:
         return False
     outer = MAX_LEVELS - levels
-    if outer:  # the parser's limit is fixed, so put the object into *outer* other objects
+    # The parser's limit is always MAX_LEVELS.  For a lower limit, enclose *data* in more objects.
+    if outer:
         data = b'{"":' * outer + data + b"}" * outer
     try:
         _PARSER.validate_json(data)
@@ -226,7 +227,7 @@ def loads(data: bytes, name: str = "the plaintext") -> JsonObject:
 
     Raises:
         DecryptionError: *data* is not a JSON object in UTF-8, or exceeds a limit.  The message
-            calls it *name*.
+            calls *data* *name*.
     """
     value: Any = None
     try:

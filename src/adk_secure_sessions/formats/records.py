@@ -72,7 +72,7 @@ def decode_text(data: object) -> str:
     try:
         return binary(data).decode("utf-8", "surrogatepass")
     except UnicodeDecodeError:
-        pass  # an error raised here would hold the bytes in its __context__
+        pass  # raise after this block: otherwise `__context__` would hold the bytes
     raise TamperedError("its text is not UTF-8", reason=Reason.MALFORMED)
 
 
@@ -103,9 +103,10 @@ def context(parts: tuple[str | bytes, ...], *numbers: int) -> bytes:
 
 
 def numbered_context(parts: bytes, *numbers: int) -> bytes:
-    """Return the context that consists of *parts*, which `context_parts` returned, and *numbers*.
+    """Return the context that consists of *parts* and *numbers*.
 
-    If many rows have the same parts, this is faster than `context`.
+    *parts* is a result of `context_parts`.  If many rows have the same parts, this function is
+    faster than `context`.
 
     Raises:
         TamperedError: a number is not a 64-bit integer.
@@ -148,7 +149,7 @@ def seal(cipher: Cipher, backend_id: int, key_id: int, context: bytes, plaintext
         sealed = cipher.encrypt(FLAGS + plaintext, start + context)
         if isinstance(sealed, bytes):
             return start + sealed
-    except Exception as error:  # from a third party's cipher: its text may contain the plaintext
+    except Exception as error:  # its text may contain the plaintext, so it is not repeated
         failure = type(error).__name__
     raise SecureSessionError(f"backend {backend_id} failed to encrypt: {failure}")
 
@@ -190,22 +191,24 @@ def header(stored: object) -> tuple[int, int] | None:
 
 
 def open_record(stored: bytes, context: bytes, cipher: Cipher) -> bytes:
-    """Return the plaintext of a record whose header `unpack` accepted, without its flags byte.
+    """Decrypt a record whose header `unpack` accepted; return its plaintext without the flags.
 
-    Raises like `open_with_flags`.
+    Raises the errors of `open_with_flags`.
     """
     return open_with_flags(stored, context, cipher)[1:]
 
 
 def open_with_flags(stored: bytes, context: bytes, cipher: Cipher) -> bytes:
-    """Return the plaintext of a record whose header `unpack` accepted; it begins with `FLAGS`.
+    """Decrypt a record whose header `unpack` accepted; return its plaintext, including `FLAGS`.
 
     Use it for events, of which a read may have thousands.  The caller takes slices of each
     plaintext, so removing the flags here would only add a copy.
 
     Raises:
-        DecryptionError: The cipher raised this error, or the record has flags of a later release.
-        TamperedError: The cipher raised another exception.  Its text is not repeated.
+        DecryptionError: The cipher raised DecryptionError, or the record has flags of a later
+            release.
+        TamperedError: The cipher raised another exception, whose text is not repeated, or the
+            result is not bytes, or it is empty.
     """
     try:
         plaintext = cipher.decrypt(stored[HEADER_LENGTH:], stored[:HEADER_LENGTH] + context)
@@ -215,8 +218,8 @@ def open_with_flags(stored: bytes, context: bytes, cipher: Cipher) -> bytes:
             raise _unknown_flags(plaintext)
     except DecryptionError:
         raise
-    except Exception:  # from a third party's cipher: the exception may hold secrets
-        pass  # an error raised here would have this exception as its __context__
+    except Exception:  # a third party's cipher may put secrets into its exceptions
+        pass  # raise after this block: otherwise `__context__` would hold the cipher's exception
     raise TamperedError("the backend could not decrypt it")
 
 
@@ -297,7 +300,7 @@ def split_id(plaintext: bytes) -> tuple[str, bytes]:
 
 
 def join_owner(fields: OwnerFields) -> bytes:
-    """Return the bytes that store *fields*, which may have at most 255 key ids."""
+    """Join *fields* to the bytes that an owner's plaintext contains; at most 255 key ids fit."""
     ids = fields.key_ids
     return fields.link + _KEY_IDS[len(ids)].pack(len(ids), *ids) + fields.state
 
@@ -318,7 +321,7 @@ def split_owner(data: bytes) -> OwnerFields:
 
 
 def join_session(fields: SessionFields) -> bytes:
-    """Return the bytes that store *fields*."""
+    """Join *fields* to the bytes that a session's plaintext contains."""
     return fields.head + fields.snapshot_link + fields.overlay
 
 

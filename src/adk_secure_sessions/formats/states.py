@@ -12,8 +12,9 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 JsonObject = json_text.JsonObject
 
-# The maximum number of nested lists and objects, including the state itself.  In an event, the
-# state delta is at the third level, so every value of a state is also within the limit of events.
+# The maximum depth of nested lists and objects.  The state itself is level 1.  In an event, the
+# state delta is at level 3 (event, actions, delta), so its values reach at most level 193 there.
+# The limit of events, `json_text.MAX_LEVELS`, is 200.
 MAX_STATE_LEVELS = 191
 MAX_KEY_BYTES = 8192
 
@@ -56,7 +57,7 @@ def merge(app: JsonObject, user: JsonObject, session: JsonObject) -> JsonObject:
 
 
 def dumps(state: JsonObject) -> bytes:
-    """Return the JSON of *state*, whose values come from `loads`.
+    """Return the JSON of *state*, whose values are JSON values within the limits.
 
     Raises:
         ValueError: The JSON is too large for one record.
@@ -68,14 +69,14 @@ def loads(data: bytes, name: str = "the state") -> JsonObject:
     """Parse *data*, which must be authenticated, and return the state as a new dict.
 
     Raises:
-        DecryptionError: *data* is not a JSON object within the limits.  The message calls it
+        DecryptionError: *data* is not a JSON object within the limits.  The message calls *data*
             *name*.
     """
     return {} if data == b"{}" else json_text.loads(data, name)
 
 
 def encode(state: JsonObject, prefix: str = "") -> bytes:
-    """Check the limits of *state*, which a caller gives, and return its JSON.
+    """Check that *state*, which comes from the application, is within the limits; return its JSON.
 
     As in ADK, a value that cannot be converted to JSON is replaced by its text, and a warning is
     logged.

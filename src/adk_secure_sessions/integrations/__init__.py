@@ -1,1 +1,1 @@
-"""What connects this package to the rest of ADK: artifacts, memory, its command line."""
+"""Integrations with the rest of ADK: artifacts, memory and ADK's command line."""

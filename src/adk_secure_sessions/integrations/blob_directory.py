@@ -1,9 +1,9 @@
-"""Blobs in a directory, written as durably as a database writes.
+"""Store blobs as files in a directory, so that a stored blob survives a power failure.
 
-obstore's store for directories does not wait for the disk: after a power failure, an artifact that
-was acknowledged could be empty.  Here, a file and its directories are on the disk (fsync) before
-`put` returns, as a transaction of SQLite is.  On an SSD this takes about as long as a transaction.
-A directory also needs no library, and works in forked processes.
+obstore's store for directories does not flush files to the disk: after a power failure, an artifact
+that was saved successfully could be empty.  Before `BlobDirectory.put` returns, it flushes the file
+and the file's directories to the disk (fsync), as SQLite does at a commit.  On an SSD, this takes
+about as long as a commit.  `BlobDirectory` also needs no library, and works in forked processes.
 """
 
 import asyncio
@@ -28,13 +28,14 @@ _BINARY = getattr(os, "O_BINARY", 0)
 
 
 class StoredObject(NamedTuple):
-    """One object of a blob, as a listing shows it.
+    """One object of a blob, as a `list` method yields it.
 
     Attributes:
         name: The name of the blob.
-        number: The number of the object, or None for something else under the blob's name.
-        size: Bytes.
-        modified: Seconds since 1970.
+        number: The number of the object; None for anything else that is stored under the blob's
+            name.
+        size: The size in bytes.
+        modified: When the object was last modified, in seconds since 1970.
     """
 
     name: str
@@ -44,15 +45,17 @@ class StoredObject(NamedTuple):
 
 
 class BlobDirectory:
-    """Objects as files `NAME/K` in one directory.
+    """Stores the objects of blobs as files `NAME/K` in one directory.
 
-    Directories that this class creates have the mode 0700, and files 0600.
+    NAME is the name of the blob, and K is the number of the object.  The class creates directories
+    with the mode 0700, and files with the mode 0600.
     """
 
-    def __init__(self, directory: Path) -> None:
-        """Create *directory*, with its parents, if it is missing."""
+    def __init__(self, directory: Path, *, create: bool = True) -> None:
+        """With *create*, create *directory* and its parents if they are missing."""
         self._directory = directory.absolute()  # the process may change its working directory
-        _translating(lambda: _make_directory(self._directory))
+        if create:
+            _translating(lambda: _make_directory(self._directory))
 
     async def put(self, name: str, number: int, data: bytes) -> None:
         path = self._directory / name / str(number)
@@ -85,7 +88,7 @@ async def _in_thread(call: Callable[[], T]) -> T:
 
 
 def _translating(call: Callable[[], T]) -> T:
-    """Run *call*, and raise our own errors, which do not quote the path."""
+    """Run *call*; replace an OSError by an ArtifactStoreError, which does not quote the path."""
     try:
         return call()
     except OSError as raised:
@@ -103,7 +106,7 @@ def _translating(call: Callable[[], T]) -> T:
 
 
 def _make_directory(directory: Path) -> None:
-    """Create *directory*, durably, with its parents."""
+    """Create *directory* and its missing parents, and flush them to the disk."""
     missing = []
     while not directory.is_dir():
         missing.append(directory)
@@ -111,7 +114,7 @@ def _make_directory(directory: Path) -> None:
     for path in reversed(missing):
         try:
             path.mkdir(mode=0o700)
-        except FileExistsError:  # another process was faster, or it is a file
+        except FileExistsError:  # another process has created the directory, or it is a file
             if not path.is_dir():
                 raise
         _sync_directory(path.parent)
@@ -124,7 +127,7 @@ def _write(path: Path, data: bytes) -> None:
         path.parent.mkdir(mode=0o700)
     except FileExistsError:
         is_new = False
-    # No temporary name: nothing reads the file before a record names the blob.
+    # The file needs no temporary name: nothing reads it before a record names the blob.
     with open(os.open(path, flags, 0o600), "wb", buffering=0) as file:
         view = memoryview(data)
         while view:
@@ -142,7 +145,8 @@ def _sync_directory(directory: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems
+        # Some network file systems cannot flush a directory.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
         os.close(descriptor)
@@ -150,7 +154,7 @@ def _sync_directory(directory: Path) -> None:
 
 def _read(path: Path, size: int, start: int, stop: int) -> bytes:
     try:
-        # O_NONBLOCK: a pipe in place of the file must not stop the service.
+        # Without O_NONBLOCK, opening a named pipe (FIFO) would wait until a process writes to it.
         flags = os.O_RDONLY | _NO_LINK | _BINARY | getattr(os, "O_NONBLOCK", 0)
         descriptor = os.open(path, flags)
     except (FileNotFoundError, NotADirectoryError):
@@ -192,7 +196,7 @@ def _delete(directory: Path) -> None:
     for name in names:
         try:
             os.unlink(directory / name)
-        except FileNotFoundError:  # another process was faster
+        except FileNotFoundError:  # another process has deleted the file
             pass
     try:
         directory.rmdir()
@@ -201,14 +205,21 @@ def _delete(directory: Path) -> None:
 
 
 def _blob_names(directory: Path) -> Iterator[str]:
-    with os.scandir(directory) as entries:
+    try:
+        entries = os.scandir(directory)
+    except FileNotFoundError:  # nothing was stored
+        return
+    with entries:
         for entry in entries:
             if _NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
                 yield entry.name
 
 
 def _objects(directory: Path) -> list[StoredObject]:
-    """Return the objects of a blob; an empty directory counts as an object of no bytes."""
+    """Return the objects of the blob in *directory*.
+
+    For an empty directory, return one entry of 0 bytes, so that a listing includes the blob.
+    """
     found: list[StoredObject] = []
     try:
         modified = directory.stat().st_mtime

@@ -1,9 +1,9 @@
 """Blobs in an object store: a directory, or a bucket through the library `obstore`.
 
 A blob is stored as objects `PREFIX/NAME/K` of 8 MiB each (docs/format.md, "The objects of a blob"),
-and not as one multipart upload.  If an upload is interrupted, every store can list and delete what
-is left, and memory stays flat.  This module does not encrypt: it gets and returns the bytes of
-blobs.
+and not as one multipart upload.  After an interrupted upload, every store can list and delete these
+objects.  An upload holds only a few objects in memory.  This module does not encrypt: callers pass
+and receive the encrypted bytes of blobs.
 """
 
 import asyncio
@@ -28,10 +28,10 @@ from adk_secure_sessions.loops import wait_ignoring_cancel
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-OBJECT_LENGTH = 8 * 2**20
+OBJECT_LENGTH = 8 * 2**20  # bytes; the last object of a blob may be shorter
 TIMEOUT = 60.0  # seconds for one request, with its retries
 _PARALLEL = 3  # objects that are uploaded at the same time
-_CLEANUP_SECONDS = 10.0  # for deleting what a failed upload left
+_CLEANUP_SECONDS = 10.0  # limit for each of the two steps after a failed upload: wait, delete
 _SCHEMES = ("s3", "gs", "az", "memory")
 _NAME = re.compile(r"[0-9a-f]{32}")
 # Object stores, and the servers that imitate S3, have different words for a full store.
@@ -40,12 +40,12 @@ _STATUS = re.compile(r"status code: ([0-9]{3})")
 
 
 class StoredBlob(NamedTuple):
-    """A blob in the store, whole or not.
+    """A blob in the store, which may be incomplete.
 
     Attributes:
         name: The name of the blob.
-        size: The number of bytes of its objects together.
-        modified: When the last of them was written, in seconds since 1970, by the store's clock.
+        size: The total number of bytes of its objects.
+        modified: When the last object was written, in seconds since 1970, by the store's clock.
     """
 
     name: str
@@ -54,10 +54,12 @@ class StoredBlob(NamedTuple):
 
 
 class Objects(Protocol):
-    """A store of objects.
+    """A store of the objects of blobs; an object is identified by the blob's name and a number.
 
-    All methods raise `ArtifactStoreError`.  `get` raises `TamperedError` if the object is missing,
-    or does not have the length *size*.
+    `get` returns the bytes *start* to *stop* - 1 of an object with *size* bytes.  It raises
+    `TamperedError` if the object is missing, or does not have the length *size*.  `delete` deletes
+    all objects of a blob, and `list` yields the objects of one blob or of all blobs.  All methods
+    raise `ArtifactStoreError` if the store fails.
     """
 
     async def put(self, name: str, number: int, data: bytes) -> None: ...
@@ -67,10 +69,10 @@ class Objects(Protocol):
 
 
 class BlobStore:
-    """Blobs under one prefix of an object store.
+    """Stores, reads, lists and deletes the blobs under one prefix of an object store.
 
-    One object works in every event loop.  A store that is not a directory cannot be used in a
-    process that was forked after its first use.
+    A `BlobStore` can be used in several event loops.  Unless its blobs are in a directory, it
+    cannot be used in a process that was forked after the first use of the library `obstore`.
     """
 
     def __init__(self, objects: Objects) -> None:
@@ -84,7 +86,7 @@ class BlobStore:
 
         Raises:
             ArtifactStoreError: The store failed.
-            Exception: Whatever *pieces* raises.
+            Exception: *pieces* raised this error.
         """
         _check_name(name)
         uploads: set[asyncio.Task[None]] = set()
@@ -121,9 +123,9 @@ class BlobStore:
         uploads.add(asyncio.create_task(self._objects.put(name, number, data)))
 
     async def _discard(self, name: str, uploads: "set[asyncio.Task[None]]") -> None:
-        """Wait for *uploads*, and delete what they stored."""
+        """Wait until *uploads* have ended, then delete the objects that they stored."""
         if uploads:
-            # Not cancelled at once: a request that was sent may still store its object.
+            # Do not cancel them at once: a request that was sent may still store its object.
             await asyncio.wait(uploads, timeout=_CLEANUP_SECONDS)
         for upload in uploads:
             upload.cancel()
@@ -141,9 +143,10 @@ class BlobStore:
 
         Args:
             name: The name of the blob.
-            size: The number of bytes of the whole blob.  It must not come from the store.
-            start: The first byte.
-            stop: The byte after the last one; by default *size*.
+            size: The number of bytes of the whole blob, from the record that names the blob.  Do
+                not pass the size that the store reports: an attacker may have modified the store.
+            start: The position of the first byte.
+            stop: The position after the last byte; by default *size*.
 
         Raises:
             TamperedError: An object of the blob is missing or has another length.
@@ -157,7 +160,7 @@ class BlobStore:
         ahead: asyncio.Future[bytes] | None = None
         try:
             for part in parts:
-                # The next object is read while the caller works on this one.
+                # Read the next object while the caller processes the previous one.
                 now, ahead = ahead, asyncio.ensure_future(part)
                 if now is not None:
                     yield now.result() if now.done() else await now
@@ -180,13 +183,13 @@ class BlobStore:
         return b"".join([piece async for piece in self.get_stream(name, size, start, stop)])
 
     async def size(self, name: str) -> int | None:
-        """Return the number of bytes that are stored under *name*; None if there is nothing."""
+        """Return the total size of the objects of the blob *name*; None if there is no object."""
         _check_name(name)
         sizes = [found.size async for found in self._objects.list(name)]
         return sum(sizes) if sizes else None
 
     async def delete(self, name: str) -> None:
-        """Delete the blob *name*, or what an upload left of it; nothing is not an error.
+        """Delete all objects of the blob *name*, complete or not; if there are none, do nothing.
 
         Raises:
             ArtifactStoreError: The store failed.
@@ -195,17 +198,17 @@ class BlobStore:
         await self._objects.delete(name)
 
     async def list(self, older_than: float | None = None) -> AsyncIterator[StoredBlob]:
-        """Yield all blobs, also those that an interrupted upload left.
+        """Yield all blobs, including incomplete blobs of interrupted uploads.
 
         Args:
-            older_than: Seconds since 1970: leave out blobs of which an object was written at this
-                time or later.
+            older_than: A time in seconds since 1970.  If given, omit blobs that have an object
+                which was written at this time or later.
 
         Raises:
             ArtifactStoreError: The store failed.
         """
         blob: StoredBlob | None = None
-        async for found in self._objects.list():  # the objects of a blob follow one another
+        async for found in self._objects.list():  # the objects of one blob are adjacent
             if blob is not None and blob.name == found.name:
                 modified = max(blob.modified, found.modified)
                 blob = StoredBlob(blob.name, blob.size + found.size, modified)
@@ -222,7 +225,7 @@ def _is_older(blob: StoredBlob, older_than: float | None) -> bool:
 
 
 async def _first_upload(uploads: "set[asyncio.Task[None]]") -> None:
-    """Wait until an upload has ended; raise its error."""
+    """Wait until at least one upload has ended, and remove it; raise its error if it failed."""
     done, _ = await asyncio.wait(uploads, return_when=asyncio.FIRST_COMPLETED)
     uploads -= done
     errors = [error for upload in done if (error := upload.exception()) is not None]
@@ -231,7 +234,7 @@ async def _first_upload(uploads: "set[asyncio.Task[None]]") -> None:
 
 
 def _numbers(start: int, stop: int) -> Iterable[int]:
-    """Return the numbers of the objects that hold these bytes."""
+    """Return the numbers of the objects that contain the bytes *start* to *stop* - 1 of a blob."""
     return range(start // OBJECT_LENGTH, -(-stop // OBJECT_LENGTH)) if start < stop else ()
 
 
@@ -250,6 +253,7 @@ def open_store(
     options: Mapping[str, Any] | None = None,
     allow_http: bool = False,
     timeout: float = TIMEOUT,
+    create: bool = True,
 ) -> BlobStore:
     """Open the blobs under *prefix* in *store*.
 
@@ -257,13 +261,15 @@ def open_store(
         store: A path or `file:///DIRECTORY`, which is created if it is missing;
             `s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`, `az://CONTAINER/PREFIX` or `memory://`; or a
             store of the library `obstore`.
-        prefix: Names the database, so that several databases can share a store.
+        prefix: The first part of the name of every object.  Each database has another prefix, so
+            several databases can share a store.
         options: Arguments for the store's class in `obstore`, such as `endpoint`, `region`,
-            `access_key_id` and `secret_access_key` for S3.  By default, they come from the
-            environment (`AWS_ENDPOINT_URL`, `AWS_REGION`, `AWS_ACCESS_KEY_ID`, ...).
+            `access_key_id` and `secret_access_key` for S3.  Options that are not given come from
+            the environment (`AWS_ENDPOINT_URL`, `AWS_REGION`, `AWS_ACCESS_KEY_ID`, ...).
         allow_http: Whether an endpoint on another machine may be `http://`.  Without TLS, anybody
             on the network can read the names of blobs, and delete or replace blobs.
         timeout: Seconds for each request, with its retries.
+        create: Whether to create a missing directory.
 
     Raises:
         ConfigurationError: The store cannot be used as given, or the extra `artifacts` is not
@@ -279,21 +285,27 @@ def open_store(
         from obstore.store import LocalStore
 
         if isinstance(store, LocalStore) and store.prefix is not None:
-            return BlobStore(BlobDirectory(store.prefix / prefix))
+            return BlobStore(_directory(Path(store.prefix), prefix, create))
         _check_store_object(store)
         return BlobStore(_Remote(store, prefix, timeout))
     directory = _directory_of(store)
     if directory is not None:
         if options:
             raise ConfigurationError("a directory of artifacts has no options")
-        return BlobStore(BlobDirectory(directory / prefix))
+        return BlobStore(_directory(directory, prefix, create))
     require("artifacts", "obstore", user="this artifact store")
     opened = _open_url(os.fspath(store), dict(options or {}), allow_http, timeout)
     return BlobStore(_Remote(opened, prefix, timeout))
 
 
+def _directory(directory: Path, prefix: str, create: bool) -> BlobDirectory:
+    if not create and not directory.is_dir():
+        raise ConfigurationError("the directory of artifacts does not exist: check its path")
+    return BlobDirectory(directory / prefix, create=create)
+
+
 def _directory_of(store: "str | os.PathLike[str]") -> Path | None:
-    """Return the directory that *store* names; None if it is the URL of something else."""
+    """Return the directory that *store* names; None if *store* is the URL of another store."""
     text = os.fspath(store)
     if not text:
         raise ConfigurationError("the artifact store is empty: give a directory or a URL")
@@ -311,7 +323,7 @@ def _directory_of(store: "str | os.PathLike[str]") -> Path | None:
 
 
 def _open_url(url: str, options: dict[str, Any], allow_http: bool, timeout: float) -> "ObjectStore":
-    """Make the store of *url*.  No error quotes the URL or the options."""
+    """Create the store for *url*.  No error quotes the URL or the options."""
     from obstore import store as stores
     from obstore.exceptions import BaseError
 
@@ -358,7 +370,7 @@ def _open_url(url: str, options: dict[str, Any], allow_http: bool, timeout: floa
     try:
         made = classes[scheme](parts.netloc, **arguments)
         plain = _plain_addresses(made.config) or _plain_addresses(variables)
-        # An explicit value: a variable such as AWS_ALLOW_HTTP has no effect.
+        # Set the option in any case, so that a variable such as AWS_ALLOW_HTTP has no effect.
         client["allow_http"] = bool(plain)
         made = classes[scheme](parts.netloc, **arguments)
     except (BaseError, TypeError, ValueError):
@@ -373,7 +385,7 @@ def _open_url(url: str, options: dict[str, Any], allow_http: bool, timeout: floa
     return made  # type: ignore[no-any-return]
 
 
-# obstore reads the environment variables that begin with these.
+# obstore reads the environment variables whose names begin with these prefixes.
 _VARIABLES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
 
 
@@ -406,8 +418,8 @@ def _check_store_object(store: object) -> None:
 
 # --- stores of obstore ---------------------------------------------------------------------------
 
-# The process that first used obstore: its threads do not exist in processes forked later, where
-# every call would wait for ever.
+# The id of the process that first used obstore.  In a process that was forked later, the threads of
+# obstore do not exist, so every call of obstore would wait for ever.
 _first_process: int | None = None
 
 
@@ -417,7 +429,8 @@ class _Remote:
     def __init__(self, store: "ObjectStore", prefix: str, timeout: float) -> None:
         self._store = store
         self._prefix = prefix
-        # obstore ends a request after this time, except when its own threads do not run.
+        # obstore ends a request after *timeout*.  This longer limit ends the request if the threads
+        # of obstore do not run.
         self._timeout = timeout + 5
 
     def __repr__(self) -> str:  # the store's configuration contains credentials
@@ -448,7 +461,8 @@ class _Remote:
         async def call() -> bytes:
             options: Any = None if whole else {"range": (start, stop)}
             answer = await obstore.get_async(self._store, path, options=options)
-            # Checked before the content is read: an object of any size could be in its place.
+            # Check the size before reading the content: an attacker may have replaced the object by
+            # a very large one.
             _check_size(answer.meta["size"], size)
             return bytes(await answer.bytes_async())
 
@@ -472,7 +486,8 @@ class _Remote:
     async def _is_missing(self, path: str, size: int) -> bool:
         """Return whether the object is missing; raise TamperedError if it has another length.
 
-        A store answers with a general error if a range is not within an object.
+        `get` calls this after an error: if a range is not within an object, some stores report an
+        error that does not name the cause.
         """
         import obstore
 
@@ -521,7 +536,7 @@ class _Remote:
                     yield StoredObject(blob, int(number), int(meta["size"]), modified)
 
     async def _call(self, call: Any) -> Any:
-        """Run *call*; raise our own errors, which quote neither the store nor the URL."""
+        """Run *call*; replace its errors by our own, which quote neither the store nor the URL."""
         global _first_process
         if _first_process is None:
             _first_process = os.getpid()
@@ -563,7 +578,8 @@ def _translated(error: Exception) -> Exception:
     if _FULL.search(text):
         return _failed("it is full; free some space, or raise its quota", retryable=True)
     denied = exceptions.PermissionDeniedError | exceptions.UnauthenticatedError
-    # obstore has no classes of errors for listings.
+    # If a listing fails, the class of obstore's error does not tell the cause, but its text
+    # contains the HTTP status.
     status = _STATUS.search(text)
     if isinstance(error, denied) or (status and status[1] in ("401", "403")):
         return _failed("access was denied; check the credentials and their permissions")

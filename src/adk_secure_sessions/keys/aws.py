@@ -11,7 +11,6 @@ import re
 import threading
 from contextlib import closing
 from typing import Any, NamedTuple
-from urllib.request import getproxies
 
 from adk_secure_sessions.errors import ConfigurationError, TamperedError, WrongKeyError
 from adk_secure_sessions.keys.remote import (
@@ -76,14 +75,14 @@ class _ProcessSession(NamedTuple):
 
 
 class AwsKmsKey(RemoteKey):
-    """A symmetric key of AWS KMS; key spec `aws-kms:ARN-or-alias`.
+    """A root key that is a symmetric key of AWS KMS; key spec `aws-kms:ARN-or-alias`.
 
     Credentials come from the usual places of AWS SDKs: the environment, a profile, or the role of
     the machine.
 
     Args:
         key: The ARN of a key or of an alias, `alias/NAME`, or the id of a key.  Do not change an
-            alias to another key: KMS would then use that key to unwrap stored keys, and fail.
+            alias to another key: KMS would use the other key to unwrap stored keys, and fail.
         region: The AWS region.  By default the first of these that is set: the region in the ARN,
             `AWS_DEFAULT_REGION`, the region of the profile, `AWS_REGION`.
         profile: A profile in the AWS configuration files; by default `AWS_PROFILE`.
@@ -215,13 +214,15 @@ class AwsKmsKey(RemoteKey):
         with current.lock:
             # The address of the endpoint may come from the environment, a profile or the region.
             # Only a client has the final address, so create a client before checking the address.
-            made = client(proxies=None)  # None: the proxies from the environment
+            made = client(proxies=None)  # None means the proxies that the environment names
             if is_plain_http(made.meta.endpoint_url):
                 made.close()
                 made = client(proxies={})
             return made
 
     def _process_session(self) -> _ProcessSession:
+        from urllib.request import getproxies  # it imports 20 modules
+
         from botocore.session import Session
 
         current = self._current
@@ -245,8 +246,8 @@ class AwsKmsKey(RemoteKey):
 def _ask_metadata_service_directly(session: Any) -> None:
     """Make *session* request credentials from the machine's metadata service without a proxy.
 
-    botocore would send these requests, which are plain HTTP, to the proxy for HTTP.  It has no
-    public option to prevent this.
+    botocore would send these requests, which are plain HTTP, to the proxy for HTTP, and the proxy
+    could read the credentials.  botocore has no public option to prevent this.
     """
     from botocore.httpsession import URLLib3Session
 

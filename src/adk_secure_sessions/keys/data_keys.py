@@ -54,7 +54,7 @@ class DataKeyRow(NamedTuple):
         id: A random id.
         owner: The tag (blind index) of a user or an app.
         generation: The number of the data key: 0 for the owner's first data key, 1 for the second,
-            and so on, for all backends together.
+            and so on.  The data keys of different backends share one count.
         backend_id: The id of the backend that encrypts with the key.
         created_at: When the key was created, in microseconds since 1970, UTC.
         wrapped: The data key, wrapped by a data master, in the format of a record.
@@ -104,7 +104,7 @@ class StaleKeyring(Exception):
 
 
 class OwnerKeys(KeyMaterial):
-    """All data keys of one owner.
+    """All known data keys of one owner.
 
     Attributes:
         by_id: The data keys by id; None for a data key whose backend is not listed.
@@ -128,7 +128,7 @@ class OwnerKeys(KeyMaterial):
 
 
 class DataKeys(KeyMaterial):
-    """A cache of a limited number of unwrapped data keys, which were read from committed rows.
+    """The keyring, and a cache of unwrapped data keys that were read from committed rows.
 
     Attributes:
         keyring: The unwrapped master keys.  A new object replaces it when the keyring is read
@@ -195,7 +195,7 @@ class StagedKeys:
         self._owners: dict[int, bytes] = {}  # by data key id
         self._rejected: dict[int, DecryptionError] = {}  # by data key id
         self._rejected_of: dict[bytes, DecryptionError] = {}  # by the `owner` of the rejected row
-        self._taken: dict[bytes, int] = {}  # the highest stored generation of each owner
+        self._taken: dict[bytes, int] = {}  # highest stored generation by owner, even if rejected
         self.has_new_keys: bool = False
 
     def load(self, rows: Iterable[DataKeyRow], masters: Iterable[MasterMark]) -> None:
@@ -234,8 +234,9 @@ class StagedKeys:
     def adopt(self, owner: bytes, key_ids: Collection[int]) -> None:
         """Determine the current data key of *owner*; call this before `current`, `seal`, `names`.
 
-        The current data key is the newest usable data key that the owner's row names.  If the row
-        names no usable data key, it is the newest one that this operation has created, if any.
+        The current data key is the newest usable data key that the owner's row names.  (The
+        module's docstring defines *usable*.)  If the row names no usable data key, the current data
+        key is the newest usable one that this operation has created, if any.
 
         Args:
             owner: A tag.
@@ -247,7 +248,7 @@ class StagedKeys:
             return
         current = known.current
         if current is not None and key_ids == (current.id,) and self._is_usable(current):
-            return  # it is known as the current data key already, as in almost every call
+            return  # an earlier call has determined it already, as in almost every case
         usable = [key for key in known.by_id.values() if key and self._is_usable(key)]
         named = [key for key in usable if key.id in key_ids]
         candidates = named or [key for key in usable if key.id in self.created]
@@ -259,9 +260,9 @@ class StagedKeys:
     def names(self, owner: bytes, key_ids: Collection[int]) -> tuple[int, ...]:
         """Return the key ids to store in the next version of the owner's row.
 
-        The result contains the current data key instead of the key of the same backend, and all
-        keys of other backends that still exist.  If only cached data keys of *owner* are known, all
-        keys are assumed to exist: another process may have created a key since.
+        The current data key replaces the other keys of its backend.  The keys of other backends
+        are kept if they still exist.  If the data keys of *owner* come from the cache, all keys are
+        assumed to exist: another process may have created a key after they were cached.
 
         Args:
             owner: A tag.  Its current data key must be known.
@@ -313,7 +314,10 @@ class StagedKeys:
         return row
 
     def rows_are_authentic(self, owner: bytes, ids: Collection[int]) -> bool:
-        """Return whether the data keys *ids* of *owner* were all read, and all are authentic."""
+        """Return whether *ids* are exactly the ids of the owner's authentic data keys.
+
+        Cached data keys do not count: this transaction must have read the data keys.
+        """
         known = self._by_owner.get(owner)
         return known is not None and known.by_id.keys() == set(ids)
 
@@ -374,7 +378,8 @@ class StagedKeys:
         """Decrypt *stored*, a record of *owner*, and return the plaintext.
 
         Raises:
-            DecryptionError: The errors of `cipher` and `records.open_record`.
+            DecryptionError: The data key cannot be used (see the method `cipher`), or the record
+                cannot be decrypted (see `records.open_record`).
         """
         return records.open_record(stored, context, self.cipher(owner, stored))
 
@@ -405,7 +410,7 @@ class StagedKeys:
             raise TamperedError(
                 f"data key {key_id} belongs to another owner or backend", reason=Reason.WRONG_OWNER
             )
-        if owner in self._rejected_of:  # that row may be the row of this key, with a modified id
+        if owner in self._rejected_of:  # the rejected row may be this key's row, with a modified id
             raise self._rejected_of[owner]
         raise UnknownKeyError(f"its data key {key_id} is not known")
 
@@ -436,7 +441,7 @@ class StagedKeys:
     def _unwrap(self, row: DataKeyRow) -> DataKey | None:
         """Authenticate and unwrap *row*; return None if its backend is not listed.
 
-        `cipher` rejects records of a backend that is not listed, with an error that names it.
+        This raises no error for such a backend.  `cipher` raises one if a record names the backend.
         """
         keyring, backend = self._keys.keyring, self._keys.backends.get(row.backend_id)
         key = unwrap_data_key(row, keyring)
@@ -474,7 +479,7 @@ def wrap_data_key(row: DataKeyRow, keyring: Keyring, master_id: int, key: bytes)
 
 
 def unwrap_data_key(row: DataKeyRow, keyring: Keyring) -> bytes:
-    """Unwrap and return the data key in *row*.
+    """Unwrap the data key in *row*, and return its bytes.
 
     Raises:
         DecryptionError: The row was tampered with, or *keyring* does not have its data master.

@@ -9,7 +9,6 @@ import re
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from urllib.request import getproxies
 
 from adk_secure_sessions.errors import ConfigurationError, KeyServiceError, Reason, TamperedError
 from adk_secure_sessions.keys.remote import ATTEMPTS, TIMEOUT, RemoteKey, require
@@ -42,7 +41,7 @@ _RETRYABLE = {
 
 
 class GcpKmsKey(RemoteKey):
-    """A symmetric key of Google Cloud KMS; key spec `gcp-kms:projects/…/cryptoKeys/…`.
+    """A root key that is a symmetric key of Google Cloud KMS; key spec `gcp-kms:projects/…`.
 
     Args:
         key: The name of the key, `projects/P/locations/L/keyRings/R/cryptoKeys/K`, without a
@@ -78,7 +77,7 @@ class GcpKmsKey(RemoteKey):
         super().__init__(f"gcp-kms:{key}", endpoint, timeout=timeout, attempts=attempts)
         self._name = key
         self._credentials = credentials
-        self._found: Any = None  # the credentials, once they are known
+        self._found: Any = None  # the result of `_find_credentials`; None before the first call
         self._endpoint = endpoint
 
     async def _encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
@@ -180,17 +179,19 @@ def _checksum(data: bytes) -> int:
 
 
 def _has_tls_proxy() -> bool:
-    # gRPC would also use `http_proxy`, although it always connects with TLS.
+    # Without this check, gRPC would also use `http_proxy`, although it always connects with TLS.
     return any(os.environ.get(name) for name in ("grpc_proxy", "https_proxy"))
 
 
 def _find_credentials(given: Any) -> Any:
     """Return *given*, or the application default credentials if *given* is None.
 
-    Credentials of the machine come from its metadata service, through plain HTTP.  google-auth
-    would send these requests to the proxy for HTTP, which could then read the token.  The returned
-    credentials use no proxy for them.
+    The credentials of a cloud machine come from the machine's metadata service, through plain HTTP.
+    google-auth would send requests to this service to the proxy for HTTP, which could then read the
+    token.  The returned credentials use no proxy for these requests.
     """
+    from urllib.request import getproxies  # it imports 20 modules
+
     import google.auth
     import google.auth.credentials
     import requests
@@ -208,11 +209,11 @@ def _find_credentials(given: Any) -> Any:
     session.mount("http://", WithoutProxy())
     send = Request(session)
     found = given or google.auth.default(scopes=_SCOPES, request=send)[0]
-    if isinstance(found, service_account.Credentials):  # these sign their own tokens
+    if isinstance(found, service_account.Credentials):  # they need no metadata service
         return found
     if {"http", "all"}.isdisjoint(getproxies()):
         return found
-    # Otherwise, these credentials would request the domain themselves, through the proxy.
+    # Set the domain here.  Otherwise, these credentials would request it through the proxy.
     if isinstance(found, compute_engine.Credentials):
         domain = _metadata.get_universe_domain(send)  # type: ignore[no-untyped-call]
         found = found.with_universe_domain(domain)

@@ -1,4 +1,4 @@
-"""Master keys: a few per database, wrapped by root keys and unwrapped once per process start.
+"""Master keys: a few per database, wrapped by root keys and unwrapped once per process.
 
 The index master is the key of the blind indexes.  Data masters wrap the data keys.
 """
@@ -33,8 +33,8 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 DATA, INDEX = "data", "index"
 MAX_ROWS = 64  # of `secure_keyring`; a rotation adds one row, and `retire` removes the old ones
-MAX_WRAPPED = 65_536  # bytes of a wrapped key; longer values are junk, and are not read
-_AT_ONCE = 8  # the maximum number of simultaneous calls to a key service at the start
+MAX_WRAPPED = 65_536  # bytes of a wrapped key; a longer value was tampered with, and is not read
+_AT_ONCE = 8  # maximum number of simultaneous calls to a key service, if no master key is known yet
 _INTEGERS = range(2**63)
 
 
@@ -140,6 +140,9 @@ class Separation(NamedTuple):
 class Keyring(KeyMaterial):
     """The unwrapped master keys of one database.
 
+    A row of `secure_keyring` is *pending* if its key service failed.  The keyring is then used
+    without this row, until a later attempt unwraps the row.
+
     Attributes:
         database_id: The id of the database, 16 bytes.
         index: The index master, as the object that computes blind indexes.
@@ -148,12 +151,13 @@ class Keyring(KeyMaterial):
             has no usable data master yet.
         rows: The accepted rows by id: the rows of `masters` and the row of the index master.
         separation: The state of an unfinished `separate`; None if there is none.
-        former: Data masters that are not used any more, by id, because their rows have changed and
-            were rejected or are pending.  A row with the same id must hold the same key.
-        retry_at: When the pending rows are tried again, in monotonic seconds; infinity if there
-            are none.
-        is_being_renewed: Whether a task reads the keyring again.  Other tasks use this keyring
-            meanwhile.
+        former: Data masters by id that are not used any more, because their rows have changed and
+            the changed rows were rejected or are pending.  If a later row has such an id, it must
+            hold the same key.
+        retry_at: When the pending rows are unwrapped again, in monotonic seconds; infinity if no
+            row is pending.
+        is_being_renewed: Whether a task is reading the keyring again.  Other tasks use this
+            keyring meanwhile.
         row_count: The number of stored rows, including rows that were rejected or not read.
     """
 
@@ -178,8 +182,8 @@ class Keyring(KeyMaterial):
         self.separation: Separation | None = None
         self._usable = usable
         self.former: Mapping[int, Aes256Gcm] = former or {}
-        self.retry_at = math.inf
-        self.is_being_renewed = False
+        self.retry_at: float = math.inf
+        self.is_being_renewed: bool = False
         self._rejected = Counter(map(_typed, rejected))
         self._pending = Counter(map(_typed, pending))
         stored = [*self.rows.values(), *rejected, *pending]
@@ -215,7 +219,10 @@ class Keyring(KeyMaterial):
 
     @property
     def has_too_many_rows(self) -> bool:
-        """Whether there were so many stored rows that only the known rows were read."""
+        """Whether `secure_keyring` had more than `MAX_ROWS` rows.
+
+        Then only rows that this process had accepted before were read.
+        """
         return self.row_count > MAX_ROWS
 
     def has_marks(self, marks: Iterable[MasterMark]) -> bool:
@@ -354,36 +361,39 @@ async def open_keyring(
 ) -> Keyring:
     """Unwrap *rows* and return the keyring.  Each row is unwrapped only by the root key it names.
 
-    The newest data master under the writer's root key wraps new data keys.  If there is no such
-    data master, the newest data master under another root key wraps new data keys: a process does
-    not create master keys only because its first backend has a new root key.  A master key that is
-    stored as plaintext is usable only if the writing backend is `NoOpBackend`.
+    The newest data master (by `created_at`) under the writer's root key wraps new data keys.  If
+    there is no such data master, the newest one under another root key wraps them: a process does
+    not create master keys only because its writing backend has a new root key.  A master key that
+    is stored as plaintext is usable only if the writing backend is `NoOpBackend`.
 
     Without *known*, a row that is not valid raises an error that names the row.  With *known*, such
     a row is logged and rejected, so that an attacker cannot stop a running service by inserting a
     row.  If *known* has rejected an identical row already, that row is not unwrapped and not logged
     again.
 
-    With *known* and *leaves_pending*, a row whose key service fails is left out in the same way.
-    It is pending: a call after `Keyring.retry_at` tries it again.  No data key under it is used
-    until then.  If there are too many rows, those of *known* that have not changed are used.
+    With *known* and *leaves_pending*, a row whose key service fails is pending: a call after
+    `Keyring.retry_at` tries to unwrap the row again.  Until then, the data keys that the row's data
+    master wraps are not used.  If there are more than `MAX_ROWS` rows, only the rows that *known*
+    has accepted and that have not changed are used.
 
     Args:
-        rows: All rows of `secure_keyring`; if there are too many, those with the ids of *known*.
+        rows: All rows of `secure_keyring`; if there are more than `MAX_ROWS`, only the rows whose
+            ids are in *known*.
         roots: The providers of all root keys that were given, by root key id.
         writer: The id of the writing backend's root key.
         database_id: The id of the database, 16 bytes.
         known: A keyring read earlier.  Rows that have not changed since are not unwrapped again.
         leaves_pending: Whether a failure of a key service leaves a row pending, as in a running
             service.
-        row_count: The number of stored rows; by default, that of *rows*.
+        row_count: The number of stored rows; by default, the number of *rows*.
 
     Raises:
-        WrongKeyError: there are more than `MAX_ROWS` rows; or a row is malformed, its root key is
-            not in *roots*, or does not unwrap it; or the keyring has no index master or no
-            data master.
-        PlaintextRefusedError: a row is stored as plaintext, and `NoOpBackend` is not listed.
-        KeyServiceError: a provider failed, and no data master is left without that row.
+        WrongKeyError: There are more than `MAX_ROWS` rows; or a row is malformed; or a row's root
+            key is not in *roots* or does not unwrap the row; or the keyring has no index master or
+            no data master.
+        PlaintextRefusedError: A master key is stored as plaintext, and `NoOpBackend` is not listed.
+        KeyServiceError: A provider failed, and *known* is None, or *leaves_pending* is False, or no
+            data master can be used.
     """
     rows = list(rows)
     row_count = len(rows) if row_count is None else row_count
@@ -400,8 +410,10 @@ async def open_keyring(
                 "only the master keys that it knows; delete the rows that you did not create",
                 MAX_ROWS,
             )
-    # The rows that are known come first: of several rows with one id, these are ours.  Rows that
-    # failed before come last: an attacker may have inserted them to delay a new master.
+    # Rows that are the same as in the known keyring come first: if several rows have the same id,
+    # only the first is accepted.  Rows that were pending in the known keyring, because their key
+    # service failed, come last: an attacker may have inserted them to delay the unwrapping of a new
+    # data master.
     rows.sort(key=opening.order)
     sound = [row for row in rows if not opening.rejects_form(row)]
     index = await opening.index_master([row for row in sound if row.purpose == INDEX])
@@ -448,12 +460,12 @@ class _Opening:
         self.accepted: dict[int, MasterKeyRow] = {}
         self.rejected: list[MasterKeyRow] = []
         self.pending: list[MasterKeyRow] = []
-        self.failure: SecureSessionError | None = None  # of the first pending row
+        self.failure: SecureSessionError | None = None  # the error of the first pending row
         self._ids: set[int] = set()
         self._failing: set[str] = set()  # root keys whose service gave no answer
 
     def order(self, row: MasterKeyRow) -> int:
-        """Return a number by which the rows are sorted before they are unwrapped."""
+        """Return the sort key of *row*: 0 if it has not changed, 1 if new, 2 if it was pending."""
         if self.is_known(row):
             return 0
         return 2 if self._known is not None and self._known.has_pending(row) else 1
@@ -485,7 +497,11 @@ class _Opening:
         return False
 
     async def index_master(self, rows: list[MasterKeyRow]) -> BlindIndex | None:
-        """Return the index master; None if no row of *rows*, the index masters, is accepted."""
+        """Return the index master of the known keyring or, without one, of an accepted row.
+
+        *rows* are the rows of index masters.  If none of them is accepted and no keyring is known,
+        return None.
+        """
         known = self._known
         if len(rows) > 1:
             before = known.rows.values() if known else ()
@@ -519,8 +535,8 @@ class _Opening:
                 self.accepted[row.id] = row
             else:
                 new.append(row)
-        # A running service expects one new row.  It unwraps rows one after another, so that rows
-        # of an attacker cannot cause many calls at once.
+        # A running service expects at most one new row.  It unwraps rows one after another, so that
+        # rows that an attacker inserted cannot cause many simultaneous calls.
         step = _AT_ONCE if self._known is None else 1
         for start in range(0, len(new), step):
             part = new[start : start + step]
@@ -532,7 +548,11 @@ class _Opening:
         return masters
 
     def _is_same(self, row: MasterKeyRow, key: MasterKey) -> bool:
-        """Reject a changed *row* if its *key* is not that of the known row with its id."""
+        """Return whether *key* may be the key of *row*; if not, reject *row*.
+
+        If this process has unwrapped a data master with the id of *row* before, *key* must be equal
+        to that data master.
+        """
         known = self._known
         if known is None:
             return True
@@ -549,7 +569,8 @@ class _Opening:
             self.rejected.append(row)
             return None
         if row.root_key_id in self._failing or self._is_paused(row):
-            self.pending.append(row)  # each call may take as long as the one that failed
+            # Do not call the service: the call may take as long as the one that failed.
+            self.pending.append(row)
             return None
         try:
             return await unwrap_master_key(row, self._roots, self._database_id)
@@ -667,9 +688,9 @@ async def unwrap_master_key(
 
 
 async def _answer_of(root: KeyProvider, answer: Awaitable[bytes]) -> MasterKey:
-    """Await *answer*, a call of *root*, and return its result: a master key or a wrapped one.
+    """Await *answer*, a call of *root*, and return its result: a plain or wrapped master key.
 
-    Errors are raised without the frames of the provider, whose local variables contain keys.
+    Errors are raised without the provider's frames, because their local variables contain keys.
 
     Raises:
         SecureSessionError: The provider has raised this error.
@@ -686,7 +707,8 @@ async def _answer_of(root: KeyProvider, answer: Awaitable[bytes]) -> MasterKey:
         failure, name = without_frames(error), ""
     except Exception as error:
         name = type(error).__name__
-    # Also CancelledError: `asyncio.timeout` makes it the cause of a TimeoutError.
+    # CancelledError must have no frames, either: `asyncio.timeout` makes it the cause of a
+    # TimeoutError.
     except BaseException as error:
         raise without_frames(error) from None
     if failure is None:

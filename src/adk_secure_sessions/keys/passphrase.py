@@ -47,11 +47,11 @@ class PassphraseKey(KeyMaterial):
             (NFC).
         key_id: The name of the root key.  Use a different name for each passphrase.  The name
             `none` and names that begin with `key:` are reserved for other kinds of root keys.
-        max_iterations: `unwrap` rejects a wrapped key if its stored number of iterations is higher.
-            The default values of this limit and of the next two limits are the cost that `wrap`
-            uses for a new salt.
-        max_lanes: The same limit for the number of lanes (Argon2 threads).
-        max_memory_kib: The same limit for the size of memory, in KiB.
+        max_iterations: The maximum number of iterations: `unwrap` rejects a wrapped key if the
+            number that is stored with the key is higher.  For this limit and the next two limits,
+            the default is the value that `wrap` uses.
+        max_lanes: The maximum number of lanes (Argon2 threads), checked in the same way.
+        max_memory_kib: The maximum size of memory in KiB, checked in the same way.
 
     Raises:
         ConfigurationError: `passphrase` is empty, or `key_id` is empty or not allowed.
@@ -73,8 +73,8 @@ class PassphraseKey(KeyMaterial):
             raise ConfigurationError("the passphrase is empty")
         check_key_id(key_id)
         self.key_id: str = key_id
-        # The stored cost is used before it is authenticated.  Without limits, an attacker who can
-        # write to the database could make opening it take much time and memory.
+        # The derivation uses the stored cost before the cost is authenticated.  Without limits, an
+        # attacker who can write to the database could make a start take much time and memory.
         self._max_cost = (max_iterations, max_lanes, max_memory_kib)
         # Systems encode the same text in different ways: é is one code point or two.  NFC makes the
         # results equal.
@@ -98,8 +98,8 @@ class PassphraseKey(KeyMaterial):
     async def wrap(self, key: bytes, associated_data: bytes) -> bytes:
         """Encrypt `key` with a key derived from the passphrase.
 
-        All calls reuse the first salt that `wrap` or `unwrap` of this object used, because each
-        further salt costs another derivation.
+        All calls of this object use the same salt, because each further salt would cost another
+        derivation.  It is the salt of the first call of `wrap` or `unwrap`.
 
         Raises:
             ConfigurationError: This build of `cryptography` has no Argon2id.

@@ -56,7 +56,7 @@ class _Module:
 
     @contextmanager
     def held(self, seconds: float) -> Iterator[Any]:
-        """Lock the library for this thread, initialize it if needed, and yield it.
+        """Lock the library for this thread, initialize the library if needed, and yield it.
 
         Raises:
             TimeoutError: Another thread has locked the library for longer than *seconds*.
@@ -219,7 +219,7 @@ def _session(token: Any, pin: str) -> Iterator[Any]:
     try:
         session = token.open(user_pin=pin)
     except UserAlreadyLoggedIn:
-        # Other code has logged in, and a login is valid for the whole process.
+        # Other code of this process has logged in.  A login is valid for the whole process.
         session = token.open()
     with session:
         yield session

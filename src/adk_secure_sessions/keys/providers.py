@@ -120,7 +120,7 @@ def parse_key(key: bytes | str) -> bytes:
 
 
 def _derive(key: bytes, purpose: str, length: int) -> bytes:
-    # Do not use the root key itself: the application may use it with other algorithms, too.
+    # Do not encrypt with the root key itself: the application may use the same key elsewhere.
     info = f"adk-secure-sessions/v1/{purpose}".encode()
     return HKDFExpand(SHA256(), length, info).derive(key)
 
@@ -238,7 +238,7 @@ _BINARY = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)  # O_BINARY: 
 
 
 def _fault(name: str, status: os.stat_result) -> str | None:
-    """Return why the file *name* must not contain a secret; None if it may."""
+    """Return why the file *name* must not contain a secret; None if nothing is wrong."""
     if not stat.S_ISREG(status.st_mode):
         return f"the key file {name} is not a regular file"
     if os.name != "posix":

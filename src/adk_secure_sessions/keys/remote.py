@@ -32,7 +32,7 @@ _is_calling: ContextVar[bool] = ContextVar("adk_secure_sessions_is_calling", def
 
 
 class _Quiet(logging.Filter):
-    """Discards debug messages of libraries during our calls, which may contain plaintext keys."""
+    """Discards debug messages that libraries log in our calls: they may contain plaintext keys."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return record.levelno > logging.DEBUG or not _is_calling.get()
@@ -42,10 +42,10 @@ _quiet = _Quiet()
 
 
 class RemoteKey(KeyMaterial):
-    """A root key in a key service, which encrypts and decrypts with the key on request.
+    """A root key in a key service, which encrypts and decrypts with this key on request.
 
-    No connection stays open between two calls, so one object works in every event loop and in
-    forked processes.  Two objects are equal if they name the same key of the same service.
+    No connection stays open between two calls, so an object can be used in several event loops and
+    in forked processes.  Two objects are equal if they name the same key of the same service.
 
     Attributes:
         pause: The upper limit of the pause before the second attempt, in seconds.  The limit
@@ -146,7 +146,7 @@ class RemoteKey(KeyMaterial):
 
 
 def _silence_libraries() -> None:
-    """Add `_quiet` to all loggers of the libraries, because a filter has no effect on children."""
+    """Add `_quiet` to every logger of the libraries; a filter does not apply to child loggers."""
     for name in list(logging.root.manager.loggerDict):
         if name.partition(".")[0] in _LOGGERS:
             logging.getLogger(name).addFilter(_quiet)
@@ -155,8 +155,8 @@ def _silence_libraries() -> None:
 async def in_thread(call: Callable[[], bytes]) -> bytes:
     """Run *call*, which blocks, in a thread, and return its result.
 
-    asyncio's debug log contains the arguments and the result of `asyncio.to_thread`.  So this
-    function passes no arguments, and returns the result in another way.
+    The debug log of asyncio contains the arguments and the result of `asyncio.to_thread`, which
+    may be keys.  So *call* takes no arguments, and puts its result into a list.
     """
     result: list[bytes] = []
     await asyncio.to_thread(lambda: result.append(call()))
@@ -169,7 +169,7 @@ def require(extra: str, *modules: str, user: str = "this key") -> None:
     Args:
         extra: The extra of this package that installs the modules.
         modules: The modules to import.
-        user: What needs the modules, for the error.
+        user: The name of the object that needs the modules, for the text of the error.
 
     Raises:
         ConfigurationError: A module cannot be imported.
@@ -187,7 +187,7 @@ def require(extra: str, *modules: str, user: str = "this key") -> None:
 
 
 def is_plain_http(url: str) -> bool:
-    """Return whether *url* is an address without TLS.  Use no proxy for such an address.
+    """Return whether *url* is an address without TLS.  Callers use no proxy for such an address.
 
     A proxy for plain HTTP can read the keys.  A proxy for TLS only forwards encrypted bytes.
     """

@@ -58,8 +58,9 @@ class VaultKey(RemoteKey):
             the option `derived`.
         address: The URL of Vault: `https://…`, or `http://…` on this machine; by default
             `VAULT_ADDR`.
-        namespace: The Vault namespace; by default `VAULT_NAMESPACE`, or none if that is not set.
-        token: The Vault token; by default `VAULT_TOKEN`, unless `token_file` or `role_id` is given.
+        namespace: The Vault namespace; by default `VAULT_NAMESPACE`.  If neither is set, no
+            namespace is used.
+        token: The Vault token; by default `VAULT_TOKEN`, unless `token_file` or a role id is given.
         token_file: A file with the token, such as the sink file of a Vault agent.  Each call reads
             the file.
         role_id: The role id for an AppRole login; by default `VAULT_ROLE_ID`.
@@ -126,8 +127,8 @@ class VaultKey(RemoteKey):
         self._logging_in = LoopLocks()
 
     async def _encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
-        # Servers before 1.13 ignore associated_data.  So append its hash to the plaintext, for
-        # `_decrypt` to check.
+        # Servers before 1.13 ignore associated_data.  So append the hash of associated_data to the
+        # plaintext, and let `_decrypt` check the hash.
         content = plaintext + hashlib.sha256(associated_data).digest()
         answer = await self._transit(
             "encrypt", plaintext=_text(content), associated_data=_text(associated_data)

@@ -12,11 +12,11 @@ class Check(NamedTuple):
         format_version: The version of the stored format.
         root_key_id: The id of the root key of `backend`.
         masters: The number of master keys; the given root keys unwrap all of them.
-        master_id: The id of the data master that wraps new data keys; None if the first service to
-            start creates one.
+        master_id: The id of the data master that wraps new data keys; None if there is none yet:
+            the next service that starts creates one.
         has_key_database: True if the keys are in a key database.
-        has_plaintext_records: True if `NoOpBackend` has written to the database.  This comes from a
-            row of `secure_meta` that is not authenticated.
+        has_plaintext_records: True if `NoOpBackend` has written to the database.  This value comes
+            from a row of `secure_meta` that is not authenticated.
     """
 
     format_version: str
@@ -30,8 +30,8 @@ class Check(NamedTuple):
 async def check(db: Database) -> Check:
     """Open the database and its keys as a service does when it starts, without writing.
 
-    `check` examines the tables and unwraps the master keys.  It reads no session (`verify` does)
-    and does not check the permission to write.
+    `check` examines the tables and unwraps the master keys.  It reads no session (use `verify` for
+    that), and does not check whether the account may write.
 
     Args:
         db: The database, with the backends that the service has.

@@ -1,7 +1,8 @@
 """Remove the bytes of deleted rows from the files of a database.
 
-When a row is deleted or replaced, a database only marks its space as free.  The bytes of the row
-remain in the file.  docs/erasure.md describes which bytes remain on each kind of database.
+When a row is deleted or replaced, a database only marks the row's space in the file as free.  The
+bytes of the row remain in the file.  docs/erasure.md describes which bytes remain on each kind of
+database.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ import sqlalchemy as sa
 from adk_secure_sessions.db.protocol import Conflict, Disconnected, Executor
 from adk_secure_sessions.errors import DatabaseError
 
-_NOT_ASKED = "the table of the data keys was not rewritten"
+_NOT_REWRITTEN = "the table of the data keys was not rewritten"
 _IN_USE = "other connections used the database all the time"
 
 
@@ -70,7 +71,7 @@ def _clear_now(table: sa.Table, lock_wait: int, rewrite: bool, connection: sa.Co
     if kind == "sqlite":
         return _clear_sqlite(lock_wait, rewrite, connection)
     if not rewrite:
-        return _NOT_ASKED
+        return _NOT_REWRITTEN
     if kind == "postgresql":
         return _rewrite_postgresql(table.name, lock_wait, connection)
     if kind in ("mysql", "mariadb"):
@@ -121,9 +122,10 @@ def _rewrite_mysql(name: str, lock_wait: int, connection: sa.Connection) -> str:
     if getattr(connection.dialect, "is_mariadb", False):
         rows = connection.exec_driver_sql(f"{statement} WAIT {lock_wait}").all()
     else:
-        # MySQL has no limit for this one statement: OPTIMIZE takes neither WAIT nor the hint
-        # SET_VAR.  The setting is harmless if a pooler gives the connection to others because the
-        # process was killed: they wait at most *lock_wait* seconds for locks of whole tables.
+        # MySQL cannot limit the wait of this one statement: OPTIMIZE accepts neither WAIT nor the
+        # hint SET_VAR.  If this process is killed, a pooler may give the connection to another
+        # client with the changed setting.  This is harmless: that client waits at most *lock_wait*
+        # seconds for the lock of a whole table.
         show, change = "SELECT @@lock_wait_timeout", "SET lock_wait_timeout = {}"
         with _setting(connection, show, change, lock_wait):
             rows = connection.exec_driver_sql(statement).all()
@@ -133,7 +135,11 @@ def _rewrite_mysql(name: str, lock_wait: int, connection: sa.Connection) -> str:
 
 @contextmanager
 def _setting(connection: sa.Connection, show: str, change: str, value: object) -> Iterator[None]:
-    """Change a setting while the block runs, then restore it for later users of *connection*."""
+    """Change a setting of *connection* during the block, and restore the old value afterwards.
+
+    *show* is the statement that reads the setting.  *change* is the statement that sets it, with
+    `{}` for the value.
+    """
     before = connection.exec_driver_sql(show).scalar()
     connection.exec_driver_sql(change.format(value)).close()
     try:

@@ -27,12 +27,12 @@ from adk_secure_sessions.storage import (
 )
 
 if TYPE_CHECKING:
-    from sqlalchemy.ext.asyncio import AsyncEngine  # takes a third of a second
+    from sqlalchemy.ext.asyncio import AsyncEngine  # this import takes a third of a second
 
 T = TypeVar("T")
 
-# The number of entries in each cache.  A command reads each row once, one owner after another, so
-# larger caches would only take memory.
+# The maximum number of entries in each cache.  A command reads each row once, one owner after
+# another, so larger caches would only take memory.
 _CACHED = 64
 
 
@@ -43,8 +43,8 @@ class Limits(NamedTuple):
         rows: The maximum number of app, user or session rows to read with their states.
         headers: The maximum number of rows to read with only primary keys and record headers.
         names: The maximum number of row ids to list in the statement.
-        lock_wait: The maximum number of seconds to wait for a lock.  Services may wait that long,
-            too.
+        lock_wait: The maximum number of seconds to wait for a lock.  Services may have to wait as
+            long behind the waiting statement.
     """
 
     rows: int = 100
@@ -144,7 +144,7 @@ class Database(KeyMaterial):
         return self._store
 
     async def renew_keyring(self) -> Keyring:
-        """Read the keyring again, after master keys were added or removed, and return it."""
+        """Read the keyring again, and return it; call this after master keys have changed."""
         keys = await self.keys()
         await self.unit.renew_keyring(keys.keyring)
         return keys.keyring
@@ -152,8 +152,8 @@ class Database(KeyMaterial):
     async def keys_of(self, *owners: object) -> StagedKeys:
         """Read the data keys of *owners* (tags) from the database.
 
-        This call does not raise an error for a tampered data key.  Each later use of the data key
-        raises the error.
+        A tampered data key raises no error in this call.  Each later use of the data key raises
+        DecryptionError.
         """
         return await self.unit.data_keys_of(*owners)
 
@@ -162,7 +162,7 @@ class Database(KeyMaterial):
         return await self.unit.read(query, parameters)
 
     async def read_keys(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
-        """Do the same as `read` for a query of `secure_keyring` or `secure_data_keys`."""
+        """Run *query* on the key tables; otherwise like `read`."""
         return await self.unit.read_keys(query, parameters)
 
     def reader_of(
@@ -179,7 +179,7 @@ class Database(KeyMaterial):
         return await self.unit.change(work, commit=commit)
 
     async def change_keys(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
-        """Do the same as `change` for `secure_keyring` and `secure_data_keys`."""
+        """Run *work* on the database that has the key tables; otherwise like `change`."""
         return await self.unit.change_keys(work, commit=commit)
 
     async def close(self) -> None:
@@ -213,7 +213,8 @@ class Database(KeyMaterial):
 def see_what_is_committed(connection: sa.Connection) -> None:
     """Set the isolation level READ COMMITTED; call this at the start of a transaction.
 
-    Each statement then sees what other transactions committed before the statement began.
+    Each statement of the transaction then sees the changes that other transactions had committed
+    when the statement began.
     """
     if connection.dialect.name in ("postgresql", "mysql", "mariadb"):
         connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL READ COMMITTED").close()

@@ -41,7 +41,7 @@ class Bounds(NamedTuple):
 
 
 class Range(NamedTuple):
-    """A range of primary keys: above *after*, up to and including *last*; None means no limit."""
+    """The primary keys above *after*, up to and including *last*; None means no limit."""
 
     after: int | bytes | None
     last: int | bytes | None
@@ -69,19 +69,19 @@ def within(key: sa.ColumnElement[Any], bounds: Bounds) -> list[sa.ColumnElement[
 
 
 async def ranges(db: Database, key: sa.Column[Any], size: int) -> AsyncIterator[Range]:
-    """Yield ranges of *key* that together cover all values, each with *size* rows.
+    """Yield ranges of the primary key *key* that together cover all rows, with *size* rows each.
 
     The last range may have fewer rows or, after tampering, more rows.  This function reads only the
-    last key of each range.  The caller reads the rows of the range.  One statement for both would
-    need a LIMIT in a subquery, which MySQL rejects.
+    last key of each range, and the caller reads the rows.  A single statement that reads the last
+    key and the rows would need a LIMIT in a subquery, which MySQL rejects.
     """
     read = db.reader_of(key.table)
     after = None
     while True:
         query = _last_key(key, after is not None)
         rows = await read(query, {**Range(after, None).parameters, "step": size - 1})
-        # SQLite stores any type in any column, so a modified key may have a wrong type.  Such a
-        # key cannot end a range.  Its row and all remaining rows belong to the last range.
+        # SQLite stores any type in any column, so a modified key may have a wrong type.  A range
+        # cannot end at such a key, so its row and all remaining rows belong to the last range.
         last = next((found for (found,) in rows if isinstance(found, int | bytes)), None)
         yield Range(after, last)
         if last is None:
@@ -101,8 +101,9 @@ async def batches(
     Args:
         db: The database.
         key: The primary key, whose ranges have *size* rows each.
-        statement: Returns the statement that reads the rows of a range with these bounds.
-        row: Converts the columns of a row.
+        statement: A function that returns the statement that reads the rows of a range with the
+            given bounds.
+        row: A function that converts the columns of a row, such as a class of named tuples.
         size: The number of rows in each range.
     """
     read = db.reader_of(key.table)
@@ -120,7 +121,8 @@ def select_data_keys(bounds: Bounds) -> sa.Select[Any]:
 
 def first_rows(query: sa.Select[Any], limit: sa.ColumnElement[int]) -> sa.Select[Any]:
     """Restrict *query* to its first *limit* rows."""
-    # Without an offset, SQLAlchemy adds a parameter for the offset on SQLite, which no caller sets.
+    # Without an offset, SQLAlchemy adds a parameter for the offset on SQLite.  No caller has a
+    # value for this parameter.
     zero: sa.ColumnElement[int] = sa.literal_column("0")
     return query.limit(limit).offset(zero)
 
@@ -133,10 +135,15 @@ def _last_key(key: sa.Column[Any], has_after: bool) -> sa.Select[Any]:
 
 
 class Meter:
-    """Counts processed rows, calls *progress*, and waits so as not to exceed *rows_per_second*.
+    """Counts processed rows, reports progress, and pauses to keep to *rows_per_second*.
 
-    Count only rows that were read.  Do not count a number that a row contains, such as a revision:
-    an attacker may have modified it, and a large number would make the command wait for ever.
+    Count only rows that were read.  Do not add a number that a row contains, such as a revision: an
+    attacker may have modified the number, and a large one would make the command wait for ever.
+
+    Args:
+        progress: Called with the number of processed rows and *total*; None for no report.
+        total: The expected number of rows.
+        rows_per_second: The maximum average speed; None for no limit.
     """
 
     def __init__(self, progress: Progress | None, total: int, rows_per_second: float | None):
@@ -147,7 +154,7 @@ class Meter:
         self._done = 0
 
     async def advance(self, rows: int = 1) -> None:
-        """Count and report *rows* more rows; wait if the average exceeds *rows_per_second*."""
+        """Count and report *rows* more rows; pause if more than *rows_per_second* were counted."""
         self._done += rows
         if self._progress is not None and rows:
             # Services keep writing, so more rows may come than were counted at the start.
@@ -168,14 +175,14 @@ class Meter:
 
 
 class RecordCount(NamedTuple):
-    """How many rows of one table were encrypted by one backend.
+    """How many rows of one table one backend has encrypted.
 
     Attributes:
         table: The table's name.
         backend_id: The id of the backend; None for values in an unknown format.
         rows: The number of these rows.
         newest: How many of these rows are encrypted with the newest data key of their owner (the
-            user or app).
+            user or app), which is the data key with the highest generation.
     """
 
     table: str
@@ -231,8 +238,9 @@ async def count_records(
 ) -> tuple[RecordCount, ...]:
     """Count records by table and by the backend in the header; no record is decrypted.
 
-    No record of an owner counts as `newest` if the newest data key of the owner was created before
-    *since* (microseconds since 1970), or if *masters* are given and do not unwrap that data key.
+    A record counts as `newest` if its header names the newest data key of its owner.  In addition,
+    this data key must have been created at *since* (microseconds since 1970) or later and, if
+    *masters* are given, must be one that *masters* unwrap.
     """
     counts: Counter[tuple[str, int | None]] = Counter()
     newest: Counter[tuple[str, int | None]] = Counter()
@@ -285,7 +293,11 @@ class _DataKeyGroup(NamedTuple):
 async def _newest_keys(
     db: Database, owners: set[object], since: int, masters: Keyring | None
 ) -> dict[object, int | None]:
-    """Map each owner to the id of its newest data key; to None as `count_records` says."""
+    """Map each owner's tag to the id of the owner's newest data key.
+
+    If the data key does not meet the conditions that `count_records` describes, map the tag to
+    None.
+    """
     rows = (await read_data_keys(db.read_keys, owners)).data_keys
     # SQLite stores any type in any column, so a modified generation may not be a number.
     numbered = [row for row in rows if isinstance(row.generation, int)]
@@ -301,7 +313,7 @@ async def _newest_keys(
 
 
 def can_unwrap(row: DataKeyRow, masters: Keyring) -> bool:
-    """Return whether *masters* unwrap the data key in *row*, which proves *row* authentic."""
+    """Return whether *masters* unwrap the data key in *row*; if so, *row* is authentic."""
     try:
         unwrap_data_key(row, masters)
     except DecryptionError:
@@ -312,8 +324,8 @@ def can_unwrap(row: DataKeyRow, masters: Keyring) -> bool:
 # --- statements that count -----------------------------------------------------------------------
 
 _MOST_EVENTS = 10**15
-# If revisions were tampered with, their sum may exceed 64 bits.  SQLite then raises an error for a
-# sum of integers, so multiply the revisions by 1.0.
+# If revisions were tampered with, their sum may exceed 64 bits, and SQLite raises an error for such
+# a sum of integers.  So multiply the revisions by 1.0.
 _CLAIMED_EVENTS = sa.select(sa.func.sum(sessions.c.revision * sa.literal_column("1.0")))
 
 
@@ -388,7 +400,7 @@ def _witnesses(bounds: Bounds) -> sa.Select[Any]:
 
 
 class _Counted(NamedTuple):
-    """A table, the key by whose ranges its records are counted, and the query for a range."""
+    """A table, the key whose ranges divide its rows into batches, and the query for one range."""
 
     table: sa.Table
     key: sa.Column[Any]

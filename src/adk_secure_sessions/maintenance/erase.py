@@ -31,13 +31,13 @@ class Erasure(NamedTuple):
     Attributes:
         data_keys: The data keys of the user, of all generations.
         users: 1, or 0 if the user does not exist or the user's row had been removed.
-        sessions: The sessions of the user.
+        sessions: The sessions and collections of the user.
         bases: The snapshots of these sessions.
-        events: The events of these sessions.
-        witnesses: The version witnesses of the user and of these sessions.
+        events: The events of these sessions, and the items of these collections.
+        witnesses: The version witnesses of the user and of these sessions and collections.
         cleared: True if the database file contains no copy of the data keys any more, not even in
             free space.  Logs, replicas and backups are never cleared.
-        obstacle: Why `cleared` is False; empty if it is True.
+        obstacle: Why `cleared` is False; empty if `cleared` is True.
     """
 
     data_keys: int
@@ -109,7 +109,7 @@ async def erase_user(
 
 
 class _Erasing(NamedTuple):
-    """Erases the user with the tag *tag*; a dry run only counts the user's rows."""
+    """The erasure of the user with the tag *tag*; a dry run only counts the user's rows."""
 
     tag: bytes
     dry_run: bool
@@ -161,7 +161,8 @@ class _Deletion:
         """Run all *steps* in passes until a pass finds no more rows.
 
         A service whose transaction began before this one may commit new rows during a pass.  The
-        next pass finds these rows, because each statement sees what was committed before it.
+        next pass finds these rows, because each statement sees all rows that were committed before
+        the statement began.
         """
         see_what_is_committed(self._connection)
         if not self._dry_run:
@@ -175,23 +176,23 @@ class _Deletion:
                 return
 
     def find_keys(self) -> None:
-        """Add the record headers that name the user's data keys to `headers`."""
+        """Read the user's data keys, and add the record headers that name them to `headers`."""
         c = data_keys.c
         query = sa.select(c.backend_id, c.id).where(c.owner == self._tag)
         for backend_id, key_id in self._connection.execute(query):
-            if backend_id in range(256):  # skip a row that was tampered with
+            if backend_id in range(256):  # no record names the key of a row with another backend id
                 self.headers.add(pack(backend_id, key_id))
 
     def delete_keys(self) -> None:
-        """Delete all data keys of the user.  This uses only the table of data keys."""
+        """Delete all data keys of the user.  This method uses only the table of data keys."""
         self._delete(data_keys, data_keys.c.owner == self._tag)
 
     def delete_rows(self) -> None:
         """Delete all rows of the user except the data keys.
 
-        Rows are locked in the same order as by services, to avoid deadlocks: first the sessions,
-        then the user, then the data keys.  Services cannot append events to a locked session.  They
-        cannot create sessions of a user whose row is deleted.
+        To avoid deadlocks, the sessions are locked first, then the user's row, as in a service.
+        Without a key database, `delete_keys` comes after this method.  Services cannot append
+        events to a locked session.  They cannot create sessions of a user whose row is deleted.
         """
         self._users |= self._user_rows()
         found = self._locked_sessions()
@@ -205,7 +206,11 @@ class _Deletion:
             self._delete(sessions, sessions.c.id.in_(ids))
 
     def _user_rows(self) -> set[int]:
-        """Return the ids of the user's rows, found by tag or, if that was modified, by header."""
+        """Return the ids of the user's rows: rows with the user's tag, or those found before.
+
+        If there are none, an attacker may have modified the tag.  Then return the rows whose
+        record has one of `headers`, which name the user's data keys.
+        """
         query = sa.select(users.c.id)
         found = self._ids(query.where(users.c.tag == self._tag)) or self._users
         if not found and self.headers:
@@ -215,8 +220,8 @@ class _Deletion:
     def _locked_sessions(self) -> list["_SessionKey"]:
         """Lock the rows of the user's sessions, and return their ids and tags.
 
-        Sessions that refer to the user's row are found.  If the user has no row, sessions are found
-        by the record headers that name the user's data keys.  A dry run does not lock the rows.
+        These are the sessions that refer to the user's row.  If the user has no row, they are the
+        sessions whose record has one of `headers`.  A dry run does not lock the rows.
         """
         c = sessions.c
         of_user: sa.ColumnElement[bool]
@@ -226,7 +231,8 @@ class _Deletion:
             of_user = header_of(c.state).in_(self.headers)
         else:
             return []
-        # SQLite stores any type in any column, so a modified tag may not be bytes.  Convert it.
+        # SQLite stores any type in any column.  If a tag was modified, it may not be bytes, so
+        # convert the tags to bytes.
         query = sa.select(c.id, sa.cast(c.tag, sa.LargeBinary)).where(of_user)
         if not self._dry_run:
             # From the second pass of `run` on, this transaction holds the lock on the user's row.

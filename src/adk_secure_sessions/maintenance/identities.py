@@ -25,7 +25,10 @@ from adk_secure_sessions.storage import (
 
 
 class SessionIds(NamedTuple):
-    """The ids that identify a session in ADK, or a collection with its name as *session_id*."""
+    """The ids that identify a session in ADK.
+
+    A collection has the same ids, with *is_collection* set and its name in *session_id*.
+    """
 
     app_name: str
     user_id: str
@@ -34,7 +37,7 @@ class SessionIds(NamedTuple):
 
 
 class LocatedSession(NamedTuple):
-    """A row of `secure_sessions`: its row id, its tag, and its decrypted ids or the error."""
+    """A row of `secure_sessions`: its row id, its tag, and the decrypted ids or the error."""
 
     row: int
     tag: bytes
@@ -80,8 +83,9 @@ async def located_sessions(
 ) -> AsyncIterator[LocatedSessions]:
     """Yield all sessions and collections in batches, each with its decrypted ids or an error.
 
-    If a session has ids, its row is authentic.  The events, the snapshot and the version witness of
-    a session are not read.
+    A collection is a named list of items (artifacts or memory), with a row in `secure_sessions`.
+    If ids were decrypted, the row is authentic.  The events, the snapshot and the version witness
+    of a session are not read.
 
     Args:
         db: The database.
@@ -106,9 +110,9 @@ def app_name_of(stored: object) -> str:
 
 
 class _SessionsAndOwners(NamedTuple):
-    """Session rows, the rows of their users, and the stored names of the users' apps.
+    """Session rows, the rows of their users by row id, and the names of the users' apps by row id.
 
-    The rows of users and the names of apps are given by row id.
+    The names are as stored, and may have been tampered with.
     """
 
     sessions: list[SessionColumns]
@@ -119,9 +123,10 @@ class _SessionsAndOwners(NamedTuple):
 async def _located_with_present_keys(
     db: Database, span: Range, before: int | None
 ) -> list[LocatedSession]:
-    """Read sessions and then their data keys; read both a second time if a data key is missing.
+    """Read sessions and then their data keys; if a data key is missing, read both a second time.
 
-    Between the two queries, another process may have re-encrypted rows and retired old data keys.
+    Between the query for sessions and the query for data keys, another process may re-encrypt the
+    sessions and retire their old data keys.
     """
     located = await _located(db, span, before)
     if any(isinstance(one.error, UnknownKeyError) for one in located):
@@ -182,7 +187,7 @@ _NUMBERS, _BLOBS = 7, 2
 
 @functools.cache
 def _sessions_users_apps(bounds: Bounds, by_time: bool) -> sa.CompoundSelect[Any]:
-    """Select sessions, users and apps in one statement, so that no write happens in between."""
+    """Return one query for sessions, their users and their apps, which therefore fit together."""
     s, u = sessions.c, users.c
     numbers = [s.id, s.user_row, s.revision, s.base_revision, s.created_at, s.updated_at]
     numbers.append(s.expires_at)
@@ -200,7 +205,7 @@ def _sessions_users_apps(bounds: Bounds, by_time: bool) -> sa.CompoundSelect[Any
 
 
 def purgeable() -> tuple[sa.ColumnElement[bool], ...]:
-    """Return the SQL conditions for the rows that `purge` deletes; their parameter is `before`."""
+    """Return the SQL conditions for rows that `purge` may delete; their parameter is `before`."""
     before = sa.bindparam("before", type_=sa.BigInteger)
     is_session = sessions.c.base_revision != sa.literal_column(str(COLLECTION))
     return is_session, sessions.c.updated_at < before

@@ -10,11 +10,11 @@ from adk_secure_sessions.formats.records import header
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import first_rows, header_of
 from adk_secure_sessions.storage import (
+    COLLECTION,
     apps,
     bases,
     data_keys,
     events,
-    identify,
     keyring,
     sessions,
     users,
@@ -23,33 +23,36 @@ from adk_secure_sessions.storage import (
 
 
 class Location(NamedTuple):
-    """Where the row of an app, user or session is stored.
+    """Where the row of an app, user, session or collection is stored.
 
     Attributes:
+        kind: `app`, `user`, `session` or `collection`.
         table: The table of the row.
         tag: The blind index of the ids, in hexadecimal.  The row's version witness in
-            `secure_witnesses` has the same tag.  The data keys of an app or user have this tag in
-            the column `owner` of `secure_data_keys`.
+            `secure_witnesses` has the same tag.  For an app or user, the column `owner` of
+            `secure_data_keys` contains this tag, too.
         row: The row's id; None if there is no such row.
     """
 
+    kind: str
     table: str
     tag: str
     row: int | None
 
 
 class RecordHeader(NamedTuple):
-    """The header of a stored record.  `inspect` does not authenticate it.
+    """The header of a stored record.  `inspect` does not authenticate the header.
 
     Attributes:
         row: The row's primary key; for a version witness, the tag in hexadecimal.
         column: The column that stores the record.
-        backend_id: The id of the backend that encrypted the record.  None for a master key and
-            for a value in an unknown format.
+        backend_id: The id of the backend that encrypted the record.  None if the value is a master
+            key or has an unknown format.
         key_id: The id of the key that encrypted the record: a data master if the record is a
             wrapped data key, otherwise a data key.  None if `backend_id` is None.
         root_key_id: For a master key, the id of the root key that wraps it; otherwise None.
         length: The length of the whole record in bytes.
+        kind: For a row of `secure_sessions`, `session` or `collection`; otherwise None.
     """
 
     row: str
@@ -58,6 +61,7 @@ class RecordHeader(NamedTuple):
     key_id: int | None
     root_key_id: str | None
     length: int
+    kind: str | None
 
 
 _RECORDS = {
@@ -77,27 +81,37 @@ TABLES = tuple(_RECORDS)
 
 
 async def lookup(
-    db: Database, app_name: str, user_id: str | None = None, session_id: str | None = None
+    db: Database,
+    app_name: str,
+    user_id: str | None = None,
+    session_id: str | None = None,
+    collection: str | None = None,
 ) -> tuple[Location, ...]:
-    """Find the rows of an app and, if the ids are given, of a user and of a session.
+    """Find the rows of an app and, if given, of a user, of a session and of a collection.
 
     Raises:
-        ConfigurationError: *session_id* was given without *user_id*, or the database cannot be
-            used.
+        ConfigurationError: *session_id* or *collection* was given without *user_id*, or the
+            database cannot be used.
         WrongKeyError: The root keys do not decrypt the keyring.
     """
     if session_id is not None and user_id is None:
         raise ConfigurationError("a session id is unique only for one user: give the user id, too")
-    who = identify((await db.keys()).keyring.index, app_name, user_id or "", session_id or "")
-    wanted = [(apps, who.app_tag)]
+    if collection is not None and user_id is None:
+        raise ConfigurationError("a collection belongs to a user: give the user id, too")
+    index = (await db.keys()).keyring.index
+    wanted = [("app", apps, index.app(app_name))]
     if user_id is not None:
-        wanted.append((users, who.user_tag))
-    if session_id is not None:
-        wanted.append((sessions, who.session_tag))
+        wanted.append(("user", users, index.user(app_name, user_id)))
+        if session_id is not None:
+            tag = index.session(app_name, user_id, session_id)
+            wanted.append(("session", sessions, tag))
+        if collection is not None:
+            tag = index.collection(app_name, user_id, collection)
+            wanted.append(("collection", sessions, tag))
     found = []
-    for table, tag in wanted:
+    for kind, table, tag in wanted:
         ids = [row_id for (row_id,) in await db.read(_by_tag(table), {"tag": tag})]
-        found.append(Location(table.name, tag.hex(), ids[0] if ids else None))
+        found.append(Location(kind, table.name, tag.hex(), ids[0] if ids else None))
     return tuple(found)
 
 
@@ -109,9 +123,9 @@ async def inspect(
     Args:
         db: The database; it needs no backend.
         table: A table that contains records, such as `secure_events`.
-        row: The row's primary key, a number.  For events and snapshots, give the row id of the
-            session; for a version witness, the tag in hexadecimal.  By default, the first rows of
-            the table are returned.
+        row: The row's primary key, a number.  For events, items and snapshots, give the row id of
+            the session or collection; for a version witness, the tag in hexadecimal.  By default,
+            the first rows of the table are returned.
         limit: The maximum number of rows to return.
 
     Raises:
@@ -127,10 +141,13 @@ async def inspect(
     source, column = _RECORDS[table]
     rows = await db.reader_of(source)(_headers(table, row is not None), parameters)
     made = []
-    for length, start, root_key_id, *key in rows:
+    for length, start, root_key_id, base_revision, *key in rows:
         backend_id, key_id = (None, None) if source is keyring else header(start) or (None, None)
         name = ", ".join(part.hex() if isinstance(part, bytes) else str(part) for part in key)
-        made.append(RecordHeader(name, column.name, backend_id, key_id, root_key_id, length))
+        kind = None
+        if source is sessions:
+            kind = "collection" if base_revision == COLLECTION else "session"
+        made.append(RecordHeader(name, column.name, backend_id, key_id, root_key_id, length, kind))
     return tuple(made)
 
 
@@ -156,7 +173,10 @@ def _headers(name: str, one: bool) -> sa.Select[Any]:
     if table is keyring:
         root = keyring.c.root_key_id
     length = sa.func.length(column)
-    query = sa.select(length, header_of(column), root, *key).order_by(*key)
+    base_revision: sa.ColumnElement[Any] = sa.cast(sa.null(), sa.BigInteger)
+    if table is sessions:
+        base_revision = sessions.c.base_revision
+    query = sa.select(length, header_of(column), root, base_revision, *key).order_by(*key)
     if one:
         query = query.where(key[0] == sa.bindparam("row", type_=key[0].type))
     return first_rows(query, sa.bindparam("limit", type_=sa.BigInteger))

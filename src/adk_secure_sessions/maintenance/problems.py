@@ -14,7 +14,8 @@ _MAX_LISTED = 1000
 # Errors that decrypting and decoding a row may raise.  The last two errors are raised only for
 # plaintext records, which are not authenticated.
 UNREADABLE = (DecryptionError, struct.error, UnicodeDecodeError)
-# If a row of these tables is bad, many other rows cannot be decrypted.
+# If a row of these tables is bad, many other rows cannot be decrypted, so the row would be reported
+# many times.
 _SHARED = (apps.name, users.name, data_keys.name)
 
 
@@ -51,16 +52,16 @@ class Problems:
         self._named |= other._named
 
     def suppress(self, table: str, row: object) -> None:
-        """Skip later calls of `add` for *row* with `once`: the cause has been reported already."""
+        """Make later calls of `add` with *once* skip *row*, whose problem is reported already."""
         self._named.add((table, str(row)))
 
     def add(
         self, table: str, row: object, reason: Reason, detail: str, *, once: bool = False
     ) -> None:
-        """Report a row.
+        """Count a problem of a row, and keep it in `kept` unless `kept` is full.
 
-        If *once* is True, skip the row if an earlier call had *once*, too, or if the row was passed
-        to `suppress`.
+        If *once* is True, do nothing if an earlier call with *once* reported the same row, or if
+        the row was passed to `suppress`.
         """
         if once:
             if (table, str(row)) in self._named:
@@ -71,11 +72,11 @@ class Problems:
             self.kept.append(Problem(table, str(row), reason, detail))
 
     def add_error(self, error: Exception, table: str, row: object) -> bool:
-        """Report the row that *error* names or, if *error* names no row, *row* of *table*.
+        """Add a problem for the row that *error* names or, if *error* names none, for *row*.
 
         Returns:
-            True if the reported row is an app, a user or a data key: other rows cannot be decrypted
-            without it.
+            True if the row is an app, a user or a data key: without it, other rows cannot be
+            decrypted.
         """
         reason, detail = Reason.MALFORMED, "its content is malformed"
         if isinstance(error, DecryptionError):

@@ -29,7 +29,7 @@ class Purge(NamedTuple):
         problems: The first 1000 bad rows: rows of sessions, users, apps or data keys that prevent
             decrypting an old session.
         before: A session is old if its last event is older than this time, in microseconds since
-            1970, UTC.  If this time is wrong, the clock of this machine is wrong.
+            1970, UTC.  The time was computed with the clock of this machine.
     """
 
     deleted: int
@@ -58,7 +58,8 @@ async def purge(
         older_than: The minimum age of a session.  The age is the difference between the clock of
             this machine and the timestamp of the last event, which the application sets.
         dry_run: Count the sessions, but delete nothing.
-        progress: Called with the number of old sessions processed and of all old sessions.
+        progress: Called with the number of old sessions processed and the number of all old
+            sessions.
         rows_per_second: The maximum number of sessions to delete per second.
 
     Raises:

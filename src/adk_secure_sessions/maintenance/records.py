@@ -28,6 +28,7 @@ from adk_secure_sessions.maintenance.engine import (
 from adk_secure_sessions.maintenance.identities import SessionColumns
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problems
 from adk_secure_sessions.storage import (
+    COLLECTION,
     Identity,
     UserRow,
     app_context,
@@ -48,8 +49,9 @@ from adk_secure_sessions.storage import (
 R = TypeVar("R", bound=tuple[Any, ...])
 Key = tuple[Any, ...]  # the values of a row's primary key
 
-# Records are re-encrypted in groups.  One statement reads a group.  A group has at most `_RECORDS`
-# records and at most `_BYTES` bytes, unless a single record is larger than `_BYTES`.
+# Records are re-encrypted in groups, and one statement reads a group.  A group has at most
+# `_RECORDS` records and at most `_BYTES` bytes.  A record larger than `_BYTES` is a group of its
+# own.
 _RECORDS = 64
 _BYTES = 4 * 1024 * 1024
 _SIZES = 1000  # how many primary keys with record lengths one statement reads
@@ -64,8 +66,9 @@ class RecordColumn(NamedTuple):
         table: The table that has the column.
         value: The column.
         key: The columns of the table's primary key.
-        version: A column that changes with every write of a row; None for events, which never
-            change.
+        version: A column that changes with every write of a row; None for events.  An event never
+            changes.  An item of a collection may be replaced, but that transaction reads the user's
+            row, and so encrypts with the key that a rotation has created before.
     """
 
     table: sa.Table
@@ -85,7 +88,7 @@ WITNESSES = RecordColumn(witnesses, witnesses.c.seal, (witnesses.c.tag,), witnes
 class Record(NamedTuple):
     """A stored record, still encrypted.
 
-    *context* returns the record's context, or raises DecryptionError.
+    *context* is a function that returns the record's context, or raises DecryptionError.
     """
 
     column: RecordColumn
@@ -111,13 +114,15 @@ class OwnerIds(NamedTuple):
 
 
 class SessionBatch(NamedTuple):
-    """Some sessions of one user, with their records and version witnesses.
+    """Some sessions of one user, with the records of their rows and their version witnesses.
 
-    *sessions* maps row ids to session ids.  *rows* is the number of sessions and version witnesses
-    that were read.  *span* is the range of session row ids.
+    *sessions* maps row ids to session ids.  It also contains collections, with their names:
+    *collections* has their row ids.  *rows* is the number of sessions and version witnesses that
+    were read.  *span* is the range of session row ids.
     """
 
     sessions: dict[int, str]
+    collections: frozenset[int]
     records: list[Record]
     rows: int
     span: Range
@@ -150,7 +155,7 @@ async def read_app(
 async def read_user(
     db: Database, keys: StagedKeys, row_id: int, app_name: str
 ) -> tuple[OwnerIds, list[Record]] | None:
-    """Read the records of a user's own row and version witness, but not of the sessions.
+    """Read the records of a user's row and its version witness, but not those of the sessions.
 
     Return None if the user's row does not exist.
 
@@ -197,7 +202,8 @@ async def session_batches(
         proofs = await _witness_records(db, owner.app_name, tags)
         records += proofs
         last = rows[-1].id
-        yield SessionBatch(ids, records, len(rows) + len(proofs), Range(after, last))
+        collections = frozenset(row.id for row in rows if row.base_revision == COLLECTION)
+        yield SessionBatch(ids, collections, records, len(rows) + len(proofs), Range(after, last))
         after = last
 
 
@@ -380,10 +386,7 @@ def _key_id(stored: object) -> int | None:
 async def _keys_of_others(
     db: Database, column: RecordColumn, owner: OwnerIds, batch: SessionBatch, current: bytes
 ) -> AsyncIterator[list[Key]]:
-    """Yield, in groups, the primary keys of the records of *batch* with another header.
-
-    The other headers are all headers except *current*.
-    """
+    """Yield, in groups, the primary keys of records of *batch* whose header is not *current*."""
     parameters = {**batch.span.parameters, "user_row": owner.row, "current": current}
     at: Sequence[int] = [-1] * len(column.key)
     while True:
@@ -415,7 +418,10 @@ def _fitting(sizes: Iterable[tuple[Key, int]]) -> Iterator[list[Key]]:
 
 
 async def _read(db: Database, column: RecordColumn, keys: Sequence[Key], row: type[R]) -> list[R]:
-    """Read the rows with the primary keys *keys*; the fields of *row* have the column names."""
+    """Return the rows with the primary keys *keys*, as named tuples of the class *row*.
+
+    The names of the fields are the names of the columns.
+    """
     columns = tuple(column.table.c[name] for name in row._fields)  # type: ignore[attr-defined]
     return [row(*values) for values in await _select(db, column, keys, columns)]
 
@@ -426,7 +432,8 @@ async def _select(
     rows: list[Row] = []
     for start in range(0, len(keys), _RECORDS):
         part = list(keys[start : start + _RECORDS])
-        part += part[:1] * (_RECORDS - len(part))  # the statement has 64 keys, so repeat one
+        # The statement always has `_RECORDS` keys, so fill the list with copies of the first key.
+        part += part[:1] * (_RECORDS - len(part))
         parameters = {
             f"k{number}_{position}": value
             for number, key in enumerate(part)
@@ -495,7 +502,7 @@ def _replace(changes: list[tuple[Record, bytes]], connection: sa.Connection) -> 
 
 @functools.cache
 def _swap(column: RecordColumn) -> sa.Update:
-    """Replace a record only if it has not changed since it was read (compare-and-swap).
+    """Return the UPDATE that replaces a record only if the record has not changed since its read.
 
     The statement compares the row's version and the record's header.  Every write of a row changes
     its version, and every re-encryption changes the key that the header names.

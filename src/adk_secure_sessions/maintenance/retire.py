@@ -118,7 +118,7 @@ async def retire(
         TamperedError: A row belongs to no session, user or app, or the row of a session cannot be
             decrypted; nothing was deleted.
     """
-    await db.renew_keyring()  # rejects the database if a later release has added a feature since
+    await db.renew_keyring()  # a later release may have added a feature, which this call rejects
     reject_wrapper(await db.survey(), "retire")
     await _reject_orphans(db)
     await _reject_unreadable_sessions(db)
@@ -162,7 +162,7 @@ def reject_wrapper(survey: Survey, command: str) -> None:
 
 
 class _OlderKeys(NamedTuple):
-    """The data keys of one owner that were replaced by a newer one."""
+    """The data keys of one owner that were replaced: all except the newest (by generation)."""
 
     kept: list[KeptKey]
     unused: list[DataKeyRow]
@@ -178,8 +178,8 @@ class _OwnerRow(NamedTuple):
 async def _reject_orphans(db: Database) -> None:
     """Raise TamperedError if a row belongs to no session, user or app.
 
-    An attacker may have removed the session, user or app, and somebody may restore it later.  Until
-    then, the owner of the orphaned row is unknown, so any data key may be needed.
+    An attacker may have removed the row of the session, user or app, and somebody may restore that
+    row later.  Until then, the owner of the orphaned row is unknown, so it may need any data key.
     """
     for column, key, owners in _REFERENCES:
         table = column.table
@@ -198,8 +198,8 @@ async def _reject_orphans(db: Database) -> None:
 async def _reject_unreadable_sessions(db: Database) -> None:
     """Raise TamperedError if the row of a session cannot be decrypted.
 
-    An attacker may have moved the session to another user.  Its owner is then unknown, so any data
-    key may be needed.
+    An attacker may have moved the session's row to another user.  Then the owner of the session is
+    unknown, so the session may need any data key.
     """
     async for batch in located_sessions(db):
         for one in batch.sessions:
@@ -214,8 +214,8 @@ async def _reject_unreadable_sessions(db: Database) -> None:
 
 
 _ONE: sa.ColumnElement[int] = sa.literal_column("1")
-# Each column that refers to another row, the primary key of its table, and the columns that may
-# contain the same value.
+# Each column that refers to another row, the primary key of its own table, and the columns of other
+# tables one of which must contain the same value.
 _REFERENCES: list[tuple[sa.Column[Any], sa.Column[Any], list[sa.Column[Any]]]] = [
     (users.c.app_row, users.c.id, [apps.c.id]),
     (sessions.c.user_row, sessions.c.id, [users.c.id]),
@@ -240,7 +240,7 @@ class _Audit(NamedTuple):
 
 
 async def _retire_data_keys(db: Database, owner: bytes, dry_run: bool) -> _OlderKeys:
-    """Delete the unused data keys of *owner*, and return kept and unused keys."""
+    """Delete the unused data keys of *owner*; return the replaced keys, kept and unused."""
     rows = (await read_data_keys(db.read_keys, [owner])).data_keys
     audit = await _audit(db, owner, rows)
     if audit is None:
@@ -251,9 +251,9 @@ async def _retire_data_keys(db: Database, owner: bytes, dry_run: bool) -> _Older
         return await db.change(work, commit=not dry_run)
     # The keys were read before the records.  Services may write in the meantime, but never with a
     # key that is deleted here:
-    # - The newest of the keys that were read is always kept.
+    # - The key with the highest generation of those that were read is always kept.
     # - Every key that is deleted here is older than all keys in use.  With a key database, a
-    #   service never replaces a record with a record under an older key.
+    #   service never replaces a record by a record under an older key.
     found = await db.change(partial(_find_headers, owner, dry_run), commit=not dry_run)
     keys = _sort_out(audit, found)
     if keys.unused and not dry_run:
@@ -305,8 +305,10 @@ async def _check_owner(
         problems = Problems()
         ids = OwnerIds(tag, row_id, app_name, owner.user_id)
         async for batch in session_batches(db, keys, ids, problems):
-            for session_id in batch.sessions.values():
-                of_session = await db.unit.identify(app_name, owner.user_id, session_id)
+            for row, session_id in batch.sessions.items():
+                of_session = await db.unit.identify(
+                    app_name, owner.user_id, session_id, row in batch.collections
+                )
                 session: CheckSession[None] = CheckSession(of_session, _undecoded)
                 await db.unit.run(session)
                 headers += session.headers
@@ -339,14 +341,17 @@ def _retire_beside_data(
 
 
 def _replaced(rows: list[DataKeyRow]) -> list[DataKeyRow]:
-    """Return all *rows* except the newest; if a row is malformed, return all *rows*."""
+    """Return all *rows* except the one with the highest generation, for the report of kept keys.
+
+    If a row is malformed, the newest key is not known, so return all *rows*.
+    """
     if not all(map(_is_sound, rows)):
         return rows
     return sorted(rows, key=attrgetter("generation"))[:-1]
 
 
 def _under(row: DataKeyRow, headers: Headers) -> list[tuple[str, int]]:
-    """Return `(table, rows)` for each table with records whose headers name the data key *row*."""
+    """Return the records whose header names the data key *row*, as pairs of table and number."""
     if not _is_sound(row):
         return []
     own = pack(row.backend_id, row.id)
@@ -411,9 +416,9 @@ def _find_headers(owner: bytes, dry_run: bool, connection: sa.Connection) -> Hea
 
 
 def _owner_row(owner: bytes, dry_run: bool, connection: sa.Connection) -> _OwnerRow | None:
-    """Find the row of *owner* and, except in a dry run, lock it.  None if there is no such row.
+    """Find the row of *owner* and, except in a dry run, lock it; return None if it does not exist.
 
-    The lock waits for transactions that add a session.
+    The lock waits for open transactions that add a session of the owner.
     """
     for table in (apps, users):
         query = sa.select(table.c.id).where(table.c.tag == owner)
@@ -424,7 +429,7 @@ def _owner_row(owner: bytes, dry_run: bool, connection: sa.Connection) -> _Owner
 
 
 def _count_headers(owner: bytes, row: _OwnerRow, connection: sa.Connection) -> Headers:
-    """Count the records of the owner with tag *owner* and row *row*, by table and header."""
+    """Count the records of an owner by table and header; *owner* is the tag of *row*."""
     counts: Headers = Counter()
     for name, query in _queries_by_header(owner, row):
         for header, number in connection.execute(query):
@@ -433,7 +438,7 @@ def _count_headers(owner: bytes, row: _OwnerRow, connection: sa.Connection) -> H
 
 
 def _queries_by_header(owner: bytes, row: _OwnerRow) -> Iterator[tuple[str, sa.Select[Any]]]:
-    """Yield table names, each with a query that counts the owner's records there by header."""
+    """Yield table names, each with a query that counts the owner's records in it by header."""
 
     def by_header(column: sa.Column[Any], *where: sa.ColumnElement[bool]) -> sa.Select[Any]:
         header = header_of(column)
@@ -456,7 +461,7 @@ def _queries_by_header(owner: bytes, row: _OwnerRow) -> Iterator[tuple[str, sa.S
 
 
 class _OlderMasters(NamedTuple):
-    """The data masters that were replaced by a newer one."""
+    """The data masters that were replaced: all except the newest (by time of creation)."""
 
     kept: list[KeptKey]
     unused: list[MasterKeyRow]
@@ -493,7 +498,7 @@ def _retire_masters(
     """
     see_what_is_committed(connection)
     if connection.dialect.name == "postgresql" and not dry_run:
-        # Wait for open transactions that store a data key, perhaps under one of these masters.
+        # Wait for open transactions that store a data key: one of these masters may wrap it.
         connection.execute(sa.text(f"LOCK TABLE {data_keys.name} IN SHARE MODE"))
     found = connection.execute(MASTER_KEYS if dry_run else MASTER_KEYS.with_for_update())
     stored = [MasterKeyRow(*row) for row in found]

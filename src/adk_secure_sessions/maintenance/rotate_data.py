@@ -175,7 +175,7 @@ class _DataRotationRun(Rotation):
         """Re-encrypt the records of an app or user, and report bad rows.
 
         If a record names an unknown data key, process the owner a second time: a service with
-        another backend may have created that key after the owner's keys were read.
+        another backend may have created this data key after the owner's data keys were read.
         """
         for is_last in (False, True):
             problems = self._reencryptor.problems = Problems()
@@ -227,8 +227,8 @@ class _DataRotationRun(Rotation):
         target = self._target(keys, owner.tag)
         header = pack(target.backend_id, target.id) if target else b""
         async for batch in session_batches(self._db, keys, owner, self._reencryptor.problems):
-            # Re-encrypt a session before its events.  Services never encrypt an event with a key
-            # that is older than the session's key, so all later events use the new key.
+            # Re-encrypt a session before its events.  Services never encrypt an event with a data
+            # key older than that of the session, so events appended later use the new data key.
             await self._reencrypt(keys, owner, batch.records)
             await self._meter.advance(batch.rows)
             async for records in snapshot_batches(self._db, owner, batch, header):
@@ -243,7 +243,11 @@ class _DataRotationRun(Rotation):
         await self._reencryptor.reencrypt(keys, owner.tag, records, target_id)
 
     def _target(self, keys: StagedKeys, owner: bytes) -> DataKey | None:
-        """Return the owner's new data key, or None if this rotation has not created it yet."""
+        """Return the owner's current data key if it is new, otherwise None.
+
+        It is new if it is also the newest one and was created at `since` or later.  In a dry run,
+        there may be no new data key.
+        """
         current = keys.current(owner)
         if current is None or not keys.current_is_newest(owner):
             return None
@@ -259,7 +263,8 @@ class _DataRotationRun(Rotation):
         return self._left_in.total()
 
     def _may_walk_again(self) -> bool:
-        # Services may have written records with old keys during the pass.
+        # Services may have written records with old keys during the pass.  But if the pass has
+        # re-encrypted nothing, another pass probably would not, either.
         return self._left > 0 and self._reencryptor.count > 0
 
 

@@ -123,10 +123,11 @@ class _MasterRotationRun(Rotation):
         return await count_rows(self._db, data_keys)
 
     async def _begin(self) -> None:
-        """Find the data master that this rotation has created, or create it.
+        """Find the data master that this rotation has created; if there is none, create it.
 
-        This is the newest data master under the root key of `backend`, if it was created at `since`
-        or later.  After this run or another process has added a data master, the loop looks again.
+        It is the newest data master (by time of creation) under the root key of `backend`, if it
+        was created at `since` or later.  After each attempt to add a data master, search again:
+        another process may have been faster.
         """
         root = self._db.backends.writer.root_key
         database_id = (await self._db.keys()).keyring.database_id
@@ -141,7 +142,8 @@ class _MasterRotationRun(Rotation):
                 return
             if self._dry_run:
                 return
-            # Services wrap new data keys with the newest data master: make this one the newest.
+            # Services wrap new data keys with the data master that was created last.  So the new
+            # one must have a later time of creation than all others.
             now = max([self._since, *(after_creation(keyring, row) for row in masters)])
             fresh = (await new_master(DATA, root, database_id, now)).row
             # Check that the new data master can be unwrapped before data keys depend on it.
@@ -158,7 +160,10 @@ class _MasterRotationRun(Rotation):
             await self._checkpoints.check(self._since)
 
     async def _wrap(self, rows: list[DataKeyRow], masters: Keyring) -> None:
-        """Wrap the data keys in *rows* with the new data master; read them back before counting."""
+        """Wrap the data keys in *rows* with the new data master.
+
+        Read each row back, and check that it unwraps to the same data key, before counting it.
+        """
         old: dict[int, DataKeyRow] = {}
         keys: dict[int, bytes] = {}
         for row in rows:
@@ -197,15 +202,15 @@ class _MasterRotationRun(Rotation):
         return sum(one.keys for one in counts if one.master_id != self._master_id)
 
     def _may_walk_again(self) -> bool:
-        # Other processes may have wrapped data keys with an old master during the pass.
+        # Other processes may have wrapped data keys with an old data master during the pass.
         return self._left > self._problems.count
 
 
 def _add(row: MasterKeyRow, known: int, connection: sa.Connection) -> None:
-    """Add *row* if the keyring still has *known* rows; otherwise, add nothing.
+    """Add *row* to the keyring if the keyring still has *known* rows; otherwise, add nothing.
 
-    If the number of rows differs, another process has changed the keyring.  Services detect a new
-    number of rows when they store a data key, if not before, and read the keyring again.
+    If the number of rows differs, another process has changed the keyring.  At the latest when a
+    service stores a data key, it detects the new number of rows and reads the keyring again.
     """
     if connection.scalar(sa.select(sa.func.count()).select_from(keyring)) == known:
         connection.execute(sa.insert(keyring).values(row._asdict()))
@@ -214,7 +219,7 @@ def _add(row: MasterKeyRow, known: int, connection: sa.Connection) -> None:
 def _rewrap(
     pairs: list[tuple[DataKeyRow, DataKeyRow]], master_id: int, connection: sa.Connection
 ) -> None:
-    """Replace the old row of each pair by the new one if its wrapped key has not changed."""
+    """For each pair of an old and a new row, store the new one if the old one has not changed."""
     parameters = [
         {"at_id": old.id, "at_wrapped": old.wrapped, "new": new.wrapped, "master_id": master_id}
         for old, new in pairs
@@ -227,8 +232,8 @@ _REWRAP = (
     .where(
         data_keys.c.id == sa.bindparam("at_id"),
         data_keys.c.wrapped == sa.bindparam("at_wrapped", type_=data_keys.c.wrapped.type),
-        # Require that the new data master still exists.  If another rotation has replaced it before
-        # it wrapped a data key, `retire` may have deleted it.
+        # Require that the new data master still exists.  If another rotation has replaced the new
+        # data master before it wrapped a data key, `retire` may have deleted it.
         sa.select(sa.literal_column("1")).where(keyring.c.id == sa.bindparam("master_id")).exists(),
     )
     .values(wrapped=sa.bindparam("new", type_=data_keys.c.wrapped.type))

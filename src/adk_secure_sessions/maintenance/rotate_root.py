@@ -61,8 +61,8 @@ async def rotate_root(db: Database, *, dry_run: bool = False) -> RootRotation:
     plaintext = [row for row in rows if row.root_key_id == PLAINTEXT_ROOT_KEY_ID]
     old = [row for row in rows if row.root_key_id not in (PLAINTEXT_ROOT_KEY_ID, root.key_id)]
     done = [row for row in rows if row.root_key_id == root.key_id]
-    # Also unwrap the master keys that the new root key already wraps.  This raises WrongKeyError if
-    # the given root key has the right id but is wrong.
+    # Also unwrap the master keys that the new root key already wraps.  If the given root key is
+    # wrong but has the right id, this raises WrongKeyError.
     roots, database_id = db.backends.roots, survey.database_id
     await at_once(*(unwrap_master_key(row, roots, database_id) for row in done))
     rewrap = partial(rewrap_master_key, roots=roots, database_id=database_id, new_root=root)
@@ -74,7 +74,7 @@ async def rotate_root(db: Database, *, dry_run: bool = False) -> RootRotation:
 
 
 async def _write(db: Database, old: list[MasterKeyRow], new: list[MasterKeyRow]) -> None:
-    """Replace the rows *old* by *new*; try again if the connection is lost before the answer."""
+    """Replace the rows *old* by *new*; if the connection is lost before the answer, try again."""
     is_first = True
 
     async def attempt() -> None:
@@ -98,8 +98,8 @@ async def _write(db: Database, old: list[MasterKeyRow], new: list[MasterKeyRow])
 def _replace(old: list[MasterKeyRow], new: list[MasterKeyRow]) -> Steps[bool]:
     """Replace the keyring rows *old* by *new*, and return True.
 
-    If a stored row differs from its row in *old*, no row is replaced.  The result is then False if
-    the first row differs; if only a later row differs, the executor raises Conflict.
+    If a stored row differs from its row in *old*, no row is replaced.  If the first row differs,
+    return False.  If only a later row differs, the executor raises Conflict.
     """
     replaced: bool = yield Apply(
         [

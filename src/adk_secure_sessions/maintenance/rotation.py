@@ -1,8 +1,9 @@
-"""Run a rotation in passes over all rows, with a checkpoint from which a next run continues.
+"""Run a rotation in passes over all rows; a killed rotation continues from its checkpoint.
 
 The clocks of different machines may differ.  Therefore the time at which a rotation begins, called
 *since*, is always later than the stored time of creation of every existing key.  The keys that the
-rotation creates are not older than *since*.  After that, only stored times are compared.
+rotation creates have a time of creation of *since* or later.  So a key is new or old by its stored
+time alone.
 """
 
 import hmac
@@ -66,7 +67,7 @@ class Rotation(ABC):
     """One run of a rotation.
 
     A pass processes all rows, and then counts the rows that still use older keys.  A service that
-    has not read a new key yet may use an old key for rows that the pass has already processed.
+    has not read a new key yet may write rows with an old key after the pass has processed them.
     Therefore a run has up to 3 passes.
     """
 
@@ -112,9 +113,8 @@ class Rotation(ABC):
     async def _walk(self) -> None:
         """Process all rows: replace their keys, unless in a dry run.
 
-        Call `Checkpoints.check` after each batch.  Skip rows whose key is already new.  Skipping is
-        much faster than replacing a key, so the next run after a killed run starts at the first
-        row.
+        Call `Checkpoints.check` after each batch.  Skip rows whose key is already new.  After a
+        killed run, the next run starts at the first row again: skipping rows is fast.
         """
 
     @abstractmethod
@@ -145,7 +145,8 @@ class Checkpoints:
         """Return *since* of the stored checkpoint; without one, or with *restart*, store a new one.
 
         Raises:
-            TamperedError: The stored checkpoint was modified; also see `later_than_all_keys`.
+            TamperedError: The stored checkpoint was modified.  Also the errors of
+                `later_than_all_keys`.
         """
         stored = None if restart else await self._stored()
         self.resumed = stored is not None
@@ -156,7 +157,7 @@ class Checkpoints:
         return since
 
     async def check(self, since: int) -> None:
-        """Check that no other rotation was started after the one that began at *since*.
+        """Check that no other rotation was started since this rotation began at *since*.
 
         Raises:
             SecureSessionError: Another rotation was started.
@@ -214,11 +215,11 @@ class Checkpoints:
 
 
 async def later_than_all_keys(db: Database) -> int:
-    """Return the current time or, if an existing key is newer, the time after its creation.
+    """Return a time for a new key, later than the creation of all data keys and data masters.
 
-    Both are in microseconds since 1970, UTC.  The clock of this machine may be behind the clock
-    that measured when the newest key was created.  Times in rows that cannot be unwrapped are
-    ignored, because these times may have been modified.
+    The result is the current time.  If the clock of this machine is behind, the result is the time
+    of creation of the latest key plus one microsecond.  The unit is microseconds since 1970, UTC.
+    If a data key cannot be unwrapped, its time is ignored, because it may have been modified.
 
     Raises:
         TamperedError: The time of creation of an authentic key is after the year 9999.
@@ -241,7 +242,7 @@ async def later_than_all_keys(db: Database) -> int:
 
 
 async def authentic_masters(db: Database, survey: Survey) -> list[MasterKeyRow]:
-    """Unwrap all data masters in *survey*, which proves their rows authentic; return the rows.
+    """Return the rows of all data masters in *survey*, after unwrapping proved them authentic.
 
     Raises:
         WrongKeyError: A data master cannot be unwrapped.
@@ -293,7 +294,7 @@ def unfinished(stored: Mapping[str, str], index: BlindIndex | None) -> Iterator[
 
 
 def _since(value: object) -> int | None:
-    """Return the time in a stored checkpoint, in microseconds; None if it is malformed."""
+    """Return the time in the stored checkpoint *value*, in microseconds; None if malformed."""
     written = _FORM.fullmatch(str(value))
     since = int(written["since"]) if written else _END
     return since if since < _END else None
@@ -316,10 +317,10 @@ def _is_genuine(index: BlindIndex, name: str, value: object) -> bool:
 
 
 def _replace(name: str, value: str | None, expected: int | None, connection: sa.Connection) -> bool:
-    """Replace the checkpoint *name* by *value*, or delete it if *value* is None.
+    """Replace the checkpoint *name* by *value*, or delete it if *value* is None; return True.
 
-    If *expected* is not None, the stored checkpoint must be of the rotation that began at
-    *expected*.  Otherwise, leave it unchanged and return False.
+    If *expected* is given and the stored checkpoint belongs to another rotation than the one that
+    began at *expected*, leave the checkpoint unchanged and return False.
     """
     query = sa.select(meta.c.value).where(meta.c.name == name).with_for_update()
     stored = connection.scalar(query)

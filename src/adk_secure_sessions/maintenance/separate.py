@@ -55,10 +55,11 @@ class Separated(NamedTuple):
         resumed: True if this run continued a separation that an earlier run began.
         complete: True if no old key is left and services can start.  If False, run `separate`
             again.
-        data_keys: How many old data keys this run deleted.
+        data_keys: How many old data keys this run deleted.  A key is old if it was created before
+            the separation began.
         masters: The ids of the old data masters that this run deleted.
-        kept: How many old keys this run found that cannot be deleted yet, because rows need them
-            or because a row cannot be decrypted.
+        kept: How many old keys are left.  They cannot be deleted yet, because rows need them or
+            because a row cannot be decrypted.
     """
 
     database_id: str
@@ -124,9 +125,7 @@ async def separate(
     ((old,),) = await db.read_keys(_OLD_DATA_KEYS, {"since": separation.since})
     complete = not remaining and not old
     if complete:
-        features = stored_features(await db.survey()) - {SEPARATING}
-        mark = feature_mark(opened.index, opened.database_id, features)
-        await db.change_keys(partial(_end, mark))
+        await _end(db, opened)
     deleted, masters, kept, _ = retirement
     kept = max(kept, old)
     return Separated(opened.database_id.hex(), resumed, complete, deleted, masters, kept)
@@ -142,6 +141,7 @@ _OLD_DATA_KEYS = (
 async def _begin(db: Database) -> None:
     """Store a new id, bind all master keys to it, and delete the checkpoints of the original."""
     survey, opened = await db.survey(), (await db.keys()).keyring
+    check_features(survey, opened)  # the new list gets a MAC of ours
     reject_wrapper(survey, "separate")
     old_id, new_id = opened.database_id, secrets.token_bytes(16)
     masters = frozenset(row.id for row in survey.keyring if row.purpose == DATA)
@@ -155,9 +155,12 @@ async def _begin(db: Database) -> None:
     rewrap = partial(rewrap_master_key, roots=roots, database_id=old_id, new_database_id=new_id)
     wrapped = await at_once(*(rewrap(row) for row in survey.keyring))
     marks = separation_marks(separation, opened.index, new_id, stored_features(survey))
-    work = partial(_store, survey.keyring, wrapped, marks, old_id.hex())
+    old = (old_id.hex(), survey.meta[FEATURES])
+    work = partial(_store, survey.keyring, wrapped, marks, old)
     if not await db.change_keys(work):
-        raise SecureSessionError("the keyring was changed meanwhile: try again", retryable=True)
+        raise SecureSessionError(
+            "the keyring or the features were changed meanwhile: try again", retryable=True
+        )
     if db.executors.has_key_database:
         await db.change(partial(_set_id, old_id.hex(), new_id.hex()))
     await db.close()  # the next call opens the database with its new id
@@ -177,7 +180,11 @@ async def _finish_ids(db: Database) -> None:
 
 
 async def _records_left(db: Database, since: int) -> int:
-    """Count the records that no data key created at *since* or later encrypts."""
+    """Count the records that must still be re-encrypted.
+
+    A record is done if it is encrypted with the newest data key of its owner, and this key was
+    created at *since* (microseconds since 1970) or later.
+    """
     counts = await count_records(db, Meter(None, 0, None), since)
     return sum(one.rows - one.newest for one in counts)
 
@@ -186,21 +193,23 @@ def _store(
     old: list[MasterKeyRow],
     new: list[MasterKeyRow],
     marks: dict[str, str],
-    old_id: str,
+    expected: tuple[str, str],
     connection: sa.Connection,
 ) -> bool:
-    """Store the keyring *new* and the values *marks* of `secure_meta`; delete checkpoints.
+    """Store the keyring *new* and the rows *marks* of `secure_meta` (value by name).
 
-    Return False, and change nothing, if *old* is not the stored keyring any more.
+    Also delete all checkpoints.  If the stored keyring is no longer *old*, or the stored database
+    id and features are no longer *expected* (a service may have added a feature), change nothing
+    and return False.  If an earlier attempt was committed, return True.
     """
     query = sa.select(*(keyring.c[name] for name in MasterKeyRow._fields)).with_for_update()
     stored = {MasterKeyRow(*row) for row in connection.execute(query)}
-    names = [name for (name,) in connection.execute(sa.select(meta.c.name))]
-    current = connection.scalar(sa.select(meta.c.value).where(meta.c.name == DATABASE_ID))
+    query = sa.select(meta.c.name, meta.c.value).with_for_update()
+    current = {row.name: row.value for row in connection.execute(query)}
     # An earlier attempt may have been committed, although its connection was lost.
-    if current == marks[DATABASE_ID]:
+    if current.get(DATABASE_ID) == marks[DATABASE_ID]:
         return True
-    if stored != set(old) or current != old_id:
+    if stored != set(old) or (current.get(DATABASE_ID), current.get(FEATURES)) != expected:
         return False
     for row in new:
         connection.execute(
@@ -209,7 +218,7 @@ def _store(
     for name, value in marks.items():
         connection.execute(sa.delete(meta).where(meta.c.name == name))
         connection.execute(sa.insert(meta).values(name=name, value=value))
-    checkpoints = [name for name in names if name.startswith(PREFIX)]
+    checkpoints = [name for name in current if name.startswith(PREFIX)]
     connection.execute(sa.delete(meta).where(meta.c.name.in_(checkpoints)))
     return True
 
@@ -223,7 +232,23 @@ def _set_id(old_id: str, new_id: str, connection: sa.Connection) -> None:
     connection.execute(sa.delete(meta).where(meta.c.name.in_(checkpoints)))
 
 
-def _end(features: str, connection: sa.Connection) -> None:
-    """Store *features* in the row `features`, and delete the stored state of the separation."""
-    connection.execute(sa.update(meta).where(meta.c.name == FEATURES).values(value=features))
-    connection.execute(sa.delete(meta).where(meta.c.name == SEPARATION))
+async def _end(db: Database, opened: Keyring) -> None:
+    """Remove the feature `separating`, so that services can start."""
+    survey = await db.survey()
+    check_features(survey, opened)  # the new list gets a MAC of ours
+    features = stored_features(survey) - {SEPARATING}
+    mark = feature_mark(opened.index, opened.database_id, features)
+    if not await db.change_keys(partial(_remove_separation, survey.meta[FEATURES], mark)):
+        raise SecureSessionError("the features were changed meanwhile: try again", retryable=True)
+
+
+def _remove_separation(old: str, new: str, connection: sa.Connection) -> bool:
+    """Replace the features *old* by *new*; return False if the stored ones are neither."""
+    stored = connection.scalar(sa.select(meta.c.value).where(meta.c.name == FEATURES))
+    if stored not in (old, new):
+        return False
+    row = sa.update(meta).where(meta.c.name == FEATURES, meta.c.value == stored)
+    changed = connection.execute(row.values(value=new)).rowcount == 1
+    if changed:
+        connection.execute(sa.delete(meta).where(meta.c.name == SEPARATION))
+    return changed

@@ -39,7 +39,8 @@ class MasterKey(NamedTuple):
             stored as plaintext.
         created_at: When the master key was created, in microseconds since 1970, UTC.
         age: Seconds since `created_at`.
-        unwraps: Whether the given root keys can unwrap the master key; None if none were given.
+        unwraps: Whether the given root keys can unwrap the master key; None if no root keys were
+            given.
     """
 
     id: int
@@ -81,8 +82,8 @@ class Status(NamedTuple):
 
     Attributes:
         format_version: The version of the stored format.
-        has_plaintext_records: True if `NoOpBackend` has written to the database.  This comes from a
-            row of `secure_meta` that is not authenticated.
+        has_plaintext_records: True if `NoOpBackend` has written to the database.  This value comes
+            from a row of `secure_meta` that is not authenticated.
         masters: The master keys.
         data_keys: The number of data keys, by backend and by the data master that wraps them.
         records: The number of records, by table and backend.  While a `data` rotation is
@@ -184,7 +185,7 @@ async def _master(db: Database, row: MasterKeyRow, database_id: bytes) -> Master
 async def _index(db: Database) -> BlindIndex | None:
     """Return the index master, to authenticate checkpoints.
 
-    None if no root keys were given, or if they do not unwrap the keyring.
+    Return None if no root keys were given, or if the root keys do not unwrap the keyring.
     """
     if not db.has_keys:
         return None

@@ -26,9 +26,9 @@ async def vacuum(db: Database) -> Vacuum:
 
     Call `vacuum` after `rotate_data` and `retire` if old keys or plaintext must not stay in free
     space, for example after replacing `NoOpBackend`.  `vacuum` changes no row and needs no key.
-    SQLite rewrites the whole file.  Other databases rewrite one table after the other.  The tables
-    of the key database come last.  Services wait while a table is rewritten.  Logs, replicas and
-    backups are not cleared.
+    SQLite rewrites the whole file.  Other databases rewrite one table after the other.  The key
+    database is rewritten after the data database.  Services wait while a table is rewritten.  Logs,
+    replicas and backups are not cleared.
 
     Args:
         db: The database.

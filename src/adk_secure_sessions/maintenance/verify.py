@@ -1,4 +1,4 @@
-"""Decrypt every record, check which rows belong together, and report bad and orphaned rows."""
+"""Decrypt every record, check that rows belong together, and report bad and orphaned rows."""
 
 import functools
 import time
@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from adk_secure_sessions.errors import Reason, TamperedError
+from adk_secure_sessions.formats import memory_items
 from adk_secure_sessions.formats.json_text import read_event
+from adk_secure_sessions.formats.memory_items import MemoryItem
 from adk_secure_sessions.formats.records import binary, decode_text
 from adk_secure_sessions.formats.states import loads
 from adk_secure_sessions.keys.blind_index import BlindIndex
@@ -32,6 +34,8 @@ from adk_secure_sessions.maintenance.identities import (
 )
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
 from adk_secure_sessions.storage import (
+    COLLECTIONS,
+    FEATURES,
     CheckApp,
     CheckLocatedSession,
     CheckUser,
@@ -42,10 +46,12 @@ from adk_secure_sessions.storage import (
     data_keys,
     events,
     is_one_of,
+    meta,
     naming,
     numbered,
     read_data_keys,
     sessions,
+    stored_features,
     users,
     witnesses,
 )
@@ -65,9 +71,12 @@ class Verification(NamedTuple):
         sessions: How many sessions were decrypted and are authentic, each with its state, events
             and version witness.
         events: How many events these sessions have.
-        unchecked: How many users and sessions could not be checked.  Users and sessions cannot be
-            checked if the name of their app was modified.  A session cannot be checked, either, if
-            the row or a data key of its user is bad.
+        collections: How many collections were decrypted and are authentic, each with its items and
+            version witness.
+        items: How many items these collections have.
+        unchecked: How many users, sessions and collections could not be checked.  None of them can
+            be checked if the name of their app was modified.  A session or a collection cannot be
+            checked, either, if the row or a data key of its user is bad.
         bad: How many rows were tampered with or are orphaned (the session, user or app row that
             they belong to does not exist).
         problems: The first 1000 bad rows.
@@ -77,6 +86,8 @@ class Verification(NamedTuple):
     users: int
     sessions: int
     events: int
+    collections: int
+    items: int
     unchecked: int
     bad: int
     problems: tuple[Problem, ...]
@@ -89,8 +100,8 @@ async def verify(
 
     A bad row is reported and left unchanged, and the check continues.  Services can keep writing,
     because one statement reads a whole session.  Memory must hold the events of one session at a
-    time.  `verify` parses the JSON of states and events, but does not check that the installed
-    google-adk can read the events.
+    time.  `verify` parses the JSON of states, events and items, but does not check that the
+    installed google-adk can read the events.
 
     Args:
         db: The database, with all backends and root keys that its records may need.
@@ -108,6 +119,7 @@ async def verify(
     await run.check_apps()
     await run.check_users()
     await run.check_sessions()
+    await run.check_features()
     await _find_orphaned_witnesses(db, run.problems, meter)
     await _find_orphaned_data_keys(db, run.problems, meter)
     meter.finish()
@@ -115,7 +127,7 @@ async def verify(
 
 
 class _AppName(NamedTuple):
-    """An app to check."""
+    """The columns of an app's row that are needed to check the app."""
 
     id: int
     app_name: bytes
@@ -123,7 +135,10 @@ class _AppName(NamedTuple):
 
 
 class _UserTag(NamedTuple):
-    """A user to check.  *app_name* comes from the app's row; None if that row does not exist."""
+    """The columns of a user's row that are needed to check the user, and the app's name.
+
+    *app_name* is None if the app's row does not exist.
+    """
 
     id: int
     app_row: int
@@ -138,11 +153,19 @@ class _WitnessTag(NamedTuple):
     is_owned: int
 
 
-class _Verifier:
-    """Checks and counts rows.
+class _Histories:
+    """How many sessions with how many events, or collections with how many items."""
 
-    Users and sessions are checked even if the row of their app is bad.  They count as unchecked if
-    their context is unknown, because the app's name was modified or the user's row is bad.
+    def __init__(self) -> None:
+        self.number = 0
+        self.events = 0
+
+
+class _Verifier:
+    """Checks and counts the rows of apps, users and sessions.
+
+    Users and sessions are checked even if the row of their app is bad.  If their context is
+    unknown, because the app's name was modified or the user's row is bad, they count as unchecked.
     """
 
     def __init__(self, db: Database, index: BlindIndex, meter: Meter) -> None:
@@ -151,14 +174,17 @@ class _Verifier:
         self._index = index
         self._meter = meter
         self._misnamed_apps: set[int] = set()
-        self._apps = self._users = self._sessions = self._events = self._unchecked = 0
+        self._apps = self._users = self._unchecked = 0
+        self._sessions, self._collections = _Histories(), _Histories()
 
     def result(self) -> Verification:
         return Verification(
             self._apps,
             self._users,
-            self._sessions,
-            self._events,
+            self._sessions.number,
+            self._sessions.events,
+            self._collections.number,
+            self._collections.events,
             self._unchecked,
             self.problems.count,
             tuple(self.problems.kept),
@@ -201,6 +227,21 @@ class _Verifier:
         with naming(apps.name, row.id):
             loads(app.state)
 
+    async def check_features(self) -> None:
+        """Report a list of features that lacks `collections`, if the database has collections.
+
+        Services add the feature before they store the first collection.  So somebody has replayed
+        an older list, and a release that does not know collections would use the database.
+        """
+        if not self._collections.number:
+            return
+        if COLLECTIONS not in stored_features(await self._db.survey()):
+            detail = (
+                f"the database has collections, and the feature {COLLECTIONS!r} is not listed: an "
+                "older list was replayed; the next service that appends an item adds the feature"
+            )
+            self.problems.add(meta.name, FEATURES, Reason.MISMATCH, detail)
+
     def _has_own_name(self, row: _AppName) -> bool:
         """Return whether the tag of the app's row is the blind index of the app's name."""
         try:
@@ -212,7 +253,7 @@ class _Verifier:
         try:
             self._users += await self._check_user(row)
         except UNREADABLE as error:
-            # If the app's name was modified, the app's row is the cause, and is reported already.
+            # If the app's name was modified, this is the cause, and `check_apps` has reported it.
             if row.app_row in self._misnamed_apps:
                 self._unchecked += 1
             else:
@@ -242,30 +283,44 @@ class _Verifier:
     async def _check_session(self, located: LocatedSession) -> None:
         rows = 1
         try:
-            # Like a service, read the whole session in one statement.
-            who = await self._db.unit.identify(*located.known_ids())
+            # Read the whole session in one statement, as a service does: then its rows fit together
+            # even if a service is writing.
+            ids = located.known_ids()
+            who = await self._db.unit.identify(*ids)
             if who.session_tag != located.tag:
+                kind = "collection" if ids.is_collection else "session"
                 raise TamperedError(
-                    "its tag belongs to another session",
+                    f"its tag belongs to another {kind}",
                     reason=Reason.WRONG_OWNER,
                     table=sessions.name,
                     row=located.row,
                 )
-            found = await self._db.unit.run(CheckLocatedSession(who, _check_event))
-            if found is not None:  # otherwise it was deleted since its ids were read
+            is_memory = who.is_collection and who.session_id == memory_items.COLLECTION_NAME
+            check = _check_memory_item if is_memory else _check_event
+            found = await self._db.unit.run(CheckLocatedSession(who, check))
+            if found is not None:  # otherwise the session was deleted since its ids were read
                 session, history = found
                 _check_states(session)
-                self._sessions += 1
-                self._events += len(history)
+                items = [item for item in history if item is not None]
+                memory_items.check_replaced(items, 0, events.name, session.id)
+                counted = self._collections if ids.is_collection else self._sessions
+                counted.number += 1
+                counted.events += len(history)
                 rows += len(history)
         except UNREADABLE as error:
             self._unchecked += self.problems.add_error(error, sessions.name, located.row)
         await self._meter.advance(rows)
 
 
-def _check_event(plaintext: bytes, session_row: int, seq: int) -> None:
+def _check_event(plaintext: bytes, session_row: int, seq: int) -> MemoryItem | None:
     with naming(events.name, f"{session_row}, {seq}"):
         read_event(plaintext)
+    return None
+
+
+def _check_memory_item(plaintext: bytes, session_row: int, seq: int) -> MemoryItem | None:
+    with naming(events.name, f"{session_row}, {seq}"):
+        return memory_items.parse_item(read_event(plaintext)[1], seq)
 
 
 def _check_states(session: StoredSession) -> None:
@@ -282,9 +337,9 @@ def _check_states(session: StoredSession) -> None:
 
 
 async def _find_orphans_of_sessions(db: Database, span: Range, problems: Problems) -> None:
-    """Report events and snapshots whose session row id is in *span* but does not exist."""
+    """Report events and snapshots with a session row id in *span* that has no session."""
     for session_row, count in await db.read(_orphaned_events(span.bounds), span.parameters):
-        detail = f"{count} events belong to no session"
+        detail = f"{count} events belong to no session, or items to no collection"
         problems.add(events.name, session_row, Reason.MISSING, detail)
     for (session_row,) in await db.read(_orphaned_snapshots(span.bounds), span.parameters):
         problems.add(bases.name, session_row, Reason.MISSING, "it belongs to no session")
@@ -318,8 +373,8 @@ async def _find_orphaned_data_keys(db: Database, problems: Problems, meter: Mete
                 problems.suppress(data_keys.name, row.id)
         known = await _existing_owners(db, {row.owner for row in rows})
         lost = [row for row in rows if row.owner not in known and not _may_be_new(db, row)]
-        # An erasure may have deleted the owner's row after the data keys were read.  It deletes the
-        # data keys first or in the same transaction.  So report only data keys that still exist.
+        # An erasure may have deleted the owner's row after the data keys were read here.  It has
+        # then deleted the data keys, too.  So report only data keys that still exist.
         found = await read_data_keys(db.read_keys, [row.owner for row in lost])
         there = {key.id for key in found.data_keys}
         for row in lost:
@@ -329,7 +384,10 @@ async def _find_orphaned_data_keys(db: Database, problems: Problems, meter: Mete
 
 
 def _may_be_new(db: Database, row: DataKeyRow) -> bool:
-    """Return whether a service may be about to write the row of the owner (see `_GRACE`)."""
+    """Return whether a service may be about to write the row of the data key's owner.
+
+    `_GRACE` describes this case.
+    """
     if not db.executors.has_key_database or not isinstance(row.created_at, int):
         return False
     return abs(time.time_ns() // 1000 - row.created_at) < _GRACE

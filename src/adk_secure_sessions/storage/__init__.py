@@ -25,6 +25,7 @@ from adk_secure_sessions.storage.bindings import (
     witness_context,
 )
 from adk_secure_sessions.storage.opening import (
+    COLLECTIONS,
     DATABASE_ID,
     FEATURES,
     SEPARATING,
@@ -96,6 +97,7 @@ from adk_secure_sessions.storage.writes import (
 
 __all__ = [
     "COLLECTION",
+    "COLLECTIONS",
     "DATABASE_ID",
     "DATA_KEYS",
     "DATA_TABLES",

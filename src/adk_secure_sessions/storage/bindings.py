@@ -4,8 +4,9 @@ docs/format.md lists the parts of each context in order.  In the package `storag
 blind index: the keyed hash of an app name, user id or session id.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import Enum
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from sqlalchemy import CompoundSelect
@@ -59,7 +60,7 @@ V = TypeVar("V", bound="Owner | StoredSession")
 class Identity(NamedTuple):
     """The ids that ADK uses for an app, user and session, and their tags (blind indexes).
 
-    If *is_collection*, the session id is the name of a collection: see `store.Collections`.
+    If *is_collection* is True, *session_id* is the name of a collection: see `store.Collections`.
     *session_parts* and *event_parts* are the encoded texts in the contexts of the session's row and
     of its events.  They are encoded once and kept, because every append needs both.
     """
@@ -109,8 +110,8 @@ def identify(
 class Owner(NamedTuple):
     """An owner of data keys: a decrypted row of `secure_apps` or `secure_users`.
 
-    *state* is JSON.  For an app, *app_row* is 0 and *user_id* is empty.  *link* and *key_ids*: see
-    `records.OwnerFields`.
+    *state* is JSON.  For an app, *app_row* is 0 and *user_id* is empty.  `records.OwnerFields`
+    describes *link* and *key_ids*.
     """
 
     id: int
@@ -128,9 +129,10 @@ class StoredSession(NamedTuple):
 
     The session's state is *snapshot* updated with *overlay*.  Only a large state has a snapshot: a
     row of `secure_bases`, written at *base_revision*.  The overlay then holds the entries that
-    changed since that revision.  *snapshot* is `{}` if the session has none, and None if the
-    snapshot was not read.  *head* and *snapshot_link*: see `records.SessionFields`.  *sealed* is
-    the record in the row.  An update of the row requires that the row still contains this record.
+    changed since that revision.  *snapshot* is `{}` if the session has no snapshot, and None if the
+    snapshot was not read.  `records.SessionFields` describes *head* and *snapshot_link*.  *sealed*
+    is the record in the row.  An update of the row requires that the row still contains this
+    record.
     """
 
     id: int
@@ -147,6 +149,11 @@ class StoredSession(NamedTuple):
     head: bytes
     snapshot_link: bytes
     sealed: bytes
+
+    @property
+    def is_collection(self) -> bool:
+        """Whether the row is a collection, whose events are items."""
+        return self.base_revision == COLLECTION
 
     @property
     def has_snapshot(self) -> bool:
@@ -170,12 +177,12 @@ class Seen(NamedTuple, Generic[R, V]):
 
     Attributes:
         row: The row.
-        witness: Its version witness; None if this process has not read it.
+        witness: The version witness of the row; None if this process has not read the witness.
         value: The decrypted row.
         time: `RowCache.time` when this process read or wrote the row.
-        has_proven_head: For a session: whether this process has read or written its last event,
-            and the event has the link *head* of the session.  Only then may an event be appended
-            without a read.
+        has_proven_head: For a session: True if this process has read or written the last event,
+            and the link of that event is *head* of the session.  Otherwise, an append must first
+            read the session.
     """
 
     row: R
@@ -189,8 +196,8 @@ class RowCache:
     """The rows that this process read or wrote last, by tag: at most *limit* of each kind.
 
     Attributes:
-        time: A counter that each new entry increases by one.  It tells whether an entry was made
-            before an attempt began.
+        time: A counter that each new entry increases by one, and not a time of a clock.  It tells
+            whether an entry was made before an attempt began.
     """
 
     def __init__(self, limit: int) -> None:
@@ -229,6 +236,12 @@ class RowCache:
         row = session.row
         self.put(self.sessions, row, witness, session, has_proven_head=has_proven_head)
 
+    def prove_head(self, session: StoredSession) -> None:
+        """Set `has_proven_head` of the cached session, if the cached row is that of *session*."""
+        seen = self.sessions.get(session.tag)
+        if seen and seen.row == session.row and not seen.has_proven_head:
+            self.sessions.put(session.tag, seen._replace(has_proven_head=True))
+
     def proven_session(self, tag: bytes) -> StoredSession | None:
         """Return the cached session if it `has_proven_head` (see `Seen`), otherwise None."""
         seen = self.sessions.get(tag)
@@ -244,7 +257,14 @@ class KeySource(Enum):
 
 
 class Attempt(NamedTuple):
-    """One attempt at an operation on the rows of *who*, with its data keys and the row cache."""
+    """One attempt at an operation on the rows of *who*, with its data keys and the row cache.
+
+    *after_commit* is None for a read.  For a write, it collects functions that cache the rows which
+    the write has read; they are called after the commit.  On SQLite, one transaction contains
+    several writes, and a write reads rows that earlier writes of the transaction have changed.  If
+    such a row were cached before the commit, a concurrent read would find an older stored row, and
+    would reject the older row as replayed.
+    """
 
     who: Identity
     keys: StagedKeys
@@ -253,6 +273,14 @@ class Attempt(NamedTuple):
     is_first: bool  # only the first attempt may use cached rows instead of a read
     began: int = 0  # `cache.time` when the attempt began
     locks_rows: bool = False  # after several conflicts, a write locks rows before it reads them
+    after_commit: list[Callable[[], None]] | None = None
+
+    def remember(self, put: Callable[[], None]) -> None:
+        """Call *put*, which caches a row that was read; in a write, call it after the commit."""
+        if self.after_commit is None:
+            put()
+        else:
+            self.after_commit.append(put)
 
     def form_of(self, forms: QueryForms) -> CompoundSelect[Any]:
         """Return the form of a query that this attempt needs: with or without data keys."""
@@ -273,7 +301,7 @@ class Attempt(NamedTuple):
 class NeedsDataKey(Exception):
     """A new data key of *owner* must be stored in the key database before the next attempt.
 
-    *not_before*: see `StagedKeys.new`.
+    *not_before* is an argument of `StagedKeys.new`.
     """
 
     def __init__(self, owner: bytes, not_before: int) -> None:
@@ -315,7 +343,7 @@ def event_context(who: Identity, session_row: int, seq: int, time: int) -> bytes
 
 
 def open_app(attempt: Attempt, found: Found) -> Owner | None:
-    """Return the decrypted app of *attempt*, or None if it is not stored.
+    """Return the decrypted app of *attempt*, or None if the app is not stored.
 
     Raises DecryptionError if the app's row was tampered with, or if the row is missing and its
     version witness is still stored.
@@ -337,7 +365,8 @@ def open_app(attempt: Attempt, found: Found) -> Owner | None:
         app = Owner(
             row.id, who.app_tag, 0, "", row.version, fields.state, fields.link, fields.key_ids
         )
-        attempt.cache.put(cache, row, found.witnesses.get(app.tag), app)
+        witness = found.witnesses.get(app.tag)
+        attempt.remember(partial(attempt.cache.put, cache, row, witness, app))
     attempt.keys.adopt(app.tag, app.key_ids)
     return app
 
@@ -380,7 +409,8 @@ def open_user_row(attempt: Attempt, found: Found, row: UserRow) -> Owner:
             row.id, row.tag, row.app_row, user_id, row.version, fields.state, fields.link,
             fields.key_ids,
         )  # fmt: skip
-        attempt.cache.put(cache, row, found.witnesses.get(user.tag), user)
+        witness = found.witnesses.get(user.tag)
+        attempt.remember(partial(attempt.cache.put, cache, row, witness, user))
     attempt.keys.adopt(user.tag, user.key_ids)
     return user
 
@@ -398,7 +428,7 @@ def named_user(attempt: Attempt, found: Found) -> Owner | None:
 
 
 def open_session(attempt: Attempt, found: Found, user: Owner | None) -> StoredSession | None:
-    """Return the decrypted session of *attempt*, or None if it is not stored.
+    """Return the decrypted session of *attempt*, or None if the session is not stored.
 
     Raises DecryptionError if the session's row was tampered with, if the row is missing and its
     version witness is still stored, or if the row is stored and the user's row is missing.
@@ -415,7 +445,7 @@ def open_session(attempt: Attempt, found: Found, user: Owner | None) -> StoredSe
     session = open_session_row(attempt, found, user, row)
     if session.tag != tag or session.session_id != attempt.who.session_id:
         raise TamperedError(
-            "not the requested session",
+            f"not the requested {'collection' if attempt.who.is_collection else 'session'}",
             reason=Reason.WRONG_OWNER,
             table=sessions.name,
             row=session.id,
@@ -438,12 +468,15 @@ def open_session_row(attempt: Attempt, found: Found, user: Owner, row: SessionRo
         _check_witness(attempt, found, user.tag, session.tag, session.id, b"")
         _reject_older(attempt, seen, session.id, session.revision)
     proven = not session.revision or bool(seen and unchanged and seen.has_proven_head)
-    cache.put_session(session, witness, has_proven_head=proven)
+    attempt.remember(partial(cache.put_session, session, witness, has_proven_head=proven))
     return session
 
 
 def _decrypt_session(attempt: Attempt, found: Found, user: Owner, row: SessionRow) -> StoredSession:
-    """Decrypt a session of *user* and its snapshot; check its revision against its last event."""
+    """Decrypt a session of *user* and its snapshot.
+
+    Also check that the session's revision fits the number of its last event.
+    """
     app_name = attempt.who.app_name
     numbers = (row.id, row.user_row, row.revision, row.base_revision)
     times = (row.created_at, row.updated_at, row.expires_at)
@@ -456,9 +489,10 @@ def _decrypt_session(attempt: Attempt, found: Found, user: Owner, row: SessionRo
             raise TamperedError("it belongs to another user", reason=Reason.WRONG_OWNER)
         if row.last_seq != row.revision - 1:
             last = row.last_seq if isinstance(row.last_seq, int) else "no number"
+            item = "item" if row.base_revision == COLLECTION else "event"
             raise TamperedError(
-                f"revision {row.revision} requires a last event {row.revision - 1}, storage has "
-                f"{last}: events were added or removed, or an older row was replayed",
+                f"revision {row.revision} requires a last {item} {row.revision - 1}, storage has "
+                f"{last}: {item}s were added or removed, or an older row was replayed",
                 reason=Reason.MISMATCH,
             )
     whose = attempt.who._replace(user_id=user.user_id, session_id=session_id)
@@ -477,8 +511,9 @@ def _open_snapshot(
     with naming(bases.name, row.id):
         if row.base_revision in (NO_SNAPSHOT, COLLECTION):
             if snapshot is not None:
+                kind = "collection" if row.base_revision == COLLECTION else "session"
                 raise TamperedError(
-                    "the session has no snapshot: this row was added", reason=Reason.MISMATCH
+                    f"the {kind} has no snapshot: this row was added", reason=Reason.MISMATCH
                 )
             return b"{}"
         if snapshot is None or snapshot.revision != row.base_revision:
@@ -510,9 +545,10 @@ def check_events(session: StoredSession, history: list[Row], limit: int | None) 
             key=lambda row: f"{row[EVENT_SEQ]:020}" if isinstance(row[EVENT_SEQ], int) else ""
         )
     if [row[EVENT_SEQ] for row in history] != expected:
+        kinds = ("items", "collection") if session.is_collection else ("events", "session")
         raise TamperedError(
-            f"events {first} to {session.revision - 1} of this session are expected, each once; "
-            "some were added, removed or renumbered",
+            f"{kinds[0]} {first} to {session.revision - 1} of this {kinds[1]} are expected, each "
+            "once; some were added, removed or renumbered",
             reason=Reason.MISMATCH,
             table=events.name,
             row=session.id,
@@ -573,9 +609,7 @@ def check_head(attempt: Attempt, session: StoredSession, last: bytes | None) -> 
         return
     if last != session.head:
         raise _other_history().located(sessions.name, session.id)
-    seen = attempt.cache.sessions.get(session.tag)
-    if seen and seen.row == session.row and not seen.has_proven_head:
-        attempt.cache.sessions.put(session.tag, seen._replace(has_proven_head=True))
+    attempt.remember(partial(attempt.cache.prove_head, session))
 
 
 def _other_history() -> TamperedError:
@@ -601,10 +635,10 @@ def _owner_fields(owner: Owner) -> bytes:
 
 
 def seal_witness(attempt: Attempt, owner: bytes, tag: bytes, number: int, link: bytes) -> bytes:
-    """Return the record of a version witness.
+    """Return the record of the version witness that confirms the row with the blind index *tag*.
 
-    The witness is that of the row with the blind index *tag*, and a data key of *owner* encrypts
-    it.  *number* is in its context, and *link* is its plaintext.
+    A data key of *owner* encrypts the record.  The plaintext is *link*, and the context contains
+    *number*.
     """
     return attempt.keys.seal(owner, witness_context(attempt.who.app_name, tag, number), link)
 
@@ -638,9 +672,10 @@ def seal_event(
 
 
 def seal_replacement(attempt: Attempt, session: StoredSession, row: Row, event: bytes) -> bytes:
-    """Return a record of *event* that takes the place of the event in *row*, with its links.
+    """Return a record of *event* that can replace the record in *row*.
 
-    Raises DecryptionError if the event in *row* was tampered with.
+    The new record contains the same links as the old one.  Raises DecryptionError if *row* was
+    tampered with.
     """
     seq, record = row[EVENT_SEQ], row[EVENT_RECORD]
     with naming(events.name, f"{session.id}, {seq}"):
@@ -652,7 +687,7 @@ def seal_replacement(attempt: Attempt, session: StoredSession, row: Row, event: 
 
 
 class naming:  # noqa: N801 - used like a function: `with naming(...)`
-    """A context manager that adds the table and the row to a `DecryptionError` of its block."""
+    """A context manager that adds the table and the row to a `DecryptionError` in its block."""
 
     __slots__ = ("_row", "_table")
 

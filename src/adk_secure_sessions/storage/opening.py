@@ -64,9 +64,11 @@ _UNUSABLE = ("SQLITE_CANTOPEN", "SQLITE_NOTADB", "SQLITE_READONLY", "SQLITE_PERM
 FORMAT, DATABASE_ID, PLAINTEXT, HOLDS = "format", "database_id", "plaintext", "holds"
 FEATURES = "features"
 NO_FEATURES = "-"
-SEPARATING = "separating"  # the feature of a copy while `separate` gives it its own id and keys
-COLLECTIONS = "collections"  # `secure_sessions` also has collections: artifacts and memory
-WRAPPER = "wrapper"  # data keys also encrypt records that another session service stores
+SEPARATING = "separating"  # the feature of a copy that `separate` has not finished
+COLLECTIONS = "collections"  # the feature of a database that has collections (artifacts, memory)
+WRAPPER = (
+    "wrapper"  # the feature of a database whose data keys also encrypt records stored elsewhere
+)
 _KNOWN_FEATURES = frozenset({NO_FEATURES, SEPARATING, COLLECTIONS, WRAPPER})
 SEPARATION = "separation"
 _SEPARATION_FORM = re.compile(
@@ -74,8 +76,9 @@ _SEPARATION_FORM = re.compile(
     r"(?P<mac>[0-9a-f]{32})"
 )
 _FEATURES_FORM = re.compile(r"(?P<names>[-a-z0-9_.]+(?:,[-a-z0-9_.]+)*) (?P<mac>[0-9a-f]{32})")
-# Longer values, and more rows, are not read: an attacker may have stored them, and every start
-# reads this table.
+_REPLACED = "the database was replaced by another one: restart the service"
+# The maximum length of a value and the maximum number of rows that are read from `secure_meta`.  An
+# attacker may have stored more, and every start of a service reads this table.
 _MAX_TEXT, _MAX_META = 2000, 100
 _NAMES = (FORMAT, DATABASE_ID, PLAINTEXT, HOLDS, FEATURES, SEPARATION)
 _META = (
@@ -88,9 +91,10 @@ _META = (
 
 
 class Part(Enum):
-    """The part of our tables that a database has: all, those of the data, or those of the keys.
+    """The part of our tables that a database has: all tables, the data tables or the key tables.
 
-    The value is stored in row `holds` of `secure_meta`; a database with all tables has no such row.
+    The value is stored in row `holds` of `secure_meta`.  A database with all tables has no such
+    row.
     """
 
     ALL = None
@@ -99,7 +103,7 @@ class Part(Enum):
 
     @property
     def tables(self) -> tuple[sa.Table, ...]:
-        """The tables that belong in a database of this kind."""
+        """The tables that belong to this part."""
         return {Part.ALL: TABLES, Part.DATA: DATA_TABLES, Part.KEYS: KEY_TABLES}[self]
 
     def missing(self, survey: "Survey") -> frozenset[str]:
@@ -110,10 +114,11 @@ class Part(Enum):
 class Survey(NamedTuple):
     """The tables and the metadata that a database contains.  Nothing in it is authenticated.
 
-    *alien_tables* have the name of one of our tables, but lack one of its columns.  *adk_tables*
-    is True if ADK's own tables exist.  *is_used* is True if a table other than `secure_meta` and
-    `secure_keyring` has rows.  *meta* has the values of `secure_meta` by name.  *keyring* has at
-    most `MAX_ROWS` + 1 rows; *keyring_rows* is the number of stored rows.
+    *alien_tables* are the names of tables that have the name of one of our tables, but lack one of
+    its columns.  *adk_tables* is True if ADK's own tables exist.  *is_used* is True if one of our
+    tables other than `secure_meta` and `secure_keyring` has rows.  *meta* contains the values of
+    `secure_meta` by name.  *keyring* contains at most `MAX_ROWS` + 1 rows of `secure_keyring`, and
+    *keyring_rows* is the number of all its rows.
     """
 
     missing_tables: frozenset[str]
@@ -157,7 +162,8 @@ class Survey(NamedTuple):
 def look(connection: sa.Connection, known: Collection[int] = ()) -> Survey:
     """Return the survey of a database, without changing the database.
 
-    If `secure_keyring` has more than `MAX_ROWS` rows, read those with the ids *known*.
+    If `secure_keyring` has more than `MAX_ROWS` rows and *known* is not empty, read only the rows
+    with the ids *known*.
     """
     survey = _look(connection, known)
     if survey.meta and (survey.part or Part.ALL).missing(survey):
@@ -178,8 +184,8 @@ def _look(connection: sa.Connection, known: Collection[int]) -> Survey:
     if meta in tables and meta.name not in alien:
         values = {row.name: row.value for row in connection.execute(_META)}
     if not alien and keyring in tables:
-        # Read one row more than `check_row_count` accepts, and no more: an attacker may have
-        # inserted very many.
+        # Read at most one row more than `check_row_count` accepts: an attacker may have inserted
+        # any number of rows.
         query = MASTER_KEYS.order_by(keyring.c.created_at, keyring.c.id).limit(MAX_ROWS + 1)
         masters = [MasterKeyRow(*row) for row in connection.execute(query)]
         number = len(masters)
@@ -197,7 +203,7 @@ def _look(connection: sa.Connection, known: Collection[int]) -> Survey:
 
 
 def _alien(tables: list[sa.Table], connection: sa.Connection) -> list[str]:
-    """Return the names of those *tables* that lack one of our columns."""
+    """Return the names of the *tables* that lack one of our columns."""
     if not tables:
         return []
     # One query that names all columns takes a hundredth of the time of reflecting each table.
@@ -227,7 +233,8 @@ def check(survey: Survey, part: Part, create_tables: bool) -> None:
     Raises:
         ConfigurationError: The database cannot be used; the message says why and what to do.
     """
-    version = survey.format_version  # checked first, because another format may have other columns
+    # Check the format first: in another format, the tables may have other columns.
+    version = survey.format_version
     if version == "1":
         raise ConfigurationError(
             "the database has format 1, which was never released: delete the database, and create "
@@ -317,7 +324,7 @@ def reject_separating(survey: Survey) -> None:
 def check_features(survey: Survey, keyring: Keyring) -> None:
     """Authenticate the feature list and, if `separate` has not finished, its stored state.
 
-    Set `keyring.separation` to that state, or to None.
+    Set `keyring.separation` to the stored state, or to None if no separation is unfinished.
 
     Raises:
         WrongKeyError: The feature list or the state was modified.
@@ -341,10 +348,10 @@ def check_features(survey: Survey, keyring: Keyring) -> None:
 def separation_marks(
     separation: Separation, index: BlindIndex, new_id: bytes, features: frozenset[str]
 ) -> dict[str, str]:
-    """Return the rows of `secure_meta`, value by name, with which `separate` begins.
+    """Return the rows of `secure_meta` (value by name) that `separate` stores when it begins.
 
-    *index* authenticates them, *new_id* is the new id of the database, and *features* are the
-    features that it has.
+    *index* authenticates these rows, *new_id* is the new id of the database, and *features* are the
+    features of the database.
     """
     masters = " ".join(map(str, sorted(separation.masters)))
     text = f"{separation.old_id.hex()} {separation.since} {masters}"
@@ -374,16 +381,21 @@ def stored_features(survey: Survey) -> frozenset[str]:
 
 
 def add_feature(feature: str, keyring: Keyring, connection: sa.Connection) -> None:
-    """Add *feature* to the stored features, before anything of it is stored.
+    """Add *feature* to the stored features; if it is stored already, do nothing.
 
-    From then on, releases that do not know the feature reject the database.
+    Call this before the first row that uses the feature is stored.  Afterwards, releases that do
+    not know the feature reject the database.
 
     Raises:
         WrongKeyError: The stored features were modified.
-        ConfigurationError: The row is missing or malformed, or a separation has not ended.
+        ConfigurationError: The row `features` is missing or malformed, a separation has not ended,
+            or *keyring* is the keyring of another database.
+        Conflict: Another process has changed the stored features at the same time.
     """
     survey = look(connection)
     reject_separating(survey)
+    if survey.meta.get(DATABASE_ID) != keyring.database_id.hex():
+        raise ConfigurationError(_REPLACED)
     _check_feature_list(survey, keyring)
     features = stored_features(survey)
     if feature in features:
@@ -391,7 +403,7 @@ def add_feature(feature: str, keyring: Keyring, connection: sa.Connection) -> No
     row = sa.update(meta).where(meta.c.name == FEATURES, meta.c.value == survey.meta[FEATURES])
     mark = feature_mark(keyring.index, keyring.database_id, features | {feature})
     if connection.execute(row.values(value=mark)).rowcount != 1:
-        raise Conflict  # another process has changed them
+        raise Conflict  # another process has changed the features since `look` read them
 
 
 def _check_feature_list(survey: Survey, keyring: Keyring) -> None:
@@ -435,10 +447,12 @@ def _check_mark(survey: Survey, part: Part) -> None:
 
 
 def check_together(data: Survey, keys: Survey) -> None:
-    """Reject a data database and a key database, each valid, that do not belong together.
+    """Reject a data database and a key database that do not belong together.
+
+    Each of the two must have been checked with `check`.
 
     Raises:
-        ConfigurationError: They are not a pair; the message says why and what to do.
+        ConfigurationError: They do not belong together; the message says why and what to do.
     """
     if data.database_id is None and keys.is_used:
         raise ConfigurationError(
@@ -462,15 +476,15 @@ async def open_database(
 ) -> Keyring:
     """Check the database, create missing tables and keys, and open the keyring.
 
-    The tables and keys of a key database are created before those of the data database.  If the
-    process crashes between the two, the next start continues.
+    The tables and keys of a key database are created before the tables of the data database.  If
+    the process crashes between the two steps, the next start creates the tables that are missing.
 
     Args:
-        executors: Run the statements on the data database and the key database.
-        backends: Their root keys unwrap the keyring.
+        executors: The executors of the data database and of the key database.
+        backends: The backends, whose root keys unwrap the keyring.
         create_tables: Create missing tables; if False, they must exist (see docs/sql).
-        known: A keyring opened earlier; if given, nothing is created, and a row whose key service
-            fails is left pending.
+        known: A keyring opened earlier.  If given, nothing is created, and a row whose key service
+            fails is left pending (see `Keyring`).
 
     Raises:
         ConfigurationError: A database cannot be used; it was left unchanged.
@@ -542,7 +556,7 @@ async def open_existing(
 ) -> Keyring:
     """Open the keyring of a database that already exists, without changing the database.
 
-    *known* is a keyring opened earlier: the keys that it holds are not unwrapped again.
+    *known* is a keyring opened earlier.  Its keys are not unwrapped again.
 
     Raises:
         ConfigurationError: See `survey_existing`; or *known* is the keyring of another database.
@@ -556,7 +570,7 @@ async def _open(
 ) -> Keyring:
     assert survey.database_id is not None, "survey_existing rejects that"
     if known is not None and known.database_id != survey.database_id:
-        raise ConfigurationError("the database was replaced by another one: restart the service")
+        raise ConfigurationError(_REPLACED)
     writer, database_id = backends.writer.root_key.key_id, survey.database_id
     opened = await open_keyring(
         survey.keyring,
@@ -572,14 +586,13 @@ async def _open(
 
 
 async def half_separated(executors: Executors) -> tuple[Survey, str] | None:
-    """Find out whether a run of `separate` was killed after it had changed only the key database.
+    """Find a separation that has stored the new database id only in the key database so far.
 
-    The command writes the new database id to the key database first, and then to the data
-    database.
+    `separate` writes the new database id to the key database first, and then to the data database.
 
     Returns:
         The survey of the key database and the old database id in hexadecimal.  None if there is no
-        key database, or if the data database does not have the old id.
+        key database, or if the data database does not have the old id any more.
     """
     if not executors.has_key_database:
         return None
@@ -597,19 +610,20 @@ async def _survey(
 ) -> tuple[Survey, Survey]:
     """Survey and check the data database and the key database; return both surveys.
 
-    Without a key database, both are the same survey.  Raises ConfigurationError.
+    Without a key database, both are the same survey.  Raises ConfigurationError if a database
+    cannot be used.
     """
     of_keys = partial(look, known=known)
     if not executors.has_key_database:
         survey = await _usable(executors.data.define(of_keys, commit=False))
         check(survey, Part.ALL, create_tables)
         return survey, survey
-    # Read the data database first.  Another process may be creating both, and it creates the key
-    # database first.  So if we see its data database, we also see its key database.
+    # Read the data database first.  Another process may be creating both databases.  It creates the
+    # key database first, so if we see its data database, we also see its key database.
     data = await _usable(executors.data.define(look, commit=False))
     keys = await _usable(executors.keys.define(of_keys, commit=False), "key database's ")
-    # Keys are in use only after the data database was created.  It may have been created after our
-    # survey, so survey it again.
+    # Data keys are stored only after the data database was created.  The data database may have
+    # been created after our survey, so survey it again.
     if keys.is_used and data.format_version is None:
         data = await _usable(executors.data.define(look, commit=False))
     check(keys, Part.KEYS, create_tables)

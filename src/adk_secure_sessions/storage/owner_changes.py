@@ -1,7 +1,7 @@
-"""Changes of apps and users: of their states, their data keys and their version witnesses.
+"""Changes of apps and users: their states, their data keys and their version witnesses.
 
-A write collects these changes in an `OwnerChanges`.  It applies them together with its changes of a
-session, in one request.
+A write operation collects these changes in an `OwnerChanges` object.  The operation applies them
+together with its changes of a session, in one request.
 """
 
 from collections.abc import Callable
@@ -38,10 +38,11 @@ class OwnerChanges:
     def app(
         self, found: Found, app: Owner | None, delta: JsonObject, *, needs_key: bool = False
     ) -> Owner:
-        """Add the changes that merge *delta* into the app's state, and return the changed app.
+        """Merge *delta* into the app's state: add the changes to `changes`, and return the app.
 
-        If *app* is None, insert the app's row.  If *needs_key*, also ensure that the app has a
-        current data key and that the app's row names this key.
+        If *app* is None, add the changes that insert the app's row and its version witness.  If
+        *needs_key*, also ensure that the app has a current data key and that the app's row names
+        this key.
         """
         if app is None:
             who = self._attempt.who
@@ -62,10 +63,10 @@ class OwnerChanges:
         return app
 
     def user(self, found: Found, user: Owner | None, app_row: int, delta: JsonObject) -> Owner:
-        """Add the changes that merge *delta* into the user's state, and return the changed user.
+        """Merge *delta* into the user's state: add the changes to `changes`, and return the user.
 
-        If *user* is None, insert the user's row.  Also ensure that the user has a current data key
-        and that the user's row names this key.
+        If *user* is None, add the changes that insert the user's row and its version witness.  Also
+        ensure that the user has a current data key and that the user's row names this key.
         """
         if user is None:
             who = self._attempt.who
@@ -180,8 +181,8 @@ class OwnerChanges:
         has removed the owner's row.
 
         With a key database, such a data key is no error.  A process stores the data key before the
-        owner's row, and it may have been stopped between the two.  But the data key may also be an
-        erased key that an attacker inserted again.  Therefore, a new data key is created.
+        owner's row, and the process may have stopped between the two.  But the data key may also be
+        an erased key that an attacker inserted again.  Therefore, create a new data key.
         """
         self._require_read_keys()
         separate = self._attempt.key_source is KeySource.KEY_DATABASE
@@ -202,9 +203,10 @@ class OwnerChanges:
         The changes require that the records *stored* are unchanged.  Therefore, `retire` keeps the
         current data key if it is at least as new as the keys of *stored*.
 
-        If the current data key is older, because the newest key belongs to another backend, the
-        changes lock its row.  They cannot lock a row in a key database, so a new data key is
-        created there.  A new data key is also created if the owner has no current data key.
+        If the current data key is older, because the newest key belongs to another backend, a
+        change locks the row of the current data key.  With a key database, no change can lock that
+        row, so a new data key is created.  A new data key is also created if the owner has no
+        current data key.
         """
         keys = self._keys
         if keys.is_as_new_as(owner, *stored):
@@ -215,8 +217,8 @@ class OwnerChanges:
             if keys.is_as_new_as(owner, *stored):
                 return
         for record in stored:
-            # Raise an error if the record's key does not exist: otherwise, no new key would ever
-            # count as new enough.
+            # Raise an error if the record's key does not exist.  Otherwise, `is_as_new_as` would
+            # stay False, and each attempt would create another key.
             keys.cipher(owner, record)
         current = keys.current(owner)
         if current is None or self._attempt.key_source is KeySource.KEY_DATABASE:

@@ -60,9 +60,9 @@ _ZERO: ColumnElement[int] = literal_column("0")
 # inserted any number.
 _MAX_KEYS = 1000
 
-# Two forms of one query, by whether the form reads data keys.  The form with data keys also reads
-# the `MasterMark` of each row of the keyring.  The marks tell whether the keyring has changed: a
-# data key that is wrapped with a retired data master must be rejected.
+# Two forms of one query: `forms[True]` also reads data keys, and `forms[False]` does not.  The form
+# with data keys also reads the `MasterMark` of each row of the keyring.  The marks tell whether the
+# keyring has changed: a data key that is wrapped with a retired data master must be rejected.
 QueryForms = Mapping[bool, CompoundSelect[Any]]
 
 _app_tag = bindparam("app_tag", type_=LargeBinary)
@@ -74,10 +74,11 @@ _limit = bindparam("limit", type_=BigInteger)
 def bounded(column: ColumnElement[Any]) -> ColumnElement[Any]:
     """Return *column* of a table of keys, or NULL instead of a value that no service stores.
 
-    An attacker may have stored values of any size, and on SQLite of any type, in rows that every
-    start and every read of keys would load.
+    An attacker may have stored values of any size and, on SQLite, of any type.  Every start and
+    every read of keys would load these values.
     """
-    if isinstance(column.type, BigInteger):  # on SQLite, texts and blobs are above all numbers
+    # SQLite compares any text or blob as greater than any number, so BETWEEN excludes both.
+    if isinstance(column.type, BigInteger):
         is_valid: ColumnElement[bool] = column.between(_ZERO, literal_column(str(2**63 - 1)))
     else:
         is_valid = func.length(column) <= literal_column(str(MAX_WRAPPED))
@@ -124,7 +125,7 @@ def _key() -> Select[Any]:
 
 
 def _keys_of(owner: BindParameter[bytes], *conditions: ColumnElement[bool]) -> Select[Any]:
-    """Return the member for the data keys of one owner; not all of them if there are too many."""
+    """Return the SELECT of a UNION ALL for the data keys of one owner, at most `_MAX_KEYS`."""
     c = data_keys.c
     keys = _key().where(c.owner == owner, *conditions).order_by(c.generation)
     return _first(_MAX_KEYS, keys, f"keys_of_{owner.key}")
@@ -133,13 +134,14 @@ def _keys_of(owner: BindParameter[bytes], *conditions: ColumnElement[bool]) -> S
 def _master() -> Select[Any]:
     c = keyring.c
     masters = _member(_MASTER, [c.id, bounded(c.created_at)], [bounded(c.wrapped)])
-    # One row more than a keyring may have is enough to see that it has changed.
+    # If there are too many rows, one row more than a keyring may have is enough to detect it.
     return _first(MAX_ROWS + 1, masters, "masters")
 
 
 def _first(number: int, rows: Select[Any], name: str) -> Select[Any]:
     """Return the first *number* of *rows*, as a member of a UNION ALL."""
-    # Without an offset, SQLAlchemy would add a parameter for it on SQLite.
+    # Without an offset, SQLAlchemy would add a parameter for the offset on SQLite.  No caller has a
+    # value for this parameter.
     limited = rows.limit(literal_column(str(number))).offset(_ZERO)
     return select(limited.subquery(name))
 
@@ -321,15 +323,15 @@ def _session_of_user(*conditions: ColumnElement[bool]) -> Insert:
 
 
 INSERT_SESSION_OF_USER = _session_of_user()
-# Also requires that the app's row and the version witnesses of the app and the user are as this
-# process has cached them.
+# In addition, this INSERT requires that the app's row and the version witnesses of the app and the
+# user are as this process has cached them.
 INSERT_SESSION_OF_KNOWN = _session_of_user(
     _same_row(apps, "app"),
     _same_row(witnesses.alias("app_witnesses"), "app_witness"),
     _same_row(witnesses.alias("user_witnesses"), "user_witness"),
 )
 INSERT_EVENT = insert(events)
-# Replaces the record of an event that is as this process has read it.
+# Replaces the record of an event only if the stored record is as this process has read it.
 UPDATE_EVENT = (
     update(events)
     .where(
@@ -533,10 +535,11 @@ def numbered(values: Sequence[object]) -> dict[str, object]:
 def data_keys_of(number: int) -> CompoundSelect[Any]:
     """Return the query for all data keys of *number* owners and the marks of all keyring rows.
 
-    A mark, see `MasterMark`, tells whether a row of the keyring has changed.
+    A mark (see `MasterMark`) tells whether a row of the keyring has changed.  The parameters of the
+    query are the owners' tags, as `numbered` returns them.
 
-    The parameters are the owners' tags, as `numbered` returns them.  Use this query for a key
-    database, whose rows cannot be read together with the data, and in maintenance commands.
+    Use this query for a key database, whose rows cannot be read together with the data, and in
+    maintenance commands.
     """
     if number > _FEW:
         return union_all(_key().where(is_one_of(data_keys.c.owner, number)), _master())

@@ -1,4 +1,4 @@
-"""The reads: get a session with its events, list sessions, get a user's state, check rows.
+"""The read operations: get a session with events, list sessions, get a user's state, check rows.
 
 Each read is an operation with one query.  With a key database, a second query may read data keys.
 Events are decrypted in chunks in the event loop, and other tasks can run between two chunks.
@@ -74,7 +74,7 @@ class _Read:
 
 
 class GetSession(_Read, Generic[E]):
-    """Read a session with its last *limit* events, or with all events from time *after* on.
+    """Read a session with its last *limit* events, or with all events since the time *after*.
 
     `attempt` returns the session and its decoded events, oldest first; None if there is no such
     session.  Events before *after* are decrypted, too, which authenticates their times.  Otherwise,
@@ -84,7 +84,8 @@ class GetSession(_Read, Generic[E]):
         who: The ids of the session.
         decode: Called with an event's plaintext, its session's row id and its `seq`.
         limit: The maximum number of events; None for all.
-        after: A time in microseconds UTC.  If given, *limit* is ignored.
+        after: A time in microseconds since 1970, UTC.  If given, return only events at this time
+            or later, and ignore *limit*.
     """
 
     def __init__(
@@ -129,7 +130,8 @@ class GetSession(_Read, Generic[E]):
             if start:
                 await asyncio.sleep(0)
             rows = found.events[start : start + _CHUNK]
-            # Decrypt the whole chunk, then decode it: alternating per event takes twice as long.
+            # Decrypt the whole chunk, then decode it.  Decrypting and decoding one event after
+            # another takes twice as long.
             opened, link = bindings.open_events(attempt, session, rows, link)
             decoded += [
                 self._decode(plaintext, session.id, row[EVENT_SEQ])
@@ -242,13 +244,13 @@ Headers = Counter[tuple[str, bytes]]  # number of records, by table and record h
 
 
 class CheckApp(_Read):
-    """Decrypt an app's row; `attempt` returns None if the app has no row.
+    """Read an app without the cache, and count its records; None if the app has no row.
 
     The classes `CheckApp`, `CheckUser` and `CheckSession` do not use the row cache: `verify` must
     detect a data key that was tampered with after the row was cached.
 
     Attributes:
-        headers: The number of records that were decrypted.
+        headers: The number of decrypted records, by table and record header.
     """
 
     reads_keys = True
@@ -265,10 +267,10 @@ class CheckApp(_Read):
 
 
 class CheckUser(_Read):
-    """Decrypt the row with the user tag of *who*; `attempt` returns None if no row has the tag.
+    """Read the user with the user tag of *who*, like `CheckApp`; None if no row has the tag.
 
     Attributes:
-        headers: The number of records that were decrypted.
+        headers: The number of decrypted records, by table and record header.
     """
 
     reads_keys = True
@@ -289,8 +291,8 @@ class CheckSession(GetSession[E]):
     """Decrypt a session with all its events, and check that the rows belong together.
 
     Attributes:
-        headers: The number of records that were decrypted: those of the session, its version
-            witness, its snapshot and its events.
+        headers: The number of decrypted records (the session, its version witness, its snapshot
+            and its events), by table and record header.
     """
 
     reads_keys = True
@@ -318,7 +320,8 @@ class CheckLocatedSession(_Read, Generic[E]):
     such session.
 
     Args:
-        who: The ids of the session, which `verify` has decrypted from the session's rows.
+        who: The ids of the session, which `verify` has decrypted from the rows of the session and
+            its user.
         decode: See `GetSession`.
     """
 

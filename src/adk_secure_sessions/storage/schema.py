@@ -1,9 +1,9 @@
 """The tables and their row ids (see docs/format.md).  Times are microseconds since 1970, UTC.
 
-Another row confirms each row, so that replaying or removing a single row is detected:
+If a single row is replayed or removed, another row shows it:
 
 - A session's row contains the revision, which is the number of the session's events.
-- A version witness is a row of `secure_witnesses`.  It repeats the version of an app's or a user's
+- A version witness is a row of `secure_witnesses`.  It contains the version of an app's or a user's
   row, or the id of a session's row.
 """
 
@@ -13,8 +13,10 @@ from threading import Lock
 
 from sqlalchemy import (
     DDL,
+    VARBINARY,
     BigInteger,
     Column,
+    Connection,
     Integer,
     LargeBinary,
     MetaData,
@@ -23,7 +25,6 @@ from sqlalchemy import (
     UniqueConstraint,
     event,
 )
-from sqlalchemy.dialects.mysql import LONGBLOB, VARBINARY
 
 from adk_secure_sessions.keys.blind_index import TAG_LENGTH
 
@@ -35,9 +36,19 @@ COLLECTION = -2  # the row is not a session but a collection, which has no state
 
 metadata: MetaData = MetaData()
 
-# MySQL cannot index a BLOB column without a length, and a BLOB there holds at most 64 KiB.
+
+class _LongBlob(LargeBinary):
+    """The type LONGBLOB of MySQL.
+
+    Importing SQLAlchemy's own class would import all its dialects of MySQL, which takes 40 ms.
+    """
+
+    __visit_name__ = "LONGBLOB"
+
+
+# MySQL cannot index a BLOB column without a length, and a BLOB of MySQL holds at most 64 KiB.
 _TAG = LargeBinary().with_variant(VARBINARY(TAG_LENGTH), "mysql", "mariadb")
-_RECORD = LargeBinary().with_variant(LONGBLOB(), "mysql", "mariadb")
+_RECORD = LargeBinary().with_variant(_LongBlob(), "mysql", "mariadb")
 _KEY = BigInteger().with_variant(Integer(), "sqlite")  # an INTEGER primary key is SQLite's rowid
 
 
@@ -132,7 +143,8 @@ events: Table = Table(
     Column("seq", BigInteger, primary_key=True, autoincrement=False),
     Column("time", BigInteger, nullable=False),
     Column("event", _RECORD, nullable=False),
-    sqlite_with_rowid=False,  # stores rows in key order, so that a session's events share pages
+    # Store rows in the order of the key, so that the events of a session are on the same pages.
+    sqlite_with_rowid=False,
 )
 
 
@@ -148,6 +160,15 @@ def _store_external(table: Table) -> None:
         event.listen(table, "after_create", statement.execute_if(dialect="postgresql"))
 
 
+def _use_innodb(table: Table, connection: Connection, **_: object) -> None:
+    """Create *table* in InnoDB: the server's default engine may have no transactions.
+
+    This option in the definition of the table would import SQLAlchemy's dialects of MySQL.
+    """
+    if connection.dialect.name in ("mysql", "mariadb"):
+        table.kwargs[f"{connection.dialect.name}_engine"] = "InnoDB"
+
+
 # `secure_meta` is in both KEY_TABLES and DATA_TABLES: each database has its own.
 TABLES = tuple(metadata.tables.values())
 KEY_TABLES = (meta, keyring, data_keys)
@@ -155,9 +176,7 @@ DATA_TABLES = tuple(table for table in TABLES if table not in (keyring, data_key
 
 for _table in metadata.sorted_tables:
     _store_external(_table)
-    for _dialect in ("mysql", "mariadb"):  # a server's default engine may have no transactions
-        _table.kwargs[f"{_dialect}_engine"] = "InnoDB"
-
+    event.listen(_table, "before_create", _use_innodb)
 
 _RANDOM_BITS = 21
 _lock = Lock()

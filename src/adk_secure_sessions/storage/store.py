@@ -5,7 +5,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple, TypeVar
 
+from adk_secure_sessions.formats.records import encode_text
 from adk_secure_sessions.formats.states import JsonObject
+from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.storage.bindings import StoredSession
 from adk_secure_sessions.storage.opening import COLLECTIONS, add_feature
 from adk_secure_sessions.storage.reads import (
@@ -31,6 +33,8 @@ from adk_secure_sessions.storage.writes import (
 
 T = TypeVar("T")
 
+MAX_NAME_BYTES = 16 * 1024  # of a collection: the JSON of several ids, with all characters escaped
+
 
 class Store:
     """The operations on the sessions of one database.
@@ -42,7 +46,7 @@ class Store:
         self.unit = unit
 
     async def prepare(self) -> None:
-        """Open the database, so that the first operation need not do so."""
+        """Open the database now, so that the first operation does not have to open it."""
         await self.unit.keys()
 
     async def close(self) -> None:
@@ -85,18 +89,18 @@ class Store:
     ) -> tuple[View, list[T]] | None:
         """Return a session and its decoded events; None if the session is not stored.
 
-        See `GetSession` for the arguments.
+        `GetSession` describes *decode*, *limit* and *after*.
         """
         who = await self.unit.identify(app_name, user_id, session_id)
         return await self.unit.run(GetSession(who, decode, limit, after))
 
     async def list_user(self, app_name: str, user_id: str, *, skip: bool) -> list[View]:
-        """Return all sessions of a user; see `ListUserSessions` for *skip*."""
+        """Return all sessions of a user, without events; see `ListUserSessions` for *skip*."""
         who = await self.unit.identify(app_name, user_id)
         return await self.unit.run(ListUserSessions(who, skip=skip))
 
     async def list_app(self, app_name: str, *, skip: bool) -> list[View]:
-        """Return all sessions of an app; see `ListAppSessions` for *skip*."""
+        """Return all sessions of an app, without events; see `ListAppSessions` for *skip*."""
         who = await self.unit.identify(app_name)
         return await self.unit.run(ListAppSessions(who, skip=skip))
 
@@ -125,8 +129,8 @@ class Store:
         After the commit, *stored* is called with the updated session, even if the caller was
         cancelled.
 
-        Raises MissingSession if the session is not stored.  Raises StaleRevision if the row id and
-        the revision of the stored session differ from those in *expected*.
+        Raises MissingSession if the session is not stored.  Raises StaleRevision if the row id or
+        the revision of the stored session differs from that in *expected*.
         """
         who = await self.unit.identify(app_name, user_id, session_id)
         stored(await self.unit.run(AppendEvent(who, expected, event, stored)))
@@ -140,14 +144,17 @@ class Collection(NamedTuple):
     """A collection, and some or all of its items.
 
     Attributes:
-        name: The name.
-        at: Identifies the stored collection and its number of items: see `Collections.append`.
-        items: Plaintexts: the last items of the collection, in order.
+        name: The name of the collection.
+        at: The row id and the revision of the collection.  The revision is its number of items.
+        items: The plaintexts of the collection's last items, oldest first.
     """
 
     name: str
     at: Expected
     items: tuple[bytes, ...] = ()
+
+    def __repr__(self) -> str:  # without the items, because items of artifacts contain keys
+        return f"<collection {self.at}>"
 
     @property
     def size(self) -> int:
@@ -156,7 +163,7 @@ class Collection(NamedTuple):
 
 
 class Collections:
-    """The operations on collections: lists of items that grow at the end, each with a name.
+    """The operations on collections, which are named lists of items that grow at the end.
 
     A user's collections are encrypted with the user's data key.  A collection is stored like a
     session without state, and an item like an event (docs/format.md, "Collections").  Each item
@@ -167,21 +174,34 @@ class Collections:
 
     def __init__(self, unit: UnitOfWork) -> None:
         self._unit = unit
-        self._has_feature = False
+        # The keyring for which this process has ensured that the database has the feature.
+        self._ensured: Keyring | None = None
+
+    async def database_id(self) -> bytes:
+        """Return the random id of the database."""
+        return (await self._unit.keys()).keyring.database_id
+
+    async def cache(self, key: object, make: Callable[[], T]) -> T:
+        """Return the object that *make* returned for *key*: see `UnitOfWork.attached`."""
+        return await self._unit.attached(key, make)
 
     async def names(self, app_name: str, user_id: str) -> list[Collection]:
-        """Return all collections of a user, without items."""
+        """Return all collections of a user that have items, without the items."""
         who = await self._unit.identify(app_name, user_id)
         found = await self._unit.run(ListCollections(who))
-        return [Collection(one.session_id, Expected(one.id, one.revision)) for one in found]
+        return [
+            Collection(one.session_id, Expected(one.id, one.revision))
+            for one in found
+            if one.revision
+        ]
 
     async def get(
         self, app_name: str, user_id: str, name: str, *, limit: int | None = None
     ) -> Collection | None:
         """Return a collection with its last *limit* items, or with all; None if it is not stored.
 
-        A collection without items is not stored for the caller: the process that was creating it
-        may have stopped.
+        Also return None for a stored collection without items: a process may have stopped after it
+        had stored the collection and before it could append an item.
         """
         who = await self._unit.identify(app_name, user_id, name, True)
         found = await self._unit.run(GetSession(who, _item, limit))
@@ -200,24 +220,34 @@ class Collections:
         expected: Expected | None = None,
         replaced: Mapping[int, bytes] | None = None,
     ) -> Expected:
-        """Append an item, and return the new position; the number of the item is `revision - 1`.
+        """Append an item to a collection, and return the collection's row id and new revision.
 
-        Create the collection if it does not exist, and the rows of its user and its app.
+        The revision is the number of items.  Items are numbered from 0, so the number of the new
+        item is `revision - 1`.  If the collection does not exist, create it.  Also create the rows
+        of its user and its app if they do not exist.
 
         Args:
             app_name: The app.
             user_id: The user.
-            name: The name of the collection.
+            name: The name of the collection, at most `MAX_NAME_BYTES` long.
             item: The plaintext.
-            expected: The position at which the caller has read the collection.  If None, the item
-                is appended at any position.
-            replaced: New contents for earlier items, by number; *expected* must be given.
+            expected: The row id and the revision that the collection had when the caller read it.
+                If None, the item is appended whatever the revision is.
+            replaced: New contents for earlier items, by number; *expected* must be given.  The
+                appended item must name the replaced items: see `ReplaceItems`.
 
         Raises:
-            StaleRevision: The stored collection is not at the position *expected*.
+            ValueError: The name is too long; or *replaced* has a number that is not the number of
+                an earlier item, or is given without *expected*.
+            StaleRevision: The stored collection has another row id or revision than *expected*.
             MissingSession: *expected* is given, and the collection does not exist any more.
         """
+        if len(name) > MAX_NAME_BYTES // 4 and len(encode_text(name)) > MAX_NAME_BYTES:
+            raise ValueError(f"the name of a collection has at most {MAX_NAME_BYTES} bytes")
+        if replaced and not (expected and set(replaced) <= set(range(expected.revision))):
+            raise ValueError("only items before the expected position can be replaced")
         who = await self._unit.identify(app_name, user_id, name, True)
+        await self._ensure_feature()
         after = expected
         while True:
             if after is None:
@@ -236,30 +266,33 @@ class Collections:
                 after = None
 
     async def delete(self, app_name: str, user_id: str, name: str) -> bool:
-        """Delete a collection and its items, and return whether it was stored."""
+        """Delete a collection and its items, and return whether the collection was stored."""
         who = await self._unit.identify(app_name, user_id, name, True)
         return await self._unit.run(DeleteSession(who))
 
     async def _position(self, app_name: str, user_id: str, name: str) -> Expected:
-        """Return the position of the stored collection; create it if it does not exist."""
+        """Return the row id and revision of the collection; create it if it does not exist."""
         who = await self._unit.identify(app_name, user_id, name, True)
         while True:
             found = await self._unit.run(GetSession(who, _item, 0))
             if found is not None:
                 return Expected(found[0].session.id, found[0].session.revision)
-            await self._ensure_feature()
             try:
                 now = time.time_ns() // 1000
                 created = await self._unit.run(CreateSession(who, {}, {}, b"{}", now))
                 return Expected(created.session.id, created.session.revision)
             except DuplicateSession:
-                pass  # another task has just created it
+                pass  # another task or process has just created the collection
 
     async def _ensure_feature(self) -> None:
-        if not self._has_feature:
-            keys = await self._unit.keys()
-            await self._unit.change_keys(partial(add_feature, COLLECTIONS, keys.keyring))
-            self._has_feature = True
+        """Add the feature to the database, if it lacks it.
+
+        A process does this before its first append, and again after it has read the keyring again.
+        """
+        keyring = (await self._unit.keys()).keyring
+        if self._ensured is not keyring:
+            await self._unit.change_keys(partial(add_feature, COLLECTIONS, keyring))
+            self._ensured = keyring
 
 
 def _item(plaintext: bytes, _row: int, _seq: int) -> bytes:

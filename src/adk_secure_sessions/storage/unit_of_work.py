@@ -16,7 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from threading import Lock
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import sqlalchemy as sa
@@ -66,11 +66,13 @@ _CONFLICTS_WITHOUT_LOCK = 3
 # lost connection, it is unknown whether a write was stored, and only a retry can find out.
 _READ_PAUSES = (0.05,)
 _WRITE_PAUSES = (0.05, 0.2, 0.5, 1.0, 2.0)
-# Seconds before a rejected keyring, or one with pending rows, is read again.  Without this pause,
-# an attacker with write access to the database could make every operation call the key service.
+# The default of `keyring_pause`: the seconds until a rejected keyring is read again, or until the
+# pending rows of a keyring are unwrapped again.  Without this pause, an attacker with write access
+# to the database could make every operation call the key service.
 _KEYRING_PAUSE = 10.0
-# How many data keys one operation may create in a key database.  It needs at most two, one for the
-# app and one for the user.  More are needed if other processes change the keys at the same time.
+# How many data keys one operation may create in a key database.  Usually it needs at most two, one
+# for the app and one for the user.  It may need more if other processes change the keys at the same
+# time.
 _NEW_KEYS = 8
 
 
@@ -111,8 +113,8 @@ class Retries:
         """Pause before the next attempt.
 
         Raises:
-            SecureSessionError: There were too many conflicts.
-            DatabaseError: The connection was lost too many times.
+            SecureSessionError: There were `_CONFLICTS` conflicts.
+            DatabaseError: The connection was lost again after the last pause.
         """
         if isinstance(error, Disconnected):
             pause = next(self._pauses, None)
@@ -131,7 +133,7 @@ class Retries:
 
 
 async def repeated(work: Callable[[], Awaitable[T]], *, writes: bool = False) -> T:
-    """Call and await *work*; repeat it after each conflict and each lost connection.
+    """Call *work* and return its result; call it again after a conflict or a lost connection.
 
     Raises the errors of *work* and of `Retries.wait`.
     """
@@ -149,18 +151,19 @@ class _Opened(NamedTuple):
     keys: DataKeys
     rows: RowCache
     identities: Lru[tuple[str, str, str, bool], Identity]
+    attached: dict[object, Any]  # see `UnitOfWork.attached`
     expires: float
 
 
 _units: "WeakSet[UnitOfWork]" = WeakSet()
-_units_lock = Lock()  # services of other threads may be created during an erasure
+_units_lock = Lock()  # another thread may create a service while `empty_caches` reads the set
 
 
 def empty_caches() -> None:
-    """Empty the caches of all units of work in this process: keys, decrypted rows and ids.
+    """Empty the caches of all units of work in this process: data keys, decrypted rows and ids.
 
-    Call it after erasing a user.  Otherwise, a cached data key of the user would decrypt rows that
-    an attacker inserts again.
+    Call this function after erasing a user.  Otherwise, a cached data key of the user would decrypt
+    rows that an attacker inserts again.
     """
     with _units_lock:
         units = list(_units)
@@ -169,20 +172,24 @@ def empty_caches() -> None:
 
 
 class UnitOfWork:
-    """One database with its keys, opened on first use.
+    """Runs operations on one database, and repeats attempts that could not be completed.
+
+    An attempt is repeated if it lacks a key, meets a conflict or loses its connection.  This object
+    holds the executors, the unwrapped keys and the cache of decrypted rows, and opens the
+    database on first use.
 
     Args:
-        executors: Run the statements on the data database and the key database.
-        backends: The listed backends.  If None, only `read`, `read_keys`, `change` and
-            `change_keys` can be used.
+        executors: The executors of the data database and of the key database.
+        backends: The backends that may be used, and the one that encrypts new records.  If None,
+            only `read`, `read_keys`, `change` and `change_keys` can be used.
         open_keyring: A function that reads the keyring and unwraps its keys.  Its argument is None,
             or a keyring that was opened earlier and whose keys need not be unwrapped again.
         cached_rows: Maximum number of sessions, of users and of apps to cache.
         cached_keys: Maximum number of owners whose data keys are cached.
         cache_seconds: Seconds for which unwrapped data keys and decrypted rows are cached.  After
             that time they are read again, because another process may have erased a user.
-        keyring_pause: Seconds until a keyring that was rejected, or has pending rows, is read
-            again.
+        keyring_pause: Seconds until the keyring is read again after it was rejected.  Also seconds
+            until its pending rows (rows whose key service failed) are unwrapped again.
     """
 
     def __init__(
@@ -208,8 +215,8 @@ class UnitOfWork:
         # `renew_keyring` raises this error until `_retry_at`.
         self._rejected: SecureSessionError | None = None
         self._retry_at = 0.0
-        # The timer of each event loop that empties the caches, and when they expire.  A strong
-        # reference to a timer would keep its event loop in memory.
+        # For each event loop: the time at which the caches expire, and the timer that empties them
+        # at that time.  A strong reference to a timer would keep its event loop in memory.
         self._timers: WeakKeyDictionary[
             asyncio.AbstractEventLoop, tuple[float, ref[asyncio.TimerHandle]]
         ] = WeakKeyDictionary()
@@ -218,7 +225,7 @@ class UnitOfWork:
 
     @property
     def backends(self) -> Backends:
-        """The listed backends.  Raises ConfigurationError if none were given."""
+        """The argument *backends*.  Raises ConfigurationError if it is None."""
         if self._backends is None:
             raise ConfigurationError("this operation needs the root key: give a backend")
         return self._backends
@@ -230,10 +237,20 @@ class UnitOfWork:
         """
         return (await self._current()).keys
 
-    def empty_caches(self, expires: float | None = None) -> None:
-        """Forget unwrapped data keys, decrypted rows and ids; keep the keyring.
+    async def attached(self, key: object, make: Callable[[], T]) -> T:
+        """Return the object that *make* returned for *key*, such as a cache of decrypted values.
 
-        If *expires* is given, do so only if the present caches expire then.
+        When the cache of decrypted rows is emptied, this object is discarded, too.  The next call
+        then calls *make* again.
+        """
+        opened = await self._current()
+        made: T = opened.attached.setdefault(key, make())
+        return made
+
+    def empty_caches(self, expires: float | None = None) -> None:
+        """Empty the caches of unwrapped data keys, decrypted rows and ids; keep the keyring.
+
+        If *expires* is given, empty only caches that expire at this time (monotonic seconds).
         """
         if (opened := self._opened) is not None and expires in (None, opened.expires):
             self._opened = self._with_empty_caches(opened.keys.keyring)
@@ -260,9 +277,9 @@ class UnitOfWork:
     async def run(self, operation: Operation[T]) -> T:
         """Attempt *operation* until it succeeds, and return its result.
 
-        The data keys that the operation has read or created are then cached.  Cached data keys are
-        read again only if a record names a key that is not cached.  The keyring is read again only
-        if a data key names an unknown master key, or if a transaction that stores a new data key
+        Afterwards, cache the data keys that the operation has read or created.  Cached data keys
+        are read again only if a record names a data key that is not cached.  The keyring is read
+        again if the marks of its rows have changed, or if a transaction that stores a new data key
         meets a conflict.
 
         Raises the errors of the operation, of *open_keyring* and of `Retries.wait`.
@@ -347,7 +364,7 @@ class UnitOfWork:
         return await repeated(lambda: define(work, commit=commit), writes=True)
 
     async def change_keys(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
-        """Run *work* on `secure_keyring` and `secure_data_keys`; otherwise like `change`."""
+        """Run *work* in one transaction on the key tables; repeat it like `change`."""
         define = self.executors.keys.define
         return await repeated(lambda: define(work, commit=commit), writes=True)
 
@@ -369,7 +386,7 @@ class UnitOfWork:
         return staged
 
     async def renew_keyring(self, seen: Keyring) -> None:
-        """Read the keyring again, unless another task has already replaced the keyring *seen*.
+        """Read the keyring again, unless another task has read it since the caller got *seen*.
 
         Raises the errors of *open_keyring*.  After an error, calls within the next *keyring_pause*
         seconds raise the same error, and do not read the keyring again.
@@ -446,6 +463,7 @@ class UnitOfWork:
             DataKeys(keyring, self.backends.by_id, writer_id, self._cached_keys),
             RowCache(self._cached_rows),
             Lru(self._cached_rows),
+            {},
             time.monotonic() + self._cache_seconds,
         )
 
@@ -466,13 +484,16 @@ class UnitOfWork:
 
 
 def _empty_expired(unit: "ref[UnitOfWork]", expires: float) -> None:
-    """Empty those caches of *unit* that expire at *expires*; a timer calls this."""
+    """Empty the caches of *unit* if they expire at *expires*; a timer calls this function."""
     if (found := unit()) is not None:
         found.empty_caches(expires)
 
 
 def _cache_identity(opened: _Opened, who: Identity) -> None:
-    """Cache *who* if its rows are cached, and so exist: unknown ids would only fill the cache."""
+    """Cache *who* if the rows of its ids are cached, which shows that they exist.
+
+    Ids without rows would only fill the cache.
+    """
     ids = (who.app_name, who.user_id, who.session_id, who.is_collection)
     if opened.identities.get(ids) is who:
         return

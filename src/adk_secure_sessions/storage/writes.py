@@ -1,6 +1,6 @@
-"""The writes: create a session, append an event, delete a session.
+"""The write operations: create a session, append an event, delete a session, renew a data key.
 
-Each write is an operation whose generator `steps` yields requests to the database (`db.protocol`).
+Each operation has a generator `steps`, which yields requests to the database (`db.protocol`).
 The generator reads rows, decrypts them, and then yields all changes in one request.  Therefore:
 
 - A row that cannot be decrypted is never overwritten.
@@ -54,8 +54,9 @@ from adk_secure_sessions.storage.schema import (
 T = TypeVar("T")
 Changes = list[Change]
 
-# In bytes of JSON.  A larger overlay is merged into the snapshot and then empty.  Therefore, most
-# appends rewrite only a small row, even if the state is large.
+# In bytes of JSON.  If an overlay would become larger, it is merged into a new snapshot, and the
+# new overlay is empty.  Therefore, most appends rewrite only a small row, even if the state is
+# large.
 OVERLAY_LIMIT = 8 * 1024
 
 
@@ -106,21 +107,28 @@ class _Write(Generic[T]):
         self.who = who
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> T:
+        read: list[Callable[[], None]] = []
+        attempt = attempt._replace(after_commit=read)
         owners = OwnerChanges(attempt)
 
-        def commit_after_cancel(result: T) -> None:
+        def cache(result: T) -> None:
+            for put in read:
+                put()
             self.committed(attempt, owners, result)
+
+        def commit_after_cancel(result: T) -> None:
+            cache(result)
             self.on_commit_after_cancel(result)
 
         steps = self._locked_steps if attempt.locks_rows else self.steps
         result = await executors.data.write(
             partial(steps, attempt, owners), commit_after_cancel, holds_locks=attempt.locks_rows
         )
-        self.committed(attempt, owners, result)
+        cache(result)
         return result
 
     def _locked_steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[T]:
-        """Lock the rows that other transactions keep changing, then do the same as `steps`."""
+        """Lock the rows that `contended` selects, then do the same as `steps`."""
         for query in self.contended():
             yield Read(query, attempt.who.tags())
         return (yield from self.steps(attempt, owners))
@@ -141,7 +149,7 @@ class _Write(Generic[T]):
         """
 
     def committed(self, attempt: Attempt, owners: OwnerChanges, result: T) -> None:
-        """Cache what the transaction has written."""
+        """Cache the rows that the transaction has written; called after the commit."""
         owners.cache()
 
     def on_commit_after_cancel(self, result: T) -> None:
@@ -167,7 +175,7 @@ class CreateSession(_Write[Created]):
         self._witness: WitnessRow | None = None
         # The row ids of the sessions that our attempts have sent.  An attempt that lost its
         # connection may have been committed.  If the next attempt finds a row with one of these
-        # ids, this operation has stored the row, and it is no duplicate.
+        # ids, this operation has stored the row, so the session is no duplicate.
         self._sent: set[int] = set()
 
     def contended(self) -> list[sa.Executable]:
@@ -255,8 +263,8 @@ class AppendEvent(_Write[StoredSession]):
     """Append an event to a session, and apply the event's state changes.
 
     `attempt` returns the updated session.  It raises MissingSession if the session does not exist.
-    It raises StaleRevision if the row id and the revision of the stored session differ from those
-    in *expected*.
+    It raises StaleRevision if the row id or the revision of the stored session differs from that in
+    *expected*.
 
     Args:
         who: The ids of the session.
@@ -388,9 +396,9 @@ class AppendEvent(_Write[StoredSession]):
         return _Step(changes, new)
 
     def _stored_before(self) -> Steps[StoredSession]:
-        """Return the session if an earlier attempt has stored the event, but its answer was lost.
+        """Return the session if an earlier attempt has stored the event; else raise StaleRevision.
 
-        Otherwise, raise StaleRevision.
+        The answer to that attempt may have been lost together with the connection.
         """
         if self._sent:
             where = {"session_row": self._expected.session_row, "seq": self._expected.revision}
@@ -403,11 +411,13 @@ class AppendEvent(_Write[StoredSession]):
 class ReplaceItems(AppendEvent):
     """Append an item to a collection, and replace earlier items in the same transaction.
 
-    A replaced item keeps its number, its time and its links.  The appended item must therefore say
-    which items it has replaced: otherwise, a replay of an old row would not be noticed.
+    A collection is a named list of items, stored like a session and its events: see
+    `store.Collections`.  A replaced item keeps its number, its time and its links.  So if an
+    attacker replays the old row of a replaced item, this module does not detect it.  The caller
+    must detect it: the appended item must say which items were replaced.
 
     Args:
-        who: The user and the name of the collection.
+        who: The ids of the app and the user, and the name of the collection.
         expected: See `AppendEvent`.
         event: The item to append.
         stored: See `AppendEvent`.
@@ -451,7 +461,7 @@ class ReplaceItems(AppendEvent):
 
 
 class _Step(NamedTuple):
-    """The changes that take a session to its next revision, and the session at that revision."""
+    """The changes that update a session to its next revision, and the updated session."""
 
     changes: Changes
     session: StoredSession
@@ -509,7 +519,7 @@ def _deletions(session: StoredSession) -> Changes:
 
 
 class RenewKey(_Write[bool]):
-    """Give an app or a user a data key created at *since* or later (microseconds UTC).
+    """Ensure that an app or a user has a data key created at *since* or later (microseconds UTC).
 
     If *of_user* is True, the owner is the user with the user tag of *who*; the user id of *who* is
     not used.  If False, the owner is the app.  `attempt` returns whether the owner's row still
@@ -517,7 +527,8 @@ class RenewKey(_Write[bool]):
 
     Attributes:
         created: Whether a data key was created.
-        changed: Whether the owner's row was changed; if so, the current key encrypts it.
+        changed: Whether the owner's row and version witness were changed; if so, the current data
+            key encrypts both.
         stored_keys: The ids of data keys that were stored in the key database.
     """
 
@@ -647,7 +658,8 @@ def _witness_columns(prefix: str, row: WitnessRow) -> dict[str, object]:
 def _snapshot_change(attempt: Attempt, session: StoredSession, replaced: int) -> Change:
     """Return the change that stores the session's snapshot.
 
-    It replaces the snapshot of revision *replaced*, if there is one.
+    The change replaces the snapshot of revision *replaced*.  If *replaced* is `NO_SNAPSHOT`, the
+    change inserts the snapshot.
     """
     session_row, revision, state = session.id, session.base_revision, session.snapshot or b"{}"
     sealed = bindings.seal_snapshot(attempt, session_row, revision, session.snapshot_link, state)

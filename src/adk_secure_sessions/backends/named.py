@@ -1,0 +1,61 @@
+"""Create backends from their names and from key specs, for command lines and URIs."""
+
+import warnings
+from collections.abc import Callable, Sequence
+
+from adk_secure_sessions.backends.aes_gcm import AesGcmBackend
+from adk_secure_sessions.backends.fernet import FernetBackend
+from adk_secure_sessions.backends.noop import NoOpBackend
+from adk_secure_sessions.backends.protocol import EncryptionBackend
+from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.keys.providers import KeyProvider
+from adk_secure_sessions.keys.specs import key_provider
+
+_CIPHERS: dict[str, Callable[[KeyProvider], EncryptionBackend]] = {
+    "aesgcm": AesGcmBackend,
+    "fernet": FernetBackend,
+}
+DEFAULT = "aesgcm"
+NO_OP = "no-op"
+NAMES = (*_CIPHERS, NO_OP)
+
+
+def backends_for(
+    names: Sequence[str], specs: Sequence[str]
+) -> tuple[EncryptionBackend, Sequence[EncryptionBackend]]:
+    """Create each backend of *names* with each root key of *specs*.
+
+    Args:
+        names: One or more of `NAMES`.
+        specs: Key specs.  They may be empty only if `NO_OP` is among *names*.
+
+    Returns:
+        The first backend, which writes, and the other backends, which only decrypt.
+
+    Raises:
+        ConfigurationError: A key spec cannot be used.  The message does not repeat the key spec.
+    """
+    roots = [_root(spec) for spec in specs]
+    made: list[EncryptionBackend] = []
+    for name in dict.fromkeys(names):
+        if name == NO_OP:
+            with warnings.catch_warnings():
+                # The documentation of the name gives the same warning.
+                warnings.simplefilter("ignore")
+                made.append(NoOpBackend())
+        else:
+            made += [_CIPHERS[name](root) for root in roots]
+    # If no-op is the only backend, the root keys must still unwrap master keys.  Backends with any
+    # cipher can do that.
+    if not set(names) - {NO_OP}:
+        made += [AesGcmBackend(root) for root in roots]
+    return made[0], made[1:]
+
+
+def _root(spec: str) -> KeyProvider:
+    if ":" not in spec:
+        raise ConfigurationError(
+            "give a key spec such as env:NAME or file:PATH, never the key itself: "
+            "other users can read command lines"
+        )
+    return key_provider(spec)

@@ -1,0 +1,208 @@
+"""Run the commands of google-adk that store sessions, with our services and without plaintext."""
+
+import asyncio
+import contextlib
+import copy
+import logging
+import re
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from adk_secure_sessions.cli.config import PREFIX
+from adk_secure_sessions.cli.program import Failure, main, one_line_errors
+from adk_secure_sessions.errors import SecureSessionError
+
+if TYPE_CHECKING:
+    from adk_secure_sessions.service import EncryptedSessionService
+
+_COMMANDS = ("api_server", "run", "web")  # of google-adk
+_URI_VARIABLE = f"{PREFIX}URI"
+# In a path: the ids of users and sessions, and the names of artifacts, which may contain slashes.
+_IDS = re.compile(
+    r"((?<=/)(?:users?|sessions?)/|[?&](?:user_?id|session(?:_?id)?)=)[^/?&\s]+"
+    r"|((?<=/)artifacts/)[^?\s]+",
+    re.IGNORECASE,
+)
+
+
+class AdkGroup(click.Group):
+    """A group that has commands of google-adk in addition to its own.
+
+    google-adk is imported only when one of its commands is used: the import takes seconds.
+    """
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return sorted({*super().list_commands(context), *_COMMANDS})
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name not in _COMMANDS:
+            return super().get_command(context, name)
+        from google.adk.cli.cli_tools_click import main as adk
+
+        found = adk.commands.get(name)
+        if found is None:
+            raise Failure(f"the installed google-adk has no command {name}", "ConfigurationError")
+        return _without_plaintext(found)
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of commands without importing google-adk."""
+        rows = [
+            ("api_server", "Serve agents over HTTP (google-adk's command)."),
+            ("run", "Run an agent in the terminal (google-adk's command)."),
+            ("web", "Serve agents with a web page (google-adk's command)."),
+        ]
+        for name in super().list_commands(context):
+            command = super().get_command(context, name)
+            if command is not None and not command.hidden:
+                rows.append((name, command.get_short_help_str(200)))
+        with formatter.section("Commands"):
+            formatter.write_dl(sorted(rows))
+
+
+@main.group(cls=AdkGroup)
+def adk() -> None:
+    """Run google-adk's commands so that they store sessions, artifacts and memory encrypted.
+
+    A command does not start if google-adk would store user content as plaintext.
+    """
+
+
+def _kinds(context: click.Context, parameter: click.Parameter, given: str) -> set[str]:
+    from adk_secure_sessions.integrations.plaintext_guard import KINDS
+
+    kinds = {kind.strip() for kind in given.split(",")} - {""}
+    if not kinds <= set(KINDS):
+        raise click.BadParameter(f"write one or more of {','.join(KINDS)}, separated by commas")
+    return kinds
+
+
+def _without_plaintext(command: click.Command) -> click.Command:
+    """Return a copy of google-adk's *command* that stores no plaintext without permission.
+
+    Before the copy runs, `_prepare` checks the arguments.  The copy has two more options:
+    --service_uri, and --allow-plaintext, which names what may be stored as plaintext.
+    """
+    ours = copy.copy(command)
+    service_uri = click.Option(
+        ["--service_uri"],
+        metavar="URI",
+        envvar=_URI_VARIABLE,
+        help="The URI for sessions, artifacts and memory that have no URI of their own, such as "
+        "'encrypted+sqlite:///./sessions.db?key=env:ADK_SESSIONS_KEY&blobs=./artifacts'; or set "
+        f"{_URI_VARIABLE}.",
+    )
+    allow_plaintext = click.Option(
+        ["--allow-plaintext"],
+        metavar="KINDS",
+        default="",
+        callback=_kinds,
+        help="What may be stored as plaintext: sessions, artifacts, memory, evaluations or "
+        "traces, separated by commas.",
+    )
+    ours.params = [service_uri, allow_plaintext, *map(_with_fewer_logs, command.params)]
+
+    @click.pass_context
+    def run(
+        context: click.Context,
+        /,
+        service_uri: str | None,
+        allow_plaintext: set[str],
+        **arguments: Any,
+    ) -> Any:
+        with one_line_errors():
+            _prepare(arguments, service_uri, allow_plaintext)
+        context.params = arguments
+        with _ending_quietly():
+            return context.invoke(command.callback or (lambda **_: None), **arguments)
+
+    ours.callback = run
+    return ours
+
+
+def _with_fewer_logs(parameter: click.Parameter) -> click.Parameter:
+    """Change the default of --log_level, because google-adk's INFO logs quote ids and events."""
+    if parameter.name != "log_level":
+        return parameter
+    changed = copy.copy(parameter)
+    changed.default = "WARNING"
+    if isinstance(changed, click.Option):
+        changed.help = "The level of logs; INFO and DEBUG quote ids and events.  [default: WARNING]"
+    return changed
+
+
+def _prepare(arguments: dict[str, Any], service_uri: str | None, allowed: set[str]) -> None:
+    """Check that nothing would be stored as plaintext; then register and open our services.
+
+    In *arguments*, set the URI of each service that has none to *service_uri*.
+
+    Raises:
+        SecureSessionError: Something would be stored as plaintext, or a URI, a key or a database
+            cannot be used.
+    """
+    from google.adk.cli.service_registry import get_service_registry
+
+    from adk_secure_sessions.integrations import adk, plaintext_guard
+
+    for kind in plaintext_guard.SERVICES if not arguments.get("in_memory") else ():
+        if plaintext_guard.uri_of(kind, arguments) is None:
+            # Without a URI, google-adk may choose a store for memory by the environment.
+            default = "memory://" if kind == "memory" and kind not in allowed else None
+            uri = service_uri if service_uri is not None else default
+            if uri is not None:
+                arguments[plaintext_guard.URI_ARGUMENTS[kind][0]] = uri
+    refused = plaintext_guard.plaintext_stores(arguments, allowed)
+    if refused is not None:
+        raise Failure(refused, "PlaintextRefusedError")
+    adk.register()
+    plaintext_guard.guard_registry(get_service_registry(), allowed)
+    _hide_ids_in_access_log()
+    uris = [plaintext_guard.uri_of(kind, arguments) for kind in plaintext_guard.SERVICES]
+    ours = [uri for uri in uris if uri and uri.partition("://")[0].lower() in adk.SCHEMES]
+    for service in {id(one): one for one in map(adk.session_service, ours)}.values():
+        asyncio.run(_open(service))
+
+
+async def _open(service: "EncryptedSessionService") -> None:
+    """Open the database of *service* once, to report a wrong key before google-adk starts."""
+    try:
+        await service.prepare_tables()
+    finally:
+        await service.close()  # the event loop of the server opens it again
+
+
+class _WithoutIds(logging.Filter):
+    """Replaces the ids, and the names of artifacts, in the addresses of uvicorn's access log."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if isinstance(record.args, tuple):
+            record.args = tuple(
+                _IDS.sub(r"\1\2...", value) if isinstance(value, str) else value
+                for value in record.args
+            )
+        return True
+
+
+def _hide_ids_in_access_log() -> None:
+    logging.getLogger("uvicorn.access").addFilter(_WithoutIds())
+
+
+@contextlib.contextmanager
+def _ending_quietly() -> Iterator[None]:
+    """Report errors in one line; after Ctrl-C or the end of input, exit with status 130."""
+    try:
+        yield
+        return
+    except (KeyboardInterrupt, EOFError):
+        status = 130
+    except SecureSessionError:
+        with one_line_errors():
+            raise
+    _end(status)
+
+
+def _end(status: int) -> NoReturn:
+    click.echo()
+    sys.exit(status)

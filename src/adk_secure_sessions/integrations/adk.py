@@ -1,0 +1,277 @@
+"""Encrypted services by URI, for google-adk's command line, `services.yaml` and `services.py`.
+
+A URI is the URL of a database with `encrypted+` before it, and options after a question mark:
+`encrypted+sqlite:///./sessions.db?key=env:ADK_SESSIONS_KEY`.  docs/adk-commands.md lists the
+options.  `register` adds the functions of this module to google-adk's registry of services.
+google-adk finds the function for a URI by the scheme of the URI.
+
+Neither google-adk nor SQLAlchemy knows a scheme that begins with `encrypted+`.  So if `register`
+was not called, they reject the URI, and do not open a service that stores plaintext.
+"""
+
+import asyncio
+import importlib
+import os
+import signal
+import threading
+from collections.abc import Callable
+from difflib import get_close_matches
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import parse_qsl, unquote
+
+from adk_secure_sessions.backends.named import DEFAULT, NAMES, NO_OP, backends_for
+from adk_secure_sessions.crypto.key_material import hides_frames
+from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.service import EncryptedSessionService
+
+if TYPE_CHECKING:
+    from google.adk.artifacts import BaseArtifactService
+    from google.adk.memory import BaseMemoryService
+
+PREFIX = "encrypted+"
+# The kinds of URL that may follow the prefix, each with the driver's options that a URI may
+# contain.  The options are listed so that a misspelled option of ours is rejected, and is not
+# passed to the driver.
+_POSTGRESQL = {"host", "port", "ssl", "sslmode", "timeout", "command_timeout"}
+_MYSQL = {"charset", "connect_timeout", "ssl", "ssl_ca", "ssl_cert", "ssl_key", "unix_socket"}
+_DRIVER_OPTIONS: dict[str, set[str]] = {
+    "sqlite": {"timeout"},
+    "sqlite+aiosqlite": {"timeout"},
+    "postgresql": _POSTGRESQL,
+    "postgresql+asyncpg": _POSTGRESQL,
+    "postgresql+psycopg": _POSTGRESQL | {"sslrootcert", "sslcert", "sslkey", "connect_timeout"},
+    "mysql": _MYSQL,
+    "mysql+asyncmy": _MYSQL,
+    "mysql+aiomysql": _MYSQL,
+    "mariadb": _MYSQL,
+    "mariadb+asyncmy": _MYSQL,
+    "mariadb+aiomysql": _MYSQL,
+}
+SCHEMES = tuple(PREFIX + url for url in _DRIVER_OPTIONS)
+_ONCE = ("key", "backend", "key_db", "blobs")
+_REPEATED = ("also_key", "also_backend")
+_EXAMPLE = "encrypted+sqlite:///./sessions.db?key=env:ADK_SESSIONS_KEY"
+_EXIT_TIMEOUT = 5.0  # seconds to close the databases after SIGTERM
+
+
+class ServiceUri(NamedTuple):
+    """The parts of a URI.
+
+    Attributes:
+        db_url: The URL of the database.
+        backends: The names of the backends.  The first one writes; the others only decrypt.
+        keys: Key specs of the root keys; the first one wraps new master keys.
+        key_db: The URL of the key database; None if there is no key database.
+        blobs: The store for the contents of artifacts, a path or the URL of a bucket; None if the
+            URI has no option `blobs`.
+    """
+
+    db_url: str
+    backends: tuple[str, ...]
+    keys: tuple[str, ...]
+    key_db: str | None
+    blobs: str | None
+
+    def __repr__(self) -> str:  # the URLs may have passwords
+        return "<ServiceUri>"
+
+    @property
+    def stores_plaintext(self) -> bool:
+        return self.backends[0] == NO_OP
+
+
+@hides_frames
+def parse(uri: str) -> ServiceUri:
+    """Return the parts of *uri*.
+
+    Raises:
+        ConfigurationError: The URI cannot be used; the message says why, and repeats no value.
+    """
+    address, _, query = uri.partition("?")
+    scheme, colon, rest = address.partition("://")
+    if not colon or scheme.lower() not in SCHEMES:
+        raise ConfigurationError(
+            f"not a URI of an encrypted service: it begins with one of {', '.join(SCHEMES)}, "
+            f"such as {_EXAMPLE}"
+        )
+    url = scheme.lower().removeprefix(PREFIX)
+    ours: dict[str, list[str]] = {name: [] for name in (*_ONCE, *_REPEATED)}
+    of_driver = []
+    for number, option in enumerate(filter(None, query.split("&")), 1):
+        name = unquote(option.partition("=")[0])
+        if name in ours:
+            ours[name] += [value for _, value in parse_qsl(option, keep_blank_values=True)]
+        elif name in _DRIVER_OPTIONS[url]:
+            of_driver.append(option)
+        else:
+            raise ConfigurationError(_unknown_option(number, name, url))
+    for name, values in ours.items():
+        if "" in values:
+            raise ConfigurationError(f"the option {name!r} of the URI has no value")
+        if len(values) > 1 and name in _ONCE:
+            more = f": give older ones as also_{name}" if f"also_{name}" in _REPEATED else ""
+            raise ConfigurationError(f"the URI has the option {name!r} more than once{more}")
+    names = (*(ours["backend"] or [DEFAULT]), *ours["also_backend"])
+    if not set(names) <= set(NAMES):
+        raise ConfigurationError(f"a backend in the URI is not one of {', '.join(NAMES)}")
+    if not ours["key"] and (names[0] != NO_OP or ours["also_key"]):
+        raise ConfigurationError(
+            f"the URI has no key: add a key spec that names the root key, as in {_EXAMPLE}"
+        )
+    return ServiceUri(
+        f"{url}://{rest}" + (f"?{'&'.join(of_driver)}" if of_driver else ""),
+        names,
+        (*ours["key"], *ours["also_key"]),
+        *(ours[name][0] if ours[name] else None for name in ("key_db", "blobs")),
+    )
+
+
+def _unknown_option(number: int, name: str, url: str) -> str:
+    """Return the text of the error for an unknown option.
+
+    The text does not repeat *name*, which may be a key by mistake.
+    """
+    known = (*_ONCE, *_REPEATED, *sorted(_DRIVER_OPTIONS[url]))
+    close = get_close_matches(name, known, 1)
+    meant = f" (did you mean {close[0]}?)" if close else ""
+    return f"option {number} of the URI is unknown{meant}: there are {', '.join(known)}"
+
+
+# --- The functions that google-adk calls ----------------------------------------------------------
+
+
+@hides_frames
+def session_service(
+    uri: str, agents_dir: str | None = None, **options: object
+) -> EncryptedSessionService:
+    """Return the session service for *uri*.
+
+    Calls with the same database and keys return the same service.  The service for a SQLite
+    database is closed when the process ends, even if SIGTERM ends it.
+
+    Args:
+        uri: The URI; the module describes its form.
+        agents_dir: Not used.  A relative path of a database begins in the current directory.
+        options: Rejected, because all options are part of the URI.
+
+    Raises:
+        ConfigurationError: The URI, or a key or a database that it names, cannot be used.
+    """
+    if options:
+        raise ConfigurationError(
+            f"{', '.join(sorted(options))}: options of an encrypted service are part of its URI"
+        )
+    return _shared(parse(uri))
+
+
+@hides_frames
+def artifact_service(
+    uri: str, agents_dir: str | None = None, **_options: object
+) -> "BaseArtifactService":
+    """Return the artifact service for *uri*, whose option `blobs` says where contents are stored.
+
+    The names, versions and keys of artifacts are stored in the database of the sessions.  See
+    `session_service` for the arguments and errors.
+    """
+    parsed = parse(uri)
+    if parsed.blobs is None:
+        raise ConfigurationError(
+            "artifacts need a place for their contents: add blobs= to the URI, with a directory or "
+            "the URL of a bucket, such as &blobs=./artifacts"
+        )
+    make = _class_of("artifacts", "EncryptedArtifactService")
+    service: BaseArtifactService = make(_shared(parsed), parsed.blobs)
+    return service
+
+
+@hides_frames
+def memory_service(
+    uri: str, agents_dir: str | None = None, **_options: object
+) -> "BaseMemoryService":
+    """Return the memory service for *uri*, which stores memories in the database of the sessions.
+
+    See `session_service` for the arguments and errors.
+    """
+    parsed = parse(uri)
+    service: BaseMemoryService = _class_of("memory", "EncryptedMemoryService")(_shared(parsed))
+    return service
+
+
+def register() -> None:
+    """Register all `SCHEMES` for sessions, artifacts and memory; call this in `services.py`."""
+    from google.adk.cli.service_registry import get_service_registry
+
+    registry = get_service_registry()
+    for scheme in SCHEMES:
+        registry.register_session_service(scheme, session_service)
+        registry.register_artifact_service(scheme, artifact_service)
+        registry.register_memory_service(scheme, memory_service)
+
+
+def _class_of(module: str, name: str) -> Callable[..., Any]:
+    """Import a module of this package, and return the class *name*.
+
+    The module is imported only if a URI needs the class.
+    """
+    full = f"{__package__}.{module}"
+    try:
+        found: Callable[..., Any] = getattr(importlib.import_module(full), name)
+        return found
+    except ModuleNotFoundError as error:
+        if error.name != full:
+            raise
+    raise ConfigurationError(f"this release of adk-secure-sessions has no {name}")
+
+
+# --- One service for each database ----------------------------------------------------------------
+
+_services: dict[tuple[object, ...], EncryptedSessionService] = {}
+_lock = threading.Lock()
+
+
+def _shared(uri: ServiceUri) -> EncryptedSessionService:
+    """Return the service for the database and the keys of *uri*."""
+    which = uri._replace(blobs=None)
+    with _lock:
+        if which not in _services:
+            backend, additional = backends_for(uri.backends, uri.keys)
+            service = EncryptedSessionService(
+                uri.db_url, backend, additional, key_db_url=uri.key_db
+            )
+            _close_on_sigterm()
+            _services[which] = service
+        return _services[which]
+
+
+def _close_on_sigterm() -> None:
+    """Close the databases before SIGTERM ends the process, unless SIGTERM has a handler already.
+
+    If no signal ends the process, SQLite's threads close their connections when Python ends.
+    uvicorn handles SIGTERM while it serves.  Afterwards, uvicorn restores the previous handler and
+    sends SIGTERM to its process again.  The default handler would end the process at once, and
+    leave `-wal` files behind.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return  # only the main thread can set handlers
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        return
+    process = os.getpid()
+
+    def close_and_end(number: int, _frame: FrameType | None) -> None:
+        if os.getpid() == process:  # a forked child has not opened the databases
+            # This thread may be running an event loop, and cannot run a second one.
+            thread = threading.Thread(target=asyncio.run, args=(_close_files(),), daemon=True)
+            thread.start()
+            thread.join(_EXIT_TIMEOUT)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGTERM, close_and_end)
+
+
+async def _close_files() -> None:
+    """Close the SQLite databases.  A server closes its connections when the process ends."""
+    for which, service in list(_services.items()):
+        if str(which[0]).startswith("sqlite"):
+            await service.close()

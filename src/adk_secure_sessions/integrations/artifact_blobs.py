@@ -1,0 +1,191 @@
+"""Maintenance of the blobs of artifacts: find missing blobs, and delete unused blobs."""
+
+import os
+import time
+from collections.abc import AsyncIterator, Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from adk_secure_sessions.errors import ConfigurationError, Reason, TamperedError
+from adk_secure_sessions.formats.blobs import encrypted_size
+from adk_secure_sessions.integrations.artifact_versions import Version, is_artifact, versions_of
+from adk_secure_sessions.integrations.object_store import BlobStore, open_store
+from adk_secure_sessions.maintenance import Database, Problem
+from adk_secure_sessions.maintenance.identities import located_sessions
+from adk_secure_sessions.maintenance.problems import UNREADABLE, Problems
+from adk_secure_sessions.storage import Collections, events, sessions
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+
+class BlobCheck(NamedTuple):
+    """The result of `check_blobs`.
+
+    Attributes:
+        artifacts: The number of artifacts.
+        blobs: The number of blobs that versions of artifacts name.
+        missing: The number of these blobs that are not stored, or have a wrong length.
+        unused: The number of stored blobs that no version names.
+        bad: The number of problems: missing blobs, and undecryptable rows.
+        problems: The first 1000 problems.
+    """
+
+    artifacts: int
+    blobs: int
+    missing: int
+    unused: int
+    bad: int
+    problems: tuple[Problem, ...]
+
+
+class BlobPurge(NamedTuple):
+    """The result of `purge_blobs`.
+
+    Attributes:
+        deleted: The number of deleted blobs; in a dry run, of blobs that would be deleted.
+        kept: The number of blobs that versions of artifacts name.
+        bad: The number of rows that cannot be decrypted.  If this is not 0, nothing was deleted.
+        problems: The first 1000 rows that cannot be decrypted.
+    """
+
+    deleted: int
+    kept: int
+    bad: int
+    problems: tuple[Problem, ...]
+
+
+async def check_blobs(
+    db: Database,
+    store: "str | os.PathLike[str] | ObjectStore",
+    *,
+    options: Mapping[str, Any] | None = None,
+    allow_http: bool = False,
+) -> BlobCheck:
+    """Find blobs that are missing or have a wrong length, and blobs that no version names.
+
+    This function does not read the contents of blobs, so it does not detect modified contents.
+    Loading an artifact detects them.
+
+    Args:
+        db: The database, with every backend whose records it may hold.
+        store: The store of the contents: see `EncryptedArtifactService`.
+        options: Arguments of the store.
+        allow_http: Whether a store on another machine may be `http://`.
+
+    Raises:
+        ConfigurationError: The store or the database cannot be used.
+        ArtifactStoreError: The store failed.
+    """
+    opened, prefix = await _open(db, store, options, allow_http)
+    stored = {blob.name: blob.size async for blob in opened.list()}
+    problems = Problems()
+    artifacts = missing = 0
+    named: set[str] = set()
+    async for row, versions in _artifacts(db, problems):
+        artifacts += 1
+        for version in versions:
+            blob = version.blob
+            if blob is None:
+                continue
+            named.add(blob.name)
+            size = stored.get(blob.name)
+            if blob.prefix != prefix:  # of the database that this one was copied from
+                size = await _opened(store, blob.prefix, options, allow_http).size(blob.name)
+            if size != encrypted_size(blob.size):
+                missing += 1
+                reason = Reason.MISMATCH if size else Reason.MISSING
+                detail = "its blob has another length" if size else "its blob is missing"
+                problems.add(events.name, f"{row}, {version.number}", reason, detail)
+    unused = len(stored.keys() - named)
+    return BlobCheck(artifacts, len(named), missing, unused, problems.count, tuple(problems.kept))
+
+
+async def purge_blobs(
+    db: Database,
+    store: "str | os.PathLike[str] | ObjectStore",
+    *,
+    older_than: timedelta = timedelta(days=1),
+    dry_run: bool = False,
+    options: Mapping[str, Any] | None = None,
+    allow_http: bool = False,
+) -> BlobPurge:
+    """Delete blobs that no version of an artifact names.
+
+    Such blobs are left by erased users, deleted artifacts and interrupted uploads.  If a row cannot
+    be decrypted, nothing is deleted, because the row may name any blob.
+
+    Args:
+        db: The database, with every backend whose records it may hold.
+        store: The store of the contents: see `EncryptedArtifactService`.
+        older_than: The minimum age of a blob to delete.  An upload stores the blob before the row
+            that names the blob, so the minimum age must be longer than any upload takes.
+        dry_run: Count the blobs, but delete nothing.
+        options: Arguments of the store.
+        allow_http: Whether a store on another machine may be `http://`.
+
+    Raises:
+        ConfigurationError: The store or the database cannot be used, or *older_than* is negative.
+        ArtifactStoreError: The store failed.
+    """
+    if older_than < timedelta():
+        raise ConfigurationError("older_than must not be negative")
+    opened, _ = await _open(db, store, options, allow_http)
+    # List the blobs before the rows: a blob whose row is added meanwhile is not deleted.
+    before = time.time() - older_than.total_seconds()
+    old = [blob.name async for blob in opened.list(before)]
+    problems = Problems()
+    named = {
+        version.blob.name
+        async for _, versions in _artifacts(db, problems)
+        for version in versions
+        if version.blob is not None
+    }
+    unused = [name for name in old if name not in named]
+    if problems.count:
+        return BlobPurge(0, len(named), problems.count, tuple(problems.kept))
+    if not dry_run:
+        for name in unused:
+            await opened.delete(name)
+    return BlobPurge(len(unused), len(named), 0, ())
+
+
+async def _open(
+    db: Database,
+    store: "str | os.PathLike[str] | ObjectStore",
+    options: Mapping[str, Any] | None,
+    allow_http: bool,
+) -> tuple[BlobStore, str]:
+    prefix = (await Collections(db.unit).database_id()).hex()
+    return _opened(store, prefix, options, allow_http), prefix
+
+
+def _opened(
+    store: "str | os.PathLike[str] | ObjectStore",
+    prefix: str,
+    options: Mapping[str, Any] | None,
+    allow_http: bool,
+) -> BlobStore:
+    return open_store(store, prefix, options=options, allow_http=allow_http, create=False)
+
+
+async def _artifacts(db: Database, problems: Problems) -> AsyncIterator[tuple[int, list[Version]]]:
+    """Yield the row id and the versions of each artifact.
+
+    Add rows that cannot be decrypted to *problems*, also rows of sessions: a row that cannot be
+    decrypted may be that of an artifact.
+    """
+    collections = Collections(db.unit)
+    async for batch in located_sessions(db):
+        for located in batch.sessions:
+            try:
+                ids = located.known_ids()
+                if not ids.is_collection or not is_artifact(ids.session_id):
+                    continue
+                found = await collections.get(*ids[:3])
+                if found is not None:
+                    if found.at.session_row != located.row:
+                        raise TamperedError("its tag was modified", reason=Reason.WRONG_OWNER)
+                    yield located.row, versions_of(found)
+            except UNREADABLE as error:
+                problems.add_error(error, sessions.name, located.row)

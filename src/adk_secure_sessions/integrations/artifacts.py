@@ -1,0 +1,552 @@
+"""An artifact service for ADK: encrypted rows in the database of the sessions, encrypted blobs.
+
+`artifact_versions` has the items of the rows.  docs/format.md, "Blobs", describes the contents.
+"""
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import AsyncIterable, AsyncIterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from google.adk.artifacts import BaseArtifactService, artifact_util
+from google.adk.artifacts.base_artifact_service import ArtifactVersion, ensure_part
+from google.adk.errors.input_validation_error import InputValidationError
+from google.adk.version import __version__ as adk_version
+from google.genai import types
+
+from adk_secure_sessions.crypto.key_material import hides_frames
+from adk_secure_sessions.errors import (
+    ArtifactStoreError,
+    ConfigurationError,
+    DatabaseError,
+    Reason,
+    SecureSessionError,
+    TamperedError,
+)
+from adk_secure_sessions.formats import json_text
+from adk_secure_sessions.formats.blobs import (
+    BlobDecryptor,
+    BlobEncryptor,
+    decrypt_stream,
+    encrypt_stream,
+    encrypted_size,
+)
+from adk_secure_sessions.formats.events import encode_item
+from adk_secure_sessions.formats.records import decode_text, encode_text
+from adk_secure_sessions.integrations.artifact_versions import (
+    Blob,
+    Version,
+    collection_name,
+    scope_and_name,
+    versions_of,
+)
+from adk_secure_sessions.integrations.object_store import TIMEOUT, BlobStore, open_store
+from adk_secure_sessions.service import EncryptedSessionService, check_ids, reject_unknown_methods
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+USER_PREFIX = "user:"
+_MAX_REFERENCES = 5  # how many references to other artifacts one load follows, as in ADK
+
+
+class ArtifactStream:
+    """The content of one version of an artifact, as an asynchronous iterator of bytes.
+
+    Attributes:
+        version: The number of the version.
+        mime_type: The MIME type of the content.
+        size: The number of bytes of the whole content, even if only a range is read.
+    """
+
+    def __init__(self, version: Version, pieces: AsyncIterator[bytes], size: int) -> None:
+        self.version: int = version.number
+        self.mime_type: str | None = version.mime_type
+        self.size: int = size
+        self._pieces = pieces
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self._pieces
+
+    async def read(self) -> bytes:
+        """Return all bytes that were not read yet."""
+        return b"".join([piece async for piece in self._pieces])
+
+
+class EncryptedArtifactService(BaseArtifactService):
+    """Stores artifacts encrypted: names, types and metadata as rows, contents as blobs.
+
+    The rows are encrypted with the user's data key, and contain the keys of the blobs.  Therefore,
+    after `erase-user`, the user's artifacts cannot be decrypted any more.
+
+    Example:
+        ```python
+        sessions = EncryptedSessionService("sqlite+aiosqlite:///sessions.db", backend)
+        artifacts = EncryptedArtifactService(sessions, "artifacts")
+        runner = Runner(..., session_service=sessions, artifact_service=artifacts)
+        ```
+    """
+
+    def __init__(
+        self,
+        session_service: EncryptedSessionService,
+        store: "str | os.PathLike[str] | ObjectStore",
+        *,
+        options: Mapping[str, Any] | None = None,
+        allow_http: bool = False,
+        timeout: float = TIMEOUT,
+    ) -> None:
+        """Use the database and the keys of *session_service*.
+
+        Args:
+            session_service: The service whose database also stores the rows of artifacts.
+            store: The store of the contents: a directory, or `s3://BUCKET/PREFIX`,
+                `gs://BUCKET/PREFIX`, `az://CONTAINER/PREFIX`, or a store of `obstore`.
+            options: Options of the store: see `object_store.open_store`.
+            allow_http: Whether a store on another machine may be `http://`.
+            timeout: Seconds for each request to the store.
+
+        Raises:
+            ConfigurationError: The store cannot be used as given.
+        """
+        self._collections = session_service.collections
+        self._arguments = (store, dict(options or {}), allow_http, timeout)
+        self._stores: dict[str, BlobStore] = {}
+        self._store("0" * 32)  # if the store cannot be used, raise an error now, not at first use
+        self._stores.clear()
+
+    # --- ADK's contract --------------------------------------------------------------------------
+
+    async def save_artifact(
+        self,
+        *,
+        app_name: str,
+        user_id: str,
+        filename: str,
+        artifact: types.Part | dict[str, Any],
+        session_id: str | None = None,
+        custom_metadata: dict[str, Any] | None = None,
+    ) -> int:
+        """Store a new version of an artifact, and return its number.
+
+        Raises:
+            InputValidationError: The part contains neither bytes, nor text, nor a reference to a
+                file.  Or the name does not begin with `user:`, and *session_id* is None.
+            ValueError: An id is too long, the part could not be read back as it is, or
+                *custom_metadata* contains a value that cannot be converted to JSON.
+            ArtifactStoreError: The content could not be stored, and no version was added.
+            SecureSessionError: The row could not be stored; see `EncryptedSessionService`.
+        """
+        name = _collection_name(app_name, user_id, filename, session_id)
+        part = ensure_part(artifact)
+        content = _content(part)
+        if content is None:
+            if part.file_data is None:
+                raise InputValidationError("Not supported artifact type.")
+            _check_reference(part, app_name, user_id, session_id)
+        values = _part_values(part)
+        pieces = None if content is None else _one(content)
+        return await self._save(app_name, user_id, name, values, pieces, custom_metadata)
+
+    async def load_artifact(
+        self,
+        *,
+        app_name: str,
+        user_id: str,
+        filename: str,
+        session_id: str | None = None,
+        version: int | None = None,
+    ) -> types.Part | None:
+        """Return a version of an artifact, by default the latest; None if there is none.
+
+        Raises:
+            DecryptionError: A row or the content was tampered with, or the content is missing.
+            ConfigurationError: The installed google-adk cannot read the artifact, which another
+                release of google-adk saved.
+            ArtifactStoreError: The content could not be read.
+            InputValidationError: A reference to another artifact is malformed, or its target
+                belongs to another session or user, or there are too many references in a row.
+        """
+        for _ in range(_MAX_REFERENCES + 1):
+            found = await self._version(app_name, user_id, filename, session_id, version)
+            if found is None:
+                return None
+            try:
+                part = await self._part(found)
+            except TamperedError as error:
+                if error.reason is not Reason.MISSING:
+                    raise
+                # Another task may have deleted the artifact since the row was read.
+                again = await self._version(app_name, user_id, filename, session_id, version)
+                if again is None:
+                    return None
+                if again.blob == found.blob:
+                    raise
+                part = await self._part(again)
+            target = _check_reference(part, app_name, user_id, session_id)
+            if target is None:
+                # When ADK rewinds a session to a time before the artifact existed, it cannot delete
+                # the artifact, and saves this empty part instead.
+                tombstone = types.Blob(mime_type="application/octet-stream", data=b"")
+                return None if part == types.Part(inline_data=tombstone) else part
+            filename, session_id, version = target.filename, target.session_id, target.version
+        raise InputValidationError(
+            f"The artifact refers to another one through more than {_MAX_REFERENCES} references."
+        )
+
+    async def list_artifact_keys(
+        self, *, app_name: str, user_id: str, session_id: str | None = None
+    ) -> list[str]:
+        """Return the sorted names of the user's artifacts and, if given, of the session's."""
+        check_ids(app_name, user_id, session_id or "")
+        names = []
+        for collection in await self._collections.names(app_name, user_id):
+            found = scope_and_name(collection.name)
+            if found is not None and collection.size and found[0] in (None, session_id):
+                names.append(found[1])
+        return sorted(names)
+
+    async def delete_artifact(
+        self, *, app_name: str, user_id: str, filename: str, session_id: str | None = None
+    ) -> None:
+        """Delete all versions of an artifact; if the artifact does not exist, do nothing."""
+        name = _collection_name(app_name, user_id, filename, session_id)
+        found = await self._collections.get(app_name, user_id, name)
+        if found is None:
+            return
+        versions = versions_of(found)  # before the rows are deleted, because they name the blobs
+        if not await self._collections.delete(app_name, user_id, name):
+            return
+        for version in versions:
+            if version.blob is not None:
+                await self._discard(version.blob)
+
+    async def list_versions(
+        self, *, app_name: str, user_id: str, filename: str, session_id: str | None = None
+    ) -> list[int]:
+        """Return the numbers of all versions; an empty list for an unknown artifact."""
+        name = _collection_name(app_name, user_id, filename, session_id)
+        found = await self._collections.get(app_name, user_id, name, limit=0)
+        return list(range(found.size)) if found else []
+
+    async def list_artifact_versions(
+        self, *, app_name: str, user_id: str, filename: str, session_id: str | None = None
+    ) -> list[ArtifactVersion]:
+        """Return all versions with their metadata, without contents."""
+        name = _collection_name(app_name, user_id, filename, session_id)
+        found = await self._collections.get(app_name, user_id, name)
+        return [_described(version) for version in versions_of(found)] if found else []
+
+    async def get_artifact_version(
+        self,
+        *,
+        app_name: str,
+        user_id: str,
+        filename: str,
+        session_id: str | None = None,
+        version: int | None = None,
+    ) -> ArtifactVersion | None:
+        """Return the metadata of a version, by default of the latest; None if there is none."""
+        found = await self._version(app_name, user_id, filename, session_id, version)
+        return None if found is None else _described(found)
+
+    # --- streams ---------------------------------------------------------------------------------
+
+    async def save_stream(
+        self,
+        *,
+        app_name: str,
+        user_id: str,
+        filename: str,
+        pieces: AsyncIterable[bytes],
+        mime_type: str,
+        session_id: str | None = None,
+        custom_metadata: dict[str, Any] | None = None,
+    ) -> int:
+        """Store *pieces* as the content of a new version, and return the version's number.
+
+        The memory used does not grow with the content.  Raises the errors of `save_artifact`, and
+        the errors of *pieces*.  After an error of *pieces*, nothing is stored.
+        """
+        name = _collection_name(app_name, user_id, filename, session_id)
+        part = {"inline_data": {"mime_type": mime_type}}
+        return await self._save(app_name, user_id, name, part, pieces, custom_metadata)
+
+    async def open_stream(
+        self,
+        *,
+        app_name: str,
+        user_id: str,
+        filename: str,
+        session_id: str | None = None,
+        version: int | None = None,
+        start: int = 0,
+        stop: int | None = None,
+    ) -> ArtifactStream | None:
+        """Return the content of a version, by default of the latest; None if there is none.
+
+        Each piece is authenticated before it is returned.  But the content may be incomplete until
+        the iteration has ended without an error.
+
+        Args:
+            app_name: The app.
+            user_id: The user.
+            filename: The name of the artifact.
+            session_id: The session; not needed if the name begins with `user:`.
+            version: The number of the version; by default the latest.
+            start: The position of the first byte to read.
+            stop: The position after the last byte to read; by default the end of the content.
+
+        Raises:
+            InputValidationError: The version refers to a file, and has no content.
+            ValueError: The range is not within the content.
+            DecryptionError: A row was tampered with.  Reading from the stream raises this error if
+                the content was tampered with.
+            ArtifactStoreError: The store failed.  Only reading from the stream raises this error.
+        """
+        found = await self._version(app_name, user_id, filename, session_id, version)
+        if found is None:
+            return None
+        if found.blob is None:
+            raise InputValidationError("The artifact refers to a file, and has no content.")
+        size = found.blob.size
+        if not 0 <= start <= (size if stop is None else stop) <= size:
+            raise ValueError(f"bytes {start} to {stop} are not within {size} bytes")
+        return ArtifactStream(found, self._content(found.blob, start, stop), size)
+
+    # --- rows and blobs --------------------------------------------------------------------------
+
+    async def _save(
+        self,
+        app_name: str,
+        user_id: str,
+        collection: str,
+        part: dict[str, Any],
+        pieces: AsyncIterable[bytes] | None,
+        metadata: dict[str, Any] | None,
+    ) -> int:
+        """Store the content as a blob, and then the row that names the blob.
+
+        If the process crashes between the two, a blob is left that `purge` deletes.
+        """
+        values: dict[str, Any] = {
+            "part": part,
+            "metadata": _checked_metadata(metadata),
+            "time": time.time(),
+        }
+        encode_item(values)  # raises ValueError before anything is stored
+        blob = None if pieces is None else await self._upload(pieces)
+        try:
+            return await self._append(app_name, user_id, collection, values, blob)
+        except DatabaseError:
+            # The row may be stored, and then needs the blob.  If not, `purge` deletes the blob.
+            raise
+        except (SecureSessionError, ValueError):
+            if blob is not None:
+                await self._discard(blob)
+            raise
+
+    @hides_frames
+    async def _append(
+        self,
+        app_name: str,
+        user_id: str,
+        collection: str,
+        values: dict[str, Any],
+        blob: Blob | None,
+    ) -> int:
+        if blob is not None:
+            values = values | {"blob": {**blob._asdict(), "key": blob.key.hex()}}
+        at = await self._collections.append(app_name, user_id, collection, encode_item(values))
+        return at.revision - 1
+
+    async def _upload(self, pieces: AsyncIterable[bytes]) -> Blob:
+        prefix = (await self._collections.database_id()).hex()
+        name = secrets.token_hex(16)
+        encryptor = BlobEncryptor()
+        await self._store(prefix).put_stream(name, encrypt_stream(encryptor, pieces))
+        return Blob(prefix, name, encryptor.key, encryptor.size)
+
+    async def _version(
+        self,
+        app_name: str,
+        user_id: str,
+        filename: str,
+        session_id: str | None,
+        number: int | None,
+    ) -> Version | None:
+        name = _collection_name(app_name, user_id, filename, session_id)
+        limit = 1
+        if number is not None:
+            found = await self._collections.get(app_name, user_id, name, limit=0)
+            if found is None or not 0 <= number < found.size:
+                return None
+            limit = found.size - number
+        found = await self._collections.get(app_name, user_id, name, limit=limit)
+        if found is None:
+            return None
+        versions = versions_of(found)
+        if number is None:
+            return versions[-1]
+        if number < versions[0].number:  # another process added versions since the first read
+            return await self._version(app_name, user_id, filename, session_id, number)
+        return next((one for one in versions if one.number == number), None)
+
+    async def _part(self, version: Version) -> types.Part:
+        is_text = version.is_text
+        part = _restored({**version.part, "text": None} if is_text else version.part)
+        if part is None:
+            raise ConfigurationError(
+                f"the installed google-adk {adk_version} cannot read this version of the artifact, "
+                "which another google-adk saved: install a later one"
+            )
+        if version.blob is not None:
+            pieces = self._content(version.blob, 0, None)
+            content = b"".join([piece async for piece in pieces])
+            if is_text:
+                part.text = decode_text(content)
+            elif part.inline_data is not None:
+                part.inline_data.data = content
+        return part
+
+    async def _content(self, blob: Blob, start: int, stop: int | None) -> AsyncIterator[bytes]:
+        decryptor = BlobDecryptor(blob.key, blob.size, start, stop)
+        sealed = self._store(blob.prefix).get_stream(
+            blob.name, encrypted_size(blob.size), decryptor.first, decryptor.end
+        )
+        async for piece in decrypt_stream(decryptor, sealed):
+            yield piece
+
+    async def _discard(self, blob: Blob) -> None:
+        """Delete a blob that no row names any more; if the store fails, leave it to `purge`.
+
+        A blob of another database is not deleted.  This database may be a copy of the other one,
+        whose rows may name the blob.
+        """
+        if blob.prefix != (await self._collections.database_id()).hex():
+            return
+        try:
+            await self._store(blob.prefix).delete(blob.name)
+        except ArtifactStoreError as error:
+            logger.warning("a blob that is not used any more is left to `purge`: %s", error)
+
+    def _store(self, prefix: str) -> BlobStore:
+        if prefix not in self._stores:
+            store, options, allow_http, timeout = self._arguments
+            self._stores[prefix] = open_store(
+                store, prefix, options=options, allow_http=allow_http, timeout=timeout
+            )
+        return self._stores[prefix]
+
+
+reject_unknown_methods(EncryptedArtifactService, BaseArtifactService)
+
+
+def _collection_name(app_name: str, user_id: str, filename: str, session_id: str | None) -> str:
+    """Return the name of the collection of an artifact.
+
+    Raises:
+        InputValidationError: The artifact belongs to a session, and *session_id* is None.
+        ValueError: A name is not a string, or is too long.
+    """
+    check_ids(app_name, user_id, session_id or "", filename=filename)
+    if not filename:
+        raise InputValidationError("filename must not be empty.")
+    if filename.startswith(USER_PREFIX):
+        session_id = None
+    elif session_id is None:
+        raise InputValidationError("Session ID must be provided for session-scoped artifacts.")
+    return collection_name(session_id, filename)
+
+
+def _content(part: types.Part) -> bytes | None:
+    if part.inline_data is not None:
+        return part.inline_data.data or b""
+    return None if part.text is None else encode_text(part.text)
+
+
+def _part_values(part: types.Part) -> dict[str, Any]:
+    """Return *part* as JSON values, without the bytes or the text that are stored as a blob.
+
+    Raises:
+        ValueError: The part could not be read back as it is.
+    """
+    bare = part.model_copy()
+    is_text = part.inline_data is None and part.text is not None
+    if part.inline_data is not None:
+        bare.inline_data = part.inline_data.model_copy(update={"data": None})
+    elif is_text:
+        bare.text = None
+    try:
+        dumped = bare.model_dump(exclude_none=True, warnings="error")
+    except ValueError:  # the error's text may repeat a value
+        dumped = None
+    if dumped is not None:
+        values, _ = json_text.to_values(
+            dumped, levels=json_text.MAX_LEVELS - 2, bytes_mode="base64", reject="artifact"
+        )
+        if _restored(values) == bare:
+            return values | {"text": ""} if is_text else values
+    raise ValueError(
+        "the artifact is not stored, because it could not be read back as it is: a field holds a "
+        "value that JSON cannot represent, or that google-adk rejects"
+    )
+
+
+def _restored(values: dict[str, Any]) -> types.Part | None:
+    """Return the part in *values*; None if the installed google-adk cannot read it."""
+    try:
+        return types.Part.model_validate_json(json_text.dumps(values))
+    except ValueError:  # the error's text repeats values
+        return None
+
+
+async def _one(content: bytes) -> AsyncIterator[bytes]:
+    yield content
+
+
+def _checked_metadata(metadata: dict[str, Any] | None) -> dict[str, Any]:
+    values, is_lossy = json_text.to_values(
+        metadata or {},
+        levels=json_text.MAX_LEVELS - 2,
+        bytes_mode="base64",
+        reject="custom_metadata",
+    )
+    if is_lossy:
+        raise ValueError("custom_metadata holds a value that has no JSON form")
+    return values
+
+
+def _check_reference(
+    part: types.Part, app_name: str, user_id: str, session_id: str | None
+) -> artifact_util.ParsedArtifactUri | None:
+    """Return the target if *part* refers to another artifact; otherwise None.
+
+    Raises:
+        InputValidationError: The reference is malformed, or the target belongs to another session
+            or user.
+    """
+    if not artifact_util.is_artifact_ref(part):
+        return None
+    assert part.file_data is not None
+    target = artifact_util.parse_artifact_uri(part.file_data.file_uri or "")
+    if not target:
+        raise InputValidationError("The URI of the artifact reference is invalid.")
+    artifact_util.validate_artifact_reference_scope(
+        app_name=app_name, user_id=user_id, session_id=session_id, parsed_uri=target
+    )
+    return target
+
+
+def _described(version: Version) -> ArtifactVersion:
+    return ArtifactVersion(
+        version=version.number,
+        canonical_uri=version.uri,
+        custom_metadata=version.metadata,
+        create_time=version.time,
+        mime_type=version.mime_type,
+    )

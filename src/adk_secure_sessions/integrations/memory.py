@@ -1,0 +1,607 @@
+"""A memory service for ADK that stores encrypted memories in the database of the sessions.
+
+The memory of each user is one collection (`storage.Collections`).  Its items say which entries were
+added and dropped: see `formats.memory_items`.  The decrypted entries are cached: see
+`memory_index`.
+"""
+
+import asyncio
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from google.adk.events import Event
+from google.adk.memory import BaseMemoryService
+from google.adk.memory.base_memory_service import SearchMemoryResponse
+from google.adk.memory.memory_entry import MemoryEntry
+from google.adk.platform import uuid as platform_uuid
+from google.adk.sessions import Session
+from google.adk.version import __version__ as adk_version
+from google.genai import types
+
+from adk_secure_sessions.errors import ConfigurationError, DecryptionError, SecureSessionError
+from adk_secure_sessions.formats import json_text
+from adk_secure_sessions.formats.events import encode_item
+from adk_secure_sessions.formats.json_text import JsonObject
+from adk_secure_sessions.formats.memory_items import (
+    COLLECTION_NAME,
+    EVENTS,
+    EXPLICIT,
+    MemoryItem,
+    Scope,
+    check_replaced,
+    parse_item,
+    session_scope,
+)
+from adk_secure_sessions.integrations.memory_index import (
+    Entry,
+    Memories,
+    Turns,
+    UserMemory,
+    entry_values,
+)
+from adk_secure_sessions.loops import LoopLocks
+from adk_secure_sessions.service import (
+    EncryptedSessionService,
+    check_ids,
+    reject_unknown_methods,
+)
+from adk_secure_sessions.storage import Collection, Expected, MissingSession, StaleRevision, events
+
+_CONFLICTS = 100  # after this number of conflicts with other processes, a write fails
+# The maximum size of the entries of one item, in bytes of JSON.  To delete one entry, all other
+# entries of its item are written again.
+_ITEM_BYTES = 128 * 1024
+_LEVELS = json_text.MAX_LEVELS - 3  # the item, its field `add` and the entry take three levels
+# If the new items are larger than this number of bytes, the whole memory is read again.  The reason
+# is that `_read_all` lets other tasks run between items.  Adding items to a cached memory does not.
+_READ_ALL_BYTES = 2**20
+# The times for which a date exists, minus one day at both ends for time zones.
+_FIRST_TIME, _LAST_TIME = -62_135_510_400.0, 253_402_214_400.0
+
+
+class RankedEntry:
+    """An entry, as a `MemoryRanker` gets it.  The `repr` of an entry shows no content.
+
+    Attributes:
+        key: A text that no other entry of this user has.  A ranker may cache values of the entry
+            under this key, because `text` never changes.
+        text: The texts of the content, separated by spaces.
+        author: The author, or None.
+        timestamp: Seconds since 1970 for an event; for a memory, the text that the caller of
+            `add_memory` has passed, or None.
+    """
+
+    __slots__ = ("_entry", "author", "key", "text", "timestamp")
+
+    def __init__(self, key: str, text: str, entry: Entry) -> None:
+        self.key: str = key
+        self.text: str = text
+        self.author: str | None = entry.author
+        self.timestamp: float | str | None = entry.timestamp
+        self._entry = entry
+
+
+class MemoryRanker(Protocol):
+    """Chooses and orders the memories that `search_memory` returns, for example by embeddings."""
+
+    async def rank(self, query: str, entries: Sequence[RankedEntry]) -> Sequence[RankedEntry]:
+        """Return the *entries* that `search_memory` returns for *query*, best first.
+
+        *entries* are all memories of the user as plaintext, oldest first within a session.  If a
+        ranker stores texts or vectors, or sends them to a server, they are not encrypted there.
+        """
+        ...
+
+
+class _New(NamedTuple):
+    """An entry to add, which was checked; *content* and *metadata* are JSON."""
+
+    id: str
+    author: str | None
+    timestamp: float | str | None
+    content: bytes
+    metadata: bytes | None
+
+    def is_stored_as(self, entry: Entry) -> bool:
+        """Return whether *entry* is equal to this entry; the metadata is not compared."""
+        return (
+            self.id == entry.id
+            and self.timestamp == entry.timestamp
+            and self.author == entry.author
+            and (self.content == entry.content or _normal(self.content) == entry.content)
+        )
+
+
+class _Plan(NamedTuple):
+    """The content of the next item.
+
+    *add* are the entries to add to *scope*, *drop* are the entries to drop, and *deleted* are the
+    ids that must not be added again.
+    """
+
+    scope: Scope | None = None
+    add: Sequence[_New] = ()
+    drop: Sequence[Entry] = ()
+    deleted: Sequence[str] = ()
+
+
+class EncryptedMemoryService(BaseMemoryService):
+    """A memory service that encrypts with the users' data keys, in the database of the sessions.
+
+    `search_memory` returns the same memories as the `InMemoryMemoryService` of google-adk 2.13.
+    Words are compared in this process: the database contains no index of words.
+
+    Every method raises `DecryptionError` if a row that it needs was tampered with, `DatabaseError`
+    if the database cannot be reached, and `ValueError` if an id is not a string or is too long.
+    Erasing a user (`erase-user`) erases the user's memory.
+
+    Args:
+        session_service: The service whose database and keys are used.  To close the connections,
+            close the session service.
+        cache_users: Maximum number of users whose decrypted memory is cached.  This cache is
+            emptied together with the caches of the session service (see `cache_seconds`).
+        cache_entries: Maximum number of cached entries of all users together.
+        ranker: An object that chooses the memories that `search_memory` returns, instead of the
+            search by words.
+
+    Raises:
+        ConfigurationError: `session_service` is not an `EncryptedSessionService`.
+    """
+
+    def __init__(
+        self,
+        session_service: EncryptedSessionService,
+        *,
+        cache_users: int = 64,
+        cache_entries: int = 100_000,
+        ranker: MemoryRanker | None = None,
+    ) -> None:
+        if not isinstance(session_service, EncryptedSessionService):
+            raise ConfigurationError(
+                "EncryptedMemoryService stores in the database of an EncryptedSessionService: give "
+                f"it one, not a {type(session_service).__name__}"
+            )
+        self._collections = session_service.collections
+        self._cache_users = cache_users
+        self._cache_entries = cache_entries
+        self._ranker = ranker
+        self._reads = LoopLocks()
+        self._writes = LoopLocks()
+
+    async def add_session_to_memory(self, session: Session) -> None:
+        """Replace the memory of a session by those events of *session* that have content.
+
+        You may call this repeatedly: only the difference is written.  Events that are not in
+        *session* any more are deleted from the memory.  Events that were deleted with
+        `delete_memory` stay deleted.
+
+        Args:
+            session: A session with its events.
+
+        Raises:
+            ValueError: The content of an event cannot be converted to JSON or exceeds a limit, or
+                the event's timestamp is not a possible time; nothing was stored.
+        """
+        check_ids(session.app_name, session.user_id, session.id)
+        new = _from_events(session.events, "session.events", None)
+        scope = session_scope(session.id)
+
+        def difference(memory: UserMemory) -> _Plan | None:
+            stored = memory.of_scope(scope)
+            drop: list[Entry] = []
+            kept = at = 0
+            wanted = [one for one in new if one.id not in memory.deleted]
+            # New entries can only be added after the stored ones.  So keep stored entries only as
+            # long as they are in the order of *wanted*.
+            while kept < len(wanted):
+                end = at
+                while end < len(stored) and not wanted[kept].is_stored_as(stored[end]):
+                    end += 1
+                if end == len(stored):
+                    break
+                drop += stored[at:end]
+                at, kept = end + 1, kept + 1
+            drop += stored[at:]
+            if kept == len(wanted) and not drop and memory.has_scope(scope):
+                return None
+            return _Plan(scope, wanted[kept:], drop)
+
+        await self._write(session.app_name, session.user_id, difference)
+
+    async def add_events_to_memory(
+        self,
+        *,
+        app_name: str,
+        user_id: str,
+        events: Sequence[Event],
+        session_id: str | None = None,
+        custom_metadata: Mapping[str, object] | None = None,
+    ) -> None:
+        """Add the events that have content and whose ids are not in the session's memory yet.
+
+        Args:
+            app_name: The app's name.
+            user_id: The user's id.
+            events: The events.
+            session_id: The session that the events belong to; None if they belong to no session.
+            custom_metadata: JSON values, which `search_memory` returns with each of the entries.
+
+        Raises:
+            ValueError: The content of an event or the metadata cannot be converted to JSON or
+                exceeds a limit, or a timestamp is not a possible time; nothing was stored.
+        """
+        check_ids(app_name, user_id, session_id or "")
+        new = _from_events(events, "events", _metadata(custom_metadata, "custom_metadata"))
+        scope = session_scope(session_id) if session_id else EVENTS
+
+        def difference(memory: UserMemory) -> _Plan | None:
+            known = {entry.id for entry in memory.of_scope(scope)} | memory.deleted
+            wanted = []
+            for one in new:
+                if one.id not in known:
+                    known.add(one.id)
+                    wanted.append(one)
+            return _Plan(scope, wanted) if wanted or not memory.has_scope(scope) else None
+
+        await self._write(app_name, user_id, difference)
+
+    async def add_memory(
+        self,
+        *,
+        app_name: str,
+        user_id: str,
+        memories: Sequence[MemoryEntry],
+        custom_metadata: Mapping[str, object] | None = None,
+    ) -> None:
+        """Add memories that are not events.
+
+        Args:
+            app_name: The app's name.
+            user_id: The user's id.
+            memories: The memories.  A memory without an id gets a new id.  If `add_memory` has
+                already added a memory with the same id, the new memory replaces it.
+            custom_metadata: JSON values that are added to the metadata of each memory.  If a memory
+                has metadata with the same name, its own value is used.
+
+        Raises:
+            ValueError: Content or metadata cannot be converted to JSON or exceed a limit, two of
+                the memories have the same id, or an id was deleted with `delete_memory`; nothing
+                was stored.
+        """
+        check_ids(app_name, user_id, "")
+        new = list(_from_memories(memories, custom_metadata or {}))
+        ids = {one.id for one in new}
+        if len(ids) < len(new):
+            raise ValueError("two of the memories have the same id")
+
+        def difference(memory: UserMemory) -> _Plan | None:
+            if ids & memory.deleted:
+                number = next(n for n, one in enumerate(new) if one.id in memory.deleted)
+                raise ValueError(
+                    f"memories[{number}] has the id of a memory that was deleted: give it another"
+                )
+            stored = {entry.id: entry for entry in memory.of_scope(EXPLICIT) if entry.id in ids}
+            wanted, drop = [], []
+            for one in new:
+                entry = stored.get(one.id)
+                if entry and one.is_stored_as(entry) and one.metadata == entry.metadata:
+                    continue
+                wanted.append(one)
+                drop += [entry] if entry else []
+            return _Plan(EXPLICIT, wanted, drop) if wanted else None
+
+        if new:
+            await self._write(app_name, user_id, difference)
+
+    async def search_memory(
+        self, *, app_name: str, user_id: str, query: str
+    ) -> SearchMemoryResponse:
+        """Return up to ten memories, those with the most words of *query*, or the ranker's choice.
+
+        Args:
+            app_name: The app's name.
+            user_id: The user's id.
+            query: Words, in any order.
+
+        Raises:
+            ConfigurationError: The installed google-adk cannot read a memory that a newer
+                google-adk stored; or the ranker returned an object that is not an entry.
+        """
+        check_ids(app_name, user_id, "")
+        memory = await self._current(await self._cache(), app_name, user_id)
+        if memory is None:
+            return SearchMemoryResponse()
+        if self._ranker is None:
+            found = await memory.search(query)
+        else:
+            found = await _ranked(self._ranker, query, memory)
+        row = memory.at.session_row
+        return SearchMemoryResponse(memories=[entry.memory(row) for entry in found])
+
+    async def delete_memory(
+        self, *, app_name: str, user_id: str, memory_id: str | None = None
+    ) -> None:
+        """Delete the memories with the id *memory_id*, and never add this id again.
+
+        One transaction stores the deletion and replaces each stored record that contains such a
+        memory by a record without it.  If *memory_id* is None or empty, or no memory has this id,
+        do nothing.
+        """
+        check_ids(app_name, user_id, "")
+        if not memory_id:
+            return
+
+        def deletion(memory: UserMemory) -> _Plan | None:
+            found = memory.with_id(memory_id)
+            return _Plan(drop=found, deleted=[memory_id]) if found else None
+
+        await self._write(app_name, user_id, deletion)
+
+    # --- write -----------------------------------------------------------------------------------
+
+    async def _write(
+        self, app_name: str, user_id: str, plan: Callable[[UserMemory], _Plan | None]
+    ) -> None:
+        """Append the item that *plan* returns; if *plan* returns None, do nothing.
+
+        *plan* is called again if another process has changed the memory in the meantime, or if one
+        item could not contain all entries.
+        """
+        conflicts = 0
+        async with self._writes.hold((app_name, user_id)):
+            while True:
+                # Get the cache in each pass: `storage.empty_caches` may have replaced it.
+                cache = await self._cache()
+                memory = await self._current(cache, app_name, user_id)
+                if memory is None:
+                    if plan(UserMemory(Expected(0, 0))) is None:
+                        return
+                    # Create the collection with an empty item.  Then each later item can be
+                    # appended at an expected row id and revision.
+                    await self._collections.append(
+                        app_name, user_id, COLLECTION_NAME, encode_item(MemoryItem().values())
+                    )
+                    continue
+                with memory.lock:
+                    at = memory.at
+                    planned = plan(memory)
+                    if planned is None:
+                        return
+                    item, replaced = _item(memory, planned)
+                try:
+                    new = await self._collections.append(
+                        app_name,
+                        user_id,
+                        COLLECTION_NAME,
+                        encode_item(item.values()),
+                        expected=at,
+                        replaced={n: encode_item(one.values()) for n, one in replaced.items()},
+                    )
+                except (StaleRevision, MissingSession):
+                    conflicts += 1
+                else:
+                    with memory.lock:
+                        if memory.at == at:
+                            memory.apply([(item, adk_version)], new)
+                    cache.put((app_name, user_id), memory)
+                    if len(item.add) == len(planned.add):
+                        return
+                    conflicts = 0
+                    continue
+                if conflicts == _CONFLICTS:
+                    raise SecureSessionError(
+                        f"other processes changed this memory during each of {_CONFLICTS} "
+                        "attempts: try again",
+                        retryable=True,
+                    )
+                await asyncio.sleep(random.uniform(0, 0.005 * min(conflicts, 10)))  # noqa: S311
+
+    # --- read ------------------------------------------------------------------------------------
+
+    async def _cache(self) -> Memories:
+        return await self._collections.cache(
+            self, lambda: Memories(self._cache_users, self._cache_entries)
+        )
+
+    async def _current(self, cache: Memories, app_name: str, user_id: str) -> UserMemory | None:
+        """Return the user's memory as it is stored now; None if nothing is stored.
+
+        If the memory is cached, read only the number of stored items, and then only the new items.
+        """
+        user = (app_name, user_id)
+        async with self._reads.hold(user):
+            while True:
+                memory = cache.get(user)
+                if memory is None:
+                    return await self._read_all(cache, user)
+                with memory.lock:
+                    at = memory.at
+                found = await self._collections.get(app_name, user_id, COLLECTION_NAME, limit=0)
+                if found is None:
+                    cache.drop(user)
+                    return None
+                if found.at == at:
+                    return memory
+                cache.drop(user)
+                number = found.size - at.revision
+                if found.at.session_row != at.session_row or number < 0:
+                    continue  # the memory was erased and created again
+                found = await self._collections.get(
+                    app_name, user_id, COLLECTION_NAME, limit=number
+                )
+                if found is None:
+                    return None
+                if found.at.session_row != at.session_row or found.size - number != at.revision:
+                    continue  # other processes added more items after `number` was read
+                if sum(map(len, found.items)) > _READ_ALL_BYTES:
+                    return await self._read_all(cache, user)
+                items = await _decoded(found)
+                with memory.lock:
+                    if memory.at != at:
+                        continue  # another thread has applied these items to the memory
+                    memory.apply(items, found.at)
+                cache.put(user, memory)
+                return memory
+
+    async def _read_all(self, cache: Memories, user: tuple[str, str]) -> UserMemory | None:
+        found = await self._collections.get(*user, COLLECTION_NAME)
+        if found is None:
+            return None
+        memory = UserMemory(found.at)
+        turns = Turns()
+        for item in await _decoded(found):
+            memory.apply([item], found.at)
+            await turns.end()
+        cache.put(user, memory)
+        return memory
+
+
+reject_unknown_methods(EncryptedMemoryService, BaseMemoryService)
+
+
+async def _decoded(found: Collection) -> list[tuple[MemoryItem, str]]:
+    """Return the items of *found*, each with the version of google-adk that wrote it.
+
+    Raises:
+        TamperedError: An old record of a replaced item was replayed.
+        DecryptionError: An item is malformed.
+    """
+    row, first = found.at.session_row, found.size - len(found.items)
+    items = []
+    turns = Turns()
+    for number, plaintext in enumerate(found.items, first):
+        await turns.end()
+        try:
+            writer, values = json_text.read_event(plaintext)
+            items.append((parse_item(values, number), writer))
+        except DecryptionError as error:
+            raise error.located(events.name, f"{row}, {number}") from None
+    check_replaced((item for item, _ in items), first, events.name, row)
+    return items
+
+
+def _item(memory: UserMemory, plan: _Plan) -> tuple[MemoryItem, dict[int, MemoryItem]]:
+    """Return the next item, and the new contents of the items that it replaces, by number.
+
+    If the entries to add are larger than `_ITEM_BYTES`, the item contains only the first ones.
+    """
+    drop: dict[int, list[int]] = {}
+    for entry in plan.drop:
+        drop.setdefault(entry.item, []).append(entry.place)
+    add: list[JsonObject | None] = []
+    size = 0
+    for one in plan.add:
+        size += len(one.content) + len(one.metadata or b"")
+        if add and size > _ITEM_BYTES:
+            break
+        add.append(entry_values(*one))
+    return MemoryItem(plan.scope, add, drop, plan.deleted), memory.replaced(drop)
+
+
+async def _ranked(ranker: MemoryRanker, query: str, memory: UserMemory) -> list[Entry]:
+    with memory.lock:
+        entries = list(memory.entries.items())
+        row = memory.at.session_row
+    entries.sort(key=lambda one: one[0])
+    offered = []
+    turns = Turns()
+    for _, entry in entries:
+        offered.append(RankedEntry(f"{row}.{entry.item}.{entry.place}", entry.text(), entry))
+        await turns.end()
+    found = []
+    for one in await ranker.rank(query, offered):
+        if not isinstance(one, RankedEntry):
+            raise ConfigurationError(
+                f"the ranker returned a {type(one).__name__}: it must return some of the entries "
+                "that it was given"
+            )
+        found.append(one._entry)
+    return found
+
+
+# --- check what is added -------------------------------------------------------------------------
+
+
+def _from_events(events: Sequence[Event], name: str, metadata: bytes | None) -> list[_New]:
+    """Return entries for the events that have content; errors call the events *name*."""
+    new = []
+    for number, event in enumerate(events):
+        if not event.content or not event.content.parts:
+            continue
+        timestamp = event.timestamp
+        if type(timestamp) is not float or not _FIRST_TIME <= timestamp <= _LAST_TIME:
+            raise ValueError(f"{name}[{number}].timestamp is not a possible time in seconds")
+        if not (isinstance(event.id, str) and isinstance(event.author, str)):
+            raise ValueError(f"{name}[{number}]: id and author must be strings")
+        content = _content(event.content, name, number)
+        new.append(_New(event.id, event.author, timestamp, content, metadata))
+    return new
+
+
+def _from_memories(
+    memories: Sequence[MemoryEntry], custom_metadata: Mapping[str, object]
+) -> Iterator[_New]:
+    for number, memory in enumerate(memories):
+        where = f"memories[{number}]"
+        memory_id = platform_uuid.new_uuid() if memory.id is None else memory.id
+        texts = (memory_id, memory.author or "", memory.timestamp or "")
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"{where}: id, author and timestamp must be strings")
+        if not isinstance(memory.content, types.Content):
+            raise ValueError(f"{where}.content must be a google.genai.types.Content")
+        content = _content(memory.content, "memories", number)
+        values = {**custom_metadata, **memory.custom_metadata}
+        metadata = _metadata(values, f"{where}.custom_metadata")
+        yield _New(memory_id, memory.author, memory.timestamp, content, metadata)
+
+
+def _content(content: types.Content, name: str, number: int) -> bytes:
+    """Return the JSON of *content*, which errors call `name[number].content`.
+
+    Raises:
+        ValueError: google-adk could not read the JSON back.
+    """
+    serializer = types.Content.__pydantic_serializer__
+    try:
+        data: bytes = serializer.to_json(content, exclude_none=True, warnings="error")
+        # A null may stand for infinity or NaN, and U+FFFD for a lone surrogate in a key.
+        if json_text.fits(data, _LEVELS) and b"null" not in data and b"\xef\xbf\xbd" not in data:
+            return data
+    except Exception:
+        pass  # for example, lone surrogates, or values without JSON form
+    try:
+        fields = serializer.to_python(content, exclude_none=True, warnings=False)
+    except Exception:
+        fields = None
+    name = f"{name}[{number}].content"
+    if fields is None:
+        raise ValueError(f"{name} holds a value of a wrong type, or a circular one")
+    data = _json(fields, name)
+    try:
+        types.Content.model_validate(json_text.loads(data))
+        return data
+    except ValueError:
+        pass
+    raise ValueError(f"{name} holds a value of a wrong type: google-adk could not read it back")
+
+
+def _metadata(values: Mapping[str, object] | None, name: str) -> bytes | None:
+    if not values:
+        return None
+    if not all(isinstance(key, str) for key in values):
+        raise ValueError(f"the keys of {name} must be strings")
+    return _json(dict(values), name)
+
+
+def _json(fields: dict[str, Any], name: str) -> bytes:
+    """Return the JSON of *fields*; raise ValueError if there is none, or if it exceeds a limit."""
+    values, is_lossy = json_text.to_values(fields, levels=_LEVELS, bytes_mode="base64", reject=name)
+    if is_lossy:
+        raise ValueError(f"{name} holds a value without JSON form: convert it first")
+    return json_text.dumps(values)
+
+
+def _normal(content: bytes) -> bytes:
+    """Return the JSON *content*, parsed and formatted again, as it is after a write and a read."""
+    return json_text.dumps(json_text.loads(content))

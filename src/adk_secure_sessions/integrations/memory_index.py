@@ -1,0 +1,361 @@
+"""A user's memory in this process: the decrypted entries, and an index of their words.
+
+`UserMemory` is built from the items of the stored collection (`formats.memory_items`).  Its search
+returns the same entries as the search of google-adk's `InMemoryMemoryService` (2.13).  It looks
+words up in an index instead of splitting every text into words again.
+"""
+
+import heapq
+import itertools
+import re
+import threading
+import time
+import unicodedata
+from asyncio import sleep
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from typing import Any
+
+from google.adk.memory.memory_entry import MemoryEntry
+from google.adk.version import __version__ as adk_version
+from google.genai import types
+
+from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.formats import json_text
+from adk_secure_sessions.formats.json_text import JsonObject
+from adk_secure_sessions.formats.memory_items import MemoryItem, Scope
+from adk_secure_sessions.storage import Expected
+
+_MOST_RESULTS = 10  # as in google-adk
+_WORD = re.compile(r"\w+")
+_TURN = 0.005  # seconds of work before other tasks may run
+# The key of an entry is `(scope number << _SCOPE_SHIFT) | entry number`.  The scope of an entry is
+# a session or a constant of `formats.memory_items`.  Scopes and entries are numbered in order of
+# insertion.
+_SCOPE_SHIFT = 40
+
+
+class Turns:
+    """Lets other tasks run during long work: call `end` after each small part of the work."""
+
+    def __init__(self) -> None:
+        self._until = time.monotonic() + _TURN
+
+    async def end(self) -> None:
+        """Let other tasks run, if this work has taken more than `_TURN` since they last could."""
+        if time.monotonic() > self._until:
+            await sleep(0)
+            self._until = time.monotonic() + _TURN
+
+
+class Entry:
+    """An entry of a user's memory.  Its representation shows no content.
+
+    Attributes:
+        item: The number of the item that added the entry.
+        place: The position of the entry in the field `add` of that item.
+        id: The id of the event or of the memory.
+        author: The author; None if there is none.
+        timestamp: Seconds since 1970 for an event; for a memory, the text that the caller of
+            `add_memory` has passed.
+        content: The JSON of google-adk's `Content`.
+        metadata: The JSON of the custom metadata, or None if there is none.
+        writer: The version of google-adk that wrote the item.
+    """
+
+    __slots__ = ("author", "content", "id", "item", "metadata", "place", "timestamp", "writer")
+
+    def __init__(self, item: int, place: int, values: JsonObject, writer: str) -> None:
+        self.item: int = item
+        self.place: int = place
+        self.id: str = values["id"]
+        self.author: str | None = values.get("author")
+        self.timestamp: float | str | None = values.get("timestamp")
+        self.content: bytes = json_text.dumps(values["content"])
+        metadata = values.get("metadata")
+        self.metadata: bytes | None = json_text.dumps(metadata) if metadata else None
+        self.writer: str = writer
+
+    def text(self) -> str:
+        """Return the texts of the content, separated by spaces."""
+        return text_of(json_text.loads(self.content))
+
+    def values(self) -> JsonObject:
+        """Return the JSON object that stores the entry."""
+        return entry_values(self.id, self.author, self.timestamp, self.content, self.metadata)
+
+    def memory(self, session_row: int) -> MemoryEntry:
+        """Return the entry as a `MemoryEntry` of google-adk.
+
+        Raises:
+            ConfigurationError: The installed google-adk cannot read the content.
+        """
+        try:
+            content = types.Content.model_validate(json_text.loads(self.content))
+        except ValueError:
+            pass
+        else:
+            timestamp = self.timestamp
+            if not isinstance(timestamp, str | None):
+                timestamp = formatted(timestamp)
+            return MemoryEntry(
+                id=self.id,
+                content=content,
+                author=self.author,
+                timestamp=timestamp,
+                custom_metadata=json_text.loads(self.metadata) if self.metadata else {},
+            )
+        raise ConfigurationError(
+            f"secure_events row {session_row}, {self.item} was written by google-adk "
+            f"{self.writer}, and the installed google-adk {adk_version} cannot read it: install "
+            "that version or a later one"
+        )
+
+
+def entry_values(
+    entry_id: str,
+    author: str | None,
+    timestamp: float | str | None,
+    content: bytes,
+    metadata: bytes | None,
+) -> JsonObject:
+    """Return the JSON object that stores an entry; *content* and *metadata* are JSON."""
+    values: JsonObject = {"id": entry_id, "content": json_text.loads(content)}
+    for name, value in (("author", author), ("timestamp", timestamp)):
+        if value is not None:
+            values[name] = value
+    if metadata:
+        values["metadata"] = json_text.loads(metadata)
+    return values
+
+
+def formatted(timestamp: float) -> str:
+    """Return *timestamp* as local time, in google-adk's format.
+
+    Raises ValueError if no date has this time.
+    """
+    try:
+        return datetime.fromtimestamp(timestamp).isoformat()
+    except (OverflowError, OSError):
+        raise ValueError("the timestamp is not a possible time in seconds") from None
+
+
+def text_of(content: JsonObject) -> str:
+    """Return the texts of *content*, the JSON of a `Content`, separated by spaces."""
+    texts = [part.get("text") for part in content.get("parts") or () if type(part) is dict]
+    return " ".join(text for text in texts if text)
+
+
+class UserMemory:
+    """The memory of one user, as the items 0 to `at.revision - 1` of the stored collection say.
+
+    Several threads may use this object.  They hold `lock` while they change or search it.
+
+    Attributes:
+        lock: The lock.
+        at: The row id of the collection, and the number of items that were applied.
+        entries: The entries by key.  If a search counts the same number of words in two entries,
+            the entry with the lower key comes first, as in google-adk.
+        deleted: Ids that must not be added again.
+    """
+
+    def __init__(self, at: Expected) -> None:
+        self.lock: threading.Lock = threading.Lock()
+        self.at: Expected = at
+        self.entries: dict[int, Entry] = {}
+        self.deleted: set[str] = set()
+        self._items: list[MemoryItem] = []  # `add` is empty, since `entries` has the entries
+        self._keys: list[list[int | None]] = []  # for each item, the keys of its entries
+        self._scopes: dict[Scope, dict[int, Entry]] = {}
+        self._numbers: dict[Scope, int] = {}
+        self._words: dict[str, list[int]] = {}
+        # Texts by key, in NFC and lower case; only texts that are not ASCII.
+        self._texts: dict[int, str] = {}
+        self._next_key = 0
+
+    def has_scope(self, scope: Scope) -> bool:
+        """Return whether anything was added to *scope*."""
+        return scope in self._scopes
+
+    def of_scope(self, scope: Scope) -> Sequence[Entry]:
+        """Return the entries of *scope*, in order."""
+        return list(self._scopes.get(scope, {}).values())
+
+    def with_id(self, entry_id: str) -> list[Entry]:
+        """Return all entries with this id."""
+        return [entry for entry in self.entries.values() if entry.id == entry_id]
+
+    def apply(self, items: Iterable[tuple[MemoryItem, str]], at: Expected) -> None:
+        """Add the next items, each with the version of google-adk that wrote it."""
+        for item, writer in items:
+            self._apply(item, writer)
+        self.at = at
+
+    def _apply(self, item: MemoryItem, writer: str) -> None:
+        number = len(self._items)
+        for earlier, places in item.drop.items():
+            self._drop(earlier, places)
+            self._items[earlier] = self._items[earlier]._replace(replaced_by=number)
+        self.deleted.update(item.deleted)
+        keys: list[int | None] = []
+        if item.scope is not None:
+            scope = self._scopes.setdefault(item.scope, {})
+            first = self._numbers.setdefault(item.scope, len(self._numbers)) << _SCOPE_SHIFT
+            for place, values in enumerate(item.add):
+                if values is None:
+                    keys.append(None)
+                    continue
+                key = first | self._next_key
+                self._next_key += 1
+                entry = Entry(number, place, values, writer)
+                scope[key] = self.entries[key] = entry
+                keys.append(key)
+                self._index(key, text_of(values["content"]))
+        self._items.append(item._replace(add=()))
+        self._keys.append(keys)
+
+    def replaced(self, drop: dict[int, list[int]]) -> dict[int, MemoryItem]:
+        """Return the items that have entries in *drop*, without these entries, by item number.
+
+        The next item replaces the stored items by these.
+        """
+        found = {}
+        for number, places in drop.items():
+            keys = self._keys[number]
+            add = [
+                None if key is None or place in places else self.entries[key].values()
+                for place, key in enumerate(keys)
+            ]
+            found[number] = self._items[number]._replace(add=add, replaced_by=len(self._items))
+        return found
+
+    # --- search ----------------------------------------------------------------------------------
+
+    async def search(self, query: str) -> list[Entry]:
+        """Return up to ten entries: those that contain the most words of *query*, best first."""
+        words = words_of(query)
+        with self.lock:
+            texts = list(self._texts.items()) if not query.isascii() else []
+        counts: Counter[int] = Counter()
+        turns = Turns()
+        for word in words:
+            with self.lock:
+                found = self._words.get(word, ())
+                if word.isascii():
+                    counts.update(found)
+                else:
+                    inside = [key for key, text in texts if word in text]
+                    counts.update({*found, *inside})
+            await turns.end()
+        with self.lock:
+            return [self.entries[key] for key in _best(counts, self.entries)]
+
+    def _index(self, key: int, text: str) -> None:
+        words, lower = searchable(text)
+        for word in words:
+            self._words.setdefault(word, []).append(key)
+        if words and not lower.isascii():
+            self._texts[key] = lower
+
+    def _drop(self, item: int, places: Iterable[int]) -> None:
+        keys = self._keys[item]
+        for place in places:
+            # If the earlier item was replaced before it was read, the entry is not in it any more.
+            key = keys[place] if 0 <= place < len(keys) else None
+            if key is None:
+                continue
+            keys[place] = None
+            entry = self.entries.pop(key)
+            scope = self._items[item].scope
+            assert scope is not None
+            del self._scopes[scope][key]
+            self._texts.pop(key, None)
+            for word in searchable(entry.text())[0]:
+                self._words[word].remove(key)
+                if not self._words[word]:
+                    del self._words[word]
+
+
+def _best(counts: Counter[int], entries: dict[int, Entry]) -> list[int]:
+    """Return the best keys of *entries*, up to ten: by falling count, then by rising key."""
+    if not counts.keys() <= entries.keys():  # some were dropped during the search
+        counts = Counter({key: count for key, count in counts.items() if key in entries})
+    by_count = Counter(counts.values())
+    least, missing = 0, _MOST_RESULTS
+    for count in sorted(by_count, reverse=True):
+        if missing <= by_count[count]:
+            least = count
+            break
+        missing -= by_count[count]
+    best = sorted((-count, key) for key, count in counts.items() if count > least)
+    last = heapq.nsmallest(missing, [key for key, count in counts.items() if count == least])
+    return [key for _, key in best] + last
+
+
+# --- words, as google-adk splits them ------------------------------------------------------------
+
+
+def words_of(text: str) -> set[str]:
+    """Return the words of *text* in lower case."""
+    return {word.lower() for word in _WORD.findall(unicodedata.normalize("NFC", text))}
+
+
+def searchable(text: str) -> tuple[set[str], str]:
+    """Return the words by which a search finds *text*, and the text in NFC and in lower case.
+
+    If a word mixes Latin and other letters, its Latin parts and its other parts are words, too:
+    Japanese and Chinese have no spaces between words.
+    """
+    text = unicodedata.normalize("NFC", text)
+    words = {word.lower() for word in _WORD.findall(text)}
+    if not text.isascii():
+        for word in [word for word in words if not word.isascii()]:
+            words.update("".join(group) for _, group in itertools.groupby(word, _is_latin))
+    return words, text.lower()
+
+
+def _is_latin(character: str) -> bool:
+    if character.isascii():
+        return character.isalnum() or character == "_"
+    return unicodedata.name(character, "").startswith("LATIN")
+
+
+class Memories:
+    """A cache of the memories of the users that were used last.
+
+    Args:
+        users: Maximum number of users.
+        entries: Maximum number of entries of all users together.  The memory of a user who alone
+            has more entries is not cached.
+    """
+
+    def __init__(self, users: int, entries: int) -> None:
+        self._users = users
+        self._entries = entries
+        self._memories: dict[Any, UserMemory] = {}
+        self._lock = threading.Lock()
+
+    def get(self, key: Any) -> UserMemory | None:
+        """Return the memory of the user that *key* identifies; None if no memory is cached."""
+        with self._lock:
+            memory = self._memories.pop(key, None)
+            if memory is not None:
+                self._memories[key] = memory
+            return memory
+
+    def put(self, key: Any, memory: UserMemory) -> None:
+        """Cache *memory*; while a limit is exceeded, remove the least recently used memory."""
+        with self._lock:
+            self._memories.pop(key, None)
+            self._memories[key] = memory
+            entries = sum(len(one.entries) for one in self._memories.values())
+            for oldest in list(self._memories):
+                if len(self._memories) <= self._users and entries <= self._entries:
+                    return
+                entries -= len(self._memories.pop(oldest).entries)
+
+    def drop(self, key: Any) -> None:
+        """Remove the memory of the user that *key* identifies."""
+        with self._lock:
+            self._memories.pop(key, None)

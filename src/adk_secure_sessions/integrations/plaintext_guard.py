@@ -1,0 +1,130 @@
+"""Detect services of google-adk that would store user content as plaintext.
+
+google-adk may store plaintext by mistake.  Without a URI, it stores sessions and artifacts in files
+in `.adk`.  If `services.py` raises an error, google-adk only logs a warning and continues.  So this
+module has two checks.  `plaintext_stores` checks the options before google-adk starts.
+`guard_registry` checks each service that google-adk creates from a URI.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from adk_secure_sessions.backends import NoOpBackend
+from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.integrations.adk import SCHEMES, parse
+
+SERVICES = ("sessions", "artifacts", "memory")
+KINDS = (*SERVICES, "evaluations", "traces")
+# The arguments of google-adk's commands that take the URI of a service.  Releases before 2.0 also
+# have the second name of each pair.
+URI_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
+    "sessions": ("session_service_uri", "session_db_url"),
+    "artifacts": ("artifact_service_uri", "artifact_storage_uri"),
+    "memory": ("memory_service_uri",),
+}
+# The arguments that make google-adk store or send user content as plaintext if they are given.
+_WRITES_PLAINTEXT = {
+    "save_session": "sessions",
+    "eval_storage_uri": "evaluations",
+    "trace_to_cloud": "traces",
+    "otel_to_cloud": "traces",
+}
+IN_MEMORY = "memory"  # the scheme of google-adk's services that store nothing
+# The schemes of google-adk's services that store plaintext.
+_PLAINTEXT = {"agentengine", "file", "gs", "mysql", "postgresql", "rag", "sqlite"}
+# The names of the classes that encrypt.  Importing the classes would need all extras.
+_ENCRYPTS = {
+    "sessions": {"EncryptedSessionService", "EncryptedSessionWrapper"},
+    "artifacts": {"EncryptedArtifactService"},
+    "memory": {"EncryptedMemoryService"},
+}
+_STORES_NOTHING = {
+    "sessions": "InMemorySessionService",
+    "artifacts": "InMemoryArtifactService",
+    "memory": "InMemoryMemoryService",
+}
+
+
+def uri_of(kind: str, arguments: Mapping[str, Any]) -> str | None:
+    """Return the URI that a command's *arguments* give for *kind*; None if there is none."""
+    return next((arguments[name] for name in URI_ARGUMENTS[kind] if arguments.get(name)), None)
+
+
+def plaintext_stores(arguments: Mapping[str, Any], allowed: Collection[str]) -> str | None:
+    """Return the text of an error if google-adk would store plaintext; otherwise None.
+
+    Args:
+        arguments: The arguments of one of google-adk's commands, by name.
+        allowed: The elements of `KINDS` that may be stored as plaintext.
+
+    Raises:
+        ConfigurationError: A URI for one of our services cannot be used.
+    """
+    found: dict[str, str] = {}
+    for name, kind in _WRITES_PLAINTEXT.items():
+        if arguments.get(name):
+            found[kind] = f"{kind} (--{name})"
+    for kind in SERVICES if not arguments.get("in_memory") else ():
+        uri = uri_of(kind, arguments)
+        option = f"--{URI_ARGUMENTS[kind][0]}"
+        scheme = urlsplit(uri).scheme if uri is not None else None
+        if scheme is None and kind != "memory":  # without a URI, memory is in memory
+            found[kind] = f"{kind} (no {option}, so in .adk)"
+        elif uri is not None and scheme in SCHEMES:
+            if parse(uri).stores_plaintext:
+                found[kind] = f"{kind} ({option} has backend=no-op)"
+        elif scheme in _PLAINTEXT:
+            found[kind] = f"{kind} ({option} {scheme}://...)"
+    stored = [text for kind, text in found.items() if kind not in allowed]
+    if not stored:
+        return None
+    return _refusal(", ".join(stored), [kind for kind in found if kind not in allowed])
+
+
+def guard_registry(registry: Any, allowed: Collection[str]) -> None:
+    """Make *registry* reject every service that stores plaintext, unless its kind is *allowed*.
+
+    The methods of *registry* then raise ConfigurationError for such a service.  They also raise it
+    if no service is registered for a URI: google-adk would create a `DatabaseSessionService`.
+    """
+    for kind, name in (
+        ("sessions", "create_session_service"),
+        ("artifacts", "create_artifact_service"),
+        ("memory", "create_memory_service"),
+    ):
+        if kind not in allowed:
+            setattr(registry, name, _checked(kind, getattr(registry, name)))
+
+
+def _checked(kind: str, create: Callable[..., Any]) -> Callable[..., Any]:
+    def create_checked(uri: str, **options: Any) -> Any:
+        service = create(uri, **options)
+        if service is None:
+            raise ConfigurationError(
+                f"nothing is registered for the scheme of --{URI_ARGUMENTS[kind][0]}: if "
+                "services.yaml or services.py registers it, see google-adk's warning above"
+            )
+        if not is_encrypted(kind, service):
+            made = f"{kind} (--{URI_ARGUMENTS[kind][0]} makes a {type(service).__name__})"
+            raise ConfigurationError(_refusal(made, [kind]))
+        return service
+
+    return create_checked
+
+
+def is_encrypted(kind: str, service: object) -> bool:
+    """Return True if *service* encrypts what it stores, or stores nothing."""
+    for base in type(service).__mro__:
+        package = base.__module__.split(".")[0]
+        if package == "adk_secure_sessions" and base.__name__ in _ENCRYPTS[kind]:
+            return not isinstance(getattr(service, "backend", None), NoOpBackend)
+    made = type(service)
+    return made.__module__.startswith("google.adk.") and made.__name__ == _STORES_NOTHING[kind]
+
+
+def _refusal(stored: str, kinds: Collection[str]) -> str:
+    return (
+        f"google-adk would store this as plaintext: {stored}; give --service_uri encrypted+..., or "
+        f"the URI memory:// to store nothing, or --allow-plaintext {','.join(kinds)}"
+    )

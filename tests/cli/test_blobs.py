@@ -1,0 +1,148 @@
+"""`blobs verify` and `blobs purge`: what they print and delete, and their exit status."""
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from google.genai import types
+
+from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
+from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
+from adk_secure_sessions.maintenance import Database, erase_user
+from tests.cli.support import Said, on, run
+from tests.cli.test_json import check
+from tests.cli.test_running import imported
+from tests.maintenance.support import OLD, run_sql
+
+BACKEND = AesGcmBackend(OLD)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    return tmp_path / "artifacts"
+
+
+@pytest.fixture
+def filled(file_url: str, store: Path) -> str:
+    """A database with two artifacts of one version each."""
+
+    async def fill() -> None:
+        async with EncryptedSessionService(file_url, BACKEND) as sessions:
+            artifacts = EncryptedArtifactService(sessions, store)
+            for user_id in ("ada", "bob"):
+                await artifacts.save_artifact(
+                    app_name="clinic",
+                    user_id=user_id,
+                    filename="user:needle",
+                    artifact=types.Part(text="needle"),
+                )
+
+    asyncio.run(fill())
+    return file_url
+
+
+def blobs(command: str, db: str, store: Path, *more: str) -> Said:
+    said = run("blobs", command, *on(db), "--store", str(store), *more)
+    assert "needle" not in said.stdout + said.stderr
+    return said
+
+
+def files(store: Path) -> list[Path]:
+    return sorted(path for path in store.rglob("*") if path.is_file())
+
+
+def erase(url: str) -> None:
+    async def work() -> None:
+        async with Database(url, BACKEND) as db:
+            await erase_user(db, "clinic", "ada")
+
+    asyncio.run(work())
+
+
+def test_intact_store(filled: str, store: Path) -> None:
+    assert blobs("verify", filled, store) == (
+        0,
+        "2 artifacts with 2 blobs\nno blob is missing\n",
+        "",
+    )
+    said = blobs("purge", filled, store, "--older-than", "0s")
+    assert said == (0, "deleted: 0 blobs; named by artifacts: 2\n", "")
+
+
+def test_missing_blob_is_named(filled: str, store: Path) -> None:
+    files(store)[0].unlink()
+    said = blobs("verify", filled, store)
+    assert said.code == 1
+    problem, *rest = said.stdout.splitlines()
+    assert problem.startswith("secure_events row ")
+    assert problem.endswith(", 0: its blob is missing")
+    assert rest == ["2 artifacts with 2 blobs", "missing, or of another length: 1 blob"]
+    found = check(blobs("verify", filled, store, "--json"), "blobs verify")
+    assert (found["missing"], found["bad"], found["problems"][0]["reason"]) == (1, 1, "missing")
+
+
+def test_blobs_of_an_erased_user_are_deleted_after_a_day(filled: str, store: Path) -> None:
+    erase(filled)
+    said = blobs("verify", filled, store)
+    assert said.code == 0
+    assert "named by no artifact: 1 blob, which `blobs purge` deletes" in said.stdout
+    assert blobs("purge", filled, store).stdout.startswith("deleted: 0 blobs")
+    for path in files(store):
+        os.utime(path, (time.time() - 90_000,) * 2)
+    said = blobs("purge", filled, store, "--dry-run")
+    assert said.stdout == "would be deleted: 1 blob; named by artifacts: 1\n"
+    assert len(files(store)) == 2
+    found = check(blobs("purge", filled, store, "--json"), "blobs purge")
+    assert (found["dry_run"], found["deleted"], found["kept"]) == (False, 1, 1)
+    assert len(files(store)) == 1
+    assert blobs("verify", filled, store).code == 0
+
+
+def test_nothing_is_deleted_while_a_row_cannot_be_decrypted(filled: str, store: Path) -> None:
+    place = sa.make_url(filled).set(drivername="sqlite")
+    run_sql(
+        place,
+        "UPDATE secure_events SET event = zeroblob(80) "
+        "WHERE session_row = (SELECT min(session_row) FROM secure_events)",
+    )
+    said = blobs("purge", filled, store, "--older-than", "0s")
+    assert said.code == 1
+    assert "cannot be decrypted: 1 row, so nothing is deleted; run `verify`" in said.stdout
+    assert len(files(store)) == 2
+    said = blobs("verify", filled, store)
+    assert said.code == 1
+    assert "cannot be decrypted: 1 row; run `verify`" in said.stdout
+
+
+@pytest.mark.parametrize("command", ["verify", "purge"])
+def test_store_that_does_not_exist_is_an_error_and_is_not_created(
+    filled: str, store: Path, command: str
+) -> None:
+    wrong = store.with_name("artefacts")
+    said = blobs(command, filled, wrong)
+    assert said.code == 2
+    assert said.stderr == ("Error: the directory of artifacts does not exist: check its path\n")
+    assert not wrong.exists()
+    assert blobs(command, filled, Path("ftp:")).code == 2
+
+
+def test_bucket_without_tls_must_be_allowed(filled: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "AWS_ENDPOINT_URL": "http://192.0.2.1:9",
+        "AWS_REGION": "eu-central-1",
+        "AWS_ACCESS_KEY_ID": "needle",
+        "AWS_SECRET_ACCESS_KEY": "needle",
+    }.items():
+        monkeypatch.setenv(name, value)
+    said = run("blobs", "verify", *on(filled), "--store", "s3://bucket")
+    assert said.code == 2
+    assert "http" in said.stderr
+    assert "needle" not in said.stderr
+
+
+def test_commands_do_not_import_adk(filled: str, store: Path) -> None:
+    status, names = imported("blobs", "verify", *on(filled), "--store", str(store))
+    assert (status, {"google.adk", "pydantic"} & names) == (0, set())

@@ -1,0 +1,284 @@
+"""URIs of encrypted services: what they mean, and what is rejected before anything is opened."""
+
+import base64
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from google.adk.sessions import InMemorySessionService
+
+from adk_secure_sessions import (
+    AesGcmBackend,
+    ConfigurationError,
+    EncryptedSessionService,
+    NoOpBackend,
+    WrongKeyError,
+    generate_key,
+)
+from adk_secure_sessions.integrations import adk
+from adk_secure_sessions.integrations.plaintext_guard import guard_registry, plaintext_stores
+from tests.cli.support import run
+
+with warnings.catch_warnings():  # of an old Python, and of ADK's experimental parts
+    warnings.simplefilter("ignore")
+    from google.adk.cli import service_registry
+
+KEY = base64.b64encode(bytes(range(32))).decode()
+SQLITE = "encrypted+sqlite:///./sessions.db"
+ENVIRONMENT_KEY = "key=env:URI_KEY"
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("URI_KEY", KEY)
+    monkeypatch.setenv("URI_OLD_KEY", generate_key())
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def services(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process has no services yet, and its handler of SIGTERM stays."""
+    monkeypatch.setattr(adk, "_services", {})
+    monkeypatch.setattr(adk, "_close_on_sigterm", lambda: None)
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(service_registry, "_service_registry_instance", None)
+    return service_registry.get_service_registry()
+
+
+def rejected(uri: str) -> str:
+    with pytest.raises(ConfigurationError) as error:
+        adk.session_service(uri)
+    return str(error.value)
+
+
+def test_options_of_a_uri_name_database_keys_backends_and_blobs() -> None:
+    parsed = adk.parse(
+        "encrypted+postgresql://u:p%40w@db:5432/chat?sslmode=require&key=env:A&also_key=file:/x%26y"
+        "&backend=fernet&also_backend=aesgcm&key_db=sqlite:///keys.db&blobs=s3://bucket/prefix"
+    )
+    assert tuple(parsed) == (
+        "postgresql://u:p%40w@db:5432/chat?sslmode=require",
+        ("fernet", "aesgcm"),
+        ("env:A", "file:/x&y"),
+        "sqlite:///keys.db",
+        "s3://bucket/prefix",
+    )
+    assert "p%40w" not in repr(parsed)
+
+
+@pytest.mark.parametrize("scheme", ["encrypted+sqlite", "ENCRYPTED+SQLite"])
+def test_scheme_may_have_any_case(scheme: str) -> None:
+    assert adk.parse(f"{scheme}:///x.db?{ENVIRONMENT_KEY}").db_url == "sqlite:///x.db"
+
+
+@pytest.mark.parametrize(
+    ("uri", "said"),
+    [
+        ("sqlite:///./sessions.db?key=env:URI_KEY", "begins with one of encrypted+sqlite"),
+        ("encrypted+oracle://db?key=env:URI_KEY", "begins with one of encrypted+sqlite"),
+        ("encrypted+sqlite", "begins with one of encrypted+sqlite"),
+        (SQLITE, "has no key: add a key spec"),
+        (f"{SQLITE}?also_key=env:URI_KEY", "has no key"),
+        (f"{SQLITE}?key=", "'key' of the URI has no value"),
+        (f"{SQLITE}?key=env:URI_KEY&key=env:URI_OLD_KEY", "give older ones as also_key"),
+        (f"{SQLITE}?{ENVIRONMENT_KEY}&key_bd=x", "unknown (did you mean key_db?)"),
+        (f"{SQLITE}?{ENVIRONMENT_KEY}&sslmode=require", "option 2 of the URI is unknown"),
+        (f"{SQLITE}?{ENVIRONMENT_KEY}&backend=aes", "not one of aesgcm, fernet, no-op"),
+        (f"{SQLITE}?key=env:URI_MISSING", "'URI_MISSING' is not set"),
+    ],
+)  # fmt: skip
+def test_uri_that_cannot_be_used_is_rejected(uri: str, said: str) -> None:
+    assert said in rejected(uri)
+
+
+@pytest.mark.parametrize(
+    "query",
+    ["key={}", "key=env:URI_KEY&also_key={}", "{}", "{}=", "key=x:{}", "backend={}", "key={}&x={}"],
+)  # fmt: skip
+def test_key_in_a_uri_is_rejected_and_not_repeated(query: str, tmp_path: Path) -> None:
+    assert KEY[:8] not in rejected(f"{SQLITE}?{query.format(KEY, KEY)}")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_engine_options_are_rejected() -> None:
+    with pytest.raises(ConfigurationError, match="pool_size: options of an encrypted service"):
+        adk.session_service(f"{SQLITE}?{ENVIRONMENT_KEY}", pool_size=5)
+
+
+def test_artifacts_need_a_place_for_their_contents() -> None:
+    with pytest.raises(ConfigurationError, match="add blobs= to the URI"):
+        adk.artifact_service(f"{SQLITE}?{ENVIRONMENT_KEY}")
+
+
+@pytest.mark.parametrize("kind", ["artifact", "memory"])
+@pytest.mark.usefixtures("services")
+def test_missing_module_is_an_error(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = "adk_secure_sessions.integrations."
+    for name in ("artifacts", "memory"):
+        monkeypatch.setitem(sys.modules, package + name, None)
+    make = {"artifact": adk.artifact_service, "memory": adk.memory_service}[kind]
+    with pytest.raises(ConfigurationError, match=r"has no Encrypted(Artifact|Memory)Service"):
+        make(f"{SQLITE}?{ENVIRONMENT_KEY}&blobs=./blobs")
+
+
+def test_class_of_the_service_in_services_yaml_says_what_to_write() -> None:
+    with pytest.raises(ConfigurationError, match=r"integrations\.adk\.session_service"):
+        EncryptedSessionService(uri=SQLITE, agents_dir=".")
+
+
+@pytest.mark.usefixtures("services")
+async def test_one_service_is_shared_by_all_uris_of_a_database_and_its_keys() -> None:
+    uri = f"{SQLITE}?{ENVIRONMENT_KEY}"
+    service = adk.session_service(uri=uri, agents_dir="agents")
+    assert adk.session_service(f"{uri}&blobs=./artifacts") is service
+    assert adk.session_service(f"{uri}&also_key=env:URI_OLD_KEY") is not service
+    await service.create_session(app_name="app", user_id="user", session_id="session")
+    await service.close()
+    other = adk.session_service(f"{SQLITE}?key=env:URI_OLD_KEY")
+    with pytest.raises(WrongKeyError):
+        await other.prepare_tables()
+    await other.close()
+
+
+@pytest.mark.usefixtures("services")
+async def test_old_key_of_a_uri_reads_what_it_encrypted() -> None:
+    old = adk.session_service(f"{SQLITE}?key=env:URI_OLD_KEY&backend=fernet")
+    await old.create_session(app_name="app", user_id="user", session_id="session")
+    await old.close()
+    new = adk.session_service(
+        f"{SQLITE}?{ENVIRONMENT_KEY}&also_key=env:URI_OLD_KEY&also_backend=fernet"
+    )
+    assert await new.get_session(app_name="app", user_id="user", session_id="session") is not None
+    await new.close()
+
+
+# --- schemes and google-adk's registry ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", adk.SCHEMES)
+def test_neither_adk_nor_sqlalchemy_resolves_a_scheme(scheme: str, registry: Any) -> None:
+    uri = f"{scheme}://host/db?{ENVIRONMENT_KEY}"
+    for create in (
+        registry.create_session_service,
+        registry.create_artifact_service,
+        registry.create_memory_service,
+    ):
+        assert create(uri) is None
+    with pytest.raises((sa.exc.NoSuchModuleError, ValueError)):
+        sa.create_engine(uri)
+
+
+@pytest.mark.usefixtures("services")
+def test_register_serves_every_scheme_and_leaves_those_of_adk_alone(registry: Any) -> None:
+    names = ("_session_factories", "_artifact_factories", "_memory_factories")
+    before = {name: dict(getattr(registry, name)) for name in names}
+    adk.register()
+    adk.register()
+    for name in names:
+        factories = getattr(registry, name)
+        assert factories.items() >= before[name].items()
+        assert factories.keys() - before[name].keys() == set(adk.SCHEMES)
+    made = registry.create_session_service(f"{SQLITE}?{ENVIRONMENT_KEY}", agents_dir=".")
+    assert isinstance(made, EncryptedSessionService)
+
+
+# --- what the command refuses ---------------------------------------------------------------------
+
+ENCRYPTED = f"{SQLITE}?{ENVIRONMENT_KEY}"
+BOTH = {"session_service_uri": ENCRYPTED, "artifact_service_uri": "memory://"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "allowed", "refused"),
+    [
+        ({}, (), "sessions (no --session_service_uri, so in .adk), artifacts (no"),
+        ({"session_service_uri": ENCRYPTED}, (), "plaintext: artifacts (no"),
+        ({"session_service_uri": ENCRYPTED}, ("artifacts",), None),
+        ({"artifact_service_uri": "memory://"}, ("artifacts",), "plaintext: sessions (no"),
+        (BOTH, (), None),
+        (BOTH | {"memory_service_uri": "memory://"}, (), None),
+        (BOTH | {"memory_service_uri": "sqlite:///m.db"}, (), "memory (--memory_service_uri"),
+        (BOTH | {"memory_service_uri": "rag://corpus"}, ("memory",), None),
+        (BOTH | {"session_service_uri": "sqlite:///s.db"}, (), "sqlite://...)"),
+        (BOTH | {"session_service_uri": f"{SQLITE}?backend=no-op"}, (), "has backend=no-op"),
+        (BOTH | {"session_service_uri": None, "session_db_url": "mysql://x"}, (), "sessions ("),
+        (BOTH | {"artifact_service_uri": None, "artifact_storage_uri": "gs://b"}, (), "artifact"),
+        (BOTH | {"artifact_service_uri": "file:///blobs"}, (), "artifacts (--artifact_service_uri"),
+        (BOTH | {"save_session": True}, (), "sessions (--save_session)"),
+        (BOTH | {"save_session": True}, ("sessions",), None),
+        (BOTH | {"eval_storage_uri": "gs://b"}, (), "evaluations (--eval_storage_uri)"),
+        (BOTH | {"otel_to_cloud": True}, (), "traces (--otel_to_cloud)"),
+        ({"in_memory": True}, (), None),
+    ],
+)  # fmt: skip
+def test_plaintext_stores_are_found_in_the_arguments(
+    arguments: dict[str, Any], allowed: tuple[str, ...], refused: str | None
+) -> None:
+    found = plaintext_stores(arguments, allowed)
+    assert (found is None) == (refused is None), found
+    assert refused is None or refused in (found or "")
+
+
+def test_guarded_registry_makes_no_service_that_stores_plaintext(registry: Any) -> None:
+    with pytest.warns(UserWarning, match="NoOpBackend"):
+        plain = EncryptedSessionService("sqlite:///plain.db", NoOpBackend())
+    encrypting = EncryptedSessionService("sqlite:///x.db", AesGcmBackend(KEY))
+
+    class Sessions(InMemorySessionService):
+        """Some service of an application."""
+
+    registry.register_session_service("plain", lambda uri, **_: plain)
+    registry.register_session_service("other", lambda uri, **_: Sessions())
+    registry.register_session_service("good", lambda uri, **_: encrypting)
+    guard_registry(registry, ("memory",))
+    assert registry.create_session_service("good://") is encrypting
+    assert registry.create_artifact_service("memory://") is not None
+    for uri in ("plain://", "sqlite:///x.db"):
+        with pytest.raises(ConfigurationError, match="would store this as plaintext: sessions"):
+            registry.create_session_service(uri)
+    with pytest.raises(ConfigurationError, match="nothing is registered"):
+        registry.create_session_service("nobody://")
+    assert registry.create_memory_service("nobody://") is None  # allowed: google-adk decides
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["."], "plaintext: sessions (no --session_service_uri"),
+        ([".", "--allow-plaintext", "session"], "write one or more of sessions,artifacts,memory"),
+        ([".", "--service_uri", SQLITE], "the URI has no key"),
+        ([".", "--service_uri", f"{SQLITE}?key={KEY}"], "never the key itself"),
+    ],
+)
+@pytest.mark.usefixtures("services", "registry")
+def test_command_ends_with_one_line(arguments: list[str], said: str, tmp_path: Path) -> None:
+    done = run("adk", "api_server", *arguments)
+    assert done.code == 2
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]
+    assert said in line
+    assert line == done.stderr.splitlines()[-1]
+    assert KEY not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("services", "registry")
+def test_command_with_a_wrong_key_ends_with_one_line_before_adk_starts() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("URI_KEY", generate_key())
+        run("init", "--db", "sqlite:///sessions.db", "--key", "env:URI_KEY")
+    done = run("adk", "api_server", ".", "--allow-plaintext", "artifacts",
+               "--session_service_uri", ENCRYPTED)  # fmt: skip
+    assert (done.code, done.stdout) == (2, "")
+    assert "root key" in done.stderr.splitlines()[-1]
+
+
+def test_help_of_the_group_names_adks_commands() -> None:
+    done = run("adk", "--help")
+    assert done.code == 0
+    assert [name for name in ("api_server", "run", "web") if f"  {name} " not in done.stdout] == []

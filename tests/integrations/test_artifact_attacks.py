@@ -1,0 +1,269 @@
+"""Attacks on stored artifacts: their rows in the database, and their blobs in the store."""
+
+import json
+import shutil
+import traceback
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from google.genai import types
+
+from adk_secure_sessions import (
+    AesGcmBackend,
+    DecryptionError,
+    EncryptedSessionService,
+    TamperedError,
+)
+from adk_secure_sessions.formats.events import decode_item
+from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
+from adk_secure_sessions.maintenance import Database, erase_user, rotate_data, verify
+from tests.maintenance.support import query, run_sql
+
+BACKEND = AesGcmBackend(bytes(range(32)))
+WHO: dict[str, Any] = {"app_name": "clinic", "user_id": "needle-user"}
+HERE = WHO | {"session_id": "needle-session", "filename": "needle-name.png"}
+NEEDLES: tuple[bytes, ...] = (
+    b"needle-user",
+    b"needle-session",
+    b"needle-name",
+    b"needle-content",
+    b"needle-meta",
+)
+NEEDLES += (b"needle-type", b"needle-display")
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path}/s.db"
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> sa.URL:
+    return sa.URL.create("sqlite", database=f"{tmp_path}/s.db")
+
+
+@pytest.fixture
+def blobs(tmp_path: Path) -> Path:
+    return tmp_path / "blobs"
+
+
+def part(text: str) -> types.Part:
+    data = f"needle-content {text} ".encode() * 9000
+    return types.Part(
+        inline_data=types.Blob(
+            mime_type="application/needle-type", data=data, display_name="needle-display"
+        )
+    )
+
+
+@pytest.fixture
+async def service(url: str, blobs: Path) -> AsyncIterator[EncryptedArtifactService]:
+    async with EncryptedSessionService(url, BACKEND) as sessions:
+        service = EncryptedArtifactService(sessions, blobs)
+        for text in ("0", "1", "2"):
+            await service.save_artifact(
+                **HERE, artifact=part(text), custom_metadata={"needle-meta": text}
+            )
+        yield service
+
+
+def files(blobs: Path) -> list[Path]:
+    return sorted((p for p in blobs.rglob("*") if p.is_file()), key=lambda p: p.stat().st_mtime_ns)
+
+
+async def load(url: str, blobs: Path, version: int | None = None) -> types.Part | None:
+    """Load an artifact in a new service, which has cached nothing."""
+    async with EncryptedSessionService(url, BACKEND) as sessions:
+        return await EncryptedArtifactService(sessions, blobs).load_artifact(
+            **HERE, version=version
+        )
+
+
+async def test_nothing_readable_is_stored(
+    service: EncryptedArtifactService, tmp_path: Path
+) -> None:
+    await service.list_artifact_keys(**WHO)
+    for path in tmp_path.rglob("*"):
+        stored = str(path).encode() + (path.read_bytes() if path.is_file() else b"")
+        assert not [needle for needle in NEEDLES if needle in stored]
+
+
+async def test_uri_names_nobody(service: EncryptedArtifactService) -> None:
+    for version in await service.list_artifact_versions(**HERE):
+        assert "needle" not in version.canonical_uri
+
+
+def cut(blob: Path, others: list[Path]) -> None:
+    blob.write_bytes(blob.read_bytes()[:-1])
+
+
+def cut_at_a_chunk(blob: Path, others: list[Path]) -> None:
+    blob.write_bytes(blob.read_bytes()[: 5 + 65552])
+
+
+def append(blob: Path, others: list[Path]) -> None:
+    blob.write_bytes(blob.read_bytes() + b"\0")
+
+
+def flip(blob: Path, others: list[Path]) -> None:
+    data = bytearray(blob.read_bytes())
+    data[70_000] ^= 1
+    blob.write_bytes(data)
+
+
+def exchange_chunks(blob: Path, others: list[Path]) -> None:
+    data, chunk = blob.read_bytes(), 65552
+    blob.write_bytes(
+        data[:5] + data[5 + chunk : 5 + 2 * chunk] + data[5 : 5 + chunk] + data[5 + 2 * chunk :]
+    )
+
+
+def swap(blob: Path, others: list[Path]) -> None:
+    shutil.copy(others[0], blob)
+
+
+def remove(blob: Path, others: list[Path]) -> None:
+    blob.unlink()
+
+
+def empty(blob: Path, others: list[Path]) -> None:
+    blob.write_bytes(b"")
+
+
+ATTACKS = [cut, cut_at_a_chunk, append, flip, exchange_chunks, swap, remove, empty]
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
+async def test_changed_blob_is_rejected(
+    service: EncryptedArtifactService,
+    url: str,
+    blobs: Path,
+    attack: Callable[[Path, list[Path]], None],
+) -> None:
+    *others, blob = files(blobs)
+    attack(blob, others)
+    with pytest.raises(TamperedError) as rejection:
+        await load(url, blobs)
+    assert "needle" not in str(rejection.value)
+    assert await load(url, blobs, 0) == part("0")
+    stream = await service.open_stream(**HERE)
+    assert stream is not None
+    with pytest.raises(TamperedError):
+        await stream.read()
+
+
+ROWS = {
+    "the last version was deleted": "DELETE FROM secure_events WHERE seq = 2",
+    "the first version was deleted": "DELETE FROM secure_events WHERE seq = 0",
+    "the last version was replaced by an older one": (
+        "UPDATE secure_events SET event = (SELECT event FROM secure_events WHERE seq = 0) "
+        "WHERE seq = 2"
+    ),
+    "the artifact's row was deleted": "DELETE FROM secure_sessions",
+    "its witness was deleted": (
+        "DELETE FROM secure_witnesses WHERE number IN (SELECT id FROM secure_sessions)"
+    ),
+}
+
+
+@pytest.mark.parametrize("change", ROWS.values(), ids=ROWS.keys())
+async def test_changed_rows_are_rejected(
+    service: EncryptedArtifactService, url: str, place: sa.URL, blobs: Path, change: str
+) -> None:
+    run_sql(place, change)
+    # A read of the latest version does not read the first one.
+    for version in (0,) if "seq = 0" in change and "DELETE" in change else (None, 0):
+        with pytest.raises(DecryptionError):
+            await load(url, blobs, version)
+    async with Database(url, BACKEND) as db:
+        assert (await verify(db)).bad
+
+
+async def test_erased_user(
+    service: EncryptedArtifactService, url: str, place: sa.URL, blobs: Path
+) -> None:
+    rows = query(place, "SELECT * FROM secure_events")
+    assert len(rows) == 3
+    async with Database(url, BACKEND) as db:
+        await erase_user(db, WHO["app_name"], WHO["user_id"])
+        assert (await verify(db)).bad == 0
+    assert query(place, "SELECT * FROM secure_events") == []
+    assert await load(url, blobs) is None
+    assert await service.list_artifact_keys(**WHO, session_id="needle-session") == []
+    # The blobs are still there, but the only keys that decrypt them were in the erased rows.
+    assert len(files(blobs)) == 3
+
+
+async def test_rotation_keeps_artifacts(
+    service: EncryptedArtifactService, url: str, blobs: Path
+) -> None:
+    before = [path.read_bytes() for path in files(blobs)]
+    async with Database(url, BACKEND) as db:
+        assert (await rotate_data(db)).left == 0
+    assert [path.read_bytes() for path in files(blobs)] == before
+    for version in range(3):
+        assert await load(url, blobs, version) == part(str(version))
+
+
+async def test_deleting_an_artifact_deletes_its_blobs(
+    service: EncryptedArtifactService, blobs: Path
+) -> None:
+    await service.delete_artifact(**HERE)
+    assert files(blobs) == []
+
+
+async def test_row_that_cannot_be_stored_leaves_no_blob(
+    service: EncryptedArtifactService, place: sa.URL, blobs: Path
+) -> None:
+    run_sql(place, "DELETE FROM secure_witnesses")  # appending is rejected
+    with pytest.raises(TamperedError):
+        await service.save_artifact(**HERE, artifact=part("3"))
+    assert len(files(blobs)) == 3
+
+
+async def test_no_repr_shows_a_key_or_an_id(service: EncryptedArtifactService) -> None:
+    found = await service._version(
+        WHO["app_name"], WHO["user_id"], HERE["filename"], HERE["session_id"], None
+    )
+    assert found is not None
+    assert found.blob is not None
+    assert found.blob.key.hex() not in repr(found)
+    assert repr(found.blob.key) not in repr(found)
+
+
+async def test_no_traceback_shows_a_key_of_a_blob(
+    service: EncryptedArtifactService, url: str, place: sa.URL, blobs: Path
+) -> None:
+    async with EncryptedSessionService(url, BACKEND) as sessions:
+        found = await sessions.collections.get(
+            WHO["app_name"],
+            WHO["user_id"],
+            json.dumps(["artifact", "needle-session", HERE["filename"]]),
+        )
+    assert found is not None
+    keys = [decode_item(item)["blob"]["key"] for item in found.items]
+    failures: list[BaseException] = []
+    files(blobs)[-1].unlink()
+    with pytest.raises(TamperedError) as missing:
+        await load(url, blobs)
+    failures.append(missing.value)
+    with pytest.raises(ValueError, match="within") as out_of_range:
+        await service.open_stream(**HERE, start=10**9)
+    failures.append(out_of_range.value)
+    run_sql(place, "DELETE FROM secure_witnesses")
+    for call in (service.save_artifact(**HERE, artifact=part("3")), load(url, blobs)):
+        with pytest.raises(TamperedError) as rejected:
+            await call
+        failures.append(rejected.value)
+    for failure in failures:
+        assert failure.__traceback__ is not None
+        inner = failure.__traceback__.tb_next  # without this function's own variables
+        shown = traceback.TracebackException(type(failure), failure, inner, capture_locals=True)
+        text = "".join(shown.format())
+        assert "artifacts.py" in text
+        for key in keys:
+            assert key not in text
+            assert repr(bytes.fromhex(key)) not in text

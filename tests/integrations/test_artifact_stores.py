@@ -1,0 +1,302 @@
+"""`EncryptedArtifactService` on a bucket over HTTP, and its rows on every kind of database."""
+
+import asyncio
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.genai import types
+
+from adk_secure_sessions import (
+    AesGcmBackend,
+    ArtifactStoreError,
+    EncryptedSessionService,
+    TamperedError,
+)
+from adk_secure_sessions.integrations.artifact_blobs import check_blobs, purge_blobs
+from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
+from adk_secure_sessions.maintenance import Database, erase_user, retire, rotate_data, verify
+from tests.integrations import s3
+from tests.integrations.s3 import BUCKET, SECRET, Failure
+from tests.maintenance.conftest import file_url, place, url  # noqa: F401 - fixtures
+
+BACKEND = AesGcmBackend(bytes(range(32)))
+USER: dict[str, Any] = {"app_name": "clinic", "user_id": "needle-user"}
+HERE = USER | {"session_id": "needle-session", "filename": "needle-name.png"}
+DATA = bytes(range(256)) * 80_000  # 20 MB: three objects
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[s3.Server]:
+    with s3.running() as server:
+        yield server
+
+
+@pytest.fixture
+def server(running: s3.Server, monkeypatch: pytest.MonkeyPatch) -> s3.Server:
+    """The server, empty; this machine's own settings are hidden."""
+    for name in list(os.environ):
+        if name.startswith("AWS_") or name.lower().endswith("_proxy"):
+            monkeypatch.delenv(name)
+    running.clear()
+    return running
+
+
+@pytest.fixture
+async def sessions(file_url: str) -> AsyncIterator[EncryptedSessionService]:  # noqa: F811
+    async with EncryptedSessionService(file_url, BACKEND) as sessions:
+        yield sessions
+
+
+def artifacts_in(
+    sessions: EncryptedSessionService, server: s3.Server, bucket: str = BUCKET, **changes: Any
+) -> EncryptedArtifactService:
+    options = server.options | changes
+    return EncryptedArtifactService(sessions, f"s3://{bucket}/ada", options=options, timeout=5)
+
+
+def blob(data: bytes) -> types.Part:
+    return types.Part(inline_data=types.Blob(mime_type="image/png", data=data))
+
+
+async def pieces(data: bytes = DATA) -> AsyncIterator[bytes]:
+    for start in range(0, len(data), 1_000_000):
+        yield data[start : start + 1_000_000]
+
+
+# --- a bucket, and rows on SQLite, PostgreSQL and MariaDB -----------------------------------------
+
+
+async def test_artifacts_are_saved_loaded_and_deleted(url: str, server: s3.Server) -> None:  # noqa: F811
+    async with EncryptedSessionService(url, BACKEND) as sessions:
+        artifacts = artifacts_in(sessions, server)
+        for version, data in enumerate((b"first", b"", b"third")):
+            assert await artifacts.save_artifact(**HERE, artifact=blob(data)) == version
+        assert await artifacts.save_stream(**HERE, pieces=pieces(), mime_type="image/png") == 3
+        stored = server.keys()
+        assert len(stored) == 3 + 3
+        assert not [key for key in stored if "needle" in key or not key.startswith("ada/")]
+
+    async with EncryptedSessionService(url, BACKEND) as sessions:
+        artifacts = artifacts_in(sessions, server)
+        assert await artifacts.list_artifact_keys(**USER, session_id="needle-session") == [
+            "needle-name.png"
+        ]
+        for version, data in enumerate((b"first", b"", b"third")):
+            assert await artifacts.load_artifact(**HERE, version=version) == blob(data)
+        for start, stop in ((0, None), (8_000_000, 17_000_000), (20_479_999, 20_480_000)):
+            stream = await artifacts.open_stream(**HERE, start=start, stop=stop)
+            assert stream is not None
+            assert await stream.read() == DATA[start:stop]
+        server.requests.clear()
+        stream = await artifacts.open_stream(**HERE, start=10_000_000, stop=10_000_001)
+        assert stream is not None
+        await stream.read()
+        assert [method for method, _ in server.requests] == ["GET"]  # one of the three objects
+        await artifacts.delete_artifact(**HERE)
+        assert await artifacts.list_versions(**HERE) == []
+        assert server.keys() == []
+
+
+async def test_concurrent_saves_get_distinct_versions(url: str, server: s3.Server) -> None:  # noqa: F811
+    async with (
+        EncryptedSessionService(url, BACKEND) as one,
+        EncryptedSessionService(url, BACKEND) as other,
+    ):
+        services = [artifacts_in(sessions, server) for sessions in (one, other)]
+        saved = await asyncio.gather(
+            *(
+                services[n % 2].save_artifact(**HERE, artifact=types.Part(text=str(n)))
+                for n in range(12)
+            )
+        )
+        assert sorted(saved) == list(range(12))
+        for n, version in enumerate(saved):
+            loaded = await services[0].load_artifact(**HERE, version=version)
+            assert loaded == types.Part(text=str(n))
+    assert len(server.keys()) == 12
+
+
+async def test_maintenance_includes_artifacts(url: str, server: s3.Server) -> None:  # noqa: F811
+    where = f"s3://{BUCKET}/ada"
+    for user_id in ("needle-user", "bob"):
+        async with EncryptedSessionService(url, BACKEND) as sessions:
+            artifacts = artifacts_in(sessions, server)
+            await artifacts.save_artifact(**HERE | {"user_id": user_id}, artifact=blob(b"data"))
+    async with Database(url, BACKEND) as db:
+        assert (await verify(db)).bad == 0
+        await rotate_data(db)
+        await retire(db)
+        assert (await check_blobs(db, where, options=server.options))[:5] == (2, 2, 0, 0, 0)
+        await erase_user(db, "clinic", "needle-user")
+        assert (await check_blobs(db, where, options=server.options))[:5] == (1, 1, 0, 1, 0)
+        purged = await purge_blobs(db, where, older_than=timedelta(), options=server.options)
+        assert purged[:3] == (1, 1, 0)
+        assert (await verify(db)).bad == 0
+    assert len(server.keys()) == 1
+    async with EncryptedSessionService(url, BACKEND) as sessions:
+        artifacts = artifacts_in(sessions, server)
+        assert await artifacts.load_artifact(**HERE) is None
+        assert await artifacts.load_artifact(**HERE | {"user_id": "bob"}) == blob(b"data")
+
+
+# --- a store that fails ---------------------------------------------------------------------------
+
+FAILURES: dict[str, tuple[Failure, str, bool]] = {
+    "access denied": (Failure(403, "AccessDenied"), "access was denied", False),
+    "full bucket": (Failure(507, "XMinioStorageFull"), "is full", True),
+    "quota": (Failure(403, "QuotaExceeded"), "is full", True),
+    "broken": (Failure(500, "InternalError"), "cannot be reached, or failed", True),
+}
+
+
+@pytest.mark.parametrize("case", FAILURES.values(), ids=FAILURES)
+async def test_call_to_a_store_that_fails_raises_and_stores_nothing(
+    sessions: EncryptedSessionService, server: s3.Server, case: tuple[Failure, str, bool]
+) -> None:
+    failure, text, retryable = case
+    artifacts = artifacts_in(sessions, server)
+    await artifacts.save_artifact(**HERE, artifact=blob(b"first"))
+    stored = server.keys()
+
+    async def save() -> None:
+        await artifacts.save_artifact(**HERE, artifact=blob(b"second"))
+
+    async def save_stream() -> None:
+        await artifacts.save_stream(**HERE, pieces=pieces(), mime_type="a/b")
+
+    async def load() -> None:
+        await artifacts.load_artifact(**HERE)
+
+    for call in (save, save_stream, load):
+        server.failures.append(failure)
+        with pytest.raises(ArtifactStoreError, match=text) as info:
+            await call()
+        assert info.value.retryable is retryable
+        assert_says_nothing(info.value)
+        assert server.failures == []
+        assert server.keys() == stored
+        assert await artifacts.list_versions(**HERE) == [0]
+    await save()  # the store works again
+    assert await artifacts.load_artifact(**HERE) == blob(b"second")
+
+
+async def test_stream_whose_second_object_cannot_be_stored_leaves_nothing(
+    sessions: EncryptedSessionService, server: s3.Server
+) -> None:
+    artifacts = artifacts_in(sessions, server)
+
+    async def then_full() -> AsyncIterator[bytes]:
+        async for piece in pieces():
+            if "PUT" in [method for method, _ in server.requests]:
+                server.failures[:] = [Failure(507, "StorageFull", "PUT")]
+            yield piece
+            await asyncio.sleep(0.01)
+
+    with pytest.raises(ArtifactStoreError, match="is full"):
+        await artifacts.save_stream(**HERE, pieces=then_full(), mime_type="a/b")
+    assert [method for method, _ in server.requests].count("PUT") >= 2
+    server.failures.clear()
+    assert server.keys() == []
+    assert await artifacts.list_artifact_keys(**USER, session_id="needle-session") == []
+
+
+async def test_missing_bucket(sessions: EncryptedSessionService, server: s3.Server) -> None:
+    artifacts = artifacts_in(sessions, server, "missing-bucket")
+    with pytest.raises(ArtifactStoreError, match="the bucket does not exist"):
+        await artifacts.save_artifact(**HERE, artifact=blob(b"data"))
+    assert await artifacts.list_versions(**HERE) == []
+
+
+async def test_bucket_that_went_is_no_missing_artifact(
+    sessions: EncryptedSessionService, server: s3.Server
+) -> None:
+    await artifacts_in(sessions, server).save_artifact(**HERE, artifact=blob(b"data"))
+    with pytest.raises(TamperedError, match="a blob is missing"):
+        await artifacts_in(sessions, server, "missing-bucket").load_artifact(**HERE)
+
+
+async def test_unreachable_store(sessions: EncryptedSessionService, server: s3.Server) -> None:
+    artifacts = artifacts_in(sessions, server, endpoint="http://127.0.0.1:9")
+    with pytest.raises(ArtifactStoreError, match="cannot be reached") as info:
+        await artifacts.save_artifact(**HERE, artifact=blob(b"data"))
+    assert info.value.retryable
+    assert_says_nothing(info.value)
+    assert await artifacts.list_versions(**HERE) == []
+
+
+async def test_store_that_answers_too_late(
+    sessions: EncryptedSessionService,
+    server: s3.Server,
+    file_url: str,  # noqa: F811
+) -> None:
+    where, options = f"s3://{BUCKET}", server.options
+    artifacts = EncryptedArtifactService(sessions, where, options=options, timeout=0.3)
+    server.delay = 0.6
+    with pytest.raises(ArtifactStoreError) as info:
+        await artifacts.save_artifact(**HERE, artifact=blob(b"data"))
+    assert info.value.retryable
+    assert await artifacts.list_versions(**HERE) == []
+    server.delay = 0.0
+    await asyncio.sleep(1)  # the server may still store the object
+    async with Database(file_url, BACKEND) as db:
+        await purge_blobs(db, where, older_than=timedelta(), options=options)
+    assert server.keys() == []
+
+
+async def test_artifact_is_deleted_while_the_store_fails(
+    sessions: EncryptedSessionService,
+    server: s3.Server,
+    file_url: str,  # noqa: F811
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    artifacts = artifacts_in(sessions, server)
+    await artifacts.save_artifact(**HERE, artifact=blob(b"data"))
+    server.failures.append(Failure(503, "SlowDown"))
+    with caplog.at_level(logging.DEBUG, "adk_secure_sessions"):
+        await artifacts.delete_artifact(**HERE)
+    assert "left to `purge`" in caplog.text
+    assert "needle" not in caplog.text
+    assert await artifacts.load_artifact(**HERE) is None
+    assert len(server.keys()) == 1
+    async with Database(file_url, BACKEND) as db:
+        done = await purge_blobs(
+            db, f"s3://{BUCKET}/ada", older_than=timedelta(), options=server.options
+        )
+    assert done[:3] == (1, 0, 0)
+    assert server.keys() == []
+
+
+def assert_says_nothing(error: BaseException) -> None:
+    """No secret, address or name in the error or in one from which it was raised."""
+    seen: BaseException | None = error
+    while seen is not None:
+        for needle in (SECRET, "needle", "127.0.0.1", BUCKET):
+            assert needle not in f"{seen} {seen!r} {vars(seen)}"
+        seen = seen.__cause__ or seen.__context__
+
+
+# --- large ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.soak
+def test_soak_2_gb_are_streamed_at_flat_memory(tmp_path: Path) -> None:
+    """In a process of its own, which measures its peak after 30 MB and after 2 GB."""
+    if shutil.disk_usage(tmp_path).free < 3 * 10**9:
+        pytest.skip("less than 3 GB are free")
+    program = Path(__file__).with_name("stream_large.py")
+    environment = dict(os.environ, PYTHONPATH=str(Path(__file__).parents[2]))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(program), f"artifacts:{tmp_path}", "", "2000"],
+        capture_output=True, text=True, timeout=900, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    grown = int(done.stdout)
+    assert grown < 100_000, f"{grown} KB more for 2 GB than for 30 MB"

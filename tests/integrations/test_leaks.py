@@ -1,0 +1,760 @@
+"""Each place where google-adk writes plaintext outside our services: switched on, found, and off.
+
+How it works.  Each test is marked with the places that it tries.  It lets google-adk write needles
+(`tests.attacks.needles`), checks that they are there and that our function reports the place, then
+applies the setting of docs/adk-plaintext.md, and checks that the needles are gone, and the report.
+"""
+
+import contextlib
+import http.server
+import inspect
+import json
+import logging
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import types as python_types
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import jsonschema
+import pytest
+import uvicorn
+from google.adk.agents import LlmAgent
+from google.adk.apps import App
+from google.adk.events.event import Event
+from google.adk.memory import InMemoryMemoryService
+from google.adk.models.google_llm import Gemini
+from google.adk.runners import InMemoryRunner, Runner
+from google.adk.sessions.sqlite_session_service import SqliteSessionService
+from google.genai import types
+
+from adk_secure_sessions import (
+    AesGcmBackend,
+    ConfigurationError,
+    EncryptedSessionService,
+    NoOpBackend,
+    StaticKey,
+)
+from adk_secure_sessions.integrations.leaks import Leak, check_files, check_plaintext_leaks
+from adk_secure_sessions.integrations.plaintext_places import PLACES
+from tests.attacks.needles import SESSION, USER, found_in, needle
+from tests.cli.support import run
+from tests.conformance.agents import offline_agent
+from tests.conformance.support import ADK
+from tests.integrations.adk_processes import AGENT, Place
+from tests.pages import DOCS, ROOT
+
+pytestmark = [  # google-adk warns of its own experimental and deprecated parts
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+SPANS_OFF = {"ADK_CAPTURE_MESSAGE_CONTENT_IN_SPANS": "false"}
+GENAI = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
+EXPERIMENTAL = {"OTEL_SEMCONV_STABILITY_OPT_IN": "gen_ai_latest_experimental"}
+HAS_SCHEMAS = find_spec("google.adk.telemetry._schema_version") is not None
+HAS_RUN_CONFIG = find_spec("google.adk.telemetry.context") is not None
+HAS_AUTO_TRACING = find_spec("google.adk.plugins.auto_tracing_plugin") is not None
+IDS: dict[str, Any] = {"user_id": USER, "session_id": SESSION}
+
+
+@pytest.fixture(autouse=True)
+def _own_directory_for_temporary_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The machine's may have logs of google-adk."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+
+
+Test = TypeVar("Test", bound=Callable[..., object])
+TRIED: set[str] = set()
+
+
+def tries(*names: str) -> Callable[[Test], Test]:
+    TRIED.update(names)
+    return lambda test: test
+
+
+def names(leaks: list[Leak]) -> set[str]:
+    return {leak.name for leak in leaks}
+
+
+def reported(application: object = None, **options: Any) -> set[str]:
+    return names(check_plaintext_leaks(application, environ=SPANS_OFF, **options))
+
+
+def message(text: str) -> types.Content:
+    return types.Content(role="user", parts=[types.Part(text=text)])
+
+
+async def say(runner: Runner, *texts: str, state: dict[str, Any] | None = None) -> None:
+    await runner.session_service.create_session(app_name=runner.app_name, **IDS, state=state)
+    for text in texts:
+        async for _ in runner.run_async(**IDS, new_message=message(text)):
+            pass
+
+
+def runner_with(*plugins: Any) -> InMemoryRunner:
+    return InMemoryRunner(app=App(name="app", root_agent=offline_agent(), plugins=list(plugins)))
+
+
+# --- telemetry ------------------------------------------------------------------------------------
+
+
+def traced(*trials: dict[str, str], file: Path | None = None, **variables: str) -> list[Any]:
+    """Run `traced_agent.py` with the settings of each trial."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.integrations.traced_agent"]
+        + ([str(file)] if file is not None else []),
+        cwd=ROOT,
+        input=json.dumps(trials),
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return [
+        python_types.SimpleNamespace(**{name: set(value) for name, value in one.items()})
+        for one in json.loads(done.stdout)
+    ]
+
+
+ALWAYS = {SESSION, needle("error message")}  # in spans, whatever the settings
+CONTENT = {needle("text"), needle("argument"), needle("response")}
+
+
+@tries("span-content", "genai-content", "mcp-bodies", "telemetry-exporter", "sqlite-spans")
+def test_telemetry_has_content_until_each_setting_is_off(tmp_path: Path) -> None:
+    first = {"ADK_TELEMETRY_SCHEMA_VERSION_OPT_IN": "1"}
+    file = tmp_path / "spans.db"
+    on, off, live, live_off, both, logs, mcp, mcp_off = traced(
+        first,
+        first | SPANS_OFF,
+        {"kind": "live"},
+        {"kind": "live"} | SPANS_OFF,
+        SPANS_OFF | {GENAI: "SPAN_AND_EVENT"} | EXPERIMENTAL,
+        SPANS_OFF | {GENAI: "true"},
+        SPANS_OFF | {"kind": "mcp", "ADK_CAPTURE_MCP_HTTP_BODIES": "true"},
+        SPANS_OFF | {"kind": "mcp"},
+        file=file,
+    )
+    assert on.spans >= CONTENT | ALWAYS
+    assert off.spans - {USER} == ALWAYS  # older releases always add the user id
+    assert live.spans - {USER} == {SESSION, needle("text")}, "also in the newest schema"
+    assert live_off.spans - {USER} == {SESSION}
+    for one in (on, live):
+        assert one.leaks == {"span-content", "sqlite-spans", "telemetry-exporter"}
+    for one in (off, live_off, mcp_off):
+        assert one.leaks == {"sqlite-spans", "telemetry-exporter"}
+        assert one.records <= {SESSION}
+    assert {needle("text"), needle("argument")} <= both.spans | both.records
+    assert needle("text") in logs.records
+    for one in (both, logs):
+        assert "genai-content" in one.leaks
+        assert "span-content" not in one.leaks
+    assert "mcp-bodies" in mcp.leaks
+    if HAS_SCHEMAS:
+        assert mcp.records == {needle("text")}
+    assert mcp_off.records == set()
+    assert found_in(file.read_bytes()) >= CONTENT | {SESSION}
+    assert "sqlite-spans" in names(check_files(tmp_path))
+
+
+@tries("telemetry-exporter", "sqlite-spans")
+def test_disabled_sdk_of_opentelemetry_exports_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "spans.db"
+    (one,) = traced({GENAI: "true"}, file=file, OTEL_SDK_DISABLED="true")
+    assert (one.spans, one.records, one.leaks) == (set(), set(), set())
+    assert found_in(file.read_bytes()) == set()
+
+
+@tries("genai-content", "auto-tracing-plugin")
+@pytest.mark.skipif(not (HAS_RUN_CONFIG and HAS_AUTO_TRACING), reason="google-adk has neither yet")
+def test_run_config_and_plugin_add_content_to_spans() -> None:
+    given = SPANS_OFF | {"capture": "SPAN_AND_EVENT"}
+    on, ignored, auto = traced(
+        given,
+        given | {"ADK_TELEMETRY_IGNORE_RUN_CONFIG": "true"},
+        SPANS_OFF | {"kind": "auto"},
+    )
+    assert on.spans == CONTENT | ALWAYS
+    assert on.records == CONTENT | {SESSION, USER}
+    assert on.leaks == {"genai-content", "telemetry-exporter"}
+    assert (ignored.spans, ignored.records) == (ALWAYS, {SESSION})
+    assert ignored.leaks == {"telemetry-exporter"}
+    assert auto.spans >= CONTENT | {USER}
+    assert auto.leaks == {"auto-tracing-plugin", "telemetry-exporter"}
+
+
+@tries("telemetry-exporter")
+@pytest.mark.parametrize("name", ["OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_TRACES_EXPORTER"])
+def test_exporter_in_the_environment_is_reported(name: str) -> None:
+    environ = SPANS_OFF | {name: "http://127.0.0.1:4318"}
+    assert "telemetry-exporter" in names(check_plaintext_leaks(environ=environ))
+    environ |= {"OTEL_SDK_DISABLED": "true"}
+    assert "telemetry-exporter" not in names(check_plaintext_leaks(environ=environ))
+
+
+# --- logs -----------------------------------------------------------------------------------------
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(f"{record.levelname} {self.format(record)}")
+
+    def found(self) -> set[str]:
+        return found_in("\n".join(self.lines))
+
+
+@pytest.fixture
+def log() -> Iterator[Callable[[int], Lines]]:
+    """A function that lets google-adk log at a level, to a new handler."""
+    logger = logging.getLogger("google_adk")
+    before = logger.level
+    handlers: list[Lines] = []
+
+    def at(level: int) -> Lines:
+        handlers.append(Lines())
+        logger.setLevel(level)
+        logger.addHandler(handlers[-1])
+        return handlers[-1]
+
+    yield at
+    logger.setLevel(before)
+    for handler in handlers:
+        logger.removeHandler(handler)
+
+
+@contextlib.contextmanager
+def model_server() -> Iterator[str]:
+    """Serve an answer as Gemini does; yield the URL."""
+    answer = {"role": "model", "parts": [{"text": needle("response")}]}
+    body = json.dumps({"candidates": [{"content": answer, "finishReason": "STOP"}]}).encode()
+
+    class Answers(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@tries("debug-logs")
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # google-genai leaves sockets open
+async def test_debug_logs_quote_users_and_models(
+    log: Callable[[int], Lines], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with model_server() as url:
+        monkeypatch.setenv("GOOGLE_API_KEY", "none")
+        monkeypatch.setenv("GOOGLE_GEMINI_BASE_URL", url)
+        for level in (logging.DEBUG, logging.WARNING):
+            agent = LlmAgent(name="agent", model=Gemini(model="gemini-2.5-flash"))
+            lines = log(level)
+            await say(InMemoryRunner(agent=agent, app_name="app"), needle("text"))
+            if level == logging.DEBUG:
+                assert lines.found() >= {needle("text"), needle("response")}
+                assert reported() >= {"debug-logs", "info-logs"}
+            else:
+                assert lines.found() == set()
+                assert not reported() & {"debug-logs", "info-logs"}
+
+
+@tries("info-logs")
+async def test_info_logs_quote_messages_of_run_debug(log: Callable[[int], Lines]) -> None:
+    # Older releases print them instead.
+    quoted = {needle("text"), SESSION} if "'User > %s'" in inspect.getsource(Runner) else set()
+    for level, found in ((logging.INFO, quoted), (logging.WARNING, set())):
+        lines = log(level)
+        async with InMemoryRunner(agent=offline_agent(), app_name="app") as runner:
+            await runner.run_debug(needle("text"), **IDS)
+        assert lines.found() == found
+        assert ("info-logs" in reported()) == (level == logging.INFO)
+        assert "debug-logs" not in reported()
+
+
+async def rewind() -> None:
+    """Rewind a session to a state with a needle."""
+    async with InMemoryRunner(agent=offline_agent(), app_name="app") as runner:
+        await say(runner, f"call remember {needle('argument')}", "call remember other")
+        session = await runner.session_service.get_session(app_name="app", **IDS)
+        assert session is not None
+        last = session.events[-1].invocation_id
+        await runner.rewind_async(**IDS, rewind_before_invocation_id=last)
+
+
+@tries("rewind-log")
+async def test_log_of_a_rewind_has_the_state_that_it_restores(log: Callable[[int], Lines]) -> None:
+    for level, found in ((logging.INFO, {needle("argument")}), (logging.WARNING, set())):
+        lines = log(level)
+        await rewind()
+        assert lines.found() == found
+        assert ("rewind-log" in reported()) == bool(found)
+
+
+@pytest.fixture
+def _loggers_of_uvicorn() -> Iterator[None]:
+    loggers = [logging.getLogger(name) for name in ("uvicorn", "uvicorn.error", "uvicorn.access")]
+    before = [(one, one.level, list(one.handlers), one.propagate) for one in loggers]
+    yield
+    for logger, level, handlers, propagate in before:
+        logger.setLevel(level)
+        logger.handlers, logger.propagate = handlers, propagate
+
+
+@tries("access-log")
+@pytest.mark.usefixtures("_loggers_of_uvicorn")
+@pytest.mark.parametrize(
+    ("options", "writes"),
+    [({}, True), ({"log_level": "warning"}, False), ({"access_log": False}, False)],
+)
+def test_access_log_has_the_ids_of_requests(options: dict[str, Any], writes: bool) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    server = uvicorn.Server(uvicorn.Config(app, port=0, lifespan="off", **options))
+    lines = Lines()
+    if logging.getLogger("uvicorn.access").handlers:
+        logging.getLogger("uvicorn.access").addHandler(lines)
+    assert ("access-log" in reported()) == writes
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive()
+        port = server.servers[0].sockets[0].getsockname()[1]
+        httpx.get(f"http://127.0.0.1:{port}/apps/app/users/{USER}/sessions/{SESSION}")
+    finally:
+        server.should_exit = True
+        thread.join()
+    assert lines.found() == ({USER, SESSION} if writes else set())
+
+
+# --- files of google-adk's commands ---------------------------------------------------------------
+
+
+@tries("local-services", "saved-session", "log-directory")
+def test_adk_run_writes_the_session_into_three_places(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    command = ("adk", "run", "--save_session", "--session_id", "s1", f"agents/{AGENT}")
+    done = place.run(*command, said=f"{needle('text')}\nexit\n")
+    assert done.returncode == 0, done.stderr
+    found = {name for name, needles in place.needles().items() if needle("text") in needles}
+    assert any(name.endswith(".adk/session.db") for name in found)
+    assert any(name.endswith("s1.session.json") for name in found)
+    leaks = check_files(place.agents)
+    assert names(leaks) == {"local-services", "saved-session", "log-directory"}
+    assert check_files(place.agents / AGENT)
+    for leak in leaks:
+        Path(leak.where).unlink()
+    assert check_files(place.agents) == []
+
+
+@tries("log-directory")
+async def test_log_directory_has_what_the_level_allows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from google.adk.cli.utils import logs
+
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    level = root.level
+    try:
+        for set_to, found in ((logging.INFO, {needle("argument")}), (logging.WARNING, set())):
+            path = Path(logs.log_to_tmp_folder(set_to, log_file_prefix=str(set_to)))
+            await rewind()
+            assert found_in(path.read_bytes()) == found
+            assert "log-directory" in reported()
+            assert str(path) in {leak.where for leak in check_files(tmp_path)} or not found
+            for handler in root.handlers:
+                handler.close()
+    finally:
+        root.setLevel(level)
+
+
+@tries("eval-sets", "eval-results")
+def test_evaluations_are_files_beside_the_agent(tmp_path: Path) -> None:
+    from google.adk.evaluation.eval_case import EvalCase, Invocation
+    from google.adk.evaluation.in_memory_eval_sets_manager import InMemoryEvalSetsManager
+    from google.adk.evaluation.local_eval_set_results_manager import LocalEvalSetResultsManager
+    from google.adk.evaluation.local_eval_sets_manager import LocalEvalSetsManager
+
+    (tmp_path / AGENT).mkdir()
+    said = Invocation(user_content=message(needle("text")))
+    case = EvalCase(eval_id="case", conversation=[said])
+    for manager in (InMemoryEvalSetsManager(), LocalEvalSetsManager(str(tmp_path))):
+        assert names(check_files(tmp_path)) == set()
+        manager.create_eval_set(AGENT, "set")
+        manager.add_eval_case(AGENT, "set", case)
+    (file,) = tmp_path.rglob("*.json")
+    assert found_in(file.read_bytes()) == {needle("text")}
+    assert names(check_files(tmp_path)) == {"eval-sets"}
+    file.unlink()
+    from google.adk.evaluation.eval_metrics import EvalStatus
+    from google.adk.evaluation.eval_result import EvalCaseResult
+
+    result = EvalCaseResult(
+        eval_set_id="set",
+        eval_id="case",
+        final_eval_status=EvalStatus.PASSED,
+        overall_eval_metric_results=[],
+        eval_metric_result_per_invocation=[],
+        session_id=SESSION,
+        user_id=USER,
+    )
+    LocalEvalSetResultsManager(str(tmp_path)).save_eval_set_result(AGENT, "set", [result])
+    (file,) = (file for file in tmp_path.rglob("*.json"))
+    assert found_in(file.read_bytes()) == {SESSION, USER}
+    assert names(check_files(tmp_path)) == {"eval-results"}
+
+
+@tries("test-files")
+async def test_page_of_adk_web_saves_tests_and_adk_api_server_does_not(tmp_path: Path) -> None:
+    from google.adk.cli.fast_api import get_fast_api_app
+
+    (tmp_path / AGENT).mkdir()
+    (tmp_path / AGENT / "agent.py").write_text("")
+    event = Event(author="user", content=message(needle("text")))
+    session = {"events": [event.model_dump(mode="json", exclude_none=True)]}
+    status = 0
+    for web in (False, True):
+        assert check_files(tmp_path) == []
+        app = get_fast_api_app(
+            agents_dir=str(tmp_path),
+            session_service_uri="memory://",
+            artifact_service_uri="memory://",
+            web=web,
+        )
+        transport = httpx.ASGITransport(app, client=("127.0.0.1", 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            saved = await client.put(
+                f"/dev/apps/{AGENT}/tests/t.json", json={"sessionData": session}
+            )
+            status = saved.status_code
+            if not web:
+                assert status in (404, 405)
+    if status in (404, 405):
+        pytest.skip("this google-adk cannot save tests yet")
+    assert status == 200
+    assert needle("text") in (tmp_path / AGENT / "tests" / "t.json").read_text()
+    assert names(check_files(tmp_path)) == {"test-files"}
+
+
+# --- plugins --------------------------------------------------------------------------------------
+
+
+@tries("debug-logging-plugin")
+async def test_debug_logging_plugin_writes_a_file(tmp_path: Path) -> None:
+    from google.adk.plugins.debug_logging_plugin import DebugLoggingPlugin
+
+    path = tmp_path / "adk_debug.yaml"
+    async with runner_with(DebugLoggingPlugin(output_path=str(path))) as runner:
+        await say(runner, needle("text"))
+        leaks = check_plaintext_leaks(runner, environ=SPANS_OFF)
+        assert str(path) in {leak.where.split()[-1] for leak in leaks}
+    assert needle("text") in path.read_text()
+    assert names(check_files(tmp_path)) == {"debug-logging-plugin"}
+    async with runner_with() as runner:
+        assert "debug-logging-plugin" not in reported(runner)
+
+
+@tries("logging-plugin")
+async def test_logging_plugin_prints_messages(capsys: pytest.CaptureFixture[str]) -> None:
+    from google.adk.plugins.logging_plugin import LoggingPlugin
+
+    app = App(name="app", root_agent=offline_agent(), plugins=[LoggingPlugin()])
+    for application, found in ((app, {needle("text"), USER, SESSION}), (offline_agent(), set())):
+        given = {"app": app} if application is app else {"agent": application, "app_name": "app"}
+        async with InMemoryRunner(**given) as runner:
+            await say(runner, needle("text"))
+        assert found_in(capsys.readouterr().out) == found
+        assert ("logging-plugin" in reported(application)) == bool(found)
+
+
+@tries("recordings")
+async def test_recordings_plugin_writes_a_file(tmp_path: Path) -> None:
+    from google.adk.cli.plugins.recordings_plugin import RecordingsPlugin
+
+    (tmp_path / AGENT).mkdir()
+    config = {"dir": str(tmp_path / AGENT), "user_message_index": 0, "streaming_mode": "none"}
+    async with runner_with(RecordingsPlugin()) as runner:
+        assert "recordings" in reported(runner)
+        await say(runner, needle("text"), state={"_adk_recordings_config": config})
+    (file,) = (tmp_path / AGENT).iterdir()
+    assert needle("text") in file.read_text()
+    assert names(check_files(tmp_path)) == {"recordings"}
+
+
+@tries("bigquery-plugin")
+async def test_bigquery_plugin_sends_events_unless_it_is_disabled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "plugins.yaml").write_text("bigquery_agent_analytics: {project_id: p}\n")
+    assert names(check_files(tmp_path)) == {"bigquery-plugin"}
+    module = pytest.importorskip(
+        "google.adk.plugins.bigquery_agent_analytics_plugin", exc_type=ImportError
+    )
+
+    opened: list[bool] = []
+
+    def connect(*args: object, **options: object) -> None:
+        opened.append(True)
+        raise RuntimeError("no network")
+
+    monkeypatch.setattr("google.auth.default", connect)
+    for enabled in (True, False):
+        config = module.BigQueryLoggerConfig(enabled=enabled)
+        plugin = module.BigQueryAgentAnalyticsPlugin("project", "dataset", config=config)
+        opened.clear()
+        async with runner_with(plugin) as runner:
+            assert ("bigquery-plugin" in reported(runner)) == enabled
+            await say(runner, needle("text"))
+        assert bool(opened) == enabled or ADK < (2, 0)  # which connects, but sends nothing
+
+
+# --- services -------------------------------------------------------------------------------------
+
+
+@tries("plaintext-service")
+async def test_services_that_do_not_encrypt_are_reported(tmp_path: Path) -> None:
+    from google.adk.artifacts import FileArtifactService, InMemoryArtifactService
+
+    from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
+    from adk_secure_sessions.integrations.memory import EncryptedMemoryService
+
+    agent = offline_agent()
+    plaintext = Runner(
+        app_name="app",
+        agent=agent,
+        session_service=SqliteSessionService(str(tmp_path / "plain.db")),
+        artifact_service=FileArtifactService(root_dir=tmp_path),
+    )
+    await say(plaintext, needle("text"))
+    assert needle("text") in found_in((tmp_path / "plain.db").read_bytes())
+    found = [one for one in check_plaintext_leaks(plaintext) if one.name == "plaintext-service"]
+    assert {one.where.split()[-1] for one in found} == {"sessions", "artifacts"}
+    assert names(check_files(tmp_path)) == {"local-services"}
+
+    url = f"sqlite:///{tmp_path / 'encrypted.db'}"
+    backend = AesGcmBackend(StaticKey(bytes(range(32))))
+    async with EncryptedSessionService(url, backend) as sessions:
+        encrypted = Runner(
+            app_name="app",
+            agent=agent,
+            session_service=sessions,
+            artifact_service=EncryptedArtifactService(sessions, tmp_path / "blobs"),
+            memory_service=EncryptedMemoryService(sessions),
+        )
+        await say(encrypted, needle("text"))
+        assert "plaintext-service" not in reported(encrypted)
+    in_memory = (InMemoryArtifactService(), InMemoryMemoryService())
+    assert "plaintext-service" not in reported(services=in_memory)
+    with pytest.warns(UserWarning, match="plaintext"):
+        no_op = NoOpBackend()
+    async with EncryptedSessionService(f"sqlite:///{tmp_path / 'no-op.db'}", no_op) as sessions:
+        assert "plaintext-service" in reported(services=[sessions])
+    (tmp_path / "plain.db").unlink()
+    assert found_in(b"".join(path.read_bytes() for path in tmp_path.glob("*.db*"))) == set()
+    assert check_files(tmp_path) == []
+
+
+@tries("rag-memory")
+async def test_rag_memory_writes_the_session_into_a_temporary_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The upload goes to a stand-in, which reads the file that it gets."""
+    seen: dict[Path, set[str]] = {}
+
+    def upload(path: str) -> None:
+        seen[Path(path)] = found_in(Path(path).read_bytes())
+
+    rag_memory_service = rag_memory(upload, monkeypatch)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    async with InMemoryRunner(agent=offline_agent(), app_name="app") as runner:
+        await say(runner, needle("text"))
+        session = await runner.session_service.get_session(app_name="app", **IDS)
+        assert session is not None
+        await rag_memory_service.add_session_to_memory(session)
+    ((path, needles),) = seen.items()
+    assert needles == {needle("text")}
+    assert path.parent == tmp_path, "TMPDIR decides where the file is"
+    assert not path.exists()
+    assert {"rag-memory", "plaintext-service"} <= reported(services=[rag_memory_service])
+    assert "rag-memory" not in reported(services=[InMemoryMemoryService()])
+
+
+def rag_memory(upload: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> Any:
+    from google.adk.memory import vertex_ai_rag_memory_service as module
+
+    async def upload_file(*, path: str, **_options: object) -> None:
+        upload(path)
+
+    async def aclose() -> None:
+        pass
+
+    if find_spec("google.adk.dependencies._agentplatform") is not None:
+        rag = python_types.SimpleNamespace(upload_file=upload_file)
+        client = python_types.SimpleNamespace(
+            aio=python_types.SimpleNamespace(rag=rag, aclose=aclose)
+        )
+        platform = python_types.SimpleNamespace(Client=lambda **_: client)
+        stand_in = python_types.ModuleType("google.adk.dependencies._agentplatform")
+        stand_in.agentplatform = platform  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
+    else:  # before 2.0
+        stand_in = python_types.ModuleType("google.adk.dependencies.vertexai")
+        stand_in.rag = python_types.SimpleNamespace(  # type: ignore[attr-defined]
+            upload_file=lambda *, path, **_: upload(path)
+        )
+        monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
+    corpus = "projects/p/locations/l/ragCorpora/c"
+    return module.VertexAiRagMemoryService(rag_corpus=corpus)
+
+
+@tries("task-store")
+async def test_task_store_in_a_database_has_the_messages(tmp_path: Path) -> None:
+    tasks = pytest.importorskip("a2a.server.tasks", reason="needs google-adk[a2a]")
+    from sqlalchemy.ext.asyncio import create_async_engine
+
+    engine = create_async_engine(f"sqlite+aiosqlite:///{tmp_path / 'tasks.db'}")
+    in_database, in_memory = tasks.DatabaseTaskStore(engine=engine), tasks.InMemoryTaskStore()
+    for store in (in_database, in_memory):
+        await store.save(*a2a_task())
+    await engine.dispose()
+    assert found_in((tmp_path / "tasks.db").read_bytes()) == {needle("text")}
+    assert "task-store" in reported(services=[in_database])
+    assert "task-store" not in reported(services=[in_memory])
+
+
+def a2a_task() -> tuple[Any, ...]:
+    """The arguments for saving a task with a message."""
+    a2a = import_module("a2a.types")
+    if not hasattr(a2a, "TextPart"):
+        status = a2a.TaskStatus(state="TASK_STATE_WORKING")
+        task = a2a.Task(id="t", context_id="c", status=status)
+        task.history.append(a2a.Message(message_id="m", role="ROLE_USER"))
+        task.history[0].parts.append(a2a.Part(text=needle("text")))
+        return task, import_module("a2a.server.context").ServerCallContext()
+    part = a2a.Part(root=a2a.TextPart(text=needle("text")))
+    said = a2a.Message(message_id="m", role="user", parts=[part])
+    status = a2a.TaskStatus(state="working")
+    return (a2a.Task(id="t", context_id="c", status=status, history=[said]),)
+
+
+# --- the function, the command and the page -------------------------------------------------------
+
+
+def test_each_place_is_tried() -> None:
+    assert set(PLACES) == TRIED
+
+
+def test_object_that_is_no_application_is_rejected() -> None:
+    with pytest.raises(ConfigurationError, match="not an object of the class str"):
+        check_plaintext_leaks("agents")
+
+
+@pytest.fixture
+def agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory with an agent, and an environment without leaks."""
+    monkeypatch.setenv("ADK_CAPTURE_MESSAGE_CONTENT_IN_SPANS", "false")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    agent = tmp_path / "agents" / "doctored"
+    agent.mkdir(parents=True)
+    (agent / "agent.py").write_text(
+        "print('imported')\nfrom tests.conformance.agents import offline_agent\n"
+        "root_agent = offline_agent()\n"
+    )
+    yield agent.parent
+    for name in [name for name in sys.modules if name.split(".")[0] == "doctored"]:
+        del sys.modules[name]
+
+
+def test_doctor_finds_nothing_in_a_clean_application(agents: Path) -> None:
+    said = run("adk", "doctor", str(agents))
+    assert (said.code, said.stdout) == (0, "1 agent: no plaintext outside the services was found\n")
+    assert said.stderr == "imported\n"
+
+
+def test_doctor_finds_plugins_settings_of_dotenv_and_files(
+    agents: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ADK_CAPTURE_MCP_HTTP_BODIES", "")
+    monkeypatch.delenv("ADK_CAPTURE_MCP_HTTP_BODIES")  # and again after the test
+    agent = agents / "doctored"
+    (agent / "agent.py").write_text(
+        "from google.adk.apps import App\n"
+        "from google.adk.plugins.logging_plugin import LoggingPlugin\n"
+        "from tests.conformance.agents import offline_agent\n"
+        "app = App(name='doctored', root_agent=offline_agent(), plugins=[LoggingPlugin()])\n"
+    )
+    (agent / ".env").write_text("ADK_CAPTURE_MCP_HTTP_BODIES=1\n")
+    (agent / "s.session.json").write_text("{}")
+    said = run("adk", "doctor", str(agents), "--json")
+    schema = json.loads((DOCS / "cli.schema.json").read_text(encoding="utf-8"))
+    jsonschema.validate(said.json, {**schema, "$ref": "#/$defs/adk doctor"})
+    assert said.code == 1
+    assert said.json["agents"] == ["doctored"]
+    found = {leak["name"]: leak for leak in said.json["leaks"]}
+    assert set(found) == {"logging-plugin", "mcp-bodies", "saved-session"}
+    assert found["saved-session"]["where"] == str(agent / "s.session.json")
+    text = run("adk", "doctor", str(agents))
+    assert "saved-session: " in text.stdout
+    assert "\n  Do not use adk run --save_session; delete the files.\n" in text.stdout
+    assert text.stdout.endswith("google-adk writes plaintext in 3 places\n")
+    allowed = run(
+        "adk", "doctor", str(agents), "--allow", "logging-plugin,mcp-bodies,saved-session"
+    )
+    assert allowed.code == 0
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [("raise ValueError('no key\\nat all')", "the agent doctored cannot be loaded: .*no key"),
+     (None, "has no agent: give the directory that adk web gets")],
+)  # fmt: skip
+def test_doctor_ends_with_one_line_if_no_agent_can_be_loaded(
+    agents: Path, code: str | None, reason: str
+) -> None:
+    if code is None:
+        (agents / "doctored" / "agent.py").unlink()
+    else:
+        (agents / "doctored" / "agent.py").write_text(code)
+    said = run("adk", "doctor", str(agents))
+    assert said.code == 2
+    assert re.fullmatch(f"Error: .*{reason}.*\n", said.stderr)
+
+
+def test_doctor_rejects_a_name_that_is_no_place(agents: Path) -> None:
+    said = run("adk", "doctor", str(agents), "--allow", "logs")
+    assert said.code == 2
+    assert "logs is not one of span-content, " in said.stderr
+
+
+def test_table_on_the_page_is_that_of_the_code() -> None:
+    page = (DOCS / "adk-plaintext.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    assert rows == [
+        f"| `{one.name}` | {one.content} | {one.where} | {one.default} | {one.remedy} |"
+        for one in PLACES.values()
+    ]

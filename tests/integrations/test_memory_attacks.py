@@ -1,0 +1,289 @@
+"""What somebody who reads or writes the database can do to a memory, and what stays of it."""
+
+import asyncio
+import shutil
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from adk_secure_sessions import (
+    AesGcmBackend,
+    DecryptionError,
+    EncryptedSessionService,
+    TamperedError,
+)
+from adk_secure_sessions.formats.events import encode_item
+from adk_secure_sessions.maintenance import Database, erase_user, retire, rotate_data, verify
+from adk_secure_sessions.storage import empty_caches
+from tests.attacks.needles import files_of, found_in, needle
+from tests.integrations.memory_support import (
+    APP,
+    USER,
+    add,
+    add_events,
+    forget,
+    found,
+    items_of,
+    ours,
+    session,
+    text_event,
+)
+from tests.maintenance.conftest import file_url, place, url  # noqa: F401 - fixtures
+from tests.maintenance.support import OLD, query, run_sql
+
+BACKEND = AesGcmBackend(OLD)
+ROWS = "SELECT session_row, seq, time, event FROM secure_events ORDER BY seq"
+
+
+def stored_in(directory: Path) -> sa.URL:
+    return sa.URL.create("sqlite", database=f"{directory}/sessions.db")
+
+
+async def fill_and_forget(url: str, place: sa.URL) -> tuple[list[Any], list[Any]]:  # noqa: F811
+    """Six items: an empty one, four that add, and a tombstone of the second of the four.
+
+    Return their rows before and after the deletion.
+    """
+    async with EncryptedSessionService(url, BACKEND) as sessions:
+        memory = ours(sessions)
+        events = [text_event(f"cat {n}") for n in range(4)]
+        for n in range(4):
+            await add(memory, *events[: n + 1])
+        before = query(place, ROWS)
+        await forget(memory, events[1].id)
+        return before, query(place, ROWS)
+
+
+async def reads_and_writes(url: str) -> list[Callable[[], Awaitable[object]]]:  # noqa: F811
+    sessions = EncryptedSessionService(url, BACKEND)
+    memory = ours(sessions, cache_users=0)
+
+    def call(what: Callable[[], Awaitable[object]]) -> Callable[[], Awaitable[object]]:
+        async def then_close() -> object:
+            try:
+                return await what()
+            finally:
+                await sessions.close()
+
+        return then_close
+
+    return [
+        call(lambda: found(memory, "cat")),
+        call(lambda: add(memory, text_event("new"))),
+        call(lambda: add_events(memory, text_event("new"))),
+        call(lambda: forget(memory, "unknown")),
+    ]
+
+
+async def every_call_is_rejected(url: str, *, verify_finds: bool = True) -> None:  # noqa: F811
+    for call in await reads_and_writes(url):
+        with pytest.raises(TamperedError) as caught:
+            await call()
+        assert "cat" not in str(caught.value)
+    async with Database(url, BACKEND) as db:
+        assert ((await verify(db)).bad >= 1) == verify_finds
+
+
+async def test_deleted_content_is_not_stored_any_more(
+    url: str,  # noqa: F811
+    place: sa.URL,  # noqa: F811
+) -> None:
+    before, after = await fill_and_forget(url, place)
+    assert len(before) == 5
+    assert len(after) == 6
+    assert [n for n in range(5) if before[n] != after[n]] == [2]
+    async with EncryptedSessionService(url, BACKEND) as sessions:
+        items = await items_of(sessions)
+        assert not any(b"cat 1" in item for item in items)
+        assert sum(b"cat 2" in item for item in items) == 1
+        assert await found(ours(sessions), "cat") == ["cat 0", "cat 2", "cat 3"]
+    async with Database(url, BACKEND) as db:
+        assert (await verify(db)).bad == 0
+
+
+async def test_replay_of_a_deleted_entry_is_rejected(
+    url: str,  # noqa: F811
+    place: sa.URL,  # noqa: F811
+) -> None:
+    before, _ = await fill_and_forget(url, place)
+    async with EncryptedSessionService(url, BACKEND) as sessions:
+        warm = ours(sessions)
+        expected = ["cat 0", "cat 2", "cat 3"]
+        assert await found(warm, "cat") == expected
+        put(place, before[2])
+        await every_call_is_rejected(url)
+        # A warm cache never reads an old item again, so it cannot get the deleted entry back.
+        assert await found(warm, "cat") == expected
+        await add_events(warm, text_event("new cat"))
+        assert await found(warm, "cat") == [*expected, "new cat"]
+        empty_caches()
+        with pytest.raises(TamperedError):
+            await found(warm, "cat")
+
+
+async def test_replay_of_an_entry_deleted_twice_is_rejected(file_url: str, tmp_path: Path) -> None:  # noqa: F811
+    place = stored_in(tmp_path)  # noqa: F811
+    events = [text_event(f"cat {n}") for n in range(3)]
+    async with EncryptedSessionService(file_url, BACKEND) as sessions:
+        memory = ours(sessions)
+        await add(memory, *events)  # one item
+        await forget(memory, events[0].id)
+        once = query(place, ROWS)
+        await forget(memory, events[1].id)
+    put(place, once[1])
+    await every_call_is_rejected(file_url)
+
+
+def put(place: sa.URL, row: Any) -> None:  # noqa: F811
+    values = dict(zip(("row", "seq", "time", "event"), row, strict=True))
+    where = "WHERE session_row = :row AND seq = :seq"
+    assert run_sql(place, f"UPDATE secure_events SET event = :event {where}", **values) in (0, 1)
+
+
+@pytest.mark.parametrize("seq", range(6))
+async def test_removal_of_any_item_is_rejected(file_url: str, tmp_path: Path, seq: int) -> None:  # noqa: F811
+    await fill_and_forget(file_url, stored_in(tmp_path))
+    assert run_sql(stored_in(tmp_path), f"DELETE FROM secure_events WHERE seq = {seq}") == 1
+    await every_call_is_rejected(file_url)
+
+
+@pytest.mark.parametrize("seq", range(5))
+async def test_exchange_of_any_two_items_is_rejected(
+    file_url: str,  # noqa: F811
+    tmp_path: Path,
+    seq: int,
+) -> None:
+    _, rows = await fill_and_forget(file_url, stored_in(tmp_path))
+    put(stored_in(tmp_path), (*rows[seq][:3], rows[seq + 1][3]))
+    put(stored_in(tmp_path), (*rows[seq + 1][:3], rows[seq][3]))
+    await every_call_is_rejected(file_url)
+
+
+async def test_tombstone_of_another_deletion_is_rejected(file_url: str, tmp_path: Path) -> None:  # noqa: F811
+    """The tombstone and all else of a copy in which another entry was deleted."""
+    place, copy = stored_in(tmp_path), tmp_path / "copy"  # noqa: F811
+    copy.mkdir()
+    events = [text_event(f"cat {n}") for n in range(2)]
+    async with EncryptedSessionService(file_url, BACKEND) as sessions:
+        await add(ours(sessions), events[0])
+        await add(ours(sessions), *events)
+    shutil.copy(tmp_path / "sessions.db", copy / "sessions.db")
+    for url, event in (  # noqa: F402
+        (file_url, events[0]),
+        (f"sqlite+aiosqlite:///{copy}/sessions.db", events[1]),
+    ):
+        async with EncryptedSessionService(url, BACKEND) as sessions:
+            await forget(ours(sessions), event.id)
+    put(place, query(stored_in(copy), ROWS)[-1])
+    await every_call_is_rejected(file_url)
+
+
+async def test_rollback_of_the_collection_row_is_rejected(file_url: str, tmp_path: Path) -> None:  # noqa: F811
+    place = stored_in(tmp_path)  # noqa: F811
+    columns = "SELECT revision, updated_at, state FROM secure_sessions"
+    async with EncryptedSessionService(file_url, BACKEND) as sessions:
+        await add(ours(sessions), text_event("cat"))
+        [(revision, updated_at, state)] = query(place, columns)
+        await add(ours(sessions), text_event("cat"))
+    change = "UPDATE secure_sessions SET revision = :r, updated_at = :u, state = :s"
+    run_sql(place, change, r=revision, u=updated_at, s=state)
+    await every_call_is_rejected(file_url)
+
+
+async def test_malformed_item_is_rejected(file_url: str) -> None:  # noqa: F811
+    malformed: list[dict[str, Any]] = [
+        {"scope": "s"},
+        {"add": [{}]},
+        {"drop": {"7": [0]}},
+        {"replaced_by": 0},
+    ]
+    for values in malformed:
+        async with EncryptedSessionService(file_url, BACKEND) as sessions:
+            collections = sessions.collections
+            await collections.append(APP, USER, '["memory"]', encode_item(values))
+            with pytest.raises(DecryptionError, match=r"secure_events row \d+, 0: .*its writer"):
+                await found(ours(sessions), "cat")
+            await collections.delete(APP, USER, '["memory"]')
+
+
+async def test_file_holds_no_word_and_no_id(file_url: str, tmp_path: Path) -> None:  # noqa: F811
+    user, name = needle("user id"), needle("session id")
+    async with EncryptedSessionService(file_url, BACKEND) as sessions:
+        memory = ours(sessions)
+        event = text_event(needle("text"), event_id=needle("metadata"), author=needle("author"))
+        await memory.add_session_to_memory(session(event, name=name, user=user))
+        assert await found(memory, needle("text"), user) == [needle("text")]
+        await memory.delete_memory(app_name=APP, user_id=user, memory_id=event.id)
+        files = files_of(tmp_path / "sessions.db")
+    files |= files_of(tmp_path / "sessions.db")
+    assert APP.encode() in files["sessions.db"]
+    assert {text for data in files.values() for text in found_in(data)} == set()
+
+
+# --- the rest of the package ---------------------------------------------------------------------
+
+
+async def test_erasing_a_user_erases_the_memory(
+    url: str,  # noqa: F811
+    place: sa.URL,  # noqa: F811
+) -> None:
+    async with EncryptedSessionService(url, BACKEND) as sessions:
+        memory = ours(sessions)
+        await add(memory, text_event("cat"))
+        await add(memory, text_event("cat"), user="bob")
+        assert await found(memory, "cat") == ["cat"]
+        async with Database(url, BACKEND) as db:
+            await erase_user(db, APP, USER)
+            assert (await verify(db)).bad == 0
+        assert await found(memory, "cat") == []
+        assert await found(memory, "cat", "bob") == ["cat"]
+        await add(memory, text_event("new cat"))
+        assert await found(memory, "cat") == ["new cat"]
+
+
+async def test_erasure_empties_the_cache_at_once(file_url: str) -> None:  # noqa: F811
+    async with EncryptedSessionService(file_url, BACKEND) as sessions:
+        memory = ours(sessions)
+        await add(memory, text_event("cat"))
+        assert await found(memory, "cat") == ["cat"]
+        assert (await memory._cache()).get((APP, USER))
+        empty_caches()
+        assert not (await memory._cache()).get((APP, USER))
+
+
+async def test_rotation_and_retirement_include_the_memory(
+    url: str,  # noqa: F811
+    place: sa.URL,  # noqa: F811
+) -> None:
+    await fill_and_forget(url, place)
+    async with Database(url, BACKEND) as db:
+        assert (await rotate_data(db)).left == 0
+        assert (await retire(db)).data_keys >= 2
+        assert (await verify(db)).bad == 0
+    async with EncryptedSessionService(url, BACKEND) as sessions:
+        memory = ours(sessions)
+        assert await found(memory, "cat") == ["cat 0", "cat 2", "cat 3"]
+        await add(memory, text_event("cat"))
+        assert await found(memory, "cat") == ["cat"]
+
+
+async def test_memory_that_was_read_while_it_changed_is_complete(file_url: str) -> None:  # noqa: F811
+    async with (
+        EncryptedSessionService(file_url, BACKEND) as sessions,
+        EncryptedSessionService(file_url, BACKEND) as others,
+    ):
+        reader, writer = ours(sessions), ours(others)
+
+        async def write() -> None:
+            for n in range(40):
+                await add_events(writer, text_event(f"cat w{n}"))
+
+        async def read() -> None:
+            known = 0
+            while known < 40:
+                known = sum([bool(await found(reader, f"w{n}")) for n in range(known, 40)]) + known
+
+        await asyncio.wait_for(asyncio.gather(write(), read(), read()), 60)

@@ -1,0 +1,138 @@
+"""The search finds what that of ADK's `InMemoryMemoryService` finds, whatever was done before."""
+
+import asyncio
+import os
+import random
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from google.adk.memory import BaseMemoryService
+from google.genai import types
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
+from adk_secure_sessions.formats import json_text
+from adk_secure_sessions.formats.memory_items import EVENTS, MemoryItem
+from adk_secure_sessions.integrations.memory import EncryptedMemoryService, _content
+from adk_secure_sessions.integrations.memory_index import UserMemory
+from adk_secure_sessions.storage import Expected
+from tests.integrations.memory_support import (
+    DIFFERENT,
+    add,
+    add_events,
+    content,
+    forget,
+    memories,
+    reference,
+    session,
+    text_event,
+)
+
+# Few letters and words, so that many of them meet: Latin with and without accents, in both forms,
+# letters whose lower case is longer or depends on the place, Cyrillic, Greek, kana, Thai, digits.
+ALPHABET = "ab_1 .-ée\u0301İΣς\u017fßдДδ私はをアัก٣\u200d\n"
+TEXTS = st.lists(st.text(ALPHABET, max_size=12) | st.text(max_size=8), max_size=3)
+
+
+@DIFFERENT
+@settings(max_examples=400, deadline=None)
+@given(st.lists(TEXTS, max_size=14), st.text(ALPHABET, max_size=12) | st.text(max_size=10))
+def test_random_texts_are_found_as_by_adk(stored: list[list[str]], query: str) -> None:
+    async def both() -> None:
+        theirs = reference()
+        events = [text_event(*texts, event_id=str(n)) for n, texts in enumerate(stored) if texts]
+        await theirs.add_session_to_memory(session(*events))
+        mine = UserMemory(Expected(1, 0))
+        values = [
+            {"id": event.id, "content": json_text.loads(_content(event.content, "", 0))}
+            for event in events
+            if event.content
+        ]
+        mine.apply([(MemoryItem(EVENTS, values), "2.0.0")], Expected(1, 1))
+        assert [entry.id for entry in await mine.search(query)] == [
+            memory.id for memory in await memories(theirs, query)
+        ]
+
+    asyncio.run(both())
+
+
+WORDS = ["cat", "dog", "Katze", "私は", "Pythonを", "é", "x1", "the", "The", "a"]
+
+
+async def one_step(chance: random.Random, services: list[Any], known: list[Any]) -> None:
+    step = chance.random()
+    name = chance.choice(["s", "t", "u", None])
+    if step < 0.6:
+        event = text_event(" ".join(chance.choices(WORDS, k=chance.randrange(4))))
+        if chance.random() < 0.1:
+            event.content = None
+        known.append(event)
+    chosen = known[:]
+    if chance.random() < 0.5:
+        chosen = chance.sample(known, chance.randrange(len(known) + 1))
+    if chance.random() < 0.1 and known:
+        chosen.append(chance.choice(known))
+    for service in services:
+        if step < 0.45:
+            await add(service, *chosen, name=name or "s")
+        elif step < 0.9:
+            await add_events(service, *chosen, name=name)
+        elif known:
+            await forget(service, known[len(known) // 2].id)
+
+
+@pytest.fixture
+async def sessions() -> AsyncIterator[EncryptedSessionService]:
+    async with EncryptedSessionService(":memory:", AesGcmBackend(os.urandom(32))) as service:
+        yield service
+
+
+@DIFFERENT
+@pytest.mark.parametrize("seed", range(25))
+async def test_random_changes_leave_what_adk_has(
+    sessions: EncryptedSessionService, seed: int
+) -> None:
+    """Beside a service that made the changes: one that reads them now and then, and a cold one."""
+    chance = random.Random(seed)
+    theirs, mine, other = (
+        reference(),
+        EncryptedMemoryService(sessions),
+        EncryptedMemoryService(sessions),
+    )
+    known: list[Any] = []
+    for _ in range(25):
+        writer = chance.choice([mine, other])
+        await one_step(chance, [theirs, writer], known)
+        query = " ".join(chance.choices(WORDS, k=chance.randrange(1, 5)))
+        expected = await memories(theirs, query)
+        readers: list[BaseMemoryService] = [mine]
+        if chance.random() < 0.3:
+            readers += [other, EncryptedMemoryService(sessions, cache_users=0)]
+        for reader in readers:
+            assert await memories(reader, query) == expected
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.dictionaries(st.text(max_size=4), JSON, max_size=3), st.text(max_size=5), st.binary())
+def test_content_is_unchanged_by_storing_it(
+    response: dict[str, Any], text: str, data: bytes
+) -> None:
+    """Otherwise, adding the same session again would write it again."""
+    function = types.FunctionResponse(name="f", response=response)
+    blob = types.Blob(data=data, mime_type="a/b")
+    original = content(text)
+    assert original.parts is not None
+    original.parts += [types.Part(function_response=function), types.Part(inline_data=blob)]
+    stored = _content(original, "", 0)
+    assert json_text.dumps(json_text.loads(stored)) == stored
+    again = types.Content.model_validate(json_text.loads(stored))
+    assert _content(again, "", 0) == stored

@@ -1,0 +1,178 @@
+"""vectors/collections.*: a database with collections, for the service and the page's reader."""
+
+import json
+import shutil
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adk_secure_sessions import (
+    AesGcmBackend,
+    EncryptedSessionService,
+    FernetBackend,
+    SecureSessionError,
+)
+from adk_secure_sessions.formats.events import decode_item, encode_item
+from adk_secure_sessions.maintenance import Database, verify
+from tests import format_reader
+
+VECTORS = Path(__file__).parent / "vectors"
+Json = dict[str, Any]
+DATABASE: Json = json.loads((VECTORS / "collections.json").read_text(encoding="utf-8"))
+COLLECTIONS: list[Json] = DATABASE["collections"]
+CASES: list[Json] = json.loads(
+    (VECTORS / "collection_rejections.json").read_text(encoding="utf-8")
+)["cases"]
+ROOTS = {root["backend"]: bytes.fromhex(root["root_key"]) for root in DATABASE["root_keys"]}
+assert COLLECTIONS, "an empty vector file must not pass as success"
+
+
+@pytest.fixture(scope="module")
+def unchanged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("vector") / "sessions.db"
+    with closing(sqlite3.connect(path)) as connection:
+        connection.executescript((VECTORS / "collections.sql").read_text(encoding="utf-8"))
+    return path
+
+
+@pytest.fixture
+def database(unchanged: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copy(unchanged, tmp_path / "sessions.db"))
+
+
+def backends() -> tuple[AesGcmBackend, list[FernetBackend]]:
+    return AesGcmBackend(ROOTS["aesgcm"]), [FernetBackend(ROOTS["fernet"])]
+
+
+def service_on(path: Path) -> EncryptedSessionService:
+    return EncryptedSessionService(f"sqlite:///{path}", *backends())
+
+
+def who(expected: Json) -> tuple[str, str, str]:
+    return expected["app_name"], expected["user_id"], expected["name"]
+
+
+async def test_service_reads_the_collections_as_the_vector_says(database: Path) -> None:
+    async with service_on(database) as service:
+        for expected in COLLECTIONS:
+            found = await service.collections.get(*who(expected))
+            assert found is not None
+            assert [decode_item(item) for item in found.items] == expected["items"]
+        for user in DATABASE["users"]:
+            ids = (user["app_name"], user["user_id"])
+            names = {one.name for one in await service.collections.names(*ids)}
+            assert names == {one["name"] for one in COLLECTIONS if who(one)[:2] == ids}
+
+
+def test_reader_written_from_the_page_alone_reads_the_same(database: Path) -> None:
+    with closing(sqlite3.connect(database)) as connection:
+        reader = format_reader.Database(connection, *ROOTS.values())
+        found = reader.contents()
+        assert sorted(found["collections"], key=str) == sorted(COLLECTIONS, key=str)
+        assert found["apps"] == DATABASE["apps"]
+        assert found["users"] == DATABASE["users"]
+        assert [one["session_id"] for one in found["sessions"]] == ['["list"]']
+        for expected in COLLECTIONS:
+            assert reader.collection(*who(expected)) == expected
+            last = reader.collection(*who(expected), 1)
+            assert last is not None
+            assert last["items"] == expected["items"][-1:]
+        assert reader.collection("clinic", "bob", '["file","s","empty"]') is None
+        assert reader.collection("clinic", "bob", "no such collection") is None
+        assert len(reader.listing("clinic", "ada lovelace")) == 1
+        assert len(reader.names("clinic", "bob")) == 2
+
+
+async def test_service_continues_the_collections_and_the_reader_reads_them(database: Path) -> None:
+    new = {"new": [1, None, "🍵"]}
+    async with service_on(database) as service:
+        for expected in COLLECTIONS:
+            await service.collections.append(*who(expected), encode_item(new))
+    with closing(sqlite3.connect(database)) as connection:
+        reader = format_reader.Database(connection, *ROOTS.values())
+        for expected in COLLECTIONS:
+            found = reader.collection(*who(expected))
+            assert found == expected | {"items": [*expected["items"], new]}
+
+
+async def test_database_is_verified(database: Path) -> None:
+    async with Database(f"sqlite:///{database}", *backends()) as db:
+        found = await verify(db)
+    assert (found.bad, found.unchecked, found.sessions, found.events) == (0, 0, 1, 0)
+    assert found.collections == len(COLLECTIONS) + 1, "one of them has no items"
+    assert found.items == sum(len(one["items"]) for one in COLLECTIONS)
+
+
+# --- rejections ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def changed(database: Path, request: pytest.FixtureRequest) -> Path:
+    """The database of the case."""
+    with closing(sqlite3.connect(database)) as connection:
+        for statement in request.getfixturevalue("case")["sql"]:
+            assert connection.execute(statement).rowcount, "nothing was changed"
+        connection.commit()
+    return database
+
+
+def name_of(case: Json) -> str:
+    return str(case["name"])
+
+
+async def use(path: Path, case: Json) -> None:
+    """Do with the service what the case says."""
+    app, user, name = case["of"]
+    async with service_on(path) as service:
+        if case["when"] == "list":
+            await service.list_sessions(app_name=app, user_id=user)
+        elif case["when"] == "get session":
+            assert await service.get_session(app_name=app, user_id=user, session_id=name)
+        elif case["when"] == "names":
+            await service.collections.names(app, user)
+        else:
+            limit = 1 if case["when"] == "last" else None
+            assert await service.collections.get(app, user, name, limit=limit)
+
+
+def read(path: Path, case: Json) -> None:
+    """Do with the reader what the case says."""
+    app, user, name = case["of"]
+    with closing(sqlite3.connect(path)) as connection:
+        reader = format_reader.Database(connection, *ROOTS.values())
+        if case["when"] == "list":
+            reader.listing(app, user)
+        elif case["when"] == "get session":
+            assert reader.session(app, user, name)
+        elif case["when"] == "names":
+            reader.names(app, user)
+        else:
+            assert reader.collection(app, user, name, 1 if case["when"] == "last" else None)
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+async def test_service_rejects_the_database_as_named(changed: Path, case: Json) -> None:
+    if case["expect"] == "ok":
+        await use(changed, case)
+        return
+    with pytest.raises(SecureSessionError) as info:
+        await use(changed, case)
+    assert type(info.value).__name__ == case["expect"]
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_reader_written_from_the_page_alone_rejects_the_database(changed: Path, case: Json) -> None:
+    if case["expect"] == "ok":
+        read(changed, case)
+        return
+    with pytest.raises(format_reader.Refused):
+        read(changed, case)
+
+
+def test_cases_are_named_apart_and_have_both_outcomes() -> None:
+    names = [case["name"] for case in CASES]
+    assert len(set(names)) == len(names)
+    assert {case["expect"] == "ok" for case in CASES} == {True, False}
