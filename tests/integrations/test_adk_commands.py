@@ -9,6 +9,8 @@ from typing import Any
 
 import httpx
 import pytest
+from websockets.sync.client import connect
+from websockets.typing import Origin
 
 from tests import chromium
 from tests.attacks.needles import SESSION, USER, found_in, needle, state
@@ -156,6 +158,8 @@ def test_own_command_runs_adk_web_without_a_needle_in_its_files_and_logs(place: 
     with place.serve(*command) as client:
         begin(client)
         send_file(client)
+        reject_evaluations(client)
+        connect_live(client)
         assert place.needles() == {}  # while it runs, with the write-ahead log
         if has_chromium := chromium.PROGRAM is not None or REQUIRE_VARIABLE in os.environ:
             talk_on_the_page(str(client.base_url))
@@ -164,9 +168,34 @@ def test_own_command_runs_adk_web_without_a_needle_in_its_files_and_logs(place: 
     assert place.names() == STORED
     assert place.needles() == {}
     assert "/users/.../sessions/... " in place.logged()
+    assert '"WebSocket /run_live?..."' in place.logged()
     assert "/users/.../sessions/.../artifacts/... " in place.logged()
     if not has_chromium:
         pytest.skip("chromium is not installed: only the part over HTTP was tested")
+
+
+def reject_evaluations(client: httpx.Client) -> None:
+    """Try to copy the session into an eval set and into a test, as the page does."""
+    session = ok(client.get(f"{SESSIONS}/{SESSION}"))
+    case = {"evalId": "case", "sessionId": SESSION, "userId": USER}
+    for prefix in ("/dev", ""):  # google-adk 2 and 1
+        path = f"{prefix}/apps/{AGENT}"
+        for method, name, content in (
+            ("POST", "eval-sets", {"evalSet": {"evalSetId": "e", "evalCases": []}}),
+            ("POST", "eval-sets/e/add-session", case),
+            ("PUT", "tests/t", {"sessionData": session}),
+        ):
+            answer = client.request(method, f"{path}/{name}", json=content)
+            assert answer.status_code == 403
+            assert "--allow-plaintext evaluations" in answer.json()["detail"]
+
+
+def connect_live(client: httpx.Client) -> None:
+    """Open a WebSocket: uvicorn writes its address into another log than its access log."""
+    ids = f"app_name={AGENT}&user_id={USER}&session_id={SESSION}"
+    address = f"{client.base_url}/run_live?{ids}".replace("http", "ws", 1).replace("//run", "/run")
+    with connect(address, origin=Origin(str(client.base_url).rstrip("/"))):
+        pass
 
 
 def send_file(client: httpx.Client) -> None:

@@ -1,14 +1,19 @@
 """URIs of encrypted services: what they mean, and what is rejected before anything is opened."""
 
 import base64
+import logging
+import os
 import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import sqlalchemy as sa
 from google.adk.sessions import InMemorySessionService
+from starlette.applications import Starlette
+from starlette.responses import Response
 
 from adk_secure_sessions import (
     AesGcmBackend,
@@ -18,13 +23,20 @@ from adk_secure_sessions import (
     WrongKeyError,
     generate_key,
 )
+from adk_secure_sessions.cli.adk import _hide_ids_in_logs, _ignore_trace_variables
 from adk_secure_sessions.integrations import adk
-from adk_secure_sessions.integrations.plaintext_guard import guard_registry, plaintext_stores
+from adk_secure_sessions.integrations.plaintext_guard import (
+    TRACE_VARIABLES,
+    WithoutEvaluations,
+    guard_registry,
+    plaintext_stores,
+)
 from tests.cli.support import run
 
 with warnings.catch_warnings():  # of an old Python, and of ADK's experimental parts
     warnings.simplefilter("ignore")
     from google.adk.cli import service_registry
+    from google.adk.cli.utils import envs
 
 KEY = base64.b64encode(bytes(range(32))).decode()
 SQLITE = "encrypted+sqlite:///./sessions.db"
@@ -223,6 +235,100 @@ def test_plaintext_stores_are_found_in_the_arguments(
     found = plaintext_stores(arguments, allowed)
     assert (found is None) == (refused is None), found
     assert refused is None or refused in (found or "")
+
+
+@pytest.mark.parametrize("signal", ["", "TRACES_", "METRICS_", "LOGS_"])
+def test_environment_variable_that_sends_traces_is_found(signal: str) -> None:
+    name = f"OTEL_EXPORTER_OTLP_{signal}ENDPOINT"
+    address = {name: "http://user:secret@host:4318"}
+    found = plaintext_stores(BOTH, (), address) or ""
+    assert f"traces (the environment variable {name}: unset it)" in found
+    assert "secret" not in found
+    assert plaintext_stores(BOTH, ("traces",), address) is None
+    assert plaintext_stores(BOTH, (), {name: ""}) is None
+
+
+def test_env_file_of_an_agent_cannot_make_adk_send_traces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in TRACE_VARIABLES:
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores it
+        monkeypatch.delenv(name)
+    text = "".join(f"{name}=http://host:4318\n" for name in TRACE_VARIABLES)
+    (tmp_path / ".env").write_text(text)
+    envs._get_explicit_env_keys.cache_clear()
+    try:
+        _ignore_trace_variables()
+        envs.load_dotenv_for_agent("", str(tmp_path))
+    finally:
+        envs._get_explicit_env_keys.cache_clear()
+    assert [os.environ[name] for name in TRACE_VARIABLES] == [""] * 4
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("POST", "/dev/apps/a/eval-sets/e/add-session", 403),
+        ("POST", "/dev/apps/a/%65val-sets/e/add-session", 403),
+        ("POST", "/apps/a/eval_sets/e/run_eval", 403),
+        ("PUT", "/dev/apps/a/tests/t", 403),
+        ("DELETE", "/dev/apps/a/Tests/t", 403),
+        ("POST", "/new/evaluations", 403),  # no route, for example in another release
+        ("POST", "/mounted/eval", 403),
+        ("GET", "/dev/apps/a/tests/t", 200),
+        ("POST", "/apps/evaluator/users/eval/sessions", 200),
+        ("POST", "/apps/tests/users/u/sessions", 200),
+    ],
+)
+async def test_requests_that_write_evaluations_are_rejected(
+    method: str, path: str, status: int
+) -> None:
+    methods = ["DELETE", "GET", "POST", "PUT"]
+    app = Starlette()
+    for template in (
+        "/apps/{app}/users/{user}/sessions",
+        "/dev/apps/{app}/eval-sets/{set}/add-session",
+        "/apps/{app}/eval_sets/{set}/run_eval",
+        "/dev/apps/{app}/tests/{test}",
+        "/dev/apps/{app}/Tests/{test}",
+    ):
+        app.router.add_route(template, lambda _: Response(), methods)
+    app.mount("/mounted", lambda *_: None)
+    transport = httpx.ASGITransport(WithoutEvaluations(app))
+    async with httpx.AsyncClient(transport=transport, base_url="http://host") as client:
+        answer = await client.request(method, path)
+    assert answer.status_code == status
+    if status == 403:
+        assert "--allow-plaintext evaluations" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("address", "shown"),
+    [
+        ("/run_live?app_name=a&user_id=U&session_id=S", "/run_live?..."),
+        ("/apps/a/users/U/x/sessions/S/y", "/apps/a/users/.../sessions/..."),
+        ("/apps/a/users/U/sessions", "/apps/a/users/.../sessions"),
+        ("/apps/a/users/U/memory", "/apps/a/users/.../memory"),
+        (
+            "/apps/a/users/U/sessions/S/artifacts/user:dir/F.pdf/versions?x=U",
+            "/apps/a/users/.../sessions/.../artifacts/...?...",
+        ),
+        ("/dev/apps/a/debug/trace/session/S", "/dev/apps/a/debug/trace/session/..."),
+    ],
+)
+@pytest.mark.parametrize("logger", ["uvicorn.access", "uvicorn.error"])
+def test_addresses_in_logs_of_uvicorn_have_no_ids(
+    logger: str, address: str, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger(logger), "filters", [])
+    _hide_ids_in_logs()
+    record = logging.LogRecord(
+        logger, logging.INFO, "", 0, '%s - "WebSocket %s" [accepted]', ("host:1", address), None
+    )
+    (kept,) = logging.getLogger(logger).filters
+    assert isinstance(kept, logging.Filter)
+    assert kept.filter(record)
+    assert record.getMessage() == f'host:1 - "WebSocket {shown}" [accepted]'
 
 
 def test_guarded_registry_makes_no_service_that_stores_plaintext(registry: Any) -> None:

@@ -35,6 +35,7 @@ from tests.maintenance.conftest import file_url, place, url  # noqa: F401 - fixt
 from tests.maintenance.support import OLD, query, run_sql
 
 BACKEND = AesGcmBackend(OLD)
+VALUE = "0123456789abcdef" * 2
 ROWS = "SELECT session_row, seq, time, event FROM secure_events ORDER BY seq"
 
 
@@ -181,6 +182,26 @@ async def test_tombstone_of_another_deletion_is_rejected(file_url: str, tmp_path
     await every_call_is_rejected(file_url)
 
 
+async def test_replaced_item_of_another_copy_is_rejected(file_url: str, tmp_path: Path) -> None:  # noqa: F811
+    """Both copies have deleted an entry of the same item, with the same number of writes."""
+    place, copy = stored_in(tmp_path), tmp_path / "copy"  # noqa: F811
+    copy.mkdir()
+    events = [text_event(f"cat {n}") for n in range(3)]
+    async with EncryptedSessionService(file_url, BACKEND) as sessions:
+        await add(ours(sessions), *events)  # one item
+    shutil.copy(tmp_path / "sessions.db", copy / "sessions.db")
+    copy_url = f"sqlite+aiosqlite:///{copy}/sessions.db"
+    for url, event in ((file_url, events[1]), (copy_url, events[0])):  # noqa: F402
+        async with EncryptedSessionService(url, BACKEND) as sessions:
+            await forget(ours(sessions), event.id)
+    own = query(place, ROWS)
+    put(place, query(stored_in(copy), ROWS)[1])
+    await every_call_is_rejected(file_url)
+    put(place, own[1])
+    async with EncryptedSessionService(file_url, BACKEND) as sessions:
+        assert await found(ours(sessions), "cat") == ["cat 0", "cat 2"]
+
+
 async def test_rollback_of_the_collection_row_is_rejected(file_url: str, tmp_path: Path) -> None:  # noqa: F811
     place = stored_in(tmp_path)  # noqa: F811
     columns = "SELECT revision, updated_at, state FROM secure_sessions"
@@ -197,16 +218,42 @@ async def test_malformed_item_is_rejected(file_url: str) -> None:  # noqa: F811
     malformed: list[dict[str, Any]] = [
         {"scope": "s"},
         {"add": [{}]},
-        {"drop": {"7": [0]}},
-        {"replaced_by": 0},
+        {"drop": {"1": {"places": [0], "replacement": VALUE}}},
+        {"drop": {"0": [0]}},
+        {"drop": {"0": {"places": [-1], "replacement": VALUE}}},
+        {"drop": {"0": {"places": [True], "replacement": VALUE}}},
+        {"drop": {"0": {"places": [0], "replacement": "A" * 32}}},
+        {"drop": {"0": {"places": [0]}}},
+        {"replacement": 1},
+        {"replacement": VALUE[1:]},
     ]
-    for values in malformed:
-        async with EncryptedSessionService(file_url, BACKEND) as sessions:
-            collections = sessions.collections
-            await collections.append(APP, USER, '["memory"]', encode_item(values))
-            with pytest.raises(DecryptionError, match=r"secure_events row \d+, 0: .*its writer"):
+    async with EncryptedSessionService(file_url, BACKEND) as sessions:
+        collections = sessions.collections
+        for values in malformed:
+            for item in ({}, values):
+                await collections.append(APP, USER, '["memory"]', encode_item(item))
+            with pytest.raises(DecryptionError, match=r"secure_events row \d+, 1: .*its writer"):
                 await found(ours(sessions), "cat")
             await collections.delete(APP, USER, '["memory"]')
+
+
+@pytest.mark.parametrize(
+    ("replacement", "places"), [(VALUE, [0]), (VALUE, [1, 0]), ("f" * 32, [1]), (None, [1])]
+)
+async def test_record_that_does_not_fit_to_the_deletion_is_rejected(
+    file_url: str,  # noqa: F811
+    replacement: str | None,
+    places: list[int],
+) -> None:
+    entry = {"id": "e", "content": {"parts": [{"text": "cat"}]}}
+    item: dict[str, Any] = {"scope": ["events"], "add": [entry]}
+    if replacement:
+        item["replacement"] = replacement
+    drop = {"1": {"places": places, "replacement": VALUE}}
+    async with EncryptedSessionService(file_url, BACKEND) as sessions:
+        for values in ({}, item, {"drop": drop}):
+            await sessions.collections.append(APP, USER, '["memory"]', encode_item(values))
+    await every_call_is_rejected(file_url)
 
 
 async def test_file_holds_no_word_and_no_id(file_url: str, tmp_path: Path) -> None:  # noqa: F811

@@ -3,6 +3,8 @@
 import asyncio
 import os
 import random
+import sys
+import unicodedata
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,9 +16,10 @@ from hypothesis import strategies as st
 
 from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
 from adk_secure_sessions.formats import json_text
-from adk_secure_sessions.formats.memory_items import EVENTS, MemoryItem
+from adk_secure_sessions.formats.memory_items import EVENTS, Dropped, MemoryItem
+from adk_secure_sessions.integrations import memory_index
 from adk_secure_sessions.integrations.memory import EncryptedMemoryService, _content
-from adk_secure_sessions.integrations.memory_index import UserMemory
+from adk_secure_sessions.integrations.memory_index import UserMemory, nfc, searchable, words_of
 from adk_secure_sessions.storage import Expected
 from tests.integrations.memory_support import (
     DIFFERENT,
@@ -112,6 +115,74 @@ async def test_random_changes_leave_what_adk_has(
             readers += [other, EncryptedMemoryService(sessions, cache_users=0)]
         for reader in readers:
             assert await memories(reader, query) == expected
+
+
+# --- work in linear time -------------------------------------------------------------------------
+
+
+def longest_run(text: str) -> int:
+    longest = run = 0
+    for character in unicodedata.normalize("NFD", text):
+        run = run + 1 if unicodedata.combining(character) else 0
+        longest = max(longest, run)
+    return longest
+
+
+@pytest.mark.parametrize(
+    "marks",
+    ["\u0315" * 500 + "\u0300" * 500, "\u0315\u0300" * 500, "\u0f73" * 500, "\u0344" * 1000],
+    ids=["sorted", "mixed", "decomposed", "double"],
+)
+def test_runs_of_marks_are_broken(marks: str) -> None:
+    """Normalizing a run takes quadratic time: 15 s for 60,000 marks."""
+    text = f"cat a{marks} dog"
+    assert longest_run(text) >= 1000
+    assert longest_run(nfc(text)) <= 60
+    assert {"cat", "dog"} <= words_of(text) <= searchable(text)[0]
+
+
+def test_long_texts_of_marks_are_fast() -> None:
+    words = words_of("cat a" + "\u0315" * 30_000 + "\u0300" * 30_000 + "\u0f73" * 60_000)
+    assert "cat" in words
+
+
+@given(st.lists(st.text(ALPHABET) | st.text("a-\u0315\u0300\u0f73é\u0344", max_size=60)))
+def test_only_long_runs_are_broken(texts: list[str]) -> None:
+    text = "".join(texts)
+    if longest_run(text) <= 30:
+        assert nfc(text) == unicodedata.normalize("NFC", text)
+
+
+def test_every_mark_may_be_part_of_a_long_run() -> None:
+    for character in map(chr, range(sys.maxunicode + 1)):
+        if character.isalnum() or character.isspace() or character == "_":
+            assert not unicodedata.combining(unicodedata.normalize("NFD", character)[0])
+
+
+async def test_dropped_entries_leave_the_index_in_small_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory_index, "_TURN", 0)
+    values = [
+        {"id": str(n), "content": {"parts": [{"text": f"cat é{n} only{n}"}]}} for n in range(200)
+    ]
+    memory = UserMemory(Expected(1, 0))
+    memory.apply([(MemoryItem(EVENTS, values), "2.0.0")], Expected(1, 1))
+    drop = MemoryItem(drop={0: Dropped(range(5, 200), "0" * 32)})
+    memory.apply([(drop, "2.0.0")], Expected(1, 2))
+    expected = [str(n) for n in range(5)]
+
+    async def search() -> int:
+        searches = 0
+        while memory._dropped:
+            assert [entry.id for entry in await memory.search("cat only150 é150")] == expected
+            searches += 1
+        return searches
+
+    _, searches = await asyncio.gather(memory.clean_index(), search())
+    assert searches > 20
+    assert [entry.id for entry in await memory.search("cat only150 é150")] == expected
+    assert len(memory._words) == 1 + 2 * 5, "cat, and two words of each entry"
 
 
 JSON = st.recursive(

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import copy
 import logging
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -20,10 +21,13 @@ if TYPE_CHECKING:
 
 _COMMANDS = ("api_server", "run", "web")  # of google-adk
 _URI_VARIABLE = f"{PREFIX}URI"
-# In a path: the ids of users and sessions, and the names of artifacts, which may contain slashes.
+# In an address: the ids of users and sessions and the names of artifacts, any of which may contain
+# slashes, and the query.
 _IDS = re.compile(
-    r"((?<=/)(?:users?|sessions?)/|[?&](?:user_?id|session(?:_?id)?)=)[^/?&\s]+"
-    r"|((?<=/)artifacts/)[^?\s]+",
+    r"(?<=/)(users?/)[^?\s]+?(?=/(?:sessions|memory)\b|[?\s]|$)"
+    r"|(?<=/)(sessions?/)[^?\s]+?(?=/artifacts\b|[?\s]|$)"
+    r"|(?<=/)(artifacts/)[^?\s]+"
+    r"|(\?)\S+",
     re.IGNORECASE,
 )
 
@@ -115,7 +119,7 @@ def _without_plaintext(command: click.Command) -> click.Command:
         with one_line_errors():
             _prepare(arguments, service_uri, allow_plaintext)
         context.params = arguments
-        with _ending_quietly():
+        with _ending_quietly(), _serving_no_evaluations(allow_plaintext):
             return context.invoke(command.callback or (lambda **_: None), **arguments)
 
     ours.callback = run
@@ -153,16 +157,18 @@ def _prepare(arguments: dict[str, Any], service_uri: str | None, allowed: set[st
             uri = service_uri if service_uri is not None else default
             if uri is not None:
                 arguments[plaintext_guard.URI_ARGUMENTS[kind][0]] = uri
-    refused = plaintext_guard.plaintext_stores(arguments, allowed)
+    refused = plaintext_guard.plaintext_stores(arguments, allowed, os.environ)
     if refused is not None:
         raise Failure(refused, "PlaintextRefusedError")
     adk.register()
     plaintext_guard.guard_registry(get_service_registry(), allowed)
-    _hide_ids_in_access_log()
+    _hide_ids_in_logs()
     uris = [plaintext_guard.uri_of(kind, arguments) for kind in plaintext_guard.SERVICES]
     ours = [uri for uri in uris if uri and uri.partition("://")[0].lower() in adk.SCHEMES]
     for service in {id(one): one for one in map(adk.session_service, ours)}.values():
         asyncio.run(_open(service))
+    if "traces" not in allowed:
+        _ignore_trace_variables()
 
 
 async def _open(service: "EncryptedSessionService") -> None:
@@ -174,19 +180,53 @@ async def _open(service: "EncryptedSessionService") -> None:
 
 
 class _WithoutIds(logging.Filter):
-    """Replaces the ids, and the names of artifacts, in the addresses of uvicorn's access log."""
+    """Replaces ids, names of artifacts and queries in the addresses of uvicorn's logs."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if isinstance(record.args, tuple):
             record.args = tuple(
-                _IDS.sub(r"\1\2...", value) if isinstance(value, str) else value
+                _IDS.sub(r"\1\2\3\4...", value) if isinstance(value, str) else value
                 for value in record.args
             )
         return True
 
 
-def _hide_ids_in_access_log() -> None:
-    logging.getLogger("uvicorn.access").addFilter(_WithoutIds())
+def _hide_ids_in_logs() -> None:
+    for name in ("uvicorn.access", "uvicorn.error"):  # the latter has the addresses of WebSockets
+        logging.getLogger(name).addFilter(_WithoutIds())
+
+
+def _ignore_trace_variables() -> None:
+    """Make google-adk ignore variables in `.env` files that would make it send traces.
+
+    google-adk loads `.env` files of agents later.  They replace no variable that is set already,
+    and google-adk ignores an empty one.
+    """
+    from adk_secure_sessions.integrations.plaintext_guard import TRACE_VARIABLES
+
+    os.environ.update(dict.fromkeys(TRACE_VARIABLES, ""))
+
+
+@contextlib.contextmanager
+def _serving_no_evaluations(allowed: set[str]) -> Iterator[None]:
+    """Make uvicorn's servers reject requests that write evaluations, unless *allowed* has them.
+
+    All releases of google-adk give their application to `uvicorn.Config`.
+    """
+    import uvicorn
+
+    from adk_secure_sessions.integrations.plaintext_guard import WithoutEvaluations
+
+    create = uvicorn.Config.__init__
+
+    def create_guarded(config: uvicorn.Config, app: Any, *values: Any, **options: Any) -> None:
+        create(config, WithoutEvaluations(app), *values, **options)
+
+    with contextlib.ExitStack() as stack:
+        if "evaluations" not in allowed:
+            stack.callback(setattr, uvicorn.Config, "__init__", create)
+            setattr(uvicorn.Config, "__init__", create_guarded)  # noqa: B010
+        yield
 
 
 @contextlib.contextmanager

@@ -8,16 +8,18 @@ of an item are optional:
 - `add`: The added entries, in order.  An entry that was dropped later is null.  Every other entry
   has `id` and `content`, and may have `author`, `timestamp` and `metadata`.  The timestamp of an
   event is a number, and that of a memory is a text.
-- `drop`: The entries that this item drops: `{number of an earlier item: [positions in its "add"]}`.
-  The transaction that stores this item also replaces those earlier items.
+- `drop`: The earlier items whose entries this item drops, by number: `places` are the positions of
+  the entries in the field `add` of the earlier item.  The transaction that stores this item also
+  replaces the earlier item, and stores the random value `replacement` in both items.
 - `deleted`: Ids that must not be added again.
-- `replaced_by`: The number of the latest item that dropped entries of this item.
+- `replacement`: The random value of the latest item that dropped entries of this item.
 
-A replaced item keeps its links, so if an attacker replays its old record, the check of the links
-does not detect it.  `check_replaced` detects it: the field `drop` of later items tells which items
-were replaced, and by which item.
+A replaced item keeps its links.  So if an attacker stores its old record again, or its record of
+another copy of the database, the check of the links does not detect it.  `check_replaced` detects
+both: no other record of the item contains the value that the latest `drop` says.
 """
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -30,10 +32,19 @@ Scope = tuple[str, ...]
 EVENTS: Scope = ("events",)  # events that were added without a session
 EXPLICIT: Scope = ("memory",)  # memories that are not events, from `add_memory`
 
+_REPLACEMENT = re.compile("[0-9a-f]{32}")
+
 
 def session_scope(session_id: str) -> Scope:
     """Return the scope of a session's events."""
     return ("session", session_id)
+
+
+class Dropped(NamedTuple):
+    """Which entries of an earlier item are dropped, and the value that its new record contains."""
+
+    places: Sequence[int]
+    replacement: str
 
 
 class MemoryItem(NamedTuple):
@@ -41,9 +52,9 @@ class MemoryItem(NamedTuple):
 
     scope: Scope | None = None
     add: Sequence[JsonObject | None] = ()
-    drop: dict[int, list[int]] = {}  # noqa: RUF012 - never changed
+    drop: dict[int, Dropped] = {}  # noqa: RUF012 - never changed
     deleted: Sequence[str] = ()
-    replaced_by: int | None = None
+    replacement: str | None = None
 
     def values(self) -> JsonObject:
         """Return the JSON values to store."""
@@ -56,11 +67,14 @@ class MemoryItem(NamedTuple):
         if add:
             values["add"] = add
         if self.drop:
-            values["drop"] = {str(number): places for number, places in self.drop.items()}
+            values["drop"] = {
+                str(number): {"places": list(dropped.places), "replacement": dropped.replacement}
+                for number, dropped in self.drop.items()
+            }
         if self.deleted:
             values["deleted"] = list(self.deleted)
-        if self.replaced_by is not None:
-            values["replaced_by"] = self.replaced_by
+        if self.replacement is not None:
+            values["replacement"] = self.replacement
         return values
 
 
@@ -71,20 +85,22 @@ def parse_item(values: JsonObject, number: int) -> MemoryItem:
         DecryptionError: *values* are not those of an item: the program that wrote them is faulty.
     """
     scope, add, deleted = values.get("scope"), values.get("add", []), values.get("deleted", [])
-    drop, replaced_by = values.get("drop", {}), values.get("replaced_by")
+    drop, replacement = values.get("drop", {}), values.get("replacement")
     if (
         (scope is None or (_is_list(scope, str) and scope))
         and type(add) is list
         and all(one is None or _is_entry(one) for one in add)
         and (scope is not None or not add)
         and _is_list(deleted, str)
-        and (replaced_by is None or (type(replaced_by) is int and replaced_by > number))
+        and (replacement is None or _is_replacement(replacement))
         and type(drop) is dict
         and all(key.isdecimal() and len(key) < 19 and int(key) < number for key in drop)
-        and all(_is_list(places, int) for places in drop.values())
+        and all(_is_dropped(one) for one in drop.values())
     ):
-        dropped = {int(key): places for key, places in drop.items()}
-        return MemoryItem(scope and tuple(scope), add, dropped, deleted, replaced_by)
+        dropped = {
+            int(key): Dropped(one["places"], one["replacement"]) for key, one in drop.items()
+        }
+        return MemoryItem(scope and tuple(scope), add, dropped, deleted, replacement)
     raise DecryptionError(
         "the plaintext is not an item of a memory: its writer is faulty", reason=Reason.MALFORMED
     )
@@ -101,12 +117,25 @@ def _is_entry(value: Any) -> bool:
     )
 
 
+def _is_dropped(value: Any) -> bool:
+    return (
+        type(value) is dict
+        and type(value.get("places")) is list
+        and all(type(place) is int and place >= 0 for place in value["places"])
+        and _is_replacement(value.get("replacement"))
+    )
+
+
+def _is_replacement(value: Any) -> bool:
+    return type(value) is str and _REPLACEMENT.fullmatch(value) is not None
+
+
 def _is_list(value: Any, kind: type) -> bool:
     return type(value) is list and all(isinstance(one, kind) for one in value)
 
 
 def check_replaced(items: Iterable[MemoryItem], first: int, table: str, session_row: int) -> None:
-    """Check that no old record of a replaced item was replayed.
+    """Check that the record of each replaced item is the one that was stored with its last `drop`.
 
     Args:
         items: The last items of a collection: all items from the number *first* on.
@@ -115,15 +144,28 @@ def check_replaced(items: Iterable[MemoryItem], first: int, table: str, session_
         session_row: The row id of the collection, for the error.
 
     Raises:
-        TamperedError: A later item has replaced an item, but the stored record is an older one.
+        TamperedError: The record of an item is an older one, or one of another copy of the
+            database; or it still contains an entry that a later item drops.
     """
     numbered = list(enumerate(items, first))
-    replaced_by = {earlier: number for number, item in numbered for earlier in item.drop}
+    replacements: dict[int, str] = {}
+    for _, item in numbered:
+        for earlier, dropped in item.drop.items():
+            replacements[earlier] = dropped.replacement
+            if earlier >= first:
+                add = numbered[earlier - first][1].add
+                if any(place < len(add) and add[place] is not None for place in dropped.places):
+                    raise _replayed(table, session_row, earlier)
     for number, item in numbered:
-        if item.replaced_by != replaced_by.get(number):
-            raise TamperedError(
-                "entries were deleted from it, and an older record was stored again",
-                reason=Reason.MISMATCH,
-                table=table,
-                row=f"{session_row}, {number}",
-            )
+        if item.replacement != replacements.get(number):
+            raise _replayed(table, session_row, number)
+
+
+def _replayed(table: str, session_row: int, number: int) -> TamperedError:
+    return TamperedError(
+        "entries were deleted from it, and an older record, or a record of another copy of the "
+        "database, was stored in its place",
+        reason=Reason.MISMATCH,
+        table=table,
+        row=f"{session_row}, {number}",
+    )

@@ -4,18 +4,28 @@ obstore's store for directories does not flush files to the disk: after a power 
 that was saved successfully could be empty.  Before `BlobDirectory.put` returns, it flushes the file
 and the file's directories to the disk (fsync), as SQLite does at a commit.  On an SSD, this takes
 about as long as a commit.  `BlobDirectory` also needs no library, and works in forked processes.
+
+Other users of the machine may be able to write to the directory.  So no symbolic link below the
+directory that the operator gave is followed: otherwise, a link in the place of a blob would make
+`BlobDirectory.delete` delete files elsewhere.  Every step opens a directory by its name in the
+descriptor of its parent.
 """
 
 import asyncio
 import errno
+import logging
 import os
 import re
+import stat
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from adk_secure_sessions.errors import ArtifactStoreError, Reason, TamperedError
 from adk_secure_sessions.loops import await_to_end
+
+logger: logging.Logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -25,6 +35,15 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 _BINARY = getattr(os, "O_BINARY", 0)
+_DIRECTORY = getattr(os, "O_DIRECTORY", 0)
+# A directory that is only passed through needs no permission to list it.
+_PASS = getattr(os, "O_PATH", 0)
+# Without O_NONBLOCK, opening a named pipe (FIFO) would wait until a process writes to it.
+_NO_WAIT = getattr(os, "O_NONBLOCK", 0)
+# What opening raises if a link, a file or a socket is in the place of a blob or an object.
+_REPLACED = (errno.ENOTDIR, errno.ELOOP, errno.EMLINK, errno.ENXIO)
+_NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST)
+_HAS_DESCRIPTORS = os.open in os.supports_dir_fd and os.scandir in os.supports_fd  # not on Windows
 
 
 class StoredObject(NamedTuple):
@@ -48,35 +67,33 @@ class BlobDirectory:
     """Stores the objects of blobs as files `NAME/K` in one directory.
 
     NAME is the name of the blob, and K is the number of the object.  The class creates directories
-    with the mode 0700, and files with the mode 0600.
+    with the mode 0700, and files with the mode 0600.  The directory itself must not be a symbolic
+    link; its parents may be links.
     """
 
     def __init__(self, directory: Path, *, create: bool = True) -> None:
         """With *create*, create *directory* and its parents if they are missing."""
         self._directory = directory.absolute()  # the process may change its working directory
         if create:
-            _translating(lambda: _make_directory(self._directory))
+            _translating(lambda: _make_prefix(self._directory))
 
     async def put(self, name: str, number: int, data: bytes) -> None:
-        path = self._directory / name / str(number)
-        await _in_thread(lambda: _write(path, data))
+        await _in_thread(lambda: _write(self._directory, name, number, data))
 
     async def get(self, name: str, number: int, size: int, start: int, stop: int) -> bytes:
-        path = self._directory / name / str(number)
-        return await _in_thread(lambda: _read(path, size, start, stop))
+        return await _in_thread(lambda: _read(self._directory, name, number, size, start, stop))
 
     async def delete(self, name: str) -> None:
-        directory = self._directory / name
-        await _in_thread(lambda: _delete(directory))
+        await _in_thread(lambda: _delete(self._directory, name))
 
     async def list(self, name: str | None = None) -> AsyncIterator[StoredObject]:
         if name is not None:
             names = [name]
         else:
-            names = await _in_thread(lambda: sorted(_blob_names(self._directory)))
+            names = await _in_thread(lambda: _blob_names(self._directory))
         for each in names:
             for found in await _in_thread(
-                lambda each=each: _objects(self._directory / each)  # type: ignore[misc]
+                lambda each=each: _objects(self._directory, each)  # type: ignore[misc]
             ):
                 yield found
 
@@ -97,12 +114,100 @@ def _translating(call: Callable[[], T]) -> T:
         text, retryable = "the disk is full; free some space, or raise the quota", True
     elif number in _DENIED:
         text, retryable = "access was denied; check the owner and the mode of the directory", False
-    elif number in (errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.ELOOP):
-        text, retryable = "it is not a directory, or something else changes it", False
+    elif number in (errno.ENOENT, errno.EEXIST, *_REPLACED):
+        text = "it is not a directory, or is a symbolic link, or something else changes it"
+        retryable = False
     else:
         code = errno.errorcode.get(number or 0, "an error")
         text, retryable = f"the file system failed ({code}); check the disk", True
     raise ArtifactStoreError(f"the directory of artifacts: {text}", retryable=retryable)
+
+
+class _Folder:
+    """An open directory: its entries are reached through its descriptor, and not by its path.
+
+    Windows has no descriptors of directories.  There, the path is used, after a check.
+    """
+
+    def __init__(self, path: Path, descriptor: int | None) -> None:
+        self._path = path
+        self.descriptor = descriptor
+
+    def at(self, name: str) -> str:
+        """Return what a function of `os` needs, with `dir_fd=descriptor`, to reach *name*."""
+        return str(self._path / name) if self.descriptor is None else name
+
+    @contextmanager
+    def child(self, name: str, flags: int = os.O_RDONLY) -> "Iterator[_Folder]":
+        """Open the directory *name*; raise an OSError if *name* is a link or a file."""
+        path = self._path / name
+        if self.descriptor is None:
+            _check_directory(path)
+            yield _Folder(path, None)
+            return
+        flags |= _DIRECTORY | _NO_LINK
+        descriptor = os.open(name, flags, dir_fd=self.descriptor)
+        try:
+            yield _Folder(path, descriptor)
+        finally:
+            os.close(descriptor)
+
+    def entries(self) -> "list[os.DirEntry[str]]":
+        """Return the entries; they can be examined while this directory is open."""
+        with os.scandir(self._path if self.descriptor is None else self.descriptor) as entries:
+            return list(entries)
+
+    def status(self) -> os.stat_result:
+        return os.stat(self._path if self.descriptor is None else self.descriptor)
+
+    def sync(self) -> None:
+        if self.descriptor is not None:
+            _sync(self.descriptor)
+
+
+def _check_directory(path: Path) -> None:
+    status = os.lstat(path)
+    junction = getattr(stat, "IO_REPARSE_TAG_MOUNT_POINT", None)
+    is_junction = getattr(status, "st_reparse_tag", 0) == junction
+    if is_junction or not stat.S_ISDIR(status.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+
+
+@contextmanager
+def _root(directory: Path) -> Iterator[_Folder]:
+    """Open the parent of *directory*: the operator gave it, so links in its path are followed."""
+    if not _HAS_DESCRIPTORS:
+        yield _Folder(directory.parent, None)
+        return
+    descriptor = os.open(directory.parent, os.O_RDONLY | _DIRECTORY | _PASS)
+    try:
+        yield _Folder(directory.parent, descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _prefix(directory: Path, flags: int = os.O_RDONLY) -> Iterator[_Folder]:
+    with _root(directory) as root, root.child(directory.name, flags) as prefix:
+        yield prefix
+
+
+def _make_prefix(directory: Path) -> None:
+    """Create *directory* and its missing parents, and flush them to the disk."""
+    _make_directory(directory.parent)
+    try:
+        with _prefix(directory, _PASS):
+            return
+    except FileNotFoundError:
+        pass
+    with _root(directory) as root:
+        try:
+            os.mkdir(root.at(directory.name), 0o700, dir_fd=root.descriptor)
+        except FileExistsError:  # another process has created it, or it is a file or a link
+            pass
+        with root.child(directory.name, _PASS):
+            pass
+    _sync_directory(directory.parent)
 
 
 def _make_directory(directory: Path) -> None:
@@ -120,22 +225,25 @@ def _make_directory(directory: Path) -> None:
         _sync_directory(path.parent)
 
 
-def _write(path: Path, data: bytes) -> None:
+def _write(directory: Path, name: str, number: int, data: bytes) -> None:
     flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | _NO_LINK | _BINARY
     is_new = True
-    try:
-        path.parent.mkdir(mode=0o700)
-    except FileExistsError:
-        is_new = False
-    # The file needs no temporary name: nothing reads it before a record names the blob.
-    with open(os.open(path, flags, 0o600), "wb", buffering=0) as file:
-        view = memoryview(data)
-        while view:
-            view = view[file.write(view) :]
-        os.fsync(file.fileno())
-    _sync_directory(path.parent)
-    if is_new:
-        _sync_directory(path.parent.parent)
+    with _prefix(directory) as prefix:
+        try:
+            os.mkdir(prefix.at(name), 0o700, dir_fd=prefix.descriptor)
+        except FileExistsError:
+            is_new = False
+        with prefix.child(name) as blob:
+            # The file needs no temporary name: nothing reads it before a record names the blob.
+            opened = os.open(blob.at(str(number)), flags, 0o600, dir_fd=blob.descriptor)
+            with open(opened, "wb", buffering=0) as file:
+                view = memoryview(data)
+                while view:
+                    view = view[file.write(view) :]
+                os.fsync(file.fileno())
+            blob.sync()
+        if is_new:
+            prefix.sync()
 
 
 def _sync_directory(directory: Path) -> None:
@@ -143,38 +251,66 @@ def _sync_directory(directory: Path) -> None:
         return
     descriptor = os.open(directory, os.O_RDONLY)
     try:
+        _sync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync(descriptor: int) -> None:
+    try:
         os.fsync(descriptor)
     except OSError as error:
         # Some network file systems cannot flush a directory.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
-    finally:
-        os.close(descriptor)
 
 
-def _read(path: Path, size: int, start: int, stop: int) -> bytes:
+def _read(directory: Path, name: str, number: int, size: int, start: int, stop: int) -> bytes:
+    data: bytes | None = None
+    code: int | None = None
     try:
-        # Without O_NONBLOCK, opening a named pipe (FIFO) would wait until a process writes to it.
-        flags = os.O_RDONLY | _NO_LINK | _BINARY | getattr(os, "O_NONBLOCK", 0)
-        descriptor = os.open(path, flags)
-    except (FileNotFoundError, NotADirectoryError):
-        descriptor = -1
-    if descriptor < 0:
+        with _prefix(directory, _PASS) as prefix, prefix.child(name, _PASS) as blob:
+            flags = os.O_RDONLY | _NO_LINK | _BINARY | _NO_WAIT
+            descriptor = os.open(blob.at(str(number)), flags, dir_fd=blob.descriptor)
+            try:
+                data = _read_file(descriptor, size, start, stop)
+            finally:
+                os.close(descriptor)
+    except OSError as error:
+        if error.errno != errno.ENOENT and error.errno not in _REPLACED:
+            raise
+        code = error.errno
+    if code == errno.ENOENT:
         raise TamperedError(
             "a blob is missing: it was deleted outside the service, or this is not the directory "
             "that it was written to",
             reason=Reason.MISSING,
         )
-    with open(descriptor, "rb", buffering=0) as file:
-        data = b""
-        if os.fstat(descriptor).st_size == size:
-            file.seek(start)
-            data = _read_exactly(file.read, stop - start)
+    if data is None:
+        raise TamperedError(
+            "a blob was replaced by a link, or by something else that is not a file: find out who "
+            "can write to the directory of artifacts",
+            reason=Reason.MISMATCH,
+        )
     if len(data) != stop - start or not data:
         raise TamperedError(
             "a blob does not have the length that it was written with", reason=Reason.MISMATCH
         )
     return data
+
+
+def _read_file(descriptor: int, size: int, start: int, stop: int) -> bytes | None:
+    """Return the bytes *start* to *stop* - 1, or fewer if the file has not *size* bytes.
+
+    Return None if it is not a regular file.
+    """
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        return None
+    if status.st_size != size:
+        return b""
+    os.lseek(descriptor, start, os.SEEK_SET)
+    return _read_exactly(lambda length: os.read(descriptor, length), stop - start)
 
 
 def _read_exactly(read: Callable[[int], bytes | None], length: int) -> bytes:
@@ -188,46 +324,94 @@ def _read_exactly(read: Callable[[int], bytes | None], length: int) -> bytes:
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
-def _delete(directory: Path) -> None:
+def _delete(directory: Path, name: str) -> None:
     try:
-        names = os.listdir(directory)
-    except FileNotFoundError:
-        return
-    for name in names:
-        try:
-            os.unlink(directory / name)
-        except FileNotFoundError:  # another process has deleted the file
-            pass
-    try:
-        directory.rmdir()
+        with _prefix(directory) as prefix:
+            if _is_link(prefix, name):
+                os.unlink(prefix.at(name), dir_fd=prefix.descriptor)  # the link, not its target
+                logger.warning("a symbolic link in the place of a deleted blob was removed")
+                return
+            with prefix.child(name) as blob:
+                for number in _deletable(blob):
+                    try:
+                        os.unlink(blob.at(number), dir_fd=blob.descriptor)
+                    except FileNotFoundError:  # another process has deleted the file
+                        pass
+                try:
+                    os.rmdir(prefix.at(name), dir_fd=prefix.descriptor)
+                except OSError as error:
+                    if error.errno not in _NOT_EMPTY or _deletable(blob):
+                        raise
+                    logger.warning(
+                        "the directory of a deleted blob was not removed: it contains files that "
+                        "are not objects of the blob"
+                    )
     except FileNotFoundError:
         pass
 
 
-def _blob_names(directory: Path) -> Iterator[str]:
+def _is_link(folder: _Folder, name: str) -> bool:
+    status = os.stat(folder.at(name), dir_fd=folder.descriptor, follow_symlinks=False)
+    return stat.S_ISLNK(status.st_mode)
+
+
+def _deletable(blob: _Folder) -> list[str]:
+    """Return the names of the objects in *blob*, and of links and pipes in their places."""
+    return [
+        entry.name
+        for entry in blob.entries()
+        if _NUMBER.fullmatch(entry.name) and not entry.is_dir(follow_symlinks=False)
+    ]
+
+
+def _blob_names(directory: Path) -> list[str]:
     try:
-        entries = os.scandir(directory)
+        with _prefix(directory) as prefix:
+            return sorted(
+                entry.name
+                for entry in prefix.entries()
+                if _NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+            )
     except FileNotFoundError:  # nothing was stored
-        return
-    with entries:
-        for entry in entries:
-            if _NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
-                yield entry.name
+        return []
 
 
-def _objects(directory: Path) -> list[StoredObject]:
-    """Return the objects of the blob in *directory*.
+def _objects(directory: Path, name: str) -> list[StoredObject]:
+    """Return the objects of the blob *name*; none if the blob does not exist."""
+    try:
+        with _prefix(directory) as prefix:
+            return _objects_in(prefix, name)
+    except FileNotFoundError:  # nothing was stored
+        return []
 
-    For an empty directory, return one entry of 0 bytes, so that a listing includes the blob.
+
+def _objects_in(prefix: _Folder, name: str) -> list[StoredObject]:
+    """Return the objects of the blob *name* in *prefix*.
+
+    For an empty directory, return one entry of 0 bytes, so that a listing includes the blob.  Omit
+    subdirectories and files that are not objects, as for the other stores: `delete` leaves them.
+    A link or a pipe in the place of an object counts as 0 bytes.
     """
     found: list[StoredObject] = []
     try:
-        modified = directory.stat().st_mtime
-        with os.scandir(directory) as entries:
+        with prefix.child(name) as blob:
+            modified = blob.status().st_mtime
+            entries = blob.entries()
             for entry in entries:
-                number = int(entry.name) if _NUMBER.fullmatch(entry.name) else None
                 status = entry.stat(follow_symlinks=False)
-                found.append(StoredObject(directory.name, number, status.st_size, status.st_mtime))
-    except FileNotFoundError:  # deleted in the meantime
+                if not _NUMBER.fullmatch(entry.name) or stat.S_ISDIR(status.st_mode):
+                    continue
+                if stat.S_ISREG(status.st_mode):
+                    found.append(
+                        StoredObject(name, int(entry.name), status.st_size, status.st_mtime)
+                    )
+                else:
+                    found.append(StoredObject(name, None, 0, status.st_mtime))
+    except OSError as error:
+        # Deleted in the meantime, or replaced by a link: other blobs can still be listed.
+        if error.errno != errno.ENOENT and error.errno not in _REPLACED:
+            raise
         return found
-    return found or [StoredObject(directory.name, None, 0, modified)]
+    if not entries:
+        return [StoredObject(name, None, 0, modified)]
+    return found

@@ -7,6 +7,7 @@ added and dropped: see `formats.memory_items`.  The decrypted entries are cached
 
 import asyncio
 import random
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -27,6 +28,7 @@ from adk_secure_sessions.formats.memory_items import (
     COLLECTION_NAME,
     EVENTS,
     EXPLICIT,
+    Dropped,
     MemoryItem,
     Scope,
     check_replaced,
@@ -368,7 +370,8 @@ class EncryptedMemoryService(BaseMemoryService):
                     planned = plan(memory)
                     if planned is None:
                         return
-                    item, replaced = _item(memory, planned)
+                    item = _item(planned)
+                    replaced = memory.replaced(item.drop)
                 try:
                     new = await self._collections.append(
                         app_name,
@@ -376,7 +379,7 @@ class EncryptedMemoryService(BaseMemoryService):
                         COLLECTION_NAME,
                         encode_item(item.values()),
                         expected=at,
-                        replaced={n: encode_item(one.values()) for n, one in replaced.items()},
+                        replaced=await _encoded(replaced),
                     )
                 except (StaleRevision, MissingSession):
                     conflicts += 1
@@ -385,6 +388,7 @@ class EncryptedMemoryService(BaseMemoryService):
                         if memory.at == at:
                             memory.apply([(item, adk_version)], new)
                     cache.put((app_name, user_id), memory)
+                    await memory.clean_index()
                     if len(item.add) == len(planned.add):
                         return
                     conflicts = 0
@@ -442,6 +446,7 @@ class EncryptedMemoryService(BaseMemoryService):
                         continue  # another thread has applied these items to the memory
                     memory.apply(items, found.at)
                 cache.put(user, memory)
+                await memory.clean_index()
                 return memory
 
     async def _read_all(self, cache: Memories, user: tuple[str, str]) -> UserMemory | None:
@@ -464,7 +469,7 @@ async def _decoded(found: Collection) -> list[tuple[MemoryItem, str]]:
     """Return the items of *found*, each with the version of google-adk that wrote it.
 
     Raises:
-        TamperedError: An old record of a replaced item was replayed.
+        TamperedError: The record of a replaced item is not the one that was stored last.
         DecryptionError: An item is malformed.
     """
     row, first = found.at.session_row, found.size - len(found.items)
@@ -481,14 +486,15 @@ async def _decoded(found: Collection) -> list[tuple[MemoryItem, str]]:
     return items
 
 
-def _item(memory: UserMemory, plan: _Plan) -> tuple[MemoryItem, dict[int, MemoryItem]]:
-    """Return the next item, and the new contents of the items that it replaces, by number.
+def _item(plan: _Plan) -> MemoryItem:
+    """Return the next item.
 
     If the entries to add are larger than `_ITEM_BYTES`, the item contains only the first ones.
     """
-    drop: dict[int, list[int]] = {}
+    places: dict[int, list[int]] = {}
     for entry in plan.drop:
-        drop.setdefault(entry.item, []).append(entry.place)
+        places.setdefault(entry.item, []).append(entry.place)
+    drop = {number: Dropped(some, secrets.token_hex(16)) for number, some in places.items()}
     add: list[JsonObject | None] = []
     size = 0
     for one in plan.add:
@@ -496,7 +502,18 @@ def _item(memory: UserMemory, plan: _Plan) -> tuple[MemoryItem, dict[int, Memory
         if add and size > _ITEM_BYTES:
             break
         add.append(entry_values(*one))
-    return MemoryItem(plan.scope, add, drop, plan.deleted), memory.replaced(drop)
+    return MemoryItem(plan.scope, add, drop, plan.deleted)
+
+
+async def _encoded(replaced: dict[int, tuple[MemoryItem, list[Entry | None]]]) -> dict[int, bytes]:
+    """Return the plaintexts of replaced items, each with its entries; let other tasks run."""
+    found = {}
+    turns = Turns()
+    for number, (item, entries) in replaced.items():
+        add = [None if entry is None else entry.values() for entry in entries]
+        found[number] = encode_item(item._replace(add=add).values())
+        await turns.end()
+    return found
 
 
 async def _ranked(ranker: MemoryRanker, query: str, memory: UserMemory) -> list[Entry]:

@@ -1,12 +1,17 @@
 """Detect services of google-adk that would store user content as plaintext.
 
 google-adk may store plaintext by mistake.  Without a URI, it stores sessions and artifacts in files
-in `.adk`.  If `services.py` raises an error, google-adk only logs a warning and continues.  So this
-module has two checks.  `plaintext_stores` checks the options before google-adk starts.
-`guard_registry` checks each service that google-adk creates from a URI.
+in `.adk`.  If `services.py` raises an error, google-adk only logs a warning and continues.  Its
+server copies sessions into eval sets and tests, which are files beside the agents.  So this module
+has three checks.  `plaintext_stores` checks the options and the environment before google-adk
+starts.  `guard_registry` checks each service that google-adk creates from a URI.
+`WithoutEvaluations` checks each request to the server.
 """
 
-from collections.abc import Callable, Collection, Mapping
+import json
+import re
+from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -30,6 +35,12 @@ _WRITES_PLAINTEXT = {
     "trace_to_cloud": "traces",
     "otel_to_cloud": "traces",
 }
+# Environment variables that make google-adk send traces with ids; an empty one has no effect.
+TRACE_VARIABLES = tuple(
+    f"OTEL_EXPORTER_OTLP_{signal}ENDPOINT" for signal in ("", "TRACES_", "METRICS_", "LOGS_")
+)
+# In the path of a route: evaluations or tests, in all releases of google-adk.
+_EVALUATIONS = re.compile(r"/(?:eval|tests)", re.IGNORECASE)
 IN_MEMORY = "memory"  # the scheme of google-adk's services that store nothing
 # The schemes of google-adk's services that store plaintext.
 _PLAINTEXT = {"agentengine", "file", "gs", "mysql", "postgresql", "rag", "sqlite"}
@@ -51,12 +62,17 @@ def uri_of(kind: str, arguments: Mapping[str, Any]) -> str | None:
     return next((arguments[name] for name in URI_ARGUMENTS[kind] if arguments.get(name)), None)
 
 
-def plaintext_stores(arguments: Mapping[str, Any], allowed: Collection[str]) -> str | None:
+def plaintext_stores(
+    arguments: Mapping[str, Any],
+    allowed: Collection[str],
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> str | None:
     """Return the text of an error if google-adk would store plaintext; otherwise None.
 
     Args:
         arguments: The arguments of one of google-adk's commands, by name.
         allowed: The elements of `KINDS` that may be stored as plaintext.
+        environment: The environment variables that google-adk will see.
 
     Raises:
         ConfigurationError: A URI for one of our services cannot be used.
@@ -65,6 +81,9 @@ def plaintext_stores(arguments: Mapping[str, Any], allowed: Collection[str]) -> 
     for name, kind in _WRITES_PLAINTEXT.items():
         if arguments.get(name):
             found[kind] = f"{kind} (--{name})"
+    for name in TRACE_VARIABLES:
+        if environment.get(name):
+            found["traces"] = f"traces (the environment variable {name}: unset it)"
     for kind in SERVICES if not arguments.get("in_memory") else ():
         uri = uri_of(kind, arguments)
         option = f"--{URI_ARGUMENTS[kind][0]}"
@@ -121,6 +140,47 @@ def is_encrypted(kind: str, service: object) -> bool:
             return not isinstance(getattr(service, "backend", None), NoOpBackend)
     made = type(service)
     return made.__module__.startswith("google.adk.") and made.__name__ == _STORES_NOTHING[kind]
+
+
+_Message = MutableMapping[str, Any]
+_Receive = Callable[[], Awaitable[_Message]]
+_Send = Callable[[_Message], Awaitable[None]]
+_Application = Callable[[_Message, _Receive, _Send], Awaitable[None]]
+
+
+class WithoutEvaluations:
+    """An ASGI application: *application*, but it rejects requests that write evaluations or tests.
+
+    A path with `/eval` or `/tests` is rejected for all methods but GET, unless these words are
+    only in the value of a parameter, such as the name of an agent, of a route of *application*.
+    """
+
+    def __init__(self, application: _Application) -> None:
+        self._application = application
+
+    async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
+        if scope["type"] != "http" or scope["method"] == "GET" or not self._rejects(scope):
+            await self._application(scope, receive, send)
+            return
+        text = (
+            "google-adk would store this as plaintext: evaluations; to permit it, start the "
+            "command with --allow-plaintext evaluations"
+        )
+        headers = [(b"content-type", b"application/json")]
+        await send({"type": "http.response.start", "status": 403, "headers": headers})
+        await send({"type": "http.response.body", "body": json.dumps({"detail": text}).encode()})
+
+    def _rejects(self, scope: _Message) -> bool:
+        if not _EVALUATIONS.search(scope["path"]):
+            return False
+        from starlette.routing import Match, Route
+
+        root_path = getattr(self._application, "root_path", "") or scope.get("root_path", "")
+        scope = {**scope, "root_path": root_path}  # as FastAPI does
+        for route in getattr(self._application, "routes", ()):
+            if route.matches(scope)[0] is Match.FULL:
+                return not isinstance(route, Route) or bool(_EVALUATIONS.search(route.path))
+        return True
 
 
 def _refusal(stored: str, kinds: Collection[str]) -> str:
