@@ -40,6 +40,7 @@ from adk_secure_sessions.keys.vault import VaultKey
 if TYPE_CHECKING:
     from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
     from adk_secure_sessions.integrations.memory import EncryptedMemoryService
+    from adk_secure_sessions.integrations.wrapper import EncryptedSessionWrapper
     from adk_secure_sessions.service import EncryptedSessionService, StaleSessionError
 
 __all__ = [
@@ -53,6 +54,7 @@ __all__ = [
     "EncryptedArtifactService",
     "EncryptedMemoryService",
     "EncryptedSessionService",
+    "EncryptedSessionWrapper",
     "EncryptionBackend",
     "EnvironmentKey",
     "FernetBackend",
@@ -82,6 +84,7 @@ __all__ = [
 _MODULES = {
     "EncryptedArtifactService": "integrations.artifacts",
     "EncryptedMemoryService": "integrations.memory",
+    "EncryptedSessionWrapper": "integrations.wrapper",
     "EncryptedSessionService": "service",
     "StaleSessionError": "service",
 }

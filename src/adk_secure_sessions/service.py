@@ -529,7 +529,7 @@ def _session(app_name: str, view: View, history: list[Event] | None = None) -> S
     try:
         user = loads(view.user_state)
         table, row = bases.name, stored.id
-        snapshot = loads(stored.snapshot or b"{}")
+        snapshot = {} if stored.snapshot is None else loads(stored.snapshot)
         table = sessions.name
         overlay = loads(stored.overlay)
     except DecryptionError as error:

@@ -245,8 +245,11 @@ def test_progress_elsewhere_is_a_line_now_and_then(
     assert capsys.readouterr().err == "verify: 1 of 2,000 rows\n"
 
 
-def test_every_command_with_a_database_prints_json(filled: str) -> None:
+def test_every_command_with_a_database_prints_json(filled: str, tmp_path: Path) -> None:
+    (tmp_path / "blobs").mkdir()
     options: dict[str, list[str]] = {
+        "blobs verify": ["--store", f"{tmp_path}/blobs"],
+        "blobs purge": ["--store", f"{tmp_path}/blobs"],
         "purge": ["--older-than", "90d"],
         "lookup": ["--app", "clinic"],
         "erase-user": ["--app", "clinic", "--user", "ada"],

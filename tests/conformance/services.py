@@ -20,8 +20,7 @@ from google.adk.sessions.sqlite_session_service import SqliteSessionService
 from sqlalchemy import URL, event
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
-from adk_secure_sessions.integrations.wrapper import EncryptedSessionWrapper
+from adk_secure_sessions import AesGcmBackend, EncryptedSessionService, EncryptedSessionWrapper
 
 # One key for the whole run, so that a second service opens what the first one wrote.
 KEY = os.urandom(32)

@@ -315,11 +315,15 @@ async def test_log_of_a_rewind_has_the_state_that_it_restores(log: Callable[[int
 @pytest.fixture
 def _loggers_of_uvicorn() -> Iterator[None]:
     loggers = [logging.getLogger(name) for name in ("uvicorn", "uvicorn.error", "uvicorn.access")]
-    before = [(one, one.level, list(one.handlers), one.propagate) for one in loggers]
+    before = [
+        (one, one.level, list(one.handlers), list(one.filters), one.propagate) for one in loggers
+    ]
+    for logger in loggers:
+        logger.filters = []  # our command, if an earlier test ran it in this process, hides ids
     yield
-    for logger, level, handlers, propagate in before:
+    for logger, level, handlers, filters, propagate in before:
         logger.setLevel(level)
-        logger.handlers, logger.propagate = handlers, propagate
+        logger.handlers, logger.filters, logger.propagate = handlers, filters, propagate
 
 
 @tries("access-log")

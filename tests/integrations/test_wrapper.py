@@ -21,11 +21,11 @@ from google.genai import types
 from adk_secure_sessions import (
     AesGcmBackend,
     ConfigurationError,
+    EncryptedSessionWrapper,
     FernetBackend,
     UnknownKeyError,
     WrongKeyError,
 )
-from adk_secure_sessions.integrations.wrapper import EncryptedSessionWrapper
 from adk_secure_sessions.maintenance import Database, erase_user, retire, separate, verify
 from adk_secure_sessions.maintenance.rotate_data import rotate_data
 from adk_secure_sessions.maintenance.rotate_master import rotate_master

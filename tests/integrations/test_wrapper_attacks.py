@@ -14,8 +14,13 @@ from google.adk.events import Event, EventActions
 from google.adk.sessions import InMemorySessionService, Session
 from google.genai import types
 
-from adk_secure_sessions import AesGcmBackend, DecryptionError, PlaintextRefusedError, TamperedError
-from adk_secure_sessions.integrations.wrapper import EncryptedSessionWrapper
+from adk_secure_sessions import (
+    AesGcmBackend,
+    DecryptionError,
+    EncryptedSessionWrapper,
+    PlaintextRefusedError,
+    TamperedError,
+)
 from tests.conformance.support import create, event, ids, listed, reload
 
 KEY = os.urandom(32)

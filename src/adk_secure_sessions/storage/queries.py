@@ -202,8 +202,15 @@ def _session_query(keys: bool, history: list[Select[Any]]) -> CompoundSelect[Any
 
 
 def _list_query(keys: bool, *, collections: bool = False) -> CompoundSelect[Any]:
-    """Return the query for a user's sessions, or for the user's collections."""
-    mine = and_(sessions.c.user_row == _user_id(), _is_collection(collections))
+    """Return the query for a user's sessions and collections, or for the collections only.
+
+    A listing of sessions also reads the collections, to authenticate that they are collections.
+    Otherwise, an attacker could hide a session by marking its row as a collection.
+    """
+    mine = sessions.c.user_row == _user_id()
+    if collections:
+        mark: ColumnElement[int] = literal_column(str(COLLECTION))
+        mine = and_(mine, sessions.c.base_revision == mark)
     return _members(
         keys,
         _app(),
@@ -218,7 +225,6 @@ def _list_query(keys: bool, *, collections: bool = False) -> CompoundSelect[Any]
 def _list_all_query(keys: bool) -> CompoundSelect[Any]:
     """Return the query for the sessions of all users of an app."""
     of_app = users.c.app_row == _app_id()
-    sessions_of_app = and_(of_app, _is_collection(False))
     theirs = sessions.join(users, users.c.id == sessions.c.user_row)
     wanted = [
         _key().where(data_keys.c.owner == _app_tag),
@@ -230,22 +236,11 @@ def _list_all_query(keys: bool) -> CompoundSelect[Any]:
         _user().where(of_app),
         _witness().where(witnesses.c.tag == _app_tag),
         _witness().where(users.c.tag == witnesses.c.tag, of_app),
-        _witness()
-        .where(sessions.c.tag == witnesses.c.tag)
-        .select_from(theirs)
-        .where(sessions_of_app),
-        _session(theirs).where(sessions_of_app),
-        _snapshot()
-        .where(bases.c.session_row == sessions.c.id)
-        .select_from(theirs)
-        .where(sessions_of_app),
+        _witness().where(sessions.c.tag == witnesses.c.tag).select_from(theirs).where(of_app),
+        _session(theirs).where(of_app),
+        _snapshot().where(bases.c.session_row == sessions.c.id).select_from(theirs).where(of_app),
         *(wanted if keys else []),
     )
-
-
-def _is_collection(wanted: bool) -> ColumnElement[bool]:
-    mark: ColumnElement[int] = literal_column(str(COLLECTION))
-    return sessions.c.base_revision == mark if wanted else sessions.c.base_revision != mark
 
 
 def _by_keys(*history: Select[Any]) -> QueryForms:

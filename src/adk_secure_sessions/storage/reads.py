@@ -31,7 +31,15 @@ from adk_secure_sessions.storage.queries import (
     Found,
     QueryForms,
 )
-from adk_secure_sessions.storage.schema import apps, bases, events, sessions, users, witnesses
+from adk_secure_sessions.storage.schema import (
+    COLLECTION,
+    apps,
+    bases,
+    events,
+    sessions,
+    users,
+    witnesses,
+)
 from adk_secure_sessions.storage.unit_of_work import read_data_keys
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -173,7 +181,8 @@ class ListCollections(_Read):
         found = await self._read(attempt, executors, sql.COLLECTIONS_OF_USER)
         app = bindings.open_app(attempt, found)
         user = bindings.open_user(attempt, found)
-        views = _listed(attempt, found, app, [user] if user else [], skip=False)
+        owners = [user] if user else []
+        views = _listed(attempt, found, app, owners, skip=False, collections=True)
         return [view.session for view in views]
 
 
@@ -353,9 +362,15 @@ def _view(session: StoredSession, user: Owner, app: Owner | None) -> View:
 
 
 def _listed(
-    attempt: Attempt, found: Found, app: Owner | None, opened: list[Owner], *, skip: bool
+    attempt: Attempt,
+    found: Found,
+    app: Owner | None,
+    opened: list[Owner],
+    *,
+    skip: bool,
+    collections: bool = False,
 ) -> list[View]:
-    """Return a `View` of each session in *found*.
+    """Return a `View` of each session in *found*; with *collections*, of each collection.
 
     *opened* are the users whose rows could be decrypted.  If *skip* is True, sessions that cannot
     be decrypted are omitted, and their errors are logged.
@@ -378,7 +393,9 @@ def _listed(
                     table=sessions.name,
                     row=row.id,
                 )
-            views.append(_view(bindings.open_session_row(attempt, found, user, row), user, app))
+            view = _view(bindings.open_session_row(attempt, found, user, row), user, app)
+            if (row.base_revision == COLLECTION) == collections:
+                views.append(view)
         except DecryptionError as error:
             _skip_or_raise(error, skip=skip)
     return views
