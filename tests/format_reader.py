@@ -290,12 +290,15 @@ class Database:
         require(user["app_row"] == app["id"])
         states = self._states(app_name, app, user_id, user)
         rows = self._rows("secure_sessions", "user_row", user["id"])
-        rows = [row for row in rows if _is_collection(row) == collections]
+        if collections:
+            rows = [row for row in rows if _is_collection(row)]
         require(len({row["tag"] for row in rows}) == len(rows))
-        sessions = [self._open_session(app_name, user_id, user, row, 0) for row in rows]
-        for session in sessions:
-            session["state"] |= states
-        return sessions
+        opened = [self._open_session(app_name, user_id, user, row, 0) for row in rows]
+        for one in opened:
+            one["state"] |= states
+        return [
+            one for one, row in zip(opened, rows, strict=True) if _is_collection(row) == collections
+        ]
 
     def current_key(self, backend: int, app_name: str, user_id: str | None = None) -> int | None:
         """The id of the data key with which a writer encrypts records of an app or a user.

@@ -388,18 +388,20 @@ class WorkerThread:
 
 
 def _stop(threads: list[WorkerThread]) -> None:
-    """End *threads* after their queued jobs.
+    """End *threads* after their queued jobs, one after the other, the writer last.
 
     After `_EXIT_TIMEOUT` seconds, interrupt the reads that are still running.  After the same time
     again, return even if a thread has not ended.
     """
-    for thread in threads:
-        thread.inbox.put(None)
+    # SQLite removes the `-wal` file when the last connection is closed.  Of two connections that
+    # are closed at the same time, each can find the other one still open, and the file stays.
     for interrupts in (False, True):
         deadline = time.monotonic() + _EXIT_TIMEOUT
-        for thread in threads:
+        for thread in reversed(threads):
             if interrupts:
                 thread.must_end.set()
+            else:
+                thread.inbox.put(None)
             thread.thread.join(max(deadline - time.monotonic(), 0))
 
 
