@@ -160,6 +160,7 @@ def test_own_command_runs_adk_web_without_a_needle_in_its_files_and_logs(place: 
         send_file(client)
         reject_evaluations(client)
         connect_live(client)
+        break_the_store(client, place)
         assert place.needles() == {}  # while it runs, with the write-ahead log
         if has_chromium := chromium.PROGRAM is not None or REQUIRE_VARIABLE in os.environ:
             talk_on_the_page(str(client.base_url))
@@ -196,6 +197,18 @@ def connect_live(client: httpx.Client) -> None:
     address = f"{client.base_url}/run_live?{ids}".replace("http", "ws", 1).replace("//run", "/run")
     with connect(address, origin=Origin(str(client.base_url).rstrip("/"))):
         pass
+
+
+def break_the_store(client: httpx.Client, place: Place) -> None:
+    """Save an artifact while nothing can be stored: google-adk logs the error."""
+    store = place.directory / "artifacts"
+    store.rename(place.directory / "away")
+    store.touch()
+    assert client.post(ARTIFACTS, json=upload(FILE, 2)).status_code == 500
+    store.unlink()
+    (place.directory / "away").rename(store)
+    assert "saving artifact ... for app=" in place.logged()
+    load_files(client)
 
 
 def send_file(client: httpx.Client) -> None:
