@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from adk_secure_sessions.service import EncryptedSessionService
 
 _COMMANDS = ("api_server", "run", "web")  # of google-adk
-_URI_VARIABLE = f"{PREFIX}URI"
+URI_VARIABLE = f"{PREFIX}URI"
 # In an address: the ids of users and sessions and the names of artifacts, any of which may contain
 # slashes, and the query.
 _IDS = re.compile(
@@ -99,10 +99,10 @@ def _without_plaintext(command: click.Command) -> click.Command:
     service_uri = click.Option(
         ["--service_uri"],
         metavar="URI",
-        envvar=_URI_VARIABLE,
+        envvar=URI_VARIABLE,
         help="The URI for sessions, artifacts and memory that have no URI of their own, such as "
         "'encrypted+sqlite:///./sessions.db?key=env:ADK_SESSIONS_KEY&blobs=./artifacts'; or set "
-        f"{_URI_VARIABLE}.",
+        f"{URI_VARIABLE}.",
     )
     allow_plaintext = click.Option(
         ["--allow-plaintext"],

@@ -131,6 +131,15 @@ PLACES: Mapping[str, Place] = {
             "`--session_service_uri` and `--artifact_service_uri` with our URIs; delete the files.",
         ),
         Place(
+            "service-uris",
+            "Sessions, artifacts, memory.",
+            "the stores that google-adk's commands would use for their URIs; only `adk doctor` "
+            "checks them",
+            "on without URIs",
+            "`--service_uri encrypted+...` or the environment variable `ADK_SECURE_SESSIONS_URI` "
+            "with `adk-secure-sessions adk web`; the option of each service with `adk web`.",
+        ),
+        Place(
             "plaintext-service",
             "Sessions, artifacts, memory.",
             "a service that does not encrypt",
