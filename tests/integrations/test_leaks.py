@@ -356,6 +356,31 @@ def test_access_log_has_the_ids_of_requests(options: dict[str, Any], writes: boo
     assert lines.found() == ({USER, SESSION} if writes else set())
 
 
+@pytest.mark.soak  # imports google-adk's server
+async def test_errors_of_adks_server_name_artifacts_and_users_unless_only_critical_is_logged(
+    log: Callable[[int], Lines], tmp_path: Path
+) -> None:
+    from google.adk.cli.fast_api import get_fast_api_app
+
+    store = tmp_path / "store"
+    app = get_fast_api_app(
+        agents_dir=str(tmp_path),
+        web=False,
+        session_service_uri="memory://",
+        artifact_service_uri=store.as_uri(),
+    )
+    store.rmdir()
+    store.touch()
+    upload = {"filename": needle("file name"), "artifact": {"text": "x"}}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://a") as client:
+        for level, found in ((logging.ERROR, {needle("file name"), USER, SESSION}),
+                             (logging.CRITICAL, set())):  # fmt: skip
+            lines = log(level)
+            path = f"/apps/app/users/{USER}/sessions/{SESSION}/artifacts"
+            assert (await client.post(path, json=upload)).status_code == 500
+            assert lines.found() == found
+
+
 # --- files of google-adk's commands ---------------------------------------------------------------
 
 
