@@ -390,9 +390,7 @@ def test_logs_of_adk_have_no_ids_and_no_names_of_artifacts(
     for name in ("uvicorn.access", "uvicorn.error"):
         monkeypatch.setattr(logging.getLogger(name), "filters", [])
     _hide_ids_in_logs()
-    record = logging.getLogger(logger).makeRecord(
-        logger, logging.ERROR, "", 0, text, values, None
-    )
+    record = logging.getLogger(logger).makeRecord(logger, logging.ERROR, "", 0, text, values, None)
     assert record.getMessage().startswith(shown)
 
 

@@ -129,8 +129,9 @@ def parse(uri: str) -> ServiceUri:
         f"{url}://{rest}" + (f"?{'&'.join(of_driver)}" if of_driver else ""),
         names,
         (*ours["key"], *ours["also_key"]),
-        *(ours[name][0] if ours[name] else None for name in ("key_db", "blobs")),
-        allow_http=bool(ours["allow_http"]),
+        next(iter(ours["key_db"]), None),
+        next(iter(ours["blobs"]), None),
+        bool(ours["allow_http"]),
     )
 
 
@@ -188,9 +189,7 @@ def artifact_service(
             "the URL of a bucket, such as &blobs=./artifacts"
         )
     make = _class_of("artifacts", "EncryptedArtifactService")
-    service: BaseArtifactService = make(
-        _shared(parsed), parsed.blobs, allow_http=parsed.allow_http
-    )
+    service: BaseArtifactService = make(_shared(parsed), parsed.blobs, allow_http=parsed.allow_http)
     return service
 
 
