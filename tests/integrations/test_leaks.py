@@ -824,6 +824,7 @@ services:
             "plaintext unknown nothing",
         ),
         ({"service": "nobody://"}, {}, "unknown unknown unknown"),
+        ({"service": URI.partition("&blobs")[0]}, {}, "encrypted unknown encrypted"),
     ],
 )
 def test_doctor_says_what_each_service_would_store(

@@ -69,7 +69,8 @@ def doctor(
 
     \b
     Example:
-      adk-secure-sessions adk doctor agents --service_uri 'encrypted+sqlite:///...'
+      adk-secure-sessions adk doctor agents \\
+          --service_uri 'encrypted+sqlite:///x.db?key=env:NAME&blobs=artifacts'
     """
     from adk_secure_sessions.integrations.leaks import (
         check_files,

@@ -80,8 +80,11 @@ def _store(
     scheme = urlsplit(uri).scheme
     factory = registered.get((kind, scheme))
     if scheme in adk.SCHEMES and (factory is None or _is_ours(factory)):
-        if adk.parse(uri).stores_plaintext:
+        parsed = adk.parse(uri)
+        if parsed.stores_plaintext:
             return ServiceStore(kind, PLAINTEXT, f"{scheme}:// with backend=no-op")
+        if kind == "artifacts" and parsed.blobs is None:
+            return ServiceStore(kind, UNKNOWN, f"{scheme}:// needs blobs=")
         return ServiceStore(kind, ENCRYPTED, f"{scheme}://")
     if factory is None and scheme in PLAINTEXT_SCHEMES:
         return ServiceStore(kind, PLAINTEXT, f"{scheme}://")
