@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import google.adk.cli as adk_cli
 import httpx
 import pytest
 from websockets.sync.client import connect
@@ -19,7 +20,12 @@ from tests.servers import REQUIRE_VARIABLE
 
 SESSIONS = f"/apps/{AGENT}/users/{USER}/sessions"
 ARTIFACTS = f"{SESSIONS}/{SESSION}/artifacts"
-FILE = f"dir/{needle('file name')}.txt"
+# The routes of google-adk 1.28's server do not accept a name with a slash.
+_ACCEPTS_SLASHES = any(
+    "{artifact_name:path}" in path.read_text(encoding="utf-8")
+    for path in Path(next(iter(adk_cli.__path__))).glob("*_server.py")
+)
+FILE = f"{'dir/' if _ACCEPTS_SLASHES else ''}{needle('file name')}.txt"
 STORED = {"artifacts", "log", "sessions.db"}  # and no -wal, nor .adk
 # One URI for all three services: for our command, and for those of google-adk.
 OURS = ("--service_uri", URI)
