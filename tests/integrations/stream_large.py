@@ -20,7 +20,8 @@ from adk_secure_sessions.formats.blobs import (
 )
 from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
 from adk_secure_sessions.integrations.object_store import open_store
-from tests.integrations.s3 import ACCESS_KEY, REGION, SECRET
+from tests.integrations.object_server import SECRET
+from tests.integrations.s3 import ACCESS_KEY, REGION
 
 MB = 1_000_000
 
