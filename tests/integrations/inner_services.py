@@ -8,17 +8,20 @@ holds, as bytes.  A service whose server or client library is missing is skipped
 import shutil
 import subprocess
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from google.adk.sessions import BaseSessionService, InMemorySessionService
 from google.adk.sessions.database_session_service import DatabaseSessionService
 from google.adk.sessions.sqlite_session_service import SqliteSessionService
 
+from tests.integrations.real_stores import find
 from tests.servers import unavailable
 
 # Runs a server until its standard input ends, as it does when the test process dies.
@@ -76,8 +79,6 @@ async def redis(directory: Path) -> AsyncIterator[Inner]:
         unavailable("no Redis here: on Debian, apt-get install redis-server")
     socket = directory / "redis.sock"
     options = ["--port", "0", "--unixsocket", str(socket), "--save", "", "--dir", str(directory)]
-    command = ["sh", "-c", _UNTIL_EOF, "redis", program, *options]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
     clients: list[Any] = []
 
     def connect(*, text: bool = True) -> Any:
@@ -88,24 +89,70 @@ async def redis(directory: Path) -> AsyncIterator[Inner]:
         raw = connect(text=False)
         return b"".join([key + (await raw.get(key)) for key in await raw.keys()])
 
-    try:
-        deadline = time.monotonic() + _PATIENCE
-        while not socket.exists():
-            assert process.poll() is None, "redis-server has ended"
-            assert time.monotonic() < deadline, "redis-server does not start"
-            time.sleep(0.01)
-        yield Inner(lambda: services.RedisSessionService(redis_client=connect()), stored)
-    finally:
-        for one in clients:
-            await one.aclose()
-        process.communicate()  # closes its standard input
+    with _server(socket, [program], options):
+        try:
+            yield Inner(lambda: services.RedisSessionService(redis_client=connect()), stored)
+        finally:
+            for one in clients:
+                await one.aclose()
 
 
 @asynccontextmanager
 async def mongodb(directory: Path) -> AsyncIterator[Inner]:
-    """ADK's MongoDB service.  Neither Debian nor a wheel brings a MongoDB server."""
-    pytest.skip("no MongoDB server can be installed from Debian or from a wheel")
-    yield  # type: ignore[unreachable]
+    """ADK's MongoDB service on a private FerretDB, which stores its documents in SQLite files.
+
+    FerretDB speaks MongoDB's protocol.  It has no transactions, so ADK's service writes one
+    document after another.
+    """
+    pymongo = pytest.importorskip("pymongo", reason="pip install pymongo")
+    services = pytest.importorskip(
+        "google.adk.integrations.mongodb", reason="this google-adk has no MongoDB session service"
+    )
+    if (program := find("ferretdb")) is None:
+        pytest.skip("no FerretDB here: tests/README.md says how to build it")
+    socket, data = directory / "mongodb.sock", directory / "mongodb"
+    data.mkdir()
+    with _server(
+        socket,
+        [program, "--handler=sqlite", f"--sqlite-url=file:{data}/", f"--state-dir={directory}"],
+        ["--listen-addr=", f"--listen-unix={socket}", "--debug-addr=-", "--telemetry=disable"],
+    ):
+        clients: list[Any] = []
+
+        def open_one() -> BaseSessionService:
+            clients.append(pymongo.MongoClient(f"mongodb://{quote(str(socket), safe='')}"))
+            return services.MongoDbSessionService(  # type: ignore[no-any-return]
+                database_name="adk", mongo_client=clients[-1]
+            )
+
+        def stored() -> bytes:
+            return b"".join(one.read_bytes() for one in sorted(data.iterdir()))
+
+        try:
+            yield Inner(open_one, stored)
+        finally:
+            for one in clients:
+                one.close()
+
+
+@contextmanager
+def _server(socket: Path, *command: Sequence[str]) -> Iterator[None]:
+    """Run a server for the block, which begins when the server listens on *socket*."""
+    process = subprocess.Popen(
+        ["sh", "-c", _UNTIL_EOF, "server", *chain.from_iterable(command)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        deadline = time.monotonic() + _PATIENCE
+        while not socket.exists():
+            assert process.poll() is None, "the server has ended"
+            assert time.monotonic() < deadline, "the server does not start"
+            time.sleep(0.01)
+        yield
+    finally:
+        process.communicate()  # closes its standard input
 
 
 INNER: dict[str, Callable[[Path], AbstractAsyncContextManager[Inner]]] = {
