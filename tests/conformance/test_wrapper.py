@@ -1,5 +1,7 @@
 """ADK's contract behind `EncryptedSessionWrapper`, as far as the wrapped service keeps it."""
 
+from collections.abc import Iterator
+
 import pytest
 
 from tests.conformance import (
@@ -18,6 +20,7 @@ from tests.conformance import (
 )
 from tests.conformance.services import WRAPPERS, Kind
 from tests.conformance.support import each_kind
+from tests.integrations.inner_services import FerretDB, ferretdb
 
 MODULES = [
     test_append,
@@ -68,9 +71,18 @@ OF_KIND = {
         (LONE_SURROGATES, "the service cannot store the author or the invocation id"),
     ],
     "wrapped-database": [],
+    "wrapped-mongodb": [],
 }
 
-_kind = each_kind("wrapped-memory", "wrapped-database", soak=["wrapped-sqlite"])
+_kind = each_kind(
+    "wrapped-memory", "wrapped-database", soak=["wrapped-sqlite", "wrapped-mongodb"]
+)
+
+
+@pytest.fixture(scope="session")
+def ferretdb_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FerretDB]:
+    with ferretdb(tmp_path_factory.mktemp("ferretdb")) as server:
+        yield server
 
 
 @pytest.fixture

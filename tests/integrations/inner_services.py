@@ -5,21 +5,24 @@ How it works: `INNER` lists functions by name.  Each opens a service in a direct
 holds, as bytes.  A service whose server or client library is missing is skipped visibly.
 """
 
+import secrets
 import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import pytest
 from google.adk.sessions import BaseSessionService, InMemorySessionService
 from google.adk.sessions.database_session_service import DatabaseSessionService
 from google.adk.sessions.sqlite_session_service import SqliteSessionService
+from sqlalchemy import URL
 
 from tests.integrations.real_stores import find
 from tests.servers import unavailable
@@ -97,15 +100,56 @@ async def redis(directory: Path) -> AsyncIterator[Inner]:
                 await one.aclose()
 
 
-@asynccontextmanager
-async def mongodb(directory: Path) -> AsyncIterator[Inner]:
-    """ADK's MongoDB service on a private FerretDB, which stores its documents in SQLite files.
+class FerretDB(NamedTuple):
+    """A server that speaks MongoDB's protocol, and stores its documents in SQLite files."""
 
-    FerretDB speaks MongoDB's protocol.  It has no transactions, so ADK's service writes one
-    document after another.
-    """
-    pymongo = pytest.importorskip("pymongo", reason="pip install pymongo")
-    services = pytest.importorskip(
+    socket: Path
+    directory: Path
+
+    @contextmanager
+    def connected(self, database: str) -> Iterator[Callable[[], BaseSessionService]]:
+        """Give a function that opens ADK's MongoDB service on a database of the server."""
+        import pymongo
+        from google.adk.integrations.mongodb import MongoDbSessionService
+
+        class Client(pymongo.MongoClient[Any]):
+            """A client without transactions, which FerretDB does not have.
+
+            ADK's service then writes one document after another, as before a single MongoDB.
+            """
+
+            def start_session(self, *_: object, **__: object) -> Any:
+                raise NotImplementedError
+
+        clients: list[Client] = []
+
+        def open_one() -> BaseSessionService:
+            clients.append(Client(f"mongodb://{quote(str(self.socket), safe='')}"))
+            return MongoDbSessionService(database_name=database, mongo_client=clients[-1])
+
+        try:
+            yield open_one
+        finally:
+            for one in clients:
+                one.close()
+
+    def stored(self) -> bytes:
+        return b"".join(one.read_bytes() for one in sorted(self.directory.iterdir()))
+
+    @contextmanager
+    def database(self) -> Iterator[URL]:
+        """Name a new database, as the servers of tests/servers.py do."""
+        name = f"test_{secrets.token_hex(8)}"
+        with tempfile.TemporaryDirectory() as directory:
+            places = {"socket": str(self.socket), "directory": str(self.directory)}
+            keys = {"keys": f"{directory}/keys.db"}
+            yield URL.create("mongodb", database=name, query=places | keys)
+
+
+@contextmanager
+def ferretdb(directory: Path) -> Iterator[FerretDB]:
+    pytest.importorskip("pymongo", reason="pip install pymongo")
+    pytest.importorskip(
         "google.adk.integrations.mongodb", reason="this google-adk has no MongoDB session service"
     )
     if (program := find("ferretdb")) is None:
@@ -117,22 +161,14 @@ async def mongodb(directory: Path) -> AsyncIterator[Inner]:
         [program, "--handler=sqlite", f"--sqlite-url=file:{data}/", f"--state-dir={directory}"],
         ["--listen-addr=", f"--listen-unix={socket}", "--debug-addr=-", "--telemetry=disable"],
     ):
-        clients: list[Any] = []
+        yield FerretDB(socket, data)
 
-        def open_one() -> BaseSessionService:
-            clients.append(pymongo.MongoClient(f"mongodb://{quote(str(socket), safe='')}"))
-            return services.MongoDbSessionService(  # type: ignore[no-any-return]
-                database_name="adk", mongo_client=clients[-1]
-            )
 
-        def stored() -> bytes:
-            return b"".join(one.read_bytes() for one in sorted(data.iterdir()))
-
-        try:
-            yield Inner(open_one, stored)
-        finally:
-            for one in clients:
-                one.close()
+@asynccontextmanager
+async def mongodb(directory: Path) -> AsyncIterator[Inner]:
+    """ADK's MongoDB service on a private FerretDB."""
+    with ferretdb(directory) as server, server.connected("adk") as open_one:
+        yield Inner(open_one, server.stored)
 
 
 @contextmanager
@@ -162,3 +198,7 @@ INNER: dict[str, Callable[[Path], AbstractAsyncContextManager[Inner]]] = {
     "redis": redis,
     "mongodb": mongodb,
 }
+SLOW = {"mongodb"}  # only under `make soak`
+each_inner = [
+    pytest.param(name, marks=[pytest.mark.soak] if name in SLOW else []) for name in INNER
+]
