@@ -63,6 +63,10 @@ NO_MARKER = {
     "test_stale_session_error_is_adks_own",
 }
 LONE_SURROGATES = {"test_odd_text_comes_back_wherever_it_stands"}
+RECREATED = {
+    "test_handle_from_before_deletion_stays_stale_for_the_recreated_session",
+    "test_session_deleted_by_one_service_is_gone_for_another",
+}
 OF_ALL = [(SESSION_IDS, "some services change such ids, so the wrapper rejects them")]
 OF_KIND = {
     "wrapped-memory": [(NO_MARKER, "the service accepts stale session objects")],
@@ -71,7 +75,10 @@ OF_KIND = {
         (LONE_SURROGATES, "the service cannot store the author or the invocation id"),
     ],
     "wrapped-database": [],
-    "wrapped-mongodb": [],
+    "wrapped-mongodb": [
+        (RECREATED, "the service's marker begins at 0 again if a session is recreated"),
+        (LONE_SURROGATES, "the service cannot store the author or the invocation id"),
+    ],
 }
 
 _kind = each_kind(
