@@ -47,9 +47,7 @@ ARTIFACT_OPERATIONS = ("save", "first read", "repeated read")
 MEMORY_ENTRIES = 10_000
 MEMORY_QUERIES = {
     "a rare word": "word4321",
-    "a question of nine words": " ".join(
-        f"word{n}" for n in (0, 1, 3, 9, 27, 81, 243, 729, 2187)
-    ),
+    "a question of nine words": " ".join(f"word{n}" for n in (0, 1, 3, 9, 27, 81, 243, 729, 2187)),
     "a word of all entries": "word0",
 }
 MEMORY_SEARCH_GOAL = 0.020  # seconds, with a warm cache

@@ -31,8 +31,9 @@ from tests.benchmarks.comparison import SECONDS
 from tests.benchmarks.harness import Operation, interleave
 from tests.benchmarks.plan import BLOB_GOALS, BLOB_OVERHEAD, BLOB_STORES, BLOBS
 from tests.benchmarks.results import Figure, Results
-from tests.integrations import real_stores, s3
-from tests.integrations.object_server import BUCKET
+from tests.integrations import real_stores
+from tests.integrations.object_server import BUCKET, s3_options
+from tests.programs import find
 
 pytestmark = pytest.mark.benchmark
 each_size = pytest.mark.parametrize("size", BLOBS)
@@ -83,8 +84,10 @@ def _consume(pieces: Iterator[bytes]) -> None:
 def s3_address(results: Results) -> Iterator[str]:
     """An S3 server in another process: s3s-fs if it is installed, or else moto."""
     program = real_stores.PROGRAMS["s3"]
-    if real_stores.find(program.name):
-        results.versions["S3 server"] = program.name
+    if find(program.name):
+        command = [str(find(program.name)), "--version"]
+        name = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        results.versions["S3 server"] = name.strip()
         with real_stores.started("s3") as port:
             yield f"http://127.0.0.1:{port}"
         return
@@ -105,7 +108,7 @@ def _place(
     """Return the URL of a store of *kind*, and its options."""
     if kind == "directory":
         return str(tmp_path / "blobs"), None
-    return f"s3://{BUCKET}", s3.s3_options(request.getfixturevalue("s3_address"))
+    return f"s3://{BUCKET}", s3_options(request.getfixturevalue("s3_address"))
 
 
 @pytest.fixture(params=BLOB_STORES)
@@ -167,10 +170,15 @@ async def test_store(
 async def test_repeated_reads(
     request: pytest.FixtureRequest, results: Results, tmp_path: Path, kind: str
 ) -> None:
-    """Save and load an artifact of 1 MB: all versions have new blobs, and no blob is cached."""
+    """Save and load an artifact of 1 MB with the service, which caches no contents."""
     url, options = _place(request, kind, tmp_path)
     database = f"sqlite+aiosqlite:///{tmp_path}/sessions.db"
-    what = {"app_name": "app", "user_id": "user", "session_id": "s", "filename": "image"}
+    what: dict[str, Any] = {
+        "app_name": "app",
+        "user_id": "user",
+        "session_id": "s",
+        "filename": "image",
+    }
     data = types.Blob(mime_type="image/png", data=os.urandom(BLOBS["1MB"]))
     part = types.Part(inline_data=data)
     async with EncryptedSessionService(database, AesGcmBackend(os.urandom(32))) as sessions:

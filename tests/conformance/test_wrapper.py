@@ -81,9 +81,7 @@ OF_KIND = {
     ],
 }
 
-_kind = each_kind(
-    "wrapped-memory", "wrapped-database", soak=["wrapped-sqlite", "wrapped-mongodb"]
-)
+_kind = each_kind("wrapped-memory", "wrapped-database", soak=["wrapped-sqlite", "wrapped-mongodb"])
 
 
 @pytest.fixture(scope="session")

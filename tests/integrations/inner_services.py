@@ -24,7 +24,7 @@ from google.adk.sessions.database_session_service import DatabaseSessionService
 from google.adk.sessions.sqlite_session_service import SqliteSessionService
 from sqlalchemy import URL
 
-from tests.integrations.real_stores import find
+from tests.programs import find
 from tests.servers import unavailable
 
 # Runs a server until its standard input ends, as it does when the test process dies.
@@ -115,7 +115,7 @@ class FerretDB(NamedTuple):
         class Client(pymongo.MongoClient[Any]):
             """A client without transactions, which FerretDB does not have.
 
-            ADK's service then writes one document after another, as before a single MongoDB.
+            ADK's service then writes one document after another, as it does on a standalone MongoDB.
             """
 
             def start_session(self, *_: object, **__: object) -> Any:

@@ -15,9 +15,20 @@ from typing import Any, NamedTuple
 from werkzeug.serving import WSGIRequestHandler, make_server
 from werkzeug.wrappers import Response
 
-SECRET = "needle-of-access"
+REGION = "eu-central-1"
+ACCESS_KEY, SECRET = "AKIAEXAMPLE", "needle-of-access"
 BUCKET = "clinic-artifacts"
 CLOSED = "http://127.0.0.1:9"  # no server listens there
+
+
+def s3_options(address: str) -> dict[str, Any]:
+    """Return the options of a store on an S3 server with this address."""
+    return {
+        "endpoint": address,
+        "region": REGION,
+        "access_key_id": ACCESS_KEY,
+        "secret_access_key": SECRET,
+    }
 
 
 class Quiet(WSGIRequestHandler):

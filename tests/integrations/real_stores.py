@@ -2,9 +2,8 @@
 
 How it works: `running(name)` starts the program of `PROGRAMS`, in a temporary directory and on
 loopback, and gives an `ObjectServer` that forwards each request to it (object_server.py).
-`real_s3()` starts the S3 server alone.  `find(name)` finds a program in PATH, `~/.cargo/bin`,
-`~/go/bin` and `~/.local/bin`.  If the program is missing, the test is skipped with the command that
-installs it.
+`started(name)` starts the program alone.  If the program is missing, the test is skipped with the
+command that installs it.
 """
 
 import base64
@@ -13,7 +12,6 @@ import hmac
 import http.client
 import json
 import os
-import shutil
 import socket
 import subprocess
 import tempfile
@@ -29,23 +27,16 @@ import obstore
 import pytest
 from obstore.store import AzureStore, GCSStore, S3Store
 
-from tests.integrations.object_server import BUCKET, SECRET, ObjectServer
-from tests.integrations.s3 import ACCESS_KEY, s3_options
+from tests.integrations.object_server import ACCESS_KEY, BUCKET, SECRET, ObjectServer, s3_options
+from tests.programs import find
 
 # Runs a server until its standard input ends, as it does when the test process dies.
 _UNTIL_EOF = '"$@" & read -r _; kill $! 2>/dev/null; wait $!'
 _PATIENCE = 30.0  # seconds for a server to start
 _ATTEMPTS = 3
-_DIRECTORIES = ("~/.cargo/bin", "~/go/bin", "~/.local/bin")
 _HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "date", "server"}
 ACCOUNT = "clinic"
 ACCOUNT_KEY = base64.b64encode(SECRET.encode()).decode()
-
-
-def find(program: str) -> str | None:
-    """Return the path of a program; None if it is not installed."""
-    more = [os.path.expanduser(directory) for directory in _DIRECTORIES]
-    return shutil.which(program, path=os.pathsep.join([os.environ.get("PATH", ""), *more]))
 
 
 class RealStore(ObjectServer):
@@ -229,7 +220,7 @@ def started(name: str) -> Iterator[int]:
     """Start the server *name* with an empty bucket, and return its port."""
     program = PROGRAMS[name]
     with tempfile.TemporaryDirectory(prefix="store-") as directory:
-        for attempt in range(_ATTEMPTS):
+        for _ in range(_ATTEMPTS):
             port = _free_port()
             command = [str(find(program.name)), *program.options(directory, port)]
             process = subprocess.Popen(
@@ -248,7 +239,7 @@ def started(name: str) -> Iterator[int]:
             finally:
                 process.communicate()  # closes its standard input
             # Another process may have taken the port.
-        raise RuntimeError(f"{program.name} does not start, in {attempt + 1} attempts")
+        raise RuntimeError(f"{program.name} does not start, in {_ATTEMPTS} attempts")
 
 
 @contextmanager

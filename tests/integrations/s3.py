@@ -13,10 +13,14 @@ from typing import Any
 import botocore.session
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 
-from tests.integrations.object_server import BUCKET, SECRET, ObjectServer
-
-REGION = "eu-central-1"
-ACCESS_KEY = "AKIAEXAMPLE"
+from tests.integrations.object_server import (
+    ACCESS_KEY,
+    BUCKET,
+    REGION,
+    SECRET,
+    ObjectServer,
+    s3_options,
+)
 
 
 class Server(ObjectServer):
@@ -47,16 +51,6 @@ class Server(ObjectServer):
 
     def answer(self, environ: Any, start_response: Callable[..., Any]) -> Any:
         return self._moto(environ, start_response)
-
-
-def s3_options(address: str) -> dict[str, Any]:
-    """Return the options of a store on an S3 server with this address."""
-    return {
-        "endpoint": address,
-        "region": REGION,
-        "access_key_id": ACCESS_KEY,
-        "secret_access_key": SECRET,
-    }
 
 
 @contextmanager

@@ -59,9 +59,7 @@ def artifacts_in(
     sessions: EncryptedSessionService, server: ObjectServer, bucket: str = BUCKET, **changes: Any
 ) -> EncryptedArtifactService:
     options = server.options | changes
-    return EncryptedArtifactService(
-        sessions, server.url("ada", bucket), options=options, timeout=5
-    )
+    return EncryptedArtifactService(sessions, server.url("ada", bucket), options=options, timeout=5)
 
 
 def blob(data: bytes) -> types.Part:
