@@ -115,7 +115,7 @@ class FerretDB(NamedTuple):
         class Client(pymongo.MongoClient[Any]):
             """A client without transactions, which FerretDB does not have.
 
-            ADK's service then writes one document after another, as it does on a standalone MongoDB.
+            ADK's service then writes one document after another, as on a standalone MongoDB.
             """
 
             def start_session(self, *_: object, **__: object) -> Any:

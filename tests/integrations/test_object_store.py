@@ -35,7 +35,15 @@ from adk_secure_sessions.integrations.object_store import (
     open_store,
 )
 from tests.integrations import s3
-from tests.integrations.object_server import BUCKET, CLOSED, SECRET, Failure, ObjectServer
+from tests.integrations.object_server import (
+    ACCESS_KEY,
+    BUCKET,
+    CLOSED,
+    REGION,
+    SECRET,
+    Failure,
+    ObjectServer,
+)
 
 PREFIX = "0ada57141459e0f9"
 SMALL_OBJECT = 1000  # instead of 8 MiB, in tests of blobs with many objects
@@ -622,8 +630,8 @@ async def test_environment_names_the_store_and_its_credentials(
     server: s3.Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", server.address)
-    monkeypatch.setenv("AWS_REGION", s3.REGION)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3.ACCESS_KEY)
+    monkeypatch.setenv("AWS_REGION", REGION)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     store, name = open_store(f"s3://{BUCKET}/some/where/", PREFIX), new_name()
     await store.put_stream(name, pieces_of(b"x"))

@@ -1,7 +1,7 @@
 """The tests of artifacts and blobs in a bucket, on real servers: S3, Azurite and fake-gcs-server.
 
-They are the tests that also run on moto.  By default, each server runs `BY_DEFAULT`; `make soak`
-runs all of them.
+They are the tests that also run on moto.  By default, `BY_DEFAULT` runs on the servers that start
+quickly; `make soak` runs all tests on all servers.
 """
 
 import os
@@ -18,6 +18,7 @@ from tests.integrations.test_object_store import PREFIX, small_objects  # noqa: 
 from tests.maintenance.conftest import file_url  # noqa: F401
 
 BY_DEFAULT = "test_artifacts_are_saved_loaded_and_deleted"
+SLOW = {"azurite"}  # it starts in two seconds
 # These tests are about moto, or about no server.
 OF_MOTO = {
     "test_foreign_objects_are_not_listed",
@@ -51,9 +52,9 @@ pytestmark = pytest.mark.no_cover
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     test = metafunc.function.__name__
-    marks = [] if test == BY_DEFAULT else [pytest.mark.soak]
     servers = []
     for name in real_stores.PROGRAMS:
+        marks = [] if test == BY_DEFAULT and name not in SLOW else [pytest.mark.soak]
         why = SKIPPED.get((name, test))
         skip = [pytest.mark.skip(why)] if why else []
         servers.append(pytest.param(name, marks=[*marks, *skip]))
