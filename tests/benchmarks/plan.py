@@ -41,6 +41,20 @@ BLOB_STORES = {"directory": "a directory", "s3": "S3 over HTTP, on the same mach
 BLOB_GOALS = {"upload": 0.5, "download": 0.3}  # seconds
 BLOB_OVERHEAD = 1.10
 
+ARTIFACT_OPERATIONS = ("save", "first read", "repeated read")
+
+# ADK's memory: entries of one user, and the words of each query.
+MEMORY_ENTRIES = 10_000
+MEMORY_QUERIES = {
+    "a rare word": "word4321",
+    "a question of nine words": " ".join(f"word{n}" for n in (0, 1, 3, 9, 27, 81, 243, 729, 2187)),
+    "a word of all entries": "word0",
+}
+MEMORY_SEARCH_GOAL = 0.020  # seconds, with a warm cache
+
+# `EncryptedSessionWrapper` before ADK's `DatabaseSessionService`.
+WRAPPER_OPERATIONS = ("create", "append", "get, 20 events")
+
 # Growth, size and memory.
 EVENTS = (10, 100, 1000, 10_000)
 STORED_EVENTS, STORED_SESSIONS = 1000, {"{}": 1000, "1KB": 500, "10KB": 100, "100KB": 40}

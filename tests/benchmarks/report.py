@@ -180,24 +180,44 @@ class Report:
         return _markdown(["operation", "application", *names, *ratios], cells)
 
     def blobs(self, store: str) -> str:
-        """Return the table of uploads and downloads of blobs, with the share of encryption."""
+        """Return the table of uploads and downloads of blobs, with the share of each work."""
         cells = []
         for direction, work in (("upload", "encrypt"), ("download", "decrypt")):
             for size in plan.BLOBS:
                 name = f"blobs/{store}/{direction}, {size}"
                 ours = f"{name}/encrypted"
-                alone = self._figures[f"blobs/{work}, {size}"].value
-                share = quantity(100 * alone / self._figures[ours].value, unit="%")
+                # The client hashes what it uploads to S3, as encryption has no hash of its own.
+                is_hashed = (store, direction) == ("s3", "upload")
+                encryption = self._share(f"blobs/{work}, {size}", ours)
+                hashing = self._share(f"blobs/SHA-256, {size}", ours) if is_hashed else 0.0
+                rest = max(0.0, 100 - encryption - hashing)
+                shares = [quantity(share, unit="%") for share in (encryption, hashing, rest)]
                 ratio = f"{name}/relative to plaintext"
                 times = [self.text(ours), self.text(f"{name}/plaintext"), self.interval(ratio)]
-                cells.append([f"{direction}, {size}", *times, share])
-        columns = ["encrypted", "plaintext", "relative to plaintext", "share of encryption"]
-        return _markdown([plan.BLOB_STORES[store], *columns], cells)
+                cells.append([f"{direction}, {size}", *times, *shares])
+        columns = ["encrypted", "plaintext", "relative to plaintext"]
+        shares = ["encryption", "hashing", "transfer"]
+        return _markdown([plan.BLOB_STORES[store], *columns, *shares], cells)
 
-    @property
-    def has_blobs(self) -> bool:
-        """Whether the results include blobs."""
-        return "blobs/header and an empty chunk" in self._figures
+    def _share(self, work: str, whole: str) -> float:
+        return 100 * self._figures[work].value / self._figures[whole].value
+
+    def artifacts(self) -> str:
+        """Return the table of artifacts saved and loaded by the service."""
+        columns = [
+            (heading, f"blobs/{store}/artifact of 1MB/{{}}")
+            for store, heading in plan.BLOB_STORES.items()
+        ]
+        return self.table("artifact of 1 MB", columns, plan.ARTIFACT_OPERATIONS)
+
+    def compared(self, first: str, name: str, rows: Sequence[str]) -> str:
+        """Return a table of our time, ADK's and their ratio; *name* has a `{}` for the row."""
+        sides = [("encrypted", OURS), ("ADK", ADK), ("relative to ADK", f"relative to {ADK}")]
+        return self.table(first, [(text, f"{name}/{side}") for text, side in sides], rows)
+
+    def has(self, name: str) -> bool:
+        """Whether the results include this figure."""
+        return name in self._figures
 
     def record_overhead(self, backend: str) -> str:
         """Return the number of bytes that a record adds to its value: `29`, or `70 to 85`."""

@@ -6,11 +6,14 @@ import secrets
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
+from google.genai import types
 
+from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
 from adk_secure_sessions.formats.blobs import (
     HEADER,
     BlobDecryptor,
@@ -21,12 +24,16 @@ from adk_secure_sessions.formats.blobs import (
     encrypt_stream,
     encrypted_size,
 )
+from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
 from adk_secure_sessions.integrations.object_store import BlobStore, open_store
 from tests.benchmarks.ciphers import Run, time_runs
-from tests.benchmarks.harness import interleave
+from tests.benchmarks.comparison import SECONDS
+from tests.benchmarks.harness import Operation, interleave
 from tests.benchmarks.plan import BLOB_GOALS, BLOB_OVERHEAD, BLOB_STORES, BLOBS
 from tests.benchmarks.results import Figure, Results
-from tests.integrations import s3
+from tests.integrations import real_stores
+from tests.integrations.object_server import BUCKET, s3_options
+from tests.programs import find
 
 pytestmark = pytest.mark.benchmark
 each_size = pytest.mark.parametrize("size", BLOBS)
@@ -53,6 +60,9 @@ def test_encryption_alone(results: Results, size: str) -> None:
     }
     for name, values in time_runs(operations).items():
         results.add(f"blobs/{name}, {size}", Figure.of(values, "s"))
+        if name == "SHA-256":
+            rates = [len(plaintext) / 1e6 / seconds for seconds in values]
+            results.add(f"blobs/SHA-256 rate, {size}", Figure.of(rates, "MB/s"))
 
 
 def test_header(results: Results) -> None:
@@ -71,8 +81,17 @@ def _consume(pieces: Iterator[bytes]) -> None:
 
 
 @pytest.fixture(scope="module")
-def s3_address() -> Iterator[str]:
-    """A server in another process, so that it does not share an interpreter with the client."""
+def s3_address(results: Results) -> Iterator[str]:
+    """An S3 server in another process: s3s-fs if it is installed, or else moto."""
+    program = real_stores.PROGRAMS["s3"]
+    if find(program.name):
+        command = [str(find(program.name)), "--version"]
+        name = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        results.versions["S3 server"] = name.strip()
+        with real_stores.started("s3") as port:
+            yield f"http://127.0.0.1:{port}"
+        return
+    results.versions["S3 server"] = f"moto {version('moto')}"
     environment = dict(os.environ, PYTHONPATH=str(ROOT))
     command = [sys.executable, "-W", "ignore", "-m", "tests.integrations.s3"]
     with subprocess.Popen(
@@ -83,17 +102,19 @@ def s3_address() -> Iterator[str]:
         process.communicate()
 
 
+def _place(
+    request: pytest.FixtureRequest, kind: str, tmp_path: Path
+) -> tuple[str, dict[str, Any] | None]:
+    """Return the URL of a store of *kind*, and its options."""
+    if kind == "directory":
+        return str(tmp_path / "blobs"), None
+    return f"s3://{BUCKET}", s3_options(request.getfixturevalue("s3_address"))
+
+
 @pytest.fixture(params=BLOB_STORES)
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> BlobStore:
-    if request.param == "directory":
-        return open_store(tmp_path, "p")
-    options: dict[str, Any] = {
-        "endpoint": request.getfixturevalue("s3_address"),
-        "region": s3.REGION,
-        "access_key_id": s3.ACCESS_KEY,
-        "secret_access_key": s3.SECRET,
-    }
-    return open_store(f"s3://{s3.BUCKET}", "p", options=options)
+    url, options = _place(request, request.param, tmp_path)
+    return open_store(url, "p", options=options)
 
 
 async def _one(piece: bytes) -> AsyncIterator[bytes]:
@@ -142,3 +163,36 @@ async def test_store(
             timings["encrypted"], timings["plaintext"], goal=BLOB_OVERHEAD if is_goal else None
         )
         results.add(f"{name}/relative to plaintext", ratio)
+
+
+@pytest.mark.asyncio(loop_scope="session")
+@pytest.mark.parametrize("kind", BLOB_STORES)
+async def test_repeated_reads(
+    request: pytest.FixtureRequest, results: Results, tmp_path: Path, kind: str
+) -> None:
+    """Save and load an artifact of 1 MB with the service, which caches no contents."""
+    url, options = _place(request, kind, tmp_path)
+    database = f"sqlite+aiosqlite:///{tmp_path}/sessions.db"
+    what: dict[str, Any] = {
+        "app_name": "app",
+        "user_id": "user",
+        "session_id": "s",
+        "filename": "image",
+    }
+    data = types.Blob(mime_type="image/png", data=os.urandom(BLOBS["1MB"]))
+    part = types.Part(inline_data=data)
+    async with EncryptedSessionService(database, AesGcmBackend(os.urandom(32))) as sessions:
+
+        def opened() -> EncryptedArtifactService:
+            return EncryptedArtifactService(sessions, url, options=options)
+
+        artifacts = opened()
+        await artifacts.save_artifact(**what, artifact=part)
+        assert await artifacts.load_artifact(**what) == part
+        sides: dict[str, Operation] = {
+            "save": lambda: artifacts.save_artifact(**what, artifact=part),
+            "first read": lambda: opened().load_artifact(**what),
+            "repeated read": lambda: artifacts.load_artifact(**what),
+        }
+        for name, values in (await interleave(sides, SECONDS)).items():
+            results.add(f"blobs/{kind}/artifact of 1MB/{name}", Figure.of(values, "s"))

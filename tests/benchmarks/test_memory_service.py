@@ -21,22 +21,17 @@ from adk_secure_sessions.integrations.memory import EncryptedMemoryService
 from tests.benchmarks.comparison import SECONDS
 from tests.benchmarks.databases import ADK, OURS
 from tests.benchmarks.harness import interleave
+from tests.benchmarks.plan import MEMORY_ENTRIES, MEMORY_QUERIES, MEMORY_SEARCH_GOAL
 from tests.benchmarks.results import Figure, Results
 from tests.benchmarks.workload import APP
 
 pytestmark = [pytest.mark.benchmark, pytest.mark.asyncio(loop_scope="session")]
 
-ENTRIES, SESSIONS, WORDS_OF_ENTRY = 10_000, 100, 20
-SEARCH_GOAL = 0.020  # seconds, for a user with `ENTRIES` entries, warm
+SESSIONS, WORDS_OF_ENTRY = 100, 20
 START = 1_700_000_000.0
 # The most frequent word is in nearly all entries, the rarest in about ten.
 VOCABULARY = [f"word{n}" for n in range(5000)]
 WEIGHTS = [1 / (1 + n) for n in range(5000)]
-QUERIES = {
-    "a rare word": "word4321",
-    "a question of ten words": " ".join(f"word{n}" for n in (0, 1, 3, 9, 27, 81, 243, 729, 2187)),
-    "a word of all entries": "word0",
-}
 
 
 def event(chance: random.Random, number: int) -> Event:
@@ -53,7 +48,7 @@ async def test_search_and_add(results: Results, tmp_path: Path) -> None:
     """Search 10,000 entries of one user, and add a session of 100 events after each turn."""
     adk = pytest.importorskip("google.adk.memory._sqlite_memory_service")
     chance = random.Random(1)
-    size = ENTRIES // SESSIONS
+    size = MEMORY_ENTRIES // SESSIONS
     history = [
         session(f"s{n}", [event(chance, n * size + k) for k in range(size)])
         for n in range(SESSIONS)
@@ -67,14 +62,14 @@ async def test_search_and_add(results: Results, tmp_path: Path) -> None:
         for service in services.values():
             for one in history:
                 await service.add_session_to_memory(one)
-        for name, query in QUERIES.items():
+        for name, query in MEMORY_QUERIES.items():
             sides = {
                 side: partial(service.search_memory, app_name=APP, user_id="user", query=query)
                 for side, service in services.items()
             }
             timings = await interleave(sides, SECONDS)
-            add(results, f"memory/search, {name}", timings, SEARCH_GOAL)
-        numbers = itertools.count(ENTRIES)
+            add(results, f"memory service/search, {name}", timings, MEMORY_SEARCH_GOAL)
+        numbers = itertools.count(MEMORY_ENTRIES)
 
         async def turn(service: BaseMemoryService, current: Session) -> None:
             current.events.append(event(chance, next(numbers)))
@@ -82,14 +77,14 @@ async def test_search_and_add(results: Results, tmp_path: Path) -> None:
 
         current = {side: session("s0", list(history[0].events)) for side in services}
         turns = {side: partial(turn, service, current[side]) for side, service in services.items()}
-        add(results, "memory/add a turn to 100 events", await interleave(turns, SECONDS))
+        add(results, "memory service/add a turn to 100 events", await interleave(turns, SECONDS))
         cold = []
         for _ in range(5):
             fresh = EncryptedMemoryService(sessions)
             start = time.perf_counter()
             await fresh.search_memory(app_name=APP, user_id="user", query="word1")
             cold.append(time.perf_counter() - start)
-        results.add("memory/first search of a user", Figure.of(cold, "s"))
+        results.add("memory service/first search of a user", Figure.of(cold, "s"))
 
 
 def add(

@@ -8,7 +8,7 @@ import pytest
 
 from tests.benchmarks.charts import charts
 from tests.benchmarks.report import CHARTS, PAGE, RESULTS, TEMPLATE, render
-from tests.benchmarks.results import Results
+from tests.benchmarks.results import Figure, Results
 
 REGENERATE = "regenerate the page and charts: python -m tests.benchmarks.report"
 
@@ -42,6 +42,23 @@ def test_page_changes_with_every_figure_that_it_shows(results: Results) -> None:
         )
         shown += changed != page
     assert shown > 5
+
+
+class _AnyFigure(dict[str, Figure]):
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __missing__(self, name: str) -> Figure:
+        return Figure(1.0, 1.0, 1.0, 1, "s")
+
+
+def test_page_has_sections_for_artifacts_memory_and_the_wrapper(results: Results) -> None:
+    """The results in the repository may be older than these benchmarks."""
+    versions = {**results.versions, "S3 server": "name of the server"}
+    page = render(Results(results.machine, versions, _AnyFigure(results.figures)))
+    headings = ("## Blobs of artifacts", "## Search in ADK's memory", "## Wrapper of another")
+    for text in (*headings, "name of the server", "repeated read", "| a rare word |"):
+        assert text in page
 
 
 def test_template_holds_no_measured_number() -> None:

@@ -21,6 +21,7 @@ from sqlalchemy import URL, event
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from adk_secure_sessions import AesGcmBackend, EncryptedSessionService, EncryptedSessionWrapper
+from tests.integrations.inner_services import FerretDB
 
 # One key for the whole run, so that a second service opens what the first one wrote.
 KEY = os.urandom(32)
@@ -147,11 +148,23 @@ def wrapped(
     return open_wrapper
 
 
+@asynccontextmanager
+async def _wrapped_mongodb(url: URL) -> AsyncIterator[BaseSessionService]:
+    server = FerretDB(Path(str(url.query["socket"])), Path(str(url.query["directory"])))
+    keys = URL.create("sqlite+aiosqlite", database=str(url.query["keys"]))
+    with server.connected(str(url.database)) as open_one:
+        async with EncryptedSessionWrapper(
+            open_one(), AesGcmBackend(KEY), key_db_url=keys
+        ) as service:
+            yield service
+
+
 # Services of ADK behind our wrapper.  They keep the differences of the service that stores.
 WRAPPERS: dict[str, Kind] = {
     "wrapped-memory": Kind(wrapped(_inner_in_memory), is_reference=True, is_shared=False),
     "wrapped-sqlite": Kind(wrapped(_inner_sqlite), is_reference=True),
     "wrapped-database": Kind(wrapped(_inner_database), is_reference=True),
+    "wrapped-mongodb": Kind(_wrapped_mongodb, "mongodb", "ferretdb_server", is_reference=True),
 }
 # Every test runs on these: one for each executor.  By default, the others run the tests that may
 # depend on a driver or an engine; `make soak` runs all tests on all of them.

@@ -1,5 +1,7 @@
 """ADK's contract behind `EncryptedSessionWrapper`, as far as the wrapped service keeps it."""
 
+from collections.abc import Iterator
+
 import pytest
 
 from tests.conformance import (
@@ -18,6 +20,7 @@ from tests.conformance import (
 )
 from tests.conformance.services import WRAPPERS, Kind
 from tests.conformance.support import each_kind
+from tests.integrations.inner_services import FerretDB, ferretdb
 
 MODULES = [
     test_append,
@@ -60,6 +63,10 @@ NO_MARKER = {
     "test_stale_session_error_is_adks_own",
 }
 LONE_SURROGATES = {"test_odd_text_comes_back_wherever_it_stands"}
+RECREATED = {
+    "test_handle_from_before_deletion_stays_stale_for_the_recreated_session",
+    "test_session_deleted_by_one_service_is_gone_for_another",
+}
 OF_ALL = [(SESSION_IDS, "some services change such ids, so the wrapper rejects them")]
 OF_KIND = {
     "wrapped-memory": [(NO_MARKER, "the service accepts stale session objects")],
@@ -68,9 +75,19 @@ OF_KIND = {
         (LONE_SURROGATES, "the service cannot store the author or the invocation id"),
     ],
     "wrapped-database": [],
+    "wrapped-mongodb": [
+        (RECREATED, "the service's marker begins at 0 again if a session is recreated"),
+        (LONE_SURROGATES, "the service cannot store the author or the invocation id"),
+    ],
 }
 
-_kind = each_kind("wrapped-memory", "wrapped-database", soak=["wrapped-sqlite"])
+_kind = each_kind("wrapped-memory", "wrapped-database", soak=["wrapped-sqlite", "wrapped-mongodb"])
+
+
+@pytest.fixture(scope="session")
+def ferretdb_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FerretDB]:
+    with ferretdb(tmp_path_factory.mktemp("ferretdb")) as server:
+        yield server
 
 
 @pytest.fixture

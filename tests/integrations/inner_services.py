@@ -5,20 +5,26 @@ How it works: `INNER` lists functions by name.  Each opens a service in a direct
 holds, as bytes.  A service whose server or client library is missing is skipped visibly.
 """
 
+import secrets
 import shutil
 import subprocess
+import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import quote
 
 import pytest
 from google.adk.sessions import BaseSessionService, InMemorySessionService
 from google.adk.sessions.database_session_service import DatabaseSessionService
 from google.adk.sessions.sqlite_session_service import SqliteSessionService
+from sqlalchemy import URL
 
+from tests.programs import find
 from tests.servers import unavailable
 
 # Runs a server until its standard input ends, as it does when the test process dies.
@@ -76,8 +82,6 @@ async def redis(directory: Path) -> AsyncIterator[Inner]:
         unavailable("no Redis here: on Debian, apt-get install redis-server")
     socket = directory / "redis.sock"
     options = ["--port", "0", "--unixsocket", str(socket), "--save", "", "--dir", str(directory)]
-    command = ["sh", "-c", _UNTIL_EOF, "redis", program, *options]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
     clients: list[Any] = []
 
     def connect(*, text: bool = True) -> Any:
@@ -88,24 +92,103 @@ async def redis(directory: Path) -> AsyncIterator[Inner]:
         raw = connect(text=False)
         return b"".join([key + (await raw.get(key)) for key in await raw.keys()])
 
-    try:
-        deadline = time.monotonic() + _PATIENCE
-        while not socket.exists():
-            assert process.poll() is None, "redis-server has ended"
-            assert time.monotonic() < deadline, "redis-server does not start"
-            time.sleep(0.01)
-        yield Inner(lambda: services.RedisSessionService(redis_client=connect()), stored)
-    finally:
-        for one in clients:
-            await one.aclose()
-        process.communicate()  # closes its standard input
+    with _server(socket, [program], options):
+        try:
+            yield Inner(lambda: services.RedisSessionService(redis_client=connect()), stored)
+        finally:
+            for one in clients:
+                await one.aclose()
+
+
+class FerretDB(NamedTuple):
+    """A server that speaks MongoDB's protocol, and stores its documents in SQLite files."""
+
+    socket: Path
+    directory: Path
+
+    @contextmanager
+    def connected(self, database: str) -> Iterator[Callable[[], BaseSessionService]]:
+        """Give a function that opens ADK's MongoDB service on a database of the server."""
+        import pymongo
+        from google.adk.integrations.mongodb import MongoDbSessionService
+
+        class Client(pymongo.MongoClient[Any]):
+            """A client without transactions, which FerretDB does not have.
+
+            ADK's service then writes one document after another, as on a standalone MongoDB.
+            """
+
+            def start_session(self, *_: object, **__: object) -> Any:
+                raise NotImplementedError
+
+        clients: list[Client] = []
+
+        def open_one() -> BaseSessionService:
+            clients.append(Client(f"mongodb://{quote(str(self.socket), safe='')}"))
+            return MongoDbSessionService(database_name=database, mongo_client=clients[-1])
+
+        try:
+            yield open_one
+        finally:
+            for one in clients:
+                one.close()
+
+    def stored(self) -> bytes:
+        return b"".join(one.read_bytes() for one in sorted(self.directory.iterdir()))
+
+    @contextmanager
+    def database(self) -> Iterator[URL]:
+        """Name a new database, as the servers of tests/servers.py do."""
+        name = f"test_{secrets.token_hex(8)}"
+        with tempfile.TemporaryDirectory() as directory:
+            places = {"socket": str(self.socket), "directory": str(self.directory)}
+            keys = {"keys": f"{directory}/keys.db"}
+            yield URL.create("mongodb", database=name, query=places | keys)
+
+
+@contextmanager
+def ferretdb(directory: Path) -> Iterator[FerretDB]:
+    pytest.importorskip("pymongo", reason="pip install pymongo")
+    pytest.importorskip(
+        "google.adk.integrations.mongodb", reason="this google-adk has no MongoDB session service"
+    )
+    if (program := find("ferretdb")) is None:
+        pytest.skip("no FerretDB here: tests/README.md says how to build it")
+    socket, data = directory / "mongodb.sock", directory / "mongodb"
+    data.mkdir()
+    with _server(
+        socket,
+        [program, "--handler=sqlite", f"--sqlite-url=file:{data}/", f"--state-dir={directory}"],
+        ["--listen-addr=", f"--listen-unix={socket}", "--debug-addr=-", "--telemetry=disable"],
+    ):
+        yield FerretDB(socket, data)
 
 
 @asynccontextmanager
 async def mongodb(directory: Path) -> AsyncIterator[Inner]:
-    """ADK's MongoDB service.  Neither Debian nor a wheel brings a MongoDB server."""
-    pytest.skip("no MongoDB server can be installed from Debian or from a wheel")
-    yield  # type: ignore[unreachable]
+    """ADK's MongoDB service on a private FerretDB."""
+    with ferretdb(directory) as server, server.connected("adk") as open_one:
+        yield Inner(open_one, server.stored)
+
+
+@contextmanager
+def _server(socket: Path, *command: Sequence[str]) -> Iterator[None]:
+    """Run a server for the block, which begins when the server listens on *socket*."""
+    process = subprocess.Popen(
+        ["sh", "-c", _UNTIL_EOF, "server", *chain.from_iterable(command)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        deadline = time.monotonic() + _PATIENCE
+        while not socket.exists():
+            assert process.poll() is None, "the server has ended"
+            assert time.monotonic() < deadline, "the server does not start"
+            time.sleep(0.01)
+        yield
+    finally:
+        process.communicate()  # closes its standard input
 
 
 INNER: dict[str, Callable[[Path], AbstractAsyncContextManager[Inner]]] = {
@@ -115,3 +198,7 @@ INNER: dict[str, Callable[[Path], AbstractAsyncContextManager[Inner]]] = {
     "redis": redis,
     "mongodb": mongodb,
 }
+SLOW = {"mongodb"}  # only under `make soak`
+each_inner = [
+    pytest.param(name, marks=[pytest.mark.soak] if name in SLOW else []) for name in INNER
+]

@@ -20,7 +20,7 @@ from adk_secure_sessions.formats.blobs import (
 )
 from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
 from adk_secure_sessions.integrations.object_store import open_store
-from tests.integrations.s3 import ACCESS_KEY, REGION, SECRET
+from tests.integrations.object_server import s3_options
 
 MB = 1_000_000
 
@@ -56,13 +56,7 @@ async def stream(where: str, address: str, count: int) -> None:
     if where.startswith("artifacts:"):
         await stream_artifact(where.removeprefix("artifacts:"), count)
         return
-    options = {
-        "endpoint": address,
-        "region": REGION,
-        "access_key_id": ACCESS_KEY,
-        "secret_access_key": SECRET,
-    }
-    store = open_store(where, "p", options=options if where.startswith("s3") else None)
+    store = open_store(where, "p", options=s3_options(address) if where.startswith("s3") else None)
     written, found = hashlib.sha256(), hashlib.sha256()
     name, encryptor = secrets.token_hex(16), BlobEncryptor()
     size = await store.put_stream(name, encrypt_stream(encryptor, source(count, written)))

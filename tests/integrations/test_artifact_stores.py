@@ -24,7 +24,7 @@ from adk_secure_sessions.integrations.artifact_blobs import check_blobs, purge_b
 from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
 from adk_secure_sessions.maintenance import Database, erase_user, retire, rotate_data, verify
 from tests.integrations import s3
-from tests.integrations.s3 import BUCKET, SECRET, Failure
+from tests.integrations.object_server import BUCKET, CLOSED, SECRET, Failure, ObjectServer
 from tests.maintenance.conftest import file_url, place, url  # noqa: F401 - fixtures
 
 BACKEND = AesGcmBackend(bytes(range(32)))
@@ -34,16 +34,16 @@ DATA = bytes(range(256)) * 80_000  # 20 MB: three objects
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[s3.Server]:
+def running() -> Iterator[ObjectServer]:
     with s3.running() as server:
         yield server
 
 
 @pytest.fixture
-def server(running: s3.Server, monkeypatch: pytest.MonkeyPatch) -> s3.Server:
+def server(running: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> ObjectServer:
     """The server, empty; this machine's own settings are hidden."""
     for name in list(os.environ):
-        if name.startswith("AWS_") or name.lower().endswith("_proxy"):
+        if name.startswith(("AWS_", "AZURE_", "GOOGLE_")) or name.lower().endswith("_proxy"):
             monkeypatch.delenv(name)
     running.clear()
     return running
@@ -56,10 +56,10 @@ async def sessions(file_url: str) -> AsyncIterator[EncryptedSessionService]:  # 
 
 
 def artifacts_in(
-    sessions: EncryptedSessionService, server: s3.Server, bucket: str = BUCKET, **changes: Any
+    sessions: EncryptedSessionService, server: ObjectServer, bucket: str = BUCKET, **changes: Any
 ) -> EncryptedArtifactService:
     options = server.options | changes
-    return EncryptedArtifactService(sessions, f"s3://{bucket}/ada", options=options, timeout=5)
+    return EncryptedArtifactService(sessions, server.url("ada", bucket), options=options, timeout=5)
 
 
 def blob(data: bytes) -> types.Part:
@@ -74,7 +74,7 @@ async def pieces(data: bytes = DATA) -> AsyncIterator[bytes]:
 # --- a bucket, and rows on SQLite, PostgreSQL and MariaDB -----------------------------------------
 
 
-async def test_artifacts_are_saved_loaded_and_deleted(url: str, server: s3.Server) -> None:  # noqa: F811
+async def test_artifacts_are_saved_loaded_and_deleted(url: str, server: ObjectServer) -> None:  # noqa: F811
     async with EncryptedSessionService(url, BACKEND) as sessions:
         artifacts = artifacts_in(sessions, server)
         for version, data in enumerate((b"first", b"", b"third")):
@@ -105,7 +105,7 @@ async def test_artifacts_are_saved_loaded_and_deleted(url: str, server: s3.Serve
         assert server.keys() == []
 
 
-async def test_concurrent_saves_get_distinct_versions(url: str, server: s3.Server) -> None:  # noqa: F811
+async def test_concurrent_saves_get_distinct_versions(url: str, server: ObjectServer) -> None:  # noqa: F811
     async with (
         EncryptedSessionService(url, BACKEND) as one,
         EncryptedSessionService(url, BACKEND) as other,
@@ -124,8 +124,8 @@ async def test_concurrent_saves_get_distinct_versions(url: str, server: s3.Serve
     assert len(server.keys()) == 12
 
 
-async def test_maintenance_includes_artifacts(url: str, server: s3.Server) -> None:  # noqa: F811
-    where = f"s3://{BUCKET}/ada"
+async def test_maintenance_includes_artifacts(url: str, server: ObjectServer) -> None:  # noqa: F811
+    where = server.url("ada")
     for user_id in ("needle-user", "bob"):
         async with EncryptedSessionService(url, BACKEND) as sessions:
             artifacts = artifacts_in(sessions, server)
@@ -159,7 +159,7 @@ FAILURES: dict[str, tuple[Failure, str, bool]] = {
 
 @pytest.mark.parametrize("case", FAILURES.values(), ids=FAILURES)
 async def test_call_to_a_store_that_fails_raises_and_stores_nothing(
-    sessions: EncryptedSessionService, server: s3.Server, case: tuple[Failure, str, bool]
+    sessions: EncryptedSessionService, server: ObjectServer, case: tuple[Failure, str, bool]
 ) -> None:
     failure, text, retryable = case
     artifacts = artifacts_in(sessions, server)
@@ -189,7 +189,7 @@ async def test_call_to_a_store_that_fails_raises_and_stores_nothing(
 
 
 async def test_stream_whose_second_object_cannot_be_stored_leaves_nothing(
-    sessions: EncryptedSessionService, server: s3.Server
+    sessions: EncryptedSessionService, server: ObjectServer
 ) -> None:
     artifacts = artifacts_in(sessions, server)
 
@@ -208,7 +208,7 @@ async def test_stream_whose_second_object_cannot_be_stored_leaves_nothing(
     assert await artifacts.list_artifact_keys(**USER, session_id="needle-session") == []
 
 
-async def test_missing_bucket(sessions: EncryptedSessionService, server: s3.Server) -> None:
+async def test_missing_bucket(sessions: EncryptedSessionService, server: ObjectServer) -> None:
     artifacts = artifacts_in(sessions, server, "missing-bucket")
     with pytest.raises(ArtifactStoreError, match="the bucket does not exist"):
         await artifacts.save_artifact(**HERE, artifact=blob(b"data"))
@@ -216,15 +216,15 @@ async def test_missing_bucket(sessions: EncryptedSessionService, server: s3.Serv
 
 
 async def test_bucket_that_went_is_no_missing_artifact(
-    sessions: EncryptedSessionService, server: s3.Server
+    sessions: EncryptedSessionService, server: ObjectServer
 ) -> None:
     await artifacts_in(sessions, server).save_artifact(**HERE, artifact=blob(b"data"))
     with pytest.raises(TamperedError, match="a blob is missing"):
         await artifacts_in(sessions, server, "missing-bucket").load_artifact(**HERE)
 
 
-async def test_unreachable_store(sessions: EncryptedSessionService, server: s3.Server) -> None:
-    artifacts = artifacts_in(sessions, server, endpoint="http://127.0.0.1:9")
+async def test_unreachable_store(sessions: EncryptedSessionService, server: ObjectServer) -> None:
+    artifacts = artifacts_in(sessions, server, **server.options_at(CLOSED))
     with pytest.raises(ArtifactStoreError, match="cannot be reached") as info:
         await artifacts.save_artifact(**HERE, artifact=blob(b"data"))
     assert info.value.retryable
@@ -234,10 +234,10 @@ async def test_unreachable_store(sessions: EncryptedSessionService, server: s3.S
 
 async def test_store_that_answers_too_late(
     sessions: EncryptedSessionService,
-    server: s3.Server,
+    server: ObjectServer,
     file_url: str,  # noqa: F811
 ) -> None:
-    where, options = f"s3://{BUCKET}", server.options
+    where, options = server.url(), server.options
     artifacts = EncryptedArtifactService(sessions, where, options=options, timeout=0.3)
     server.delay = 0.6
     with pytest.raises(ArtifactStoreError) as info:
@@ -253,7 +253,7 @@ async def test_store_that_answers_too_late(
 
 async def test_artifact_is_deleted_while_the_store_fails(
     sessions: EncryptedSessionService,
-    server: s3.Server,
+    server: ObjectServer,
     file_url: str,  # noqa: F811
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -268,7 +268,7 @@ async def test_artifact_is_deleted_while_the_store_fails(
     assert len(server.keys()) == 1
     async with Database(file_url, BACKEND) as db:
         done = await purge_blobs(
-            db, f"s3://{BUCKET}/ada", older_than=timedelta(), options=server.options
+            db, server.url("ada"), older_than=timedelta(), options=server.options
         )
     assert done[:3] == (1, 0, 0)
     assert server.keys() == []

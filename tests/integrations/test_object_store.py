@@ -35,7 +35,15 @@ from adk_secure_sessions.integrations.object_store import (
     open_store,
 )
 from tests.integrations import s3
-from tests.integrations.s3 import BUCKET, SECRET, Failure
+from tests.integrations.object_server import (
+    ACCESS_KEY,
+    BUCKET,
+    CLOSED,
+    REGION,
+    SECRET,
+    Failure,
+    ObjectServer,
+)
 
 PREFIX = "0ada57141459e0f9"
 SMALL_OBJECT = 1000  # instead of 8 MiB, in tests of blobs with many objects
@@ -43,16 +51,16 @@ SIZES = [1, SMALL_OBJECT - 1, SMALL_OBJECT, SMALL_OBJECT + 1, 3 * SMALL_OBJECT, 
 
 
 @pytest.fixture(scope="session")
-def s3_server() -> Iterator[s3.Server]:
+def s3_server() -> Iterator[ObjectServer]:
     with s3.running() as server:
         yield server
 
 
 @pytest.fixture
-def server(s3_server: s3.Server, monkeypatch: pytest.MonkeyPatch) -> s3.Server:
+def server(s3_server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> ObjectServer:
     """The server, empty; this machine's own settings are hidden."""
     for name in list(os.environ):
-        if name.startswith("AWS_") or name.lower().endswith("_proxy"):
+        if name.startswith(("AWS_", "AZURE_", "GOOGLE_")) or name.lower().endswith("_proxy"):
             monkeypatch.delenv(name)
     s3_server.clear()
     return s3_server
@@ -62,7 +70,7 @@ def server(s3_server: s3.Server, monkeypatch: pytest.MonkeyPatch) -> s3.Server:
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> BlobStore:
     if request.param == "s3":
         server = request.getfixturevalue("server")
-        return open_store(f"s3://{BUCKET}/team", PREFIX, options=server.options)
+        return open_store(server.url("team"), PREFIX, options=server.options)
     where = tmp_path / "blobs" if request.param == "directory" else "memory://"
     return open_store(where, PREFIX)
 
@@ -151,8 +159,8 @@ async def test_deleted_blob_is_gone_and_others_stay(store: BlobStore, small_obje
     await store.delete(name)
 
 
-async def test_blobs_of_another_prefix_are_not_listed(tmp_path: Path, server: s3.Server) -> None:
-    roots: tuple[Path | str, ...] = (tmp_path, f"s3://{BUCKET}")
+async def test_blobs_of_another_prefix_are_not_listed(tmp_path: Path, server: ObjectServer) -> None:
+    roots: tuple[Path | str, ...] = (tmp_path, server.url())
     for root in roots:
         options = server.options if isinstance(root, str) else None
         one, other = (open_store(root, prefix, options=options) for prefix in ("a", "ab"))
@@ -283,8 +291,9 @@ async def test_memory_does_not_grow_with_the_blob(tmp_path: Path) -> None:
             tracemalloc.stop()
 
 
-def open_s3(server: s3.Server, bucket: str = BUCKET, **changes: Any) -> BlobStore:
-    return open_store(f"s3://{bucket}", PREFIX, options=server.options | changes, timeout=5)
+def open_bucket(server: ObjectServer, bucket: str = BUCKET, **changes: Any) -> BlobStore:
+    options = server.options | changes
+    return open_store(server.url(bucket=bucket), PREFIX, options=options, timeout=5)
 
 
 FAILURES: dict[str, tuple[Failure, str, bool]] = {
@@ -299,10 +308,10 @@ FAILURES: dict[str, tuple[Failure, str, bool]] = {
 
 @pytest.mark.parametrize("case", FAILURES.values(), ids=FAILURES)
 async def test_failure_of_the_store_is_our_error(
-    server: s3.Server, case: tuple[Failure, str, bool]
+    server: ObjectServer, case: tuple[Failure, str, bool]
 ) -> None:
     failure, text, retryable = case
-    store, name = open_s3(server), new_name()
+    store, name = open_bucket(server), new_name()
     await store.put_stream(name, pieces_of(b"content"))
     calls: list[Callable[[], Any]] = [
         lambda: store.put_stream(new_name(), pieces_of(b"content")),
@@ -329,9 +338,9 @@ def assert_says_nothing(error: BaseException, *more: str) -> None:
 
 
 async def test_full_store_in_a_large_upload_leaves_nothing(
-    server: s3.Server, small_objects: None
+    server: ObjectServer, small_objects: None
 ) -> None:
-    store = open_s3(server)
+    store = open_bucket(server)
     server.failures.extend([Failure(507, "StorageFull", "PUT")] * 3)
     with pytest.raises(ArtifactStoreError, match="full"):
         await store.put_stream(new_name(), pieces_of(content(20_500)))
@@ -339,15 +348,15 @@ async def test_full_store_in_a_large_upload_leaves_nothing(
     assert server.keys() == []
 
 
-async def test_missing_bucket_is_named(server: s3.Server) -> None:
-    store = open_s3(server, "another-bucket")
+async def test_missing_bucket_is_named(server: ObjectServer) -> None:
+    store = open_bucket(server, "another-bucket")
     for call in (store.put_stream(new_name(), pieces_of(b"x")), listed(store)):
         with pytest.raises(ArtifactStoreError, match="the bucket does not exist; create it"):
             await call
 
 
-async def test_unreachable_store_is_our_error(server: s3.Server) -> None:
-    store = open_s3(server, endpoint="http://127.0.0.1:9")
+async def test_unreachable_store_is_our_error(server: ObjectServer) -> None:
+    store = open_bucket(server, **server.options_at(CLOSED))
     for call in (store.put_stream(new_name(), pieces_of(b"x")), read(store, new_name(), 1)):
         with pytest.raises(ArtifactStoreError, match="cannot be reached") as info:
             await call
@@ -355,8 +364,8 @@ async def test_unreachable_store_is_our_error(server: s3.Server) -> None:
         assert_says_nothing(info.value)
 
 
-async def test_store_that_does_not_answer_is_our_error(server: s3.Server) -> None:
-    store = open_store(f"s3://{BUCKET}", PREFIX, options=server.options, timeout=0.2)
+async def test_store_that_does_not_answer_is_our_error(server: ObjectServer) -> None:
+    store = open_store(server.url(), PREFIX, options=server.options, timeout=0.2)
     server.delay = 1
     start = time.monotonic()
     with pytest.raises(ArtifactStoreError) as info:
@@ -366,8 +375,8 @@ async def test_store_that_does_not_answer_is_our_error(server: s3.Server) -> Non
     server.delay = 0
 
 
-async def test_temporary_failure_is_retried(server: s3.Server) -> None:
-    store = open_s3(server, retry_config={"max_retries": 3})
+async def test_temporary_failure_is_retried(server: ObjectServer) -> None:
+    store = open_bucket(server, retry_config={"max_retries": 3})
     name = new_name()
     server.failures.extend([Failure(503, "SlowDown")] * 2)
     await store.put_stream(name, pieces_of(b"content"))
@@ -621,8 +630,8 @@ async def test_environment_names_the_store_and_its_credentials(
     server: s3.Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", server.address)
-    monkeypatch.setenv("AWS_REGION", s3.REGION)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3.ACCESS_KEY)
+    monkeypatch.setenv("AWS_REGION", REGION)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     store, name = open_store(f"s3://{BUCKET}/some/where/", PREFIX), new_name()
     await store.put_stream(name, pieces_of(b"x"))

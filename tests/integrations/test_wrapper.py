@@ -32,13 +32,13 @@ from adk_secure_sessions.maintenance.rotate_master import rotate_master
 from tests.attacks import needles
 from tests.attacks.needles import found_in, needle
 from tests.conformance.support import create, delete, event, find, listed, reload
-from tests.integrations.inner_services import INNER, Inner, stored_bytes
+from tests.integrations.inner_services import INNER, Inner, each_inner, stored_bytes
 
 KEY = os.urandom(32)
 Open = Callable[..., EncryptedSessionWrapper]
 
 
-@pytest.fixture(params=INNER)
+@pytest.fixture(params=each_inner)
 async def inner(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Inner]:
     async with INNER[request.param](tmp_path) as opened:
         yield opened
