@@ -1,4 +1,4 @@
-"""`blobs verify` and `blobs purge`: what they print and delete, and their exit status."""
+"""`blobs verify`, `blobs purge`, `rotate data --blobs`: what they print, delete and exit with."""
 
 import asyncio
 import os
@@ -143,6 +143,42 @@ def test_bucket_without_tls_must_be_allowed(filled: str, monkeypatch: pytest.Mon
     assert "needle" not in said.stderr
 
 
+def test_contents_are_reencrypted_with_the_records(filled: str, store: Path) -> None:
+    arguments = ("rotate", "data", *on(filled), "--blobs", "--store", str(store))
+    old = files(store)
+    said = run(*arguments, "--dry-run")
+    assert (said.code, files(store)) == (0, old)
+    assert "would be re-encrypted: 2 blobs of 12 bytes" in said.stdout
+    said = run(*arguments)
+    assert (said.code, said.stderr) == (0, "")
+    assert "\nre-encrypted: 2 blobs of 12 bytes\n" in said.stdout
+    assert not set(old) & set(files(store))
+    missing, _ = files(store)
+    missing.unlink()
+    said = run(*arguments)
+    assert said.code == 1
+    problem, *_, left, following = said.stdout.splitlines()
+    assert f"its blob {missing.parent.name}: a blob is missing" in problem
+    assert left == "missing or tampered with, and left unchanged: 1 blob"
+    assert following.startswith("next: restore these blobs from a backup of the store")
+    found = check(run(*arguments, "--json"), "rotate data")
+    assert (found["resumed"], found["blobs"], found["bad_blobs"]) == (True, 0, 1)
+
+
+def test_contents_are_reencrypted_only_with_a_store(filled: str, store: Path) -> None:
+    for more in (["--blobs"], ["--store", str(store)]):
+        said = run("rotate", "data", *on(filled), *more)
+        assert said.code == 2
+        assert "--blobs and --store are given together" in said.stderr
+    wrong = store.with_name("artefacts")
+    said = run("rotate", "data", *on(filled), "--blobs", "--store", str(wrong))
+    assert said.code == 2
+    assert said.stderr == "Error: the directory of artifacts does not exist: check its path\n"
+    assert not wrong.exists()
+
+
 def test_commands_do_not_import_adk(filled: str, store: Path) -> None:
-    status, names = imported("blobs", "verify", *on(filled), "--store", str(store))
+    status, names = imported(
+        "rotate", "data", *on(filled), "--blobs", "--store", str(store), "--dry-run"
+    )
     assert (status, {"google.adk", "pydantic"} & names) == (0, set())

@@ -18,8 +18,11 @@ from adk_secure_sessions import (
     TamperedError,
 )
 from adk_secure_sessions.formats.events import decode_item
+from adk_secure_sessions.integrations.artifact_versions import Blob, reencrypted_item
 from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
+from adk_secure_sessions.integrations.blob_rotation import rotate_data_and_blobs
 from adk_secure_sessions.maintenance import Database, erase_user, rotate_data, verify
+from adk_secure_sessions.storage import Collections
 from tests.maintenance.support import query, run_sql
 
 BACKEND = AesGcmBackend(bytes(range(32)))
@@ -267,3 +270,61 @@ async def test_no_traceback_shows_a_key_of_a_blob(
         for key in keys:
             assert key not in text
             assert repr(bytes.fromhex(key)) not in text
+
+
+# --- contents that were re-encrypted -------------------------------------------------------------
+
+OLD_ROWS = {
+    "the item with the new blob was deleted": "DELETE FROM secure_events WHERE seq = 3",
+    "it was replaced by the item with the old blob": (
+        "UPDATE secure_events SET event = (SELECT event FROM secure_events WHERE seq = 2) "
+        "WHERE seq = 3"
+    ),
+    "the artifact's row was rolled back": "the old row",
+    "the item was deleted, and the row got its number": (
+        "DELETE FROM secure_events WHERE seq = 3; UPDATE secure_sessions SET revision = 3"
+    ),
+}
+
+
+@pytest.mark.parametrize("attack", OLD_ROWS.values(), ids=OLD_ROWS.keys())
+async def test_old_row_of_a_reencrypted_content_is_rejected(
+    service: EncryptedArtifactService, url: str, place: sa.URL, blobs: Path, attack: str
+) -> None:
+    """The attacker has kept the old blob, and the data key is the same."""
+    columns = "revision, updated_at, state"
+    ((revision, updated_at, state),) = query(place, f"SELECT {columns} FROM secure_sessions")
+    name = json.dumps(["artifact", HERE["session_id"], HERE["filename"]])
+    async with Database(url, BACKEND) as db:
+        collections = Collections(db.unit)
+        found = await collections.get(*db_ids(), name)
+        assert found is not None
+        blob = Blob((await collections.database_id()).hex(), "0" * 32, bytes(32), 16)
+        item = reencrypted_item(found.items[2], 2, 3, blob, 1)
+        await collections.append(*db_ids(), name, item, expected=found.at)
+    if attack == "the old row":
+        attack = (
+            f"UPDATE secure_sessions SET revision = {revision}, updated_at = {updated_at}, "
+            f"state = x'{state.hex()}'"
+        )
+    for statement in attack.split("; "):
+        run_sql(place, statement)
+    for version in (None, 2):
+        with pytest.raises(DecryptionError):
+            await load(url, blobs, version)
+
+
+def db_ids() -> tuple[str, str]:
+    return WHO["app_name"], WHO["user_id"]
+
+
+async def test_old_blob_in_the_place_of_the_reencrypted_one_is_rejected(
+    service: EncryptedArtifactService, url: str, blobs: Path
+) -> None:
+    old = files(blobs)[-1].read_bytes()
+    async with Database(url, BACKEND) as db:
+        assert (await rotate_data_and_blobs(db, blobs)).blobs == 3
+    assert await load(url, blobs) == part("2")
+    files(blobs)[-1].write_bytes(old)
+    with pytest.raises(TamperedError):
+        await load(url, blobs)

@@ -409,12 +409,12 @@ async def test_load_while_another_task_deletes_is_no_attack(
     await ours.save_artifact(**HERE, artifact=types.Part(text="old"))
     read = ours._part
 
-    async def delete_and_read(version: Any) -> types.Part:
+    async def delete_and_read(*arguments: Any) -> types.Part:
         monkeypatch.undo()
         await ours.delete_artifact(**HERE)
         if is_saved_again:
             await ours.save_artifact(**HERE, artifact=types.Part(text="new"))
-        return await read(version)
+        return await read(*arguments)
 
     # No public call stops between the read of the row and that of the content.
     for is_saved_again in (True, False):

@@ -12,6 +12,7 @@ from adk_secure_sessions.formats.events import encode_item
 from adk_secure_sessions.maintenance import Database, erase_user, purge, retire, rotate_data, verify
 from adk_secure_sessions.storage import Expected, StaleRevision
 from adk_secure_sessions.storage.store import MAX_NAME_BYTES
+from tests.faults import Point, with_faults
 from tests.maintenance.conftest import file_url, place, url  # noqa: F401 - fixtures
 from tests.maintenance.support import APP, OLD, event, query, run_sql
 
@@ -203,6 +204,20 @@ async def test_database_with_collections_names_the_feature(file_url: str, tmp_pa
         assert query(stored, features)[0][0].startswith("- ")
         await fill(service)
         assert query(stored, features)[0][0].startswith("collections ")
+
+
+async def test_many_items_are_replaced_with_a_few_queries(file_url: str) -> None:  # noqa: F811
+    service, faults = with_faults(lambda: EncryptedSessionService(file_url, BACKEND))
+    async with service:
+        append = service.collections.append
+        *_, at = [await append(APP, "ada", "c", encode_item({"n": n})) for n in range(250)]
+        reads = faults.data.counts[Point.READ]
+        replaced = {n: encode_item({"new": n}) for n in range(250)}
+        await append(APP, "ada", "c", ITEMS[0], expected=at, replaced=replaced)
+        assert faults.data.counts[Point.READ] - reads == 3  # the collection, and 200 and 50 items
+        found = await service.collections.get(APP, "ada", "c")
+        assert found is not None
+        assert found.items == (*replaced.values(), ITEMS[0])
 
 
 async def test_only_earlier_items_are_replaced(service: EncryptedSessionService) -> None:

@@ -1,13 +1,12 @@
 """The commands for the contents of artifacts, which are blobs in a directory or a bucket."""
 
 import sys
-from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from adk_secure_sessions.cli.options import age, on_database, with_dry_run, with_keys
+from adk_secure_sessions.cli.options import age, on_database, with_dry_run, with_keys, with_store
 from adk_secure_sessions.cli.output import counted, show
 from adk_secure_sessions.cli.program import AGAIN, main, run
 from adk_secure_sessions.cli.text import problem_lines
@@ -21,22 +20,8 @@ def blobs() -> None:
     """Check and clean up the store of the contents of artifacts."""
 
 
-def _with_store(command: Callable[..., Any]) -> Callable[..., Any]:
-    store = click.option(
-        "--store",
-        required=True,
-        metavar="STORE",
-        help="Where the contents of artifacts are: a directory, s3://BUCKET/PREFIX, "
-        "gs://BUCKET/PREFIX or az://CONTAINER/PREFIX.",
-    )
-    allow_http = click.option(
-        "--allow-http", is_flag=True, help="Accept a store on another machine without TLS."
-    )
-    return store(allow_http(command))
-
-
 @blobs.command()
-@_with_store
+@with_store(required=True)
 @with_keys(required=True)
 @on_database
 def verify(db: "Database", as_json: bool, store: str, allow_http: bool) -> None:
@@ -82,7 +67,7 @@ def verify(db: "Database", as_json: bool, store: str, allow_http: bool) -> None:
     help="Longer than any upload takes: a number and a unit: s, m, h, d or w.",
 )
 @with_dry_run
-@_with_store
+@with_store(required=True)
 @with_keys(required=True)
 @on_database
 def purge(

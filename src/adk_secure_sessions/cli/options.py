@@ -148,3 +148,18 @@ _ALSO_BACKEND_HELP = (
     "Another backend whose records may be decrypted; repeatable; or set "
     f"{variable('also-backend')}, separated by spaces."
 )
+
+
+def with_store(*, required: bool) -> Callable[[Command], Command]:
+    """Add the options that name the store of the contents of artifacts."""
+    store = click.option(
+        "--store",
+        required=required,
+        metavar="STORE",
+        help="Where the contents of artifacts are: a directory, s3://BUCKET/PREFIX, "
+        "gs://BUCKET/PREFIX or az://CONTAINER/PREFIX.",
+    )
+    allow_http = click.option(
+        "--allow-http", is_flag=True, help="Accept a store on another machine without TLS."
+    )
+    return lambda command: store(allow_http(command))

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from adk_secure_sessions.cli.options import on_database, with_dry_run, with_keys, with_speed
+from adk_secure_sessions.cli.options import (
+    on_database,
+    with_dry_run,
+    with_keys,
+    with_speed,
+    with_store,
+)
 from adk_secure_sessions.cli.output import progress, show
 from adk_secure_sessions.cli.program import (
     AGAIN,
@@ -93,12 +99,25 @@ def master(db: "Database", as_json: bool, dry_run: bool, **options: Any) -> None
 
 
 @rotate.command()
+@click.option("--blobs", is_flag=True, help="Re-encrypt the contents of artifacts, too.")
+@with_store(required=False)
 @_with_rotation_options
-def data(db: "Database", as_json: bool, dry_run: bool, **options: Any) -> None:
+def data(
+    db: "Database",
+    as_json: bool,
+    dry_run: bool,
+    blobs: bool,
+    store: str | None,
+    allow_http: bool,
+    **options: Any,
+) -> None:
     """Create new data keys of --backend for all users and apps, and re-encrypt their records.
 
     Running services are not interrupted.  If this command is killed, the next run continues its
     work.  Exits 1 if records are left under older keys or another backend.
+
+    With --blobs, the command then re-encrypts the contents of artifacts.  Without --blobs, contents
+    keep their keys, which are in the records.
 
     \b
     Example:
@@ -107,7 +126,14 @@ def data(db: "Database", as_json: bool, dry_run: bool, **options: Any) -> None:
     """
     from adk_secure_sessions import maintenance
 
-    done = _rotate(db, "data", maintenance.rotate_data, dry_run=dry_run, **options)
+    if blobs != (store is not None):
+        raise click.UsageError("--blobs and --store are given together")
+    work: Callable[..., Awaitable[Any]] = maintenance.rotate_data
+    if store is not None:
+        from adk_secure_sessions.integrations.blob_rotation import rotate_data_and_blobs
+
+        work = partial(rotate_data_and_blobs, store=store, allow_http=allow_http)
+    done = _rotate(db, "data", work, dry_run=dry_run, **options)
     _show(done, as_json, data_rotation_lines(done, dry_run), dry_run=dry_run)
 
 

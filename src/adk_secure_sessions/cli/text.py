@@ -123,14 +123,25 @@ def data_rotation_lines(done: DataRotation, dry_run: bool) -> Iterator[str]:
     verb = "would be re-encrypted" if dry_run else "re-encrypted"
     with_keys = "" if dry_run else f", with {counted(done.keys, 'new data key')}"
     yield f"{verb}: {counted(done.reencrypted, 'record')}{with_keys}"
-    if done.bad:
-        yield f"cannot be decrypted, and left unchanged: {counted(done.bad, 'row')}"
+    if done.blobs:
+        yield f"{verb}: {counted(done.blobs, 'blob')} of {counted(done.blob_bytes, 'byte')}"
+    if done.bad > done.bad_blobs:
+        rows = counted(done.bad - done.bad_blobs, "row")
+        yield f"cannot be decrypted, and left unchanged: {rows}"
+    if done.bad_blobs:
+        yield f"missing or tampered with, and left unchanged: {counted(done.bad_blobs, 'blob')}"
     if dry_run:
         return
     if done.left:
         yield f"left under older keys: {counted(done.left, 'record')}"
         yield from table(done.left_in, _INDENT)
-    yield from _next(done)
+    if done.bad and done.bad == done.bad_blobs:
+        yield (
+            "next: restore these blobs from a backup of the store, or delete their artifacts, then "
+            "run this again"
+        )
+    else:
+        yield from _next(done)
 
 
 def retirement_lines(done: Retirement, dry_run: bool) -> Iterator[str]:

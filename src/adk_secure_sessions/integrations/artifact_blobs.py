@@ -6,14 +6,16 @@ from collections.abc import AsyncIterator, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import sqlalchemy as sa
+
 from adk_secure_sessions.errors import ConfigurationError, Reason, TamperedError
 from adk_secure_sessions.formats.blobs import encrypted_size
-from adk_secure_sessions.integrations.artifact_versions import Version, is_artifact, versions_of
+from adk_secure_sessions.integrations.artifact_versions import is_artifact, versions_of
 from adk_secure_sessions.integrations.object_store import BlobStore, open_store
 from adk_secure_sessions.maintenance import Database, Problem
-from adk_secure_sessions.maintenance.identities import located_sessions
+from adk_secure_sessions.maintenance.identities import SessionIds, located_sessions
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problems
-from adk_secure_sessions.storage import Collections, events, sessions
+from adk_secure_sessions.storage import Collection, Collections, events, sessions
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -77,26 +79,29 @@ async def check_blobs(
         ConfigurationError: The store or the database cannot be used.
         ArtifactStoreError: The store failed.
     """
-    opened, prefix = await _open(db, store, options, allow_http)
+    opened, prefix = await open_of_database(db, store, options, allow_http)
     stored = {blob.name: blob.size async for blob in opened.list()}
     problems = Problems()
     artifacts = missing = 0
     named: set[str] = set()
-    async for row, versions in _artifacts(db, problems):
+    async for _, found in artifacts_of(db, problems):
         artifacts += 1
-        for version in versions:
+        for version in versions_of(found):
             blob = version.blob
             if blob is None:
                 continue
             named.add(blob.name)
             size = stored.get(blob.name)
             if blob.prefix != prefix:  # of the database that this one was copied from
-                size = await _opened(store, blob.prefix, options, allow_http).size(blob.name)
+                size = await opened_at(store, blob.prefix, options, allow_http).size(blob.name)
+            elif size is None:  # it may have been stored after the listing
+                size = await opened.size(blob.name)
             if size != encrypted_size(blob.size):
                 missing += 1
                 reason = Reason.MISMATCH if size else Reason.MISSING
                 detail = "its blob has another length" if size else "its blob is missing"
-                problems.add(events.name, f"{row}, {version.number}", reason, detail)
+                row = f"{found.at.session_row}, {version.item}"
+                problems.add(events.name, row, reason, detail)
     unused = len(stored.keys() - named)
     return BlobCheck(artifacts, len(named), missing, unused, problems.count, tuple(problems.kept))
 
@@ -130,15 +135,15 @@ async def purge_blobs(
     """
     if older_than < timedelta():
         raise ConfigurationError("older_than must not be negative")
-    opened, _ = await _open(db, store, options, allow_http)
+    opened, _ = await open_of_database(db, store, options, allow_http)
     # List the blobs before the rows: a blob whose row is added meanwhile is not deleted.
     before = time.time() - older_than.total_seconds()
     old = [blob.name async for blob in opened.list(before)]
     problems = Problems()
     named = {
         version.blob.name
-        async for _, versions in _artifacts(db, problems)
-        for version in versions
+        async for _, found in artifacts_of(db, problems)
+        for version in versions_of(found)
         if version.blob is not None
     }
     unused = [name for name in old if name not in named]
@@ -150,17 +155,17 @@ async def purge_blobs(
     return BlobPurge(len(unused), len(named), 0, ())
 
 
-async def _open(
+async def open_of_database(
     db: Database,
     store: "str | os.PathLike[str] | ObjectStore",
     options: Mapping[str, Any] | None,
     allow_http: bool,
 ) -> tuple[BlobStore, str]:
     prefix = (await Collections(db.unit).database_id()).hex()
-    return _opened(store, prefix, options, allow_http), prefix
+    return opened_at(store, prefix, options, allow_http), prefix
 
 
-def _opened(
+def opened_at(
     store: "str | os.PathLike[str] | ObjectStore",
     prefix: str,
     options: Mapping[str, Any] | None,
@@ -169,8 +174,10 @@ def _opened(
     return open_store(store, prefix, options=options, allow_http=allow_http, create=False)
 
 
-async def _artifacts(db: Database, problems: Problems) -> AsyncIterator[tuple[int, list[Version]]]:
-    """Yield the row id and the versions of each artifact.
+async def artifacts_of(
+    db: Database, problems: Problems
+) -> AsyncIterator[tuple[SessionIds, Collection]]:
+    """Yield the ids and the items of each artifact.
 
     Add rows that cannot be decrypted to *problems*, also rows of sessions: a row that cannot be
     decrypted may be that of an artifact.
@@ -183,9 +190,17 @@ async def _artifacts(db: Database, problems: Problems) -> AsyncIterator[tuple[in
                 if not ids.is_collection or not is_artifact(ids.session_id):
                     continue
                 found = await collections.get(*ids[:3])
-                if found is not None:
-                    if found.at.session_row != located.row:
-                        raise TamperedError("its tag was modified", reason=Reason.WRONG_OWNER)
-                    yield located.row, versions_of(found)
+                if found is None:
+                    continue
+                if found.at.session_row != located.row and await db.read(
+                    _ROW, {"row": located.row}
+                ):
+                    raise TamperedError("its tag was modified", reason=Reason.WRONG_OWNER)
+                versions_of(found)
             except UNREADABLE as error:
                 problems.add_error(error, sessions.name, located.row)
+            else:
+                yield ids, found
+
+
+_ROW = sa.select(sessions.c.id).where(sessions.c.id == sa.bindparam("row"))

@@ -1,8 +1,12 @@
 """The versions of an artifact, as they are stored: names of collections, and their items.
 
 The versions of one artifact are the items of one collection (`storage.Collections`).  An item names
-the blob with the content, and holds the key of that blob (docs/format.md, "Blobs").  This module
-does not import google-adk, because maintenance uses it, too.
+the blob with the content, and holds the key of that blob (docs/format.md, "Artifacts").  When the
+content of a version is re-encrypted, a later item describes the same version again, with another
+blob.  The last item that describes a version counts.  No item is replaced, so the links of items
+prove that the last one was not removed.
+
+This module does not import google-adk, because maintenance uses it, too.
 """
 
 import json
@@ -11,6 +15,7 @@ from typing import Any, NamedTuple
 from adk_secure_sessions.crypto.key_material import hides_frames
 from adk_secure_sessions.errors import Reason, TamperedError
 from adk_secure_sessions.formats import json_text
+from adk_secure_sessions.formats.json_text import JsonObject
 from adk_secure_sessions.storage import Collection, events
 
 _KIND = "artifact"  # the first part of the names of our collections
@@ -45,6 +50,9 @@ class Version(NamedTuple):
         metadata: The caller's metadata.
         time: When it was saved, in seconds since 1970.
         uri: Names the version without an id that a reader could recognise.
+        item: The number of the item that describes the version.
+        rotation: The `since` of the rotation that re-encrypted the content; None if the content is
+            as it was saved.
     """
 
     number: int
@@ -53,6 +61,8 @@ class Version(NamedTuple):
     metadata: dict[str, Any]
     time: float
     uri: str
+    item: int
+    rotation: int | None
 
     @property
     def is_text(self) -> bool:
@@ -91,34 +101,120 @@ def is_artifact(collection: str) -> bool:
 
 
 def versions_of(collection: Collection) -> list[Version]:
-    """Return the versions of an artifact in *collection*.
+    """Return the versions that the items in *collection* describe, in ascending order.
+
+    If *collection* has only the last items of an artifact, some versions may be missing.
 
     Raises:
-        TamperedError: An item is not a version.
+        TamperedError: An item does not describe a version.
     """
-    first = collection.size - len(collection.items)
-    return [_parsed(collection, number) for number in range(first, collection.size)]
+    found: dict[int, Version] = {}
+    for described in _described(collection):
+        found[described.version.number] = described.version
+    return [found[number] for number in sorted(found)]
+
+
+def version_count(collection: Collection) -> int:
+    """Return how many versions the artifact has; *collection* has at least its last item."""
+    *_, last = _described(collection)
+    return last.versions
+
+
+def new_item(values: JsonObject, blob: Blob | None, collection: Collection) -> JsonObject:
+    """Return the JSON of an item that describes a new version.
+
+    Args:
+        values: The fields `part`, `metadata` and `time`.
+        blob: Where the content is; None for a part that refers to a file.
+        collection: The artifact with its last item, or without items if it is new.
+    """
+    number = version_count(collection) if collection.size else 0
+    if number != collection.size:  # contents were re-encrypted
+        values = values | {"version": number, "versions": number + 1}
+    return values if blob is None else values | {"blob": _values(blob)}
 
 
 @hides_frames
-def _parsed(collection: Collection, number: int) -> Version:
-    _, values = json_text.read_event(collection.items[number - collection.size])
+def reencrypted_item(
+    plaintext: bytes, number: int, versions: int, blob: Blob, rotation: int
+) -> bytes:
+    """Return the plaintext of an item that describes the version *number* again.
+
+    Args:
+        plaintext: The last item that describes the version.
+        number: The number of the version.
+        versions: How many versions the artifact has.
+        blob: Where the re-encrypted content is.
+        rotation: The `since` of the rotation.
+    """
+    _, values = json_text.read_event(plaintext)
+    values |= {"blob": _values(blob), "version": number, "versions": versions}
+    values["rotation"] = rotation
+    return plaintext[: json_text.version_end(plaintext)] + json_text.dumps(values)
+
+
+def _values(blob: Blob) -> JsonObject:
+    return {**blob._asdict(), "key": blob.key.hex()}
+
+
+class _Described(NamedTuple):
+    """What one item says: a version, and how many versions there were after it."""
+
+    version: Version
+    versions: int
+
+
+def _described(collection: Collection) -> list[_Described]:
+    """Parse all items in *collection*, and check that they follow each other."""
+    first = collection.size - len(collection.items)
+    found: list[_Described] = []
+    for number in range(first, collection.size):
+        one = _parsed(collection, number)
+        before = found[-1].versions if found else None if number else 0
+        if before is not None and not _follows(one, before):
+            raise _malformed(collection, number)
+        found.append(one)
+    return found
+
+
+def _follows(one: _Described, before: int) -> bool:
+    """Return whether *one* is a new version, or describes one of *before* versions again."""
+    if one.version.rotation is None:
+        return one.version.number == before
+    return one.versions == before
+
+
+@hides_frames
+def _parsed(collection: Collection, item: int) -> _Described:
+    _, values = json_text.read_event(collection.items[item - collection.size])
     row = collection.at.session_row
     try:
         blob = values.get("blob")
-        return Version(
+        number, versions = values.get("version", item), values.get("versions", item + 1)
+        rotation = values.get("rotation")
+        version = Version(
             number,
             dict(values["part"]),
             blob and Blob(blob["prefix"], blob["name"], bytes.fromhex(blob["key"]), blob["size"]),
             dict(values["metadata"]),
             float(values["time"]),
             f"encrypted-artifact:///{row:x}/{number}",
+            item,
+            rotation,
         )
-    except (KeyError, TypeError, ValueError):
+        is_new = rotation is None and number + 1 == versions <= item + 1
+        is_again = type(rotation) is int and version.blob and 0 <= number < versions <= item
+        if type(number) is type(versions) is int and (is_new or is_again):
+            return _Described(version, versions)
+    except (AttributeError, KeyError, TypeError, ValueError):
         pass  # raised below: here, its __context__ would hold the item
-    raise TamperedError(
+    raise _malformed(collection, item)
+
+
+def _malformed(collection: Collection, item: int) -> TamperedError:
+    return TamperedError(
         "its plaintext is malformed",
         reason=Reason.MALFORMED,
         table=events.name,
-        row=f"{row}, {number}",
+        row=f"{collection.at.session_row}, {item}",
     )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from google.adk.artifacts import BaseArtifactService, artifact_util
 from google.adk.artifacts.base_artifact_service import ArtifactVersion, ensure_part
 from google.adk.errors.input_validation_error import InputValidationError
+from google.adk.errors.not_found_error import NotFoundError
 from google.adk.version import __version__ as adk_version
 from google.genai import types
 
@@ -39,11 +40,14 @@ from adk_secure_sessions.integrations.artifact_versions import (
     Blob,
     Version,
     collection_name,
+    new_item,
     scope_and_name,
+    version_count,
     versions_of,
 )
 from adk_secure_sessions.integrations.object_store import TIMEOUT, BlobStore, open_store
 from adk_secure_sessions.service import EncryptedSessionService, check_ids, reject_unknown_methods
+from adk_secure_sessions.storage import Collection
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -51,6 +55,9 @@ if TYPE_CHECKING:
 logger: logging.Logger = logging.getLogger(__name__)
 
 USER_PREFIX = "user:"
+# The app, the user, the name of an artifact, and its session.
+_Key = tuple[str, str, str, str | None]
+
 _MAX_REFERENCES = 5  # how many references to other artifacts one load follows, as in ADK
 
 
@@ -172,21 +179,9 @@ class EncryptedArtifactService(BaseArtifactService):
                 belongs to another session or user, or there are too many references in a row.
         """
         for _ in range(_MAX_REFERENCES + 1):
-            found = await self._version(app_name, user_id, filename, session_id, version)
-            if found is None:
+            part = await self._load(app_name, user_id, filename, session_id, version)
+            if part is None:
                 return None
-            try:
-                part = await self._part(found)
-            except TamperedError as error:
-                if error.reason is not Reason.MISSING:
-                    raise
-                # Another task may have deleted the artifact since the row was read.
-                again = await self._version(app_name, user_id, filename, session_id, version)
-                if again is None:
-                    return None
-                if again.blob == found.blob:
-                    raise
-                part = await self._part(again)
             target = _check_reference(part, app_name, user_id, session_id)
             if target is None:
                 # When ADK rewinds a session to a time before the artifact existed, it cannot delete
@@ -230,8 +225,8 @@ class EncryptedArtifactService(BaseArtifactService):
     ) -> list[int]:
         """Return the numbers of all versions; an empty list for an unknown artifact."""
         name = _collection_name(app_name, user_id, filename, session_id)
-        found = await self._collections.get(app_name, user_id, name, limit=0)
-        return list(range(found.size)) if found else []
+        found = await self._collections.get(app_name, user_id, name, limit=1)
+        return list(range(version_count(found))) if found else []
 
     async def list_artifact_versions(
         self, *, app_name: str, user_id: str, filename: str, session_id: str | None = None
@@ -290,7 +285,8 @@ class EncryptedArtifactService(BaseArtifactService):
         """Return the content of a version, by default of the latest; None if there is none.
 
         Each piece is authenticated before it is returned.  But the content may be incomplete until
-        the iteration has ended without an error.
+        the iteration has ended without an error.  If `rotate data --blobs` re-encrypts the content
+        during the iteration, the stream continues with the new blob.
 
         Args:
             app_name: The app.
@@ -307,6 +303,8 @@ class EncryptedArtifactService(BaseArtifactService):
             DecryptionError: A row was tampered with.  Reading from the stream raises this error if
                 the content was tampered with.
             ArtifactStoreError: The store failed.  Only reading from the stream raises this error.
+            NotFoundError: The artifact was deleted after this call.  Only reading from the stream
+                raises this error.
         """
         found = await self._version(app_name, user_id, filename, session_id, version)
         if found is None:
@@ -316,7 +314,8 @@ class EncryptedArtifactService(BaseArtifactService):
         size = found.blob.size
         if not 0 <= start <= (size if stop is None else stop) <= size:
             raise ValueError(f"bytes {start} to {stop} are not within {size} bytes")
-        return ArtifactStream(found, self._content(found.blob, start, stop), size)
+        key = (app_name, user_id, filename, session_id)
+        return ArtifactStream(found, self._content(key, found, start, stop), size)
 
     # --- rows and blobs --------------------------------------------------------------------------
 
@@ -359,10 +358,14 @@ class EncryptedArtifactService(BaseArtifactService):
         values: dict[str, Any],
         blob: Blob | None,
     ) -> int:
-        if blob is not None:
-            values = values | {"blob": {**blob._asdict(), "key": blob.key.hex()}}
-        at = await self._collections.append(app_name, user_id, collection, encode_item(values))
-        return at.revision - 1
+        numbers: list[int] = []
+
+        def item(found: Collection) -> bytes:
+            numbers.append(version_count(found) if found.size else 0)
+            return encode_item(new_item(values, blob, found))
+
+        await self._collections.append(app_name, user_id, collection, item)
+        return numbers[-1]
 
     async def _upload(self, pieces: AsyncIterable[bytes]) -> Blob:
         prefix = (await self._collections.database_id()).hex()
@@ -381,22 +384,41 @@ class EncryptedArtifactService(BaseArtifactService):
     ) -> Version | None:
         name = _collection_name(app_name, user_id, filename, session_id)
         limit = 1
-        if number is not None:
-            found = await self._collections.get(app_name, user_id, name, limit=0)
-            if found is None or not 0 <= number < found.size:
+        while True:
+            found = await self._collections.get(app_name, user_id, name, limit=limit)
+            if found is None:
                 return None
-            limit = found.size - number
-        found = await self._collections.get(app_name, user_id, name, limit=limit)
-        if found is None:
-            return None
-        versions = versions_of(found)
-        if number is None:
-            return versions[-1]
-        if number < versions[0].number:  # another process added versions since the first read
-            return await self._version(app_name, user_id, filename, session_id, number)
-        return next((one for one in versions if one.number == number), None)
+            versions, count = versions_of(found), version_count(found)
+            if number is None:
+                number = count - 1
+            if not 0 <= number < count:
+                return None
+            for version in versions:
+                if version.number == number:
+                    return version
+            # If the contents of all versions were re-encrypted equally often, the version is among
+            # the last items.  In any case, its items are not before the item *number*.
+            last = count - number
+            limit = last if limit < last else max(limit + 1, found.size - number)
 
-    async def _part(self, version: Version) -> types.Part:
+    async def _load(
+        self,
+        app_name: str,
+        user_id: str,
+        filename: str,
+        session_id: str | None,
+        number: int | None,
+    ) -> types.Part | None:
+        while True:
+            found = await self._version(app_name, user_id, filename, session_id, number)
+            if found is None:
+                return None
+            try:
+                return await self._part((app_name, user_id, filename, session_id), found)
+            except NotFoundError:
+                pass  # deleted since its row was read; but an artifact of this name may exist again
+
+    async def _part(self, key: _Key, version: Version) -> types.Part:
         is_text = version.is_text
         part = _restored({**version.part, "text": None} if is_text else version.part)
         if part is None:
@@ -405,7 +427,7 @@ class EncryptedArtifactService(BaseArtifactService):
                 "which another google-adk saved: install a later one"
             )
         if version.blob is not None:
-            pieces = self._content(version.blob, 0, None)
+            pieces = self._content(key, version, 0, None)
             content = b"".join([piece async for piece in pieces])
             if is_text:
                 part.text = decode_text(content)
@@ -413,7 +435,33 @@ class EncryptedArtifactService(BaseArtifactService):
                 part.inline_data.data = content
         return part
 
-    async def _content(self, blob: Blob, start: int, stop: int | None) -> AsyncIterator[bytes]:
+    async def _content(
+        self, key: _Key, version: Version, start: int, stop: int | None
+    ) -> AsyncIterator[bytes]:
+        """Yield the content, even if it is re-encrypted at the same time.
+
+        Raises:
+            NotFoundError: The artifact was deleted after *version* was read.
+            TamperedError: The blob is missing, although the rows name it; or it was modified.
+        """
+        while version.blob is not None:
+            try:
+                async for piece in self._pieces(version.blob, start, stop):
+                    start += len(piece)
+                    yield piece
+                return
+            except TamperedError as error:
+                if error.reason is not Reason.MISSING:
+                    raise
+                now = await self._version(*key, version.number)
+                if now is not None and now.blob == version.blob:
+                    raise
+            if now is None or now.uri != version.uri:
+                break
+            version = now
+        raise NotFoundError("The artifact was deleted while its content was read.")
+
+    async def _pieces(self, blob: Blob, start: int, stop: int | None) -> AsyncIterator[bytes]:
         decryptor = BlobDecryptor(blob.key, blob.size, start, stop)
         sealed = self._store(blob.prefix).get_stream(
             blob.name, encrypted_size(blob.size), decryptor.first, decryptor.end

@@ -61,6 +61,11 @@ class DataRotation(NamedTuple):
             of the numbers is `left`.
         bad: How many rows cannot be decrypted; they were left unchanged.
         problems: The first 1000 rows that cannot be decrypted.
+        blobs: How many contents of artifacts were re-encrypted.  `rotate_data` re-encrypts none;
+            `rotate_data_and_blobs` of `integrations.blob_rotation` does.
+        blob_bytes: The number of bytes of these contents.
+        bad_blobs: How many contents are missing or were tampered with; they were left unchanged.
+            They are included in `bad` and `problems`, with the rows that name them.
     """
 
     since: int
@@ -71,6 +76,9 @@ class DataRotation(NamedTuple):
     left_in: tuple[tuple[str, int], ...]
     bad: int
     problems: tuple[Problem, ...]
+    blobs: int = 0
+    blob_bytes: int = 0
+    bad_blobs: int = 0
 
 
 async def rotate_data(
@@ -109,12 +117,7 @@ async def rotate_data(
         SecureSessionError: Another rotation was started during this one.  The records that this
             rotation has already re-encrypted keep their new data keys.
     """
-    if (await db.keys()).keyring.current_id is None:
-        raise ConfigurationError(
-            "the keyring has no data master except one stored as plaintext, which protects "
-            "nothing: run `rotate master` first"
-        )
-    run = _DataRotationRun(db, dry_run=dry_run)
+    run = DataRotationRun(db, dry_run=dry_run)
     await run.run(restart=restart, progress=progress, rows_per_second=rows_per_second)
     return run.result()
 
@@ -130,13 +133,25 @@ class _OwnerTag(NamedTuple):
     app_name: object
 
 
-class _DataRotationRun(Rotation):
+class DataRotationRun(Rotation):
+    """One run of `rotate_data`; a subclass may re-encrypt more after the records."""
+
     def __init__(self, db: Database, *, dry_run: bool) -> None:
         super().__init__(db, "data", dry_run=dry_run)
         self._keys = 0
         self._reencrypted = 0  # total of all passes
         self._left_in: Counter[str] = Counter()
         self._reencryptor = Reencryptor(db, self._problems, dry_run=dry_run)
+
+    async def run(
+        self, *, restart: bool, progress: Progress | None, rows_per_second: float | None
+    ) -> None:
+        if (await self._db.keys()).keyring.current_id is None:
+            raise ConfigurationError(
+                "the keyring has no data master except one stored as plaintext, which protects "
+                "nothing: run `rotate master` first"
+            )
+        await super().run(restart=restart, progress=progress, rows_per_second=rows_per_second)
 
     def result(self) -> DataRotation:
         return DataRotation(

@@ -98,6 +98,7 @@ class Rotation(ABC):
             self._left = await self._count_left()
             if self._dry_run or not self._may_walk_again():
                 break
+        await self._after_passes()
         complete = not (self._left or self._problems.count)
         await self._checkpoints.end(self._since, complete=complete)
         self._meter.finish()
@@ -108,6 +109,9 @@ class Rotation(ABC):
 
     async def _begin(self) -> None:  # noqa: B027 - not every rotation has something to do
         """Prepare the first pass; `run` calls this once, after it has read the checkpoint."""
+
+    async def _after_passes(self) -> None:  # noqa: B027 - not every rotation has something to do
+        """Do what follows the passes; the checkpoint is stored until this has ended."""
 
     @abstractmethod
     async def _walk(self) -> None:

@@ -266,6 +266,15 @@ EVENT_AT = _event().where(
     events.c.session_row == bindparam("session_row"), events.c.seq == bindparam("seq")
 )
 
+
+@functools.cache
+def events_at(number: int) -> Select[Any]:
+    """Return the query for *number* events of one session by their `seq`; see `numbered`."""
+    return _event().where(
+        events.c.session_row == bindparam("session_row"), is_one_of(events.c.seq, number)
+    )
+
+
 # Inserts a data key only if the stored keyring still has the master key that wraps the data key,
 # and has the number of rows that this process has read.  Otherwise, another process has changed
 # the keyring.

@@ -215,7 +215,7 @@ class Collections:
         app_name: str,
         user_id: str,
         name: str,
-        item: bytes,
+        item: bytes | Callable[[Collection], bytes],
         *,
         expected: Expected | None = None,
         replaced: Mapping[int, bytes] | None = None,
@@ -230,7 +230,9 @@ class Collections:
             app_name: The app.
             user_id: The user.
             name: The name of the collection, at most `MAX_NAME_BYTES` long.
-            item: The plaintext.
+            item: The plaintext; or a function that returns it.  The function is called with the
+                collection and its last item, or with a collection without items, before each
+                attempt to append.  It cannot be combined with *expected*.
             expected: The row id and the revision that the collection had when the caller read it.
                 If None, the item is appended whatever the revision is.
             replaced: New contents for earlier items, by number; *expected* must be given.  The
@@ -248,11 +250,17 @@ class Collections:
             raise ValueError("only items before the expected position can be replaced")
         who = await self._unit.identify(app_name, user_id, name, True)
         await self._ensure_feature()
+        assert isinstance(item, bytes) or expected is None
         after = expected
         while True:
+            plaintext = item if isinstance(item, bytes) else b""
             if after is None:
-                after = await self._position(app_name, user_id, name)
-            new = NewEvent(item, time.time_ns() // 1000, {}, {}, {})
+                limit = 0 if isinstance(item, bytes) else 1
+                found = await self._position(app_name, user_id, name, limit)
+                after = found.at
+                if not isinstance(item, bytes):
+                    plaintext = item(found)
+            new = NewEvent(plaintext, time.time_ns() // 1000, {}, {}, {})
             stored: list[StoredSession] = []
             append = AppendEvent(who, after, new, stored.append)
             if replaced:
@@ -270,17 +278,19 @@ class Collections:
         who = await self._unit.identify(app_name, user_id, name, True)
         return await self._unit.run(DeleteSession(who))
 
-    async def _position(self, app_name: str, user_id: str, name: str) -> Expected:
-        """Return the row id and revision of the collection; create it if it does not exist."""
+    async def _position(self, app_name: str, user_id: str, name: str, limit: int = 0) -> Collection:
+        """Return the collection with its last *limit* items; create it if it does not exist."""
         who = await self._unit.identify(app_name, user_id, name, True)
         while True:
-            found = await self._unit.run(GetSession(who, _item, 0))
+            found = await self._unit.run(GetSession(who, _item, limit))
             if found is not None:
-                return Expected(found[0].session.id, found[0].session.revision)
+                view, items = found
+                at = Expected(view.session.id, view.session.revision)
+                return Collection(name, at, tuple(items))
             try:
                 now = time.time_ns() // 1000
                 created = await self._unit.run(CreateSession(who, {}, {}, b"{}", now))
-                return Expected(created.session.id, created.session.revision)
+                return Collection(name, Expected(created.session.id, created.session.revision))
             except DuplicateSession:
                 pass  # another task or process has just created the collection
 

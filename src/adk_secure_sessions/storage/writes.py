@@ -18,7 +18,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.db.protocol import Apply, Change, Conflict, Executors, Read, Steps
+from adk_secure_sessions.db.protocol import Apply, Change, Conflict, Executors, Read, Row, Steps
 from adk_secure_sessions.errors import Reason, TamperedError
 from adk_secure_sessions.formats.records import NO_LINK, new_link
 from adk_secure_sessions.formats.states import JsonObject, dumps, loads
@@ -36,6 +36,7 @@ from adk_secure_sessions.storage.bindings import (
 from adk_secure_sessions.storage.owner_changes import OwnerChanges
 from adk_secure_sessions.storage.queries import (
     EVENT_RECORD,
+    EVENT_SEQ,
     AppRow,
     Found,
     QueryForms,
@@ -412,9 +413,11 @@ class ReplaceItems(AppendEvent):
     """Append an item to a collection, and replace earlier items in the same transaction.
 
     A collection is a named list of items, stored like a session and its events: see
-    `store.Collections`.  A replaced item keeps its number, its time and its links.  So if an
-    attacker replays the old row of a replaced item, this module does not detect it.  The caller
-    must detect it: the appended item must say which items were replaced.
+    `store.Collections`.  A replaced item keeps its number, its time and its links.  So this module
+    does not detect it if an attacker stores the old record of a replaced item again, or the record
+    that another copy of the database has for this item.  The caller must detect both.  For each
+    replaced item, the caller generates a new random value, and stores it in the replaced item and
+    in the appended item.
 
     Args:
         who: The ids of the app and the user, and the name of the collection.
@@ -443,19 +446,23 @@ class ReplaceItems(AppendEvent):
         step = self._advance(attempt, session)
         assert step is not None, "a collection has no snapshot"
         changes = step.changes + owners.changes
+        rows: dict[int, Row] = {}
+        for part in sql.chunks(self._replaced):
+            where = {"session_row": session.id, **sql.numbered(part)}
+            found_rows = yield Read(sql.events_at(len(part)), where)
+            rows |= {row[EVENT_SEQ]: row for row in found_rows}
         for seq, item in self._replaced.items():
-            where = {"session_row": session.id, "seq": seq}
-            rows = yield Read(sql.EVENT_AT, where)
-            if len(rows) != 1:
+            row = rows.get(seq)
+            if row is None:
                 raise TamperedError(
                     "it was removed",
                     reason=Reason.MISSING,
                     table=events.name,
                     row=f"{session.id}, {seq}",
                 )
-            record = bindings.seal_replacement(attempt, session, rows[0], item)
+            record = bindings.seal_replacement(attempt, session, row, item)
             values = {"at_session_row": session.id, "at_seq": seq, "event": record}
-            changes.append(Change(sql.UPDATE_EVENT, values | {"at_event": rows[0][EVENT_RECORD]}))
+            changes.append(Change(sql.UPDATE_EVENT, values | {"at_event": row[EVENT_RECORD]}))
         yield from _apply(changes)
         return step.session
 

@@ -1,0 +1,301 @@
+"""Replace all data keys, and re-encrypt the contents of artifacts, too.
+
+For each version of an artifact, the run does these steps:
+
+1. It copies the content to a new blob, with a new random name and a new random key.
+2. It reads the new blob, and so checks that it can be decrypted.
+3. It appends an item to the artifact, which describes the version again, with the new blob.
+4. It deletes the old blob.
+
+If the run is killed between two steps, the rows name a complete blob at any time.  The other blob
+is left, no row names it, and `blobs purge` deletes it.
+"""
+
+import os
+import secrets
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import sqlalchemy as sa
+
+from adk_secure_sessions.crypto.key_material import hides_frames
+from adk_secure_sessions.errors import (
+    ArtifactStoreError,
+    DatabaseError,
+    DecryptionError,
+    Reason,
+    SecureSessionError,
+    TamperedError,
+)
+from adk_secure_sessions.formats.blobs import (
+    BlobDecryptor,
+    BlobEncryptor,
+    decrypt_stream,
+    encrypt_stream,
+    encrypted_size,
+)
+from adk_secure_sessions.integrations.artifact_blobs import (
+    artifacts_of,
+    open_of_database,
+    opened_at,
+)
+from adk_secure_sessions.integrations.artifact_versions import (
+    Blob,
+    Version,
+    reencrypted_item,
+    version_count,
+    versions_of,
+)
+from adk_secure_sessions.integrations.object_store import BlobStore, open_store
+from adk_secure_sessions.maintenance import Database, DataRotation, Progress
+from adk_secure_sessions.maintenance.identities import SessionIds
+from adk_secure_sessions.maintenance.problems import UNREADABLE
+from adk_secure_sessions.maintenance.rotate_data import DataRotationRun
+from adk_secure_sessions.storage import (
+    COLLECTION,
+    Collection,
+    Collections,
+    MissingSession,
+    StaleRevision,
+    events,
+    sessions,
+)
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+
+async def rotate_data_and_blobs(
+    db: Database,
+    store: "str | os.PathLike[str] | ObjectStore",
+    *,
+    dry_run: bool = False,
+    restart: bool = False,
+    progress: Progress | None = None,
+    rows_per_second: float | None = None,
+    options: Mapping[str, Any] | None = None,
+    allow_http: bool = False,
+) -> DataRotation:
+    """Do the same as `rotate_data`, then re-encrypt the contents of all artifacts with new keys.
+
+    The memory used does not grow with the contents.  Services can keep running.  If a run is
+    killed, the next run of this function continues.  It then skips the contents that were already
+    re-encrypted.
+
+    A content that is missing or was tampered with is counted in `bad` and named in `problems`, and
+    stays as it is.  A dry run reads no contents, and finds only contents that are missing or have
+    another length.
+
+    Args:
+        db: The database, with every backend whose records it may have.
+        store: The store of the contents: see `EncryptedArtifactService`.
+        dry_run: Count the records and contents that would be re-encrypted, but write nothing.
+        restart: Begin a new rotation even if another one is unfinished.
+        progress: Called with the number of rows processed and the number of all rows.
+        rows_per_second: The maximum number of rows to process per second.
+        options: Arguments of the store.
+        allow_http: Whether a store on another machine may be `http://`.
+
+    Raises:
+        ArtifactStoreError: The store failed.  The next run continues.
+        SecureSessionError: See `rotate_data`.
+    """
+    opened, prefix = await open_of_database(db, store, options, allow_http)
+    stored = {}
+    if dry_run:
+        stored = {blob.name: blob.size async for blob in opened.list()}
+    else:  # a separated copy of a database has no directory of its own yet
+        opened = open_store(store, prefix, options=options, allow_http=allow_http)
+
+    def store_of(other: str) -> BlobStore:
+        return opened if other == prefix else opened_at(store, other, options, allow_http)
+
+    run = _BlobRotationRun(db, prefix, store_of, stored, dry_run=dry_run)
+    await run.run(restart=restart, progress=progress, rows_per_second=rows_per_second)
+    return run.result()
+
+
+class _Superseded(Exception):
+    """The artifact was deleted, or another process has re-encrypted this content."""
+
+
+class _BlobRotationRun(DataRotationRun):
+    """One run of `rotate_data_and_blobs`.
+
+    The contents follow after all passes over the rows.  Services then encrypt new items with the
+    new data keys, so an artifact that is saved later needs no re-encryption.
+
+    Args:
+        db: The database.
+        prefix: The prefix of new blobs.
+        store_of: Returns the blobs under a prefix.
+        stored: In a dry run, the sizes of the stored blobs under *prefix* by name.
+        dry_run: Whether to write nothing.
+    """
+
+    def __init__(
+        self,
+        db: Database,
+        prefix: str,
+        store_of: Callable[[str], BlobStore],
+        stored: Mapping[str, int],
+        *,
+        dry_run: bool,
+    ) -> None:
+        super().__init__(db, dry_run=dry_run)
+        self._collections = Collections(db.unit)
+        self._prefix = prefix
+        self._store_of = store_of
+        self._stored = stored
+        self._blobs = 0
+        self._bytes = 0
+        self._bad = 0
+
+    def result(self) -> DataRotation:
+        return (
+            super()
+            .result()
+            ._replace(blobs=self._blobs, blob_bytes=self._bytes, bad_blobs=self._bad)
+        )
+
+    async def _count_rows(self) -> int:
+        ((items,),) = await self._db.read(_ITEMS, {})
+        # If revisions were tampered with, they may be negative, or their sum may be infinite.
+        return await super()._count_rows() + int(min(max(items or 0, 0), 2**62))
+
+    async def _after_passes(self) -> None:
+        async for ids, found in artifacts_of(self._db, self._problems):
+            await self._rotate_artifact(ids, found)
+            await self._checkpoints.check(self._since)
+
+    async def _rotate_artifact(self, ids: SessionIds, found: Collection) -> None:
+        """Re-encrypt the contents of all versions, in ascending order.
+
+        The item of the last version is then the last one, so a load of this version reads one item.
+        """
+        for version in versions_of(found):
+            if version.blob is None or self._is_done(version):
+                continue
+            try:
+                if self._dry_run:
+                    await self._check(version.blob)
+                else:
+                    found = await self._rotate_version(ids, found, version, version.blob)
+            except _Superseded:
+                again = await self._collections.get(*ids[:3])
+                if again is None or again.at.session_row != found.at.session_row:
+                    return  # it was deleted
+                found = again
+                continue
+            except UNREADABLE as error:
+                row = f"{found.at.session_row}, {version.item}"
+                if isinstance(error, DecryptionError) and error.table is None:
+                    error = error.about(f"its blob {version.blob.name}")
+                    self._bad += 1
+                self._problems.add_error(error, events.name, row)
+            else:
+                self._blobs += 1
+                self._bytes += version.blob.size
+            await self._meter.advance()
+
+    def _is_done(self, version: Version) -> bool:
+        return version.rotation is not None and version.rotation >= self._since
+
+    async def _check(self, blob: Blob) -> None:
+        """Raise TamperedError if *blob* is missing or has another length."""
+        size = self._stored.get(blob.name) if blob.prefix == self._prefix else None
+        if size is None:
+            size = await self._store_of(blob.prefix).size(blob.name)
+        if size is None:
+            raise TamperedError("it is missing", reason=Reason.MISSING)
+        if size != encrypted_size(blob.size):
+            raise TamperedError("it has another length", reason=Reason.MISMATCH)
+
+    async def _rotate_version(
+        self, ids: SessionIds, found: Collection, version: Version, old: Blob
+    ) -> Collection:
+        """Replace the blob of *version*, and return the artifact with all its items.
+
+        Raises:
+            _Superseded: The artifact was deleted, or the version has another blob now.
+            TamperedError: The old blob is missing or was tampered with, and still is the blob of
+                this version.
+            ArtifactStoreError: The store failed.
+        """
+        try:
+            new = await self._copied(old)
+        except TamperedError:
+            await self._reread(ids, found, version)
+            raise
+        store = self._store_of(self._prefix)
+        try:
+            found = await self._append(ids, found, version, new)
+        except DatabaseError:
+            raise  # the row may be stored, and then needs the blob
+        except (SecureSessionError, _Superseded):
+            await store.delete(new.name)
+            raise
+        if old.prefix == self._prefix:  # another database may use blobs under another prefix
+            await store.delete(old.name)
+        return found
+
+    async def _copied(self, old: Blob) -> Blob:
+        """Return a new blob with the content of *old*; both were decrypted successfully."""
+        encryptor, store = BlobEncryptor(), self._store_of(self._prefix)
+        name = secrets.token_hex(16)
+        await store.put_stream(name, encrypt_stream(encryptor, self._plaintext(old)))
+        new = Blob(self._prefix, name, encryptor.key, encryptor.size)
+        try:
+            async for _ in self._plaintext(new):
+                pass
+        except TamperedError as error:
+            detail = error.detail
+        else:
+            return new
+        await store.delete(name)
+        raise ArtifactStoreError(
+            f"the artifact store: a new blob was not stored as it was sent: {detail}; check the "
+            "store, and who can write to it"
+        )
+
+    async def _plaintext(self, blob: Blob) -> AsyncIterator[bytes]:
+        decryptor = BlobDecryptor(blob.key, blob.size)
+        sealed = self._store_of(blob.prefix).get_stream(
+            blob.name, encrypted_size(blob.size), decryptor.first, decryptor.end
+        )
+        async for piece in decrypt_stream(decryptor, sealed):
+            yield piece
+
+    @hides_frames
+    async def _append(
+        self, ids: SessionIds, found: Collection, version: Version, new: Blob
+    ) -> Collection:
+        """Append the item that describes *version* with the blob *new*."""
+        while True:
+            item = reencrypted_item(
+                found.items[version.item], version.number, version_count(found), new, self._since
+            )
+            try:
+                at = await self._collections.append(*ids[:3], item, expected=found.at)
+            except (MissingSession, StaleRevision):
+                found = await self._reread(ids, found, version)
+            else:
+                return found._replace(at=at, items=(*found.items, item))
+
+    async def _reread(self, ids: SessionIds, found: Collection, version: Version) -> Collection:
+        """Return the artifact with all its items.
+
+        Raises:
+            _Superseded: The artifact was deleted, or the version has another blob now.
+        """
+        again = await self._collections.get(*ids[:3])
+        if again is None or again.at.session_row != found.at.session_row:
+            raise _Superseded
+        if version not in versions_of(again):
+            raise _Superseded
+        return again
+
+
+_ITEMS = sa.select(sa.func.sum(sessions.c.revision)).where(
+    sessions.c.base_revision == sa.literal_column(str(COLLECTION))
+)
