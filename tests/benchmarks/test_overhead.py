@@ -8,7 +8,6 @@ from tests.benchmarks.plan import BATCH, ITERATIONS, PAYLOADS, WARM_UPS
 from tests.benchmarks.results import Figure
 from tests.benchmarks.workload import json_size, payload
 
-
 ABOVE = Figure(1.3, 1.2, 1.4, ITERATIONS, "x")
 
 

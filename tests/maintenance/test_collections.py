@@ -297,9 +297,7 @@ async def test_keys_are_rotated_and_retired_while_items_are_appended_and_replace
         assert (await verify(db)).bad == 0
 
 
-def append_five(
-    say: Callable[[object], None], urls: dict[str, Any], name: str, go: Path
-) -> None:
+def append_five(say: Callable[[object], None], urls: dict[str, Any], name: str, go: Path) -> None:
     """Open a service, wait for the file *go*, and append five items to a collection."""
 
     async def main() -> None:
