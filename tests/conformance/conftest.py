@@ -21,7 +21,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "some_tests(*names): the tests that run by default on this kind of service"
     )
-    config.addinivalue_line("markers", "no_tables: the test needs a database without our tables")
 
 
 @pytest.hookimpl(tryfirst=True)
