@@ -11,11 +11,15 @@ from greenlet import getcurrent
 from tests import servers
 
 _SERVERS = ("postgresql", "mariadb")
-# Maintenance and its commands run on SQLite and, by default, on one server: the one listed here
-# for the file.  `make soak` runs them on the other one, too.  A file that is not listed runs on
-# both.  On a server, `maintenance` runs the first case of a parametrized test.  What differs
-# between databases is in `db` and `storage`, whose tests run on all of them.
+# Maintenance, its commands and the stores of `integrations` run on SQLite and, by default, on one
+# server: the one listed here for the file.  `make soak` runs them on the other one, too.  A file
+# that is not listed runs on both.  On a server, `maintenance` runs the first case of a parametrized
+# test.  What differs between databases is in `db` and `storage`, whose tests run on all of them.
 _SERVER_OF_FILE = {
+    "integrations/test_artifact_stores.py": "mariadb",
+    "integrations/test_memory_attacks.py": "postgresql",
+    "integrations/test_memory_contract.py": "postgresql",
+    "integrations/test_memory_service.py": "mariadb",
     "maintenance/test_checkpoints.py": "postgresql",
     "maintenance/test_clearing.py": "mariadb",
     "maintenance/test_clocks.py": "mariadb",
