@@ -11,13 +11,19 @@ from greenlet import getcurrent
 from tests import servers
 
 _SERVERS = ("postgresql", "mariadb")
-# Maintenance and its commands run on SQLite and, by default, on one server: the one listed here
-# for the file.  `make soak` runs them on the other one, too.  A file that is not listed runs on
-# both.  What differs between databases is in `db` and `storage`, whose tests run on all of them.
+# Maintenance, its commands and the stores of `integrations` run on SQLite and, by default, on one
+# server: the one listed here for the file.  `make soak` runs them on the other one, too.  A file
+# that is not listed runs on both.  On a server, `maintenance` runs the first case of a parametrized
+# test.  What differs between databases is in `db` and `storage`, whose tests run on all of them.
 _SERVER_OF_FILE = {
+    "integrations/test_artifact_stores.py": "mariadb",
+    "integrations/test_memory_attacks.py": "postgresql",
+    "integrations/test_memory_contract.py": "postgresql",
+    "integrations/test_memory_service.py": "mariadb",
     "maintenance/test_checkpoints.py": "postgresql",
     "maintenance/test_clearing.py": "mariadb",
     "maintenance/test_clocks.py": "mariadb",
+    "maintenance/test_collections.py": "postgresql",
     "maintenance/test_erasing.py": "postgresql",
     "maintenance/test_finding.py": "postgresql",
     "maintenance/test_kills.py": "mariadb",
@@ -33,8 +39,36 @@ _SERVER_OF_FILE = {
 }
 
 
+# Of these files, by default, only these tests run on the server: those with several connections
+# at once, with a lost connection or a killed process, and one of each command.
+_TESTS_ON_SERVER = {
+    "maintenance/test_clocks.py": ["test_command_does_the_same_whatever_its_clock_says"],
+    "maintenance/test_overlapping.py": [
+        "test_overlapping_rotations_leave_no_record_under_a_retired_data_key",
+        "test_rotation_makes_no_key_for_a_user_who_is_erased_meanwhile",
+    ],
+    "maintenance/test_root_keys.py": [
+        "test_of_two_rotations_at_once_one_succeeds_and_the_other_says_so",
+        "test_rotation_that_is_killed_at_any_statement_leaves_all_or_nothing",
+        "test_services_read_and_write_during_rotations",
+    ],
+    "maintenance/test_rotations.py": [
+        "test_every_record_is_reencrypted_and_the_old_keys_are_retired",
+        "test_new_master_wraps_all_data_keys_and_old_one_is_retired",
+        "test_processes_lose_nothing_while_everything_is_rotated",
+        "test_row_that_cannot_be_decrypted_is_reported_and_left_unchanged",
+        "test_service_with_a_retired_key_in_memory_loses_nothing",
+    ],
+}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "no_tables: the test needs a database without our tables")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    firsts: dict[str, str] = {}
     for item in items:
         listed = _SERVER_OF_FILE.get("/".join(item.path.parts[-2:]))
         if listed is None or not isinstance(item, pytest.Function):
@@ -42,6 +76,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
         if any(server in parameters for server in _SERVERS if server != listed):
             item.add_marker(pytest.mark.soak)
+        elif listed in parameters and item.path.parent.name == "maintenance":
+            name, case = item.originalname, item.callspec.id
+            tests = _TESTS_ON_SERVER.get("/".join(item.path.parts[-2:]), [name])
+            if name not in tests or case != firsts.setdefault(f"{item.path} {name}", case):
+                item.add_marker(pytest.mark.soak)
 
 
 def pytest_collection_finish() -> None:

@@ -4,8 +4,9 @@ How it works: the fixtures `postgresql` and `mariadb` (tests/conftest.py) are a 
 for the whole test process, started when a test first wants it.  A private server keeps its data in
 a temporary directory and listens on a Unix socket there, and nowhere else.  It ends with the test
 process, however that ends.  A test asks `server.database()` for an empty database, and sets the
-driver of the URL that it gets.  To disturb services, a test calls `kill`, `stop` and `start`, or
-`rows_locked`.
+driver of the URL that it gets.  With `database(reused=True)`, it may have the tables of an earlier
+test, without rows: creating them takes longer than most tests.  To disturb services, a test calls
+`kill`, `stop` and `start`, or `rows_locked`.
 """
 
 import logging
@@ -61,18 +62,29 @@ class Server(ABC):
         self.directory = directory  # of a private server: everything that it writes
         self.admin = sa.create_engine(admin_url, isolation_level="AUTOCOMMIT")
         self.process: _Process | None = None  # of a private one
+        self._emptied: list[tuple[str, sa.URL]] = []
 
     @contextmanager
-    def database(self) -> Iterator[sa.URL]:
-        """Make an empty database for the block; set the driver of its URL to the one to test."""
-        name = f"test_{secrets.token_hex(8)}"
-        with self.admin.connect() as connection:
-            url = self._create(connection, name)
+    def database(self, *, reused: bool = False) -> Iterator[sa.URL]:
+        """Make an empty database for the block; set the driver of its URL to the one to test.
+
+        With *reused*, it may have empty tables that an earlier such block has left.
+        """
+        if reused and self._emptied:
+            name, url = self._emptied.pop()
+        else:
+            name = f"test_{secrets.token_hex(8)}"
+            with self.admin.connect() as connection:
+                url = self._create(connection, name)
         try:
             yield url
         finally:
             with self.admin.connect() as connection:
-                self._drop(connection, name)
+                if reused:
+                    self._empty(connection, name)
+                    self._emptied.append((name, url))
+                else:
+                    self._drop(connection, name)
 
     @abstractmethod
     def flush(self) -> None:
@@ -80,6 +92,10 @@ class Server(ABC):
 
     def close(self) -> None:
         """Disconnect from the server.  The function that started a private server ends it."""
+        if self.process is None and self._emptied:
+            with self.admin.connect() as connection:
+                for name, _ in self._emptied:
+                    self._drop(connection, name)
         self.admin.dispose()
 
     def stop(self) -> None:
@@ -140,6 +156,17 @@ class Server(ABC):
     def _drop(self, connection: sa.Connection, name: str) -> None:
         """Drop the database, even if a failed test has left transactions open in it."""
 
+    def _empty(self, connection: sa.Connection, name: str) -> None:
+        """Delete all rows, even if a failed test has left transactions open."""
+        self._end_all(name)
+        listed = "SELECT table_name FROM information_schema.tables WHERE table_schema = "
+        for (table,) in connection.exec_driver_sql(f"{listed}'{name}'").all():
+            connection.exec_driver_sql(f"DELETE FROM {name}.{table}")
+
+    @abstractmethod
+    def _end_all(self, name: str) -> None:
+        """End all connections to the database *name*."""
+
 
 class PostgreSQL(Server):
     """A database for a test is a user with a schema of the same name, its default schema.
@@ -165,9 +192,12 @@ class PostgreSQL(Server):
         return f"SELECT pg_terminate_backend({number})"
 
     def _drop(self, connection: sa.Connection, name: str) -> None:
-        self.kill(self.admin_url.set(username=name))
+        self._end_all(name)
         connection.exec_driver_sql(f"DROP SCHEMA {name} CASCADE")
         connection.exec_driver_sql(f"DROP ROLE {name}")
+
+    def _end_all(self, name: str) -> None:
+        self.kill(self.admin_url.set(username=name))
 
 
 class PgBouncer(PostgreSQL):
@@ -202,8 +232,11 @@ class MariaDB(Server):
         return f"KILL {number}"
 
     def _drop(self, connection: sa.Connection, name: str) -> None:
-        self.kill(self.admin_url.set(database=name))
+        self._end_all(name)
         connection.exec_driver_sql(f"DROP DATABASE {name}")
+
+    def _end_all(self, name: str) -> None:
+        self.kill(self.admin_url.set(database=name))
 
 
 @contextmanager

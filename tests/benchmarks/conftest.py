@@ -1,6 +1,7 @@
 """Fixtures for a whole run: one event loop, one set of databases, one set of results."""
 
-from collections.abc import AsyncIterator
+import gc
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -19,6 +20,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("benchmarks")
     group.addoption("--results", type=Path, help="write the results to this JSON file")
     group.addoption("--compare", type=Path, help="list the changes since this file of results")
+
+
+@pytest.fixture(autouse=True)
+def _frozen_again() -> Iterator[None]:
+    """Exempt what was imported from garbage collection again, which `gc_paused` ends."""
+    yield
+    if gc.get_freeze_count() == 0:
+        gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,8 @@ from tests.benchmarks.plan import BATCH, ITERATIONS, PAYLOADS, WARM_UPS
 from tests.benchmarks.results import Figure
 from tests.benchmarks.workload import json_size, payload
 
+ABOVE = Figure(1.3, 1.2, 1.4, ITERATIONS, "x")
+
 
 class FakeClock:
     """A clock that only its operations advance, each by its number of seconds."""
@@ -38,14 +40,14 @@ def outside_ci(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CI", raising=False)
 
 
-@pytest.mark.parametrize("seconds", [0.5, 1.0, 1.03, 1.19])
+@pytest.mark.parametrize("seconds", [0.5, 1.19])
 async def test_ratio_below_the_limit_passes(seconds: float) -> None:
     ratio = overhead(await timings(seconds))
     assert ratio.value == pytest.approx(seconds)
     check_limit("aesgcm/1KB", ratio, is_binding=True)
 
 
-@pytest.mark.parametrize("seconds", [1.21, 1.25, 3.0])
+@pytest.mark.parametrize("seconds", [1.21, 3.0])
 async def test_ratio_above_the_limit_fails(seconds: float) -> None:
     ratio = overhead(await timings(seconds))
     assert ratio.value == pytest.approx(seconds)
@@ -58,15 +60,15 @@ def test_ratio_at_the_limit_fails() -> None:
         check_limit("aesgcm/1KB", Figure(LIMIT, 1.0, 1.3, ITERATIONS, "x"), is_binding=True)
 
 
-async def test_ratio_at_the_limit_warns_on_ci(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ratio_above_the_limit_warns_on_ci(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CI", "true")
     with pytest.warns(UserWarning, match=r"Benchmark \[aesgcm/1KB\]: overhead 1\.30x"):
-        check_limit("aesgcm/1KB", overhead(await timings(1.3)), is_binding=True)
+        check_limit("aesgcm/1KB", ABOVE, is_binding=True)
 
 
-async def test_ratio_above_a_limit_that_is_not_binding_warns() -> None:
+def test_ratio_above_a_limit_that_is_not_binding_warns() -> None:
     with pytest.warns(UserWarning, match="fernet"):
-        check_limit("fernet/1KB", overhead(await timings(1.3)), is_binding=False)
+        check_limit("fernet/1KB", ABOVE, is_binding=False)
 
 
 async def test_batches_alternate_after_warming_up() -> None:

@@ -8,14 +8,24 @@ from google.adk.sessions import BaseSessionService
 from sqlalchemy import URL
 
 from tests.conformance.services import MAIN_KINDS, POOLED_KINDS, Kind, file_in
-from tests.conformance.support import each_kind
+from tests.conformance.support import choose, each_kind
 from tests.servers import Server
+
+_HERE = Path(__file__).parent
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "reference(outcome, why, applies): how ADK's own service differs from ours"
     )
+    config.addinivalue_line(
+        "markers", "some_tests(*names): the tests that run by default on this kind of service"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    choose([item for item in items if _HERE in item.path.parents])
 
 
 kind = each_kind(
@@ -26,12 +36,12 @@ kind = each_kind(
 
 @pytest.fixture
 def url(request: pytest.FixtureRequest, kind: Kind, tmp_path: Path) -> Iterator[URL]:
-    """An empty database."""
+    """An empty database; on a server, it may have our tables, except with the mark `no_tables`."""
     if kind.server is None:
         yield file_in(tmp_path)
         return
     server: Server = request.getfixturevalue(kind.server)
-    with server.database() as database:
+    with server.database(reused=not request.node.get_closest_marker("no_tables")) as database:
         yield database.set(drivername=kind.driver)
 
 

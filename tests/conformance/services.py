@@ -8,7 +8,7 @@ another database, add an entry to `KINDS`.
 """
 
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,9 +52,9 @@ def file_in(directory: Path) -> URL:
     return URL.create("sqlite+aiosqlite", database=str(directory / "sessions.db"))
 
 
-@asynccontextmanager
-async def adk(url: URL) -> AsyncIterator[BaseSessionService]:
-    # The reference takes most of the time of a run.  So it gets a copy of a database that has its
+async def adk_service(url: URL) -> DatabaseSessionService:
+    """ADK's service on the SQLite file *url*."""
+    # ADK's service takes most of the time of a run.  So it gets a copy of a database that has its
     # tables already, and does not wait for the disk, since no test cuts the power.  On a busy
     # machine its writers may wait for each other longer than their default of five seconds.
     database = Path(url.database or "")
@@ -62,10 +62,16 @@ async def adk(url: URL) -> AsyncIterator[BaseSessionService]:
         database.write_bytes(_adk_tables[0])
     service = DatabaseSessionService(url.render_as_string())
     event.listen(service.db_engine.sync_engine, "connect", _with_pragmas)
+    if not _adk_tables:
+        await service.list_sessions(app_name="")
+        _adk_tables.append(database.read_bytes())
+    return service
+
+
+@asynccontextmanager
+async def adk(url: URL) -> AsyncIterator[BaseSessionService]:
+    service = await adk_service(url)
     try:
-        if not _adk_tables:
-            await service.list_sessions(app_name="")
-            _adk_tables.append(database.read_bytes())
         yield service
     finally:
         await service.close()
@@ -120,20 +126,16 @@ KINDS: dict[str, Kind] = {
 }
 
 
-def _inner_in_memory(url: URL) -> BaseSessionService:
+async def _inner_in_memory(url: URL) -> BaseSessionService:
     return InMemorySessionService()
 
 
-def _inner_sqlite(url: URL) -> BaseSessionService:
+async def _inner_sqlite(url: URL) -> BaseSessionService:
     return SqliteSessionService(str(url.database))
 
 
-def _inner_database(url: URL) -> BaseSessionService:
-    return DatabaseSessionService(url.render_as_string())
-
-
 def wrapped(
-    inner: Callable[[URL], BaseSessionService],
+    inner: Callable[[URL], Awaitable[BaseSessionService]],
 ) -> Callable[[URL], AbstractAsyncContextManager[BaseSessionService]]:
     """Return what opens `EncryptedSessionWrapper` on the service that *inner* creates."""
 
@@ -141,7 +143,7 @@ def wrapped(
     async def open_wrapper(url: URL) -> AsyncIterator[BaseSessionService]:
         keys = url.set(database=f"{url.database}.keys")
         async with EncryptedSessionWrapper(
-            inner(url), AesGcmBackend(KEY), key_db_url=keys
+            await inner(url), AesGcmBackend(KEY), key_db_url=keys
         ) as service:
             yield service
 
@@ -163,14 +165,16 @@ async def _wrapped_mongodb(url: URL) -> AsyncIterator[BaseSessionService]:
 WRAPPERS: dict[str, Kind] = {
     "wrapped-memory": Kind(wrapped(_inner_in_memory), is_reference=True, is_shared=False),
     "wrapped-sqlite": Kind(wrapped(_inner_sqlite), is_reference=True),
-    "wrapped-database": Kind(wrapped(_inner_database), is_reference=True),
+    "wrapped-database": Kind(wrapped(adk_service), is_reference=True),
     "wrapped-mongodb": Kind(_wrapped_mongodb, "mongodb", "ferretdb_server", is_reference=True),
 }
-# Every test runs on these: one for each executor.  By default, the others run the tests that may
-# depend on a driver or an engine; `make soak` runs all tests on all of them.
+# One for each executor.  By default, the others run the tests that may depend on a driver or an
+# engine; `make soak` runs all tests on all of them.
 MAIN_KINDS = ["adk", "encrypted-file", "encrypted-postgresql", "encrypted-mariadb"]
 POOLED_KINDS = ["encrypted-pgbouncer", "encrypted-pgbouncer-psycopg"]
 OTHER_KINDS = [name for name in KINDS if name not in MAIN_KINDS]
+# By default, these run every case of a parametrized test, the others the first one.
+ALL_CASES = ["adk", "encrypted-file", "wrapped-memory"]
 ENGINES = [name for name, kind in KINDS.items() if kind.open is encrypted_engine]
 
 

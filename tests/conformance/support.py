@@ -12,7 +12,7 @@ point does not exist there.  The rest of the module abbreviates calls: `create(s
 import asyncio
 import itertools
 import re
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -26,7 +26,7 @@ from google.adk.sessions import BaseSessionService, Session
 from google.adk.sessions.base_session_service import GetSessionConfig
 from google.genai import types
 
-from tests.conformance.services import KINDS, MAIN_KINDS, WRAPPERS, Kind
+from tests.conformance.services import ALL_CASES, KINDS, MAIN_KINDS, WRAPPERS, Kind
 
 APP = "app"
 USER = "user"
@@ -60,15 +60,22 @@ def only_ours(why: str) -> pytest.MarkDecorator:
     return pytest.mark.reference("skip", why, True)
 
 
-def each_kind(*names: str, soak: Sequence[str] = ()) -> Any:
+def each_kind(
+    *names: str, some: Mapping[str, Collection[str]] | None = None, soak: Collection[str] = ()
+) -> Any:
     """Make the fixture `kind`: a file assigns it to list the services that its tests run on.
 
-    By default *names*; under `make soak` also those of *soak*.
+    By default *names*, and each kind of *some* for the tests that it lists; under `make soak` also
+    the other tests on these, and those of *soak*.  In this folder, `choose` has two more rules.
     """
+    some = some or {}
+    params = [
+        *(_param(name) for name in names),
+        *(_param(name, pytest.mark.some_tests(*tests)) for name, tests in some.items()),
+        *(_param(name, pytest.mark.soak) for name in soak),
+    ]
 
-    @pytest.fixture(
-        params=[*map(_param, names), *(_param(name, pytest.mark.soak) for name in soak)]
-    )
+    @pytest.fixture(params=params)
     def kind(request: pytest.FixtureRequest) -> Kind:
         kind = {**KINDS, **WRAPPERS}[request.param]
         if kind.is_reference:
@@ -87,6 +94,40 @@ def _param(name: str, *marks: pytest.MarkDecorator) -> Any:
     # Coverage doubles the time, and these run no code of ours that the main kinds do not.
     extra = name not in WRAPPERS and (KINDS[name].is_reference or name not in MAIN_KINDS)
     return pytest.param(name, marks=[*marks, *([pytest.mark.no_cover] if extra else [])])
+
+
+def choose(items: Iterable[pytest.Item]) -> None:
+    """Mark with `soak` which tests of this folder a kind does not run by default.
+
+    1. Tests that the file does not list for a kind of `some`.
+    2. All cases of a parametrized test but the first, except on the kinds of `ALL_CASES`.
+    3. Tests that the reference is expected to fail.
+    """
+    firsts: dict[tuple[str, str, str], str] = {}
+    for item in items:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        name = params.get("kind") or params.get("_kind")
+        if not isinstance(item, pytest.Function) or name is None:
+            continue
+        listed = item.get_closest_marker("some_tests")
+        unknown = [test for test in listed.args if not hasattr(item.module, test)] if listed else []
+        assert not unknown, f"{item.path}: {unknown}"
+        case = item.callspec.id.replace(name, "")
+        first = firsts.setdefault((item.path.name, item.originalname, name), case)
+        if (
+            (listed and item.originalname not in listed.args)
+            or (name not in ALL_CASES and case != first)
+            or ({**KINDS, **WRAPPERS}[name].is_reference and _is_expected_to_fail(item, name))
+        ):
+            item.add_marker(pytest.mark.soak)
+
+
+def _is_expected_to_fail(item: pytest.Function, name: str) -> bool:
+    failures = getattr(item.module, "failures", None)  # of test_wrapper.py
+    return any(
+        outcome == "xfail" and applies
+        for outcome, _, applies in (mark.args for mark in item.iter_markers("reference"))
+    ) or bool(failures and failures(name, item.originalname))
 
 
 def not_found(kind: Kind) -> type[Exception]:

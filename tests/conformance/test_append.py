@@ -5,7 +5,7 @@ from google.adk.events.event import Event
 from google.adk.events.event_actions import EventActions
 from google.adk.sessions import BaseSessionService, Session
 
-from tests.conformance.services import MAIN_KINDS, OTHER_KINDS, Kind
+from tests.conformance.services import OTHER_KINDS, Kind
 from tests.conformance.support import (
     APP,
     START,
@@ -21,7 +21,9 @@ from tests.conformance.support import (
     reload,
 )
 
-kind = each_kind(*MAIN_KINDS, soak=OTHER_KINDS)
+kind = each_kind(
+    *("adk", "encrypted-file", "encrypted-postgresql"), soak=["encrypted-mariadb", *OTHER_KINDS]
+)
 
 
 async def test_append_returns_and_keeps_the_callers_event_object(

@@ -8,7 +8,7 @@ from google.adk.errors.session_not_found_error import SessionNotFoundError
 from google.adk.events.event import Event
 from google.adk.sessions import BaseSessionService, Session
 
-from tests.conformance.services import MAIN_KINDS, POOLED_KINDS
+from tests.conformance.services import POOLED_KINDS
 from tests.conformance.support import (
     STALE,
     create,
@@ -26,7 +26,33 @@ from tests.conformance.support import (
 )
 
 kind = each_kind(
-    *(*MAIN_KINDS, "encrypted-engine", "encrypted-key-database"),
+    *("encrypted-file", "encrypted-mariadb"),
+    # on_servers/test_contention.py tests PostgreSQL by default, too.
+    some={
+        "adk": [
+            "test_exactly_one_of_many_copies_wins",
+            "test_parallel_appends_through_one_session_object_all_arrive_in_order",
+            "test_other_tasks_outlive_a_cancelled_one",
+        ],
+        "encrypted-postgresql": [
+            "test_append_racing_a_deletion_succeeds_or_finds_no_session",
+            "test_appends_of_two_services_all_arrive_once_with_retries",
+            "test_cancelled_appends_leave_the_session_complete_and_usable",
+            "test_exactly_one_of_many_copies_in_two_services_wins",
+            "test_first_use_by_several_services_at_once_makes_the_tables_once",
+            "test_reader_never_sees_an_event_without_its_state_or_the_reverse",
+            "test_two_services_changing_different_shared_keys_at_once_lose_none",
+        ],
+        "encrypted-engine": [
+            "test_cancelled_appends_leave_the_session_complete_and_usable",
+            "test_exactly_one_of_many_copies_in_two_services_wins",
+            "test_reader_never_sees_an_event_without_its_state_or_the_reverse",
+        ],
+        "encrypted-key-database": [
+            "test_first_use_by_several_services_at_once_makes_the_tables_once",
+            "test_sessions_created_with_different_shared_keys_at_once_lose_none",
+        ],
+    },
     # Executors that the others have, too, with another driver, an engine of the caller's, or a
     # pooler: on_servers/test_pooler.py tests by default what differs there.
     soak=[
@@ -357,6 +383,7 @@ async def test_other_tasks_outlive_a_cancelled_one(service: BaseSessionService) 
         assert await reload(service, session) == session
 
 
+@pytest.mark.no_tables
 @only_ours("the reference is given its tables ready-made")
 async def test_first_use_by_several_services_at_once_makes_the_tables_once(
     open_service: Callable[[], Awaitable[BaseSessionService]],
@@ -373,6 +400,7 @@ async def test_first_use_by_several_services_at_once_makes_the_tables_once(
         assert len((await reload(one, session)).events) == 1
 
 
+@pytest.mark.no_tables
 @only_ours("the reference is given its tables ready-made")
 async def test_first_use_by_many_tasks_at_once_works(service: BaseSessionService) -> None:
     calls: list[Awaitable[Any]] = [create(service, f"s{n}") for n in range(5)]

@@ -5,13 +5,14 @@ import json
 import pytest
 from google.adk.sessions import BaseSessionService, Session
 
-from tests.conformance.services import Kind
+from tests.conformance.services import OTHER_KINDS, Kind
 from tests.conformance.support import (
     APP,
     STALE,
     START,
     USER,
     create,
+    each_kind,
     event,
     ids,
     marker,
@@ -19,6 +20,10 @@ from tests.conformance.support import (
     reference_fails,
     rejected_as_stale,
     reload,
+)
+
+kind = each_kind(
+    *("adk", "encrypted-file", "encrypted-postgresql"), soak=["encrypted-mariadb", *OTHER_KINDS]
 )
 
 time_is_the_marker = reference_fails("ADK's marker is the update time, which need not change")

@@ -1,6 +1,11 @@
 from google.adk.sessions import BaseSessionService
 
-from tests.conformance.support import create, event, reload
+from tests.conformance.services import OTHER_KINDS
+from tests.conformance.support import create, each_kind, event, reload
+
+kind = each_kind(
+    *("adk", "encrypted-file", "encrypted-mariadb"), soak=["encrypted-postgresql", *OTHER_KINDS]
+)
 
 # None of these keys belongs to the scope that it seems to at first sight.
 EDGE_KEYS = {

@@ -1,7 +1,12 @@
 import pytest
 from google.adk.sessions import BaseSessionService
 
-from tests.conformance.support import APP, USER, create, delete, event, reference_lacks
+from tests.conformance.services import OTHER_KINDS
+from tests.conformance.support import APP, USER, create, delete, each_kind, event, reference_lacks
+
+kind = each_kind(
+    *("adk", "encrypted-file", "encrypted-postgresql"), soak=["encrypted-mariadb", *OTHER_KINDS]
+)
 
 pytestmark = reference_lacks("no get_user_state", seen_in=(2, 6))
 

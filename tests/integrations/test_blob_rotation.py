@@ -27,7 +27,7 @@ from adk_secure_sessions.integrations.blob_rotation import rotate_data_and_blobs
 from adk_secure_sessions.maintenance import Database, retire, rotate_data, separate, verify
 from adk_secure_sessions.storage import Collection, Expected
 from tests.faults import Point, with_faults
-from tests.integrations import s3
+from tests.integrations import object_server, s3
 from tests.maintenance.support import query
 
 BACKEND = AesGcmBackend(bytes(range(32)))
@@ -238,14 +238,14 @@ async def test_run_that_meets_a_failing_store_loses_nothing_and_is_continued(
     url: str, sessions: EncryptedSessionService, server: s3.Server, method: str
 ) -> None:
     server.clear()
-    place, options = f"s3://{s3.BUCKET}/{method}", server.options
+    place, options = f"s3://{object_server.BUCKET}/{method}", server.options
     service = EncryptedArtifactService(sessions, place, options=options)
     await save(service, 0, 1, 2)
 
     def progress(done: int, total: int) -> None:
         """After the first content, let the next request of this kind fail."""
         if [method for method, _ in server.requests].count("PUT") == 4 and not server.failures:
-            server.failures.append(s3.Failure(500, "InternalError", method))
+            server.failures.append(object_server.Failure(500, "InternalError", method))
 
     async with Database(url, BACKEND) as db:
         with pytest.raises(ArtifactStoreError) as failure:

@@ -12,6 +12,24 @@ from tests.servers import Server
 ON_SERVERS = ["postgresql mariadb", "mariadb postgresql"]
 MIXED = ["sqlite postgresql", "mariadb sqlite"]
 
+# Tests that run on files by default, and on servers under `make soak`: their transactions are those
+# of tests that run on servers.
+_ON_FILES = {
+    "test_all_users_of_an_app_are_listed",
+    "test_another_backend_stores_the_next_generation_in_the_key_database",
+    "test_every_key_is_replaced",
+    "test_rows_of_both_databases_are_counted_and_checked_in_several_batches",
+    "test_users_whose_keys_were_removed_are_rejected_and_get_no_new_ones",
+}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        if params.get("pair") == ON_SERVERS[0] and getattr(item, "originalname", "") in _ON_FILES:
+            item.add_marker(pytest.mark.soak)
+
 
 @pytest.fixture
 def files(tmp_path: Path) -> Pair:

@@ -11,12 +11,12 @@ DRIVERS = {"postgresql": "postgresql+asyncpg", "mariadb": "mariadb+asyncmy"}
 
 @pytest.fixture(params=["sqlite", *DRIVERS])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[sa.URL]:
-    """An empty database, as a test reaches it behind the services' back."""
+    """An empty database, as a test reaches it behind the services' back; it may have our tables."""
     if request.param == "sqlite":
         yield sa.URL.create("sqlite", database=f"{tmp_path}/sessions.db")
         return
     server: Server = request.getfixturevalue(request.param)
-    with server.database() as url:
+    with server.database(reused=not request.node.get_closest_marker("no_tables")) as url:
         yield url
 
 

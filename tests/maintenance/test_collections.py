@@ -3,8 +3,8 @@
 import asyncio
 import shutil
 import sqlite3
-import subprocess
-import sys
+import time
+from collections.abc import Callable
 from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
@@ -39,6 +39,7 @@ from tests.faults import Point, with_faults
 from tests.key_database.conftest import files, pair  # noqa: F401 - fixtures
 from tests.key_database.support import Pair, marks
 from tests.maintenance.support import APP, NEW, OLD, event, query, run_sql
+from tests.processes import children
 
 BACKEND = AesGcmBackend(OLD)
 ITEMS = [encode_item({"n": n}) for n in range(3)]
@@ -296,21 +297,19 @@ async def test_keys_are_rotated_and_retired_while_items_are_appended_and_replace
         assert (await verify(db)).bad == 0
 
 
-_PROCESS = """
-import asyncio, sys
-from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
-from adk_secure_sessions.formats.events import encode_item
+def append_five(say: Callable[[object], None], urls: dict[str, Any], name: str, go: Path) -> None:
+    """Open a service, wait for the file *go*, and append five items to a collection."""
 
-async def main(urls, name):
-    async with EncryptedSessionService(**urls, backend=AesGcmBackend(bytes(range(32)))) as service:
-        await service.get_session(app_name="clinic", user_id="ada", session_id="s")
-        print("ready", flush=True)
-        sys.stdin.readline()
-        for n in range(5):
-            await service.collections.append("clinic", "ada", "c", encode_item({name: n}))
+    async def main() -> None:
+        async with EncryptedSessionService(**urls, backend=BACKEND) as service:
+            await service.get_session(app_name=APP, user_id="ada", session_id="s")
+            say("ready")
+            while not go.exists():
+                time.sleep(0.001)
+            for n in range(5):
+                await service.collections.append(APP, "ada", "c", encode_item({name: n}))
 
-asyncio.run(main(%r, sys.argv[1]))
-"""
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("separate_keys", [False, True], ids=["one database", "key database"])
@@ -328,25 +327,12 @@ def test_feature_is_added_once_by_two_processes(
             await service.create_session(app_name=APP, user_id="ada", session_id="s")
 
     asyncio.run(create())
-    both = [
-        subprocess.Popen(
-            [sys.executable, "-c", _PROCESS % urls, name],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for name in ("a", "b")
-    ]
-    for process in both:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-    for process in both:
-        assert process.stdin is not None
-        process.stdin.write("\n")
-        process.stdin.flush()
-    for process in both:
-        process.communicate(timeout=60)
-        assert process.returncode == 0
+    go = tmp_path / "go"
+    with children(*((append_five, urls, name, go) for name in ("a", "b"))) as both:
+        said = [child.said() for child in both]
+        assert [next(one) for one in said] == ["ready", "ready"]
+        go.touch()
+        assert [list(one) for one in said] == [[], []]
     assert query(keys, FEATURES)[0][0].startswith("collections ")
 
     async def read() -> list[dict[str, Any]]:

@@ -67,6 +67,7 @@ async def test_inspect_reads_headers_without_a_key(url: str, place: sa.URL) -> N
                 await inspect(db, table, name)
 
 
+@pytest.mark.no_tables
 async def test_init_makes_and_reports_what_is_missing(url: str, place: sa.URL) -> None:
     async with Database(url, BACKEND) as db:
         made = await init(db)

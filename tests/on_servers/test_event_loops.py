@@ -50,6 +50,13 @@ def all_gone(server: Server, url: URL) -> bool:
     return False
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _only_new_objects_are_collected() -> None:
+    """Make the collections below fast: they need not search what was there before the tests."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def no_resource_is_left() -> Callable[[], None]:
     """A function that fails if a socket or an event loop was not closed."""
