@@ -282,6 +282,12 @@ async def test_state_of_a_user_is_rejected(world: World) -> None:
         await world.service.get_user_state(app_name="app", user_id="ann")
 
 
+async def test_entry_of_another_user_is_never_returned(world: World) -> None:
+    entries_of_another_user(world)
+    world.service._unit.empty_caches()  # this process then knows no key of the other user
+    assert not any(key.startswith("user:") for key in (await world.read()).state)
+
+
 async def test_plaintext_is_named_as_such(world: World) -> None:
     plaintext_event(world)
     with pytest.raises(PlaintextRefusedError):
