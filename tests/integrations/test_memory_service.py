@@ -329,6 +329,54 @@ async def test_ranker_that_returns_something_else_is_an_error(
     assert "secret" not in str(caught.value)
 
 
+async def test_ranker_cannot_return_the_entry_of_another_user(
+    sessions: EncryptedSessionService,
+) -> None:
+    class Keeping:
+        """Keeps the entries that it saw first, as a faulty cache does."""
+
+        kept: Sequence[RankedEntry] = ()
+
+        async def rank(self, query: str, entries: Sequence[RankedEntry]) -> Sequence[RankedEntry]:
+            self.kept = self.kept or entries
+            return self.kept
+
+    memory = ours(sessions, ranker=Keeping())
+    for user in ("ann", "bob"):
+        await add(memory, text_event(f"secret of {user}"), user=user)
+    assert await found(memory, "x", "ann") == ["secret of ann"]
+    with pytest.raises(ConfigurationError, match="of another search") as caught:
+        await found(memory, "x", "bob")
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("answer", [None, 7])
+async def test_ranker_that_returns_no_entries_is_an_error(
+    sessions: EncryptedSessionService, answer: object
+) -> None:
+    class Wrong:
+        async def rank(self, query: str, entries: Sequence[Any]) -> Any:
+            return answer
+
+    memory = ours(sessions, ranker=Wrong())
+    await add(memory, text_event("secret"))
+    with pytest.raises(ConfigurationError, match="must return a sequence"):
+        await found(memory, "x")
+
+
+async def test_entry_deleted_while_a_ranker_runs_is_not_returned(
+    sessions: EncryptedSessionService,
+) -> None:
+    class Slow:
+        async def rank(self, query: str, entries: Sequence[RankedEntry]) -> Sequence[RankedEntry]:
+            await forget(memory, "gone")
+            return entries
+
+    memory = ours(sessions, ranker=Slow())
+    await add(memory, text_event("kept"), text_event("secret", event_id="gone"))
+    assert await found(memory, "x") == ["kept"]
+
+
 # --- bad input -----------------------------------------------------------------------------------
 
 

@@ -311,7 +311,8 @@ class EncryptedMemoryService(BaseMemoryService):
 
         Raises:
             ConfigurationError: The installed google-adk cannot read a memory that a newer
-                google-adk stored; or the ranker returned an object that is not an entry.
+                google-adk stored; or the ranker returned anything else than some of the entries
+                that it was given.
         """
         check_ids(app_name, user_id, "")
         memory = await self._current(await self._cache(), app_name, user_id)
@@ -557,15 +558,23 @@ async def _ranked(ranker: MemoryRanker, query: str, memory: UserMemory) -> list[
     for _, entry in entries:
         offered.append(RankedEntry(f"{row}.{entry.item}.{entry.place}", entry.text(), entry))
         await turns.end()
+    keys = {entry: key for key, entry in entries}
+    answer = await ranker.rank(query, offered)
+    if not isinstance(answer, Sequence):
+        raise ConfigurationError(
+            f"the ranker returned a {type(answer).__name__}: it must return a sequence of entries"
+        )
     found = []
-    for one in await ranker.rank(query, offered):
-        if not isinstance(one, RankedEntry):
+    for one in answer:
+        if not isinstance(one, RankedEntry) or one._entry not in keys:
+            kind = type(one).__name__
+            what = "an entry of another search" if isinstance(one, RankedEntry) else f"a {kind}"
             raise ConfigurationError(
-                f"the ranker returned a {type(one).__name__}: it must return some of the entries "
-                "that it was given"
+                f"the ranker returned {what}: it must return some of the entries that it was given"
             )
         found.append(one._entry)
-    return found
+    with memory.lock:  # an entry may have been deleted while the ranker ran
+        return [entry for entry in found if memory.entries.get(keys[entry]) is entry]
 
 
 # --- check what is added -------------------------------------------------------------------------
