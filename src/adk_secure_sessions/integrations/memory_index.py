@@ -39,6 +39,7 @@ SPARE_ITEMS = 1000
 # The entries of one item of a rewritten memory, in bytes of JSON.  Later, each dropped entry costs
 # writing the rest of its item again.
 _PACKED_BYTES = 8 * 1024
+_TEXTS_AT_ONCE = 1000  # texts to search for a word before other tasks may run
 _TURN = 0.005  # seconds of work before other tasks may run
 # The key of an entry is `(scope number << _SCOPE_SHIFT) | entry number`.  The scope of an entry is
 # a session or a constant of `formats.memory_items`.  Scopes and entries are numbered in order of
@@ -305,13 +306,15 @@ class UserMemory:
         counts: Counter[int] = Counter()
         turns = Turns()
         for word in words:
+            inside: list[int] = []
+            if not word.isascii():
+                for first in range(0, len(texts), _TEXTS_AT_ONCE):
+                    some = texts[first : first + _TEXTS_AT_ONCE]
+                    inside += [key for key, text in some if word in text]
+                    await turns.end()
             with self.lock:
                 found = self._words.get(word, ())
-                if word.isascii():
-                    counts.update(found)
-                else:
-                    inside = [key for key, text in texts if word in text]
-                    counts.update({*found, *inside})
+                counts.update({*found, *inside} if inside else found)
             await turns.end()
         with self.lock:
             return [self.entries[key] for key in _best(counts, self.entries)]
