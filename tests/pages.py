@@ -9,7 +9,7 @@ Each block runs in it as its language says:
 - `sh` runs in a shell, and what it exports is set for later blocks.  `python`, `uvicorn` and our
   own command run in this process, since importing google-adk takes seconds; a line that tests
   how they end (`||`) runs in the shell, and google-adk's servers run until the end of the page.
-  `make`, `pip` and `pytest` are only checked: see below;
+  `make`, `pip`, `pytest` and `adk` are only checked: see below;
 - `sql` runs on PostgreSQL, as its superuser;
 - `text` is the expected output of the block before it; `...` stands for what differs between runs.
 
@@ -289,6 +289,12 @@ class Page:
             time.sleep(0.05)
         self._addresses[_ADDRESS] = f"127.0.0.1:{port}"
 
+    def _adks_own(self, command: list[str], line: str) -> None:
+        """Check the options; tests/integrations/test_adk_commands.py runs such commands."""
+        from google.adk.cli.cli_tools_click import main as adk
+
+        adk.commands[command[1]].make_context(command[1], command[2:])
+
     def _shell(self, command: list[str], line: str) -> None:
         """Run *line*, and set the variables that it has exported."""
         environment = self.directory / ".environment"
@@ -326,6 +332,7 @@ RUNNERS: dict[str, Callable[[Page, str, str | None], None]] = {
     "yaml": Page.saved,
 }
 _COMMANDS: dict[str, Callable[[Page, list[str], str], None]] = {
+    "adk": Page._adks_own,
     "adk-secure-sessions": Page._own,
     "make": Page._make,
     "pip": Page._pip,

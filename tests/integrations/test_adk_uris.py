@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,13 @@ ENVIRONMENT_KEY = "key=env:URI_KEY"
 
 
 @pytest.fixture(autouse=True)
-def key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setenv("URI_KEY", KEY)
     monkeypatch.setenv("URI_OLD_KEY", generate_key())
     monkeypatch.chdir(tmp_path)
+    before = logging.getLogRecordFactory()
+    yield
+    logging.setLogRecordFactory(before)  # our command changes it
 
 
 @pytest.fixture
@@ -73,6 +77,7 @@ def test_options_of_a_uri_name_database_keys_backends_and_blobs() -> None:
     parsed = adk.parse(
         "encrypted+postgresql://u:p%40w@db:5432/chat?sslmode=require&key=env:A&also_key=file:/x%26y"
         "&backend=fernet&also_backend=aesgcm&key_db=sqlite:///keys.db&blobs=s3://bucket/prefix"
+        "&allow_http=true"
     )
     assert tuple(parsed) == (
         "postgresql://u:p%40w@db:5432/chat?sslmode=require",
@@ -80,6 +85,7 @@ def test_options_of_a_uri_name_database_keys_backends_and_blobs() -> None:
         ("env:A", "file:/x&y"),
         "sqlite:///keys.db",
         "s3://bucket/prefix",
+        True,
     )
     assert "p%40w" not in repr(parsed)
 
@@ -103,6 +109,8 @@ def test_scheme_may_have_any_case(scheme: str) -> None:
         (f"{SQLITE}?{ENVIRONMENT_KEY}&sslmode=require", "option 2 of the URI is unknown"),
         (f"{SQLITE}?{ENVIRONMENT_KEY}&backend=aes", "not one of aesgcm, fernet, no-op"),
         (f"{SQLITE}?key=env:URI_MISSING", "'URI_MISSING' is not set"),
+        (f"{SQLITE}?{ENVIRONMENT_KEY}&allow_http=true", "needs blobs= with a bucket"),
+        (f"{SQLITE}?{ENVIRONMENT_KEY}&blobs=s3://b&allow_http=1", "can only be true"),
     ],
 )  # fmt: skip
 def test_uri_that_cannot_be_used_is_rejected(uri: str, said: str) -> None:
@@ -126,6 +134,33 @@ def test_engine_options_are_rejected() -> None:
 def test_artifacts_need_a_place_for_their_contents() -> None:
     with pytest.raises(ConfigurationError, match="add blobs= to the URI"):
         adk.artifact_service(f"{SQLITE}?{ENVIRONMENT_KEY}")
+
+
+@pytest.mark.usefixtures("services")
+def test_bucket_without_tls_needs_an_option_of_the_uri_and_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, value in (
+        ("AWS_REGION", "r"),
+        ("AWS_ACCESS_KEY_ID", "id"),
+        ("AWS_SECRET_ACCESS_KEY", KEY),
+    ):
+        monkeypatch.setenv(name, value)
+    uri = f"{SQLITE}?{ENVIRONMENT_KEY}&blobs=s3://bucket"
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://minio:9000")
+    with pytest.raises(ConfigurationError, match="http:// is only for this machine"):
+        adk.artifact_service(uri)
+    assert caplog.messages == []
+    adk.artifact_service(f"{uri}&allow_http=true")
+    (warning,) = caplog.messages
+    assert "has no TLS" in warning
+    assert "minio" not in warning
+    caplog.clear()
+    for address in ("http://127.0.0.1:9000", "https://minio:9000"):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+        adk.artifact_service(uri)
+        adk.artifact_service(f"{uri}&allow_http=true")
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize("kind", ["artifact", "memory"])
@@ -329,6 +364,34 @@ def test_addresses_in_logs_of_uvicorn_have_no_ids(
     assert isinstance(kept, logging.Filter)
     assert kept.filter(record)
     assert record.getMessage() == f'host:1 - "WebSocket {shown}" [accepted]'
+
+
+@pytest.mark.parametrize(
+    ("logger", "text", "values", "shown"),
+    [
+        (
+            "google_adk.google.adk.cli.api_server",
+            "Internal error while saving artifact %s for app=%s user=%s session=%s: %s",
+            ("F", "app", "U", "S", "disk full"),
+            "Internal error while saving artifact ... for app=app user=... session=...: disk full",
+        ),
+        ("google_adk.x", 'Artifact "%s" not found, skipping', ("F",), 'Artifact "..." not found,'),
+        ("google_adk.x", "100%% of artifact %r version %d", ("F", 3), "100% of artifact '...' ver"),
+        ("google_adk.x", "New session created: %s", ("S",), "New session created: ..."),
+        ("google_adk.x", "Failed to load agent %s", ("app",), "Failed to load agent app"),
+        ("google_adk.x", "for session %*d", (5, 1), "for session     1"),
+        ("google_adk.x", "for session %s", (), "for session %s"),
+        ("application", "artifact %s", ("mine",), "artifact mine"),
+    ],
+)
+def test_logs_of_adk_have_no_ids_and_no_names_of_artifacts(
+    logger: str, text: str, values: tuple[object, ...], shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("uvicorn.access", "uvicorn.error"):
+        monkeypatch.setattr(logging.getLogger(name), "filters", [])
+    _hide_ids_in_logs()
+    record = logging.getLogger(logger).makeRecord(logger, logging.ERROR, "", 0, text, values, None)
+    assert record.getMessage().startswith(shown)
 
 
 def test_guarded_registry_makes_no_service_that_stores_plaintext(registry: Any) -> None:

@@ -28,6 +28,7 @@ import pytest
 import uvicorn
 from google.adk.agents import LlmAgent
 from google.adk.apps import App
+from google.adk.cli import service_registry
 from google.adk.events.event import Event
 from google.adk.memory import InMemoryMemoryService
 from google.adk.models.google_llm import Gemini
@@ -48,7 +49,7 @@ from tests.attacks.needles import SESSION, USER, found_in, needle
 from tests.cli.support import run
 from tests.conformance.agents import offline_agent
 from tests.conformance.support import ADK
-from tests.integrations.adk_processes import AGENT, Place
+from tests.integrations.adk_processes import AGENT, KEY_VARIABLE, URI, Place
 from tests.pages import DOCS, ROOT
 
 pytestmark = [  # google-adk warns of its own experimental and deprecated parts
@@ -353,6 +354,31 @@ def test_access_log_has_the_ids_of_requests(options: dict[str, Any], writes: boo
         server.should_exit = True
         thread.join()
     assert lines.found() == ({USER, SESSION} if writes else set())
+
+
+@pytest.mark.soak  # imports google-adk's server
+async def test_errors_of_adks_server_name_artifacts_and_users_unless_only_critical_is_logged(
+    log: Callable[[int], Lines], tmp_path: Path
+) -> None:
+    from google.adk.cli.fast_api import get_fast_api_app
+
+    store = tmp_path / "store"
+    app = get_fast_api_app(
+        agents_dir=str(tmp_path),
+        web=False,
+        session_service_uri="memory://",
+        artifact_service_uri=store.as_uri(),
+    )
+    store.rmdir()
+    store.touch()
+    upload = {"filename": needle("file name"), "artifact": {"text": "x"}}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://a") as client:
+        for level, found in ((logging.ERROR, {needle("file name"), USER, SESSION}),
+                             (logging.CRITICAL, set())):  # fmt: skip
+            lines = log(level)
+            path = f"/apps/app/users/{USER}/sessions/{SESSION}/artifacts"
+            assert (await client.post(path, json=upload)).status_code == 500
+            assert lines.found() == found
 
 
 # --- files of google-adk's commands ---------------------------------------------------------------
@@ -682,7 +708,9 @@ def test_object_that_is_no_application_is_rejected() -> None:
 def agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A directory with an agent, and an environment without leaks."""
     monkeypatch.setenv("ADK_CAPTURE_MESSAGE_CONTENT_IN_SPANS", "false")
+    monkeypatch.setenv("ADK_SECURE_SESSIONS_URI", URI)  # the key is not needed
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(service_registry, "_service_registry_instance", None)
     agent = tmp_path / "agents" / "doctored"
     agent.mkdir(parents=True)
     (agent / "agent.py").write_text(
@@ -690,13 +718,18 @@ def agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         "root_agent = offline_agent()\n"
     )
     yield agent.parent
-    for name in [name for name in sys.modules if name.split(".")[0] == "doctored"]:
+    for name in [name for name in sys.modules if name.split(".")[0] in ("doctored", "services")]:
         del sys.modules[name]
 
 
 def test_doctor_finds_nothing_in_a_clean_application(agents: Path) -> None:
     said = run("adk", "doctor", str(agents))
-    assert (said.code, said.stdout) == (0, "1 agent: no plaintext outside the services was found\n")
+    services, end = said.stdout.splitlines()[:-1], said.stdout.splitlines()[-1]
+    assert (said.code, end) == (0, "1 agent: no plaintext outside the services was found")
+    assert [line.split() for line in services] == [
+        [service, "encrypted", "encrypted+sqlite://"]
+        for service in ("sessions", "artifacts", "memory")
+    ]
     assert said.stderr == "imported\n"
 
 
@@ -747,6 +780,91 @@ def test_doctor_ends_with_one_line_if_no_agent_can_be_loaded(
     said = run("adk", "doctor", str(agents))
     assert said.code == 2
     assert re.fullmatch(f"Error: .*{reason}.*\n", said.stderr)
+
+
+PLAINTEXT_SERVICES = """
+from google.adk.cli.service_registry import get_service_registry
+from google.adk.sessions import InMemorySessionService
+from google.adk.artifacts import InMemoryArtifactService
+
+class Sessions(InMemorySessionService):
+    pass
+
+class Broken(InMemoryArtifactService):
+    def __init__(self):
+        raise ValueError("password")
+
+get_service_registry().register_session_service("encrypted+sqlite", lambda uri, **_: Sessions())
+get_service_registry().register_artifact_service("shelf", lambda uri, **_: Broken())
+"""
+OURS_IN_YAML = """
+services:
+  - scheme: encrypted+sqlite
+    type: session
+    class: adk_secure_sessions.integrations.adk.session_service
+"""
+
+
+@tries("service-uris")
+@pytest.mark.parametrize(
+    ("options", "files", "expected"),
+    [
+        ({}, {}, "plaintext plaintext nothing"),
+        ({"service": URI}, {}, "encrypted encrypted encrypted"),
+        ({"service": URI}, {"services.yaml": OURS_IN_YAML}, "encrypted encrypted encrypted"),
+        ({"service": f"{URI}&backend=no-op"}, {}, "plaintext plaintext plaintext"),
+        (
+            {"session_service": "sqlite:///s.db", "artifact_service": "gs://bucket"},
+            {},
+            "plaintext plaintext nothing",
+        ),
+        (
+            {"service": URI, "artifact_service": "shelf://", "memory_service": "memory://"},
+            {"services.py": PLAINTEXT_SERVICES},
+            "plaintext unknown nothing",
+        ),
+        ({"service": "nobody://"}, {}, "unknown unknown unknown"),
+        ({"service": URI.partition("&blobs")[0]}, {}, "encrypted unknown encrypted"),
+    ],
+)
+def test_doctor_says_what_each_service_would_store(
+    agents: Path,
+    options: dict[str, str],
+    files: dict[str, str],
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("ADK_SECURE_SESSIONS_URI")
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    for name, text in files.items():
+        (agents / name).write_text(text)
+    given = [text for name, uri in options.items() for text in (f"--{name}_uri", uri)]
+    said = run("adk", "doctor", str(agents), "--json", *given)
+    schema = json.loads((DOCS / "cli.schema.json").read_text(encoding="utf-8"))
+    jsonschema.validate(said.json, {**schema, "$ref": "#/$defs/adk doctor"})
+    stores = [one["stores"] for one in said.json["services"]]
+    assert " ".join(stores) == expected
+    assert len(said.json["leaks"]) == stores.count("plaintext") + stores.count("unknown")
+    assert {leak["name"] for leak in said.json["leaks"]} <= {"service-uris"}
+    assert said.code == (1 if said.json["leaks"] else 0)
+    assert "password" not in said.stdout + said.stderr
+    assert {path.name for path in agents.iterdir()} <= {"doctored", "__pycache__", *files}
+    assert run("adk", "doctor", str(agents), "--allow", "service-uris", *given).code == 0
+
+
+@tries("service-uris")
+@pytest.mark.parametrize("name", ["services.yaml", "services.py"])
+def test_doctor_reports_a_services_file_that_adk_cannot_load(agents: Path, name: str) -> None:
+    (agents / name).write_text("services: [{scheme: x, type: session, class: no.Such}]")
+    said = run("adk", "doctor", str(agents))
+    assert said.code == 1
+    assert re.search(f"^service-uris: Failed to load {name} ", said.stdout, re.MULTILINE)
+
+
+def test_doctor_rejects_a_uri_that_cannot_be_used(agents: Path) -> None:
+    said = run("adk", "doctor", str(agents), "--service_uri", "encrypted+sqlite:///x.db")
+    assert said.code == 2
+    assert said.stderr.splitlines()[-1].startswith("Error: the URI has no key")
 
 
 def test_doctor_rejects_a_name_that_is_no_place(agents: Path) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from adk_secure_sessions.service import EncryptedSessionService
 
 _COMMANDS = ("api_server", "run", "web")  # of google-adk
-_URI_VARIABLE = f"{PREFIX}URI"
+URI_VARIABLE = f"{PREFIX}URI"
 # In an address: the ids of users and sessions and the names of artifacts, any of which may contain
 # slashes, and the query.
 _IDS = re.compile(
@@ -28,6 +28,12 @@ _IDS = re.compile(
     r"|(?<=/)(sessions?/)[^?\s]+?(?=/artifacts\b|[?\s]|$)"
     r"|(?<=/)(artifacts/)[^?\s]+"
     r"|(\?)\S+",
+    re.IGNORECASE,
+)
+# In the text of a record of google-adk's logs: a placeholder for an id or the name of a file.
+_PLACEHOLDER = re.compile(r"%(?:%|[-#0 +]*\d*(?:\.\d+)?[a-zA-Z])")
+_BEFORE_ID = re.compile(
+    r"\b(?:artifact|file|session|user)(?: created| id| name| version for)?[ =:]*[\"'`]?$",
     re.IGNORECASE,
 )
 
@@ -93,10 +99,10 @@ def _without_plaintext(command: click.Command) -> click.Command:
     service_uri = click.Option(
         ["--service_uri"],
         metavar="URI",
-        envvar=_URI_VARIABLE,
+        envvar=URI_VARIABLE,
         help="The URI for sessions, artifacts and memory that have no URI of their own, such as "
         "'encrypted+sqlite:///./sessions.db?key=env:ADK_SESSIONS_KEY&blobs=./artifacts'; or set "
-        f"{_URI_VARIABLE}.",
+        f"{URI_VARIABLE}.",
     )
     allow_plaintext = click.Option(
         ["--allow-plaintext"],
@@ -194,6 +200,27 @@ class _WithoutIds(logging.Filter):
 def _hide_ids_in_logs() -> None:
     for name in ("uvicorn.access", "uvicorn.error"):  # the latter has the addresses of WebSockets
         logging.getLogger(name).addFilter(_WithoutIds())
+    # google-adk has a logger for each module, and a filter applies to one logger only.
+    create = logging.getLogRecordFactory()
+
+    def create_without_ids(*values: Any, **options: Any) -> logging.LogRecord:
+        record = create(*values, **options)
+        if record.name.startswith("google_adk") and isinstance(record.args, tuple):
+            record.args = _without_ids(str(record.msg), record.args)
+        return record
+
+    logging.setLogRecordFactory(create_without_ids)
+
+
+def _without_ids(text: str, values: tuple[object, ...]) -> tuple[object, ...]:
+    """Replace the *values* whose placeholder in *text* follows a word such as "artifact"."""
+    found = [match for match in _PLACEHOLDER.finditer(text) if match[0] != "%%"]
+    if len(found) != len(values):  # an unusual placeholder, such as %*d
+        return values
+    return tuple(
+        "..." if match[0][-1] in "rs" and _BEFORE_ID.search(text[: match.start()]) else value
+        for match, value in zip(found, values, strict=True)
+    )
 
 
 def _ignore_trace_variables() -> None:

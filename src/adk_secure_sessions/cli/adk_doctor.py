@@ -2,17 +2,18 @@
 
 import contextlib
 import sys
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from adk_secure_sessions.cli.adk import adk
-from adk_secure_sessions.cli.output import counted, show
+from adk_secure_sessions.cli.adk import URI_VARIABLE, adk
+from adk_secure_sessions.cli.output import counted, show, table
 from adk_secure_sessions.cli.program import one_line_errors
 
 if TYPE_CHECKING:
     from adk_secure_sessions.integrations.leaks import Leak
+    from adk_secure_sessions.integrations.service_stores import ServiceStore
 
 
 def _names(context: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> set[str]:
@@ -22,6 +23,20 @@ def _names(context: click.Context, parameter: click.Parameter, given: tuple[str,
     if unknown := sorted(names - set(PLACES)):
         raise click.BadParameter(f"{unknown[0]} is not one of {', '.join(PLACES)}")
     return names
+
+
+def _with_uris(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of `adk web` that name the URIs of services."""
+    for name, text in (
+        ("memory_service_uri", "The URI of the memory."),
+        ("artifact_service_uri", "The URI of the artifacts."),
+        ("session_service_uri", "The URI of the sessions."),
+        ("service_uri", f"The URI of services without one of their own; or set {URI_VARIABLE}."),
+    ):
+        variable = URI_VARIABLE if name == "service_uri" else None
+        add = click.option(f"--{name}", metavar="URI", envvar=variable, help=text)
+        command = add(command)
+    return command
 
 
 @adk.command()
@@ -34,34 +49,55 @@ def _names(context: click.Context, parameter: click.Parameter, given: tuple[str,
     help="Names of places to leave out, separated by commas, such as eval-sets,logging-plugin.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
-def doctor(agents_dir: str, allow: set[str], as_json: bool) -> None:
+@_with_uris
+def doctor(
+    agents_dir: str,
+    allow: set[str],
+    as_json: bool,
+    service_uri: str | None,
+    session_service_uri: str | None,
+    artifact_service_uri: str | None,
+    memory_service_uri: str | None,
+) -> None:
     """Find where google-adk writes user content as plaintext.
 
     Imports the agents in AGENTS_DIR as google-adk does, with their .env files. Checks their
-    plugins, the telemetry settings, the logs, and the files that google-adk has written. Each line
-    says how to turn one of them off. The exit status is 1 if there is one.
+    plugins, the telemetry settings, the logs, and the files that google-adk has written. Prints
+    where adk web would store sessions, artifacts and memory: give the URIs as adk web gets them.
+    Loads services.yaml and services.py, as adk web does. Each further line says how to turn a place
+    off. The exit status is 1 if there is one.
 
     \b
     Example:
-      adk-secure-sessions adk doctor agents
+      adk-secure-sessions adk doctor agents \\
+          --service_uri 'encrypted+sqlite:///x.db?key=env:NAME&blobs=artifacts'
     """
     from adk_secure_sessions.integrations.leaks import (
         check_files,
         check_plaintext_leaks,
+        check_stores,
         load_agents,
     )
 
+    uris = {
+        "sessions": session_service_uri or service_uri,
+        "artifacts": artifact_service_uri or service_uri,
+        "memory": memory_service_uri or service_uri,
+    }
     with one_line_errors(), contextlib.redirect_stdout(sys.stderr):  # agents may print
         agents = load_agents(agents_dir)
-        found = [*check_plaintext_leaks(), *check_files(agents_dir)]
+        stores, found = check_stores(agents_dir, uris)
+        found = [*found, *check_plaintext_leaks(), *check_files(agents_dir)]
         for agent in agents.values():
             found += check_plaintext_leaks(agent)
     leaks = [leak for leak in dict.fromkeys(found) if leak.name not in allow]
-    show({"agents": sorted(agents), "leaks": leaks}, as_json, _lines(leaks, len(agents)))
+    result = {"agents": sorted(agents), "services": stores, "leaks": leaks}
+    show(result, as_json, _lines(stores, leaks, len(agents)))
     sys.exit(1 if leaks else 0)
 
 
-def _lines(leaks: "list[Leak]", agents: int) -> Iterator[str]:
+def _lines(stores: "list[ServiceStore]", leaks: "list[Leak]", agents: int) -> Iterator[str]:
+    yield from table(stores)
     for leak in leaks:
         yield f"{leak.name}: {leak.where}"
         yield f"  {leak.remedy.replace('`', '')}"

@@ -49,7 +49,7 @@ _DRIVER_OPTIONS: dict[str, set[str]] = {
     "mariadb+aiomysql": _MYSQL,
 }
 SCHEMES = tuple(PREFIX + url for url in _DRIVER_OPTIONS)
-_ONCE = ("key", "backend", "key_db", "blobs")
+_ONCE = ("key", "backend", "key_db", "blobs", "allow_http")
 _REPEATED = ("also_key", "also_backend")
 _EXAMPLE = "encrypted+sqlite:///./sessions.db?key=env:ADK_SESSIONS_KEY"
 _EXIT_TIMEOUT = 5.0  # seconds to close the databases after SIGTERM
@@ -65,6 +65,7 @@ class ServiceUri(NamedTuple):
         key_db: The URL of the key database; None if there is no key database.
         blobs: The store for the contents of artifacts, a path or the URL of a bucket; None if the
             URI has no option `blobs`.
+        allow_http: Whether this store may be on another machine without TLS.
     """
 
     db_url: str
@@ -72,6 +73,7 @@ class ServiceUri(NamedTuple):
     keys: tuple[str, ...]
     key_db: str | None
     blobs: str | None
+    allow_http: bool = False
 
     def __repr__(self) -> str:  # the URLs may have passwords
         return "<ServiceUri>"
@@ -119,11 +121,17 @@ def parse(uri: str) -> ServiceUri:
         raise ConfigurationError(
             f"the URI has no key: add a key spec that names the root key, as in {_EXAMPLE}"
         )
+    if ours["allow_http"] not in ([], ["true"]):
+        raise ConfigurationError("the option 'allow_http' of the URI can only be true")
+    if ours["allow_http"] and not ours["blobs"]:
+        raise ConfigurationError("the option 'allow_http' of the URI needs blobs= with a bucket")
     return ServiceUri(
         f"{url}://{rest}" + (f"?{'&'.join(of_driver)}" if of_driver else ""),
         names,
         (*ours["key"], *ours["also_key"]),
-        *(ours[name][0] if ours[name] else None for name in ("key_db", "blobs")),
+        next(iter(ours["key_db"]), None),
+        next(iter(ours["blobs"]), None),
+        bool(ours["allow_http"]),
     )
 
 
@@ -181,7 +189,7 @@ def artifact_service(
             "the URL of a bucket, such as &blobs=./artifacts"
         )
     make = _class_of("artifacts", "EncryptedArtifactService")
-    service: BaseArtifactService = make(_shared(parsed), parsed.blobs)
+    service: BaseArtifactService = make(_shared(parsed), parsed.blobs, allow_http=parsed.allow_http)
     return service
 
 
@@ -232,7 +240,7 @@ _lock = threading.Lock()
 
 def _shared(uri: ServiceUri) -> EncryptedSessionService:
     """Return the service for the database and the keys of *uri*."""
-    which = uri._replace(blobs=None)
+    which = uri._replace(blobs=None, allow_http=False)
     with _lock:
         if which not in _services:
             backend, additional = backends_for(uri.backends, uri.keys)

@@ -1,9 +1,9 @@
 """Finds where google-adk writes user content as plaintext outside our services.
 
 `plaintext_places.py` lists the places.  Some are switched on by objects of an application or by the
-environment, and others only by options of google-adk's command line.  So there are two functions:
+environment, and others only by options of google-adk's command line.  So there are three functions:
 `check_plaintext_leaks` looks at an application and at its process; `check_files` looks for files
-that google-adk has written.
+that google-adk has written; `check_stores` looks at the URIs of services.
 """
 
 import logging
@@ -18,6 +18,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.integrations.plaintext_guard import SERVICES, is_encrypted
 from adk_secure_sessions.integrations.plaintext_places import PLACES
+from adk_secure_sessions.integrations.service_stores import (
+    PLAINTEXT,
+    UNKNOWN,
+    ServiceStore,
+    find_stores,
+)
 
 if TYPE_CHECKING:
     from google.adk.agents.run_config import RunConfig
@@ -129,6 +135,20 @@ def check_files(agents_dir: str | os.PathLike[str]) -> list[Leak]:
                 found += [_leak(name, str(path)) for path in files if matches(path)]
     found += [_leak("log-directory", str(path)) for path in _log_files()]
     return list(dict.fromkeys(found))
+
+
+def check_stores(
+    agents_dir: str | os.PathLike[str], uris: Mapping[str, str | None]
+) -> tuple[list[ServiceStore], list[Leak]]:
+    """Find where google-adk's commands would store sessions, artifacts and memory.
+
+    The arguments and the error are those of `find_stores`.  A store that is not known to encrypt is
+    a leak, and so is a file `services.yaml` or `services.py` that google-adk cannot load.
+    """
+    stores, warnings = find_stores(agents_dir, uris)
+    unsafe = [one for one in stores if one.stores in (PLAINTEXT, UNKNOWN)]
+    found = [f"{one.service}: {one.where}" for one in unsafe] + warnings
+    return stores, [_leak("service-uris", where) for where in found]
 
 
 def _leak(name: str, where: str) -> Leak:

@@ -7,6 +7,7 @@ and receive the encrypted bytes of blobs.
 """
 
 import asyncio
+import logging
 import os
 import re
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping
@@ -28,6 +29,7 @@ from adk_secure_sessions.loops import wait_ignoring_cancel
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
+logger: logging.Logger = logging.getLogger(__name__)
 OBJECT_LENGTH = 8 * 2**20  # bytes; the last object of a blob may be shorter
 TIMEOUT = 60.0  # seconds for one request, with its retries
 _PARALLEL = 3  # objects that are uploaded at the same time
@@ -380,8 +382,16 @@ def _open_url(url: str, options: dict[str, Any], allow_http: bool, timeout: floa
             "the artifact store cannot be opened: check its options, and the environment variables "
             f"that begin with {_VARIABLES[scheme]}"
         )
-    for address in () if allow_http else plain:
-        check_transport(address, "an artifact store")
+    for address in plain:
+        try:
+            check_transport(address, "an artifact store")
+        except ConfigurationError:
+            if not allow_http:
+                raise
+            logger.warning(
+                "the artifact store is on another machine, and has no TLS: anybody on the network "
+                "can read the names of blobs, replace or delete blobs, and may read credentials"
+            )
     return made  # type: ignore[no-any-return]
 
 

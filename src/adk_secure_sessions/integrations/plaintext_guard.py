@@ -43,7 +43,7 @@ TRACE_VARIABLES = tuple(
 _EVALUATIONS = re.compile(r"/(?:eval|tests)", re.IGNORECASE)
 IN_MEMORY = "memory"  # the scheme of google-adk's services that store nothing
 # The schemes of google-adk's services that store plaintext.
-_PLAINTEXT = {"agentengine", "file", "gs", "mysql", "postgresql", "rag", "sqlite"}
+PLAINTEXT_SCHEMES = {"agentengine", "file", "gs", "mysql", "postgresql", "rag", "sqlite"}
 # The names of the classes that encrypt.  Importing the classes would need all extras.
 _ENCRYPTS = {
     "sessions": {"EncryptedSessionService", "EncryptedSessionWrapper"},
@@ -93,7 +93,7 @@ def plaintext_stores(
         elif uri is not None and scheme in SCHEMES:
             if parse(uri).stores_plaintext:
                 found[kind] = f"{kind} ({option} has backend=no-op)"
-        elif scheme in _PLAINTEXT:
+        elif scheme in PLAINTEXT_SCHEMES:
             found[kind] = f"{kind} ({option} {scheme}://...)"
     stored = [text for kind, text in found.items() if kind not in allowed]
     if not stored:
@@ -138,6 +138,11 @@ def is_encrypted(kind: str, service: object) -> bool:
         package = base.__module__.split(".")[0]
         if package == "adk_secure_sessions" and base.__name__ in _ENCRYPTS[kind]:
             return not isinstance(getattr(service, "backend", None), NoOpBackend)
+    return is_in_memory(kind, service)
+
+
+def is_in_memory(kind: str, service: object) -> bool:
+    """Return True if *service* is google-adk's service that stores nothing."""
     made = type(service)
     return made.__module__.startswith("google.adk.") and made.__name__ == _STORES_NOTHING[kind]
 

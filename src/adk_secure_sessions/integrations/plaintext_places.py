@@ -36,19 +36,20 @@ PLACES: Mapping[str, Place] = {
         Place(
             "span-content",
             "Requests to models, answers, arguments and results of tools. From google-adk 2.13 on, "
-            "only the history of live runs, unless `ADK_TELEMETRY_SCHEMA_VERSION_OPT_IN=1`.",
+            "only the history of live runs; with `ADK_TELEMETRY_SCHEMA_VERSION_OPT_IN=1`, all of "
+            "these.",
             "attributes of spans",
             "on",
             "`ADK_CAPTURE_MESSAGE_CONTENT_IN_SPANS=false`",
         ),
         Place(
             "genai-content",
-            "The same, and user ids.",
+            "Requests to models, answers, arguments and results of tools, user ids.",
             "attributes of spans, log records of OpenTelemetry",
             "off",
-            "Do not set `OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT`, nor "
-            "`capture_message_content` in a `RunConfig`; `ADK_TELEMETRY_IGNORE_RUN_CONFIG=true` "
-            "makes google-adk ignore the latter.",
+            "Do not set `OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT`. Set "
+            "`ADK_TELEMETRY_IGNORE_RUN_CONFIG=true`, so that google-adk ignores "
+            "`capture_message_content` of a `RunConfig`.",
         ),
         Place(
             "mcp-bodies",
@@ -59,12 +60,12 @@ PLACES: Mapping[str, Place] = {
         ),
         Place(
             "telemetry-exporter",
-            "Session ids, texts and tracebacks of exceptions; in older releases, user ids. No "
-            "setting leaves them out.",
+            "Session ids, texts and tracebacks of exceptions; in older releases, also user ids. "
+            "Spans always contain them.",
             "spans, wherever an exporter sends them",
             "off",
-            "`OTEL_SDK_DISABLED=true`, or no exporter: do not set `OTEL_EXPORTER_OTLP_ENDPOINT`, "
-            "`--otel_to_cloud` or `--trace_to_cloud`.",
+            "`OTEL_SDK_DISABLED=true`. Or use no exporter: do not set "
+            "`OTEL_EXPORTER_OTLP_ENDPOINT`, `--otel_to_cloud` or `--trace_to_cloud`.",
         ),
         Place(
             "sqlite-spans",
@@ -114,7 +115,7 @@ PLACES: Mapping[str, Place] = {
             "All logs of all libraries at the level of `--log_level`.",
             "`agents_log` in the directory for temporary files",
             "on in `adk run`",
-            "`--log_level WARNING`; set `TMPDIR` to a directory in memory; delete the files.",
+            "`--log_level WARNING`, or set `TMPDIR` to a directory in memory; delete the files.",
         ),
         Place(
             "saved-session",
@@ -131,6 +132,14 @@ PLACES: Mapping[str, Place] = {
             "`--session_service_uri` and `--artifact_service_uri` with our URIs; delete the files.",
         ),
         Place(
+            "service-uris",
+            "Sessions, artifacts, memory.",
+            "the stores that google-adk's commands would use; only `adk doctor` checks them",
+            "on without URIs",
+            "`adk-secure-sessions adk web --service_uri encrypted+...`, or the environment "
+            "variable `ADK_SECURE_SESSIONS_URI`.",
+        ),
+        Place(
             "plaintext-service",
             "Sessions, artifacts, memory.",
             "a service that does not encrypt",
@@ -141,8 +150,8 @@ PLACES: Mapping[str, Place] = {
         Place(
             "rag-memory",
             "Each session that is added to memory.",
-            "a file for the upload of `VertexAiRagMemoryService`, in the directory for temporary "
-            "files; it stays if the process is killed",
+            "a temporary file that `VertexAiRagMemoryService` uploads; it stays if the process is "
+            "killed",
             "off",
             "Use `EncryptedMemoryService`, or set `TMPDIR` to a directory in memory.",
         ),
@@ -151,7 +160,8 @@ PLACES: Mapping[str, Place] = {
             "Tasks of A2A, with their messages.",
             "the database of `DatabaseTaskStore`",
             "off",
-            "`InMemoryTaskStore`: do not set `--task_store_uri`, nor `task_store` of `to_a2a`.",
+            "Use `InMemoryTaskStore`, the default: do not set `--task_store_uri` or the argument "
+            "`task_store` of `to_a2a`.",
         ),
         Place(
             "eval-sets",
