@@ -21,6 +21,7 @@ from examples.vectors.blobs import blob_vectors
 from examples.vectors.collections import collection_vectors
 from examples.vectors.database import database_file, database_vectors
 from examples.vectors.fixed import Json
+from examples.vectors.integrations import integration_vectors
 from examples.vectors.keys import key_vectors
 from examples.vectors.page import with_example
 from examples.vectors.records import record_vectors
@@ -36,6 +37,7 @@ def made_files() -> dict[Path, str]:
     """Return the text that each file should hold."""
     sql, contents = database_vectors()
     with_collections, collections, rejected_collections = collection_vectors()
+    with_memory, integrations, rejected_integrations = integration_vectors()
     return {
         VECTORS / "records.json": _dumped(record_vectors()),
         VECTORS / "keys.json": _dumped(key_vectors()),
@@ -46,6 +48,9 @@ def made_files() -> dict[Path, str]:
         VECTORS / "collections.sql": with_collections,
         VECTORS / "collections.json": _dumped(collections),
         VECTORS / "collection_rejections.json": _dumped(rejected_collections),
+        VECTORS / "integrations.sql": with_memory,
+        VECTORS / "integrations.json": _dumped(integrations),
+        VECTORS / "integration_rejections.json": _dumped(rejected_integrations),
         PAGE: with_example(PAGE.read_text(encoding="utf-8")),
     }
 

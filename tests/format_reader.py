@@ -9,7 +9,7 @@ import json
 import re
 import sqlite3
 import struct
-from base64 import urlsafe_b64encode
+from base64 import b64decode, b64encode, urlsafe_b64encode
 from typing import Any, NamedTuple
 
 from cryptography.exceptions import InvalidTag
@@ -24,7 +24,7 @@ Row = dict[str, Any]
 
 KEY_LENGTH = 32  # of master keys, and of data keys for AES-256-GCM and Fernet
 NO_LINK = bytes(16)
-KNOWN_FEATURES = {"-", "collections"}
+KNOWN_FEATURES = {"-", "collections", "wrapper"}
 NO_SNAPSHOT, COLLECTION = -1, -2  # values of base_revision
 KEY_TABLES = ("secure_keyring", "secure_data_keys")
 
@@ -256,6 +256,48 @@ class Database:
         """The names of the collections of a user that have items."""
         found = self._listed(app_name, user_id, collections=True)
         return [one["session_id"] for one in found if one["revision"]]
+
+    def memory(self, app_name: str, user_id: str) -> Row | None:
+        """The entries of a user's memory in their order, and the ids that are not added again."""
+        found = self.collection(app_name, user_id, '["memory"]')
+        return _memory(found["items"]) if found else None
+
+    def wrapped_session(self, stored: Row, app_name: str, user_id: str, session_id: str) -> Row:
+        """The state and the events of a session that another session service returned."""
+        require(
+            (stored["app_name"], stored["user_id"], stored["id"]) == (app_name, user_id, session_id)
+        )
+        app, user = tag(self._index, "app", app_name), tag(self._index, "user", app_name, user_id)
+        scopes: dict[str, tuple[bytes, tuple[str, ...]]] = {
+            "app:": (app, ("app", app_name)),
+            "user:": (user, ("user", app_name, user_id)),
+            "": (user, ("session", app_name, user_id, session_id)),
+        }
+        state: Row = {}
+        for key, value in stored["state"].items():
+            found = re.fullmatch("(app:|user:|)([0-9a-f]{32})", key)
+            if found is None:
+                raise Refused
+            owner, parts = scopes[found[1]]
+            record = _from_base64(value)
+            if found[1] == "user:" and unpack(record)[1] not in self._data_keys:
+                continue
+            key_tag = bytes.fromhex(found[2])
+            entry = self._open(record, owner, "wrapped state", *parts, key_tag).json()
+            require(len(entry) == 1)
+            state |= {found[1] + name: value for name, value in entry.items()}
+        require(len({one["text"] for one in stored["events"]}) == len(stored["events"]))
+        history = []
+        for one in stored["events"]:
+            ids = (app_name, user_id, session_id, one["id"])
+            fields = self._open(_from_base64(one["text"]), user, "wrapped event", *ids)
+            fields.adk_version()
+            event = fields.json()
+            for name in ("id", "invocation_id", "author", "turn_complete"):
+                require(one[name] == event.get(name))
+            require(abs(one["timestamp"] - event["timestamp"]) <= 0.001)
+            history.append(event)
+        return {"state": state, "events": history}
 
     def _asked_for(
         self, kind: str, app_name: str, user_id: str, name: str, last: int | None
@@ -496,6 +538,39 @@ def _as_collection(opened: Row) -> Row:
     require(not opened["state"])
     ids = {"app_name": opened["app_name"], "user_id": opened["user_id"]}
     return ids | {"name": opened["session_id"], "items": opened["events"]}
+
+
+def _memory(items: list[Row]) -> Row:
+    """Check the items of a memory, and apply them."""
+    replacements: dict[int, str] = {}
+    scopes: dict[str, list[Row]] = {}
+    deleted: set[str] = set()
+    for number, item in enumerate(items):
+        deleted |= set(item.get("deleted", []))
+        for earlier, dropped in item.get("drop", {}).items():
+            require(earlier.isdecimal() and int(earlier) < number)
+            replacements[int(earlier)] = dropped["replacement"]
+            add = items[int(earlier)].get("add", [])
+            require(all(add[place : place + 1] in ([], [None]) for place in dropped["places"]))
+        if "scope" in item:
+            scope = scopes.setdefault(json.dumps(item["scope"]), [])
+            scope += [{"scope": item["scope"], **one} for one in item.get("add", []) if one]
+        require("scope" in item or "add" not in item)
+    for number, item in enumerate(items):
+        require(item.get("replacement") == replacements.get(number))
+    entries = [entry for scope in scopes.values() for entry in scope]
+    return {"deleted": sorted(deleted), "entries": entries}
+
+
+def _from_base64(text: object) -> bytes:
+    """The bytes of a text in base64, which must be the text that a writer writes for them."""
+    require(isinstance(text, str))
+    try:
+        data = b64decode(str(text), validate=True)
+    except ValueError:
+        raise Refused from None
+    require(b64encode(data).decode() == text)
+    return data
 
 
 def _features(value: object) -> tuple[str, str]:

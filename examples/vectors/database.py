@@ -112,6 +112,11 @@ _BY_FERNET: list[tuple[str, str, str, Json, list[str]]] = [
 _CONTINUED: list[tuple[str, str, str, list[str]]] = [
     (CLINIC, ADA, VISIT, [_event(8, "nurse", _ANSWER, {"step": 2, "app:visits": 2})]),
 ]
+# The JSON of each event: the number of an event is in its id.
+EVENTS: list[str] = sorted(
+    (text for *_, events in (*_BY_AES, *_BY_FERNET, *_CONTINUED) for text in events),
+    key=lambda text: str(json.loads(text)["id"]),
+)
 
 
 class _Draws:
@@ -173,13 +178,8 @@ def fixed() -> Iterator[None]:
             patch.stop()
 
 
-def _all_events() -> Iterator[str]:
-    for *_, events in (*_BY_AES, *_BY_FERNET, *_CONTINUED):
-        yield from events
-
-
 def _encode(event: Event) -> bytes:
-    (stored,) = (text for text in _all_events() if json.loads(text)["id"] == event.id)
+    (stored,) = (text for text in EVENTS if json.loads(text)["id"] == event.id)
     return _PREFIX + stored.encode()
 
 

@@ -21,6 +21,7 @@ from google.genai import types
 
 from adk_secure_sessions import AesGcmBackend, ConfigurationError, EncryptedSessionService
 from adk_secure_sessions.integrations import memory as module
+from adk_secure_sessions.integrations import memory_index
 from adk_secure_sessions.integrations.memory import EncryptedMemoryService, RankedEntry
 from adk_secure_sessions.integrations.memory_index import UserMemory
 from adk_secure_sessions.storage import Collections
@@ -224,7 +225,9 @@ async def test_many_searches_at_once_read_the_memory_once(
     assert answers == 10 * [["cat"]]
 
 
-async def test_long_search_lets_other_tasks_run(sessions: EncryptedSessionService) -> None:
+async def test_long_search_lets_other_tasks_run(
+    sessions: EncryptedSessionService, monkeypatch: pytest.MonkeyPatch
+) -> None:
     memory = ours(sessions)
     await add(memory, *(text_event("カキ" * 200 + str(n)) for n in range(300)))
     await found(memory, "x")
@@ -236,12 +239,14 @@ async def test_long_search_lets_other_tasks_run(sessions: EncryptedSessionServic
             turns += 1
             await asyncio.sleep(0)
 
+    monkeypatch.setattr(memory_index, "_TURN", 0)
+    monkeypatch.setattr(memory_index, "_TEXTS_AT_ONCE", 10)
     other = asyncio.create_task(count())
-    await memory.search_memory(
-        app_name=APP, user_id=USER, query=" ".join(f"ク{n}" for n in range(300))
-    )
+    for query, least in ((" ".join(f"ク{n}" for n in range(30)), 100), ("ク", 30)):
+        turns = 0
+        await memory.search_memory(app_name=APP, user_id=USER, query=query)
+        assert turns > least
     other.cancel()
-    assert turns > 3
 
 
 # --- memories that are not events ----------------------------------------------------------------
@@ -327,6 +332,54 @@ async def test_ranker_that_returns_something_else_is_an_error(
     with pytest.raises(ConfigurationError, match="returned a str") as caught:
         await found(memory, "x")
     assert "secret" not in str(caught.value)
+
+
+async def test_ranker_cannot_return_the_entry_of_another_user(
+    sessions: EncryptedSessionService,
+) -> None:
+    class Keeping:
+        """Keeps the entries that it saw first, as a faulty cache does."""
+
+        kept: Sequence[RankedEntry] = ()
+
+        async def rank(self, query: str, entries: Sequence[RankedEntry]) -> Sequence[RankedEntry]:
+            self.kept = self.kept or entries
+            return self.kept
+
+    memory = ours(sessions, ranker=Keeping())
+    for user in ("ann", "bob"):
+        await add(memory, text_event(f"secret of {user}"), user=user)
+    assert await found(memory, "x", "ann") == ["secret of ann"]
+    with pytest.raises(ConfigurationError, match="of another search") as caught:
+        await found(memory, "x", "bob")
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("answer", [None, 7])
+async def test_ranker_that_returns_no_entries_is_an_error(
+    sessions: EncryptedSessionService, answer: object
+) -> None:
+    class Wrong:
+        async def rank(self, query: str, entries: Sequence[Any]) -> Any:
+            return answer
+
+    memory = ours(sessions, ranker=Wrong())
+    await add(memory, text_event("secret"))
+    with pytest.raises(ConfigurationError, match="must return a sequence"):
+        await found(memory, "x")
+
+
+async def test_entry_deleted_while_a_ranker_runs_is_not_returned(
+    sessions: EncryptedSessionService,
+) -> None:
+    class Slow:
+        async def rank(self, query: str, entries: Sequence[RankedEntry]) -> Sequence[RankedEntry]:
+            await forget(memory, "gone")
+            return entries
+
+    memory = ours(sessions, ranker=Slow())
+    await add(memory, text_event("kept"), text_event("secret", event_id="gone"))
+    assert await found(memory, "x") == ["kept"]
 
 
 # --- bad input -----------------------------------------------------------------------------------

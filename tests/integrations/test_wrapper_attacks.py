@@ -3,6 +3,7 @@
 The store is ADK's service in memory: a test changes its session objects directly.
 """
 
+import base64
 import copy
 import os
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from adk_secure_sessions import (
 from tests.conformance.support import create, event, ids, listed, reload
 
 KEY = os.urandom(32)
+BASE64 = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 
 
 class World:
@@ -43,7 +45,8 @@ class World:
                 state = {"app:a": 1, "user:u": user, "user:w": 2, "s": name, "t": 3}
                 session = await create(self.service, name, user_id=user, state=state)
                 for turn in range(2):
-                    await self.service.append_event(session, event(f"{user} {name} {turn}"))
+                    text = f"{user} {name} {turn}" + turn * "x"  # of other lengths in base64
+                    await self.service.append_event(session, event(text))
 
     def stored(self, user: str = "ann", name: str = "one") -> Session:
         return self.inner.sessions["app"][user][name]
@@ -111,6 +114,48 @@ def event_stored_twice(world: World) -> None:
     world.stored().events.append(copy.deepcopy(world.stored().events[0]))
 
 
+def event_stored_twice_with_other_unused_bits(world: World) -> None:
+    """Base64 of 1 or 2 bytes more than a multiple of 3 has 4 or 2 bits that mean nothing."""
+    for one in world.stored().events:
+        if (text := text_of(one)).endswith("="):
+            last = len(text.rstrip("=")) - 1
+            other = BASE64[BASE64.index(text[last]) + 1]
+            world.stored().events.append(copy.deepcopy(one))
+            set_text(world.stored().events[-1], text[:last] + other + text[last + 1 :])
+            return
+
+
+def with_header(world: World, header: bytes, body: bytes = b"") -> None:
+    record = base64.b64decode(text_of(world.stored().events[0]))
+    record = header + record[len(header) :] if not body else header + body
+    set_text(world.stored().events[0], base64.b64encode(record).decode())
+
+
+def record_of_a_later_version(world: World) -> None:
+    with_header(world, b"AKS\x03")
+
+
+def record_of_an_unknown_backend(world: World) -> None:
+    with_header(world, b"AKS\x02\x99")
+
+
+def record_of_the_noop_backend(world: World) -> None:
+    event = b'{"author":"user","id":"planted"}'
+    with_header(world, b"AKS\x02\x03" + bytes(8), b"\x00\x061.28.0" + event)
+
+
+def record_of_an_unknown_key(world: World) -> None:
+    with_header(world, b"AKS\x02\x01" + bytes(8))
+
+
+def record_of_the_apps_state(world: World) -> None:
+    set_text(world.stored().events[0], next(iter(world.inner.app_state["app"].values())))
+
+
+def id_with_a_new_line(world: World) -> None:
+    world.stored().events[0].id = "x\nERROR ann was here" + 1000 * "x"
+
+
 def record_modified(world: World) -> None:
     text = text_of(world.stored().events[0])
     set_text(world.stored().events[0], text[:40] + ("A" if text[40] != "A" else "B") + text[41:])
@@ -140,8 +185,11 @@ def part_added(world: World) -> None:
 EVENT_ATTACKS = [
     event_of_another_session, event_of_another_user, contents_exchanged_between_events,
     event_with_another_id, author_modified, invocation_id_modified, turn_complete_modified,
-    time_modified, time_that_is_no_number, event_stored_twice, record_modified, record_cut,
-    record_emptied, plaintext_event, event_without_content, part_added,
+    time_modified, time_that_is_no_number, event_stored_twice,
+    event_stored_twice_with_other_unused_bits, record_of_a_later_version,
+    record_of_an_unknown_backend, record_of_the_noop_backend, record_of_an_unknown_key,
+    record_of_the_apps_state, id_with_a_new_line, record_modified, record_cut, record_emptied,
+    plaintext_event, event_without_content, part_added,
 ]  # fmt: skip
 
 
@@ -152,6 +200,7 @@ async def test_event_is_rejected(world: World, attack: Callable[[World], None]) 
         await world.read()
     assert rejection.value.table == "inner events"
     assert "ann" not in str(rejection.value)
+    assert "\n" not in str(rejection.value)
 
 
 def value_modified(world: World) -> None:
@@ -233,6 +282,12 @@ async def test_state_of_a_user_is_rejected(world: World) -> None:
         await world.service.get_user_state(app_name="app", user_id="ann")
 
 
+async def test_entry_of_another_user_is_never_returned(world: World) -> None:
+    entries_of_another_user(world)
+    world.service._unit.empty_caches()  # this process then knows no key of the other user
+    assert not any(key.startswith("user:") for key in (await world.read()).state)
+
+
 async def test_plaintext_is_named_as_such(world: World) -> None:
     plaintext_event(world)
     with pytest.raises(PlaintextRefusedError):
@@ -264,6 +319,24 @@ async def test_equal_keys_of_two_owners_have_different_blind_indexes(world: Worl
     assert len(names) == len(set(names)) == 9
 
 
+async def test_plaintext_fields_of_a_stored_event_are_ignored(world: World) -> None:
+    stored, before = world.stored().events[0], (await world.read()).events
+    stored.branch = stored.error_message = "planted"
+    stored.actions = EventActions(escalate=True, transfer_to_agent="planted")
+    stored.content.parts[0].thought = True  # type: ignore[union-attr,index]
+    assert (await world.read()).events == before
+
+
+async def test_rebuilt_session_is_not_continued_in_that_of_another_user(world: World) -> None:
+    rebuilt = Session.model_validate_json((await world.read()).model_dump_json())
+    rebuilt.events = []
+    other = world.stored(user="bob")
+    world.inner.sessions["app"]["ann"]["one"] = other
+    rebuilt.last_update_time = other.last_update_time
+    with pytest.raises(TamperedError, match="another app or user"):
+        await world.service.append_event(rebuilt, event("text"))
+
+
 # The page docs/wrapper.md says that these attacks are not noticed.
 
 
@@ -273,6 +346,11 @@ async def test_removed_and_reordered_events_are_not_noticed(world: World) -> Non
     assert ids((await world.read()).events) == [second.id, first.id]
     world.stored().events[:] = [second]
     assert ids((await world.read()).events) == [second.id]
+
+
+async def test_modified_update_time_is_not_noticed(world: World) -> None:
+    world.stored().last_update_time = 1.0
+    assert (await world.read()).last_update_time == 1.0
 
 
 async def test_replayed_and_removed_state_is_not_noticed(world: World) -> None:

@@ -8,7 +8,7 @@ added and dropped: see `formats.memory_items`.  The decrypted entries are cached
 import asyncio
 import random
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from google.adk.events import Event
@@ -54,6 +54,9 @@ _CONFLICTS = 100  # after this number of conflicts with other processes, a write
 # The maximum size of the entries of one item, in bytes of JSON.  To delete one entry, all other
 # entries of its item are written again.
 _ITEM_BYTES = 128 * 1024
+# If a change drops entries of more than this number of items, the memory is rewritten instead: on
+# PostgreSQL, one statement replaces all of them, and a statement has at most 32,767 parameters.
+_MOST_REPLACED = 100
 _LEVELS = json_text.MAX_LEVELS - 3  # the item, its field `add` and the entry take three levels
 # If the new items are larger than this number of bytes, the whole memory is read again.  The reason
 # is that `_read_all` lets other tasks run between items.  Adding items to a cached memory does not.
@@ -308,7 +311,8 @@ class EncryptedMemoryService(BaseMemoryService):
 
         Raises:
             ConfigurationError: The installed google-adk cannot read a memory that a newer
-                google-adk stored; or the ranker returned an object that is not an entry.
+                google-adk stored; or the ranker returned anything else than some of the entries
+                that it was given.
         """
         check_ids(app_name, user_id, "")
         memory = await self._current(await self._cache(), app_name, user_id)
@@ -371,15 +375,25 @@ class EncryptedMemoryService(BaseMemoryService):
                     if planned is None:
                         return
                     item = _item(planned)
-                    replaced = memory.replaced(item.drop)
+                    rewrites = memory.is_sparse() or len(item.drop) > _MOST_REPLACED
+                    replaced = {} if rewrites else memory.replaced(item.drop)
+                    rewritten = memory.rewritten(item) if rewrites else []
                 try:
+                    if rewrites:
+                        await self._rewrite(app_name, user_id, rewritten, item, at)
+                        if len(item.add) == len(planned.add):
+                            return
+                        conflicts = 0
+                        continue
                     new = await self._collections.append(
                         app_name,
                         user_id,
                         COLLECTION_NAME,
                         encode_item(item.values()),
                         expected=at,
-                        replaced=await _encoded(replaced),
+                        replaced=dict(
+                            zip(replaced, await _encoded(replaced.values()), strict=True)
+                        ),
                     )
                 except (StaleRevision, MissingSession):
                     conflicts += 1
@@ -400,6 +414,24 @@ class EncryptedMemoryService(BaseMemoryService):
                         retryable=True,
                     )
                 await asyncio.sleep(random.uniform(0, 0.005 * min(conflicts, 10)))  # noqa: S311
+
+    async def _rewrite(
+        self,
+        app_name: str,
+        user_id: str,
+        items: Iterable[tuple[MemoryItem, list[Entry | None]]],
+        last: MemoryItem,
+        at: Expected,
+    ) -> None:
+        """Replace all items of the collection by *items*, and by *last* without its drops.
+
+        Otherwise, the memory of a user whose entries are often replaced or deleted would grow for
+        ever: each change adds an item, and the first search reads all of them.
+        """
+        plaintexts = await _encoded(items)
+        if last.scope is not None:
+            plaintexts.append(encode_item(last._replace(drop={}, deleted=()).values()))
+        await self._collections.rewrite(app_name, user_id, COLLECTION_NAME, plaintexts, at)
 
     # --- read ------------------------------------------------------------------------------------
 
@@ -505,13 +537,13 @@ def _item(plan: _Plan) -> MemoryItem:
     return MemoryItem(plan.scope, add, drop, plan.deleted)
 
 
-async def _encoded(replaced: dict[int, tuple[MemoryItem, list[Entry | None]]]) -> dict[int, bytes]:
-    """Return the plaintexts of replaced items, each with its entries; let other tasks run."""
-    found = {}
+async def _encoded(items: Iterable[tuple[MemoryItem, list[Entry | None]]]) -> list[bytes]:
+    """Return the plaintexts of items, each with its entries; let other tasks run."""
+    found = []
     turns = Turns()
-    for number, (item, entries) in replaced.items():
+    for item, entries in items:
         add = [None if entry is None else entry.values() for entry in entries]
-        found[number] = encode_item(item._replace(add=add).values())
+        found.append(encode_item(item._replace(add=add).values()))
         await turns.end()
     return found
 
@@ -526,15 +558,23 @@ async def _ranked(ranker: MemoryRanker, query: str, memory: UserMemory) -> list[
     for _, entry in entries:
         offered.append(RankedEntry(f"{row}.{entry.item}.{entry.place}", entry.text(), entry))
         await turns.end()
+    keys = {entry: key for key, entry in entries}
+    answer = await ranker.rank(query, offered)
+    if not isinstance(answer, Sequence):
+        raise ConfigurationError(
+            f"the ranker returned a {type(answer).__name__}: it must return a sequence of entries"
+        )
     found = []
-    for one in await ranker.rank(query, offered):
-        if not isinstance(one, RankedEntry):
+    for one in answer:
+        if not isinstance(one, RankedEntry) or one._entry not in keys:
+            kind = type(one).__name__
+            what = "an entry of another search" if isinstance(one, RankedEntry) else f"a {kind}"
             raise ConfigurationError(
-                f"the ranker returned a {type(one).__name__}: it must return some of the entries "
-                "that it was given"
+                f"the ranker returned {what}: it must return some of the entries that it was given"
             )
         found.append(one._entry)
-    return found
+    with memory.lock:  # an entry may have been deleted while the ranker ran
+        return [entry for entry in found if memory.entries.get(keys[entry]) is entry]
 
 
 # --- check what is added -------------------------------------------------------------------------

@@ -34,6 +34,12 @@ _WORD = re.compile(r"\w+")
 _MARKS = 30
 _LONG_RUN = re.compile(rf"[^\w\s]{{{_MARKS + 1},}}")
 _JOINER = "\u034f"  # COMBINING GRAPHEME JOINER: does not combine, and does not change the text
+# A memory is rewritten if more items are stored than these and two for each entry and each scope.
+SPARE_ITEMS = 1000
+# The entries of one item of a rewritten memory, in bytes of JSON.  Later, each dropped entry costs
+# writing the rest of its item again.
+_PACKED_BYTES = 8 * 1024
+_TEXTS_AT_ONCE = 1000  # texts to search for a word before other tasks may run
 _TURN = 0.005  # seconds of work before other tasks may run
 # The key of an entry is `(scope number << _SCOPE_SHIFT) | entry number`.  The scope of an entry is
 # a session or a constant of `formats.memory_items`.  Scopes and entries are numbered in order of
@@ -243,6 +249,37 @@ class UserMemory:
             found[number] = self._items[number]._replace(replacement=replacement), entries
         return found
 
+    def is_sparse(self) -> bool:
+        """Return whether much more items are stored than are needed for what they say."""
+        return len(self._items) > SPARE_ITEMS + 2 * (len(self.entries) + len(self._scopes))
+
+    def rewritten(self, last: MemoryItem) -> list[tuple[MemoryItem, list[Entry | None]]]:
+        """Return items that say the same as the stored ones and then *last*.
+
+        Each has the list of its entries, instead of the field `add`.  No item has entries of more
+        than about `_PACKED_BYTES`, and none drops entries.
+        """
+        gone = {
+            self._keys[number][place]
+            for number, dropped in last.drop.items()
+            for place in dropped.places
+        }
+        items: list[tuple[MemoryItem, list[Entry | None]]] = []
+        for scope, kept in self._scopes.items():
+            entries: list[Entry | None] = []
+            items.append((MemoryItem(scope), entries))
+            size = 0
+            for key, entry in kept.items():
+                if key in gone:
+                    continue
+                if size > _PACKED_BYTES:
+                    entries, size = [], 0
+                    items.append((MemoryItem(scope), entries))
+                entries.append(entry)
+                size += len(entry.content) + len(entry.metadata or b"")
+        deleted = sorted(self.deleted | set(last.deleted))
+        return [(MemoryItem(deleted=deleted), []), *items]
+
     async def clean_index(self) -> None:
         """Remove the dropped entries from the index; let other tasks run meanwhile.
 
@@ -269,13 +306,15 @@ class UserMemory:
         counts: Counter[int] = Counter()
         turns = Turns()
         for word in words:
+            inside: list[int] = []
+            if not word.isascii():
+                for first in range(0, len(texts), _TEXTS_AT_ONCE):
+                    some = texts[first : first + _TEXTS_AT_ONCE]
+                    inside += [key for key, text in some if word in text]
+                    await turns.end()
             with self.lock:
                 found = self._words.get(word, ())
-                if word.isascii():
-                    counts.update(found)
-                else:
-                    inside = [key for key, text in texts if word in text]
-                    counts.update({*found, *inside})
+                counts.update({*found, *inside} if inside else found)
             await turns.end()
         with self.lock:
             return [self.entries[key] for key in _best(counts, self.entries)]

@@ -296,6 +296,9 @@ class EncryptedSessionWrapper(KeyMaterial, BaseSessionService):
         """
         if event.partial:
             return event
+        if not event.id:
+            # google-adk gives an event without id a new one each time that it reads the event.
+            event.id = Event.new_id()
         delta = event.actions.state_delta
         for key in [key for key in delta or () if key.startswith(State.TEMP_PREFIX)]:
             session.state[key] = delta[key]
@@ -336,12 +339,14 @@ class EncryptedSessionWrapper(KeyMaterial, BaseSessionService):
         Raises:
             SessionNotFoundError: The session is not stored.
             StaleSessionError: See `append_event`.
+            TamperedError: The inner service has returned the session of somebody else.
         """
         stored = await self._inner.get_session(
             app_name=session.app_name, user_id=session.user_id, session_id=session.id
         )
         if stored is None or stored.id != session.id:
             raise SessionNotFoundError("Session not found.")
+        _check_ids_of(stored, session.app_name, session.user_id, session.id)
         ends = [[event.id for event in one.events[-1:]] for one in (session, stored)]
         same_time = not session.events and stored.last_update_time == session.last_update_time
         if ends[0] != ends[1] and not same_time:
@@ -513,7 +518,7 @@ class _Records:
             text = _only_text(one)
             if text in seen:
                 raise TamperedError(
-                    "it is stored twice", reason=Reason.MISMATCH, table=EVENTS, row=one.id
+                    "it is stored twice", reason=Reason.MISMATCH, table=EVENTS, row=_shown(one.id)
                 )
             seen.add(text)
             event = self._open_event(one, text)
@@ -526,13 +531,7 @@ class _Records:
 
     def open_session_without_events(self, stored: Session) -> Session:
         who = self._who
-        ids = (stored.app_name, stored.user_id, stored.id)
-        if ids != (who.app_name, who.user_id, who.session_id):
-            raise TamperedError(
-                "the inner service has returned the session of another app or user, or another "
-                "session",
-                reason=Reason.WRONG_OWNER,
-            )
+        _check_ids_of(stored, who.app_name, who.user_id, who.session_id)
         scopes = self.scopes
         split = states.split(stored.state)
         state = states.merge(
@@ -587,11 +586,11 @@ class _Records:
         context = self._event_context(stored.id)
         try:
             plaintext = self._keys.open(self._who.user_tag, context, _record(text))
-            event = events.decode_in(plaintext, EVENTS, stored.id)
+            event = events.decode_in(plaintext, EVENTS, _shown(stored.id))
             self._check_fields(stored, event)
             return event
         except DecryptionError as error:
-            located = error.located(EVENTS, stored.id)
+            located = error.located(EVENTS, _shown(stored.id))
         raise located
 
     def _check_fields(self, stored: Event, event: Event) -> None:
@@ -635,14 +634,32 @@ def _record(text: object) -> bytes:
     """Return the record that `_text` returned as *text*.
 
     Raises:
-        PlaintextRefusedError: *text* is not text in base64.
+        PlaintextRefusedError: *text* is not text that `_text` returns.
     """
     if isinstance(text, str):
         try:
-            return base64.b64decode(text, validate=True)
+            record = base64.b64decode(text, validate=True)
+            # Several texts in base64 may stand for the same bytes.  Accept only one of them, so
+            # that an event that is stored twice has the same text twice.
+            if _text(record) == text:
+                return record
         except (ValueError, binascii.Error):
             pass  # an error raised here would hold the text in its __context__
     raise PlaintextRefusedError("not an encrypted record")
+
+
+def _check_ids_of(stored: Session, app_name: str, user_id: str, session_id: str) -> None:
+    """Raise TamperedError unless the inner service has returned the session with these ids."""
+    if (stored.app_name, stored.user_id, stored.id) != (app_name, user_id, session_id):
+        raise TamperedError(
+            "the inner service has returned the session of another app or user, or another session",
+            reason=Reason.WRONG_OWNER,
+        )
+
+
+def _shown(event_id: str) -> str:
+    """Return the id of a stored event for errors, which may be logged; "?" if it is no usual id."""
+    return event_id if event_id.isprintable() and len(event_id) <= 128 else "?"
 
 
 def _only_text(stored: Event) -> str:
@@ -655,7 +672,7 @@ def _only_text(stored: Event) -> str:
     texts = [part.text for part in parts]
     if len(texts) == 1 and texts[0] is not None:
         return texts[0]
-    raise PlaintextRefusedError("not an encrypted event", table=EVENTS, row=stored.id)
+    raise PlaintextRefusedError("not an encrypted event", table=EVENTS, row=_shown(stored.id))
 
 
 async def _call(service: BaseSessionService, name: str) -> None:

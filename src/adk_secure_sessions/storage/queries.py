@@ -390,6 +390,17 @@ UPDATE_SESSION = (
         state=bindparam("state"),
     )
 )
+# Gives the row of a collection a new id; the old items then belong to no row.
+MOVE_COLLECTION = (
+    update(sessions)
+    .where(*_equal(sessions, "at"))
+    .values(
+        id=bindparam("id"),
+        revision=bindparam("revision"),
+        updated_at=bindparam("updated_at"),
+        state=bindparam("state"),
+    )
+)
 UPDATE_SNAPSHOT = (
     update(bases)
     .where(bases.c.session_row == _AT_ID, bases.c.revision == bindparam("at_revision"))

@@ -1,7 +1,7 @@
 """The operations on encrypted sessions and collections, with plaintext ids as arguments."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -28,6 +28,7 @@ from adk_secure_sessions.storage.writes import (
     MissingSession,
     NewEvent,
     ReplaceItems,
+    RewriteItems,
     StaleRevision,
 )
 
@@ -272,6 +273,21 @@ class Collections:
                 if expected is not None:
                     raise
                 after = None
+
+    async def rewrite(
+        self, app_name: str, user_id: str, name: str, items: Sequence[bytes], expected: Expected
+    ) -> None:
+        """Replace all items of a collection by *items*, in one transaction.
+
+        The collection gets a new row id, so another process that has read the collection reads it
+        again: see `RewriteItems`.
+
+        Raises:
+            StaleRevision: The stored collection has another row id or revision than *expected*.
+            MissingSession: The collection does not exist any more.
+        """
+        who = await self._unit.identify(app_name, user_id, name, True)
+        await self._unit.run(RewriteItems(who, expected, items, time.time_ns() // 1000))
 
     async def delete(self, app_name: str, user_id: str, name: str) -> bool:
         """Delete a collection and its items, and return whether the collection was stored."""

@@ -12,7 +12,7 @@ locks these rows first.  Other transactions cannot change locked rows, so this a
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
@@ -59,6 +59,8 @@ Changes = list[Change]
 # new overlay is empty.  Therefore, most appends rewrite only a small row, even if the state is
 # large.
 OVERLAY_LIMIT = 8 * 1024
+# The maximum number of rows that one statement inserts.
+_ROWS_AT_ONCE = 16
 
 
 class DuplicateSession(Exception):
@@ -311,7 +313,7 @@ class AppendEvent(_Write[StoredSession]):
             step = self._advance(attempt, known)
             if step and (yield Apply(step.changes)):
                 return step.session
-        found, user, session = yield from self._read_proven(attempt)
+        found, user, session = yield from _read_proven(attempt)
         if self._expected != (session.id, session.revision):
             return (yield from self._stored_before())
         if event.app_delta:
@@ -329,24 +331,6 @@ class AppendEvent(_Write[StoredSession]):
         assert step is not None, "its snapshot was read"
         yield from _apply(step.changes + owners.changes)
         return step.session
-
-    def _read_proven(self, attempt: Attempt) -> Steps[tuple[Found, Owner, StoredSession]]:
-        """Read the session and its last event, and check that they belong together.
-
-        If an attacker has replaced the session's row by that of another copy of the database, the
-        new event would not contain the link of the last event.  The session could then not be read
-        any more.
-        """
-        found = yield from _read(attempt, sql.SESSION_WITH_LAST_EVENTS)
-        user = bindings.open_user(attempt, found)
-        session = bindings.open_session(attempt, found, user)
-        if session is None or user is None:
-            raise MissingSession
-        bindings.check_events(session, found.events, 1)
-        before = NO_LINK if len(found.events) == session.revision else None
-        _, link = bindings.open_events(attempt, session, found.events, before)
-        bindings.check_head(attempt, session, link)
-        return found, user, session
 
     def _usable_without_read(self, attempt: Attempt) -> StoredSession | None:
         """Return the cached session if the event can be appended without a read, or None."""
@@ -439,7 +423,7 @@ class ReplaceItems(AppendEvent):
         self._replaced = replaced
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[StoredSession]:
-        found, user, session = yield from self._read_proven(attempt)
+        found, user, session = yield from _read_proven(attempt)
         if self._expected != (session.id, session.revision):
             return (yield from self._stored_before())
         owners.user(found, user, user.app_row, {})
@@ -465,6 +449,84 @@ class ReplaceItems(AppendEvent):
             changes.append(Change(sql.UPDATE_EVENT, values | {"at_event": row[EVENT_RECORD]}))
         yield from _apply(changes)
         return step.session
+
+
+class RewriteItems(_Write[StoredSession]):
+    """Replace all items of a collection by *items*, in one transaction.
+
+    The collection's row gets a new id, as if the collection had been deleted and created again.
+    Therefore no record of an earlier item, and no later write of a process that knows the earlier
+    items, fits to the new row.
+
+    `attempt` returns the updated row.  It raises MissingSession if the collection does not exist,
+    and StaleRevision if its row id or revision differs from that in *expected*.
+
+    Args:
+        who: The ids of the app and the user, and the name of the collection.
+        expected: The row id and the revision that the caller has read.
+        items: The plaintexts of the new items; at least one.
+        now: The time of the new items, in microseconds UTC.
+    """
+
+    def __init__(self, who: Identity, expected: Expected, items: Sequence[bytes], now: int) -> None:
+        super().__init__(who)
+        self._expected = expected
+        self._items = items
+        self._now = now
+        self._witness: WitnessRow | None = None
+        # The row ids that our attempts have sent: see `CreateSession`.
+        self._sent: set[int] = set()
+
+    async def attempt(self, attempt: Attempt, executors: Executors) -> StoredSession:
+        # The number of rows has no limit, so they are inserted by several statements, which are one
+        # transaction only if it locks rows.
+        return await super().attempt(attempt._replace(locks_rows=True), executors)
+
+    def contended(self) -> list[sa.Executable]:
+        return [sql.LOCK_SESSION, sql.LOCK_USER]
+
+    def committed(self, attempt: Attempt, owners: OwnerChanges, result: StoredSession) -> None:
+        owners.cache()
+        seen = self._witness if self._witness and self._witness.number == result.id else None
+        attempt.cache.put_session(result, seen, has_proven_head=True)
+
+    def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[StoredSession]:
+        found, user, session = yield from _read_proven(attempt)
+        if session.id in self._sent:
+            return session
+        if self._expected != (session.id, session.revision):
+            raise StaleRevision
+        owners.user(found, user, user.app_row, {})
+        new = session._replace(id=new_row_key(), revision=0, updated_at=self._now, head=NO_LINK)
+        rows: Changes = []
+        for seq, item in enumerate(self._items):
+            link = new_link()
+            record = bindings.seal_event(attempt, new, seq, self._now, link, item)
+            values = {"session_row": new.id, "seq": seq, "time": self._now, "event": record}
+            rows.append(Change(sql.INSERT_EVENT, values))
+            new = new._replace(revision=seq + 1, head=link)
+        new = new._replace(sealed=bindings.seal_session(attempt, new))
+        seal = bindings.seal_witness(attempt, attempt.who.user_tag, new.tag, new.id, b"")
+        self._witness = WitnessRow(new.id, new.tag, seal)
+        self._sent.add(new.id)
+        witness = {"at_tag": new.tag, "at_number": session.id, "number": new.id, "seal": seal}
+        moved = {
+            "id": new.id,
+            "revision": new.revision,
+            "updated_at": new.updated_at,
+            "state": new.sealed,
+        }
+        yield from _apply(
+            [
+                Change(sql.MOVE_COLLECTION, moved | _session_columns(session, "at_")),
+                *owners.changes,
+                Change(sql.UPDATE_WITNESS, witness),
+                Change(sql.DELETE_EVENTS, {"at_id": session.id}, must_match_row=False),
+            ]
+        )
+        for first in range(0, len(rows), _ROWS_AT_ONCE):
+            yield from _apply(rows[first : first + _ROWS_AT_ONCE])
+        return new
 
 
 class _Step(NamedTuple):
@@ -612,6 +674,25 @@ def _read(attempt: Attempt, forms: QueryForms = sql.SESSION_WITHOUT_EVENTS) -> S
     found = Found((yield Read(attempt.form_of(forms), parameters)))
     attempt.load_keys(found)
     return found
+
+
+def _read_proven(attempt: Attempt) -> Steps[tuple[Found, Owner, StoredSession]]:
+    """Read the session and its last event, and check that they belong together.
+
+    If an attacker has replaced the session's row by that of another copy of the database, the
+    new event would not contain the link of the last event.  The session could then not be read
+    any more.
+    """
+    found = yield from _read(attempt, sql.SESSION_WITH_LAST_EVENTS)
+    user = bindings.open_user(attempt, found)
+    session = bindings.open_session(attempt, found, user)
+    if session is None or user is None:
+        raise MissingSession
+    bindings.check_events(session, found.events, 1)
+    before = NO_LINK if len(found.events) == session.revision else None
+    _, link = bindings.open_events(attempt, session, found.events, before)
+    bindings.check_head(attempt, session, link)
+    return found, user, session
 
 
 def _apply(changes: Changes) -> Steps[None]:

@@ -1,0 +1,178 @@
+"""vectors/integrations.*: memories, and sessions that another service stores."""
+
+import copy
+import json
+import shutil
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.adk.events import Event
+from google.adk.sessions import InMemorySessionService, Session
+from google.genai import types
+
+from adk_secure_sessions import (
+    AesGcmBackend,
+    EncryptedSessionService,
+    EncryptedSessionWrapper,
+    FernetBackend,
+    SecureSessionError,
+)
+from adk_secure_sessions.integrations.memory import EncryptedMemoryService
+from adk_secure_sessions.maintenance import Database, verify
+from tests import format_reader
+
+VECTORS = Path(__file__).parent / "vectors"
+Json = dict[str, Any]
+CONTENTS: Json = json.loads((VECTORS / "integrations.json").read_text(encoding="utf-8"))
+CASES: list[Json] = json.loads(
+    (VECTORS / "integration_rejections.json").read_text(encoding="utf-8")
+)["cases"]
+ROOTS = {root["backend"]: bytes.fromhex(root["root_key"]) for root in CONTENTS["root_keys"]}
+
+
+@pytest.fixture(scope="module")
+def unchanged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("vector") / "sessions.db"
+    with closing(sqlite3.connect(path)) as connection:
+        connection.executescript((VECTORS / "integrations.sql").read_text(encoding="utf-8"))
+    return path
+
+
+@pytest.fixture
+def database(unchanged: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copy(unchanged, tmp_path / "sessions.db"))
+
+
+def backends() -> tuple[AesGcmBackend, list[FernetBackend]]:
+    return AesGcmBackend(ROOTS["aesgcm"]), [FernetBackend(ROOTS["fernet"])]
+
+
+async def read_memory(path: Path, app: str, user: str) -> Json:
+    async with EncryptedSessionService(f"sqlite:///{path}", *backends()) as sessions:
+        service = EncryptedMemoryService(sessions)
+        memory = await service._current(await service._cache(), app, user)
+        assert memory is not None
+        entries = [
+            {"scope": list(scope), **entry.values()}
+            for scope, kept in memory._scopes.items()
+            for entry in kept.values()
+        ]
+        return {"deleted": sorted(memory.deleted), "entries": entries}
+
+
+class Inner(InMemorySessionService):
+    """Returns the stored session of a vector for all ids."""
+
+    def __init__(self, stored: Json) -> None:
+        super().__init__()
+        self._stored = stored
+
+    async def get_session(self, **ids: Any) -> Session:
+        events = []
+        for one in self._stored["events"]:
+            fields = {name: value for name, value in one.items() if name not in _OWN_FORM}
+            content = types.Content(role="model", parts=[types.Part(text=one["text"])])
+            events.append(Event(**fields, content=content))
+        fields = {name: value for name, value in self._stored.items() if name != "events"}
+        return Session(**fields, events=events)
+
+
+_OWN_FORM = ("text", "state_delta")
+
+
+async def read_session(path: Path, stored: Json, ids: tuple[str, str, str]) -> Json:
+    first, more = backends()
+    options: Any = {"key_db_url": f"sqlite:///{path}", "additional_backends": more}
+    async with EncryptedSessionWrapper(Inner(stored), first, **options) as service:
+        found = await service.get_session(app_name=ids[0], user_id=ids[1], session_id=ids[2])
+        assert found is not None
+        return {"state": found.state, "events": found.events}
+
+
+def ids_of(stored: Json) -> tuple[str, str, str]:
+    return stored["app_name"], stored["user_id"], stored["id"]
+
+
+async def test_services_read_what_the_vector_says(database: Path) -> None:
+    for memory in CONTENTS["memories"]:
+        found = await read_memory(database, memory["app_name"], memory["user_id"])
+        assert found == {name: memory[name] for name in ("deleted", "entries")}
+    for session in CONTENTS["sessions"]:
+        found = await read_session(database, session["stored"], ids_of(session["stored"]))
+        assert found["state"] == session["state"]
+        assert found["events"] == [Event.model_validate(one) for one in session["events"]]
+    async with Database(f"sqlite:///{database}", *backends()) as db:
+        assert (await verify(db)).bad == 0
+
+
+def test_reader_written_from_the_page_alone_reads_the_same(database: Path) -> None:
+    with closing(sqlite3.connect(database)) as connection:
+        reader = format_reader.Database(connection, *ROOTS.values())
+        for memory in CONTENTS["memories"]:
+            found = reader.memory(memory["app_name"], memory["user_id"])
+            assert found == {name: memory[name] for name in ("deleted", "entries")}
+        for session in CONTENTS["sessions"]:
+            found = reader.wrapped_session(session["stored"], *ids_of(session["stored"]))
+            assert found == {name: session[name] for name in ("state", "events")}
+
+
+# --- rejections ----------------------------------------------------------------------------------
+
+
+def changed(database: Path, case: Json) -> tuple[Json, tuple[str, str, str]]:
+    """Change the database as the case says; return the stored session, and the ids to ask for."""
+    with closing(sqlite3.connect(database)) as connection:
+        for statement in case.get("sql", ()):
+            assert connection.execute(statement).rowcount, "nothing was changed"
+        connection.commit()
+    original = CONTENTS["sessions"][case.get("session", 0)]["stored"]
+    stored = copy.deepcopy(original)
+    for path, value in case.get("set", ()):
+        place = stored
+        for step in path[:-1]:
+            place = place[step]
+        place[path[-1]] = value
+    stored["events"] += [case["append"]] if "append" in case else []
+    return stored, ids_of(original)
+
+
+def name_of(case: Json) -> str:
+    return str(case["name"])
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+async def test_change_is_rejected_as_named(database: Path, case: Json) -> None:
+    stored, ids = changed(database, case)
+
+    async def use() -> None:
+        if "memory" in case:
+            await read_memory(database, *case["memory"])
+        else:
+            await read_session(database, stored, ids)
+
+    def read() -> None:
+        with closing(sqlite3.connect(database)) as connection:
+            reader = format_reader.Database(connection, *ROOTS.values())
+            if "memory" in case:
+                reader.memory(*case["memory"])
+            else:
+                reader.wrapped_session(stored, *ids)
+
+    if case["expect"] == "ok":
+        await use()
+        read()
+        return
+    with pytest.raises(SecureSessionError) as info:
+        await use()
+    assert type(info.value).__name__ == case["expect"]
+    with pytest.raises(format_reader.Refused):
+        read()
+
+
+def test_cases_are_named_apart_and_have_both_outcomes() -> None:
+    names = [case["name"] for case in CASES]
+    assert len(set(names)) == len(names)
+    assert {case["expect"] == "ok" for case in CASES} == {True, False}
