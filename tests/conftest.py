@@ -13,9 +13,10 @@ from tests import servers
 _SERVERS = ("postgresql", "mariadb")
 # Maintenance, its commands and the stores of `integrations` run on SQLite and, by default, on one
 # server: the one listed here for the file.  `make soak` runs them on the other one, too.  A file
-# that is not listed runs on both.  On a server, `maintenance` runs the first case of a parametrized
-# test.  What differs between databases is in `db` and `storage`, whose tests run on all of them.
-_SERVER_OF_FILE = {
+# that is not listed runs on both; one with None runs on SQLite alone.  On a server, `maintenance`
+# runs the first case of a parametrized test.  What differs between databases is in `db` and
+# `storage`, whose tests run on all of them.
+_SERVER_OF_FILE: dict[str, str | None] = {
     "integrations/test_artifact_stores.py": "mariadb",
     "integrations/test_memory_attacks.py": "postgresql",
     "integrations/test_memory_contract.py": "postgresql",
@@ -33,9 +34,10 @@ _SERVER_OF_FILE = {
     "maintenance/test_rotations.py": "postgresql",
     "maintenance/test_status.py": "mariadb",
     "maintenance/test_verify.py": "mariadb",
+    "storage/test_collections.py": "mariadb",
     "cli/test_commands.py": "postgresql",
-    "cli/test_erase.py": "mariadb",
-    "cli/test_rotate.py": "mariadb",
+    "cli/test_erase.py": None,
+    "cli/test_rotate.py": None,  # maintenance/test_rotations.py runs the same on a server
 }
 
 
@@ -70,15 +72,16 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     firsts: dict[str, str] = {}
     for item in items:
-        listed = _SERVER_OF_FILE.get("/".join(item.path.parts[-2:]))
-        if listed is None or not isinstance(item, pytest.Function):
+        file = "/".join(item.path.parts[-2:])
+        if file not in _SERVER_OF_FILE or not isinstance(item, pytest.Function):
             continue
+        listed = _SERVER_OF_FILE[file]
         parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
         if any(server in parameters for server in _SERVERS if server != listed):
             item.add_marker(pytest.mark.soak)
-        elif listed in parameters and item.path.parent.name == "maintenance":
+        elif listed and listed in parameters and item.path.parent.name == "maintenance":
             name, case = item.originalname, item.callspec.id
-            tests = _TESTS_ON_SERVER.get("/".join(item.path.parts[-2:]), [name])
+            tests = _TESTS_ON_SERVER.get(file, [name])
             if name not in tests or case != firsts.setdefault(f"{item.path} {name}", case):
                 item.add_marker(pytest.mark.soak)
 

@@ -30,6 +30,7 @@ from adk_secure_sessions import (
 )
 from adk_secure_sessions.formats import events, json_text
 from adk_secure_sessions.formats.states import encode, loads
+from tests.processes import FORKS
 
 Read = Callable[[bytes], Any]
 
@@ -76,7 +77,8 @@ def _read_all(connection: Connection) -> None:
 @pytest.fixture(scope="module")
 def elsewhere() -> Iterator[Read]:
     """Reads a plaintext in another process."""
-    context = multiprocessing.get_context("spawn")
+    # tests.processes has its server import google-adk, which would take seconds here.
+    context: Any = multiprocessing.get_context("forkserver" if FORKS else "spawn")
     ours, its = context.Pipe()
     process = context.Process(target=_read_all, args=(its,))
     process.start()

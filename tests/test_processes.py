@@ -43,7 +43,6 @@ async def found(service: EncryptedSessionService, session_id: str) -> Session:
 DRIVERS = {"postgresql": "postgresql+asyncpg", "mariadb": "mariadb+asyncmy"}
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 on_servers = pytest.mark.parametrize("database", DRIVERS)
-on_each_database = pytest.mark.parametrize("database", ["sqlite", *DRIVERS])
 on_mariadb_later = pytest.mark.parametrize(
     "database", ["sqlite", "postgresql", pytest.param("mariadb", marks=pytest.mark.soak)]
 )
@@ -112,7 +111,7 @@ def test_children_are_forked_from_a_process_that_has_imported_adk() -> None:
     assert results((say_imported,)) == [[IMPORTED_ONCE]]
 
 
-@on_each_database
+@on_mariadb_later
 async def test_processes_appending_at_once_lose_no_event_and_no_state(url: str) -> None:
     names = [f"p{n}" for n in range(4)]
     async with open_service(url) as service:
@@ -147,7 +146,7 @@ def create_twenty(say: Say, url: str, name: str) -> None:
     asyncio.run(main())
 
 
-@on_each_database
+@on_mariadb_later
 async def test_processes_starting_at_once_agree_on_one_keyring_and_one_data_key(
     url: str, admin_url: sa.URL
 ) -> None:
@@ -251,7 +250,9 @@ def run_unclosed(how: str, *urls: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-@on_mariadb_later
+@pytest.mark.parametrize(
+    "database", ["postgresql", pytest.param("mariadb", marks=pytest.mark.soak)]
+)
 @pytest.mark.parametrize(
     "how",
     [
@@ -260,9 +261,12 @@ def run_unclosed(how: str, *urls: str) -> tuple[int, str, str]:
         pytest.param("thread", marks=pytest.mark.soak),
     ],
 )
-def test_services_that_were_never_closed_let_the_process_end(url: str, how: str) -> None:
-    """One in memory beside the other: a new interpreter for each would take seconds more."""
-    assert run_unclosed(how, url, ":memory:") == (0, "done\n", "")
+def test_services_that_were_never_closed_let_the_process_end(
+    url: str, how: str, tmp_path: Path
+) -> None:
+    """On a server, on a file and in memory: a new interpreter for each would take seconds more."""
+    file = f"sqlite+aiosqlite:///{tmp_path}/sessions.db"
+    assert run_unclosed(how, url, file, ":memory:") == (0, "done\n", "")
 
 
 def forked(job: Callable[[], object]) -> int:

@@ -30,8 +30,6 @@ from tests.attacks.databases import also_on
 from tests.attacks.support import Database, dump
 from tests.attacks.world import KEY, VISIT
 
-pytestmark = also_on("fernet", "postgresql")
-
 PASSWORD = "hunter2"
 
 
@@ -289,6 +287,7 @@ async def test_database_of_a_newer_format_is_rejected(file_db: Database, version
     await assert_left_alone(file_db.path, f"format '{version}'.*install")
 
 
+@also_on("postgresql")
 async def test_database_of_a_newer_format_on_a_server_is_rejected(server_db: Database) -> None:
     server_db.run("UPDATE secure_meta SET value = '3' WHERE name = 'format'")
     await assert_server_left_alone(server_db, r"format '3'.*install")
@@ -329,6 +328,7 @@ async def test_database_without_a_column_of_ours_is_rejected(file_db: Database) 
     await assert_left_alone(file_db.path, "secure_sessions")
 
 
+@also_on("postgresql")
 async def test_database_without_a_column_of_ours_on_a_server_is_rejected(
     server_db: Database,
 ) -> None:

@@ -65,8 +65,6 @@ from tests.attacks.world import (
     append_two,
 )
 
-pytestmark = also_on("fernet", "postgresql")
-
 _APPENDS = (append, append_user_state, append_app_state, append_large)
 MIDDLE = Impact((get, get_after, get_last_three), (NOTES, BOB, CAROL))
 LAST = Impact((get, get_after, get_last, get_last_three, *_APPENDS), (NOTES, BOB, CAROL))
@@ -119,7 +117,7 @@ ROWS = {
 }
 
 
-@also_on("fernet", "postgresql", cases=ROWS)
+@also_on("fernet", "postgresql", cases=["user", "event"])
 @pytest.mark.parametrize("name", ROWS)
 async def test_row_of_another_copy_is_rejected_and_named(other: OlderCopy, name: str) -> None:
     table, where, impact, who = ROWS[name]
@@ -202,7 +200,6 @@ async def test_event_of_a_longer_copy_is_rejected_behind_the_last(
     await assert_rejected(longer.database, SESSION, TamperedError)
 
 
-@also_on()
 async def test_data_key_of_another_copy_encrypts_nothing(other: OlderCopy) -> None:
     """Each copy has rotated its data keys; those of the other one have a higher generation."""
     db = other.database
@@ -275,7 +272,6 @@ async def _append_to_copy(other: OlderCopy) -> None:
     settle(other)
 
 
-@also_on()
 async def test_longer_session_row_with_made_up_events_does_not_stop_a_service_for_good(
     longer: OlderCopy,
 ) -> None:

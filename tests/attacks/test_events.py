@@ -17,13 +17,12 @@ from tests.attacks.support import (
 )
 from tests.attacks.world import BOB, CAROL, NOTES, VISIT, SessionIds
 
-pytestmark = also_on("fernet", "postgresql")
-
 LAST = 3
 WITHIN_LAST_THREE = Impact((*HISTORY.rejected, get_last_three), HISTORY.unaffected)
 AT_THE_END = Impact((*WITHIN_LAST_THREE.rejected, get_last), HISTORY.unaffected)
 
 
+@also_on("fernet", "postgresql")
 @pytest.mark.parametrize(("target", "whose"), [(":notes", NOTES), (":bob_visit", BOB)])
 @pytest.mark.parametrize("seq", [0, LAST])
 async def test_event_moved_to_another_session_is_rejected(
@@ -148,6 +147,7 @@ async def test_event_copied_before_the_first_is_rejected(db: Database, seq: int)
     await assert_rejected(db, HISTORY, TamperedError)
 
 
+@also_on("postgresql")
 @pytest.mark.parametrize("seq", [0, 2, LAST])
 async def test_event_duplicated_under_its_own_number_is_rejected(db: Database, seq: int) -> None:
     db.lift_constraints("secure_events")

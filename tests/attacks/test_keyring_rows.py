@@ -18,8 +18,6 @@ from tests.attacks.databases import also_on
 from tests.attacks.support import Database, get, rejection
 from tests.attacks.world import VISIT
 
-pytestmark = also_on("fernet", "postgresql")
-
 COPY = (
     "INSERT INTO secure_keyring SELECT {id}, {purpose}, {root}, {created_at}, {wrapped} "
     "FROM secure_keyring WHERE purpose = 'data'"
@@ -72,6 +70,7 @@ async def running(db: Database) -> AsyncIterator[EncryptedSessionService]:
         yield service
 
 
+@also_on("postgresql")
 @pytest.mark.parametrize("junk", JUNK)
 async def test_junk_row_beside_a_running_service_is_logged_and_new_users_work(
     db: Database, junk: str, caplog: pytest.LogCaptureFixture
@@ -118,6 +117,7 @@ async def test_keyring_of_5000_junk_rows_is_rejected_at_once(db: Database) -> No
     assert time.perf_counter() - began < 10
 
 
+@also_on("postgresql")
 @pytest.mark.parametrize("change", ["upper(value)", "value || ' '", "'0x' || value", "'00'", "''"])
 async def test_database_id_in_another_spelling_is_rejected(db: Database, change: str) -> None:
     db.run(f"UPDATE secure_meta SET value = {change} WHERE name = 'database_id'")

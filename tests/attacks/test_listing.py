@@ -12,8 +12,6 @@ from tests.attacks.forging import insert_rows
 from tests.attacks.support import Database, list_app, list_user, rejection
 from tests.attacks.world import ALL_SESSIONS, ARCHIVE, BOB, NOTES, SECRET, VISIT, SessionIds
 
-pytestmark = also_on("fernet", "mariadb")
-
 ALICES = {VISIT.session_id, NOTES.session_id, ARCHIVE.session_id}
 LOGGER = "adk_secure_sessions"
 
@@ -52,6 +50,7 @@ async def test_listing_names_the_session_that_cannot_be_read(
             await service.list_sessions(app_name=who.app_name, user_id=user_id)
 
 
+@also_on("fernet", "mariadb")
 @pytest.mark.parametrize("user_id", [VISIT.user_id, None], ids=["of a user", "of all users"])
 @pytest.mark.parametrize(
     ("cell", "who", "name"),

@@ -39,8 +39,6 @@ from tests.attacks.support import (
 )
 from tests.attacks.world import ALL_SESSIONS, BOB, NOTES
 
-pytestmark = also_on("fernet", "mariadb")
-
 
 def swap(db: Database, table: str, column: str, one: str, other: str) -> None:
     """Exchange a column of two rows, even if it is UNIQUE."""
@@ -51,6 +49,7 @@ def swap(db: Database, table: str, column: str, one: str, other: str) -> None:
         db.run(f"UPDATE {table} SET {column} = :value WHERE rowid = :key", value=value, key=key)
 
 
+@also_on("fernet", "mariadb")
 async def test_states_of_two_users_swapped_are_rejected(db: Database) -> None:
     swap(db, "secure_users", "state", "id = :alice", "id = :bob")
     await assert_rejected(db, USER._replace(unaffected=()), *MISPLACED)
@@ -76,6 +75,7 @@ async def test_states_of_two_sessions_of_one_user_swapped_are_rejected(db: Datab
     await assert_rejected(db, impact, TamperedError, who=NOTES)
 
 
+@also_on("mariadb")
 async def test_tags_of_two_sessions_of_one_user_swapped_are_rejected(db: Database) -> None:
     swap(db, "secure_sessions", "tag", "id = :visit", "id = :notes")
     impact = SESSION._replace(unaffected=(BOB,))
@@ -118,7 +118,7 @@ def errors_for(source: Cell, target: Cell) -> set[type[Exception]]:
 OF_THE_APP = (APP_STATE, APP_WITNESS)
 
 
-@also_on("fernet", "mariadb", cases=["event"])
+@also_on("fernet", cases=["event"])
 @pytest.mark.parametrize("target", EVERY_CELL, ids=by_name)
 async def test_value_of_any_other_kind_is_rejected(db: Database, target: Cell) -> None:
     """Every pair: a user's state as a session's, an event as a snapshot, a key as a state..."""
@@ -136,7 +136,6 @@ async def test_value_of_any_other_kind_is_rejected(db: Database, target: Cell) -
     assert accepted == []
 
 
-@also_on("fernet", "mariadb", cases=["event"])
 @pytest.mark.parametrize("target", RECORDS, ids=by_name)
 async def test_record_of_another_app_is_rejected(db: Database, target: Cell) -> None:
     accepted = []
@@ -216,7 +215,6 @@ async def test_wrapped_master_keys_swapped_are_rejected(db: Database) -> None:
     await assert_rejected(db, DATABASE, WrongKeyError)
 
 
-@also_on("fernet")  # servers do not store bytes in a column of text, as `swap` needs
 async def test_master_keys_that_swap_their_purpose_are_rejected(db: Database) -> None:
     swap(db, "secure_keyring", "purpose", DATA_MASTER.where, INDEX_MASTER.where)
     await assert_rejected(db, DATABASE, WrongKeyError)

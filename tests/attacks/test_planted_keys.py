@@ -49,8 +49,6 @@ from tests.attacks.support import (
 )
 from tests.attacks.world import ALL_SESSIONS, BOB, KEY, NOTES, VISIT
 
-pytestmark = also_on("mariadb")
-
 NEW = bytes(range(32, 64))
 ALICES_TAG = "(SELECT tag FROM secure_users WHERE id = :alice)"
 
@@ -161,6 +159,7 @@ async def test_altered_row_of_the_keyring_is_not_believed_by_a_running_service(
         assert bool(sessions.sessions) is not isinstance(created, Exception)  # type: ignore[attr-defined]
 
 
+@also_on("mariadb")
 async def test_older_master_with_a_later_time_does_not_wrap_new_keys(
     db: Database, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -228,6 +227,7 @@ async def counted(db: Database, key: Key) -> Key:
     return key
 
 
+@also_on("mariadb")
 async def test_junk_row_of_the_keyring_does_not_stop_a_running_service(
     aes_db: Database, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -441,6 +441,7 @@ HUGE_VALUES = {
 }
 
 
+@also_on("mariadb")
 @pytest.mark.parametrize("place", HUGE_VALUES)
 async def test_huge_junk_value_beside_the_keys_is_not_read(
     aes_db: Database, place: str, caplog: pytest.LogCaptureFixture

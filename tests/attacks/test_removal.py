@@ -39,13 +39,12 @@ from tests.attacks.support import (
 )
 from tests.attacks.world import ALL_SESSIONS, CAROL, VISIT, SessionIds
 
-pytestmark = also_on("fernet", "postgresql")
-
 
 def remove(db: Database, cell: Cell) -> None:
     db.run(f"DELETE FROM {cell.table} WHERE {cell.where}")
 
 
+@also_on("fernet", "postgresql")
 @pytest.mark.parametrize(
     "cell",
     [APP_STATE, USER_STATE, SESSION_STATE, SNAPSHOT, APP_WITNESS, USER_WITNESS, SESSION_WITNESS],
@@ -259,6 +258,7 @@ async def test_emptied_meta_table_is_detected_and_not_filled_again(db: Database)
     await assert_rejected(db, DATABASE, ConfigurationError)
 
 
+@also_on("postgresql")
 async def test_emptied_meta_table_and_keyring_are_not_mistaken_for_a_new_database(
     db: Database,
 ) -> None:
@@ -281,7 +281,7 @@ TABLES = [
 ]
 
 
-@also_on("fernet", "postgresql", "mariadb")
+@also_on("postgresql", "mariadb")
 @pytest.mark.parametrize("table", TABLES)
 async def test_dropped_table_is_detected_and_not_created_again(db: Database, table: str) -> None:
     db.define(f"DROP TABLE {table}")
@@ -300,7 +300,7 @@ async def test_emptied_table_is_detected(db: Database, table: str) -> None:
         assert db.dump() == before
 
 
-@also_on("fernet", "postgresql", "mariadb")
+@also_on("postgresql", "mariadb")
 @pytest.mark.parametrize("table", TABLES)
 async def test_table_replaced_by_a_view_is_rejected(db: Database, table: str) -> None:
     db.define(

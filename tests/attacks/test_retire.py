@@ -19,8 +19,6 @@ from tests.attacks.forging import insert_rows
 from tests.attacks.support import Database, append_delta, get, list_user, outcome
 from tests.attacks.world import ALL_SESSIONS, KEY, VISIT
 
-pytestmark = also_on("postgresql")
-
 HEADER = 13
 
 
@@ -79,6 +77,7 @@ TAKEN_AWAY = {
 }
 
 
+@also_on("postgresql")
 @pytest.mark.parametrize("how", TAKEN_AWAY)
 @pytest.mark.parametrize("cell", [SESSION_STATE, EVENT], ids=by_name)
 async def test_row_that_seems_to_be_anothers_keeps_its_data_key(

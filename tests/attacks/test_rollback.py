@@ -28,8 +28,6 @@ from tests.attacks.support import (
 )
 from tests.attacks.world import ALL_SESSIONS, ARCHIVE, VISIT, SessionIds, new_event
 
-pytestmark = also_on("fernet", "postgresql")
-
 
 async def test_older_user_row_is_rejected(older: OlderCopy) -> None:
     older.replay_row("secure_users", "id = :alice")
@@ -41,6 +39,7 @@ async def test_older_app_row_is_rejected(older: OlderCopy) -> None:
     await assert_rejected(older.database, APP, TamperedError)
 
 
+@also_on("postgresql")
 async def test_older_witness_of_a_user_is_rejected(older: OlderCopy) -> None:
     older.replay_row(
         "secure_witnesses", "tag = (SELECT tag FROM past.secure_users WHERE id = :alice)"
@@ -55,6 +54,7 @@ async def test_older_witness_of_an_app_is_rejected(older: OlderCopy) -> None:
     await assert_rejected(older.database, APP, TamperedError)
 
 
+@also_on("fernet", "postgresql")
 async def test_older_session_row_is_rejected(older: OlderCopy) -> None:
     older.replay_row("secure_sessions", "id = :visit")
     await assert_rejected(older.database, SESSION, TamperedError)
@@ -238,6 +238,7 @@ async def test_row_of_a_former_session_without_events_is_rejected(db: Database) 
             assert type(await rejection(operation, service, db, who)) is TamperedError
 
 
+@also_on("fernet", "postgresql")
 @pytest.mark.parametrize("table", ["secure_sessions", "secure_witnesses"])
 @pytest.mark.parametrize("events", [0, 4])
 async def test_row_of_a_former_session_of_the_same_id_is_rejected(

@@ -29,7 +29,7 @@ from adk_secure_sessions.maintenance import (
     verify,
 )
 from adk_secure_sessions.storage.schema import metadata
-from tests.attacks.cells import RECORDS, SAMPLE, SESSION_STATE, Cell, by_name
+from tests.attacks.cells import RECORDS, SESSION_STATE, Cell, by_name
 from tests.attacks.databases import also_on
 from tests.attacks.forging import ForgedKey
 from tests.attacks.support import (
@@ -46,8 +46,6 @@ from tests.attacks.support import (
 )
 from tests.attacks.world import ALL_SESSIONS, BOB, KEY, SECRET, VISIT
 from tests.format_reader import expand
-
-pytestmark = also_on("fernet", "mariadb")
 
 NEW, NEWER = bytes(range(32, 64)), bytes(range(64, 96))
 _PLAINTEXT = re.compile(rf"(key|text)-{SECRET}".encode())  # too long to come up by chance
@@ -166,7 +164,7 @@ async def test_old_root_key_and_copy_of_the_key_tables_open_records_until_data_k
 # --- an attacker replays what was replaced -------------------------------------------------------
 
 
-@also_on("fernet", "mariadb", cases=SAMPLE)
+@also_on("fernet", "mariadb", cases=["event"])
 @pytest.mark.parametrize("cell", RECORDS, ids=by_name)
 async def test_old_record_replayed_after_retire_is_rejected(db: Database, cell: Cell) -> None:
     """The same bytes as before, under a data key that was retired."""
@@ -188,6 +186,7 @@ async def test_older_session_replayed_with_its_data_key_is_rejected(older: Older
         assert type(await rejection(get, service, db, VISIT)) is TamperedError
 
 
+@also_on("mariadb")
 async def test_retired_data_key_replayed_encrypts_nothing(db: Database) -> None:
     before = contents(db)
     await replace_data_keys(db)

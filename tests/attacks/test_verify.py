@@ -13,8 +13,6 @@ from tests.attacks.databases import also_on
 from tests.attacks.support import Database, OlderCopy
 from tests.attacks.world import ALL_SESSIONS, KEY, SECRET
 
-pytestmark = also_on("fernet", "mariadb")
-
 _TAG = "(SELECT tag FROM secure_{} WHERE id = :{})"
 
 
@@ -144,7 +142,7 @@ async def test_verify_finds_nothing_in_a_database_without_an_attack(db: Database
     assert found == Verification(2, 3, len(ALL_SESSIONS), events, 0, 0, 0, 0, ())
 
 
-@also_on("fernet", "mariadb", cases=["byte of an event", "event within", "user removed"])
+@also_on("fernet", "mariadb", cases=["byte of an event", "user removed"])
 @pytest.mark.parametrize("name", ATTACKS)
 async def test_verify_names_the_tampered_rows_and_no_others(db: Database, name: str) -> None:
     attack = ATTACKS[name]

@@ -43,8 +43,6 @@ from tests.attacks.support import (
 )
 from tests.attacks.world import VISIT
 
-pytestmark = also_on("fernet", "postgresql")
-
 OTHER = bytes(reversed(range(32)))
 OPERATIONS = [
     get,
@@ -98,6 +96,7 @@ async def test_wrong_key_is_rejected_by_the_first_operation_before_anything_is_w
     assert files(file_db.path) == before
 
 
+@also_on("postgresql")
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.__name__)
 async def test_wrong_key_is_rejected_on_a_server_before_anything_is_written(
     server_db: Database, operation: Operation
@@ -265,6 +264,7 @@ async def test_modified_passphrase_cost_is_rejected_without_paying_it(
             pytest.fail(f"{name} was not rejected")
 
 
+@also_on("fernet")
 async def test_old_root_key_opens_nothing_after_its_rotation(db: Database) -> None:
     new = AesGcmBackend(OTHER)
     async with Maintained(db.url, new, [db.backend()]) as maintained:

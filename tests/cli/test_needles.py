@@ -62,11 +62,12 @@ async def fill(path: Path) -> None:
         await service.append_event(session, new_event(state() | large_state()))
 
 
-# The commands with and without --json say the same: by default, every second case has --json.
+# By default, every second database.  The commands with and without --json say the same: of those
+# databases, every second one with --json.
 CASES = [
-    pytest.param(tampered, form, marks=[] if number % 2 == use else [pytest.mark.soak])
+    pytest.param(tampered, form, marks=[] if number % 4 == use else [pytest.mark.soak])
     for number, tampered in enumerate(["", *TAMPERED])
-    for use, form in enumerate(["text", "--json"])
+    for use, form in {0: "text", 2: "--json"}.items()
 ]
 
 

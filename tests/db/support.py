@@ -35,7 +35,7 @@ KINDS = {
     "psycopg-pgbouncer": Kind("postgresql+psycopg", "pgbouncer"),
     "asyncmy": Kind("mariadb+asyncmy", "mariadb"),
 }
-LATER = ["psycopg-pgbouncer"]  # its driver and its pooler also come with another one
+LATER = ["asyncpg-pgbouncer", "psycopg-pgbouncer"]  # on_servers/test_pooler.py is about it
 
 
 def on(*names: str) -> pytest.MarkDecorator:

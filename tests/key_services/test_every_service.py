@@ -74,6 +74,7 @@ def records() -> Iterator[Records]:
             logger.propagate = propagate
 
 
+@pytest.mark.usefixtures("no_pauses")
 async def test_log_at_every_level_shows_no_secret(key_service: Service, records: Records) -> None:
     """With asyncio's debug mode, which logs the results of futures: each step counts as slow."""
     loop = asyncio.get_running_loop()
@@ -122,6 +123,7 @@ def no_key_is_in(error: BaseException, hidden: Iterable[str | bytes]) -> None:
     assert [secret for secret in hidden if str(secret) in shown] == []
 
 
+@pytest.mark.usefixtures("no_pauses")
 async def test_failed_call_leaves_no_key_in_a_traceback(key_service: Service) -> None:
     key = key_service.make()
     wrapped = await key.wrap(MASTER, b"context")
@@ -193,6 +195,7 @@ async def test_tampered_keyring_is_rejected(key_service: Service, tmp_path: Path
             await service.prepare_tables()
 
 
+@pytest.mark.usefixtures("no_pauses")
 async def test_running_service_works_without_the_key_service(
     key_service: Service, tmp_path: Path
 ) -> None:
