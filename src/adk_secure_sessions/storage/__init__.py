@@ -59,6 +59,7 @@ from adk_secure_sessions.storage.reads import (
     CheckSession,
     CheckUser,
     Headers,
+    Position,
     UseKeys,
     View,
 )
@@ -122,6 +123,7 @@ __all__ = [
     "Identity",
     "MissingSession",
     "NewEvent",
+    "Position",
     "RenewKey",
     "StaleRevision",
     "Store",

@@ -453,17 +453,21 @@ def open_session(attempt: Attempt, found: Found, user: Owner | None) -> StoredSe
     return session
 
 
-def open_session_row(attempt: Attempt, found: Found, user: Owner, row: SessionRow) -> StoredSession:
+def open_session_row(
+    attempt: Attempt, found: Found, user: Owner, row: SessionRow, *, with_snapshot: bool = True
+) -> StoredSession:
     """Return the decrypted session in *row*, which may be any session of *user*.
 
-    If the row is unchanged and the session has no snapshot, the cached session is returned.
+    If the row is unchanged and no snapshot is needed, the cached session is returned.  If
+    *with_snapshot* is False, the query has not read snapshots.
     """
     cache, witness = attempt.cache, found.witnesses.get(row.tag)
     seen = cache.sessions.get(row.tag)
     unchanged = bool(seen and seen.row == row and seen.value.user_row == user.id)
-    if seen and unchanged and seen.witness == witness and seen.value.snapshot is not None:
+    complete = bool(seen and seen.value.snapshot is not None) or not with_snapshot
+    if seen and unchanged and complete and seen.witness == witness:
         return seen.value
-    session = _decrypt_session(attempt, found, user, row)
+    session = _decrypt_session(attempt, found, user, row, with_snapshot)
     with naming(sessions.name, session.id):
         _check_witness(attempt, found, user.tag, session.tag, session.id, b"")
         _reject_older(attempt, seen, session.id, session.revision)
@@ -472,8 +476,10 @@ def open_session_row(attempt: Attempt, found: Found, user: Owner, row: SessionRo
     return session
 
 
-def _decrypt_session(attempt: Attempt, found: Found, user: Owner, row: SessionRow) -> StoredSession:
-    """Decrypt a session of *user* and its snapshot.
+def _decrypt_session(
+    attempt: Attempt, found: Found, user: Owner, row: SessionRow, with_snapshot: bool
+) -> StoredSession:
+    """Decrypt a session of *user* and, if *with_snapshot* is True, its snapshot.
 
     Also check that the session's revision fits the number of its last event.
     """
@@ -496,7 +502,9 @@ def _decrypt_session(attempt: Attempt, found: Found, user: Owner, row: SessionRo
                 reason=Reason.MISMATCH,
             )
     whose = attempt.who._replace(user_id=user.user_id, session_id=session_id)
-    snapshot = _open_snapshot(attempt, found, whose, user, row, fields.snapshot_link)
+    snapshot = None
+    if with_snapshot or row.base_revision in (NO_SNAPSHOT, COLLECTION):
+        snapshot = _open_snapshot(attempt, found, whose, user, row, fields.snapshot_link)
     return StoredSession(
         row.id, row.user_row, row.tag, session_id, row.revision, row.base_revision, *times,
         fields.overlay, snapshot, fields.head, fields.snapshot_link, row.state,

@@ -15,7 +15,10 @@ from adk_secure_sessions.storage.reads import (
     GetUserState,
     ListAppSessions,
     ListCollections,
+    ListPage,
     ListUserSessions,
+    Page,
+    Position,
     View,
 )
 from adk_secure_sessions.storage.unit_of_work import UnitOfWork
@@ -103,6 +106,41 @@ class Store:
         """Return all sessions of an app, without events; see `ListAppSessions` for *skip*."""
         who = await self.unit.identify(app_name)
         return await self.unit.run(ListAppSessions(who, skip=skip))
+
+    async def list_page(
+        self,
+        app_name: str,
+        user_id: str | None,
+        after: Position | None,
+        *,
+        limit: int,
+        newest: bool,
+        with_state: bool,
+        skip: bool,
+    ) -> Page:
+        """Return at most *limit* sessions of a user, or of an app if *user_id* is None.
+
+        `ListPage` describes the arguments.  Rows that are collections do not count.
+        """
+        who = await self.unit.identify(app_name, user_id or "")
+        views: list[View] = []
+        while True:
+            operation = ListPage(
+                who,
+                after,
+                of_app=user_id is None,
+                limit=limit,
+                newest=newest,
+                with_state=with_state,
+                skip=skip,
+            )
+            found, after = await self.unit.run(operation)
+            views += found
+            if len(views) > limit or (len(views) == limit and after is not None):
+                last = views[limit - 1].session
+                return Page(views[:limit], Position(last.user_row, last.id))
+            if after is None:
+                return Page(views, None)
 
     async def delete(
         self, app_name: str, user_id: str, session_id: str, *, before: int | None = None
