@@ -4,6 +4,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Never, Self
@@ -117,6 +118,9 @@ class EncryptedSessionService(KeyMaterial, BaseSessionService):
         read_timeout: Seconds after which a query of the database is interrupted, and the operation
             raises `DatabaseError`.  One statement of a write may take ten times as long.  If None,
             there is no limit.
+        expires_after: How long after its last update a session expires, for sessions that this
+            service creates; None if they do not expire.  The last update is the timestamp of the
+            last event.  An expired session acts like a deleted one.  `purge` deletes it.
         engine_kwargs: Options of `sqlalchemy.create_engine` for the engine of `db_url`.
 
     Raises:
@@ -139,6 +143,7 @@ class EncryptedSessionService(KeyMaterial, BaseSessionService):
         data_key_cache_size: int = 10_000,
         cache_seconds: float = 300.0,
         read_timeout: float | None = 60.0,
+        expires_after: timedelta | None = None,
         **engine_kwargs: Any,
     ) -> None:
         # google-adk passes `uri` to a class that services.yaml names.
@@ -164,6 +169,7 @@ class EncryptedSessionService(KeyMaterial, BaseSessionService):
         self._store = Store(unit)
         self._collections = Collections(unit)
         self._skip = skip_unreadable_sessions
+        self._lifetime = _lifetime(expires_after)
         self._locks = LoopLocks()
 
     @property
@@ -196,8 +202,11 @@ class EncryptedSessionService(KeyMaterial, BaseSessionService):
         user_id: str,
         state: dict[str, Any] | None = None,
         session_id: str | None = None,
+        expires_after: timedelta | None = None,
     ) -> Session:
         """Store a new session.
+
+        If an expired session with the same id is stored, it is deleted first.
 
         Args:
             app_name: The app's name, stored as plaintext.
@@ -209,6 +218,8 @@ class EncryptedSessionService(KeyMaterial, BaseSessionService):
                 with `temp:` are not stored.
             session_id: The session's id: any text, stored encrypted.  If None, the id is a new
                 UUID.
+            expires_after: How long after its last update this session expires.  If None, the
+                `expires_after` of the service applies.
 
         Returns:
             The session, without events.  Its state includes the app's state and the user's state,
@@ -220,8 +231,10 @@ class EncryptedSessionService(KeyMaterial, BaseSessionService):
             ValueError: An id is not a string or is too long, or a key or a value in *state*
                 exceeds a limit (docs/limits.md).  For a value, the message names the path of keys
                 to the value.
+            ConfigurationError: *expires_after* is not a positive time.
         """
         check_ids(app_name, user_id, session_id or "")
+        lifetime = self._lifetime if expires_after is None else _lifetime(expires_after)
         scopes = states.split(state)
         if session_id is None:
             session_id = platform_uuid.new_uuid()
@@ -235,6 +248,7 @@ class EncryptedSessionService(KeyMaterial, BaseSessionService):
                 loads(encode(scopes.user, USER_PREFIX)),
                 encode(scopes.session),
                 now,
+                lifetime,
             )
             return _session(app_name, view)
         except DuplicateSession:
@@ -564,6 +578,17 @@ def check_ids(app_name: object, user_id: object, session_id: object, **more: obj
             raise ValueError(f"{name} must be a string, not {type(value).__name__}")
         if len(value) > MAX_ID_BYTES // 4 and len(encode_text(value)) > MAX_ID_BYTES:
             raise ValueError(f"{name} has more than {MAX_ID_BYTES} bytes in UTF-8")
+
+
+def _lifetime(expires_after: timedelta | None) -> int | None:
+    """Return *expires_after* in microseconds; raise ConfigurationError if it is not positive."""
+    if expires_after is None:
+        return None
+    if not isinstance(expires_after, timedelta) or expires_after <= timedelta():
+        raise ConfigurationError(
+            "expires_after must be a positive datetime.timedelta, for example timedelta(days=90)"
+        )
+    return expires_after // timedelta(microseconds=1)
 
 
 def _microseconds(timestamp: float) -> int:

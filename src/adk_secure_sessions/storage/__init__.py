@@ -27,6 +27,7 @@ from adk_secure_sessions.storage.bindings import (
 from adk_secure_sessions.storage.opening import (
     COLLECTIONS,
     DATABASE_ID,
+    EXPIRY,
     FEATURES,
     SEPARATING,
     SEPARATION,
@@ -102,6 +103,7 @@ __all__ = [
     "DATABASE_ID",
     "DATA_KEYS",
     "DATA_TABLES",
+    "EXPIRY",
     "FEATURES",
     "INSERT_KEY",
     "KEY_TABLES",

@@ -4,6 +4,7 @@ docs/format.md lists the parts of each context in order.  In the package `storag
 blind index: the keyed hash of an app name, user id or session id.
 """
 
+import time
 from collections.abc import Callable, Iterable
 from enum import Enum
 from functools import partial
@@ -44,6 +45,7 @@ from adk_secure_sessions.storage.queries import (
 )
 from adk_secure_sessions.storage.schema import (
     COLLECTION,
+    NEVER,
     NO_SNAPSHOT,
     apps,
     bases,
@@ -154,6 +156,17 @@ class StoredSession(NamedTuple):
     def is_collection(self) -> bool:
         """Whether the row is a collection, whose events are items."""
         return self.base_revision == COLLECTION
+
+    @property
+    def has_expired(self) -> bool:
+        """Whether the session must be treated like a deleted one, by the clock of this machine."""
+        return self.expires_at <= time.time_ns() // 1000
+
+    def next_expiry(self, updated_at: int) -> int:
+        """Return the new `expires_at` after an update at *updated_at*: the lifetime stays."""
+        if self.expires_at == NEVER:
+            return NEVER
+        return min(updated_at + self.expires_at - self.updated_at, NEVER - 1)
 
     @property
     def has_snapshot(self) -> bool:

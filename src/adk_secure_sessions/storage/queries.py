@@ -430,6 +430,7 @@ UPDATE_SESSION = (
         revision=bindparam("revision"),
         base_revision=bindparam("base_revision"),
         updated_at=bindparam("updated_at"),
+        expires_at=bindparam("expires_at"),
         state=bindparam("state"),
     )
 )

@@ -65,6 +65,7 @@ class _Read:
 
     reads_keys = False
     writes = False
+    finds_expired = False  # services treat an expired session like a deleted one
 
     def __init__(self, who: Identity) -> None:
         self.who = who
@@ -125,7 +126,7 @@ class GetSession(_Read, Generic[E]):
         app = bindings.open_app(attempt, found)
         user = bindings.open_user(attempt, found)
         session = bindings.open_session(attempt, found, user)
-        if session is None or user is None:
+        if session is None or user is None or (session.has_expired and not self.finds_expired):
             return None
         return _view(session, user, app), await self.history(attempt, found, session)
 
@@ -389,6 +390,12 @@ class CheckUser(_Read):
         return user
 
 
+class GetStoredSession(GetSession[E]):
+    """Read a session like `GetSession`, even if it has expired."""
+
+    finds_expired = True
+
+
 class CheckSession(GetSession[E]):
     """Decrypt a session with all its events, and check that the rows belong together.
 
@@ -398,6 +405,7 @@ class CheckSession(GetSession[E]):
     """
 
     reads_keys = True
+    finds_expired = True
     headers: Headers
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> tuple[View, list[E]] | None:
@@ -464,7 +472,9 @@ def _listed(
     collections: bool = False,
     with_snapshots: bool = True,
 ) -> list[View]:
-    """Return a `View` of each session in *found*; with *collections*, of each collection.
+    """Return a `View` of each session in *found* that has not expired.
+
+    With *collections*, return a `View` of each collection instead.
 
     *opened* are the users whose rows could be decrypted.  If *skip* is True, sessions that cannot
     be decrypted are omitted, and their errors are logged.
@@ -491,7 +501,7 @@ def _listed(
                 attempt, found, user, row, with_snapshot=with_snapshots
             )
             view = _view(session, user, app)
-            if (row.base_revision == COLLECTION) == collections:
+            if (row.base_revision == COLLECTION) == collections and not session.has_expired:
                 views.append(view)
         except DecryptionError as error:
             _skip_or_raise(error, skip=skip)
