@@ -48,7 +48,7 @@ CREATE TABLE secure_users (
   UNIQUE (tag)
 ) ENGINE=InnoDB;
 
-CREATE INDEX ix_secure_users_app_row ON secure_users (app_row);
+CREATE INDEX ix_secure_users_app_row ON secure_users (app_row, id);
 
 CREATE TABLE secure_witnesses (
   tag VARBINARY(16) NOT NULL,
@@ -71,7 +71,7 @@ CREATE TABLE secure_sessions (
   UNIQUE (tag)
 ) ENGINE=InnoDB;
 
-CREATE INDEX ix_secure_sessions_user_row ON secure_sessions (user_row);
+CREATE INDEX ix_secure_sessions_user_row ON secure_sessions (user_row, id);
 
 CREATE TABLE secure_bases (
   session_row BIGINT NOT NULL,

@@ -54,7 +54,7 @@ CREATE TABLE secure_users (
   UNIQUE (tag)
 );
 
-CREATE INDEX ix_secure_users_app_row ON secure_users (app_row);
+CREATE INDEX ix_secure_users_app_row ON secure_users (app_row, id);
 
 ALTER TABLE secure_users ALTER COLUMN state SET STORAGE EXTERNAL;
 
@@ -81,7 +81,7 @@ CREATE TABLE secure_sessions (
   UNIQUE (tag)
 );
 
-CREATE INDEX ix_secure_sessions_user_row ON secure_sessions (user_row);
+CREATE INDEX ix_secure_sessions_user_row ON secure_sessions (user_row, id);
 
 ALTER TABLE secure_sessions ALTER COLUMN state SET STORAGE EXTERNAL;
 

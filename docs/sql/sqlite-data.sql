@@ -28,7 +28,7 @@ CREATE TABLE secure_users (
   UNIQUE (tag)
 );
 
-CREATE INDEX ix_secure_users_app_row ON secure_users (app_row);
+CREATE INDEX ix_secure_users_app_row ON secure_users (app_row, id);
 
 CREATE TABLE secure_witnesses (
   tag BLOB NOT NULL,
@@ -52,7 +52,7 @@ CREATE TABLE secure_sessions (
   UNIQUE (tag)
 );
 
-CREATE INDEX ix_secure_sessions_user_row ON secure_sessions (user_row);
+CREATE INDEX ix_secure_sessions_user_row ON secure_sessions (user_row, id);
 
 CREATE TABLE secure_bases (
   session_row INTEGER NOT NULL,

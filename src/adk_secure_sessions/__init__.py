@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
     from adk_secure_sessions.integrations.memory import EncryptedMemoryService
     from adk_secure_sessions.integrations.wrapper import EncryptedSessionWrapper
-    from adk_secure_sessions.service import EncryptedSessionService, StaleSessionError
+    from adk_secure_sessions.service import EncryptedSessionService, SessionPage, StaleSessionError
 
 __all__ = [
     "AesGcmBackend",
@@ -68,6 +68,7 @@ __all__ = [
     "PlaintextRefusedError",
     "Reason",
     "SecureSessionError",
+    "SessionPage",
     "StaleSessionError",
     "StaticKey",
     "TamperedError",
@@ -86,6 +87,7 @@ _MODULES = {
     "EncryptedMemoryService": "integrations.memory",
     "EncryptedSessionWrapper": "integrations.wrapper",
     "EncryptedSessionService": "service",
+    "SessionPage": "service",
     "StaleSessionError": "service",
 }
 

@@ -2,10 +2,12 @@
 
 import logging
 import math
+import re
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import Any, Never, Self
+from typing import Any, Literal, NamedTuple, Never, Self
 
 import sqlalchemy as sa
 from google.adk.errors.already_exists_error import AlreadyExistsError
@@ -32,6 +34,7 @@ from adk_secure_sessions.storage import (
     Expected,
     MissingSession,
     NewEvent,
+    Position,
     StaleRevision,
     Store,
     StoredSession,
@@ -54,11 +57,27 @@ except ImportError:  # google-adk before 2.7 raises a plain ValueError
 logger: logging.Logger = logging.getLogger(__name__)
 
 MAX_ID_BYTES = 1024
+MAX_PAGE = 1000  # sessions
+
+_ROW_ID = "([0-9a-f]{1,15}|[0-7][0-9a-f]{15})"  # at most 63 bits
+_POSITION = re.compile(rf"{_ROW_ID}\.{_ROW_ID}")
 
 _STALE = (
     "The session has been modified in storage since it was loaded. "
     "Please reload the session before appending more events."
 )
+
+
+class SessionPage(NamedTuple):
+    """A part of a listing, which `EncryptedSessionService.list_sessions_page` returns.
+
+    Attributes:
+        sessions: The sessions, without events.
+        next: The value of *after* for the next page; None if this is the last page.
+    """
+
+    sessions: list[Session]
+    next: str | None
 
 
 class EncryptedSessionService(KeyMaterial, BaseSessionService):
@@ -99,6 +118,9 @@ class EncryptedSessionService(KeyMaterial, BaseSessionService):
         read_timeout: Seconds after which a query of the database is interrupted, and the operation
             raises `DatabaseError`.  One statement of a write may take ten times as long.  If None,
             there is no limit.
+        expires_after: How long after its last update a session expires, for sessions that this
+            service creates; None if they do not expire.  The last update is the timestamp of the
+            last event.  An expired session acts like a deleted one.  `purge` deletes it.
         engine_kwargs: Options of `sqlalchemy.create_engine` for the engine of `db_url`.
 
     Raises:
@@ -121,6 +143,7 @@ class EncryptedSessionService(KeyMaterial, BaseSessionService):
         data_key_cache_size: int = 10_000,
         cache_seconds: float = 300.0,
         read_timeout: float | None = 60.0,
+        expires_after: timedelta | None = None,
         **engine_kwargs: Any,
     ) -> None:
         # google-adk passes `uri` to a class that services.yaml names.
@@ -146,6 +169,7 @@ class EncryptedSessionService(KeyMaterial, BaseSessionService):
         self._store = Store(unit)
         self._collections = Collections(unit)
         self._skip = skip_unreadable_sessions
+        self._lifetime = _lifetime(expires_after)
         self._locks = LoopLocks()
 
     @property
@@ -178,8 +202,11 @@ class EncryptedSessionService(KeyMaterial, BaseSessionService):
         user_id: str,
         state: dict[str, Any] | None = None,
         session_id: str | None = None,
+        expires_after: timedelta | None = None,
     ) -> Session:
         """Store a new session.
+
+        If an expired session with the same id is stored, it is deleted first.
 
         Args:
             app_name: The app's name, stored as plaintext.
@@ -191,6 +218,8 @@ class EncryptedSessionService(KeyMaterial, BaseSessionService):
                 with `temp:` are not stored.
             session_id: The session's id: any text, stored encrypted.  If None, the id is a new
                 UUID.
+            expires_after: How long after its last update this session expires.  If None, the
+                `expires_after` of the service applies.
 
         Returns:
             The session, without events.  Its state includes the app's state and the user's state,
@@ -202,8 +231,10 @@ class EncryptedSessionService(KeyMaterial, BaseSessionService):
             ValueError: An id is not a string or is too long, or a key or a value in *state*
                 exceeds a limit (docs/limits.md).  For a value, the message names the path of keys
                 to the value.
+            ConfigurationError: *expires_after* is not a positive time.
         """
         check_ids(app_name, user_id, session_id or "")
+        lifetime = self._lifetime if expires_after is None else _lifetime(expires_after)
         scopes = states.split(state)
         if session_id is None:
             session_id = platform_uuid.new_uuid()
@@ -217,6 +248,7 @@ class EncryptedSessionService(KeyMaterial, BaseSessionService):
                 loads(encode(scopes.user, USER_PREFIX)),
                 encode(scopes.session),
                 now,
+                lifetime,
             )
             return _session(app_name, view)
         except DuplicateSession:
@@ -297,15 +329,74 @@ class EncryptedSessionService(KeyMaterial, BaseSessionService):
         views.sort(
             key=lambda view: (view.session.updated_at, view.user_id, view.session.session_id)
         )
+        return ListSessionsResponse(sessions=self._sessions(app_name, views))
+
+    async def list_sessions_page(
+        self,
+        app_name: str,
+        user_id: str | None = None,
+        *,
+        limit: int,
+        after: str | None = None,
+        order: Literal["oldest", "newest"] = "oldest",
+        include_state: bool = True,
+    ) -> SessionPage:
+        """List at most *limit* sessions of one user or, if *user_id* is None, of all users.
+
+        The sessions are in the order of their creation.  The sessions of all users are listed user
+        by user, in the order in which the users were created.  ADK has no such method: its
+        `list_sessions` reads all sessions at once.
+
+        A page is stable under concurrent writes: over all pages, each session that is neither
+        created nor deleted meanwhile is listed exactly once.
+
+        Args:
+            app_name: The app's name.
+            user_id: The user's id; None for all users of the app.
+            limit: The number of sessions, 1 to 1000.
+            after: `next` of the page before, with the same *user_id* and *order*; None for the
+                first page.
+            order: Whether the oldest or the newest session is first.
+            include_state: If False, the state of each session is empty, which is faster for large
+                states.
+
+        Raises:
+            DecryptionError: A session cannot be decrypted, and `skip_unreadable_sessions` is
+                False.  The message names the session's row.
+            ValueError: An id is not a string or is too long, or another argument is none of the
+                values above.
+        """
+        check_ids(app_name, user_id or "", "")
+        if not isinstance(limit, int) or not 1 <= limit <= MAX_PAGE:
+            raise ValueError(f"limit must be an integer from 1 to {MAX_PAGE}")
+        if order not in ("oldest", "newest"):
+            raise ValueError('order must be "oldest" or "newest"')
+        page = await self._store.list_page(
+            app_name,
+            user_id,
+            _parse_position(after),
+            limit=limit,
+            newest=order == "newest",
+            with_state=include_state,
+            skip=self._skip,
+        )
+        listed = self._sessions(app_name, page.views, include_state=include_state)
+        position = page.next and f"{page.next.user_row:x}.{page.next.row:x}"
+        return SessionPage(listed, position)
+
+    def _sessions(
+        self, app_name: str, views: list[View], *, include_state: bool = True
+    ) -> list[Session]:
+        """Return ADK's objects of a listing; `skip_unreadable_sessions` applies."""
         listed = []
         for view in views:
             try:
-                listed.append(_session(app_name, view))
+                listed.append(_session(app_name, view, include_state=include_state))
             except DecryptionError as error:
                 if not self._skip:
                     raise
                 logger.error("left out of a listing: %s", error)
-        return ListSessionsResponse(sessions=listed)
+        return listed
 
     async def delete_session(self, *, app_name: str, user_id: str, session_id: str) -> None:
         """Delete a session and its events, but not the user's or the app's state.
@@ -489,6 +580,17 @@ def check_ids(app_name: object, user_id: object, session_id: object, **more: obj
             raise ValueError(f"{name} has more than {MAX_ID_BYTES} bytes in UTF-8")
 
 
+def _lifetime(expires_after: timedelta | None) -> int | None:
+    """Return *expires_after* in microseconds; raise ConfigurationError if it is not positive."""
+    if expires_after is None:
+        return None
+    if not isinstance(expires_after, timedelta) or expires_after <= timedelta():
+        raise ConfigurationError(
+            "expires_after must be a positive datetime.timedelta, for example timedelta(days=90)"
+        )
+    return expires_after // timedelta(microseconds=1)
+
+
 def _microseconds(timestamp: float) -> int:
     """Convert seconds since 1970 to microseconds; raise ValueError for an impossible time.
 
@@ -518,11 +620,17 @@ def _parse_marker(marker: str | None) -> Expected:
         return Expected(-1, -1)
 
 
-def _session(app_name: str, view: View, history: list[Event] | None = None) -> Session:
-    """Return ADK's `Session` object for *view*, with the events *history*.
+def _parse_position(after: str | None) -> Position | None:
+    if after is None:
+        return None
+    match = _POSITION.fullmatch(after) if isinstance(after, str) else None
+    if match is None:
+        raise ValueError("after must be `next` of the page before")
+    return Position(int(match[1], 16), int(match[2], 16))
 
-    Raises DecryptionError if the JSON of a state is malformed.
-    """
+
+def _state(view: View) -> dict[str, Any]:
+    """Return the merged states of *view*; raise DecryptionError if the JSON is malformed."""
     stored = view.session
     app = loads(view.app_state, "the app's state")
     table, row = users.name, stored.user_row
@@ -534,11 +642,22 @@ def _session(app_name: str, view: View, history: list[Event] | None = None) -> S
         overlay = loads(stored.overlay)
     except DecryptionError as error:
         raise error.located(table, row) from None
+    return states.merge(app, user, snapshot | overlay)
+
+
+def _session(
+    app_name: str, view: View, history: list[Event] | None = None, *, include_state: bool = True
+) -> Session:
+    """Return ADK's `Session` object for *view*, with the events *history*.
+
+    Raises DecryptionError if the JSON of a state is malformed.
+    """
+    stored = view.session
     session = Session(
         id=stored.session_id,
         app_name=app_name,
         user_id=view.user_id,
-        state=states.merge(app, user, snapshot | overlay),
+        state=_state(view) if include_state else {},
         events=[],
         last_update_time=stored.updated_at / 1_000_000,
     )

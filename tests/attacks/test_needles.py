@@ -297,7 +297,11 @@ async def storage_errors(service: EncryptedSessionService, path: Path, errors: E
         if table == "secure_events":
             await errors.of("trigger", service.append_event(session, new_event(state())))
         else:
-            other = {"app_name": APP, "user_id": USER + table, "session_id": SESSION + "5"}
+            other: dict[str, Any] = {
+                "app_name": APP,
+                "user_id": USER + table,
+                "session_id": SESSION + "5",
+            }
             await errors.of("trigger", service.create_session(**other, state=state()))
         change(path, "DROP TRIGGER reject")
     change(path, "ALTER TABLE secure_events RENAME TO away")

@@ -280,4 +280,5 @@ async def test_purge_tells_the_moment_that_its_clock_led_to(file_url: str) -> No
                 found = await purge(db, timedelta(days=90), dry_run=True)
             assert found.deleted == deleted
             moment = at - timedelta(days=90) // timedelta(microseconds=1)
+            assert found.before is not None
             assert moment <= found.before <= moment + 10_000_000

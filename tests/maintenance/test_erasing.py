@@ -374,7 +374,7 @@ STATES: list[dict[str, Any]] = [{"k": 1}, {"user:k": 1}, {"k": LARGE}, {"user:k"
 
 def create_and_append(say: Say, url: str, name: str, number: int) -> None:
     async def use(service: EncryptedSessionService, n: int) -> None:
-        who = {"app_name": APP, "user_id": "ada", "session_id": f"{name}-{n}"}
+        who: dict[str, Any] = {"app_name": APP, "user_id": "ada", "session_id": f"{name}-{n}"}
         session = await service.create_session(**who, state=STATES[n % len(STATES)])
         for m in range(3):
             delta = {"user:m": m} if (n + m) % 3 == 0 else {"m": m}

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -90,7 +91,11 @@ async def test_services_read_and_write_during_rotations(url: str) -> None:
             while not stopped.is_set() or n < 3:
                 # New users, who get new data keys, and those there are.
                 for user in (f"{name}{n}", "ada"):
-                    who = {"app_name": APP, "user_id": user, "session_id": f"{name}-{n}"}
+                    who: dict[str, Any] = {
+                        "app_name": APP,
+                        "user_id": user,
+                        "session_id": f"{name}-{n}",
+                    }
                     session = await service.create_session(**who, state={"user:n": n})
                     await service.append_event(session, event(n, n=n))
                     found = await service.get_session(

@@ -5,6 +5,7 @@ import time
 import tracemalloc
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -46,7 +47,11 @@ async def test_verify_raises_no_alarm_while_services_write(url: str) -> None:
             for n in range(10_000):
                 if stopped.is_set():
                     return
-                who = {"app_name": APP, "user_id": f"{user}{n % 3}", "session_id": f"w{n}"}
+                who: dict[str, Any] = {
+                    "app_name": APP,
+                    "user_id": f"{user}{n % 3}",
+                    "session_id": f"w{n}",
+                }
                 session = await service.create_session(**who, state={"user:n": n, "app:n": n})
                 await service.append_event(session, event(n, big="x" * 9000, **{"user:m": n}))
                 shared = await service.get_session(app_name=APP, user_id="ada", session_id="s0")

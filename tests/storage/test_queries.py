@@ -274,7 +274,7 @@ def altered(value: object) -> object:
     return value + 1 if isinstance(value, int) else b"another......."
 
 
-NEXT = {"revision": 2, "base_revision": -1, "updated_at": 61, "state": b"next"}
+NEXT = {"revision": 2, "base_revision": -1, "updated_at": 61, "expires_at": 66, "state": b"next"}
 GUARDED: dict[str, tuple[sa.Executable, dict[str, Any]]] = {
     "update": (sql.UPDATE_SESSION, NEXT),
     "delete": (sql.DELETE_KNOWN_SESSION, {}),

@@ -893,11 +893,10 @@ def test_deleting_what_is_not_there_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize(("before", "deleted"), [(102, False), (103, True)])
-def test_only_a_session_that_was_last_updated_earlier_is_deleted(
-    before: int, deleted: bool
-) -> None:
+def test_only_a_session_that_meets_the_condition_is_deleted(before: int, deleted: bool) -> None:
     stored = Stored(events=2)  # last updated at 102
-    steps = steps_of(DeleteSession(WHO, before), reading(stored))
+    condition = lambda session: session.updated_at < before  # noqa: E731
+    steps = steps_of(DeleteSession(WHO, condition), reading(stored))
     next(steps)
     if deleted:
         assert request(steps.send(stored.rows(without=NO_EVENTS))).startswith(

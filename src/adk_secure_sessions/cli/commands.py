@@ -292,11 +292,13 @@ def inspect(db: "Database", as_json: bool, table_name: str, row: str | None, lim
 @main.command()
 @click.option(
     "--older-than",
-    required=True,
     callback=age,
     metavar="AGE",
-    help="A number and a unit: s, m, h, d or w.  Example: 90d.",
+    help="Also delete sessions whose last event is older.  A number and a unit: s, m, h, d or w.  "
+    "Example: 90d.",
 )
+@click.option("--app", metavar="NAME", help="Delete only sessions of this app.")
+@click.option("--user", metavar="ID", help="Delete only sessions of the users with this id.")
 @with_dry_run
 @with_speed
 @with_keys(required=True)
@@ -304,11 +306,13 @@ def inspect(db: "Database", as_json: bool, table_name: str, row: str | None, lim
 def purge(
     db: "Database",
     as_json: bool,
-    older_than: timedelta,
+    older_than: timedelta | None,
+    app: str | None,
+    user: str | None,
     dry_run: bool,
     rows_per_second: float | None,
 ) -> None:
-    """Delete sessions whose last event is older than AGE, with all their events.
+    """Delete expired sessions, and sessions older than AGE, with all their events.
 
     Exits 1 if some of these sessions cannot be decrypted.  The command keeps such sessions.
 
@@ -319,13 +323,18 @@ def purge(
     """
     from adk_secure_sessions import maintenance
 
-    purging = partial(maintenance.purge, older_than=older_than, dry_run=dry_run)
+    purging = partial(
+        maintenance.purge, older_than=older_than, app_name=app, user_id=user, dry_run=dry_run
+    )
     again = None if dry_run else AGAIN
     done = run_with_progress(db, "purge", purging, rows_per_second=rows_per_second, again=again)
     verb = "would be deleted" if dry_run else "deleted"
     lines = [*problem_lines(done.problems, len(done.problems))]
     sessions = counted(done.deleted, "session")
-    lines.append(f"{verb}: {sessions} last used before {moment(done.before)}")
+    if done.before is None:
+        lines.append(f"{verb}: {counted(done.deleted, 'expired session')}")
+    else:
+        lines.append(f"{verb}: {sessions} last used before {moment(done.before)}, or expired")
     if done.kept:
         lines.append(f"updated meanwhile, and kept: {counted(done.kept, 'session')}")
     if done.bad:

@@ -27,12 +27,14 @@ with_dry_run: Callable[[Command], Command] = click.option(
 )
 
 
-def age(context: click.Context, parameter: click.Parameter, value: str) -> timedelta:
+def age(context: click.Context, parameter: click.Parameter, value: str | None) -> timedelta | None:
     """Convert the value of an option such as --older-than.  click calls this function.
 
     Raises:
         click.BadParameter: The value is not an age.
     """
+    if value is None:
+        return None
     match = re.fullmatch(r"(\d{1,6})([smhdw])", value)
     if match is None:
         raise click.BadParameter("write a number and a unit: s, m, h, d or w, such as 90d")

@@ -14,6 +14,7 @@ from adk_secure_sessions.maintenance.engine import Bounds, Range, ranges, within
 from adk_secure_sessions.maintenance.problems import UNREADABLE
 from adk_secure_sessions.storage import (
     COLLECTION,
+    StoredSession,
     UserRow,
     apps,
     naming,
@@ -78,9 +79,29 @@ class SessionColumns(NamedTuple):
         return self[:7]
 
 
-async def located_sessions(
-    db: Database, before: int | None = None
-) -> AsyncIterator[LocatedSessions]:
+class Due(NamedTuple):
+    """Which sessions `purge` deletes; all times are microseconds since 1970, UTC.
+
+    Attributes:
+        before: Sessions that were last updated before this time; None for none because of age.
+        now: Sessions that expire at this time or have expired earlier.
+    """
+
+    before: int | None
+    now: int
+
+    @property
+    def parameters(self) -> dict[str, object]:
+        """The parameters of the conditions of `purgeable`."""
+        return {"before": -(2**63) if self.before is None else self.before, "now": self.now}
+
+    def includes(self, session: StoredSession) -> bool:
+        """Whether *session* is to be deleted."""
+        is_old = self.before is not None and session.updated_at < self.before
+        return is_old or session.expires_at <= self.now
+
+
+async def located_sessions(db: Database, due: Due | None = None) -> AsyncIterator[LocatedSessions]:
     """Yield all sessions and collections in batches, each with its decrypted ids or an error.
 
     A collection is a named list of items (artifacts or memory), with a row in `secure_sessions`.
@@ -89,12 +110,11 @@ async def located_sessions(
 
     Args:
         db: The database.
-        before: If given, yield no collections, and only sessions that were last updated before this
-            time, in microseconds since 1970.  The statement compares the stored time, which is not
-            authenticated yet.
+        due: If given, yield no collections, and only sessions that are due.  The statement compares
+            the stored times, which are not authenticated yet.
     """
     async for span in ranges(db, sessions.c.id, db.limits.rows):
-        yield LocatedSessions(span, await _located_with_present_keys(db, span, before))
+        yield LocatedSessions(span, await _located_with_present_keys(db, span, due))
 
 
 def app_name_of(stored: object) -> str:
@@ -121,21 +141,21 @@ class _SessionsAndOwners(NamedTuple):
 
 
 async def _located_with_present_keys(
-    db: Database, span: Range, before: int | None
+    db: Database, span: Range, due: Due | None
 ) -> list[LocatedSession]:
     """Read sessions and then their data keys; if a data key is missing, read both a second time.
 
     Between the query for sessions and the query for data keys, another process may re-encrypt the
     sessions and retire their old data keys.
     """
-    located = await _located(db, span, before)
+    located = await _located(db, span, due)
     if any(isinstance(one.error, UnknownKeyError) for one in located):
-        located = await _located(db, span, before)
+        located = await _located(db, span, due)
     return located
 
 
-async def _located(db: Database, span: Range, before: int | None) -> list[LocatedSession]:
-    found = await _read(db, span, before)
+async def _located(db: Database, span: Range, due: Due | None) -> list[LocatedSession]:
+    found = await _read(db, span, due)
     keys = await db.keys_of(*(user.tag for user in found.users.values()))
     # SQLite stores any type in any column, so a modified id may not be a number.
     in_order = sorted(found.sessions, key=lambda row: row.id if isinstance(row.id, int) else -1)
@@ -165,10 +185,10 @@ def _locate(row: SessionColumns, found: _SessionsAndOwners, keys: StagedKeys) ->
 # --- rows ----------------------------------------------------------------------------------------
 
 
-async def _read(db: Database, span: Range, before: int | None) -> _SessionsAndOwners:
-    parameters = span.parameters if before is None else span.parameters | {"before": before}
+async def _read(db: Database, span: Range, due: Due | None) -> _SessionsAndOwners:
+    parameters = span.parameters | (due.parameters if due else {})
     found_sessions, found_users, app_names = [], {}, {}
-    query = _sessions_users_apps(span.bounds, before is not None)
+    query = _sessions_users_apps(span.bounds, due is not None)
     for kind, *values in await db.read(query, parameters):
         if kind == _SESSION:
             found_sessions.append(SessionColumns(*values))
@@ -186,13 +206,13 @@ _NUMBERS, _BLOBS = 7, 2
 
 
 @functools.cache
-def _sessions_users_apps(bounds: Bounds, by_time: bool) -> sa.CompoundSelect[Any]:
+def _sessions_users_apps(bounds: Bounds, only_due: bool) -> sa.CompoundSelect[Any]:
     """Return one query for sessions, their users and their apps, which therefore fit together."""
     s, u = sessions.c, users.c
     numbers = [s.id, s.user_row, s.revision, s.base_revision, s.created_at, s.updated_at]
     numbers.append(s.expires_at)
     own = _member(_SESSION, numbers, [s.tag, s.state]).where(*within(s.id, bounds))
-    if by_time:
+    if only_due:
         own = own.where(*purgeable())
     theirs = u.id.in_(sa.select(s.user_row).where(*within(s.id, bounds)))
     return sa.union_all(
@@ -205,10 +225,10 @@ def _sessions_users_apps(bounds: Bounds, by_time: bool) -> sa.CompoundSelect[Any
 
 
 def purgeable() -> tuple[sa.ColumnElement[bool], ...]:
-    """Return the SQL conditions for rows that `purge` may delete; their parameter is `before`."""
-    before = sa.bindparam("before", type_=sa.BigInteger)
+    """Return the SQL conditions for rows that `purge` may delete; see `Due.parameters`."""
+    before, now = (sa.bindparam(name, type_=sa.BigInteger) for name in ("before", "now"))
     is_session = sessions.c.base_revision != sa.literal_column(str(COLLECTION))
-    return is_session, sessions.c.updated_at < before
+    return is_session, sa.or_(sessions.c.updated_at < before, sessions.c.expires_at <= now)
 
 
 def _member(kind: int, numbers: list[Any], blobs: list[Any]) -> sa.Select[Any]:

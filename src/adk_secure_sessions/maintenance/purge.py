@@ -1,4 +1,4 @@
-"""Delete sessions that have not been used for a long time."""
+"""Delete sessions that have expired, or that have not been used for a long time."""
 
 import functools
 import time
@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import Meter, Progress
-from adk_secure_sessions.maintenance.identities import SessionIds, located_sessions, purgeable
+from adk_secure_sessions.maintenance.identities import Due, SessionIds, located_sessions, purgeable
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
 from adk_secure_sessions.storage import (
     Store,
@@ -21,33 +21,38 @@ from adk_secure_sessions.storage import (
 class Purge(NamedTuple):
     """The result of `purge`; after a dry run, the expected result.
 
+    A session is due if it is old or has expired.
+
     Attributes:
         deleted: How many sessions were deleted, with their events.
-        kept: How many sessions were old when `purge` read them, but were updated or deleted by
+        kept: How many sessions were due when `purge` read them, but were updated or deleted by
             another process before `purge` could delete them.
-        bad: How many old sessions cannot be decrypted.  These sessions were left unchanged.
+        bad: How many due sessions cannot be decrypted.  These sessions were left unchanged.
         problems: The first 1000 bad rows: rows of sessions, users, apps or data keys that prevent
-            decrypting an old session.
+            decrypting a due session.
         before: A session is old if its last event is older than this time, in microseconds since
-            1970, UTC.  The time was computed with the clock of this machine.
+            1970, UTC; None if only expired sessions were deleted.  The time was computed with the
+            clock of this machine.
     """
 
     deleted: int
     kept: int
     bad: int
     problems: tuple[Problem, ...]
-    before: int
+    before: int | None
 
 
 async def purge(
     db: Database,
-    older_than: timedelta,
+    older_than: timedelta | None = None,
     *,
+    app_name: str | None = None,
+    user_id: str | None = None,
     dry_run: bool = False,
     progress: Progress | None = None,
     rows_per_second: float | None = None,
 ) -> Purge:
-    """Delete sessions whose last event is older than *older_than*.
+    """Delete expired sessions, and sessions whose last event is older than *older_than*.
 
     The age of a session without events is the time since its creation.  Each session is deleted in
     a separate transaction, which checks the session's age again.  Users and apps keep their rows
@@ -56,28 +61,38 @@ async def purge(
     Args:
         db: The database, with every backend whose records it may contain.
         older_than: The minimum age of a session.  The age is the difference between the clock of
-            this machine and the timestamp of the last event, which the application sets.
+            this machine and the timestamp of the last event, which the application sets.  If None,
+            only expired sessions are deleted.
+        app_name: Delete only sessions of this app.
+        user_id: Delete only sessions of the users with this id.
         dry_run: Count the sessions, but delete nothing.
-        progress: Called with the number of old sessions processed and the number of all old
-            sessions.
+        progress: Called with the number of due sessions processed and the number of all due
+            sessions, of all apps and users.
         rows_per_second: The maximum number of sessions to delete per second.
 
     Raises:
         ConfigurationError: `older_than` is negative, or the database cannot be used.
         WrongKeyError: The root keys do not decrypt the keyring.
     """
-    if older_than < timedelta():
-        raise ConfigurationError("older_than must not be negative")
-    before = time.time_ns() // 1000 - older_than // timedelta(microseconds=1)
+    now, before = time.time_ns() // 1000, None
+    if older_than is not None:
+        if older_than < timedelta():
+            raise ConfigurationError("older_than must not be negative")
+        before = now - older_than // timedelta(microseconds=1)
+    due = Due(before, now)
     store = await db.store()
-    ((total,),) = await db.read(_number_of_old(), {"before": before})
+    ((total,),) = await db.read(_number_of_due(), due.parameters)
     meter = Meter(progress, int(total), rows_per_second)
     problems = Problems()
     deleted = kept = bad = 0
-    async for batch in located_sessions(db, before):
+    async for batch in located_sessions(db, due):
         for located in batch.sessions:
             try:
-                is_deleted = await _delete(store, located.known_ids(), before, dry_run)
+                ids = located.known_ids()
+                if app_name not in (None, ids.app_name) or user_id not in (None, ids.user_id):
+                    await meter.advance()
+                    continue
+                is_deleted = await _delete(store, ids, due, dry_run)
             except UNREADABLE as error:
                 problems.add_error(error, sessions.name, located.row)
                 bad += 1
@@ -89,20 +104,17 @@ async def purge(
     return Purge(deleted, kept, bad, tuple(problems.kept), before)
 
 
-async def _delete(store: Store, ids: SessionIds, before: int, dry_run: bool) -> bool:
-    """Delete the session if it is still old; a dry run deletes nothing.
+async def _delete(store: Store, ids: SessionIds, due: Due, dry_run: bool) -> bool:
+    """Delete the session if it is still due; a dry run deletes nothing.
 
     Return whether the session was deleted or, in a dry run, would be deleted.
     """
     if not dry_run:
-        return await store.delete(*ids[:3], before=before)
-    found = await store.get(*ids[:3], lambda *event: None, limit=0)
-    if found is None:
-        return False
-    view, _ = found
-    return view.session.updated_at < before
+        return await store.delete(*ids[:3], condition=due.includes)
+    found = await store.stored(*ids[:3])
+    return found is not None and due.includes(found)
 
 
 @functools.cache
-def _number_of_old() -> sa.Select[Any]:
+def _number_of_due() -> sa.Select[Any]:
     return sa.select(sa.func.count()).select_from(sessions).where(*purgeable())

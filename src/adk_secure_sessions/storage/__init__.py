@@ -27,6 +27,7 @@ from adk_secure_sessions.storage.bindings import (
 from adk_secure_sessions.storage.opening import (
     COLLECTIONS,
     DATABASE_ID,
+    EXPIRY,
     FEATURES,
     SEPARATING,
     SEPARATION,
@@ -59,6 +60,7 @@ from adk_secure_sessions.storage.reads import (
     CheckSession,
     CheckUser,
     Headers,
+    Position,
     UseKeys,
     View,
 )
@@ -101,6 +103,7 @@ __all__ = [
     "DATABASE_ID",
     "DATA_KEYS",
     "DATA_TABLES",
+    "EXPIRY",
     "FEATURES",
     "INSERT_KEY",
     "KEY_TABLES",
@@ -122,6 +125,7 @@ __all__ = [
     "Identity",
     "MissingSession",
     "NewEvent",
+    "Position",
     "RenewKey",
     "StaleRevision",
     "Store",

@@ -4,6 +4,7 @@ docs/format.md lists the parts of each context in order.  In the package `storag
 blind index: the keyed hash of an app name, user id or session id.
 """
 
+import time
 from collections.abc import Callable, Iterable
 from enum import Enum
 from functools import partial
@@ -44,6 +45,7 @@ from adk_secure_sessions.storage.queries import (
 )
 from adk_secure_sessions.storage.schema import (
     COLLECTION,
+    NEVER,
     NO_SNAPSHOT,
     apps,
     bases,
@@ -154,6 +156,17 @@ class StoredSession(NamedTuple):
     def is_collection(self) -> bool:
         """Whether the row is a collection, whose events are items."""
         return self.base_revision == COLLECTION
+
+    @property
+    def has_expired(self) -> bool:
+        """Whether the session must be treated like a deleted one, by the clock of this machine."""
+        return self.expires_at <= time.time_ns() // 1000
+
+    def next_expiry(self, updated_at: int) -> int:
+        """Return the new `expires_at` after an update at *updated_at*: the lifetime stays."""
+        if self.expires_at == NEVER:
+            return NEVER
+        return min(updated_at + self.expires_at - self.updated_at, NEVER - 1)
 
     @property
     def has_snapshot(self) -> bool:
@@ -453,17 +466,21 @@ def open_session(attempt: Attempt, found: Found, user: Owner | None) -> StoredSe
     return session
 
 
-def open_session_row(attempt: Attempt, found: Found, user: Owner, row: SessionRow) -> StoredSession:
+def open_session_row(
+    attempt: Attempt, found: Found, user: Owner, row: SessionRow, *, with_snapshot: bool = True
+) -> StoredSession:
     """Return the decrypted session in *row*, which may be any session of *user*.
 
-    If the row is unchanged and the session has no snapshot, the cached session is returned.
+    If the row is unchanged and no snapshot is needed, the cached session is returned.  If
+    *with_snapshot* is False, the query has not read snapshots.
     """
     cache, witness = attempt.cache, found.witnesses.get(row.tag)
     seen = cache.sessions.get(row.tag)
     unchanged = bool(seen and seen.row == row and seen.value.user_row == user.id)
-    if seen and unchanged and seen.witness == witness and seen.value.snapshot is not None:
+    complete = bool(seen and seen.value.snapshot is not None) or not with_snapshot
+    if seen and unchanged and complete and seen.witness == witness:
         return seen.value
-    session = _decrypt_session(attempt, found, user, row)
+    session = _decrypt_session(attempt, found, user, row, with_snapshot)
     with naming(sessions.name, session.id):
         _check_witness(attempt, found, user.tag, session.tag, session.id, b"")
         _reject_older(attempt, seen, session.id, session.revision)
@@ -472,8 +489,10 @@ def open_session_row(attempt: Attempt, found: Found, user: Owner, row: SessionRo
     return session
 
 
-def _decrypt_session(attempt: Attempt, found: Found, user: Owner, row: SessionRow) -> StoredSession:
-    """Decrypt a session of *user* and its snapshot.
+def _decrypt_session(
+    attempt: Attempt, found: Found, user: Owner, row: SessionRow, with_snapshot: bool
+) -> StoredSession:
+    """Decrypt a session of *user* and, if *with_snapshot* is True, its snapshot.
 
     Also check that the session's revision fits the number of its last event.
     """
@@ -496,7 +515,9 @@ def _decrypt_session(attempt: Attempt, found: Found, user: Owner, row: SessionRo
                 reason=Reason.MISMATCH,
             )
     whose = attempt.who._replace(user_id=user.user_id, session_id=session_id)
-    snapshot = _open_snapshot(attempt, found, whose, user, row, fields.snapshot_link)
+    snapshot = None
+    if with_snapshot or row.base_revision in (NO_SNAPSHOT, COLLECTION):
+        snapshot = _open_snapshot(attempt, found, whose, user, row, fields.snapshot_link)
     return StoredSession(
         row.id, row.user_row, row.tag, session_id, row.revision, row.base_revision, *times,
         fields.overlay, snapshot, fields.head, fields.snapshot_link, row.state,

@@ -69,7 +69,8 @@ COLLECTIONS = "collections"  # the feature of a database that has collections (a
 WRAPPER = (
     "wrapper"  # the feature of a database whose data keys also encrypt records stored elsewhere
 )
-_KNOWN_FEATURES = frozenset({NO_FEATURES, SEPARATING, COLLECTIONS, WRAPPER})
+EXPIRY = "expiry"  # the feature of a database in which sessions may expire
+_KNOWN_FEATURES = frozenset({NO_FEATURES, SEPARATING, COLLECTIONS, WRAPPER, EXPIRY})
 SEPARATION = "separation"
 _SEPARATION_FORM = re.compile(
     r"(?P<text>(?P<old>[0-9a-f]{32}) (?P<since>\d{1,19})(?P<masters>( \d{1,19})+)) "

@@ -28,6 +28,7 @@ from sqlalchemy import (
     insert,
     literal_column,
     null,
+    or_,
     select,
     union_all,
     update,
@@ -69,6 +70,8 @@ _app_tag = bindparam("app_tag", type_=LargeBinary)
 _user_tag = bindparam("user_tag", type_=LargeBinary)
 _session_tag = bindparam("session_tag", type_=LargeBinary)
 _limit = bindparam("limit", type_=BigInteger)
+_after_user = bindparam("after_user", type_=BigInteger)
+_after_row = bindparam("after_row", type_=BigInteger)
 
 
 def bounded(column: ColumnElement[Any]) -> ColumnElement[Any]:
@@ -243,6 +246,55 @@ def _list_all_query(keys: bool) -> CompoundSelect[Any]:
     )
 
 
+def _page_query(keys: bool, *, of_app: bool, newest: bool, snapshots: bool) -> CompoundSelect[Any]:
+    """Return the query for a page of a listing: at most `limit` rows after a position.
+
+    The rows are those of one user or, with *of_app*, of all users of the app.  They are in the
+    order of their users' row ids and then of their own row ids, which is the order of creation.
+    The parameters `after_user` and `after_row` are the position.
+    """
+    user, own = (users.c.id if of_app else sessions.c.user_row), sessions.c.id
+    rows = select(own, sessions.c.user_row, sessions.c.tag)
+    if newest:
+        rows = rows.where(user <= _after_user, or_(user < _after_user, own < _after_row))
+        rows = rows.order_by(user.desc(), own.desc())
+    else:
+        rows = rows.where(user >= _after_user, or_(user > _after_user, own > _after_row))
+        rows = rows.order_by(user, own)
+    if of_app:
+        rows = rows.join(users, users.c.id == sessions.c.user_row)
+        rows = rows.where(users.c.app_row == _app_id())
+    else:
+        rows = rows.where(sessions.c.user_row == _user_id())
+    page = rows.limit(_limit).offset(_ZERO).cte("page")
+    owners = users.c.id.in_(select(page.c.user_row)) if of_app else users.c.tag == _user_tag
+    of_owners = select(users.c.tag).where(owners)
+    members = [
+        _app(),
+        _user().where(owners),
+        _witness().where(_among(witnesses.c.tag, _app_tag, *([] if of_app else [_user_tag]))),
+        _witness().where(witnesses.c.tag.in_(select(page.c.tag))),
+        _session(page.join(sessions, sessions.c.id == page.c.id)),
+    ]
+    if of_app:
+        members.append(_witness().where(witnesses.c.tag.in_(of_owners)))
+    if snapshots:
+        members.append(_snapshot().where(bases.c.session_row.in_(select(page.c.id))))
+    if keys and of_app:
+        members += [_keys_of(_app_tag), _key().where(data_keys.c.owner.in_(of_owners)), _master()]
+        return union_all(*members)
+    return _members(keys, *members)
+
+
+@functools.cache
+def page_of_sessions(*, of_app: bool, newest: bool, snapshots: bool) -> QueryForms:
+    """Return the query for a page of a listing; see `_page_query`."""
+    return {
+        keys: _page_query(keys, of_app=of_app, newest=newest, snapshots=snapshots)
+        for keys in (False, True)
+    }
+
+
 def _by_keys(*history: Select[Any]) -> QueryForms:
     return {keys: _session_query(keys, list(history)) for keys in (False, True)}
 
@@ -387,6 +439,7 @@ UPDATE_SESSION = (
         revision=bindparam("revision"),
         base_revision=bindparam("base_revision"),
         updated_at=bindparam("updated_at"),
+        expires_at=bindparam("expires_at"),
         state=bindparam("state"),
     )
 )

@@ -47,6 +47,7 @@ logger: logging.Logger = logging.getLogger(__name__)
 E = TypeVar("E")
 
 _MOST_EVENTS = 2**40
+_LAST_ROW = 2**63 - 1
 _CHUNK = 64  # events to decrypt and decode before other tasks may run
 
 
@@ -64,6 +65,7 @@ class _Read:
 
     reads_keys = False
     writes = False
+    finds_expired = False  # services treat an expired session like a deleted one
 
     def __init__(self, who: Identity) -> None:
         self.who = who
@@ -124,7 +126,7 @@ class GetSession(_Read, Generic[E]):
         app = bindings.open_app(attempt, found)
         user = bindings.open_user(attempt, found)
         session = bindings.open_session(attempt, found, user)
-        if session is None or user is None:
+        if session is None or user is None or (session.has_expired and not self.finds_expired):
             return None
         return _view(session, user, app), await self.history(attempt, found, session)
 
@@ -202,18 +204,110 @@ class ListAppSessions(_Read):
     async def attempt(self, attempt: Attempt, executors: Executors) -> list[View]:
         parameters = {"app_tag": self.who.app_tag}
         found = await self._read(attempt, executors, sql.SESSIONS_OF_APP, parameters)
-        if executors.has_key_database:
-            tags = [row.tag for row in found.users]
-            keys = await read_data_keys(executors.keys.read, tags)
-            attempt.keys.load(keys.data_keys, keys.masters)
+        opened = await _users_of_app(attempt, executors, found, skip=self._skip)
         app = bindings.open_app(attempt, found)
-        opened = []
-        for row in found.users:
-            try:
-                opened.append(bindings.open_user_row(attempt, found, row))
-            except DecryptionError as error:
-                _skip_or_raise(error, skip=self._skip)
         return _listed(attempt, found, app, opened, skip=self._skip)
+
+
+async def _users_of_app(
+    attempt: Attempt, executors: Executors, found: Found, *, skip: bool
+) -> list[Owner]:
+    """Return the decrypted users in *found*; with a key database, read their data keys first."""
+    if executors.has_key_database:
+        keys = await read_data_keys(executors.keys.read, [row.tag for row in found.users])
+        attempt.keys.load(keys.data_keys, keys.masters)
+    opened = []
+    for row in found.users:
+        try:
+            opened.append(bindings.open_user_row(attempt, found, row))
+        except DecryptionError as error:
+            _skip_or_raise(error, skip=skip)
+    return opened
+
+
+class Position(NamedTuple):
+    """The place of a row in a listing by pages: the row id of its user, and its own row id."""
+
+    user_row: int
+    row: int
+
+
+class Page(NamedTuple):
+    """A part of a listing.
+
+    Attributes:
+        views: The sessions.
+        next: The position of the last row that was read; None if no row follows.
+    """
+
+    views: list[View]
+    next: Position | None
+
+
+class ListPage(_Read):
+    """Read at most *limit* sessions of a user, or of an app, without events.
+
+    The order is that of creation: first by user, for the sessions of an app, then by session.
+    `attempt` returns fewer sessions if some of the *limit* rows are collections.
+
+    Args:
+        who: The ids of the app and the user; those of the app if *of_app* is True.
+        after: Read only the rows after this position; None for the first page.
+        of_app: Whether to list the sessions of all users of the app.
+        limit: The number of rows.
+        newest: Whether the newest session is first.
+        with_state: Whether to read snapshots.  If False, a session's state is not complete.
+        skip: See `ListUserSessions`.
+    """
+
+    def __init__(
+        self,
+        who: Identity,
+        after: Position | None,
+        *,
+        of_app: bool,
+        limit: int,
+        newest: bool,
+        with_state: bool,
+        skip: bool,
+    ) -> None:
+        super().__init__(who)
+        first = Position(_LAST_ROW, _LAST_ROW) if newest else Position(-1, -1)
+        self._after = after or first
+        self._of_app, self._limit, self._newest = of_app, limit, newest
+        self._with_state, self._skip = with_state, skip
+        self.reads_keys = of_app or skip
+
+    async def attempt(self, attempt: Attempt, executors: Executors) -> Page:
+        forms = sql.page_of_sessions(
+            of_app=self._of_app, newest=self._newest, snapshots=self._with_state
+        )
+        parameters: dict[str, object] = {
+            "app_tag": self.who.app_tag,
+            "limit": self._limit + 1,  # one more, to know whether a row follows
+            "after_user": self._after.user_row,
+            "after_row": self._after.row,
+        }
+        if not self._of_app:
+            parameters["user_tag"] = self.who.user_tag
+        found = await self._read(attempt, executors, forms, parameters)
+        if self._of_app:
+            users = await _users_of_app(attempt, executors, found, skip=self._skip)
+        else:
+            user = bindings.open_user(attempt, found)
+            users = [user] if user else []
+        app = bindings.open_app(attempt, found)
+        # A UNION ALL guarantees no order.  The ids are numbers: the query has compared them.
+        found.sessions.sort(key=lambda row: (row.user_row, row.id), reverse=self._newest)
+        after = None
+        if len(found.sessions) > self._limit:
+            del found.sessions[self._limit :]
+            last = found.sessions[-1]
+            after = Position(last.user_row, last.id)
+        views = _listed(
+            attempt, found, app, users, skip=self._skip, with_snapshots=self._with_state
+        )
+        return Page(views, after)
 
 
 class GetUserState(_Read):
@@ -296,6 +390,12 @@ class CheckUser(_Read):
         return user
 
 
+class GetStoredSession(GetSession[E]):
+    """Read a session like `GetSession`, even if it has expired."""
+
+    finds_expired = True
+
+
 class CheckSession(GetSession[E]):
     """Decrypt a session with all its events, and check that the rows belong together.
 
@@ -305,6 +405,7 @@ class CheckSession(GetSession[E]):
     """
 
     reads_keys = True
+    finds_expired = True
     headers: Headers
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> tuple[View, list[E]] | None:
@@ -369,8 +470,11 @@ def _listed(
     *,
     skip: bool,
     collections: bool = False,
+    with_snapshots: bool = True,
 ) -> list[View]:
-    """Return a `View` of each session in *found*; with *collections*, of each collection.
+    """Return a `View` of each session in *found* that has not expired.
+
+    With *collections*, return a `View` of each collection instead.
 
     *opened* are the users whose rows could be decrypted.  If *skip* is True, sessions that cannot
     be decrypted are omitted, and their errors are logged.
@@ -393,8 +497,11 @@ def _listed(
                     table=sessions.name,
                     row=row.id,
                 )
-            view = _view(bindings.open_session_row(attempt, found, user, row), user, app)
-            if (row.base_revision == COLLECTION) == collections:
+            session = bindings.open_session_row(
+                attempt, found, user, row, with_snapshot=with_snapshots
+            )
+            view = _view(session, user, app)
+            if (row.base_revision == COLLECTION) == collections and not session.has_expired:
                 views.append(view)
         except DecryptionError as error:
             _skip_or_raise(error, skip=skip)

@@ -17,6 +17,7 @@ from sqlalchemy import (
     BigInteger,
     Column,
     Connection,
+    Index,
     Integer,
     LargeBinary,
     MetaData,
@@ -99,10 +100,12 @@ users: Table = Table(
     "secure_users",
     metadata,
     _key_column("id"),
-    Column("app_row", BigInteger, nullable=False, index=True),
+    Column("app_row", BigInteger, nullable=False),
     Column("tag", _TAG, nullable=False, unique=True),
     Column("version", BigInteger, nullable=False),
     Column("state", _RECORD, nullable=False),
+    # `id` is the second column so that a page of a listing reads only the rows of the page.
+    Index("ix_secure_users_app_row", "app_row", "id"),
 )
 
 witnesses: Table = Table(
@@ -118,7 +121,7 @@ sessions: Table = Table(
     "secure_sessions",
     metadata,
     _key_column("id"),
-    Column("user_row", BigInteger, nullable=False, index=True),
+    Column("user_row", BigInteger, nullable=False),
     Column("tag", _TAG, nullable=False, unique=True),
     Column("revision", BigInteger, nullable=False),
     Column("base_revision", BigInteger, nullable=False),
@@ -126,6 +129,7 @@ sessions: Table = Table(
     Column("updated_at", BigInteger, nullable=False),
     Column("expires_at", BigInteger, nullable=False),
     Column("state", _RECORD, nullable=False),
+    Index("ix_secure_sessions_user_row", "user_row", "id"),
 )
 
 bases: Table = Table(

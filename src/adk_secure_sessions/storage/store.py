@@ -9,15 +9,20 @@ from adk_secure_sessions.formats.records import encode_text
 from adk_secure_sessions.formats.states import JsonObject
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.storage.bindings import StoredSession
-from adk_secure_sessions.storage.opening import COLLECTIONS, add_feature
+from adk_secure_sessions.storage.opening import COLLECTIONS, EXPIRY, add_feature
 from adk_secure_sessions.storage.reads import (
     GetSession,
+    GetStoredSession,
     GetUserState,
     ListAppSessions,
     ListCollections,
+    ListPage,
     ListUserSessions,
+    Page,
+    Position,
     View,
 )
+from adk_secure_sessions.storage.schema import NEVER
 from adk_secure_sessions.storage.unit_of_work import UnitOfWork
 from adk_secure_sessions.storage.writes import (
     AppendEvent,
@@ -45,6 +50,7 @@ class Store:
 
     def __init__(self, unit: UnitOfWork) -> None:
         self.unit = unit
+        self._expiry = _Feature(unit, EXPIRY)
 
     async def prepare(self) -> None:
         """Open the database now, so that the first operation does not have to open it."""
@@ -66,17 +72,34 @@ class Store:
         user_delta: JsonObject,
         state: bytes,
         now: int,
+        lifetime: int | None = None,
     ) -> View:
         """Create a session and return it.
 
         *app_delta* and *user_delta* are merged into the states of the app and the user.  *state*
-        is the session's state as JSON, and *now* is in microseconds UTC.
+        is the session's state as JSON.  *now* is in microseconds UTC, and *lifetime* is in
+        microseconds; None if the session does not expire.
+
+        If an expired session with the same id is stored, it is deleted first.
 
         Raises DuplicateSession if the user already has a session with this id.
         """
         who = await self.unit.identify(app_name, user_id, session_id)
-        created = await self.unit.run(CreateSession(who, app_delta, user_delta, state, now))
-        return View(created.session, user_id, created.app.state, created.user.state)
+        expires_at = NEVER
+        if lifetime is not None:
+            await self._expiry.ensure()
+            expires_at = min(now + lifetime, NEVER - 1)
+        while True:
+            creation = CreateSession(who, app_delta, user_delta, state, now, expires_at)
+            try:
+                created = await self.unit.run(creation)
+            except DuplicateSession as duplicate:
+                if not duplicate.may_have_expired:
+                    raise
+            else:
+                return View(created.session, user_id, created.app.state, created.user.state)
+            if not await self.unit.run(DeleteSession(who, _has_expired)):
+                raise DuplicateSession
 
     async def get(
         self,
@@ -105,16 +128,61 @@ class Store:
         who = await self.unit.identify(app_name)
         return await self.unit.run(ListAppSessions(who, skip=skip))
 
+    async def list_page(
+        self,
+        app_name: str,
+        user_id: str | None,
+        after: Position | None,
+        *,
+        limit: int,
+        newest: bool,
+        with_state: bool,
+        skip: bool,
+    ) -> Page:
+        """Return at most *limit* sessions of a user, or of an app if *user_id* is None.
+
+        `ListPage` describes the arguments.  Rows that are collections do not count.
+        """
+        who = await self.unit.identify(app_name, user_id or "")
+        views: list[View] = []
+        while True:
+            operation = ListPage(
+                who,
+                after,
+                of_app=user_id is None,
+                limit=limit,
+                newest=newest,
+                with_state=with_state,
+                skip=skip,
+            )
+            found, after = await self.unit.run(operation)
+            views += found
+            if len(views) > limit or (len(views) == limit and after is not None):
+                last = views[limit - 1].session
+                return Page(views[:limit], Position(last.user_row, last.id))
+            if after is None:
+                return Page(views, None)
+
     async def delete(
-        self, app_name: str, user_id: str, session_id: str, *, before: int | None = None
+        self,
+        app_name: str,
+        user_id: str,
+        session_id: str,
+        *,
+        condition: Callable[[StoredSession], bool] | None = None,
     ) -> bool:
         """Delete a session and its events, and return whether the session was deleted.
 
-        If *before* (microseconds UTC) is given, the session is deleted only if its last update was
-        earlier.
+        If *condition* is given, the session is deleted only if it returns True for the session.
         """
         who = await self.unit.identify(app_name, user_id, session_id)
-        return await self.unit.run(DeleteSession(who, before))
+        return await self.unit.run(DeleteSession(who, condition))
+
+    async def stored(self, app_name: str, user_id: str, session_id: str) -> StoredSession | None:
+        """Return a session without events, even if it has expired; None if it is not stored."""
+        who = await self.unit.identify(app_name, user_id, session_id)
+        found = await self.unit.run(GetStoredSession(who, _item, 0))
+        return found[0].session if found else None
 
     async def append(
         self,
@@ -175,8 +243,7 @@ class Collections:
 
     def __init__(self, unit: UnitOfWork) -> None:
         self._unit = unit
-        # The keyring for which this process has ensured that the database has the feature.
-        self._ensured: Keyring | None = None
+        self._feature = _Feature(unit, COLLECTIONS)
 
     async def database_id(self) -> bytes:
         """Return the random id of the database."""
@@ -250,7 +317,7 @@ class Collections:
         if replaced and not (expected and set(replaced) <= set(range(expected.revision))):
             raise ValueError("only items before the expected position can be replaced")
         who = await self._unit.identify(app_name, user_id, name, True)
-        await self._ensure_feature()
+        await self._feature.ensure()
         assert isinstance(item, bytes) or expected is None
         after = expected
         while True:
@@ -310,15 +377,29 @@ class Collections:
             except DuplicateSession:
                 pass  # another task or process has just created the collection
 
-    async def _ensure_feature(self) -> None:
+
+class _Feature:
+    """A feature of the stored format, which a process adds before it stores a row that uses it."""
+
+    def __init__(self, unit: UnitOfWork, name: str) -> None:
+        self._unit = unit
+        self._name = name
+        # The keyring for which this process has ensured that the database has the feature.
+        self._ensured: Keyring | None = None
+
+    async def ensure(self) -> None:
         """Add the feature to the database, if it lacks it.
 
-        A process does this before its first append, and again after it has read the keyring again.
+        A process does this once, and again after it has read the keyring again.
         """
         keyring = (await self._unit.keys()).keyring
         if self._ensured is not keyring:
-            await self._unit.change_keys(partial(add_feature, COLLECTIONS, keyring))
+            await self._unit.change_keys(partial(add_feature, self._name, keyring))
             self._ensured = keyring
+
+
+def _has_expired(session: StoredSession) -> bool:
+    return session.has_expired
 
 
 def _item(plaintext: bytes, _row: int, _seq: int) -> bytes:

@@ -64,7 +64,15 @@ _ROWS_AT_ONCE = 16
 
 
 class DuplicateSession(Exception):
-    """A session with this id already exists."""
+    """A session with this id is already stored.
+
+    Attributes:
+        may_have_expired: Whether its row says that it has an expiry; the row was not decrypted.
+    """
+
+    def __init__(self, *, may_have_expired: bool = False) -> None:
+        super().__init__()
+        self.may_have_expired = may_have_expired
 
 
 class MissingSession(Exception):
@@ -167,13 +175,20 @@ class CreateSession(_Write[Created]):
     """
 
     def __init__(
-        self, who: Identity, app_delta: JsonObject, user_delta: JsonObject, state: bytes, now: int
+        self,
+        who: Identity,
+        app_delta: JsonObject,
+        user_delta: JsonObject,
+        state: bytes,
+        now: int,
+        expires_at: int = NEVER,
     ) -> None:
         super().__init__(who)
         self._app_delta = app_delta
         self._user_delta = user_delta
         self._state = state  # JSON
         self._now = now
+        self._expires_at = expires_at
         # The version witness of the session that the last attempt has sent to the database.
         self._witness: WitnessRow | None = None
         # The row ids of the sessions that our attempts have sent.  An attempt that lost its
@@ -201,7 +216,7 @@ class CreateSession(_Write[Created]):
         app = bindings.open_app(attempt, found)
         user = bindings.open_user(attempt, found)
         if found.session and found.session.id not in self._sent:
-            raise DuplicateSession
+            raise DuplicateSession(may_have_expired=found.session.expires_at != NEVER)
         # Raises DecryptionError if only some of the session's rows are stored.
         stored = bindings.open_session(attempt, found, user)
         if stored and user and app:
@@ -247,8 +262,8 @@ class CreateSession(_Write[Created]):
         rest: Changes = []
         session = StoredSession(
             new_row_key(), user_row, who.session_tag, who.session_id, 0,
-            COLLECTION if who.is_collection else NO_SNAPSHOT, self._now, self._now, NEVER,
-            self._state, b"{}", NO_LINK, NO_LINK, b"",
+            COLLECTION if who.is_collection else NO_SNAPSHOT, self._now, self._now,
+            self._expires_at, self._state, b"{}", NO_LINK, NO_LINK, b"",
         )  # fmt: skip
         if len(self._state) > OVERLAY_LIMIT:
             session = session._replace(
@@ -314,6 +329,8 @@ class AppendEvent(_Write[StoredSession]):
             if step and (yield Apply(step.changes)):
                 return step.session
         found, user, session = yield from _read_proven(attempt)
+        if session.has_expired and not self._sent:  # otherwise, the event may be stored
+            raise MissingSession
         if self._expected != (session.id, session.revision):
             return (yield from self._stored_before())
         if event.app_delta:
@@ -340,7 +357,7 @@ class AppendEvent(_Write[StoredSession]):
         if event.app_delta or event.user_delta:
             return None
         known = attempt.cache.proven_session(attempt.who.session_tag)
-        if known is None or (known.id, known.revision) != self._expected:
+        if known is None or (known.id, known.revision) != self._expected or known.has_expired:
             return None
         return known if attempt.keys.is_as_new_as(attempt.who.user_tag, known.sealed) else None
 
@@ -351,7 +368,13 @@ class AppendEvent(_Write[StoredSession]):
         """
         event, seq = self._event, session.revision
         link = new_link()
-        new = session._replace(revision=seq + 1, updated_at=event.time, head=link, snapshot=None)
+        new = session._replace(
+            revision=seq + 1,
+            updated_at=event.time,
+            expires_at=session.next_expiry(event.time),
+            head=link,
+            snapshot=None,
+        )
         if event.session_delta:
             new = new._replace(overlay=dumps(loads(session.overlay) | event.session_delta))
             if len(new.overlay) > OVERLAY_LIMIT:
@@ -369,6 +392,7 @@ class AppendEvent(_Write[StoredSession]):
         row["revision"] = new.revision
         row["base_revision"] = new.base_revision
         row["updated_at"] = new.updated_at
+        row["expires_at"] = new.expires_at
         row["state"] = new.sealed
         changes = [Change(sql.UPDATE_SESSION, row)]
         if new.snapshot is not None:
@@ -540,13 +564,14 @@ class DeleteSession(_Write[bool]):
     """Delete a session and its events.
 
     `attempt` returns whether the session was deleted.  It returns False if the session does not
-    exist.  It also returns False if *before* (microseconds UTC) is given and the session was last
-    updated at that time or later.
+    exist, or if *condition* is given and returns False for the stored session.
     """
 
-    def __init__(self, who: Identity, before: int | None = None) -> None:
+    def __init__(
+        self, who: Identity, condition: Callable[[StoredSession], bool] | None = None
+    ) -> None:
         super().__init__(who)
-        self._before = before
+        self._condition = condition
 
     def contended(self) -> list[sa.Executable]:
         return [sql.LOCK_SESSION]
@@ -556,7 +581,7 @@ class DeleteSession(_Write[bool]):
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[bool]:
         known = attempt.cache.proven_session(attempt.who.session_tag) if attempt.is_first else None
-        if known and self._before is None and attempt.key_source is KeySource.CACHE:
+        if known and self._condition is None and attempt.key_source is KeySource.CACHE:
             row = Change(sql.DELETE_KNOWN_SESSION, _session_columns(known, "at_"))
             if (yield Apply([row, *_deletions(known)])):
                 return True
@@ -564,7 +589,7 @@ class DeleteSession(_Write[bool]):
         session = bindings.open_session(attempt, found, bindings.open_user(attempt, found))
         if session is None:
             return False
-        if self._before is not None and session.updated_at >= self._before:
+        if self._condition is not None and not self._condition(session):
             return False
         row = Change(sql.DELETE_SESSION, {"at_id": session.id, "at_revision": session.revision})
         yield from _apply([row, *_deletions(session)])
