@@ -61,9 +61,9 @@ async def test_methods_take_the_arguments_that_adks_take(service: BaseSessionSer
             found = dict(inspect.signature(getattr(type(service), name)).parameters)
             # create_session has one option that ADK does not have.
             more = {key: found.pop(key) for key in found.keys() - expected.keys()}
-            for parameter in more.values():
-                assert (parameter.name, parameter.default) == ("expires_after", None)
-                assert parameter.kind is inspect.Parameter.KEYWORD_ONLY
+            for option in more.values():
+                assert (option.name, option.default) == ("expires_after", None)
+                assert option.kind is inspect.Parameter.KEYWORD_ONLY
             assert list(found) == list(expected), name
             for parameter in expected:
                 assert found[parameter].kind == expected[parameter].kind, (name, parameter)
