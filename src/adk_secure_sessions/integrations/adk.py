@@ -65,7 +65,7 @@ class ServiceUri(NamedTuple):
         key_db: The URL of the key database; None if there is no key database.
         blobs: The store for the contents of artifacts, a path or the URL of a bucket; None if the
             URI has no option `blobs`.
-        allow_http: Whether the store *blobs* may be on another machine without TLS.
+        allow_http: Whether the store in *blobs* may be on another machine without TLS.
     """
 
     db_url: str

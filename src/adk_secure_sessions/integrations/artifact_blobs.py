@@ -136,7 +136,7 @@ async def purge_blobs(
     if older_than < timedelta():
         raise ConfigurationError("older_than must not be negative")
     opened, _ = await open_of_database(db, store, options, allow_http)
-    # List the blobs before the rows: a blob whose row is added meanwhile is not deleted.
+    # List the blobs before the rows: a blob whose row is added in the meantime is kept.
     before = time.time() - older_than.total_seconds()
     old = [blob.name async for blob in opened.list(before)]
     problems = Problems()

@@ -6,8 +6,8 @@ content of a version is re-encrypted, a later item describes the same version ag
 blob.  The last item that describes a version counts.  Items are never replaced, so the links
 between items prove that the last item was not removed.
 
-This module must not import google-adk: maintenance imports this module, and importing google-adk
-takes seconds.
+This module must not import google-adk: the maintenance commands for artifacts use this module, and
+importing google-adk takes seconds.
 """
 
 import json
