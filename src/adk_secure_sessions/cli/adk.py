@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 _COMMANDS = ("api_server", "run", "web")  # of google-adk
 URI_VARIABLE = f"{PREFIX}URI"
-# In an address: the ids of users and sessions and the names of artifacts, any of which may contain
-# slashes, and the query.
+# Matches, in a URL: user ids, session ids and names of artifacts, all of which may contain slashes,
+# and the query string.
 _IDS = re.compile(
     r"(?<=/)(users?/)[^?\s]+?(?=/(?:sessions|memory)\b|[?\s]|$)"
     r"|(?<=/)(sessions?/)[^?\s]+?(?=/artifacts\b|[?\s]|$)"
@@ -30,8 +30,9 @@ _IDS = re.compile(
     r"|(\?)\S+",
     re.IGNORECASE,
 )
-# In the text of a record of google-adk's logs: a placeholder for an id or the name of a file.
+# Matches a placeholder, such as %s, in the text of a log record.
 _PLACEHOLDER = re.compile(r"%(?:%|[-#0 +]*\d*(?:\.\d+)?[a-zA-Z])")
+# Matches the words before a placeholder for an id or the name of a file.
 _BEFORE_ID = re.compile(
     r"\b(?:artifact|file|session|user)(?: created| id| name| version for)?[ =:]*[\"'`]?$",
     re.IGNORECASE,
@@ -133,7 +134,7 @@ def _without_plaintext(command: click.Command) -> click.Command:
 
 
 def _with_fewer_logs(parameter: click.Parameter) -> click.Parameter:
-    """Change the default of --log_level, because google-adk's INFO logs quote ids and events."""
+    """Change the default of --log_level to WARNING: google-adk's INFO logs quote ids and events."""
     if parameter.name != "log_level":
         return parameter
     changed = copy.copy(parameter)
@@ -146,7 +147,7 @@ def _with_fewer_logs(parameter: click.Parameter) -> click.Parameter:
 def _prepare(arguments: dict[str, Any], service_uri: str | None, allowed: set[str]) -> None:
     """Check that nothing would be stored as plaintext; then register and open our services.
 
-    In *arguments*, set the URI of each service that has none to *service_uri*.
+    For each service without a URI, set the URI in *arguments* to *service_uri*.
 
     Raises:
         SecureSessionError: Something would be stored as plaintext, or a URI, a key or a database
@@ -158,7 +159,7 @@ def _prepare(arguments: dict[str, Any], service_uri: str | None, allowed: set[st
 
     for kind in plaintext_guard.SERVICES if not arguments.get("in_memory") else ():
         if plaintext_guard.uri_of(kind, arguments) is None:
-            # Without a URI, google-adk may choose a store for memory by the environment.
+            # Without a URI, environment variables may decide where google-adk stores memories.
             default = "memory://" if kind == "memory" and kind not in allowed else None
             uri = service_uri if service_uri is not None else default
             if uri is not None:
@@ -182,11 +183,11 @@ async def _open(service: "EncryptedSessionService") -> None:
     try:
         await service.prepare_tables()
     finally:
-        await service.close()  # the event loop of the server opens it again
+        await service.close()  # the event loop of the server opens the database again
 
 
 class _WithoutIds(logging.Filter):
-    """Replaces ids, names of artifacts and queries in the addresses of uvicorn's logs."""
+    """Masks ids, names of artifacts, and query strings in the URLs that uvicorn logs."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if isinstance(record.args, tuple):
@@ -198,7 +199,7 @@ class _WithoutIds(logging.Filter):
 
 
 def _hide_ids_in_logs() -> None:
-    for name in ("uvicorn.access", "uvicorn.error"):  # the latter has the addresses of WebSockets
+    for name in ("uvicorn.access", "uvicorn.error"):  # the latter logs the URLs of WebSockets
         logging.getLogger(name).addFilter(_WithoutIds())
     # google-adk has a logger for each module, and a filter applies to one logger only.
     create = logging.getLogRecordFactory()
@@ -226,8 +227,8 @@ def _without_ids(text: str, values: tuple[object, ...]) -> tuple[object, ...]:
 def _ignore_trace_variables() -> None:
     """Make google-adk ignore variables in `.env` files that would make it send traces.
 
-    google-adk loads `.env` files of agents later.  They replace no variable that is set already,
-    and google-adk ignores an empty one.
+    google-adk loads the `.env` files of agents later.  A `.env` file does not replace a variable
+    that is already set, and google-adk ignores an empty variable.
     """
     from adk_secure_sessions.integrations.plaintext_guard import TRACE_VARIABLES
 
@@ -236,9 +237,9 @@ def _ignore_trace_variables() -> None:
 
 @contextlib.contextmanager
 def _serving_no_evaluations(allowed: set[str]) -> Iterator[None]:
-    """Make uvicorn's servers reject requests that write evaluations, unless *allowed* has them.
+    """Make uvicorn's servers reject requests that write evaluations, unless they are *allowed*.
 
-    All releases of google-adk give their application to `uvicorn.Config`.
+    All releases of google-adk pass their application to `uvicorn.Config`, which is patched here.
     """
     import uvicorn
 

@@ -63,9 +63,9 @@ def doctor(
 
     Imports the agents in AGENTS_DIR as google-adk does, with their .env files. Checks their
     plugins, the telemetry settings, the logs, and the files that google-adk has written. Prints
-    where adk web would store sessions, artifacts and memory: give the URIs as adk web gets them.
-    Loads services.yaml and services.py, as adk web does. Each further line says how to turn a place
-    off. The exit status is 1 if there is one.
+    where adk web would store sessions, artifacts and memory: give the same URIs as to adk web.
+    Loads services.yaml and services.py, as adk web does. Then prints each place where google-adk
+    writes plaintext, and how to prevent that. The exit status is 1 if there is such a place.
 
     \b
     Example:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @main.group()
 def blobs() -> None:
-    """Check and clean up the store of the contents of artifacts."""
+    """Check and clean up the store that holds the contents of artifacts."""
 
 
 @blobs.command()
@@ -78,7 +78,7 @@ def purge(
     older_than: timedelta,
     dry_run: bool,
 ) -> None:
-    """Delete contents that no artifact names: of erased users, deleted artifacts, broken uploads.
+    """Delete contents that no artifact names, such as those of erased users and failed uploads.
 
     Exits 1 if rows cannot be decrypted.  The command then deletes nothing, because such a row may
     name any content.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # The fields with lists of ids.  The fields with a single id are `id`, `row` and all `..._id`.
 _LISTS_OF_IDS = ("masters", "rotated", "unchanged", "plaintext")
-# Fields whose texts may contain names of arguments of Python functions.
+# Fields with texts that may name arguments of Python functions.
 _TEXTS = ("detail", "obstacle")
 _NAMES = {one.backend_id: one.name for one in (AesGcmBackend, FernetBackend, NoOpBackend)}
 BAR_EVERY = 0.1  # seconds between updates of the bar, on a terminal
@@ -75,7 +75,7 @@ def show(result: Any, as_json: bool, lines: Iterable[str], **more: object) -> No
 def without_controls(text: str) -> str:
     """Return *text* with each control character replaced by its escape sequence in Python.
 
-    A tampered database may contain control characters, with which an attacker controls a terminal.
+    A tampered database may contain control characters that let an attacker control the terminal.
     """
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
@@ -99,7 +99,7 @@ def progress(label: str, unit: str = "rows") -> "Iterator[Progress]":
     """Yield a function that takes the number done and the total number, and shows the progress.
 
     On a terminal, a bar shows the progress, the speed and the remaining time.  If stderr is not a
-    terminal, a line is printed every 10 seconds.  *unit* is the plural of the counted thing.
+    terminal, a line is printed every 10 seconds.  *unit* names what is counted, in the plural.
     """
     began = last = time.monotonic()
     if not sys.stderr.isatty():

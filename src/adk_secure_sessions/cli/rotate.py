@@ -111,7 +111,7 @@ def data(
     allow_http: bool,
     **options: Any,
 ) -> None:
-    """Create new data keys of --backend for all users and apps, and re-encrypt their records.
+    """Create new data keys for all users and apps, and re-encrypt their records with --backend.
 
     Running services are not interrupted.  If this command is killed, the next run continues its
     work.  Exits 1 if records are left under older keys or another backend.
@@ -149,8 +149,8 @@ def _rotate(
 ) -> Any:
     """Run the rotation *name* and return its result.
 
-    If this continues an unfinished rotation, first tell the user and, on a terminal, ask whether to
-    continue.
+    If the run would continue an unfinished rotation, first tell the user so and, on a terminal, ask
+    whether to continue.
     """
     from adk_secure_sessions import maintenance
 

@@ -1,12 +1,13 @@
-"""Replace the names of Python arguments in texts by options of the command line.
+"""Replace the names of Python arguments in error texts by options of the command line.
 
 Errors of `maintenance` name arguments of Python functions, which the command line does not have.
 """
 
 import re
 
-# Pairs of a phrase in texts of this package and its replacement.  A longer phrase comes before a
-# shorter phrase that it contains.  A test checks that every phrase occurs in the package.
+# Pairs: a phrase in a text of this package, and the phrase that the command line prints instead.  A
+# longer phrase comes before a shorter phrase that it contains.  A test checks that every phrase
+# occurs in the package.
 WORDING = (
     ("list a backend with that key", "give its key spec with --key or --also-key"),
     ("list NoOpBackend() in additional_backends", "give --also-backend no-op"),

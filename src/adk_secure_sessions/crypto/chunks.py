@@ -2,7 +2,7 @@
 
 STREAM: Hoang, Reyhanitabar, Rogaway and Vizár, "Online Authenticated-Encryption and its Nonce-Reuse
 Misuse-Resistance", CRYPTO 2015.  The nonce is `chunk number (11 bytes) ‖ last (1 byte)`, so a chunk
-decrypts only at its own position, and the last chunk only at the end.
+decrypts only at its own position, and the value cannot be shortened.
 """
 
 from cryptography.exceptions import InvalidTag
@@ -18,7 +18,8 @@ TAG_LENGTH = 16
 class ChunkCipher(KeyMaterial):
     """Encrypts and decrypts the chunks of one value.
 
-    A key is for one value only, and each chunk may be encrypted once: the nonces are not random.
+    Use a key for one value only, and encrypt each chunk only once.  The nonces are not random, so a
+    second encryption would use a nonce twice.
     """
 
     __slots__ = ("_aead", "_associated_data")
@@ -38,7 +39,7 @@ class ChunkCipher(KeyMaterial):
         """Return the plaintext of chunk *number*.
 
         Raises:
-            TamperedError: the chunk was modified or moved, or the key is wrong.
+            TamperedError: The chunk was modified or moved, or the key is wrong.
         """
         try:
             return self._aead.decrypt(_nonce(number, is_last), sealed, self._associated_data)

@@ -1,4 +1,4 @@
-"""The executor for a SQLAlchemy `AsyncEngine`, created by the application or by this package.
+"""The executor for a SQLAlchemy `AsyncEngine` that the application or this package has created.
 
 `AsyncEngineExecutor` runs transactions on the engine.  `LoopBinding` prevents two event loops from
 using the engine's connections at the same time.
@@ -41,7 +41,7 @@ _PACKET_REST = 900  # bytes of a packet that are reserved for everything but the
 _COUNT_ROWS = {"preserve_rowcount": True}  # by default, an INSERT has no row count
 _KILL_TIMEOUT = 5.0  # seconds
 _CANCEL_REQUESTS = 5  # maximum number for one query; they are one or two seconds apart
-_CHECKED = "adk_secure_sessions.pooler"  # this key in a connection's `info`: it was checked
+_CHECKED = "adk_secure_sessions.pooler"  # set in `Connection.info` after the pooler check
 
 _UNPREPARED = {
     "asyncpg": "connect_args={'prepared_statement_cache_size': 0, "
@@ -194,8 +194,8 @@ class AsyncEngineExecutor:
         """Run *work* in its own task and return its result.
 
         If the caller is cancelled, *work* continues to its end, because an interrupted transaction
-        would stay open.  Pass *interruptible* if *work* writes nothing: its query is then
-        interrupted at the database.
+        would stay open.  If *interruptible* is True, which is allowed only if *work* writes
+        nothing, the query of *work* is interrupted at the database.
         """
         try:
             self._enter()
@@ -297,7 +297,7 @@ class AsyncEngineExecutor:
             self._begun[task] = driver
 
     def _enter(self) -> bool:
-        """Begin a call and return True if it is the first one in its event loop."""
+        """Register a call, and return whether it is the first call in its event loop."""
         is_first = self._binding.enter()
         if is_first:
             self._binding.close_at_end_of_loop(self._end_of_loop)
@@ -436,7 +436,7 @@ class LoopBinding:
         self._at_end: AsyncGenerator[None] | None = None
 
     def enter(self) -> bool:
-        """Begin a call and return True if it is the first one in its event loop.
+        """Register a call, and return whether it is the first call in its event loop.
 
         Raises:
             ConfigurationError: Another event loop is using the engine.  Or the application's own
@@ -452,7 +452,7 @@ class LoopBinding:
         return is_first
 
     def leave(self) -> None:
-        """End a call that `enter` began."""
+        """Register the end of a call that `enter` has registered."""
         with self._guard:
             self._calls -= 1
 

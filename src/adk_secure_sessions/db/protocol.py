@@ -52,8 +52,8 @@ class Read(NamedTuple):
 class Change(NamedTuple):
     """An INSERT, UPDATE or DELETE with its parameters.
 
-    With *must_match_row*, the statement must match one row.  Otherwise, it may match any number of
-    rows, or none.
+    If *must_match_row* is True, the statement must match exactly one row.  If False, it may match
+    any number of rows, or none.
     """
 
     statement: sa.Executable
@@ -62,7 +62,9 @@ class Change(NamedTuple):
 
 
 class Apply(NamedTuple):
-    """Request to make all *changes*, in this order.  The first must have *must_match_row*.
+    """Request to make all *changes*, in this order.
+
+    *must_match_row* must be True for the first change.
 
     If all changes were made, the answer is True.  If the first change matched no row, nothing was
     changed, and the answer is False.  In two other cases the transaction is rolled back, and
@@ -94,8 +96,9 @@ class Executor(Protocol):
     - Conflict if the database reports a deadlock or a serialization failure,
     - DatabaseError for other errors of the database; never an exception of SQLAlchemy or a driver.
 
-    If an executor has a read timeout, it interrupts each query that takes longer, also in a
-    transaction, and raises DatabaseError.  A statement that writes may take ten times as long.
+    If an executor has a read timeout, it interrupts each query that takes longer, even
+    inside a transaction, and raises DatabaseError.  A statement that writes may take ten times as
+    long.
     """
 
     async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:

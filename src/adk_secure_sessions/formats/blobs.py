@@ -1,7 +1,7 @@
 """Encrypt and decrypt blobs: long values that consist of chunks (docs/format.md, "Blobs").
 
-Between two calls, a `BlobEncryptor` or `BlobDecryptor` holds at most one chunk, so memory does not
-grow with the size of the blob.  Each object processes one blob, once.
+Between two calls, a `BlobEncryptor` or `BlobDecryptor` holds at most one chunk, so the
+memory used does not grow with the size of the blob.  Each object processes one blob, once.
 """
 
 import os
@@ -20,9 +20,9 @@ HEADER = MAGIC + bytes([VERSION])
 CHUNK_LENGTH = 65536  # bytes of plaintext
 SEALED_LENGTH = CHUNK_LENGTH + TAG_LENGTH
 MAX_SIZE = 2**48
-# The functions at the end of this module process longer pieces in steps of this many bytes.  For
-# each larger step, the system must provide new pages of memory: encrypting 10 MB in steps of 8 MiB
-# took four times as long.
+# The functions at the end of this module process longer pieces in steps of this many bytes.  With
+# larger steps, the system would have to provide new pages of memory for each step: encrypting 10 MB
+# in steps of 8 MiB took four times as long.
 _STEP = 1 << 18
 
 
@@ -32,7 +32,7 @@ def chunk_count(size: int) -> int:
 
 
 def encrypted_size(size: int) -> int:
-    """Return the length of a blob with *size* bytes of plaintext."""
+    """Return the length of the encrypted blob for *size* bytes of plaintext."""
     return len(HEADER) + size + TAG_LENGTH * chunk_count(size)
 
 
@@ -70,7 +70,7 @@ class BlobEncryptor(KeyMaterial):
             sealed.append(self._seal(bytes(self._pending), False))
             self._pending.clear()
         if not self._pending:
-            followed = max(0, len(view) - 1) // CHUNK_LENGTH  # whole chunks before the last byte
+            followed = max(0, len(view) - 1) // CHUNK_LENGTH  # whole chunks that more bytes follow
             for start in range(0, followed * CHUNK_LENGTH, CHUNK_LENGTH):
                 sealed.append(self._seal(view[start : start + CHUNK_LENGTH], False))
             view = view[followed * CHUNK_LENGTH :]

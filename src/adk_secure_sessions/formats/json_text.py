@@ -46,7 +46,8 @@ def fits(data: bytes, levels: int = MAX_LEVELS) -> bool:
     if len(data) > MAX_BYTES:
         return False
     outer = MAX_LEVELS - levels
-    # The parser's limit is always MAX_LEVELS.  For a lower limit, enclose *data* in more objects.
+    # The parser's limit is always MAX_LEVELS.  To get a lower limit, enclose *data* in extra
+    # objects, which use up the difference.
     if outer:
         data = b'{"":' * outer + data + b"}" * outer
     try:

@@ -12,11 +12,13 @@ of an item are optional:
   the entries in the field `add` of the earlier item.  The transaction that stores this item also
   replaces the earlier item, and stores the random value `replacement` in both items.
 - `deleted`: Ids that must not be added again.
-- `replacement`: The random value of the latest item that dropped entries of this item.
+- `replacement`: The random value in the field `drop` of the latest item that dropped entries of
+  this item.
 
-A replaced item keeps its links.  So if an attacker stores its old record again, or its record of
-another copy of the database, the check of the links does not detect it.  `check_replaced` detects
-both: no other record of the item contains the value that the latest `drop` says.
+A replaced item keeps its links.  So if an attacker stores the item's old record again, or the
+item's record from another copy of the database, the check of the links does not detect the attack.
+`check_replaced` detects both attacks: only the latest record contains the value in the latest
+`drop`.
 """
 
 import re
@@ -41,14 +43,17 @@ def session_scope(session_id: str) -> Scope:
 
 
 class Dropped(NamedTuple):
-    """Which entries of an earlier item are dropped, and the value that its new record contains."""
+    """The dropped entries of an earlier item, and the random value in the item's new record."""
 
     places: Sequence[int]
     replacement: str
 
 
 class MemoryItem(NamedTuple):
-    """An item; the module describes its fields.  In *add*, a dropped entry is None."""
+    """One item of a memory collection.
+
+    The docstring of the module describes the fields.  In *add*, a dropped entry is None.
+    """
 
     scope: Scope | None = None
     add: Sequence[JsonObject | None] = ()
@@ -135,7 +140,9 @@ def _is_list(value: Any, kind: type) -> bool:
 
 
 def check_replaced(items: Iterable[MemoryItem], first: int, table: str, session_row: int) -> None:
-    """Check that the record of each replaced item is the one that was stored with its last `drop`.
+    """Check that each item whose entries were dropped has its latest record.
+
+    The transaction that stores a `drop` also stores new records of the items that it names.
 
     Args:
         items: The last items of a collection: all items from the number *first* on.
@@ -144,8 +151,8 @@ def check_replaced(items: Iterable[MemoryItem], first: int, table: str, session_
         session_row: The row id of the collection, for the error.
 
     Raises:
-        TamperedError: The record of an item is an older one, or one of another copy of the
-            database; or it still contains an entry that a later item drops.
+        TamperedError: The record of an item is an older record, or a record of another copy of the
+            database; or the record still contains an entry that a later item drops.
     """
     numbered = list(enumerate(items, first))
     replacements: dict[int, str] = {}

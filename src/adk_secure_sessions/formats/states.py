@@ -93,7 +93,7 @@ def encode(state: JsonObject, prefix: str = "") -> bytes:
         return b"{}"
     try:
         data = to_json(state, inf_nan_mode="constants")
-    except Exception:  # the exception's text may repeat a value
+    except Exception:  # not chained: the exception's text may contain a value of the state
         data = b""
     if not data or not json_text.fits(data, MAX_STATE_LEVELS):
         named = {prefix + key: value for key, value in state.items()} if prefix else state

@@ -6,7 +6,7 @@ options.  `register` adds the functions of this module to google-adk's registry 
 google-adk finds the function for a URI by the scheme of the URI.
 
 Neither google-adk nor SQLAlchemy knows a scheme that begins with `encrypted+`.  So if `register`
-was not called, they reject the URI, and do not open a service that stores plaintext.
+was not called, both reject the URI instead of opening a service that stores plaintext.
 """
 
 import asyncio
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 PREFIX = "encrypted+"
 # The kinds of URL that may follow the prefix, each with the driver's options that a URI may
-# contain.  The options are listed so that a misspelled option of ours is rejected, and is not
-# passed to the driver.
+# contain.  With this list, `parse` rejects a misspelled option instead of passing it to the
+# driver.
 _POSTGRESQL = {"host", "port", "ssl", "sslmode", "timeout", "command_timeout"}
 _MYSQL = {"charset", "connect_timeout", "ssl", "ssl_ca", "ssl_cert", "ssl_key", "unix_socket"}
 _DRIVER_OPTIONS: dict[str, set[str]] = {
@@ -65,7 +65,7 @@ class ServiceUri(NamedTuple):
         key_db: The URL of the key database; None if there is no key database.
         blobs: The store for the contents of artifacts, a path or the URL of a bucket; None if the
             URI has no option `blobs`.
-        allow_http: Whether this store may be on another machine without TLS.
+        allow_http: Whether the store in *blobs* may be on another machine without TLS.
     """
 
     db_url: str
@@ -75,7 +75,7 @@ class ServiceUri(NamedTuple):
     blobs: str | None
     allow_http: bool = False
 
-    def __repr__(self) -> str:  # the URLs may have passwords
+    def __repr__(self) -> str:  # without the URLs, which may contain passwords
         return "<ServiceUri>"
 
     @property
@@ -88,7 +88,7 @@ def parse(uri: str) -> ServiceUri:
     """Return the parts of *uri*.
 
     Raises:
-        ConfigurationError: The URI cannot be used; the message says why, and repeats no value.
+        ConfigurationError: The URI cannot be used.  The message says why, and quotes no value.
     """
     address, _, query = uri.partition("?")
     scheme, colon, rest = address.partition("://")
@@ -138,7 +138,7 @@ def parse(uri: str) -> ServiceUri:
 def _unknown_option(number: int, name: str, url: str) -> str:
     """Return the text of the error for an unknown option.
 
-    The text does not repeat *name*, which may be a key by mistake.
+    The text does not quote *name*, because the user may have written a key there by mistake.
     """
     known = (*_ONCE, *_REPEATED, *sorted(_DRIVER_OPTIONS[url]))
     close = get_close_matches(name, known, 1)
@@ -155,12 +155,12 @@ def session_service(
 ) -> EncryptedSessionService:
     """Return the session service for *uri*.
 
-    Calls with the same database and keys return the same service.  The service for a SQLite
-    database is closed when the process ends, even if SIGTERM ends it.
+    Calls with the same databases, keys and backends return the same service.  When the process
+    ends, the service closes a SQLite database, even if SIGTERM ends the process.
 
     Args:
         uri: The URI; the module describes its form.
-        agents_dir: Not used.  A relative path of a database begins in the current directory.
+        agents_dir: Not used.  A relative path in *uri* is relative to the current directory.
         options: Rejected, because all options are part of the URI.
 
     Raises:
@@ -179,7 +179,7 @@ def artifact_service(
 ) -> "BaseArtifactService":
     """Return the artifact service for *uri*, whose option `blobs` says where contents are stored.
 
-    The names, versions and keys of artifacts are stored in the database of the sessions.  See
+    The database of the sessions stores the names, versions and encryption keys of artifacts.  See
     `session_service` for the arguments and errors.
     """
     parsed = parse(uri)
@@ -207,7 +207,7 @@ def memory_service(
 
 
 def register() -> None:
-    """Register all `SCHEMES` for sessions, artifacts and memory; call this in `services.py`."""
+    """Register our services for all `SCHEMES` in google-adk; call this in `services.py`."""
     from google.adk.cli.service_registry import get_service_registry
 
     registry = get_service_registry()
@@ -253,9 +253,11 @@ def _shared(uri: ServiceUri) -> EncryptedSessionService:
 
 
 def _close_on_sigterm() -> None:
-    """Close the databases before SIGTERM ends the process, unless SIGTERM has a handler already.
+    """Make SIGTERM close the databases before it ends the process.
 
-    If no signal ends the process, SQLite's threads close their connections when Python ends.
+    If SIGTERM already has a handler, do nothing.  If no signal ends the process, the threads of the
+    SQLite executors close their connections when the interpreter exits.
+
     uvicorn handles SIGTERM while it serves.  Afterwards, uvicorn restores the previous handler and
     sends SIGTERM to its process again.  The default handler would end the process at once, and
     leave `-wal` files behind.
@@ -267,8 +269,9 @@ def _close_on_sigterm() -> None:
     process = os.getpid()
 
     def close_and_end(number: int, _frame: FrameType | None) -> None:
-        if os.getpid() == process:  # a forked child has not opened the databases
-            # This thread may be running an event loop, and cannot run a second one.
+        # A forked child inherits this handler, but has not opened the databases.
+        if os.getpid() == process:
+            # An event loop may be running in this thread, which cannot run a second event loop.
             thread = threading.Thread(target=asyncio.run, args=(_close_files(),), daemon=True)
             thread.start()
             thread.join(_EXIT_TIMEOUT)
@@ -279,7 +282,10 @@ def _close_on_sigterm() -> None:
 
 
 async def _close_files() -> None:
-    """Close the SQLite databases.  A server closes its connections when the process ends."""
+    """Close the services of SQLite databases.
+
+    Other databases need no call: the server closes the connections when the process ends.
+    """
     for which, service in list(_services.items()):
         if str(which[0]).startswith("sqlite"):
             await service.close()

@@ -27,7 +27,7 @@ class BlobCheck(NamedTuple):
     Attributes:
         artifacts: The number of artifacts.
         blobs: The number of blobs that versions of artifacts name.
-        missing: The number of these blobs that are not stored, or have a wrong length.
+        missing: The number of named blobs that are not stored, or have a wrong length.
         unused: The number of stored blobs that no version names.
         bad: The number of problems: missing blobs, and undecryptable rows.
         problems: The first 1000 problems.
@@ -64,7 +64,7 @@ async def check_blobs(
     options: Mapping[str, Any] | None = None,
     allow_http: bool = False,
 ) -> BlobCheck:
-    """Find blobs that are missing or have a wrong length, and blobs that no version names.
+    """Find blobs that are missing or have a wrong length, and blobs that no artifact names.
 
     This function does not read the contents of blobs, so it does not detect modified contents.
     Loading an artifact detects them.
@@ -72,8 +72,8 @@ async def check_blobs(
     Args:
         db: The database, with every backend whose records it may hold.
         store: The store of the contents: see `EncryptedArtifactService`.
-        options: Arguments of the store.
-        allow_http: Whether a store on another machine may be `http://`.
+        options: Arguments of the store: see `object_store.open_store`.
+        allow_http: Whether the URL of a store on another machine may begin with `http://`.
 
     Raises:
         ConfigurationError: The store or the database cannot be used.
@@ -92,9 +92,9 @@ async def check_blobs(
                 continue
             named.add(blob.name)
             size = stored.get(blob.name)
-            if blob.prefix != prefix:  # of the database that this one was copied from
+            if blob.prefix != prefix:  # written by the database that this one was copied from
                 size = await opened_at(store, blob.prefix, options, allow_http).size(blob.name)
-            elif size is None:  # it may have been stored after the listing
+            elif size is None:  # the blob may have been stored after the listing
                 size = await opened.size(blob.name)
             if size != encrypted_size(blob.size):
                 missing += 1
@@ -126,8 +126,8 @@ async def purge_blobs(
         older_than: The minimum age of a blob to delete.  An upload stores the blob before the row
             that names the blob, so the minimum age must be longer than any upload takes.
         dry_run: Count the blobs, but delete nothing.
-        options: Arguments of the store.
-        allow_http: Whether a store on another machine may be `http://`.
+        options: Arguments of the store: see `object_store.open_store`.
+        allow_http: Whether the URL of a store on another machine may begin with `http://`.
 
     Raises:
         ConfigurationError: The store or the database cannot be used, or *older_than* is negative.
@@ -136,7 +136,7 @@ async def purge_blobs(
     if older_than < timedelta():
         raise ConfigurationError("older_than must not be negative")
     opened, _ = await open_of_database(db, store, options, allow_http)
-    # List the blobs before the rows: a blob whose row is added meanwhile is not deleted.
+    # List the blobs before the rows: a blob whose row is added in the meantime is kept.
     before = time.time() - older_than.total_seconds()
     old = [blob.name async for blob in opened.list(before)]
     problems = Problems()
@@ -179,8 +179,8 @@ async def artifacts_of(
 ) -> AsyncIterator[tuple[SessionIds, Collection]]:
     """Yield the ids and the items of each artifact.
 
-    Add rows that cannot be decrypted to *problems*, also rows of sessions: a row that cannot be
-    decrypted may be that of an artifact.
+    Add all rows that cannot be decrypted to *problems*.  It is unknown whether such a row belongs
+    to a session or to an artifact.
     """
     collections = Collections(db.unit)
     async for batch in located_sessions(db):

@@ -1,12 +1,13 @@
-"""The versions of an artifact, as they are stored: names of collections, and their items.
+"""Convert the versions of artifacts to stored items and back, and name the collections of items.
 
 The versions of one artifact are the items of one collection (`storage.Collections`).  An item names
 the blob with the content, and holds the key of that blob (docs/format.md, "Artifacts").  When the
 content of a version is re-encrypted, a later item describes the same version again, with another
-blob.  The last item that describes a version counts.  No item is replaced, so the links of items
-prove that the last one was not removed.
+blob.  The last item that describes a version counts.  Items are never replaced, so the links
+between items prove that the last item was not removed.
 
-This module does not import google-adk, because maintenance uses it, too.
+This module must not import google-adk: the maintenance commands for artifacts use this module, and
+importing google-adk takes seconds.
 """
 
 import json
@@ -22,11 +23,11 @@ _KIND = "artifact"  # the first part of the names of our collections
 
 
 class Blob(NamedTuple):
-    """Where the content of a version is stored, and its key.
+    """The blob that stores the content of a version, and the key of the blob.
 
     Attributes:
         prefix: The id of the database that wrote the blob, in hex.
-        name: 32 hex digits.
+        name: The name of the blob, 32 hex digits.
         key: The key of the blob.
         size: The number of bytes of plaintext.
     """
@@ -48,11 +49,11 @@ class Version(NamedTuple):
         part: The part as JSON values, without its bytes or text.
         blob: Where the content is; None for a part that refers to a file.
         metadata: The caller's metadata.
-        time: When it was saved, in seconds since 1970.
-        uri: Names the version without an id that a reader could recognise.
+        time: When the version was saved, in seconds since 1970.
+        uri: A URI of the version, which contains no name and no id of ADK.
         item: The number of the item that describes the version.
-        rotation: The `since` of the rotation that re-encrypted the content; None if the content is
-            as it was saved.
+        rotation: `DataRotation.since` of the last rotation that re-encrypted the content; None if
+            no rotation has.
     """
 
     number: int
@@ -82,12 +83,19 @@ class Version(NamedTuple):
 
 
 def collection_name(session_id: str | None, filename: str) -> str:
-    """Return the name of the collection of an artifact; without *session_id*, of the user's."""
+    """Return the name of the collection that stores an artifact.
+
+    If *session_id* is None, the artifact belongs to the user, and not to a session.
+    """
     return json.dumps([_KIND, session_id, filename], ensure_ascii=False)
 
 
 def scope_and_name(collection: str) -> tuple[str | None, str] | None:
-    """Return an artifact's session id (None: the user's) and file name; None if it is not one."""
+    """Return the session id and the file name of the artifact that a collection stores.
+
+    The session id is None if the artifact belongs to the user.  Return None if the collection
+    stores no artifact.
+    """
     kind, *rest = json.loads(collection)
     if kind != _KIND:
         return None
@@ -96,14 +104,14 @@ def scope_and_name(collection: str) -> tuple[str | None, str] | None:
 
 
 def is_artifact(collection: str) -> bool:
-    """Return whether the collection of this name has the versions of an artifact."""
+    """Return whether the collection with the name *collection* stores an artifact."""
     return scope_and_name(collection) is not None
 
 
 def versions_of(collection: Collection) -> list[Version]:
     """Return the versions that the items in *collection* describe, in ascending order.
 
-    If *collection* has only the last items of an artifact, some versions may be missing.
+    If *collection* has only the last items of an artifact, the result may lack some versions.
 
     Raises:
         TamperedError: An item does not describe a version.
@@ -115,7 +123,7 @@ def versions_of(collection: Collection) -> list[Version]:
 
 
 def version_count(collection: Collection) -> int:
-    """Return how many versions the artifact has; *collection* has at least its last item."""
+    """Return how many versions the artifact has; *collection* needs at least the last item."""
     *_, last = _described(collection)
     return last.versions
 
@@ -126,10 +134,10 @@ def new_item(values: JsonObject, blob: Blob | None, collection: Collection) -> J
     Args:
         values: The fields `part`, `metadata` and `time`.
         blob: Where the content is; None for a part that refers to a file.
-        collection: The artifact with its last item, or without items if it is new.
+        collection: The artifact with at least its last item; without items for a new artifact.
     """
     number = version_count(collection) if collection.size else 0
-    if number != collection.size:  # contents were re-encrypted
+    if number != collection.size:  # re-encryption has added items
         values = values | {"version": number, "versions": number + 1}
     return values if blob is None else values | {"blob": _values(blob)}
 
@@ -141,11 +149,11 @@ def reencrypted_item(
     """Return the plaintext of an item that describes the version *number* again.
 
     Args:
-        plaintext: The last item that describes the version.
+        plaintext: The plaintext of the last item that describes the version.
         number: The number of the version.
         versions: How many versions the artifact has.
         blob: Where the re-encrypted content is.
-        rotation: The `since` of the rotation.
+        rotation: `DataRotation.since` of the rotation.
     """
     _, values = json_text.read_event(plaintext)
     values |= {"blob": _values(blob), "version": number, "versions": versions}
@@ -165,7 +173,7 @@ class _Described(NamedTuple):
 
 
 def _described(collection: Collection) -> list[_Described]:
-    """Parse all items in *collection*, and check that they follow each other."""
+    """Parse all items in *collection*, and check each item against the one before it."""
     first = collection.size - len(collection.items)
     found: list[_Described] = []
     for number in range(first, collection.size):
@@ -178,7 +186,10 @@ def _described(collection: Collection) -> list[_Described]:
 
 
 def _follows(one: _Described, before: int) -> bool:
-    """Return whether *one* is a new version, or describes one of *before* versions again."""
+    """Return whether *one* fits after an item that says that there are *before* versions.
+
+    *one* must add the next version, or describe an existing version again.
+    """
     if one.version.rotation is None:
         return one.version.number == before
     return one.versions == before
@@ -207,7 +218,7 @@ def _parsed(collection: Collection, item: int) -> _Described:
         if type(number) is type(versions) is int and (is_new or is_again):
             return _Described(version, versions)
     except (AttributeError, KeyError, TypeError, ValueError):
-        pass  # raised below: here, its __context__ would hold the item
+        pass  # raise below: an error raised here would hold the item in its __context__
     raise _malformed(collection, item)
 
 

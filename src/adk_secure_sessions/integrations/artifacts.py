@@ -1,6 +1,6 @@
-"""An artifact service for ADK: encrypted rows in the database of the sessions, encrypted blobs.
+"""An artifact service for ADK, which stores encrypted rows in a database, and encrypted blobs.
 
-`artifact_versions` has the items of the rows.  docs/format.md, "Blobs", describes the contents.
+`artifact_versions` defines the rows.  docs/format.md, "Blobs", describes the blobs.
 """
 
 import logging
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 logger: logging.Logger = logging.getLogger(__name__)
 
 USER_PREFIX = "user:"
-# The app, the user, the name of an artifact, and its session.
+# The app name, the user id, the file name and the session id of an artifact.
 _Key = tuple[str, str, str, str | None]
 
 _MAX_REFERENCES = 5  # how many references to other artifacts one load follows, as in ADK
@@ -114,7 +114,7 @@ class EncryptedArtifactService(BaseArtifactService):
             store: The store of the contents: a directory, or `s3://BUCKET/PREFIX`,
                 `gs://BUCKET/PREFIX`, `az://CONTAINER/PREFIX`, or a store of `obstore`.
             options: Options of the store: see `object_store.open_store`.
-            allow_http: Whether a store on another machine may be `http://`.
+            allow_http: Whether the URL of a store on another machine may begin with `http://`.
             timeout: Seconds for each request to the store.
 
         Raises:
@@ -143,8 +143,8 @@ class EncryptedArtifactService(BaseArtifactService):
         Raises:
             InputValidationError: The part contains neither bytes, nor text, nor a reference to a
                 file.  Or the name does not begin with `user:`, and *session_id* is None.
-            ValueError: An id is too long, the part could not be read back as it is, or
-                *custom_metadata* contains a value that cannot be converted to JSON.
+            ValueError: An id is too long, the part would change when it is stored and read back,
+                or *custom_metadata* contains a value that cannot be converted to JSON.
             ArtifactStoreError: The content could not be stored, and no version was added.
             SecureSessionError: The row could not be stored; see `EncryptedSessionService`.
         """
@@ -176,7 +176,7 @@ class EncryptedArtifactService(BaseArtifactService):
                 release of google-adk saved.
             ArtifactStoreError: The content could not be read.
             InputValidationError: A reference to another artifact is malformed, or its target
-                belongs to another session or user, or there are too many references in a row.
+                belongs to another session or user, or more than 5 references follow each other.
         """
         for _ in range(_MAX_REFERENCES + 1):
             part = await self._load(app_name, user_id, filename, session_id, version)
@@ -196,7 +196,10 @@ class EncryptedArtifactService(BaseArtifactService):
     async def list_artifact_keys(
         self, *, app_name: str, user_id: str, session_id: str | None = None
     ) -> list[str]:
-        """Return the sorted names of the user's artifacts and, if given, of the session's."""
+        """Return the sorted names of the artifacts that belong to the user.
+
+        If *session_id* is given, also return the names of that session's artifacts.
+        """
         check_ids(app_name, user_id, session_id or "")
         names = []
         for collection in await self._collections.names(app_name, user_id):
@@ -284,9 +287,9 @@ class EncryptedArtifactService(BaseArtifactService):
     ) -> ArtifactStream | None:
         """Return the content of a version, by default of the latest; None if there is none.
 
-        Each piece is authenticated before it is returned.  But the content may be incomplete until
-        the iteration has ended without an error.  If `rotate data --blobs` re-encrypts the content
-        during the iteration, the stream continues with the new blob.
+        Each piece is authenticated before it is returned.  If the iteration raises an error, the
+        pieces that were returned are only the beginning of the content.  If `rotate data --blobs`
+        re-encrypts the content during the iteration, the stream continues with the new blob.
 
         Args:
             app_name: The app.
@@ -330,7 +333,7 @@ class EncryptedArtifactService(BaseArtifactService):
     ) -> int:
         """Store the content as a blob, and then the row that names the blob.
 
-        If the process crashes between the two, a blob is left that `purge` deletes.
+        If the process crashes between these two steps, `blobs purge` deletes the unused blob.
         """
         values: dict[str, Any] = {
             "part": part,
@@ -342,7 +345,7 @@ class EncryptedArtifactService(BaseArtifactService):
         try:
             return await self._append(app_name, user_id, collection, values, blob)
         except DatabaseError:
-            # The row may be stored, and then needs the blob.  If not, `purge` deletes the blob.
+            # If the row was stored, it needs the blob.  If not, `blobs purge` deletes the blob.
             raise
         except (SecureSessionError, ValueError):
             if blob is not None:
@@ -396,8 +399,9 @@ class EncryptedArtifactService(BaseArtifactService):
             for version in versions:
                 if version.number == number:
                     return version
-            # If the contents of all versions were re-encrypted equally often, the version is among
-            # the last items.  In any case, its items are not before the item *number*.
+            # If the contents of all versions were re-encrypted equally often, one of the last
+            # `count - number` items describes the version.  If not, read all items from the item
+            # *number* on: no earlier item describes the version.
             last = count - number
             limit = last if limit < last else max(limit + 1, found.size - number)
 
@@ -416,7 +420,7 @@ class EncryptedArtifactService(BaseArtifactService):
             try:
                 return await self._part((app_name, user_id, filename, session_id), found)
             except NotFoundError:
-                pass  # deleted since its row was read; but an artifact of this name may exist again
+                pass  # the artifact was deleted after its row was read; it may exist again
 
     async def _part(self, key: _Key, version: Version) -> types.Part:
         is_text = version.is_text
@@ -438,11 +442,11 @@ class EncryptedArtifactService(BaseArtifactService):
     async def _content(
         self, key: _Key, version: Version, start: int, stop: int | None
     ) -> AsyncIterator[bytes]:
-        """Yield the content, even if it is re-encrypted at the same time.
+        """Yield bytes *start* to *stop* - 1, even if the content is re-encrypted at the same time.
 
         Raises:
             NotFoundError: The artifact was deleted after *version* was read.
-            TamperedError: The blob is missing, although the rows name it; or it was modified.
+            TamperedError: The blob is missing although the rows name it, or it was modified.
         """
         while version.blob is not None:
             try:
@@ -470,10 +474,10 @@ class EncryptedArtifactService(BaseArtifactService):
             yield piece
 
     async def _discard(self, blob: Blob) -> None:
-        """Delete a blob that no row names any more; if the store fails, leave it to `purge`.
+        """Delete a blob that no row names any more; if the store fails, leave it to `blobs purge`.
 
-        A blob of another database is not deleted.  This database may be a copy of the other one,
-        whose rows may name the blob.
+        Do not delete a blob that another database wrote: this database may be a copy of that
+        database, whose rows may name the blob.
         """
         if blob.prefix != (await self._collections.database_id()).hex():
             return
@@ -521,7 +525,7 @@ def _part_values(part: types.Part) -> dict[str, Any]:
     """Return *part* as JSON values, without the bytes or the text that are stored as a blob.
 
     Raises:
-        ValueError: The part could not be read back as it is.
+        ValueError: The part would change when it is stored and read back.
     """
     bare = part.model_copy()
     is_text = part.inline_data is None and part.text is not None
@@ -531,7 +535,7 @@ def _part_values(part: types.Part) -> dict[str, Any]:
         bare.text = None
     try:
         dumped = bare.model_dump(exclude_none=True, warnings="error")
-    except ValueError:  # the error's text may repeat a value
+    except ValueError:  # not chained: the error's text may quote a value
         dumped = None
     if dumped is not None:
         values, _ = json_text.to_values(
@@ -549,7 +553,7 @@ def _restored(values: dict[str, Any]) -> types.Part | None:
     """Return the part in *values*; None if the installed google-adk cannot read it."""
     try:
         return types.Part.model_validate_json(json_text.dumps(values))
-    except ValueError:  # the error's text repeats values
+    except ValueError:  # not chained: the error's text quotes values
         return None
 
 

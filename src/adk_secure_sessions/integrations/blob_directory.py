@@ -3,12 +3,13 @@
 obstore's store for directories does not flush files to the disk: after a power failure, an artifact
 that was saved successfully could be empty.  Before `BlobDirectory.put` returns, it flushes the file
 and the file's directories to the disk (fsync), as SQLite does at a commit.  On an SSD, this takes
-about as long as a commit.  `BlobDirectory` also needs no library, and works in forked processes.
+about as long as a commit.  In addition, `BlobDirectory` needs no library, and works in forked
+processes.
 
-Other users of the machine may be able to write to the directory.  So no symbolic link below the
-directory that the operator gave is followed: otherwise, a link in the place of a blob would make
-`BlobDirectory.delete` delete files elsewhere.  Every step opens a directory by its name in the
-descriptor of its parent.
+Other users of the machine may be able to write to the directory.  So this module follows no
+symbolic link below the directory that the operator gave.  Otherwise, a link in the place of a blob
+could make `BlobDirectory.delete` delete files elsewhere.  To exclude links, this module opens each
+directory by its name, relative to the descriptor of the parent directory.
 """
 
 import asyncio
@@ -36,11 +37,11 @@ _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 _BINARY = getattr(os, "O_BINARY", 0)
 _DIRECTORY = getattr(os, "O_DIRECTORY", 0)
-# A directory that is only passed through needs no permission to list it.
+# With this flag, opening a directory needs no permission to list its entries.
 _PASS = getattr(os, "O_PATH", 0)
 # Without O_NONBLOCK, opening a named pipe (FIFO) would wait until a process writes to it.
 _NO_WAIT = getattr(os, "O_NONBLOCK", 0)
-# What opening raises if a link, a file or a socket is in the place of a blob or an object.
+# Errors of opening, if a link, a file or a socket is in the place of a blob or an object.
 _REPLACED = (errno.ENOTDIR, errno.ELOOP, errno.EMLINK, errno.ENXIO)
 _NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST)
 _HAS_DESCRIPTORS = os.open in os.supports_dir_fd and os.scandir in os.supports_fd  # not on Windows
@@ -72,7 +73,7 @@ class BlobDirectory:
     """
 
     def __init__(self, directory: Path, *, create: bool = True) -> None:
-        """With *create*, create *directory* and its parents if they are missing."""
+        """Use *directory*; if *create* is True, create it and its missing parents."""
         self._directory = directory.absolute()  # the process may change its working directory
         if create:
             _translating(lambda: _make_prefix(self._directory))
@@ -99,7 +100,7 @@ class BlobDirectory:
 
 
 async def _in_thread(call: Callable[[], T]) -> T:
-    """Run *call* in a thread, and wait until it has ended even if the caller is cancelled."""
+    """Run *call* in a thread, and wait until it has ended, even if the caller is cancelled."""
     loop = asyncio.get_running_loop()
     return await await_to_end(loop.run_in_executor(None, _translating, call), None)
 
@@ -124,9 +125,10 @@ def _translating(call: Callable[[], T]) -> T:
 
 
 class _Folder:
-    """An open directory: its entries are reached through its descriptor, and not by its path.
+    """An open directory, whose entries are opened relative to its descriptor, not by its path.
 
-    Windows has no descriptors of directories.  There, the path is used, after a check.
+    Windows has no descriptors of directories.  On Windows, this class uses the path, after a check
+    that the path is a directory and no link.
     """
 
     def __init__(self, path: Path, descriptor: int | None) -> None:
@@ -134,7 +136,7 @@ class _Folder:
         self.descriptor = descriptor
 
     def at(self, name: str) -> str:
-        """Return what a function of `os` needs, with `dir_fd=descriptor`, to reach *name*."""
+        """Return the path of *name* for a function of `os` that also gets `dir_fd=descriptor`."""
         return str(self._path / name) if self.descriptor is None else name
 
     @contextmanager
@@ -153,7 +155,7 @@ class _Folder:
             os.close(descriptor)
 
     def entries(self) -> "list[os.DirEntry[str]]":
-        """Return the entries; they can be examined while this directory is open."""
+        """Return the entries, whose methods work only while this directory is open."""
         with os.scandir(self._path if self.descriptor is None else self.descriptor) as entries:
             return list(entries)
 
@@ -175,7 +177,7 @@ def _check_directory(path: Path) -> None:
 
 @contextmanager
 def _root(directory: Path) -> Iterator[_Folder]:
-    """Open the parent of *directory*: the operator gave it, so links in its path are followed."""
+    """Open the parent of *directory*.  Follow links in its path: the operator has chosen it."""
     if not _HAS_DESCRIPTORS:
         yield _Folder(directory.parent, None)
         return
@@ -203,7 +205,7 @@ def _make_prefix(directory: Path) -> None:
     with _root(directory) as root:
         try:
             os.mkdir(root.at(directory.name), 0o700, dir_fd=root.descriptor)
-        except FileExistsError:  # another process has created it, or it is a file or a link
+        except FileExistsError:  # created by another process; or a file or link, rejected below
             pass
         with root.child(directory.name, _PASS):
             pass
@@ -300,9 +302,9 @@ def _read(directory: Path, name: str, number: int, size: int, start: int, stop: 
 
 
 def _read_file(descriptor: int, size: int, start: int, stop: int) -> bytes | None:
-    """Return the bytes *start* to *stop* - 1, or fewer if the file has not *size* bytes.
+    """Return the bytes *start* to *stop* - 1, or fewer if the length of the file is not *size*.
 
-    Return None if it is not a regular file.
+    Return None if *descriptor* is not that of a regular file.
     """
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
@@ -388,9 +390,9 @@ def _objects(directory: Path, name: str) -> list[StoredObject]:
 def _objects_in(prefix: _Folder, name: str) -> list[StoredObject]:
     """Return the objects of the blob *name* in *prefix*.
 
-    For an empty directory, return one entry of 0 bytes, so that a listing includes the blob.  Omit
-    subdirectories and files that are not objects, as for the other stores: `delete` leaves them.
-    A link or a pipe in the place of an object counts as 0 bytes.
+    If the directory of the blob is empty, return one entry of 0 bytes, so that a listing includes
+    the blob.  Omit subdirectories, and files that are not objects: `delete` does not delete them.
+    Return a link or a pipe in the place of an object as an entry of 0 bytes.
     """
     found: list[StoredObject] = []
     try:
@@ -408,7 +410,8 @@ def _objects_in(prefix: _Folder, name: str) -> list[StoredObject]:
                 else:
                     found.append(StoredObject(name, None, 0, status.st_mtime))
     except OSError as error:
-        # Deleted in the meantime, or replaced by a link: other blobs can still be listed.
+        # If the blob was deleted or replaced by a link in the meantime, ignore the error, so that
+        # other blobs can still be listed.
         if error.errno != errno.ENOENT and error.errno not in _REPLACED:
             raise
         return found

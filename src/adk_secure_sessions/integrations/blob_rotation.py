@@ -1,14 +1,14 @@
-"""Replace all data keys, and re-encrypt the contents of artifacts, too.
+"""Replace all data keys, and re-encrypt all records and the contents of all artifacts.
 
 For each version of an artifact, the run does these steps:
 
 1. It copies the content to a new blob, with a new random name and a new random key.
-2. It reads the new blob, and so checks that it can be decrypted.
+2. It reads the new blob, to check that the blob can be decrypted.
 3. It appends an item to the artifact, which describes the version again, with the new blob.
 4. It deletes the old blob.
 
-If the run is killed between two steps, the rows name a complete blob at any time.  The other blob
-is left, no row names it, and `blobs purge` deletes it.
+At any time, the rows name a complete blob, even if the run is killed between two steps.  In that
+case, no row names the other blob, and `blobs purge` deletes it.
 """
 
 import os
@@ -82,9 +82,9 @@ async def rotate_data_and_blobs(
     killed, the next run of this function continues.  It then skips the contents that were already
     re-encrypted.
 
-    A content that is missing or was tampered with is counted in `bad` and named in `problems`, and
-    stays as it is.  A dry run reads no contents, and finds only contents that are missing or have
-    another length.
+    If a content is missing or was tampered with, the run leaves the blob unchanged, counts it in
+    `bad` and names it in `problems`.  A dry run reads no contents.  So a dry run finds only
+    contents that are missing or have another length.
 
     Args:
         db: The database, with every backend whose records it may have.
@@ -93,8 +93,8 @@ async def rotate_data_and_blobs(
         restart: Begin a new rotation even if another one is unfinished.
         progress: Called with the number of rows processed and the number of all rows.
         rows_per_second: The maximum number of rows to process per second.
-        options: Arguments of the store.
-        allow_http: Whether a store on another machine may be `http://`.
+        options: Arguments of the store: see `object_store.open_store`.
+        allow_http: Whether the URL of a store on another machine may begin with `http://`.
 
     Raises:
         ArtifactStoreError: The store failed.  The next run continues.
@@ -104,7 +104,7 @@ async def rotate_data_and_blobs(
     stored = {}
     if dry_run:
         stored = {blob.name: blob.size async for blob in opened.list()}
-    else:  # a separated copy of a database has no directory of its own yet
+    else:  # create the directory: a copy of a database has none after `separate`
         opened = open_store(store, prefix, options=options, allow_http=allow_http)
 
     def store_of(other: str) -> BlobStore:
@@ -122,14 +122,14 @@ class _Superseded(Exception):
 class _BlobRotationRun(DataRotationRun):
     """One run of `rotate_data_and_blobs`.
 
-    The contents follow after all passes over the rows.  Services then encrypt new items with the
-    new data keys, so an artifact that is saved later needs no re-encryption.
+    The run re-encrypts the contents after all passes over the rows.  By then, services encrypt new
+    items with the new data keys, so an artifact that is saved later needs no re-encryption.
 
     Args:
         db: The database.
         prefix: The prefix of new blobs.
         store_of: Returns the blobs under a prefix.
-        stored: In a dry run, the sizes of the stored blobs under *prefix* by name.
+        stored: In a dry run, the sizes of the stored blobs under *prefix* by name; else empty.
         dry_run: Whether to write nothing.
     """
 
@@ -171,7 +171,7 @@ class _BlobRotationRun(DataRotationRun):
     async def _rotate_artifact(self, ids: SessionIds, found: Collection) -> None:
         """Re-encrypt the contents of all versions, in ascending order.
 
-        The item of the last version is then the last one, so a load of this version reads one item.
+        The last item then describes the last version, so loading this version reads one item.
         """
         for version in versions_of(found):
             if version.blob is None or self._is_done(version):
@@ -184,7 +184,7 @@ class _BlobRotationRun(DataRotationRun):
             except _Superseded:
                 again = await self._collections.get(*ids[:3])
                 if again is None or again.at.session_row != found.at.session_row:
-                    return  # it was deleted
+                    return  # the artifact was deleted
                 found = again
                 continue
             except UNREADABLE as error:
@@ -231,7 +231,7 @@ class _BlobRotationRun(DataRotationRun):
         try:
             found = await self._append(ids, found, version, new)
         except DatabaseError:
-            raise  # the row may be stored, and then needs the blob
+            raise  # keep the blob: the new item may be stored, and names the blob
         except (SecureSessionError, _Superseded):
             await store.delete(new.name)
             raise
@@ -240,7 +240,7 @@ class _BlobRotationRun(DataRotationRun):
         return found
 
     async def _copied(self, old: Blob) -> Blob:
-        """Return a new blob with the content of *old*; both were decrypted successfully."""
+        """Copy the content of *old* to a new blob, check that the new blob decrypts; return it."""
         encryptor, store = BlobEncryptor(), self._store_of(self._prefix)
         name = secrets.token_hex(16)
         await store.put_stream(name, encrypt_stream(encryptor, self._plaintext(old)))

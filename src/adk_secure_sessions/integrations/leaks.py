@@ -1,9 +1,9 @@
 """Finds where google-adk writes user content as plaintext outside our services.
 
-`plaintext_places.py` lists the places.  Some are switched on by objects of an application or by the
-environment, and others only by options of google-adk's command line.  So there are three functions:
-`check_plaintext_leaks` looks at an application and at its process; `check_files` looks for files
-that google-adk has written; `check_stores` looks at the URIs of services.
+`plaintext_places.py` lists the places.  Objects of an application or environment variables enable
+some places.  Only options of google-adk's command line enable others.  So there are three
+functions: `check_plaintext_leaks` looks at an application and at its process; `check_files` looks
+for files that google-adk has written; `check_stores` looks at the URIs of services.
 """
 
 import logging
@@ -34,8 +34,8 @@ class Leak(NamedTuple):
 
     Attributes:
         name: The name of the place, as in docs/adk-plaintext.md.
-        where: What is switched on, or the file that was found.
-        remedy: How to turn it off.
+        where: The object or setting that is in use, or the file that was found.
+        remedy: How to prevent google-adk from writing there, as Markdown.
     """
 
     name: str
@@ -57,7 +57,7 @@ _EXPORTERS = (
     "GOOGLE_CLOUD_AGENT_ENGINE_ENABLE_TELEMETRY",
 )
 _OFF = {"", "0", "false", "none", "no_content"}
-# Exporters that keep spans and log records in memory.
+# Exporters that keep spans and log records in memory, and so are no leaks.
 _IN_MEMORY = {
     "ApiServerSpanExporter",
     "InMemoryExporter",
@@ -74,7 +74,7 @@ _PLUGINS = {
     "RecordingsPlugin": "recordings",
 }
 _ADK_LOGGER = "google_adk"
-# The modules that log rewinds: the second one before google-adk 2.
+# The loggers of rewinds: the first one since google-adk 2, the second one in earlier releases.
 _REWIND_LOGGERS = (
     "google_adk.google.adk.sessions._rewind_utils",
     "google_adk.google.adk.runners",
@@ -91,8 +91,8 @@ def check_plaintext_leaks(
 ) -> list[Leak]:
     """Find where an application writes user content as plaintext.
 
-    Call the function in the process of the application, when it has set up its logs and its
-    telemetry.
+    Call this function in the process of the application, after the application has set up its logs
+    and its telemetry.
 
     Args:
         application: A `Runner`, an `App` or an agent; None to check only the process.
@@ -101,10 +101,10 @@ def check_plaintext_leaks(
         environ: The environment variables.
 
     Returns:
-        A leak for each place that is switched on; see docs/adk-plaintext.md.
+        A leak for each place that is in use; see docs/adk-plaintext.md.
 
     Raises:
-        ConfigurationError: *application* is none of these.
+        ConfigurationError: *application* is not a `Runner`, an `App` or an agent.
     """
     plugins, named = _parts(application)
     found = [
@@ -142,8 +142,9 @@ def check_stores(
 ) -> tuple[list[ServiceStore], list[Leak]]:
     """Find where google-adk's commands would store sessions, artifacts and memory.
 
-    The arguments and the error are those of `find_stores`.  A store that is not known to encrypt is
-    a leak, and so is a file `services.yaml` or `services.py` that google-adk cannot load.
+    `find_stores` describes the arguments and the error.  Return all stores, and the leaks.  A leak
+    is a store that is not known to encrypt, or a file `services.yaml` or `services.py` that
+    google-adk cannot load.
     """
     stores, warnings = find_stores(agents_dir, uris)
     unsafe = [one for one in stores if one.stores in (PLAINTEXT, UNKNOWN)]
@@ -199,7 +200,7 @@ def _telemetry(environ: Mapping[str, str], run_config: "RunConfig | None") -> It
     disabled = environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
     if disabled and not exporters:
         return
-    # An application may add an exporter later, so these are reported without one, too.
+    # Report these settings even without an exporter: an application may add an exporter later.
     if environ.get(CAPTURE_IN_SPANS, "true").strip().lower() not in {"0", "false"}:
         yield _leak("span-content", f"{CAPTURE_IN_SPANS} is not false")
     if _is_on(environ.get(CAPTURE_GENAI)):
@@ -221,7 +222,7 @@ def _captures_content(run_config: "RunConfig | None") -> bool:
 def _exporters() -> Iterator[object]:
     """Yield the exporters of spans and log records that the process uses, except those in memory.
 
-    For a processor without a known exporter, yield the processor: it may send spans itself.
+    If a processor has no known exporter, yield the processor, which may itself send spans.
     """
     from opentelemetry import _logs, trace
 
@@ -257,7 +258,7 @@ def _logs() -> Iterator[Leak]:
         for logger in sorted({_ADK_LOGGER, *ours}):
             if where := _writes(logger, level):
                 yield _leak(name, where)
-                break  # loggers below this one usually write, too
+                break  # report one logger: loggers below it usually write to the same places
     for logger in _REWIND_LOGGERS:
         if where := _writes(logger, logging.INFO):
             yield _leak("rewind-log", where)
@@ -348,21 +349,21 @@ def _contains(word: bytes) -> Callable[[Path], bool]:
 
 def _has_table(name: str) -> Callable[[Path], bool]:
     def matches(path: Path) -> bool:
-        """Return True if *path* is a SQLite database with the table *name*; do not change it."""
-        # Without a write-ahead log, `immutable` keeps SQLite from creating files beside it.
+        """Return True if *path* is a SQLite database with the table *name*; leave it unchanged."""
+        # If there is no write-ahead log, `immutable` keeps SQLite from creating files.
         mode = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "immutable=1"
         try:
             with closing(sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True)) as db:
                 query = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = ?"
                 return db.execute(query, (name,)).fetchone() is not None
-        except sqlite3.Error:  # no database
+        except sqlite3.Error:  # not a database
             return False
 
     return matches
 
 
 _Pattern = tuple[str, Callable[[Path], bool]]
-# The files of each place, and what they must contain.
+# For each place: patterns of file names, and functions that check the content of a file.
 _FILES: Mapping[str, tuple[_Pattern, ...]] = {
     "sqlite-spans": (("*.db", _has_table("spans")), (".adk/*.db", _has_table("spans"))),
     "saved-session": (("*.session.json", _any),),
@@ -395,7 +396,7 @@ def load_agents(agents_dir: str | os.PathLike[str]) -> dict[str, Any]:
     from google.adk.cli.utils.agent_loader import AgentLoader
 
     loader = AgentLoader(os.fspath(agents_dir))
-    is_single = getattr(loader, "is_single_agent", False)  # before 2.0, never
+    is_single = getattr(loader, "is_single_agent", False)  # google-adk 1 has no such attribute
     found: dict[str, Any] = {}
     for name in loader.list_agents():
         if not is_single and not _looks_like_agent(Path(agents_dir, name)):

@@ -51,11 +51,11 @@ from adk_secure_sessions.service import (
 from adk_secure_sessions.storage import Collection, Expected, MissingSession, StaleRevision, events
 
 _CONFLICTS = 100  # after this number of conflicts with other processes, a write fails
-# The maximum size of the entries of one item, in bytes of JSON.  To delete one entry, all other
-# entries of its item are written again.
+# The maximum size of the entries of one item, in bytes of JSON.  Deleting one entry writes all
+# other entries of its item again.
 _ITEM_BYTES = 128 * 1024
 # If a change drops entries of more than this number of items, the memory is rewritten instead: on
-# PostgreSQL, one statement replaces all of them, and a statement has at most 32,767 parameters.
+# PostgreSQL, one statement replaces all these items, and has at most 32,767 parameters.
 _MOST_REPLACED = 100
 _LEVELS = json_text.MAX_LEVELS - 3  # the item, its field `add` and the entry take three levels
 # If the new items are larger than this number of bytes, the whole memory is read again.  The reason
@@ -93,14 +93,14 @@ class MemoryRanker(Protocol):
     async def rank(self, query: str, entries: Sequence[RankedEntry]) -> Sequence[RankedEntry]:
         """Return the *entries* that `search_memory` returns for *query*, best first.
 
-        *entries* are all memories of the user as plaintext, oldest first within a session.  If a
-        ranker stores texts or vectors, or sends them to a server, they are not encrypted there.
+        *entries* are all memories of the user as plaintext, oldest first within a session.  This
+        package does not encrypt texts or vectors that a ranker stores or sends to a server.
         """
         ...
 
 
 class _New(NamedTuple):
-    """An entry to add, which was checked; *content* and *metadata* are JSON."""
+    """A checked entry that is to be added; *content* and *metadata* are JSON."""
 
     id: str
     author: str | None
@@ -132,7 +132,7 @@ class _Plan(NamedTuple):
 
 
 class EncryptedMemoryService(BaseMemoryService):
-    """A memory service that encrypts with the users' data keys, in the database of the sessions.
+    """A memory service that stores memories in the sessions' database, encrypted with data keys.
 
     `search_memory` returns the same memories as the `InMemoryMemoryService` of google-adk 2.13.
     Words are compared in this process: the database contains no index of words.
@@ -177,7 +177,7 @@ class EncryptedMemoryService(BaseMemoryService):
     async def add_session_to_memory(self, session: Session) -> None:
         """Replace the memory of a session by those events of *session* that have content.
 
-        You may call this repeatedly: only the difference is written.  Events that are not in
+        You may call this method repeatedly: it writes only the difference.  Events that are not in
         *session* any more are deleted from the memory.  Events that were deleted with
         `delete_memory` stay deleted.
 
@@ -266,8 +266,8 @@ class EncryptedMemoryService(BaseMemoryService):
             user_id: The user's id.
             memories: The memories.  A memory without an id gets a new id.  If `add_memory` has
                 already added a memory with the same id, the new memory replaces it.
-            custom_metadata: JSON values that are added to the metadata of each memory.  If a memory
-                has metadata with the same name, its own value is used.
+            custom_metadata: JSON values that are added to the metadata of each memory.  If the
+                memory's own metadata has the same name, the memory keeps its value.
 
         Raises:
             ValueError: Content or metadata cannot be converted to JSON or exceed a limit, two of
@@ -302,7 +302,7 @@ class EncryptedMemoryService(BaseMemoryService):
     async def search_memory(
         self, *, app_name: str, user_id: str, query: str
     ) -> SearchMemoryResponse:
-        """Return up to ten memories, those with the most words of *query*, or the ranker's choice.
+        """Return up to ten memories with the most words of *query*; or, with a ranker, its choice.
 
         Args:
             app_name: The app's name.
@@ -311,8 +311,8 @@ class EncryptedMemoryService(BaseMemoryService):
 
         Raises:
             ConfigurationError: The installed google-adk cannot read a memory that a newer
-                google-adk stored; or the ranker returned anything else than some of the entries
-                that it was given.
+                google-adk stored; or the ranker did not return a sequence of entries that it
+                was given.
         """
         check_ids(app_name, user_id, "")
         memory = await self._current(await self._cache(), app_name, user_id)
@@ -328,11 +328,11 @@ class EncryptedMemoryService(BaseMemoryService):
     async def delete_memory(
         self, *, app_name: str, user_id: str, memory_id: str | None = None
     ) -> None:
-        """Delete the memories with the id *memory_id*, and never add this id again.
+        """Delete the memories with the id *memory_id*, and prevent adding this id again.
 
         One transaction stores the deletion and replaces each stored record that contains such a
-        memory by a record without it.  If *memory_id* is None or empty, or no memory has this id,
-        do nothing.
+        memory by a record without the memory.  If *memory_id* is None or empty, or no memory has
+        this id, do nothing.
         """
         check_ids(app_name, user_id, "")
         if not memory_id:
@@ -423,10 +423,10 @@ class EncryptedMemoryService(BaseMemoryService):
         last: MemoryItem,
         at: Expected,
     ) -> None:
-        """Replace all items of the collection by *items*, and by *last* without its drops.
+        """Replace all items of the collection by *items* and the additions of *last*.
 
-        Otherwise, the memory of a user whose entries are often replaced or deleted would grow for
-        ever: each change adds an item, and the first search reads all of them.
+        Without rewriting, the memory of a user whose entries are often replaced or deleted would
+        grow for ever: each change adds an item, and the first search reads all items.
         """
         plaintexts = await _encoded(items)
         if last.scope is not None:
@@ -462,7 +462,7 @@ class EncryptedMemoryService(BaseMemoryService):
                 cache.drop(user)
                 number = found.size - at.revision
                 if found.at.session_row != at.session_row or number < 0:
-                    continue  # the memory was erased and created again
+                    continue  # the memory was rewritten, or was erased and created again
                 found = await self._collections.get(
                     app_name, user_id, COLLECTION_NAME, limit=number
                 )
@@ -501,7 +501,7 @@ async def _decoded(found: Collection) -> list[tuple[MemoryItem, str]]:
     """Return the items of *found*, each with the version of google-adk that wrote it.
 
     Raises:
-        TamperedError: The record of a replaced item is not the one that was stored last.
+        TamperedError: The record of a replaced item is not its latest record.
         DecryptionError: An item is malformed.
     """
     row, first = found.at.session_row, found.size - len(found.items)
@@ -519,9 +519,9 @@ async def _decoded(found: Collection) -> list[tuple[MemoryItem, str]]:
 
 
 def _item(plan: _Plan) -> MemoryItem:
-    """Return the next item.
+    """Return the item that stores *plan*.
 
-    If the entries to add are larger than `_ITEM_BYTES`, the item contains only the first ones.
+    If the added entries are larger than `_ITEM_BYTES`, the item contains only the first of them.
     """
     places: dict[int, list[int]] = {}
     for entry in plan.drop:
@@ -538,7 +538,10 @@ def _item(plan: _Plan) -> MemoryItem:
 
 
 async def _encoded(items: Iterable[tuple[MemoryItem, list[Entry | None]]]) -> list[bytes]:
-    """Return the plaintexts of items, each with its entries; let other tasks run."""
+    """Return the plaintexts of *items*, and let other tasks run meanwhile.
+
+    Each element of *items* is an item and the list of its entries, which replaces its field `add`.
+    """
     found = []
     turns = Turns()
     for item, entries in items:
@@ -581,7 +584,7 @@ async def _ranked(ranker: MemoryRanker, query: str, memory: UserMemory) -> list[
 
 
 def _from_events(events: Sequence[Event], name: str, metadata: bytes | None) -> list[_New]:
-    """Return entries for the events that have content; errors call the events *name*."""
+    """Return entries for the events that have content; error texts call *events* by *name*."""
     new = []
     for number, event in enumerate(events):
         if not event.content or not event.content.parts:

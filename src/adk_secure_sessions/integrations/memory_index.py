@@ -1,8 +1,8 @@
 """A user's memory in this process: the decrypted entries, and an index of their words.
 
 `UserMemory` is built from the items of the stored collection (`formats.memory_items`).  Its search
-returns the same entries as the search of google-adk's `InMemoryMemoryService` (2.13).  It looks
-words up in an index instead of splitting every text into words again.
+returns the same entries as the search of google-adk's `InMemoryMemoryService` (2.13).  The search
+looks words up in an index instead of splitting every text into words again.
 """
 
 import heapq
@@ -29,15 +29,16 @@ from adk_secure_sessions.storage import Expected
 
 _MOST_RESULTS = 10  # as in google-adk
 _WORD = re.compile(r"\w+")
-# Combining marks are neither letters, digits nor white space.  So this finds each run of more than
-# `_MARKS` marks, and other runs that have fewer marks.
+# Combining marks are neither letters, digits nor white space.  So `_LONG_RUN` matches each run of
+# more than `_MARKS` marks.  It also matches long runs of other characters, such as punctuation.
 _MARKS = 30
 _LONG_RUN = re.compile(rf"[^\w\s]{{{_MARKS + 1},}}")
-_JOINER = "\u034f"  # COMBINING GRAPHEME JOINER: does not combine, and does not change the text
-# A memory is rewritten if more items are stored than these and two for each entry and each scope.
+_JOINER = "\u034f"  # COMBINING GRAPHEME JOINER: does not combine, and is not visible
+# If more items are stored than this number plus two for each entry and scope, the memory is
+# rewritten.
 SPARE_ITEMS = 1000
-# The entries of one item of a rewritten memory, in bytes of JSON.  Later, each dropped entry costs
-# writing the rest of its item again.
+# The size of the entries of one item after a rewrite, in bytes of JSON.  Dropping an entry later
+# writes all other entries of its item again.
 _PACKED_BYTES = 8 * 1024
 _TEXTS_AT_ONCE = 1000  # texts to search for a word before other tasks may run
 _TURN = 0.005  # seconds of work before other tasks may run
@@ -54,7 +55,7 @@ class Turns:
         self._until = time.monotonic() + _TURN
 
     async def end(self) -> None:
-        """Let other tasks run, if this work has taken more than `_TURN` since they last could."""
+        """If this work has run for more than `_TURN` since the last pause, let other tasks run."""
         if time.monotonic() > self._until:
             await sleep(0)
             self._until = time.monotonic() + _TURN
@@ -144,7 +145,7 @@ def entry_values(
 def formatted(timestamp: float) -> str:
     """Return *timestamp* as local time, in google-adk's format.
 
-    Raises ValueError if no date has this time.
+    Raises ValueError if *timestamp* is outside the range of dates.
     """
     try:
         return datetime.fromtimestamp(timestamp).isoformat()
@@ -159,7 +160,7 @@ def text_of(content: JsonObject) -> str:
 
 
 class UserMemory:
-    """The memory of one user, as the items 0 to `at.revision - 1` of the stored collection say.
+    """The memory of one user, built from the items 0 to `at.revision - 1` of the collection.
 
     Several threads may use this object.  They hold `lock` while they change or search it.
 
@@ -176,13 +177,14 @@ class UserMemory:
         self.at: Expected = at
         self.entries: dict[int, Entry] = {}
         self.deleted: set[str] = set()
-        self._items: list[MemoryItem] = []  # `add` is empty, since `entries` has the entries
-        self._keys: list[list[int | None]] = []  # for each item, the keys of its entries
+        self._items: list[MemoryItem] = []  # `add` is empty: see `entries`
+        self._keys: list[list[int | None]] = []  # per item: its entries' keys; None if dropped
         self._scopes: dict[Scope, dict[int, Entry]] = {}
         self._numbers: dict[Scope, int] = {}
-        # The keys of the entries with a word.  Until `clean_index`, also those in `_dropped`.
+        # For each word, the keys of the entries that contain the word.  The keys in `_dropped` are
+        # included until `clean_index` removes them.
         self._words: dict[str, set[int]] = {}
-        # Texts by key, in NFC and lower case; only texts that are not ASCII.
+        # The texts of the entries by key, in NFC and lower case.  Texts in ASCII are omitted.
         self._texts: dict[int, str] = {}
         self._next_key = 0
         self._dropped: list[tuple[int, Entry]] = []
@@ -192,7 +194,7 @@ class UserMemory:
         return scope in self._scopes
 
     def of_scope(self, scope: Scope) -> Sequence[Entry]:
-        """Return the entries of *scope*, in order."""
+        """Return the entries of *scope*, in order of insertion."""
         return list(self._scopes.get(scope, {}).values())
 
     def with_id(self, entry_id: str) -> list[Entry]:
@@ -200,9 +202,9 @@ class UserMemory:
         return [entry for entry in self.entries.values() if entry.id == entry_id]
 
     def apply(self, items: Iterable[tuple[MemoryItem, str]], at: Expected) -> None:
-        """Add the next items, each with the version of google-adk that wrote it.
+        """Apply the next items, each with the version of google-adk that wrote the item.
 
-        Then call `clean_index` without the lock.
+        Call this method with the lock held.  Then release the lock, and call `clean_index`.
         """
         for item, writer in items:
             self._apply(item, writer)
@@ -234,10 +236,11 @@ class UserMemory:
     def replaced(
         self, drop: dict[int, Dropped]
     ) -> dict[int, tuple[MemoryItem, list[Entry | None]]]:
-        """Return the items that have entries in *drop*, by item number.
+        """Return the new content of each item that has entries in *drop*, by item number.
 
-        Each has the list of its entries, with None for those in *drop*, instead of the field `add`.
-        The next item replaces the stored items by these.
+        The new content is an item and the list of its entries, which replaces the field `add`.  In
+        the list, None stands for a dropped entry.  The transaction that stores *drop* also replaces
+        these items.
         """
         found = {}
         for number, (places, replacement) in drop.items():
@@ -250,14 +253,14 @@ class UserMemory:
         return found
 
     def is_sparse(self) -> bool:
-        """Return whether much more items are stored than are needed for what they say."""
+        """Return whether far more items are stored than the entries and scopes need."""
         return len(self._items) > SPARE_ITEMS + 2 * (len(self.entries) + len(self._scopes))
 
     def rewritten(self, last: MemoryItem) -> list[tuple[MemoryItem, list[Entry | None]]]:
-        """Return items that say the same as the stored ones and then *last*.
+        """Return new items for all entries that *last* does not drop, and for all deleted ids.
 
-        Each has the list of its entries, instead of the field `add`.  No item has entries of more
-        than about `_PACKED_BYTES`, and none drops entries.
+        Each new item has the list of its entries, which replaces the field `add`.  The entries of
+        one item have about `_PACKED_BYTES` at most.  The entries that *last* adds are not included.
         """
         gone = {
             self._keys[number][place]
@@ -343,8 +346,8 @@ class UserMemory:
 
 
 def _best(counts: Counter[int], entries: dict[int, Entry]) -> list[int]:
-    """Return the best keys of *entries*, up to ten: by falling count, then by rising key."""
-    if not counts.keys() <= entries.keys():  # some were dropped during the search
+    """Return the best keys of *entries*, up to ten: highest count first, then lowest key."""
+    if not counts.keys() <= entries.keys():  # entries were dropped during the search
         counts = Counter({key: count for key, count in counts.items() if key in entries})
     by_count = Counter(counts.values())
     least, missing = 0, _MOST_RESULTS
@@ -362,11 +365,10 @@ def _best(counts: Counter[int], entries: dict[int, Entry]) -> list[int]:
 
 
 def nfc(text: str) -> str:
-    """Return *text* in NFC; runs of more than 30 combining marks are broken.
+    """Return *text* in NFC, with a joiner after each 30 combining marks of a longer run.
 
-    `unicodedata.normalize` takes quadratic time to sort a run of marks: 15 s for 60,000 marks.
-    Therefore, a joiner is inserted after each 30 marks of a run, similar to the Stream-Safe Text
-    Process of UAX #15.
+    Without joiners, `unicodedata.normalize` takes quadratic time to sort a run of marks: 15 s for
+    60,000 marks.  The Stream-Safe Text Process of UAX #15 inserts similar joiners.
     """
     if text.isascii():
         return text
@@ -395,8 +397,8 @@ def words_of(text: str) -> set[str]:
 def searchable(text: str) -> tuple[set[str], str]:
     """Return the words by which a search finds *text*, and the text in NFC and in lower case.
 
-    If a word mixes Latin and other letters, its Latin parts and its other parts are words, too:
-    Japanese and Chinese have no spaces between words.
+    If a word mixes Latin and other letters, a search also finds each Latin part and each other part
+    of the word, because Japanese and Chinese have no spaces between words.
     """
     text = nfc(text)
     words = {word.lower() for word in _WORD.findall(text)}
@@ -417,8 +419,8 @@ class Memories:
 
     Args:
         users: Maximum number of users.
-        entries: Maximum number of entries of all users together.  The memory of a user who alone
-            has more entries is not cached.
+        entries: Maximum number of entries of all users together.  A single memory with more
+            entries is not cached.
     """
 
     def __init__(self, users: int, entries: int) -> None:

@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 logger: logging.Logger = logging.getLogger(__name__)
 OBJECT_LENGTH = 8 * 2**20  # bytes; the last object of a blob may be shorter
-TIMEOUT = 60.0  # seconds for one request, with its retries
+TIMEOUT = 60.0  # seconds for one request, including its retries
 _PARALLEL = 3  # objects that are uploaded at the same time
 _CLEANUP_SECONDS = 10.0  # limit for each of the two steps after a failed upload: wait, delete
 _SCHEMES = ("s3", "gs", "az", "memory")
 _NAME = re.compile(r"[0-9a-f]{32}")
-# Object stores, and the servers that imitate S3, have different words for a full store.
+# Object stores, and servers that imitate S3, report a full store with different words.
 _FULL = re.compile(r"StorageFull|QuotaExceeded|InsufficientStorage|InsufficientCapacity|code: 507")
 _STATUS = re.compile(r"status code: ([0-9]{3})")
 
@@ -73,8 +73,8 @@ class Objects(Protocol):
 class BlobStore:
     """Stores, reads, lists and deletes the blobs under one prefix of an object store.
 
-    A `BlobStore` can be used in several event loops.  Unless its blobs are in a directory, it
-    cannot be used in a process that was forked after the first use of the library `obstore`.
+    A `BlobStore` can be used in several event loops.  If its blobs are not in a directory, do not
+    use it in a process that was forked after the first use of the library `obstore`.
     """
 
     def __init__(self, objects: Objects) -> None:
@@ -127,7 +127,7 @@ class BlobStore:
     async def _discard(self, name: str, uploads: "set[asyncio.Task[None]]") -> None:
         """Wait until *uploads* have ended, then delete the objects that they stored."""
         if uploads:
-            # Do not cancel them at once: a request that was sent may still store its object.
+            # Do not cancel uploads at once: a request that was sent may still store its object.
             await asyncio.wait(uploads, timeout=_CLEANUP_SECONDS)
         for upload in uploads:
             upload.cancel()
@@ -136,7 +136,7 @@ class BlobStore:
             async with asyncio.timeout(_CLEANUP_SECONDS):
                 await self._objects.delete(name)
         except (ArtifactStoreError, TimeoutError):
-            pass  # `purge` deletes blobs that no record names
+            pass  # `blobs purge` deletes blobs that no record names
 
     async def get_stream(
         self, name: str, size: int, start: int = 0, stop: int | None = None
@@ -191,7 +191,7 @@ class BlobStore:
         return sum(sizes) if sizes else None
 
     async def delete(self, name: str) -> None:
-        """Delete all objects of the blob *name*, complete or not; if there are none, do nothing.
+        """Delete all objects of the blob *name*; if there are none, do nothing.
 
         Raises:
             ArtifactStoreError: The store failed.
@@ -227,7 +227,7 @@ def _is_older(blob: StoredBlob, older_than: float | None) -> bool:
 
 
 async def _first_upload(uploads: "set[asyncio.Task[None]]") -> None:
-    """Wait until at least one upload has ended, and remove it; raise its error if it failed."""
+    """Wait until an upload has ended, and remove it from *uploads*; raise its error, if any."""
     done, _ = await asyncio.wait(uploads, return_when=asyncio.FIRST_COMPLETED)
     uploads -= done
     errors = [error for upload in done if (error := upload.exception()) is not None]
@@ -263,14 +263,15 @@ def open_store(
         store: A path or `file:///DIRECTORY`, which is created if it is missing;
             `s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`, `az://CONTAINER/PREFIX` or `memory://`; or a
             store of the library `obstore`.
-        prefix: The first part of the name of every object.  Each database has another prefix, so
+        prefix: The first part of the name of every object.  Each database has its own prefix, so
             several databases can share a store.
         options: Arguments for the store's class in `obstore`, such as `endpoint`, `region`,
             `access_key_id` and `secret_access_key` for S3.  Options that are not given come from
             the environment (`AWS_ENDPOINT_URL`, `AWS_REGION`, `AWS_ACCESS_KEY_ID`, ...).
-        allow_http: Whether an endpoint on another machine may be `http://`.  Without TLS, anybody
-            on the network can read the names of blobs, and delete or replace blobs.
-        timeout: Seconds for each request, with its retries.
+        allow_http: Whether the URL of an endpoint on another machine may begin with `http://`.
+            Without TLS, anybody on the network can read the names of blobs, and delete or replace
+            blobs.
+        timeout: Seconds for each request, including its retries.
         create: Whether to create a missing directory.
 
     Raises:
@@ -588,8 +589,8 @@ def _translated(error: Exception) -> Exception:
     if _FULL.search(text):
         return _failed("it is full; free some space, or raise its quota", retryable=True)
     denied = exceptions.PermissionDeniedError | exceptions.UnauthenticatedError
-    # If a listing fails, the class of obstore's error does not tell the cause, but its text
-    # contains the HTTP status.
+    # If a listing fails, the class of obstore's error does not tell the cause, but the text of the
+    # error contains the HTTP status.
     status = _STATUS.search(text)
     if isinstance(error, denied) or (status and status[1] in ("401", "403")):
         return _failed("access was denied; check the credentials and their permissions")

@@ -35,11 +35,12 @@ _WRITES_PLAINTEXT = {
     "trace_to_cloud": "traces",
     "otel_to_cloud": "traces",
 }
-# Environment variables that make google-adk send traces with ids; an empty one has no effect.
+# Environment variables that make google-adk send traces, which contain ids of sessions.  An empty
+# variable has no effect.
 TRACE_VARIABLES = tuple(
     f"OTEL_EXPORTER_OTLP_{signal}ENDPOINT" for signal in ("", "TRACES_", "METRICS_", "LOGS_")
 )
-# In the path of a route: evaluations or tests, in all releases of google-adk.
+# Matches the paths of google-adk's routes for evaluations and tests, in all releases.
 _EVALUATIONS = re.compile(r"/(?:eval|tests)", re.IGNORECASE)
 IN_MEMORY = "memory"  # the scheme of google-adk's services that store nothing
 # The schemes of google-adk's services that store plaintext.
@@ -88,7 +89,7 @@ def plaintext_stores(
         uri = uri_of(kind, arguments)
         option = f"--{URI_ARGUMENTS[kind][0]}"
         scheme = urlsplit(uri).scheme if uri is not None else None
-        if scheme is None and kind != "memory":  # without a URI, memory is in memory
+        if scheme is None and kind != "memory":  # without a URI, memories are not stored
             found[kind] = f"{kind} (no {option}, so in .adk)"
         elif uri is not None and scheme in SCHEMES:
             if parse(uri).stores_plaintext:
@@ -104,8 +105,9 @@ def plaintext_stores(
 def guard_registry(registry: Any, allowed: Collection[str]) -> None:
     """Make *registry* reject every service that stores plaintext, unless its kind is *allowed*.
 
-    The methods of *registry* then raise ConfigurationError for such a service.  They also raise it
-    if no service is registered for a URI: google-adk would create a `DatabaseSessionService`.
+    The methods of *registry* then raise ConfigurationError for such a service.  They also raise
+    this error if no service is registered for a URI, because google-adk would then create a
+    `DatabaseSessionService`.
     """
     for kind, name in (
         ("sessions", "create_session_service"),
@@ -154,10 +156,10 @@ _Application = Callable[[_Message, _Receive, _Send], Awaitable[None]]
 
 
 class WithoutEvaluations:
-    """An ASGI application: *application*, but it rejects requests that write evaluations or tests.
+    """An ASGI application that passes requests to *application*, except writes of evaluations.
 
-    A path with `/eval` or `/tests` is rejected for all methods but GET, unless these words are
-    only in the value of a parameter, such as the name of an agent, of a route of *application*.
+    A request is rejected if its method is not GET and its path contains `/eval` or `/tests`.
+    Exception: these words are only in a parameter of the route's path, such as an agent's name.
     """
 
     def __init__(self, application: _Application) -> None:

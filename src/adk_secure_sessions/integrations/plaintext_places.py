@@ -15,7 +15,7 @@ class Place(NamedTuple):
         content: The content that google-adk writes.
         where: The kind of place.
         default: `on` or `off`: whether google-adk writes without being asked.
-        remedy: The settings that turn it off, as Markdown.
+        remedy: How to prevent google-adk from writing there, as Markdown.
     """
 
     name: str

@@ -46,11 +46,11 @@ class ServiceStore(NamedTuple):
 def find_stores(
     agents_dir: str | os.PathLike[str], uris: Mapping[str, str | None]
 ) -> tuple[list[ServiceStore], list[str]]:
-    """Return the store of each service, and google-adk's warnings about the two files.
+    """Return the store of each service, and warnings about `services.yaml` and `services.py`.
 
     Args:
         agents_dir: The directory of all agents, or of one agent.
-        uris: For each element of `SERVICES`, the URI of the service; None if it gets none.
+        uris: For each element of `SERVICES`, the URI of the service; None if no URI is given.
 
     Raises:
         ConfigurationError: A URI for one of our services cannot be used.
@@ -58,7 +58,7 @@ def find_stores(
     from google.adk.cli.service_registry import get_service_registry, load_services_module
 
     registry = get_service_registry()
-    adk.register()  # as the command adk does
+    adk.register()  # as `adk-secure-sessions adk` does
     with _registrations(registry) as registered, _warnings() as warnings:
         load_services_module(os.fspath(agents_dir))
     return [_store(registry, registered, kind, uris[kind], agents_dir) for kind in SERVICES], (
@@ -91,7 +91,7 @@ def _store(
     create = getattr(registry, f"create_{_SINGULAR[kind]}_service")
     try:
         service = create(uri, agents_dir=os.fspath(agents_dir))
-    except Exception as error:  # whatever the application's code raises; it may quote the URI
+    except Exception as error:  # of the application's code; the text may quote the URI
         made = f"{scheme}:// raises {type(error).__name__}"
         return ServiceStore(kind, UNKNOWN, made)
     if service is None:
@@ -103,7 +103,7 @@ def _store(
 
 
 def _is_ours(factory: _Factory) -> bool:
-    """Return True if *factory* is one of ours, or calls it for an entry of `services.yaml`."""
+    """Return True if *factory* is our function, or calls one for an entry of `services.yaml`."""
     cells = getattr(factory, "__closure__", None) or ()
     called = [factory, *(cell.cell_contents for cell in cells)]
     return any(one is ours for one in called for ours in _OURS)
@@ -111,7 +111,7 @@ def _is_ours(factory: _Factory) -> bool:
 
 @contextmanager
 def _registrations(registry: Any) -> Iterator[dict[tuple[str, str], _Factory]]:
-    """Record what is registered, by the kind of service and the scheme."""
+    """Record the functions that are registered, by the kind of service and the scheme."""
     found: dict[tuple[str, str], _Factory] = {}
 
     def recording(kind: str, register: Callable[[str, _Factory], None]) -> Any:

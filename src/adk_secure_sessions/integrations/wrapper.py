@@ -1,14 +1,14 @@
 """`EncryptedSessionWrapper`, which encrypts what another session service stores.
 
-The other service, *inner*, gets a session service's usual calls, with these replacements
+The wrapper calls the other service, *inner*, like any session service, with these replacements
 (docs/format.md, "Records in another session service"):
 
 - A state key becomes its prefix and a blind index.  A state value becomes a record in base64.
 - An event becomes an event with the same id, invocation id, author and time.  Its content is one
   text: the record of the whole event, in base64.  Its state delta has encrypted entries, because
-  *inner* applies them.
+  *inner* applies the delta to the stored states.
 
-The data keys are in a database of ours without sessions, the key database of the wrapper.
+The data keys are in the key database of the wrapper: a database of this package without sessions.
 """
 
 import asyncio
@@ -72,7 +72,7 @@ T = TypeVar("T")
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-# What error messages call the places of rejected values.
+# Error messages name one of these as the table of a rejected value.
 EVENTS, STATES = "inner events", "inner states"
 
 _IDS = ("app_name", "user_id", "id")
@@ -101,7 +101,7 @@ class EncryptedSessionWrapper(KeyMaterial, BaseSessionService):
         inner: The service that stores the sessions, such as `VertexAiSessionService`.
         backend: The backend that encrypts all new records.
         key_db_url: A database URL such as `sqlite+aiosqlite:///keys.db`.  The database has the data
-            keys of apps and users.  Without it, nothing can be decrypted.
+            keys of apps and users.  Without this database, nothing can be decrypted.
         additional_backends: Other backends whose records may be read.
         key_db_engine: Your own SQLAlchemy `AsyncEngine`, instead of `key_db_url`.
         create_tables: Create missing tables in the key database.
@@ -109,7 +109,7 @@ class EncryptedSessionWrapper(KeyMaterial, BaseSessionService):
             decrypted, and logs the error.  If False, it raises `DecryptionError`.
         data_key_cache_size: Maximum number of users and apps whose data keys are cached.
         cache_seconds: How long data keys are cached for reading, in seconds.  If another process
-            erases a user, this process can read the user's records until then.
+            erases a user, this process can still read the user's records for this time.
 
     Raises:
         ConfigurationError: An argument cannot be used as given.
@@ -173,14 +173,14 @@ class EncryptedSessionWrapper(KeyMaterial, BaseSessionService):
     ) -> Session:
         """Store a new session; see `EncryptedSessionService.create_session`.
 
-        If *session_id* is None and *state* has keys of the session itself, the id is a new UUID
-        after `s-`: the values are bound to the id, so the other service cannot choose it.
+        If *session_id* is None and *state* has keys of the session itself, the id is `s-` and a new
+        UUID.  The other service cannot choose the id, because the encrypted values are bound to it.
 
         Raises:
             ValueError: An id is not a string, is too long, or begins or ends with spaces, which
                 some services remove.  Or a key or a value in *state* exceeds a limit.
             ConfigurationError: The other service stores the session under another id.  The session
-                was deleted again.
+                was then deleted.
         """
         check_ids(app_name, user_id, session_id or "")
         scopes = _json_scopes(state)
@@ -223,7 +223,9 @@ class EncryptedSessionWrapper(KeyMaterial, BaseSessionService):
         """
         check_ids(app_name, user_id, session_id)
         if session_id != session_id.strip():
-            return None  # `create_session` accepts no such id, but some services remove the spaces
+            # No session has an id with spaces around it.  But some services remove the spaces, and
+            # would return another session.
+            return None
         stored = await self._inner.get_session(
             app_name=app_name, user_id=user_id, session_id=session_id, config=config
         )
@@ -285,8 +287,8 @@ class EncryptedSessionWrapper(KeyMaterial, BaseSessionService):
     async def append_event(self, session: Session, event: Event) -> Event:
         """Store `event`, then apply it to `session`; see `EncryptedSessionService.append_event`.
 
-        Whether a session object that is older than the stored session is rejected depends on the
-        other service.
+        If the session object is older than the stored session, the other service decides whether to
+        reject the event.
 
         Raises:
             SessionNotFoundError: The session is not stored.
@@ -297,7 +299,7 @@ class EncryptedSessionWrapper(KeyMaterial, BaseSessionService):
         if event.partial:
             return event
         if not event.id:
-            # google-adk gives an event without id a new one each time that it reads the event.
+            # google-adk gives an event without an id a new id each time that it reads the event.
             event.id = Event.new_id()
         delta = event.actions.state_delta
         for key in [key for key in delta or () if key.startswith(State.TEMP_PREFIX)]:
@@ -308,7 +310,7 @@ class EncryptedSessionWrapper(KeyMaterial, BaseSessionService):
             }
         ids = (session.app_name, session.user_id, session.id)
         check_ids(*ids)
-        # Parallel agents may append to the same session object, one after another.
+        # Parallel agents may append to the same session object: make them take turns.
         async with self._locks.hold(ids):
             await self._append(session, event)
         return event
@@ -334,7 +336,7 @@ class EncryptedSessionWrapper(KeyMaterial, BaseSessionService):
         session.events.append(event)
 
     async def _stored_of(self, session: Session) -> Session:
-        """Read the inner service's session, for an object that was rebuilt, for example from JSON.
+        """Read the inner service's session for a *session* that was rebuilt, for example from JSON.
 
         Raises:
             SessionNotFoundError: The session is not stored.
@@ -383,7 +385,10 @@ class EncryptedSessionWrapper(KeyMaterial, BaseSessionService):
         await self.close()
 
     async def _writer(self, app_name: str, user_id: str, session_id: str) -> "_Records":
-        """Return the keys for new records.  They are read now: an erased key must not be used."""
+        """Return an object that encrypts new records with data keys that were just read.
+
+        Cached data keys are not used, because another process may have erased them.
+        """
         keys = await self._unit.keys()
         if not self._has_feature:
             await self._unit.change_keys(partial(add_feature, WRAPPER, keys.keyring))
@@ -393,10 +398,10 @@ class EncryptedSessionWrapper(KeyMaterial, BaseSessionService):
         return _Records(staged, True, keys.keyring.index, who)
 
     async def _read(self, who: Identity, work: Callable[["_Records"], Awaitable[T]]) -> T:
-        """Return the result of *work*, which decrypts; it may be called again with other keys."""
+        """Return the result of *work*, which decrypts and may be called again with other keys."""
         index = (await self._unit.keys()).keyring.index
         # If the other service answers from memory and the keys are cached, nothing else lets other
-        # tasks run, and a task that reads in a loop would stop all of them.
+        # tasks run, and a task that reads in a loop would block all other tasks.
         await asyncio.sleep(0)
 
         async def use(keys: StagedKeys, is_current: bool) -> T:
@@ -409,12 +414,12 @@ reject_unknown_methods(EncryptedSessionWrapper, BaseSessionService)
 
 
 class _WrappedSession(Session):
-    """A session, together with the session object of the inner service, which is encrypted."""
+    """A decrypted session that also holds the encrypted session object of the inner service."""
 
     _stored: Session | None = PrivateAttr(default=None)
 
     def __eq__(self, other: object) -> bool:
-        """Compare like `Session`: two encryptions of the same value differ."""
+        """Compare like `Session`, without `_stored`: encryptions of equal values differ."""
         if not isinstance(other, Session):
             return NotImplemented
         mine, theirs = self._plain(), other
@@ -459,7 +464,7 @@ class _Records:
 
     Args:
         keys: The data keys of the app and the user.
-        is_current: Whether all data keys were just read.
+        is_current: Whether all data keys were just read, and not cached.
         index: Computes the blind indexes of state keys.
         who: The ids of the session.
     """
@@ -477,7 +482,7 @@ class _Records:
         )
 
     def seal_states(self, values: Scopes) -> dict[str, str]:
-        """Return the encrypted entries of *values*, JSON values by key, in one dict."""
+        """Encrypt *values*, JSON values by key; return the entries of all scopes in one dict."""
         sealed = {}
         for scope, entries in zip(self.scopes, values, strict=True):
             for key, value in entries.items():
@@ -488,7 +493,10 @@ class _Records:
         return sealed
 
     def seal_event(self, event: Event, plaintext: bytes, delta: dict[str, str]) -> Event:
-        """Return the event to store, with the record of *event*, whose encoding is *plaintext*."""
+        """Encrypt *plaintext*, the encoding of *event*, and return the event to store.
+
+        *delta* contains the encrypted state changes.
+        """
         record = self._keys.seal(self._who.user_tag, self._event_context(event.id), plaintext)
         return Event(
             id=event.id,
@@ -507,7 +515,7 @@ class _Records:
         session = self.open_session_without_events(stored)
         after = config.after_timestamp if config else None
         limit = config.num_recent_events if config else None
-        # Filter again: not every service does it.  A service may have filtered rounded times.
+        # Filter again: not every service filters events, and some compare rounded times.
         found = [one for one in stored.events if not after or one.timestamp >= after - _ROUNDING]
         if limit is not None and not after:
             found = found[-limit:] if limit else []
@@ -594,7 +602,10 @@ class _Records:
         raise located
 
     def _check_fields(self, stored: Event, event: Event) -> None:
-        """Check the fields that are stored as plaintext, too; the times may be rounded."""
+        """Check that the plaintext fields of *stored* equal the decrypted fields.
+
+        The inner service may have rounded the timestamp.
+        """
         for name in ("id", "invocation_id", "author", "turn_complete"):
             if getattr(stored, name) != getattr(event, name):
                 raise TamperedError(f"its {name} was modified", reason=Reason.MISMATCH)
@@ -617,7 +628,10 @@ def _state_context(scope: _Scope, name: str) -> bytes:
 
 
 def _json_scopes(state: JsonObject | None) -> Scopes:
-    """Split *state* by scope, and convert its values to JSON values; raises ValueError."""
+    """Split *state* by scope, and convert its values to JSON values.
+
+    Raises ValueError if a key or a value exceeds a limit.
+    """
     scopes = states.split(state)
     return Scopes(
         loads(encode(scopes.app, APP_PREFIX)),
@@ -631,7 +645,7 @@ def _text(record: bytes) -> str:
 
 
 def _record(text: object) -> bytes:
-    """Return the record that `_text` returned as *text*.
+    """Return the record that `_text` has converted to *text*.
 
     Raises:
         PlaintextRefusedError: *text* is not text that `_text` returns.
@@ -658,7 +672,7 @@ def _check_ids_of(stored: Session, app_name: str, user_id: str, session_id: str)
 
 
 def _shown(event_id: str) -> str:
-    """Return the id of a stored event for errors, which may be logged; "?" if it is no usual id."""
+    """Return the id of a stored event for an error; "?" if the id is long or not printable."""
     return event_id if event_id.isprintable() and len(event_id) <= 128 else "?"
 
 
@@ -666,7 +680,7 @@ def _only_text(stored: Event) -> str:
     """Return the text of an event that the inner service has stored.
 
     Raises:
-        PlaintextRefusedError: The event has other contents.
+        PlaintextRefusedError: The event does not consist of exactly one text.
     """
     parts: Iterable[types.Part] = (stored.content and stored.content.parts) or ()
     texts = [part.text for part in parts]
@@ -676,7 +690,7 @@ def _only_text(stored: Event) -> str:
 
 
 async def _call(service: BaseSessionService, name: str) -> None:
-    """Call a method of *service* without arguments, if there is one; it may be a coroutine."""
+    """If *service* has the method *name*, call it without arguments, and await its result."""
     if (method := getattr(service, name, None)) is not None:
         result = method()
         if inspect.isawaitable(result):

@@ -248,7 +248,7 @@ class StagedKeys:
             return
         current = known.current
         if current is not None and key_ids == (current.id,) and self._is_usable(current):
-            return  # an earlier call has determined it already, as in almost every case
+            return  # the usual case: an earlier call has already determined the current data key
         usable = [key for key in known.by_id.values() if key and self._is_usable(key)]
         named = [key for key in usable if key.id in key_ids]
         candidates = named or [key for key in usable if key.id in self.created]

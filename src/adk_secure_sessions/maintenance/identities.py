@@ -80,11 +80,12 @@ class SessionColumns(NamedTuple):
 
 
 class Due(NamedTuple):
-    """Which sessions `purge` deletes; all times are microseconds since 1970, UTC.
+    """Decides which sessions `purge` deletes; all times are microseconds since 1970, UTC.
 
     Attributes:
-        before: Sessions that were last updated before this time; None for none because of age.
-        now: Sessions that expire at this time or have expired earlier.
+        before: Sessions that were last updated before this time are due.  If None, no session is
+            due because of its age.
+        now: Sessions that expire at this time or earlier are due.
     """
 
     before: int | None
@@ -130,9 +131,9 @@ def app_name_of(stored: object) -> str:
 
 
 class _SessionsAndOwners(NamedTuple):
-    """Session rows, the rows of their users by row id, and the names of the users' apps by row id.
+    """Rows of sessions, and by row id, the rows of their users and the names of their apps.
 
-    The names are as stored, and may have been tampered with.
+    The names are not authenticated yet.
     """
 
     sessions: list[SessionColumns]
@@ -207,7 +208,10 @@ _NUMBERS, _BLOBS = 7, 2
 
 @functools.cache
 def _sessions_users_apps(bounds: Bounds, only_due: bool) -> sa.CompoundSelect[Any]:
-    """Return one query for sessions, their users and their apps, which therefore fit together."""
+    """Return one query for sessions, their users and their apps.
+
+    A single query reads all these rows at the same time, so they fit together.
+    """
     s, u = sessions.c, users.c
     numbers = [s.id, s.user_row, s.revision, s.base_revision, s.created_at, s.updated_at]
     numbers.append(s.expires_at)

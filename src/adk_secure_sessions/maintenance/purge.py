@@ -55,8 +55,8 @@ async def purge(
     """Delete expired sessions, and sessions whose last event is older than *older_than*.
 
     The age of a session without events is the time since its creation.  Each session is deleted in
-    a separate transaction, which checks the session's age again.  Users and apps keep their rows
-    and states, even if they have no session left.
+    a separate transaction, which checks again whether the session is due.  Users and apps keep
+    their rows and states, even if they have no session left.
 
     Args:
         db: The database, with every backend whose records it may contain.

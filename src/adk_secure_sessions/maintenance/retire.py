@@ -99,7 +99,7 @@ async def retire(
     missing or cannot be decrypted, all data keys of that owner are kept, because an attacker may
     have modified the headers that name the keys.  Then one transaction checks that no record names
     a replaced data key, and deletes that key.  With a key database, these are two transactions.  If
-    a replaced data key is kept, all newer data keys of its owner are kept, too.
+    a replaced data key is kept, all newer data keys of its owner are also kept.
 
     A replaced data master is deleted if it wraps no data key.  If a data key cannot be unwrapped,
     all data masters are kept.
@@ -149,7 +149,7 @@ async def retire(
 def reject_wrapper(survey: Survey, command: str) -> None:
     """Raise ConfigurationError if `EncryptedSessionWrapper` uses the database.
 
-    *command* deletes keys that no record uses.
+    *command* deletes keys that no record uses, but the wrapper's records are in another service.
     """
     if WRAPPER in stored_features(survey):
         raise ConfigurationError(
@@ -179,7 +179,8 @@ async def _reject_orphans(db: Database) -> None:
     """Raise TamperedError if a row belongs to no session, user or app.
 
     An attacker may have removed the row of the session, user or app, and somebody may restore that
-    row later.  Until then, the owner of the orphaned row is unknown, so it may need any data key.
+    row later.  Until then, the owner of the orphaned row is unknown, so the row may need any data
+    key.
     """
     for column, key, owners in _REFERENCES:
         table = column.table
@@ -214,8 +215,8 @@ async def _reject_unreadable_sessions(db: Database) -> None:
 
 
 _ONE: sa.ColumnElement[int] = sa.literal_column("1")
-# Each column that refers to another row, the primary key of its own table, and the columns of other
-# tables one of which must contain the same value.
+# For each column that refers to another row: the column, the primary key of its table, and the
+# columns of other tables to which it may refer.  One of these columns must contain the same value.
 _REFERENCES: list[tuple[sa.Column[Any], sa.Column[Any], list[sa.Column[Any]]]] = [
     (users.c.app_row, users.c.id, [apps.c.id]),
     (sessions.c.user_row, sessions.c.id, [users.c.id]),
@@ -324,7 +325,7 @@ def _undecoded(plaintext: bytes, session_row: int, seq: int) -> None:
 def _retire_beside_data(
     owner: bytes, audit: _Audit, dry_run: bool, connection: sa.Connection
 ) -> _OlderKeys:
-    """Delete the unused data keys of *owner*; keys and records are in the same database."""
+    """Delete the unused data keys of *owner*, if they are in the same database as the records."""
     query = DATA_KEYS.where(data_keys.c.owner == owner)
     see_what_is_committed(connection)
     row = _owner_row(owner, dry_run, connection)
@@ -498,7 +499,7 @@ def _retire_masters(
     """
     see_what_is_committed(connection)
     if connection.dialect.name == "postgresql" and not dry_run:
-        # Wait for open transactions that store a data key: one of these masters may wrap it.
+        # Wait for open transactions that store a data key: one of the masters may wrap that key.
         connection.execute(sa.text(f"LOCK TABLE {data_keys.name} IN SHARE MODE"))
     found = connection.execute(MASTER_KEYS if dry_run else MASTER_KEYS.with_for_update())
     stored = [MasterKeyRow(*row) for row in found]

@@ -87,8 +87,8 @@ class GetSession(_Read, Generic[E]):
     """Read a session with its last *limit* events, or with all events since the time *after*.
 
     `attempt` returns the session and its decoded events, oldest first; None if there is no such
-    session.  Events before *after* are decrypted, too, which authenticates their times.  Otherwise,
-    a modified time could hide an event.
+    session.  Events before *after* are decrypted but not returned: decrypting authenticates their
+    times.  Otherwise, a modified time could hide an event.
 
     Args:
         who: The ids of the session.
@@ -226,7 +226,7 @@ async def _users_of_app(
 
 
 class Position(NamedTuple):
-    """The place of a row in a listing by pages: the row id of its user, and its own row id."""
+    """The position of a row in a paged listing: the row id of its user, and its own row id."""
 
     user_row: int
     row: int
@@ -247,14 +247,15 @@ class Page(NamedTuple):
 class ListPage(_Read):
     """Read at most *limit* sessions of a user, or of an app, without events.
 
-    The order is that of creation: first by user, for the sessions of an app, then by session.
-    `attempt` returns fewer sessions if some of the *limit* rows are collections.
+    The sessions are in order of creation.  Sessions of an app are sorted by the creation of their
+    user first.  `attempt` may return fewer than *limit* sessions, because the rows of
+    collections and expired sessions count, but are omitted.
 
     Args:
-        who: The ids of the app and the user; those of the app if *of_app* is True.
+        who: The ids of the app and the user.  If *of_app* is True, the user is not used.
         after: Read only the rows after this position; None for the first page.
         of_app: Whether to list the sessions of all users of the app.
-        limit: The number of rows.
+        limit: The maximum number of rows in the page.
         newest: Whether the newest session is first.
         with_state: Whether to read snapshots.  If False, a session's state is not complete.
         skip: See `ListUserSessions`.
@@ -297,7 +298,8 @@ class ListPage(_Read):
             user = bindings.open_user(attempt, found)
             users = [user] if user else []
         app = bindings.open_app(attempt, found)
-        # A UNION ALL guarantees no order.  The ids are numbers: the query has compared them.
+        # Sort the rows, because a UNION ALL guarantees no order.  The ids are numbers, because the
+        # query has compared them with numbers.
         found.sessions.sort(key=lambda row: (row.user_row, row.id), reverse=self._newest)
         after = None
         if len(found.sessions) > self._limit:
@@ -325,9 +327,9 @@ class UseKeys(_Read, Generic[E]):
 
     Args:
         who: The ids of the app and the user, who need not be stored.
-        work: Called with the data keys, and whether they are as stored now.  If False, they come
-            from the cache; if *work* then raises UnknownKeyError, it is called again with all data
-            keys that are stored.
+        work: Called with the data keys, and with True if they were just read, or False if they
+            come from the cache.  If *work* raises UnknownKeyError with cached data keys, it is
+            called again with all stored data keys.
     """
 
     def __init__(self, who: Identity, work: Callable[[StagedKeys, bool], Awaitable[E]]) -> None:
@@ -426,8 +428,8 @@ class CheckSession(GetSession[E]):
 class CheckLocatedSession(_Read, Generic[E]):
     """Read a session with all events, even if the row of its app or its user was tampered with.
 
-    `verify` uses it.  `attempt` returns the session and its decoded events; None if there is no
-    such session.
+    `verify` uses this operation.  `attempt` returns the session and its decoded events; None if
+    there is no such session.
 
     Args:
         who: The ids of the session, which `verify` has decrypted from the rows of the session and

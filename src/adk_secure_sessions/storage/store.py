@@ -39,7 +39,7 @@ from adk_secure_sessions.storage.writes import (
 
 T = TypeVar("T")
 
-MAX_NAME_BYTES = 16 * 1024  # of a collection: the JSON of several ids, with all characters escaped
+MAX_NAME_BYTES = 16 * 1024  # of a collection: enough for the JSON of several escaped ids
 
 
 class Store:
@@ -141,7 +141,7 @@ class Store:
     ) -> Page:
         """Return at most *limit* sessions of a user, or of an app if *user_id* is None.
 
-        `ListPage` describes the arguments.  Rows that are collections do not count.
+        `ListPage` describes the arguments.  Collections do not count towards *limit*.
         """
         who = await self.unit.identify(app_name, user_id or "")
         views: list[View] = []
@@ -173,7 +173,7 @@ class Store:
     ) -> bool:
         """Delete a session and its events, and return whether the session was deleted.
 
-        If *condition* is given, the session is deleted only if it returns True for the session.
+        If *condition* is given, delete the session only if *condition* returns True for it.
         """
         who = await self.unit.identify(app_name, user_id, session_id)
         return await self.unit.run(DeleteSession(who, condition))
@@ -379,7 +379,7 @@ class Collections:
 
 
 class _Feature:
-    """A feature of the stored format, which a process adds before it stores a row that uses it."""
+    """A feature that a process adds to the database before it stores a row that needs it."""
 
     def __init__(self, unit: UnitOfWork, name: str) -> None:
         self._unit = unit
@@ -388,9 +388,9 @@ class _Feature:
         self._ensured: Keyring | None = None
 
     async def ensure(self) -> None:
-        """Add the feature to the database, if it lacks it.
+        """Add the feature to the database if it is missing.
 
-        A process does this once, and again after it has read the keyring again.
+        A process checks this once, and again each time after it has read the keyring again.
         """
         keyring = (await self._unit.keys()).keyring
         if self._ensured is not keyring:

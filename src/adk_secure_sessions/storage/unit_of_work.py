@@ -184,7 +184,7 @@ class UnitOfWork:
             only `read`, `read_keys`, `change` and `change_keys` can be used.
         open_keyring: A function that reads the keyring and unwraps its keys.  Its argument is None,
             or a keyring that was opened earlier and whose keys need not be unwrapped again.
-        cached_rows: Maximum number of sessions, of users and of apps to cache.
+        cached_rows: Maximum number of cached rows of each kind: sessions, users and apps.
         cached_keys: Maximum number of owners whose data keys are cached.
         cache_seconds: Seconds for which unwrapped data keys and decrypted rows are cached.  After
             that time they are read again, because another process may have erased a user.
@@ -364,7 +364,7 @@ class UnitOfWork:
         return await repeated(lambda: define(work, commit=commit), writes=True)
 
     async def change_keys(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
-        """Run *work* in one transaction on the key tables; repeat it like `change`."""
+        """Run *work* in one transaction on the key tables; repeat it in the cases of `change`."""
         define = self.executors.keys.define
         return await repeated(lambda: define(work, commit=commit), writes=True)
 

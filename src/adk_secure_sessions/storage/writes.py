@@ -67,7 +67,8 @@ class DuplicateSession(Exception):
     """A session with this id is already stored.
 
     Attributes:
-        may_have_expired: Whether its row says that it has an expiry; the row was not decrypted.
+        may_have_expired: Whether the stored row contains an expiry time.  The row was not
+            decrypted, so this time was not authenticated.
     """
 
     def __init__(self, *, may_have_expired: bool = False) -> None:
@@ -156,7 +157,7 @@ class _Write(Generic[T]):
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[T]:
         """Return the generator of the transaction, as `db.protocol` describes it.
 
-        *owners* collects the transaction's changes of apps and users.
+        *owners* collects the transaction's changes to the rows of apps and users.
         """
 
     def committed(self, attempt: Attempt, owners: OwnerChanges, result: T) -> None:
@@ -329,7 +330,7 @@ class AppendEvent(_Write[StoredSession]):
             if step and (yield Apply(step.changes)):
                 return step.session
         found, user, session = yield from _read_proven(attempt)
-        if session.has_expired and not self._sent:  # otherwise, the event may be stored
+        if session.has_expired and not self._sent:  # an event that was sent may be stored
             raise MissingSession
         if self._expected != (session.id, session.revision):
             return (yield from self._stored_before())
@@ -421,9 +422,9 @@ class ReplaceItems(AppendEvent):
     """Append an item to a collection, and replace earlier items in the same transaction.
 
     A collection is a named list of items, stored like a session and its events: see
-    `store.Collections`.  A replaced item keeps its number, its time and its links.  So this module
-    does not detect it if an attacker stores the old record of a replaced item again, or the record
-    that another copy of the database has for this item.  The caller must detect both.  For each
+    `store.Collections`.  A replaced item keeps its number, its time and its links.  If an
+    attacker stores the item's old record again, or the item's record from another copy of the
+    database, this module does not detect it.  The caller must detect both attacks.  For each
     replaced item, the caller generates a new random value, and stores it in the replaced item and
     in the appended item.
 
@@ -479,8 +480,8 @@ class RewriteItems(_Write[StoredSession]):
     """Replace all items of a collection by *items*, in one transaction.
 
     The collection's row gets a new id, as if the collection had been deleted and created again.
-    Therefore no record of an earlier item, and no later write of a process that knows the earlier
-    items, fits to the new row.
+    Therefore no record of an old item decrypts in the new row.  If another process has read the old
+    items, and then writes at the position that it has read, it gets StaleRevision.
 
     `attempt` returns the updated row.  It raises MissingSession if the collection does not exist,
     and StaleRevision if its row id or revision differs from that in *expected*.
@@ -502,8 +503,8 @@ class RewriteItems(_Write[StoredSession]):
         self._sent: set[int] = set()
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> StoredSession:
-        # The number of rows has no limit, so they are inserted by several statements, which are one
-        # transaction only if it locks rows.
+        # The number of items has no limit, so several requests insert them.  These requests are one
+        # transaction only if `locks_rows` is True.
         return await super().attempt(attempt._replace(locks_rows=True), executors)
 
     def contended(self) -> list[sa.Executable]:
@@ -662,10 +663,10 @@ class RenewKey(_Write[bool]):
 
 
 class EnsureOwners(_Write[StagedKeys]):
-    """Store the app and the user of *who*, and give them data keys, where these are missing.
+    """Store the rows and the data keys of the app and the user of *who*, if they are missing.
 
-    `attempt` returns their data keys; each has a current one.  Use them at once: a data key that
-    was erased or rotated meanwhile must not encrypt new records.
+    `attempt` returns the data keys, with a current one for each owner.  Use the data keys at once:
+    a data key that was erased or rotated meanwhile must not encrypt new records.
     """
 
     def contended(self) -> list[sa.Executable]:
@@ -704,9 +705,9 @@ def _read(attempt: Attempt, forms: QueryForms = sql.SESSION_WITHOUT_EVENTS) -> S
 def _read_proven(attempt: Attempt) -> Steps[tuple[Found, Owner, StoredSession]]:
     """Read the session and its last event, and check that they belong together.
 
-    If an attacker has replaced the session's row by that of another copy of the database, the
-    new event would not contain the link of the last event.  The session could then not be read
-    any more.
+    Without the check, if an attacker had replaced the session's row by that of another copy of the
+    database, the new event would not contain the link of the last event.  The session could then
+    not be read any more.
     """
     found = yield from _read(attempt, sql.SESSION_WITH_LAST_EVENTS)
     user = bindings.open_user(attempt, found)
