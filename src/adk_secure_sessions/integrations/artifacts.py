@@ -484,7 +484,7 @@ class EncryptedArtifactService(BaseArtifactService):
         try:
             await self._store(blob.prefix).delete(blob.name)
         except ArtifactStoreError as error:
-            logger.warning("a blob that is not used any more is left to `purge`: %s", error)
+            logger.warning("a blob that is not used any more is left to `blobs purge`: %s", error)
 
     def _store(self, prefix: str) -> BlobStore:
         if prefix not in self._stores:

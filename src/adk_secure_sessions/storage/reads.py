@@ -274,10 +274,10 @@ class ListPage(_Read):
     ) -> None:
         super().__init__(who)
         first = Position(_LAST_ROW, _LAST_ROW) if newest else Position(-1, -1)
-        self._after = after or first
+        self._after: Position = after or first
         self._of_app, self._limit, self._newest = of_app, limit, newest
         self._with_state, self._skip = with_state, skip
-        self.reads_keys = of_app or skip
+        self.reads_keys: bool = of_app or skip
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> Page:
         forms = sql.page_of_sessions(
