@@ -253,7 +253,7 @@ class EncryptedSessionService(KeyMaterial, BaseSessionService):
             return _session(app_name, view)
         except DuplicateSession:
             pass
-        # Raised after the except block, so that its `__context__` is not DuplicateSession.
+        # Raise after the except block, so that the `__context__` is not DuplicateSession.
         raise AlreadyExistsError("A session with this id already exists.")
 
     async def get_session(
@@ -387,7 +387,10 @@ class EncryptedSessionService(KeyMaterial, BaseSessionService):
     def _sessions(
         self, app_name: str, views: list[View], *, include_state: bool = True
     ) -> list[Session]:
-        """Return ADK's objects of a listing; `skip_unreadable_sessions` applies."""
+        """Return *views* as `Session` objects of ADK.
+
+        If `skip_unreadable_sessions` is True, log and omit sessions that cannot be decrypted.
+        """
         listed = []
         for view in views:
             try:
@@ -461,7 +464,7 @@ class EncryptedSessionService(KeyMaterial, BaseSessionService):
         check_ids(*who)
 
         # Parallel agents may append to the same session object.  Each append needs the
-        # `_storage_update_marker` that the previous append has set, so they run one after another.
+        # `_storage_update_marker` that the previous append has set, so appends run one by one.
         async with self._locks.hold(who):
             await self._append(session, event)
         return event

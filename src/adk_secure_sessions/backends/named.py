@@ -40,7 +40,7 @@ def backends_for(
     for name in dict.fromkeys(names):
         if name == NO_OP:
             with warnings.catch_warnings():
-                # The documentation of the name gives the same warning.
+                # The documentation of the name `no-op` gives the same warning as `NoOpBackend`.
                 warnings.simplefilter("ignore")
                 made.append(NoOpBackend())
         else:

@@ -66,7 +66,7 @@ def _problem(name: str, value: object) -> str | None:
     }
     if not fits[kind]:
         return f"{name} must be {kind}"
-    # A command may delete sessions, so do not choose one of two values.
+    # A command may delete sessions, so do not guess which of the two values is meant.
     if name in IN_ENVIRONMENT and os.environ.get(variable(name)):
         return f"it has {name}, and so has the environment, {variable(name)}: remove one of them"
     return None

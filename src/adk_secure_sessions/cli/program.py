@@ -70,7 +70,7 @@ class Interrupted(Failure):
 
 
 class Program(click.Group):
-    """The group of all commands.  With --json, a failure is a JSON object on stdout, too."""
+    """The group of all commands.  With --json, a failure is also printed as JSON on stdout."""
 
     def main(
         self,

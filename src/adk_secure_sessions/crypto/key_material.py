@@ -49,7 +49,7 @@ def hides_frames(function: Callable[P, T]) -> Callable[P, T]:
             del args, kwargs  # the traceback of an error includes this frame
             try:
                 return await call
-            # Catch CancelledError, too.  `asyncio.timeout` makes the CancelledError the cause of a
+            # Also catch CancelledError.  `asyncio.timeout` makes the CancelledError the cause of a
             # TimeoutError, so error reporters would record its frames.
             except BaseException as error:
                 raise without_frames(error) from None

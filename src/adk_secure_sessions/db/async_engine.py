@@ -38,9 +38,9 @@ from adk_secure_sessions.loops import LoopLocks, await_to_end
 # default, every server accepts smaller values in one packet.
 _LARGE = 900_000
 _PACKET_REST = 900  # bytes of a packet that are reserved for everything but the largest value
-_COUNT_ROWS = {"preserve_rowcount": True}  # by default, an INSERT has no row count
+_COUNT_ROWS = {"preserve_rowcount": True}  # by default, SQLAlchemy has no row count of an INSERT
 _KILL_TIMEOUT = 5.0  # seconds
-_CANCEL_REQUESTS = 5  # maximum number for one query; they are one or two seconds apart
+_CANCEL_REQUESTS = 5  # maximum number for one query; one or two seconds pass between them
 _CHECKED = "adk_secure_sessions.pooler"  # set in `Connection.info` after the pooler check
 
 _UNPREPARED = {
@@ -194,8 +194,9 @@ class AsyncEngineExecutor:
         """Run *work* in its own task and return its result.
 
         If the caller is cancelled, *work* continues to its end, because an interrupted transaction
-        would stay open.  If *interruptible* is True, which is allowed only if *work* writes
-        nothing, the query of *work* is interrupted at the database.
+        would stay open.  If *interruptible* is True, the executor also interrupts the query of
+        *work* at the database, so that *work* ends sooner.  *interruptible* may be True only if
+        *work* writes nothing.
         """
         try:
             self._enter()
@@ -222,9 +223,9 @@ class AsyncEngineExecutor:
     def _in_time(
         self, connection: sa.Connection, work: Callable[[], T], *, writes: bool = False
     ) -> T:
-        """Run *work*; interrupt it at the database after `read_timeout`.
+        """Run *work*; if *work* takes longer than `read_timeout`, interrupt it at the database.
 
-        With *writes*, *work* is one statement that writes, and is interrupted after
+        If *writes* is True, *work* must be one statement that writes, and the limit is
         `write_timeout`.
 
         Raises:
@@ -268,10 +269,10 @@ class AsyncEngineExecutor:
             except StopIteration:
                 pass
             return
-        if self._is_psycopg and hasattr(driver, "cancel_safe"):  # since psycopg 3.2
+        if self._is_psycopg and hasattr(driver, "cancel_safe"):  # psycopg 3.2 and later
             self._in_background(_cancel_query(task, driver))
             return
-        task.cancel()  # asyncpg then sends the server a cancel request
+        task.cancel()  # this makes asyncpg send a cancel request to the server
         if self._engine.dialect.name in ("mysql", "mariadb"):
             self._in_background(self._kill_query(driver.thread_id()))
 
@@ -440,7 +441,7 @@ class LoopBinding:
 
         Raises:
             ConfigurationError: Another event loop is using the engine.  Or the application's own
-                engine still has connections of another event loop, which we may not discard.
+                engine still has connections of another event loop, which we must not discard.
         """
         loop, pid = asyncio.get_running_loop(), os.getpid()
         with self._guard:
@@ -472,7 +473,7 @@ class LoopBinding:
     def _move(self, pid: int) -> None:
         """Discard the connections of the previous event loop or of the parent process.
 
-        Raises ConfigurationError if they are in use, or if we may not discard them.
+        Raises ConfigurationError if they are in use, or if we must not discard them.
         """
         keeps = self._connections_need_loop and not isinstance(self._engine.pool, NullPool)
         alive = self._loop is not None and pid == self._pid and not self._loop.is_closed()

@@ -232,7 +232,7 @@ def _for_server(url: sa.URL, engine_kwargs: dict[str, Any], read_timeout: float 
 def _for_engine(
     engine: "AsyncEngine", *, owns_engine: bool, read_timeout: float | None, **keep: Any
 ) -> Executor:
-    """Create the executor for *engine*; only `AsyncpgExecutor` takes the arguments *keep*."""
+    """Create the executor for *engine*; the arguments in *keep* are for `AsyncpgExecutor` only."""
     if engine.dialect.driver == "asyncpg":
         from adk_secure_sessions.db.postgresql import AsyncpgExecutor  # asyncpg is optional
 

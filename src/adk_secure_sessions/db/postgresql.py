@@ -119,7 +119,8 @@ class AsyncpgExecutor(AsyncEngineExecutor):
             self._binding.leave()
 
     async def close(self) -> None:
-        # Each operation holds a slot, so all operations have ended when all slots are taken.
+        # Each operation holds a slot.  So when this method has taken all slots, all operations have
+        # ended.
         for _ in range(self._keep):
             await self._slots.acquire()
         for _ in range(self._keep):
@@ -303,7 +304,8 @@ class _Pooler:
         if any(options.get(name) == 0 for name in _NO_CACHE):
             self.is_found = True  # the application disabled prepared statements: assume a pooler
         if self.is_found:
-            # Each execution prepares its statement, in the same transaction and without a name.
+            # Without a cache, each execution prepares an unnamed statement in the transaction that
+            # executes it.  The next transaction may run on another connection to the server.
             options["prepared_statement_cache_size"] = options["statement_cache_size"] = 0
             options["prepared_statement_name_func"] = str
         else:
@@ -350,15 +352,16 @@ class _Session:
     async def _in_time(
         self, text: str, values: list[object], *, writes: bool = False
     ) -> Sequence[Row]:
-        """Run a statement and return its rows; interrupt it after `read_timeout`.
+        """Run a statement and return its rows; interrupt the statement after `read_timeout`.
 
-        With *writes*, interrupt it after `write_timeout` instead.
+        If *writes* is True, interrupt the statement after `write_timeout` instead.
         """
         seconds = write_timeout(self._timeout) if writes else self._timeout
         try:
             return await self._execute(text, values, seconds)
         except TimeoutError as error:
-            # Our own time limit has no errno: then the timeout is one of the network.
+            # If the network timed out, the error has an errno.  If our own time limit expired, the
+            # error has no errno.
             if error.errno is not None or seconds is None:
                 raise
             self.is_overdue = True
@@ -406,14 +409,15 @@ class _Session:
                 rows = await statement.fetch(*values, timeout=seconds)
                 return rows
             except Exception as error:
-                # After either of the next two errors, the server has executed nothing.
+                # In both of the following cases, the server has executed nothing.
                 if getattr(error, "sqlstate", None) == _PLAN_IS_OUTDATED:
                     self._prepared.pop(text, None)
                 elif needs_unprepared(error):
                     self._pooler.was_found()
                 else:
                     raise
-            statement = None  # without this reference, asyncpg closes the statement at the server
+            # Remove this reference, so that asyncpg closes the statement at the server.
+            statement = None
             if self._in_transaction:
                 raise Conflict  # the server has aborted the transaction
         if self._in_transaction:

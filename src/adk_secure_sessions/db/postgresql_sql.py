@@ -75,7 +75,7 @@ def apply_sql(changes: tuple[tuple[sa.Executable, bool], ...]) -> PreparedChange
     if not changes or not changes[0][1]:
         raise ValueError("the first change must have must_match_row")
     members: list[sa.CTE] = []
-    guard: sa.CTE | None = None  # the last change so far with *must_match_row*
+    guard: sa.CTE | None = None  # the latest change whose *must_match_row* is True
     sources: dict[str, tuple[int, str]] = {}
     for index, (executable, must_match_row) in enumerate(changes):
         statement = _with_own_parameters(_changing(executable), index, sources)

@@ -35,7 +35,7 @@ class Conflict(Exception):
 
 
 class Disconnected(Exception):
-    """The connection was lost before the answer.  A write may or may not have been stored."""
+    """The connection was lost before the answer came.  A write may or may not have been stored."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__("the connection to the database was lost")

@@ -206,12 +206,12 @@ class SqliteExecutor:
             self._after_fork()
         timeout = self._read_timeout
         job = Job(work, on_engine=on_engine, commit=commit, reads=reads, read_timeout=timeout)
-        with self._lock:  # otherwise, `close` could end the thread before it receives this job
+        with self._lock:  # otherwise, `close` could end the thread before the job is queued
             threads = self._threads or self._start()
             readers = reads and not on_engine and len(threads) > 1
             candidates = threads[1:] if readers else threads[:1]
             # If several threads are idle, `min` returns the first one.  So the first thread is used
-            # most, and its cache of pages is the most useful one.
+            # most, and its cache of pages is the most useful cache.
             min(candidates, key=lambda thread: thread.inbox.waiting).inbox.put(job)
         result: T = await job.outcome(on_commit_after_cancel)
         return result
@@ -339,7 +339,7 @@ class _Inbox:
 
     @property
     def waiting(self) -> int:
-        """The approximate number of jobs ahead of a new job, including the running one."""
+        """The approximate number of jobs ahead of a new job, including the running job."""
         return self._queue.qsize() + self._busy
 
     def put(self, job: Job | None) -> None:
@@ -388,7 +388,7 @@ class WorkerThread:
 
 
 def _stop(threads: list[WorkerThread]) -> None:
-    """End *threads* after their queued jobs, one after the other, the writer last.
+    """End *threads* one after another, the writer last; each thread first runs its queued jobs.
 
     After `_EXIT_TIMEOUT` seconds, interrupt the reads that are still running.  After the same time
     again, return even if a thread has not ended.
@@ -445,7 +445,7 @@ def _must_stop() -> bool:
     if _current.is_overdue():
         return True
     if _current.writes:
-        return False  # if the caller is cancelled or the service is closed, a write is completed
+        return False  # a write continues even if the caller is cancelled or the service is closed
     must_end = _current.must_end is not None and _current.must_end.is_set()
     return must_end or job.is_abandoned
 
@@ -453,7 +453,7 @@ def _must_stop() -> bool:
 def _read(job: Job, work: Callable[..., T], *arguments: object, writes: bool = False) -> T:
     """Call *work*; interrupt its queries if they take too long or if *job* is abandoned.
 
-    With *writes*, *work* is one statement that writes.  It is interrupted only if it takes too
+    If *writes* is True, *work* is one statement that writes; it is interrupted only if it takes too
     long, and SQLite then rolls the transaction back.
 
     Raises:
@@ -517,7 +517,7 @@ def _run_batch(connection: "SqliteConnection", batch: list[Job]) -> list[_Outcom
             outcome = _run(connection, job)
             outcomes.append(outcome)
             if not driver.in_transaction:  # SQLite rolled back, for example on a full disk
-                # Only this job took too long.  The callers of the other jobs repeat them.
+                # Only *job* took too long.  The callers of the other jobs repeat their jobs.
                 if _current.is_overdue():
                     return [
                         outcome if one is job else _Outcome(one, None, Conflict()) for one in batch

@@ -51,7 +51,7 @@ class BlobEncryptor(KeyMaterial):
         self.size: int = 0
         self._cipher = ChunkCipher(self.key, HEADER)
         self._next = 0  # number of the next chunk
-        self._pending = bytearray()  # at most one chunk, not encrypted yet: it may be the last one
+        self._pending = bytearray()  # at most one chunk, which may be the last chunk of the blob
         self._is_finished = False
 
     def update(self, piece: Bytes) -> bytes:
@@ -70,7 +70,7 @@ class BlobEncryptor(KeyMaterial):
             sealed.append(self._seal(bytes(self._pending), False))
             self._pending.clear()
         if not self._pending:
-            followed = max(0, len(view) - 1) // CHUNK_LENGTH  # whole chunks that more bytes follow
+            followed = max(0, len(view) - 1) // CHUNK_LENGTH  # chunks before the last chunk
             for start in range(0, followed * CHUNK_LENGTH, CHUNK_LENGTH):
                 sealed.append(self._seal(view[start : start + CHUNK_LENGTH], False))
             view = view[followed * CHUNK_LENGTH :]
@@ -123,7 +123,7 @@ class BlobDecryptor(KeyMaterial):
         self._cipher = ChunkCipher(key, HEADER)
         self._chunks = chunk_count(size)
         self._next = start // CHUNK_LENGTH  # number of the next chunk
-        chunk_end = chunk_count(stop)  # number of the chunk after the last one to read
+        chunk_end = chunk_count(stop)  # number of the chunk after the last chunk to read
         self.first: int = 0 if self._next == 0 else len(HEADER) + self._next * SEALED_LENGTH
         self.end: int = min(len(HEADER) + chunk_end * SEALED_LENGTH, encrypted_size(size))
         if start == stop and size > 0:  # no chunk is needed; but the chunk of an empty blob is read

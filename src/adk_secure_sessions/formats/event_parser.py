@@ -64,7 +64,8 @@ class EventParser:
         self.is_fast: bool = self._fast is not None
 
     def __call__(self, data: bytes) -> Event:
-        if self._fast is None or b"null" in data:  # the faster parser keeps nulls in parts
+        # The public call drops some null fields of a `Part`, and the faster parser keeps them.
+        if self._fast is None or b"null" in data:
             return Event.model_validate_json(data)
         try:
             return self._fast(data)

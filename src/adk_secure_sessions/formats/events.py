@@ -66,7 +66,7 @@ def encode_item(values: JsonObject) -> bytes:
         if json_text.fits(data):
             return _PREFIX + data
     except ValueError:
-        pass  # the values hold a lone surrogate, or what is checked below
+        pass  # the values hold a lone surrogate, or a value that `to_values` rejects
     levels = json_text.MAX_LEVELS
     checked, is_lossy = json_text.to_values(
         values, levels=levels, bytes_mode="base64", reject="item"
@@ -174,7 +174,10 @@ def decode(plaintext: bytes, session_row: int, seq: int) -> Event:
 
 
 def decode_in(plaintext: bytes, table: str, row: str) -> Event:
-    """Do the same as `decode` for an event in another place, which messages call *table* *row*."""
+    """Decode an event that is not stored in `secure_events`.
+
+    Do the same as `decode`, but name *table* and *row* in error messages.
+    """
     return _parsed(plaintext) or _decode_slowly(plaintext, table, row)
 
 

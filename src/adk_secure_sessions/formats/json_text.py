@@ -104,7 +104,7 @@ class _Container(NamedTuple):
         return False
 
     def path(self) -> str:
-        """Return the keys from the outermost container to this one as text; see `shown`."""
+        """Return the keys from the outermost container to this container as text; see `shown`."""
         keys = []
         at = self
         while at.outer:

@@ -43,7 +43,7 @@ def session_scope(session_id: str) -> Scope:
 
 
 class Dropped(NamedTuple):
-    """The dropped entries of an earlier item, and the random value in the item's new record."""
+    """The dropped entries of an earlier item, and the random value in that item's new record."""
 
     places: Sequence[int]
     replacement: str

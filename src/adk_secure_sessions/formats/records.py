@@ -149,7 +149,7 @@ def seal(cipher: Cipher, backend_id: int, key_id: int, context: bytes, plaintext
         sealed = cipher.encrypt(FLAGS + plaintext, start + context)
         if isinstance(sealed, bytes):
             return start + sealed
-    except Exception as error:  # its text may contain the plaintext, so it is not repeated
+    except Exception as error:  # its text may contain the plaintext: do not quote it
         failure = type(error).__name__
     raise SecureSessionError(f"backend {backend_id} failed to encrypt: {failure}")
 
@@ -160,9 +160,9 @@ def pack(backend_id: int, key_id: int) -> bytes:
 
 
 def unpack(stored: bytes) -> tuple[int, int]:
-    """Return the backend id and the key id in a record's header; nothing is authenticated.
+    """Return the backend id and the key id in a record's header, which is not authenticated yet.
 
-    SQLite stores any type in any column: if a row was modified, *stored* may not be bytes.
+    SQLite stores any type in any column: in a modified row, *stored* can have another type.
 
     Raises:
         PlaintextRefusedError: *stored* is not a record.

@@ -270,7 +270,7 @@ class _BlobRotationRun(DataRotationRun):
     async def _append(
         self, ids: SessionIds, found: Collection, version: Version, new: Blob
     ) -> Collection:
-        """Append the item that describes *version* with the blob *new*."""
+        """Append an item which says that *new* is now the blob of *version*."""
         while True:
             item = reencrypted_item(
                 found.items[version.item], version.number, version_count(found), new, self._since

@@ -1,9 +1,12 @@
 """Finds where google-adk writes user content as plaintext outside our services.
 
-`plaintext_places.py` lists the places.  Objects of an application or environment variables enable
-some places.  Only options of google-adk's command line enable others.  So there are three
-functions: `check_plaintext_leaks` looks at an application and at its process; `check_files` looks
-for files that google-adk has written; `check_stores` looks at the URIs of services.
+`plaintext_places.py` lists the places.  google-adk writes to some of them because of an object of
+the application or because of an environment variable.  It writes to the others because of an option
+of its command line.  Therefore, three functions find the places that are in use:
+
+- `check_plaintext_leaks` examines an application and the environment variables of its process.
+- `check_files` looks for files that google-adk has written.
+- `check_stores` examines the URIs of services.
 """
 
 import logging

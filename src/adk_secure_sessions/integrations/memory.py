@@ -351,8 +351,9 @@ class EncryptedMemoryService(BaseMemoryService):
     ) -> None:
         """Append the item that *plan* returns; if *plan* returns None, do nothing.
 
-        *plan* is called again if another process has changed the memory in the meantime, or if one
-        item could not contain all entries.
+        If another process has changed the memory in the meantime, *plan* is called again.  If the
+        planned entries do not fit into one item, the first item contains as many as fit, and *plan*
+        is called again for the remaining entries.
         """
         conflicts = 0
         async with self._writes.hold((app_name, user_id)):

@@ -221,7 +221,7 @@ class AwsKmsKey(RemoteKey):
             return made
 
     def _process_session(self) -> _ProcessSession:
-        from urllib.request import getproxies  # it imports 20 modules
+        from urllib.request import getproxies  # this module imports 20 others
 
         from botocore.session import Session
 

@@ -192,10 +192,10 @@ class StagedKeys:
         self._by_owner: dict[bytes, OwnerKeys] = {}  # read or created by this transaction
         # Data keys from the cache, which may remove or replace them during the transaction.
         self._cached: dict[bytes, OwnerKeys] = {}
-        self._owners: dict[int, bytes] = {}  # by data key id
+        self._owners: dict[int, bytes] = {}  # the owner's tag, by data key id
         self._rejected: dict[int, DecryptionError] = {}  # by data key id
         self._rejected_of: dict[bytes, DecryptionError] = {}  # by the `owner` of the rejected row
-        self._taken: dict[bytes, int] = {}  # highest stored generation by owner, even if rejected
+        self._taken: dict[bytes, int] = {}  # highest generation by owner, including rejected rows
         self.has_new_keys: bool = False
 
     def load(self, rows: Iterable[DataKeyRow], masters: Iterable[MasterMark]) -> None:
@@ -224,7 +224,7 @@ class StagedKeys:
             else:
                 opened.setdefault(row.owner, {})[row.id] = key
                 newest[row.owner] = max(newest.get(row.owner, -1), row.generation)
-            # No new data key may have this generation, even if the row was rejected.
+            # A new data key must have a higher generation, even if the row was rejected.
             if isinstance(row.generation, int):
                 self._taken[row.owner] = max(self._taken.get(row.owner, -1), row.generation)
         for owner, keys in opened.items():
@@ -346,7 +346,7 @@ class StagedKeys:
         return bool(known and known.current and known.current.generation == known.newest_generation)
 
     def is_as_new_as(self, owner: bytes, *stored: bytes) -> bool:
-        """Return True if the current data key is at least as new as the data keys of *stored*.
+        """Return True if the current data key is at least as new as the keys that encrypt *stored*.
 
         If the result is False, the caller reads the owner's data keys again: another process may
         have created a newer data key, or retired the current data key.

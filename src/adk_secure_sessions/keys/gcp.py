@@ -190,7 +190,7 @@ def _find_credentials(given: Any) -> Any:
     google-auth would send requests to this service to the proxy for HTTP, which could then read the
     token.  The returned credentials use no proxy for these requests.
     """
-    from urllib.request import getproxies  # it imports 20 modules
+    from urllib.request import getproxies  # this module imports 20 others
 
     import google.auth
     import google.auth.credentials
@@ -209,11 +209,11 @@ def _find_credentials(given: Any) -> Any:
     session.mount("http://", WithoutProxy())
     send = Request(session)
     found = given or google.auth.default(scopes=_SCOPES, request=send)[0]
-    if isinstance(found, service_account.Credentials):  # they need no metadata service
+    if isinstance(found, service_account.Credentials):  # these need no metadata service
         return found
     if {"http", "all"}.isdisjoint(getproxies()):
         return found
-    # Set the domain here.  Otherwise, these credentials would request it through the proxy.
+    # Set the domain here.  Otherwise, *found* would request the domain through the proxy.
     if isinstance(found, compute_engine.Credentials):
         domain = _metadata.get_universe_domain(send)  # type: ignore[no-untyped-call]
         found = found.with_universe_domain(domain)

@@ -208,7 +208,7 @@ class Keyring(KeyMaterial):
         raise UnknownKeyError(f"the keyring holds no data master {key_id}")
 
     def database_id_for(self, key_id: int) -> bytes:
-        """Return the database id in the context of each data key under data master *key_id*."""
+        """Return the database id in the context of data keys that data master *key_id* wraps."""
         if self.separation is not None and key_id in self.separation.masters:
             return self.separation.old_id
         return self.database_id
@@ -221,7 +221,7 @@ class Keyring(KeyMaterial):
     def has_too_many_rows(self) -> bool:
         """Whether `secure_keyring` had more than `MAX_ROWS` rows.
 
-        Then only rows that this process had accepted before were read.
+        In that case, only rows that this process had accepted before were read.
         """
         return self.row_count > MAX_ROWS
 
@@ -245,7 +245,7 @@ class Keyring(KeyMaterial):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a row is pending: its key service failed, and may succeed later."""
+        """Whether a row is pending: a key service failed to unwrap it, and may succeed later."""
         return bool(self._pending)
 
     @property
@@ -254,7 +254,7 @@ class Keyring(KeyMaterial):
         return time.monotonic() >= self.retry_at
 
     def is_usable(self, key_id: int) -> bool:
-        """Return whether this process may encrypt with the data keys under data master *key_id*.
+        """Return whether this process may encrypt with data keys that data master *key_id* wraps.
 
         A data master that is stored as plaintext is usable only if the writing backend is
         `NoOpBackend`: anybody with read access to the database can unwrap its data keys.
@@ -371,10 +371,10 @@ async def open_keyring(
     row.  If *known* has rejected an identical row already, that row is not unwrapped and not logged
     again.
 
-    With *known* and *leaves_pending*, a row whose key service fails is pending: a call after
-    `Keyring.retry_at` tries to unwrap the row again.  Until then, the data keys that the row's data
-    master wraps are not used.  If there are more than `MAX_ROWS` rows, only the rows that *known*
-    has accepted and that have not changed are used.
+    If *known* is given and *leaves_pending* is True, a row whose key service fails is pending: a
+    call after `Keyring.retry_at` tries to unwrap the row again.  Until then, the data keys that the
+    row's data master wraps are not used.  If there are more than `MAX_ROWS` rows, only the rows
+    that *known* has accepted and that have not changed are used.
 
     Args:
         rows: All rows of `secure_keyring`; if there are more than `MAX_ROWS`, only the rows whose
@@ -411,9 +411,9 @@ async def open_keyring(
                 MAX_ROWS,
             )
     # Rows that are the same as in the known keyring come first: if several rows have the same id,
-    # only the first is accepted.  Rows that were pending in the known keyring, because their key
-    # service failed, come last: an attacker may have inserted them to delay the unwrapping of a new
-    # data master.
+    # only the first row is accepted.  Rows that were pending in the known keyring, because their
+    # key service failed, come last: an attacker may have inserted such rows to delay the unwrapping
+    # of a new data master.
     rows.sort(key=opening.order)
     sound = [row for row in rows if not opening.rejects_form(row)]
     index = await opening.index_master([row for row in sound if row.purpose == INDEX])
@@ -497,10 +497,10 @@ class _Opening:
         return False
 
     async def index_master(self, rows: list[MasterKeyRow]) -> BlindIndex | None:
-        """Return the index master of the known keyring or, without one, of an accepted row.
+        """Return the index master of the known keyring; if none is known, unwrap it from *rows*.
 
-        *rows* are the rows of index masters.  If none of them is accepted and no keyring is known,
-        return None.
+        *rows* are the rows of index masters.  Each of them is accepted, rejected or left pending.
+        If no keyring is known and no row is accepted, return None.
         """
         known = self._known
         if len(rows) > 1:
@@ -564,12 +564,12 @@ class _Opening:
         return False
 
     async def _unwrapped(self, row: MasterKeyRow) -> MasterKey | None:
-        """Return the master key of *row*; None if a running service leaves the row out."""
+        """Return the master key of *row*; None if the row was rejected or left pending."""
         if self._known is not None and self._known.has_rejected(row):
             self.rejected.append(row)
             return None
         if row.root_key_id in self._failing or self._is_paused(row):
-            # Do not call the service: the call may take as long as the one that failed.
+            # Do not call the service: the call may take as long as the call that failed.
             self.pending.append(row)
             return None
         try:

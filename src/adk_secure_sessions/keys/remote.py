@@ -32,7 +32,7 @@ _is_calling: ContextVar[bool] = ContextVar("adk_secure_sessions_is_calling", def
 
 
 class _Quiet(logging.Filter):
-    """Discards debug messages that libraries log in our calls: they may contain plaintext keys."""
+    """Discards the debug messages of libraries in our calls, which may contain plaintext keys."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return record.levelno > logging.DEBUG or not _is_calling.get()

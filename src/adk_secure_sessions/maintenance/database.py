@@ -144,13 +144,13 @@ class Database(KeyMaterial):
         return self._store
 
     async def renew_keyring(self) -> Keyring:
-        """Read the keyring again, and return it; call this after master keys have changed."""
+        """Read the keyring again and return it.  Call this method after master keys changed."""
         keys = await self.keys()
         await self.unit.renew_keyring(keys.keyring)
         return keys.keyring
 
     async def keys_of(self, *owners: object) -> StagedKeys:
-        """Read the data keys of *owners* (tags) from the database.
+        """Read the data keys of *owners*, which are tags, from the database.
 
         A tampered data key raises no error in this call.  Each later use of the data key raises
         DecryptionError.
@@ -162,7 +162,7 @@ class Database(KeyMaterial):
         return await self.unit.read(query, parameters)
 
     async def read_keys(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
-        """Run *query* on the key tables; otherwise like `read`."""
+        """Do the same as `read`, but run *query* on the key tables."""
         return await self.unit.read_keys(query, parameters)
 
     def reader_of(
@@ -179,7 +179,7 @@ class Database(KeyMaterial):
         return await self.unit.change(work, commit=commit)
 
     async def change_keys(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
-        """Run *work* on the database that has the key tables; otherwise like `change`."""
+        """Do the same as `change`, but on the database that has the key tables."""
         return await self.unit.change_keys(work, commit=commit)
 
     async def close(self) -> None:

@@ -34,7 +34,7 @@ Progress = Callable[[int, int], None]
 
 
 class Bounds(NamedTuple):
-    """Which limits a `Range` has.  Each combination of limits needs another SQL statement."""
+    """Which limits a `Range` has.  Each combination of limits has its own SQL statement."""
 
     has_after: bool
     has_last: bool
@@ -135,7 +135,7 @@ def _last_key(key: sa.Column[Any], has_after: bool) -> sa.Select[Any]:
 
 
 class Meter:
-    """Counts processed rows, reports progress, and pauses to keep to *rows_per_second*.
+    """Counts processed rows, reports progress, and pauses to process at most *rows_per_second*.
 
     Count only rows that were read.  Do not add a number that a row contains, such as a revision: an
     attacker may have modified the number, and a large one would make the command wait for ever.
@@ -157,7 +157,7 @@ class Meter:
         """Count and report *rows* more rows; pause if more than *rows_per_second* were counted."""
         self._done += rows
         if self._progress is not None and rows:
-            # Services keep writing, so more rows may come than were counted at the start.
+            # Services keep writing, so there may be more rows than were counted at the start.
             self._total = max(self._total, self._done)
             self._progress(self._done, self._total)
         if self._rate:
@@ -166,7 +166,7 @@ class Meter:
                 await asyncio.sleep(ahead)
 
     def finish(self) -> None:
-        """Report that all rows are done, even if there were fewer rows than at the start."""
+        """Report that all rows are done, even if `advance` has counted fewer rows than *total*."""
         if self._progress is not None:
             self._progress(self._done, self._done)
 
@@ -299,7 +299,7 @@ async def _newest_keys(
     None.
     """
     rows = (await read_data_keys(db.read_keys, owners)).data_keys
-    # SQLite stores any type in any column, so a modified generation may not be a number.
+    # SQLite stores any type in any column, so a modified generation can have another type.
     numbered = [row for row in rows if isinstance(row.generation, int)]
     newest = {row.owner: row for row in sorted(numbered, key=attrgetter("generation"))}
     return {
@@ -313,7 +313,7 @@ async def _newest_keys(
 
 
 def can_unwrap(row: DataKeyRow, masters: Keyring) -> bool:
-    """Return whether *masters* unwrap the data key in *row*; if so, *row* is authentic."""
+    """Return whether *masters* can unwrap the data key in *row*, which authenticates *row*."""
     try:
         unwrap_data_key(row, masters)
     except DecryptionError:

@@ -62,7 +62,7 @@ async def erase_user(
 
     One transaction deletes everything.  With a key database, a first transaction deletes the
     data keys, and a second transaction deletes the rows.  Nothing is decrypted, so rows that were
-    tampered with are deleted, too.  Services can keep running.  If the same user id is used again
+    tampered with are also deleted.  Services can keep running.  If the same user id is used again
     later, the service creates a new user with a new data key.  A second erasure finds no rows.
 
     Args:
@@ -134,8 +134,8 @@ class _Erasing(NamedTuple):
             attempts.append(attempt)
 
         await change(work)
-        # If the connection was lost during COMMIT, the attempt may have been committed.  The next
-        # attempt then found no rows, so return the latest attempt that deleted rows.
+        # If the connection was lost during COMMIT, the attempt may have been committed.  In that
+        # case, the next attempt found no rows.  So return the latest attempt that deleted rows.
         return next((one for one in reversed(attempts) if one.counts.total()), attempts[-1])
 
 
@@ -149,7 +149,7 @@ class _Deletion:
     def __init__(
         self, connection: sa.Connection, erasing: _Erasing, headers: Collection[bytes]
     ) -> None:
-        self.counts: Counter[str] = Counter()  # rows by table
+        self.counts: Counter[str] = Counter()  # number of rows by table
         self.headers = set(headers)
         self._users: set[int] = set()  # row ids
         self._connection = connection
@@ -206,7 +206,7 @@ class _Deletion:
             self._delete(sessions, sessions.c.id.in_(ids))
 
     def _user_rows(self) -> set[int]:
-        """Return the ids of the user's rows: rows with the user's tag, or those found before.
+        """Return the ids of the user's rows: rows with the user's tag, or rows found before.
 
         If there are none, an attacker may have modified the tag.  Then return the rows whose
         record has one of `headers`, which name the user's data keys.
@@ -231,7 +231,7 @@ class _Deletion:
             of_user = header_of(c.state).in_(self.headers)
         else:
             return []
-        # SQLite stores any type in any column.  If a tag was modified, it may not be bytes, so
+        # SQLite stores any type in any column, so a modified tag can have another type.  Therefore,
         # convert the tags to bytes.
         query = sa.select(c.id, sa.cast(c.tag, sa.LargeBinary)).where(of_user)
         if not self._dry_run:

@@ -131,9 +131,9 @@ def app_name_of(stored: object) -> str:
 
 
 class _SessionsAndOwners(NamedTuple):
-    """Rows of sessions, and by row id, the rows of their users and the names of their apps.
+    """Rows of sessions, the rows of their users, and the names of their apps.
 
-    The names are not authenticated yet.
+    The mappings have row ids as keys.  The names are not authenticated yet.
     """
 
     sessions: list[SessionColumns]
@@ -158,7 +158,7 @@ async def _located_with_present_keys(
 async def _located(db: Database, span: Range, due: Due | None) -> list[LocatedSession]:
     found = await _read(db, span, due)
     keys = await db.keys_of(*(user.tag for user in found.users.values()))
-    # SQLite stores any type in any column, so a modified id may not be a number.
+    # SQLite stores any type in any column, so a modified id can have another type.
     in_order = sorted(found.sessions, key=lambda row: row.id if isinstance(row.id, int) else -1)
     return [_locate(row, found, keys) for row in in_order]
 

@@ -52,7 +52,7 @@ async def init(db: Database) -> Initialisation:
 
 
 async def _survey_both(db: Database) -> tuple[Survey, Survey]:
-    """Return the surveys of the data database and the key database, which may be the same."""
+    """Return the survey of the database with the data, and of the database with the key tables."""
 
     async def survey(executor: Executor) -> Survey:
         return await repeated(lambda: executor.define(look, commit=False))

@@ -386,7 +386,7 @@ def _key_id(stored: object) -> int | None:
 async def _keys_of_others(
     db: Database, column: RecordColumn, owner: OwnerIds, batch: SessionBatch, current: bytes
 ) -> AsyncIterator[list[Key]]:
-    """Yield, in groups, the primary keys of records of *batch* whose header is not *current*."""
+    """Yield groups of primary keys of the records in *batch* whose header is not *current*."""
     parameters = {**batch.span.parameters, "user_row": owner.row, "current": current}
     at: Sequence[int] = [-1] * len(column.key)
     while True:
@@ -502,7 +502,7 @@ def _replace(changes: list[tuple[Record, bytes]], connection: sa.Connection) -> 
 
 @functools.cache
 def _swap(column: RecordColumn) -> sa.Update:
-    """Return the UPDATE that replaces a record only if the record has not changed since its read.
+    """Return the UPDATE that replaces a record if the record has not changed since it was read.
 
     The statement compares the row's version and the record's header.  Every write of a row changes
     its version, and every re-encryption changes the key that the header names.

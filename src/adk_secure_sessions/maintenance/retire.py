@@ -241,7 +241,7 @@ class _Audit(NamedTuple):
 
 
 async def _retire_data_keys(db: Database, owner: bytes, dry_run: bool) -> _OlderKeys:
-    """Delete the unused data keys of *owner*; return the replaced keys, kept and unused."""
+    """Delete the unused data keys of *owner*, and return all replaced data keys of *owner*."""
     rows = (await read_data_keys(db.read_keys, [owner])).data_keys
     audit = await _audit(db, owner, rows)
     if audit is None:
@@ -252,7 +252,7 @@ async def _retire_data_keys(db: Database, owner: bytes, dry_run: bool) -> _Older
         return await db.change(work, commit=not dry_run)
     # The keys were read before the records.  Services may write in the meantime, but never with a
     # key that is deleted here:
-    # - The key with the highest generation of those that were read is always kept.
+    # - Of the keys that were read, the key with the highest generation is always kept.
     # - Every key that is deleted here is older than all keys in use.  With a key database, a
     #   service never replaces a record by a record under an older key.
     found = await db.change(partial(_find_headers, owner, dry_run), commit=not dry_run)
@@ -364,7 +364,7 @@ def _kept(row: DataKeyRow, references: Iterable[tuple[str, int]] = ()) -> KeptKe
 
 
 def _sort_out(audit: _Audit, headers: Headers | None) -> _OlderKeys:
-    """Sort an owner's replaced keys into kept and unused ones.
+    """Sort an owner's replaced keys into keys to keep and unused keys.
 
     A key is kept in these cases:
 
@@ -469,7 +469,7 @@ class _OlderMasters(NamedTuple):
 
 
 async def _count_wrapped(db: Database) -> Counter[int] | None:
-    """Count the data keys by the id of their data master; None if one cannot be unwrapped."""
+    """Count the data keys by data master id; return None if a data key cannot be unwrapped."""
     masters = (await db.keys()).keyring
     counts: Counter[int] = Counter()
     async for rows in batches(db, data_keys.c.id, select_data_keys, DataKeyRow, db.limits.rows):

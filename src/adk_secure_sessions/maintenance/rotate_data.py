@@ -168,7 +168,8 @@ class DataRotationRun(Rotation):
     async def _count_rows(self) -> int:
         # Each app, user and session has one version witness.
         own = 2 * await count_rows(self._db, apps, users, sessions)
-        return 2 * (own + await count_events(self._db))  # each row is re-encrypted, then counted
+        # The progress includes each row twice: `_walk` re-encrypts it, and `_count_left` counts it.
+        return 2 * (own + await count_events(self._db))
 
     async def _begin(self) -> None:
         if isinstance(self._db.backends.writer, NoOpBackend) and not self._dry_run:
@@ -258,10 +259,11 @@ class DataRotationRun(Rotation):
         await self._reencryptor.reencrypt(keys, owner.tag, records, target_id)
 
     def _target(self, keys: StagedKeys, owner: bytes) -> DataKey | None:
-        """Return the owner's current data key if it is new, otherwise None.
+        """Return the data key with which to re-encrypt the owner's records, or None.
 
-        It is new if it is also the newest one and was created at `since` or later.  In a dry run,
-        there may be no new data key.
+        This key is the owner's current data key.  It must be the owner's newest data key, and must
+        have been created at `since` or later.  If there is no such key, return None: a dry run does
+        not create the key.
         """
         current = keys.current(owner)
         if current is None or not keys.current_is_newest(owner):
@@ -279,7 +281,7 @@ class DataRotationRun(Rotation):
 
     def _may_walk_again(self) -> bool:
         # Services may have written records with old keys during the pass.  But if the pass has
-        # re-encrypted nothing, another pass probably would not, either.
+        # re-encrypted nothing, another pass would probably re-encrypt nothing, either.
         return self._left > 0 and self._reencryptor.count > 0
 
 

@@ -143,7 +143,7 @@ class _MasterRotationRun(Rotation):
             if self._dry_run:
                 return
             # Services wrap new data keys with the data master that was created last.  So the new
-            # one must have a later time of creation than all others.
+            # data master must have a later time of creation than all other data masters.
             now = max([self._since, *(after_creation(keyring, row) for row in masters)])
             fresh = (await new_master(DATA, root, database_id, now)).row
             # Check that the new data master can be unwrapped before data keys depend on it.
@@ -207,7 +207,7 @@ class _MasterRotationRun(Rotation):
 
 
 def _add(row: MasterKeyRow, known: int, connection: sa.Connection) -> None:
-    """Add *row* to the keyring if the keyring still has *known* rows; otherwise, add nothing.
+    """Add *row* to the keyring if its number of rows is still *known*; otherwise, add nothing.
 
     If the number of rows differs, another process has changed the keyring.  At the latest when a
     service stores a data key, it detects the new number of rows and reads the keyring again.
@@ -219,7 +219,7 @@ def _add(row: MasterKeyRow, known: int, connection: sa.Connection) -> None:
 def _rewrap(
     pairs: list[tuple[DataKeyRow, DataKeyRow]], master_id: int, connection: sa.Connection
 ) -> None:
-    """For each pair of an old and a new row, store the new one if the old one has not changed."""
+    """For each pair of an old and a new row, replace the old row if it has not changed."""
     parameters = [
         {"at_id": old.id, "at_wrapped": old.wrapped, "new": new.wrapped, "master_id": master_id}
         for old, new in pairs
@@ -232,8 +232,8 @@ _REWRAP = (
     .where(
         data_keys.c.id == sa.bindparam("at_id"),
         data_keys.c.wrapped == sa.bindparam("at_wrapped", type_=data_keys.c.wrapped.type),
-        # Require that the new data master still exists.  If another rotation has replaced the new
-        # data master before it wrapped a data key, `retire` may have deleted it.
+        # Require that the new data master still exists.  `retire` may have deleted the new data
+        # master, if another rotation replaced it before any data key was wrapped with it.
         sa.select(sa.literal_column("1")).where(keyring.c.id == sa.bindparam("master_id")).exists(),
     )
     .values(wrapped=sa.bindparam("new", type_=data_keys.c.wrapped.type))

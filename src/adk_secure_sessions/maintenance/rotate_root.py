@@ -62,7 +62,7 @@ async def rotate_root(db: Database, *, dry_run: bool = False) -> RootRotation:
     old = [row for row in rows if row.root_key_id not in (PLAINTEXT_ROOT_KEY_ID, root.key_id)]
     done = [row for row in rows if row.root_key_id == root.key_id]
     # Also unwrap the master keys that the new root key already wraps.  If the given root key is
-    # wrong but has the right id, this raises WrongKeyError.
+    # wrong but has the right id, unwrapping raises WrongKeyError.
     roots, database_id = db.backends.roots, survey.database_id
     await at_once(*(unwrap_master_key(row, roots, database_id) for row in done))
     rewrap = partial(rewrap_master_key, roots=roots, database_id=database_id, new_root=root)

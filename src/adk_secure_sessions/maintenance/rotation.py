@@ -1,9 +1,9 @@
 """Run a rotation in passes over all rows; a killed rotation continues from its checkpoint.
 
 The clocks of different machines may differ.  Therefore the time at which a rotation begins, called
-*since*, is always later than the stored time of creation of every existing key.  The keys that the
-rotation creates have a time of creation of *since* or later.  So a key is new or old by its stored
-time alone.
+*since*, is always later than the stored time of creation of every existing key.  Each key that the
+rotation creates gets *since* or a later time as its time of creation.  So the stored time alone
+tells whether a key is older than the rotation.
 """
 
 import hmac
@@ -83,7 +83,9 @@ class Rotation(ABC):
     async def run(
         self, *, restart: bool, progress: Progress | None, rows_per_second: float | None
     ) -> None:
-        """Continue the unfinished rotation; without one, or with *restart*, begin a new rotation.
+        """Continue the unfinished rotation, or begin a new rotation.
+
+        A new rotation begins if there is no unfinished rotation, or if *restart* is True.
 
         Raises:
             TamperedError: The stored checkpoint was modified.
@@ -111,11 +113,11 @@ class Rotation(ABC):
         """Prepare the first pass; `run` calls this once, after it has read the checkpoint."""
 
     async def _after_passes(self) -> None:  # noqa: B027 - not every rotation has something to do
-        """Do what follows the passes; the checkpoint is stored until this has ended."""
+        """Do what follows the passes; `run` keeps the checkpoint until this method returns."""
 
     @abstractmethod
     async def _walk(self) -> None:
-        """Process all rows: replace their keys, unless in a dry run.
+        """Process all rows and replace their keys; a dry run replaces no keys.
 
         Call `Checkpoints.check` after each batch.  Skip rows whose key is already new.  After a
         killed run, the next run starts at the first row again: skipping rows is fast.
@@ -123,7 +125,7 @@ class Rotation(ABC):
 
     @abstractmethod
     async def _count_left(self) -> int:
-        """Count the rows that still use older keys; in a dry run, the rows to be replaced."""
+        """Count the rows that still use older keys; in a dry run, the rows that would change."""
 
     @abstractmethod
     def _may_walk_again(self) -> bool:
@@ -146,7 +148,9 @@ class Checkpoints:
         self.resumed: bool = False
 
     async def begin(self, *, restart: bool) -> int:
-        """Return *since* of the stored checkpoint; without one, or with *restart*, store a new one.
+        """Return *since* of the stored checkpoint or of a new checkpoint.
+
+        A new checkpoint is stored if there is no checkpoint, or if *restart* is True.
 
         Raises:
             TamperedError: The stored checkpoint was modified.  Also the errors of
@@ -174,7 +178,7 @@ class Checkpoints:
             raise self._overlapped()
 
     async def end(self, since: int, *, complete: bool) -> None:
-        """If *complete*, delete the checkpoint; otherwise, leave it for the next run.
+        """If *complete* is True, delete the checkpoint; otherwise, leave it for the next run.
 
         Raises:
             SecureSessionError: Another rotation was started after this one began.

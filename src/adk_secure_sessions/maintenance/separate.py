@@ -97,8 +97,8 @@ async def separate(
     """
     await _finish_ids(db)
     opened = (await db.keys()).keyring
-    # If no old data master is left, an attacker may have replayed the stored state of an ended
-    # separation, so that this copy seems to be separated already.  Then begin a new separation.
+    # If no old data master is left, begin a new separation: an attacker may have replayed the
+    # stored state of an ended separation, so that this copy seems to be separated already.
     resumed = opened.separation is not None and bool(
         opened.separation.masters & opened.masters.keys()
     )
@@ -141,7 +141,7 @@ _OLD_DATA_KEYS = (
 async def _begin(db: Database) -> None:
     """Store a new id, bind all master keys to it, and delete the checkpoints of the original."""
     survey, opened = await db.survey(), (await db.keys()).keyring
-    check_features(survey, opened)  # the new list gets a MAC of ours
+    check_features(survey, opened)  # reject a tampered list: the new list contains its features
     reject_wrapper(survey, "separate")
     old_id, new_id = opened.database_id, secrets.token_bytes(16)
     masters = frozenset(row.id for row in survey.keyring if row.purpose == DATA)
@@ -167,7 +167,7 @@ async def _begin(db: Database) -> None:
 
 
 async def _finish_ids(db: Database) -> None:
-    """With a key database: store the new id in the data database if a killed run has not."""
+    """Store the new id in the data database, if a killed run stored it only in the key database."""
     found = await repeated(lambda: half_separated(db.executors))
     if found is None:
         return
@@ -196,11 +196,13 @@ def _store(
     expected: tuple[str, str],
     connection: sa.Connection,
 ) -> bool:
-    """Store the keyring *new* and the rows *marks* of `secure_meta` (value by name).
+    """Store the rows in *new* as the keyring, and the rows in *marks* in `secure_meta`.
 
-    Also delete all checkpoints.  If the stored keyring is no longer *old*, or the stored database
-    id and features are no longer *expected* (a service may have added a feature), change nothing
-    and return False.  If an earlier attempt was committed, return True.
+    *marks* maps the name of each row to its value.  Also delete all checkpoints, and return True.
+
+    Change nothing and return False if the stored keyring differs from *old*, or if the stored
+    database id and features differ from *expected* (a service may have added a feature).  But if an
+    earlier attempt was committed, change nothing and return True.
     """
     query = sa.select(*(keyring.c[name] for name in MasterKeyRow._fields)).with_for_update()
     stored = {MasterKeyRow(*row) for row in connection.execute(query)}
@@ -235,7 +237,7 @@ def _set_id(old_id: str, new_id: str, connection: sa.Connection) -> None:
 async def _end(db: Database, opened: Keyring) -> None:
     """Remove the feature `separating`, so that services can start."""
     survey = await db.survey()
-    check_features(survey, opened)  # the new list gets a MAC of ours
+    check_features(survey, opened)  # reject a tampered list: the new list contains its features
     features = stored_features(survey) - {SEPARATING}
     mark = feature_mark(opened.index, opened.database_id, features)
     if not await db.change_keys(partial(_remove_separation, survey.meta[FEATURES], mark)):
@@ -243,7 +245,7 @@ async def _end(db: Database, opened: Keyring) -> None:
 
 
 def _remove_separation(old: str, new: str, connection: sa.Connection) -> bool:
-    """Replace the features *old* by *new*; return False if the stored ones are neither."""
+    """Replace the list of features *old* by *new*; return False if another list is stored."""
     stored = connection.scalar(sa.select(meta.c.value).where(meta.c.name == FEATURES))
     if stored not in (old, new):
         return False

@@ -58,7 +58,7 @@ from adk_secure_sessions.storage import (
 
 # 10 minutes, in microseconds.  With a key database, a data key is stored before its owner's row.
 # Therefore `verify` does not report a data key without an owner's row if it was created in the last
-# 10 minutes or, because clocks differ, seems to be created in the next 10 minutes.
+# 10 minutes or, because clocks differ, has a time of creation in the next 10 minutes.
 _GRACE = 600_000_000
 
 
@@ -147,14 +147,14 @@ class _UserTag(NamedTuple):
 
 
 class _WitnessTag(NamedTuple):
-    """A version witness.  *is_owned* is 1 if its app, user or session exists, otherwise 0."""
+    """A version witness.  *is_owned* is 1 if the app, user or session exists, otherwise 0."""
 
     tag: bytes
     is_owned: int
 
 
 class _Histories:
-    """How many sessions with how many events, or collections with how many items."""
+    """The numbers of checked sessions and events, or of checked collections and items."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -230,8 +230,9 @@ class _Verifier:
     async def check_features(self) -> None:
         """Report a list of features that lacks `collections`, if the database has collections.
 
-        Services add the feature before they store the first collection.  So somebody has replayed
-        an older list, and a release that does not know collections would use the database.
+        Services add the feature before they store the first collection.  So if the feature is
+        missing, somebody has replayed an older list.  With the older list, a release that does not
+        know collections would use the database.
         """
         if not self._collections.number:
             return
@@ -253,7 +254,7 @@ class _Verifier:
         try:
             self._users += await self._check_user(row)
         except UNREADABLE as error:
-            # If the app's name was modified, this is the cause, and `check_apps` has reported it.
+            # A modified name of the app causes this error, and `check_apps` has reported the name.
             if row.app_row in self._misnamed_apps:
                 self._unchecked += 1
             else:
@@ -283,8 +284,8 @@ class _Verifier:
     async def _check_session(self, located: LocatedSession) -> None:
         rows = 1
         try:
-            # Read the whole session in one statement, as a service does: then its rows fit together
-            # even if a service is writing.
+            # Read the whole session in one statement, as a service does, so that its rows fit
+            # together even if a service is writing.
             ids = located.known_ids()
             who = await self._db.unit.identify(*ids)
             if who.session_tag != located.tag:
@@ -298,7 +299,7 @@ class _Verifier:
             is_memory = who.is_collection and who.session_id == memory_items.COLLECTION_NAME
             check = _check_memory_item if is_memory else _check_event
             found = await self._db.unit.run(CheckLocatedSession(who, check))
-            if found is not None:  # otherwise the session was deleted since its ids were read
+            if found is not None:  # None: the session was deleted after its ids were read
                 session, history = found
                 _check_states(session)
                 items = [item for item in history if item is not None]
@@ -373,8 +374,8 @@ async def _find_orphaned_data_keys(db: Database, problems: Problems, meter: Mete
                 problems.suppress(data_keys.name, row.id)
         known = await _existing_owners(db, {row.owner for row in rows})
         lost = [row for row in rows if row.owner not in known and not _may_be_new(db, row)]
-        # An erasure may have deleted the owner's row after the data keys were read here.  It has
-        # then deleted the data keys, too.  So report only data keys that still exist.
+        # An erasure may have deleted the owner's row after the data keys were read here.  In that
+        # case, it has also deleted the data keys.  So report only data keys that still exist.
         found = await read_data_keys(db.read_keys, [row.owner for row in lost])
         there = {key.id for key in found.data_keys}
         for row in lost:

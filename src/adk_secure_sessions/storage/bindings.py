@@ -163,7 +163,7 @@ class StoredSession(NamedTuple):
         return self.expires_at <= time.time_ns() // 1000
 
     def next_expiry(self, updated_at: int) -> int:
-        """Return the new `expires_at` after an update at *updated_at*: the lifetime stays."""
+        """Return `expires_at` after an update at *updated_at*; the lifetime stays the same."""
         if self.expires_at == NEVER:
             return NEVER
         return min(updated_at + self.expires_at - self.updated_at, NEVER - 1)
@@ -206,7 +206,7 @@ class Seen(NamedTuple, Generic[R, V]):
 
 
 class RowCache:
-    """The rows that this process read or wrote last, by tag: at most *limit* of each kind.
+    """The rows that this process has read or written last, by tag: at most *limit* of each kind.
 
     Attributes:
         time: A counter that each new entry increases by one, and not a time of a clock.  It tells
@@ -250,7 +250,7 @@ class RowCache:
         self.put(self.sessions, row, witness, session, has_proven_head=has_proven_head)
 
     def prove_head(self, session: StoredSession) -> None:
-        """Set `has_proven_head` of the cached session, if the cached row is that of *session*."""
+        """Set `has_proven_head` of the cached session, if the cached row equals `session.row`."""
         seen = self.sessions.get(session.tag)
         if seen and seen.row == session.row and not seen.has_proven_head:
             self.sessions.put(session.tag, seen._replace(has_proven_head=True))
@@ -262,7 +262,7 @@ class RowCache:
 
 
 class KeySource(Enum):
-    """Where an attempt gets the data keys of its app and its user from."""
+    """The source of the data keys of an attempt's app and user."""
 
     CACHE = "this process has cached the data keys"
     QUERY = "the query that reads the rows also reads the data keys"
@@ -289,7 +289,7 @@ class Attempt(NamedTuple):
     after_commit: list[Callable[[], None]] | None = None
 
     def remember(self, put: Callable[[], None]) -> None:
-        """Call *put*, which caches a row that was read; in a write, call it after the commit."""
+        """Call *put*, which caches a row that was read; a write calls *put* after the commit."""
         if self.after_commit is None:
             put()
         else:
@@ -561,7 +561,8 @@ def check_events(session: StoredSession, history: list[Row], limit: int | None) 
     expected = list(range(first, session.revision))
     if [row[EVENT_SEQ] for row in history] != expected:
         # A UNION ALL guarantees no order.  SQLite stores any type in any column, so a modified
-        # `seq` may not be an integer.  So sort by text, because any two texts can be compared.
+        # `seq` can have a type that cannot be compared with an integer.  Therefore, sort by texts.
+        # The texts are padded with zeros, so they have the same order as the integers.
         history.sort(
             key=lambda row: f"{row[EVENT_SEQ]:020}" if isinstance(row[EVENT_SEQ], int) else ""
         )

@@ -323,7 +323,7 @@ def reject_separating(survey: Survey) -> None:
 
 
 def check_features(survey: Survey, keyring: Keyring) -> None:
-    """Authenticate the feature list and, if `separate` has not finished, its stored state.
+    """Authenticate the feature list and the stored state of an unfinished run of `separate`.
 
     Set `keyring.separation` to the stored state, or to None if no separation is unfinished.
 
@@ -349,10 +349,10 @@ def check_features(survey: Survey, keyring: Keyring) -> None:
 def separation_marks(
     separation: Separation, index: BlindIndex, new_id: bytes, features: frozenset[str]
 ) -> dict[str, str]:
-    """Return the rows of `secure_meta` (value by name) that `separate` stores when it begins.
+    """Return the rows of `secure_meta` that `separate` stores when it begins.
 
-    *index* authenticates these rows, *new_id* is the new id of the database, and *features* are the
-    features of the database.
+    The result maps the name of each row to its value.  *index* authenticates these rows, *new_id*
+    is the new id of the database, and *features* are the features of the database.
     """
     masters = " ".join(map(str, sorted(separation.masters)))
     text = f"{separation.old_id.hex()} {separation.since} {masters}"
@@ -372,10 +372,10 @@ def feature_mark(
 
 
 def stored_features(survey: Survey) -> frozenset[str]:
-    """Return the stored features of a database; they are not authenticated.
+    """Return the features that `secure_meta` lists; this function does not authenticate the list.
 
     Raises:
-        ConfigurationError: The row is missing or malformed.
+        ConfigurationError: The row `features` of `secure_meta` is missing or malformed.
     """
     names, _ = _stored_features(survey)
     return frozenset(names.split(",")) - {NO_FEATURES}
@@ -484,8 +484,8 @@ async def open_database(
         executors: The executors of the data database and of the key database.
         backends: The backends, whose root keys unwrap the keyring.
         create_tables: Create missing tables; if False, they must exist (see docs/sql).
-        known: A keyring opened earlier.  If given, nothing is created, and a row whose key service
-            fails is left pending (see `Keyring`).
+        known: A keyring opened earlier.  If given, nothing is created.  If a key service fails, the
+            keyring rows that need this service are left pending (see `Keyring`).
 
     Raises:
         ConfigurationError: A database cannot be used; it was left unchanged.
@@ -611,7 +611,7 @@ async def _survey(
 ) -> tuple[Survey, Survey]:
     """Survey and check the data database and the key database; return both surveys.
 
-    Without a key database, both are the same survey.  Raises ConfigurationError if a database
+    Without a key database, the two surveys are the same.  Raises ConfigurationError if a database
     cannot be used.
     """
     of_keys = partial(look, known=known)
@@ -663,7 +663,7 @@ async def _make(
 ) -> None:
     """Create missing tables and rows, unless the database has changed since the survey *expected*.
 
-    *marks* are the rows of `secure_meta`, value by name.  *fresh* are new rows of the keyring.
+    *marks* maps the names of rows of `secure_meta` to values.  *fresh* are new keyring rows.
     """
     if part.value is not None:
         marks = {**marks, HOLDS: part.value}

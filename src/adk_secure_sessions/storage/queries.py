@@ -57,8 +57,8 @@ _NUMBERS, _BLOBS = 8, 2
 # used as the driver returns them.
 EVENT_SEQ, EVENT_TIME, EVENT_RECORD = 1, 2, 1 + _NUMBERS
 _ZERO: ColumnElement[int] = literal_column("0")
-# The number of data keys of one owner that are read.  A rotation adds one; an attacker may have
-# inserted any number.
+# The maximum number of data keys that a query reads for one owner.  A rotation adds one data key.
+# An attacker may have inserted any number of data keys.
 _MAX_KEYS = 1000
 
 # Two forms of one query: `forms[True]` also reads data keys, and `forms[False]` does not.  The form
@@ -379,8 +379,8 @@ def _session_of_user(*conditions: ColumnElement[bool]) -> Insert:
 
 
 INSERT_SESSION_OF_USER = _session_of_user()
-# In addition, this INSERT requires that the app's row and the version witnesses of the app and the
-# user are as this process has cached them.
+# This INSERT has more conditions than INSERT_SESSION_OF_USER: the app's row and the version
+# witnesses of the app and the user must be as this process has cached them.
 INSERT_SESSION_OF_KNOWN = _session_of_user(
     _same_row(apps, "app"),
     _same_row(witnesses.alias("app_witnesses"), "app_witness"),
@@ -443,7 +443,7 @@ UPDATE_SESSION = (
         state=bindparam("state"),
     )
 )
-# Gives the row of a collection a new id; the old items then belong to no row.
+# Gives the row of a collection a new id, so that the old items belong to no row.
 MOVE_COLLECTION = (
     update(sessions)
     .where(*_equal(sessions, "at"))
@@ -460,7 +460,7 @@ UPDATE_SNAPSHOT = (
     .values(revision=bindparam("revision"), state=bindparam("state"))
 )
 # Matches only the revision that was read.  If another process has appended an event since then,
-# DELETE_EVENTS may not see the event, because PostgreSQL runs both deletions in one statement.
+# DELETE_EVENTS might not see the event, because PostgreSQL runs both deletions in one statement.
 DELETE_SESSION = delete(sessions).where(
     sessions.c.id == _AT_ID, sessions.c.revision == bindparam("at_revision")
 )

@@ -285,7 +285,7 @@ class ListPage(_Read):
         )
         parameters: dict[str, object] = {
             "app_tag": self.who.app_tag,
-            "limit": self._limit + 1,  # one more, to know whether a row follows
+            "limit": self._limit + 1,  # the additional row shows that a page follows
             "after_user": self._after.user_row,
             "after_row": self._after.row,
         }
@@ -372,7 +372,7 @@ class CheckApp(_Read):
 
 
 class CheckUser(_Read):
-    """Read the user with the user tag of *who*, like `CheckApp`; None if no row has the tag.
+    """Do the same as `CheckApp` for the user whose tag is in *who*; None if no row has the tag.
 
     Attributes:
         headers: The number of decrypted records, by table and record header.
@@ -476,7 +476,7 @@ def _listed(
 ) -> list[View]:
     """Return a `View` of each session in *found* that has not expired.
 
-    With *collections*, return a `View` of each collection instead.
+    If *collections* is True, return a `View` of each collection instead.
 
     *opened* are the users whose rows could be decrypted.  If *skip* is True, sessions that cannot
     be decrypted are omitted, and their errors are logged.

@@ -266,7 +266,7 @@ class Collections:
     async def get(
         self, app_name: str, user_id: str, name: str, *, limit: int | None = None
     ) -> Collection | None:
-        """Return a collection with its last *limit* items, or with all; None if it is not stored.
+        """Return a collection and its last *limit* (or all) items; None if it is not stored.
 
         Also return None for a stored collection without items: a process may have stopped after it
         had stored the collection and before it could append an item.
@@ -362,7 +362,7 @@ class Collections:
         return await self._unit.run(DeleteSession(who))
 
     async def _position(self, app_name: str, user_id: str, name: str, limit: int = 0) -> Collection:
-        """Return the collection with its last *limit* items; create it if it does not exist."""
+        """Return the collection and its last *limit* items; create a missing collection."""
         who = await self._unit.identify(app_name, user_id, name, True)
         while True:
             found = await self._unit.run(GetSession(who, _item, limit))
@@ -379,7 +379,7 @@ class Collections:
 
 
 class _Feature:
-    """A feature that a process adds to the database before it stores a row that needs it."""
+    """A feature that a process adds to the database before storing rows that need the feature."""
 
     def __init__(self, unit: UnitOfWork, name: str) -> None:
         self._unit = unit

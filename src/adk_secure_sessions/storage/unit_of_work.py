@@ -257,7 +257,7 @@ class UnitOfWork:
 
     async def close(self) -> None:
         """Close the connections and discard the keys; the next call opens the database again."""
-        # The frames in an error's traceback refer to keys, so discard the error, too.
+        # The frames in an error's traceback refer to keys, so also discard the error.
         self._opened = self._rejected = None
         self._stop_timer(asyncio.get_running_loop())
         await self.executors.close()
@@ -364,7 +364,7 @@ class UnitOfWork:
         return await repeated(lambda: define(work, commit=commit), writes=True)
 
     async def change_keys(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
-        """Run *work* in one transaction on the key tables; repeat it in the cases of `change`."""
+        """Do the same as `change`, but on the database that has the key tables."""
         define = self.executors.keys.define
         return await repeated(lambda: define(work, commit=commit), writes=True)
 
@@ -394,7 +394,7 @@ class UnitOfWork:
         await self._renew_keyring(await self.keys(), seen)
 
     async def _renew_keyring(self, keys: DataKeys, seen: Keyring) -> None:
-        """Read the keyring of *keys* again, like `renew_keyring`.
+        """Do the same as `renew_keyring` for the keyring of *keys*.
 
         An operation passes the *keys* that it began with.  If `close` is called during the
         operation, the unit of work discards these keys, but the operation continues to use them.
@@ -490,7 +490,7 @@ def _empty_expired(unit: "ref[UnitOfWork]", expires: float) -> None:
 
 
 def _cache_identity(opened: _Opened, who: Identity) -> None:
-    """Cache *who* if the rows of its ids are cached, which shows that they exist.
+    """Cache *who* if the rows of its ids are cached, which shows that these rows exist.
 
     Ids without rows would only fill the cache.
     """

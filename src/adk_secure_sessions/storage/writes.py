@@ -218,7 +218,7 @@ class CreateSession(_Write[Created]):
         user = bindings.open_user(attempt, found)
         if found.session and found.session.id not in self._sent:
             raise DuplicateSession(may_have_expired=found.session.expires_at != NEVER)
-        # Raises DecryptionError if only some of the session's rows are stored.
+        # This call raises DecryptionError if only some of the session's rows are stored.
         stored = bindings.open_session(attempt, found, user)
         if stored and user and app:
             return Created(stored, app, user)
@@ -330,7 +330,7 @@ class AppendEvent(_Write[StoredSession]):
             if step and (yield Apply(step.changes)):
                 return step.session
         found, user, session = yield from _read_proven(attempt)
-        if session.has_expired and not self._sent:  # an event that was sent may be stored
+        if session.has_expired and not self._sent:  # an event in `_sent` may be stored already
             raise MissingSession
         if self._expected != (session.id, session.revision):
             return (yield from self._stored_before())
@@ -406,7 +406,7 @@ class AppendEvent(_Write[StoredSession]):
         return _Step(changes, new)
 
     def _stored_before(self) -> Steps[StoredSession]:
-        """Return the session if an earlier attempt has stored the event; else raise StaleRevision.
+        """Return the session if an earlier attempt has stored the event, or raise StaleRevision.
 
         The answer to that attempt may have been lost together with the connection.
         """
@@ -651,7 +651,7 @@ class RenewKey(_Write[bool]):
         row = found.user if self._of_user else found.app
         if row is None:
             return False
-        # Decrypt the row instead of using the cached one: its data key may have been deleted.
+        # Do not use the cached row: the data key of the stored row may have been deleted.
         uncached = attempt._replace(cache=RowCache(0))
         owner = bindings.open_app(uncached, found)
         if found.user and self._of_user:
@@ -665,8 +665,8 @@ class RenewKey(_Write[bool]):
 class EnsureOwners(_Write[StagedKeys]):
     """Store the rows and the data keys of the app and the user of *who*, if they are missing.
 
-    `attempt` returns the data keys, with a current one for each owner.  Use the data keys at once:
-    a data key that was erased or rotated meanwhile must not encrypt new records.
+    `attempt` returns the data keys, and each owner has a current data key.  Use the data keys at
+    once: a data key that was erased or rotated meanwhile must not encrypt new records.
     """
 
     def contended(self) -> list[sa.Executable]:
