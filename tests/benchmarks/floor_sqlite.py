@@ -22,7 +22,10 @@ class _Worker:
     """A thread with its own connection; *begin* starts each transaction, or is empty."""
 
     def __init__(self, path: Path, begin: str) -> None:
-        self._path = path
+        # Two threads that switch to WAL at the same time would fail: one finds the file locked.
+        self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        self._connection.execute("PRAGMA journal_mode = WAL")
+        self._connection.execute("PRAGMA synchronous = FULL")
         self._begin = begin
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._serve, daemon=True)
@@ -38,9 +41,7 @@ class _Worker:
         self._thread.join()
 
     def _serve(self) -> None:
-        connection = sqlite3.connect(self._path, isolation_level=None)
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = FULL")
+        connection = self._connection
         while job := self._jobs.get():
             loop = job.future.get_loop()
             try:

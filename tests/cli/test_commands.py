@@ -22,6 +22,7 @@ from tests.maintenance.support import NEW, OLD, fill, query, run_sql
 # --- all of them ---------------------------------------------------------------------------------
 
 
+@pytest.mark.no_tables
 def test_every_command_works_on_a_database_from_init_to_purge(url: str, place: sa.URL) -> None:
     made = run("init", *on(url), "--json")
     assert made.code == 0
