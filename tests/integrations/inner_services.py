@@ -137,8 +137,8 @@ class FerretDB(NamedTuple):
         return b"".join(one.read_bytes() for one in sorted(self.directory.iterdir()))
 
     @contextmanager
-    def database(self) -> Iterator[URL]:
-        """Name a new database, as the servers of tests/servers.py do."""
+    def database(self, *, reused: bool = False) -> Iterator[URL]:
+        """Name a new database, as the servers of tests/servers.py do; none is used again."""
         name = f"test_{secrets.token_hex(8)}"
         with tempfile.TemporaryDirectory() as directory:
             places = {"socket": str(self.socket), "directory": str(self.directory)}
