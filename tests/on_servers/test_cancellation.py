@@ -9,7 +9,7 @@ from google.adk.sessions import BaseSessionService, Session
 from sqlalchemy import URL
 
 from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
-from tests.conformance.services import KEY
+from tests.conformance.services import KEY, KINDS
 from tests.conformance.support import (
     create,
     delete,
@@ -98,6 +98,25 @@ async def test_cancelled_reads_leave_the_connections_usable(
         await cancelled(read(service, session), moment)
     await asyncio.gather(*(cancelled(read(service, session), moment) for moment in range(MOMENTS)))
     assert await reload(service, session) == session
+
+
+# psycopg sends cancel requests on a connection of its own, which may be slow.
+@pytest.mark.parametrize("kind", [KINDS["encrypted-psycopg"]])
+async def test_cancelled_reads_do_not_end_the_query_of_another_read(
+    service: BaseSessionService,
+) -> None:
+    session = await create(service, state={"k": LARGE})
+    for moment in range(60):
+        reads = [asyncio.ensure_future(reload(service, session)) for _ in range(POOL_SIZE)]
+        for _ in range(moment % 40):
+            await asyncio.sleep(0)
+        await asyncio.sleep(moment % 7 / 3000)
+        for read in reads:
+            read.cancel()
+        # These use the connections as soon as they are back in the pool.
+        found = await asyncio.gather(*(reload(service, session) for _ in range(2 * POOL_SIZE)))
+        assert found == [session] * len(found)
+        await asyncio.gather(*reads, return_exceptions=True)
 
 
 @pytest.mark.parametrize("delta", [{"k": 1}, {"k": LARGE, "user:k": LARGE, "app:k": 1}], ids=len)

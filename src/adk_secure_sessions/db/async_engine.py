@@ -78,7 +78,9 @@ class AsyncEngineExecutor:
         )
         self._tasks: set[asyncio.Task[Any]] = set()
         # The driver's connection of each task, except of tasks that still wait for a connection.
+        # None if the task is about to return its connection to the pool.
         self._begun: dict[asyncio.Task[Any], Any] = {}
+        self._interrupted: set[asyncio.Task[Any]] = set()  # those whose query the server may end
         self._interrupting: set[asyncio.Task[Any]] = set()
 
     async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
@@ -165,14 +167,20 @@ class AsyncEngineExecutor:
         async with self._turn(exclusive), self._engine.connect() as connection:
             assert connection.sync_connection is not None
             self._mark_begun(connection.sync_connection.connection.driver_connection)
-            if self._is_psycopg and not connection.sync_connection.info.get(_CHECKED):
-                await connection.run_sync(_prepare_nothing_behind_pooler)
-            if commit and self._is_sqlite:
-                await connection.run_sync(_begin_immediate)
-            result = await connection.run_sync(work)
-            if commit:
-                await connection.commit()
-            return result
+            try:
+                if self._is_psycopg and not connection.sync_connection.info.get(_CHECKED):
+                    await connection.run_sync(_prepare_nothing_behind_pooler)
+                if commit and self._is_sqlite:
+                    await connection.run_sync(_begin_immediate)
+                result = await connection.run_sync(work)
+                if commit:
+                    await connection.commit()
+                return result
+            finally:
+                if self._mark_ended():
+                    # The request to end the query may still be on its way to the server.  In the
+                    # pool, the connection could already run the query of another task.
+                    await connection.invalidate()
 
     def _turn(self, exclusive: bool) -> AbstractAsyncContextManager[None]:
         """Return a context manager that only one task of an event loop can enter at a time.
@@ -261,6 +269,8 @@ class AsyncEngineExecutor:
         also apply to other clients.
         """
         driver = self._begun[task]
+        if driver is None:
+            return
         if self._is_sqlite:
             try:
                 # Run the coroutine at once: a task would run it later, and might interrupt the next
@@ -269,6 +279,7 @@ class AsyncEngineExecutor:
             except StopIteration:
                 pass
             return
+        self._interrupted.add(task)
         if self._is_psycopg and hasattr(driver, "cancel_safe"):  # psycopg 3.2 and later
             self._in_background(_cancel_query(task, driver))
             return
@@ -297,6 +308,14 @@ class AsyncEngineExecutor:
             assert task is not None
             self._begun[task] = driver
 
+    def _mark_ended(self) -> bool:
+        """Prevent that the current task is interrupted; return whether it was interrupted."""
+        task = asyncio.current_task()
+        if task not in self._begun:
+            return False
+        self._begun[task] = None
+        return task in self._interrupted
+
     def _enter(self) -> bool:
         """Register a call, and return whether it is the first call in its event loop."""
         is_first = self._binding.enter()
@@ -308,6 +327,7 @@ class AsyncEngineExecutor:
         self._binding.leave()
         self._tasks.discard(task)
         self._begun.pop(task, None)
+        self._interrupted.discard(task)
 
     async def _end_of_loop(self) -> None:
         if self._interrupting:
