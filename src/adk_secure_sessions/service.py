@@ -15,7 +15,7 @@ from google.adk.errors.session_not_found_error import SessionNotFoundError
 from google.adk.events import Event
 from google.adk.platform import time as platform_time
 from google.adk.platform import uuid as platform_uuid
-from google.adk.sessions import BaseSessionService, Session, State
+from google.adk.sessions import BaseSessionService, Session
 from google.adk.sessions.base_session_service import GetSessionConfig, ListSessionsResponse
 from sqlalchemy.ext.asyncio import AsyncEngine
 
@@ -453,13 +453,7 @@ class EncryptedSessionService(KeyMaterial, BaseSessionService):
         """
         if event.partial:
             return event
-        delta = event.actions.state_delta
-        for key in [key for key in delta or () if key.startswith(State.TEMP_PREFIX)]:
-            session.state[key] = delta[key]
-        if delta:
-            event.actions.state_delta = {
-                key: value for key, value in delta.items() if not key.startswith(State.TEMP_PREFIX)
-            }
+        events.prepare(event, session.state)
         who = (session.app_name, session.user_id, session.id)
         check_ids(*who)
 

@@ -17,6 +17,7 @@ from tests.conformance.support import (
     ids,
     marker,
     not_found,
+    reference_fails,
     reference_lacks,
     reload,
 )
@@ -54,6 +55,15 @@ async def test_event_without_an_id_keeps_the_one_it_was_given_by_adk(
     await service.append_event(session, appended)
     assert appended.id == event_id != ""
     assert ids((await reload(service, session)).events) == [event_id]
+
+
+@reference_fails("the event has another id each time that it is read")
+async def test_event_whose_id_was_emptied_gets_one(service: BaseSessionService) -> None:
+    session = await create(service)
+    one = event("text")
+    one.id = ""
+    await service.append_event(session, one)
+    assert (await reload(service, session)).events == session.events == [one]
 
 
 async def test_odd_event_ids_are_kept(service: BaseSessionService) -> None:

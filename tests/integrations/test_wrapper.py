@@ -289,14 +289,6 @@ async def test_failed_append_leaves_the_session_as_it_was(open_wrapper: Open) ->
     assert (await reload(service, session)).events == session.events
 
 
-async def test_event_without_id_gets_one(service: EncryptedSessionWrapper) -> None:
-    session = await create(service)
-    one = event("text")
-    one.id = ""
-    await service.append_event(session, one)
-    assert (await reload(service, session)).events == session.events == [one]
-
-
 async def test_rebuilt_session_object_is_compared_with_the_stored_one(
     service: EncryptedSessionWrapper,
 ) -> None:

@@ -7,6 +7,7 @@ import logging
 from typing import Any
 
 from google.adk.events import Event
+from google.adk.sessions import State
 from google.adk.version import __version__ as adk_version
 from pydantic import BaseModel, ValidationError
 from pydantic_core import to_json, to_jsonable_python
@@ -23,6 +24,23 @@ _PREFIX = bytes([len(adk_version)]) + adk_version.encode("ascii")
 # The serializer of `Event`.  It is also used for subclasses of `Event`, and omits the fields that a
 # subclass adds: `decode` returns an `Event`, which has no such fields.
 _serializer = Event.__pydantic_serializer__
+
+
+def prepare(event: Event, state: JsonObject) -> None:
+    """Change *event* into what is stored: move the `temp:` keys of its state delta to *state*.
+
+    An event without an id gets one.  Otherwise, google-adk would give it a new id each time that
+    the stored event is read.
+    """
+    if not event.id:
+        event.id = Event.new_id()
+    delta = event.actions.state_delta
+    temporary = {key: delta[key] for key in delta or () if key.startswith(State.TEMP_PREFIX)}
+    if temporary:
+        state.update(temporary)
+        event.actions.state_delta = {
+            key: value for key, value in delta.items() if key not in temporary
+        }
 
 
 def encode(event: Event) -> bytes:

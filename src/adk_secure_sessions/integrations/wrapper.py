@@ -26,7 +26,7 @@ import sqlalchemy as sa
 from google.adk.errors.session_not_found_error import SessionNotFoundError
 from google.adk.events import Event, EventActions
 from google.adk.platform import uuid as platform_uuid
-from google.adk.sessions import BaseSessionService, Session, State
+from google.adk.sessions import BaseSessionService, Session
 from google.adk.sessions.base_session_service import GetSessionConfig, ListSessionsResponse
 from google.genai import types
 from pydantic import PrivateAttr
@@ -61,10 +61,10 @@ from adk_secure_sessions.service import StaleSessionError, check_ids, reject_unk
 from adk_secure_sessions.storage import (
     WRAPPER,
     EnsureOwners,
+    Feature,
     Identity,
     UnitOfWork,
     UseKeys,
-    add_feature,
     open_database,
 )
 
@@ -152,7 +152,7 @@ class EncryptedSessionWrapper(KeyMaterial, BaseSessionService):
             cache_seconds=cache_seconds,
         )
         self._skip = skip_unreadable_sessions
-        self._has_feature = False
+        self._feature = Feature(self._unit, WRAPPER)
         self._locks = LoopLocks()
 
     async def prepare_tables(self) -> None:
@@ -298,16 +298,7 @@ class EncryptedSessionWrapper(KeyMaterial, BaseSessionService):
         """
         if event.partial:
             return event
-        if not event.id:
-            # google-adk gives an event without an id a new id each time that it reads the event.
-            event.id = Event.new_id()
-        delta = event.actions.state_delta
-        for key in [key for key in delta or () if key.startswith(State.TEMP_PREFIX)]:
-            session.state[key] = delta[key]
-        if delta:
-            event.actions.state_delta = {
-                key: value for key, value in delta.items() if not key.startswith(State.TEMP_PREFIX)
-            }
+        events.prepare(event, session.state)
         ids = (session.app_name, session.user_id, session.id)
         check_ids(*ids)
         # Parallel agents may append to the same session object: make them take turns.
@@ -367,7 +358,6 @@ class EncryptedSessionWrapper(KeyMaterial, BaseSessionService):
 
         The next call opens the key database again.
         """
-        self._has_feature = False
         try:
             await self._unit.close()
         finally:
@@ -390,9 +380,7 @@ class EncryptedSessionWrapper(KeyMaterial, BaseSessionService):
         Cached data keys are not used, because another process may have erased them.
         """
         keys = await self._unit.keys()
-        if not self._has_feature:
-            await self._unit.change_keys(partial(add_feature, WRAPPER, keys.keyring))
-            self._has_feature = True
+        await self._feature.ensure()
         who = await self._unit.identify(app_name, user_id, session_id)
         staged = await self._unit.run(EnsureOwners(who))
         return _Records(staged, True, keys.keyring.index, who)

@@ -33,7 +33,6 @@ from adk_secure_sessions.storage.opening import (
     SEPARATION,
     WRAPPER,
     Survey,
-    add_feature,
     check_features,
     feature_mark,
     half_separated,
@@ -80,7 +79,7 @@ from adk_secure_sessions.storage.schema import (
     users,
     witnesses,
 )
-from adk_secure_sessions.storage.store import Collection, Collections, Store
+from adk_secure_sessions.storage.store import Collection, Collections, Feature, Store
 from adk_secure_sessions.storage.unit_of_work import (
     UnitOfWork,
     empty_caches,
@@ -121,6 +120,7 @@ __all__ = [
     "DuplicateSession",
     "EnsureOwners",
     "Expected",
+    "Feature",
     "Headers",
     "Identity",
     "MissingSession",
@@ -135,7 +135,6 @@ __all__ = [
     "UseKeys",
     "UserRow",
     "View",
-    "add_feature",
     "app_context",
     "apps",
     "bases",

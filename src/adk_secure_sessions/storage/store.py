@@ -50,7 +50,7 @@ class Store:
 
     def __init__(self, unit: UnitOfWork) -> None:
         self.unit = unit
-        self._expiry = _Feature(unit, EXPIRY)
+        self._expiry = Feature(unit, EXPIRY)
 
     async def prepare(self) -> None:
         """Open the database now, so that the first operation does not have to open it."""
@@ -243,7 +243,7 @@ class Collections:
 
     def __init__(self, unit: UnitOfWork) -> None:
         self._unit = unit
-        self._feature = _Feature(unit, COLLECTIONS)
+        self._feature = Feature(unit, COLLECTIONS)
 
     async def database_id(self) -> bytes:
         """Return the random id of the database."""
@@ -378,7 +378,7 @@ class Collections:
                 pass  # another task or process has just created the collection
 
 
-class _Feature:
+class Feature:
     """A feature that a process adds to the database before storing rows that need the feature."""
 
     def __init__(self, unit: UnitOfWork, name: str) -> None:
