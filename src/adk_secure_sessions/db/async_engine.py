@@ -309,7 +309,7 @@ class AsyncEngineExecutor:
             self._begun[task] = driver
 
     def _mark_ended(self) -> bool:
-        """Prevent that the current task is interrupted; return whether it was interrupted."""
+        """Exclude later interrupts of the current task; return whether one has happened before."""
         task = asyncio.current_task()
         if task not in self._begun:
             return False

@@ -457,8 +457,8 @@ def _read(job: Job, work: Callable[..., T], *arguments: object, writes: bool = F
     long, and SQLite then rolls the transaction back.
 
     Raises:
-        DatabaseError: *work* took longer than the job's `read_timeout`.  With *writes*: *work* took
-            longer than the `write_timeout` of that time.
+        DatabaseError: *work* took longer than the job's `read_timeout`.  If *writes* is True, the
+            limit is `write_timeout(job.read_timeout)` instead.
     """
     timeout = write_timeout(job.read_timeout) if writes else job.read_timeout
     _current.writes = writes

@@ -140,9 +140,10 @@ def _is_list(value: Any, kind: type) -> bool:
 
 
 def check_replaced(items: Iterable[MemoryItem], first: int, table: str, session_row: int) -> None:
-    """Check that each item whose entries were dropped has its latest record.
+    """Check that no item was replaced by an older record or by a record of another copy.
 
-    The transaction that stores a `drop` also stores new records of the items that it names.
+    If an item drops entries of earlier items, the transaction that stores the item also stores a
+    new record of each of these earlier items.
 
     Args:
         items: The last items of a collection: all items from the number *first* on.

@@ -321,7 +321,7 @@ def split_owner(data: bytes) -> OwnerFields:
 
 
 def join_session(fields: SessionFields) -> bytes:
-    """Join *fields* to the bytes that a session's plaintext contains."""
+    """Join *fields*, and return the result: the bytes that a session's plaintext contains."""
     return fields.head + fields.snapshot_link + fields.overlay
 
 

@@ -134,7 +134,7 @@ def new_item(values: JsonObject, blob: Blob | None, collection: Collection) -> J
     Args:
         values: The fields `part`, `metadata` and `time`.
         blob: Where the content is; None for a part that refers to a file.
-        collection: The artifact with at least its last item; without items for a new artifact.
+        collection: The artifact.  It must contain the last item, unless the artifact is new.
     """
     number = version_count(collection) if collection.size else 0
     if number != collection.size:  # re-encryption has added items
@@ -186,7 +186,7 @@ def _described(collection: Collection) -> list[_Described]:
 
 
 def _follows(one: _Described, before: int) -> bool:
-    """Return whether *one* fits after an item that says that there are *before* versions.
+    """Return whether *one* may follow the previous item, which counts *before* versions.
 
     *one* must add the next version, or describe an existing version again.
     """

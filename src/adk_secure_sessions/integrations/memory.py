@@ -197,8 +197,8 @@ class EncryptedMemoryService(BaseMemoryService):
             drop: list[Entry] = []
             kept = at = 0
             wanted = [one for one in new if one.id not in memory.deleted]
-            # New entries can only be added after the stored ones.  So keep stored entries only as
-            # long as they are in the order of *wanted*.
+            # New entries can only be added after the stored ones.  So the kept entries must be the
+            # first entries of *wanted*, in the same order; drop all other stored entries.
             while kept < len(wanted):
                 end = at
                 while end < len(stored) and not wanted[kept].is_stored_as(stored[end]):
@@ -266,8 +266,8 @@ class EncryptedMemoryService(BaseMemoryService):
             user_id: The user's id.
             memories: The memories.  A memory without an id gets a new id.  If `add_memory` has
                 already added a memory with the same id, the new memory replaces it.
-            custom_metadata: JSON values that are added to the metadata of each memory.  If the
-                memory's own metadata has the same name, the memory keeps its value.
+            custom_metadata: JSON values by name, which are added to the metadata of each memory.
+                If the memory's own metadata already has a value for a name, that value is kept.
 
         Raises:
             ValueError: Content or metadata cannot be converted to JSON or exceed a limit, two of

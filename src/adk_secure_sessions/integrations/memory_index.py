@@ -184,7 +184,8 @@ class UserMemory:
         # For each word, the keys of the entries that contain the word.  The keys in `_dropped` are
         # included until `clean_index` removes them.
         self._words: dict[str, set[int]] = {}
-        # The texts of the entries by key, in NFC and lower case.  Texts in ASCII are omitted.
+        # The texts of the entries by key, in NFC and lower case.  Texts in ASCII are omitted: a
+        # search looks into the texts only for words that are not ASCII.
         self._texts: dict[int, str] = {}
         self._next_key = 0
         self._dropped: list[tuple[int, Entry]] = []

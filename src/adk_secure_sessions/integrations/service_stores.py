@@ -103,7 +103,7 @@ def _store(
 
 
 def _is_ours(factory: _Factory) -> bool:
-    """Return True if *factory* is our function, or calls one for an entry of `services.yaml`."""
+    """Return True if *factory* is one of `_OURS`, or calls one for an entry of `services.yaml`."""
     cells = getattr(factory, "__closure__", None) or ()
     called = [factory, *(cell.cell_contents for cell in cells)]
     return any(one is ours for one in called for ours in _OURS)

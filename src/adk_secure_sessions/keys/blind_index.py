@@ -56,7 +56,7 @@ class BlindIndex(KeyMaterial):
         return self._tag("features", database_id, names)
 
     def separation(self, database_id: bytes, text: str) -> bytes:
-        """Return the 16-byte MAC of *text*, which an unfinished run of `separate` has stored."""
+        """Return the 16-byte MAC of *text*, the stored state of an unfinished separation."""
         return self._tag("separation", database_id, text)
 
     def _tag(self, *parts: str | bytes) -> bytes:

@@ -208,7 +208,7 @@ class Keyring(KeyMaterial):
         raise UnknownKeyError(f"the keyring holds no data master {key_id}")
 
     def database_id_for(self, key_id: int) -> bytes:
-        """Return the database id in the context of data keys that data master *key_id* wraps."""
+        """Return the database id for the contexts of data keys that data master *key_id* wraps."""
         if self.separation is not None and key_id in self.separation.masters:
             return self.separation.old_id
         return self.database_id
@@ -465,7 +465,11 @@ class _Opening:
         self._failing: set[str] = set()  # root keys whose service gave no answer
 
     def order(self, row: MasterKeyRow) -> int:
-        """Return the sort key of *row*: 0 if it has not changed, 1 if new, 2 if it was pending."""
+        """Return the sort key of *row*.
+
+        It is 0 if the known keyring accepted the same row, 2 if the same row was pending in the
+        known keyring, and 1 for every other row.
+        """
         if self.is_known(row):
             return 0
         return 2 if self._known is not None and self._known.has_pending(row) else 1

@@ -10,7 +10,7 @@ class Check(NamedTuple):
 
     Attributes:
         format_version: The version of the stored format.
-        root_key_id: The id of the root key of `backend`.
+        root_key_id: The id of the root key that the argument `backend` of `Database` has.
         masters: The number of master keys; the given root keys unwrap all of them.
         master_id: The id of the data master that wraps new data keys; None if there is none yet:
             the next service that starts creates one.

@@ -54,7 +54,7 @@ Key = tuple[Any, ...]  # the values of a row's primary key
 # own.
 _RECORDS = 64
 _BYTES = 4 * 1024 * 1024
-_SIZES = 1000  # how many primary keys with record lengths one statement reads
+_SIZES = 1000  # how many pairs (primary key, length of the record) one statement reads
 
 # --- records and their contexts ------------------------------------------------------------------
 
@@ -67,8 +67,9 @@ class RecordColumn(NamedTuple):
         value: The column.
         key: The columns of the table's primary key.
         version: A column that changes with every write of a row; None for events.  An event never
-            changes.  An item of a collection may be replaced, but that transaction reads the user's
-            row, and so encrypts with the key that a rotation has created before.
+            changes.  A service may replace an item of a collection during a rotation, but this
+            changes the header of the record: the service reads the user's row first, and so
+            encrypts with the new data key of the rotation.
     """
 
     table: sa.Table
@@ -116,9 +117,9 @@ class OwnerIds(NamedTuple):
 class SessionBatch(NamedTuple):
     """Some sessions of one user, with the records of their rows and their version witnesses.
 
-    *sessions* maps row ids to session ids.  It also contains collections, with their names:
-    *collections* has their row ids.  *rows* is the number of sessions and version witnesses that
-    were read.  *span* is the range of session row ids.
+    *sessions* maps row ids to session ids, and the row ids of collections to the names of the
+    collections.  *collections* contains the row ids of the collections.  *rows* is the number of
+    sessions and version witnesses that were read.  *span* is the range of session row ids.
     """
 
     sessions: dict[int, str]

@@ -95,11 +95,15 @@ async def retire(
 ) -> Retirement:
     """Delete the data keys and data masters that were replaced and that no row uses.
 
-    First, `retire` decrypts every record of an owner (a user or an app).  If a row of the owner is
-    missing or cannot be decrypted, all data keys of that owner are kept, because an attacker may
-    have modified the headers that name the keys.  Then one transaction checks that no record names
-    a replaced data key, and deletes that key.  With a key database, these are two transactions.  If
-    a replaced data key is kept, all newer data keys of its owner are also kept.
+    First, `retire` checks that every row belongs to a session, user or app, and decrypts the row of
+    every session.  If a check fails, it raises TamperedError: the row may need any key.
+
+    Then `retire` processes one owner (a user or an app) after the other, and decrypts all records
+    of the owner.  If one of them is missing or cannot be decrypted, `retire` keeps all data keys of
+    this owner, because an attacker may have modified the headers that name the keys.  Otherwise,
+    one transaction finds the replaced data keys that no record names, and deletes them.  With a key
+    database, these are two transactions.  If a replaced data key is kept, all newer data keys of
+    its owner are also kept.
 
     A replaced data master is deleted if it wraps no data key.  If a data key cannot be unwrapped,
     all data masters are kept.
@@ -488,7 +492,9 @@ def _retire_masters(
     wrapped: Counter[int] | None,
     connection: sa.Connection,
 ) -> _OlderMasters:
-    """Delete the replaced data masters that wrap no data key; return kept and unused masters.
+    """Delete the replaced data masters that wrap no data key.
+
+    Return two lists: the replaced data masters that are kept, and those that wrap no data key.
 
     Args:
         dry_run: If True, delete nothing.

@@ -226,7 +226,7 @@ def _store(
 
 
 def _set_id(old_id: str, new_id: str, connection: sa.Connection) -> None:
-    """Store the new id in the data database, and delete the checkpoints of the original."""
+    """Store the new id in the data database, and delete the original database's checkpoints."""
     row = sa.update(meta).where(meta.c.name == DATABASE_ID, meta.c.value == old_id)
     connection.execute(row.values(value=new_id))
     names = [name for (name,) in connection.execute(sa.select(meta.c.name))]

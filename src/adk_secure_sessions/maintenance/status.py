@@ -176,7 +176,7 @@ async def _master(db: Database, row: MasterKeyRow, database_id: bytes) -> Master
             unwraps = True
         except (WrongKeyError, DecryptionError):
             unwraps = False
-    # SQLite stores any type in any column, so a modified time can have another type.
+    # SQLite stores any type in any column, so a time that was tampered with may be no integer.
     created_at = row.created_at if isinstance(row.created_at, int) else 0
     age = time.time() - created_at / 1_000_000
     return MasterKey(row.id, row.purpose, row.root_key_id, created_at, age, unwraps)

@@ -1,4 +1,4 @@
-"""Read and write the encrypted tables.  Other packages import only the names below.
+"""Read and write the encrypted tables.  Other packages import only names in `__all__`.
 
 The modules, each of which imports only those above it:
 

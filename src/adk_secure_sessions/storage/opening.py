@@ -132,7 +132,7 @@ class Survey(NamedTuple):
 
     @property
     def part(self) -> Part | None:
-        """The part that `secure_meta` names; None if this release does not know the name."""
+        """The part that the database has; None if row `holds` has an unknown value."""
         mark = self.meta.get(HOLDS)
         return next((part for part in Part if part.value == mark), None)
 

@@ -384,7 +384,7 @@ class Feature:
     def __init__(self, unit: UnitOfWork, name: str) -> None:
         self._unit = unit
         self._name = name
-        # The keyring for which this process has ensured that the database has the feature.
+        # The keyring that was current when `ensure` last added or found the feature.
         self._ensured: Keyring | None = None
 
     async def ensure(self) -> None:
