@@ -21,6 +21,7 @@ LAYERS = (
     {"db"},
     {"storage"},
     {"service", "maintenance"},
+    {"migration"},
     {"integrations"},
     {"cli"},
     {"__init__"},

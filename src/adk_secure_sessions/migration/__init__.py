@@ -1,0 +1,1 @@
+"""Copy sessions into a database of this package, and out of it."""

@@ -1,0 +1,127 @@
+"""What `migrate` reads from: the interface of a source of sessions."""
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Mapping, Sequence
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from adk_secure_sessions.formats.states import JsonObject
+
+
+class Scope(NamedTuple):
+    """Which sessions of a source to read.
+
+    Attributes:
+        app_name: Only sessions of this app; None for all apps.
+        since: Only sessions whose last update is at this time or later, in microseconds since
+            1970, UTC; None for all.
+    """
+
+    app_name: str | None = None
+    since: int | None = None
+
+
+class SourceSession(NamedTuple):
+    """A session in a source, without its content.
+
+    *version* is a text that differs after each change of the session in the source.
+    """
+
+    app_name: str
+    user_id: str
+    session_id: str
+    version: str
+
+
+class SourceEvent(NamedTuple):
+    """An event in a source.
+
+    Attributes:
+        plaintext: The event, in the form that `formats.events.encode` returns.
+        time: The event's timestamp, in microseconds since 1970, UTC.
+    """
+
+    plaintext: bytes
+    time: int
+
+
+class SessionContent(NamedTuple):
+    """The content of a session in a source.
+
+    Attributes:
+        state: The session's own state, without the states of its app and its user.
+        events: All events, in the order in which google-adk returns them.
+        created_at: When the session was created, in microseconds since 1970, UTC.  If the source
+            does not store it, the time of the first event or of the last update.
+        updated_at: `Session.last_update_time`, in microseconds since 1970, UTC.
+    """
+
+    state: JsonObject
+    events: Sequence[SourceEvent]
+    created_at: int
+    updated_at: int
+
+
+class UnreadableSession(NamedTuple):
+    """A session in a source that cannot be read.  *reason* contains no content."""
+
+    reason: str
+
+
+class SourceSize(NamedTuple):
+    """The number of sessions and events of a source, which may be an estimate."""
+
+    sessions: int
+    events: int
+
+
+class Source(ABC):
+    """Reads sessions and states, and changes nothing.  Use it with `async with`.
+
+    Every method may raise ConfigurationError and DatabaseError.
+    """
+
+    @property
+    @abstractmethod
+    def description(self) -> str:
+        """The kind of the source, for messages: for example `google-adk's tables, schema v1`."""
+
+    @abstractmethod
+    async def size(self, scope: Scope) -> SourceSize:
+        """Return how many sessions and events *scope* contains."""
+
+    @abstractmethod
+    def sessions(self, scope: Scope) -> AsyncIterator[Sequence[SourceSession]]:
+        """Yield the sessions in *scope*, in batches, in an order that does not change."""
+
+    @abstractmethod
+    async def read(
+        self, sessions: Sequence[SourceSession]
+    ) -> Mapping[SourceSession, SessionContent | UnreadableSession]:
+        """Return the contents of *sessions*; a session that was deleted meanwhile is omitted.
+
+        The keys are elements of *sessions*.  A content may be newer than the version of its key;
+        the next run then reads the session again.
+        """
+
+    @abstractmethod
+    def app_states(self, scope: Scope) -> AsyncIterator[Mapping[str, JsonObject]]:
+        """Yield the states of the apps in *scope* by app name, in batches."""
+
+    @abstractmethod
+    def user_states(self, scope: Scope) -> AsyncIterator[Mapping[tuple[str, str], JsonObject]]:
+        """Yield the states of all users of the apps in *scope* by app name and user id."""
+
+    async def close(self) -> None:  # noqa: B027 - not every source has something to close
+        """Close the connections that the source has opened."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
