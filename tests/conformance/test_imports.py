@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from adk_secure_sessions.formats import events, states
 from adk_secure_sessions.maintenance import (
     Database,
     erase_user,
+    purge,
     rotate_data,
     separate,
     vacuum,
@@ -243,12 +245,29 @@ async def test_import_after_a_lost_answer_is_stored_once(
 
 
 async def test_impossible_time_is_rejected(store: Store) -> None:
-    for time in (10**19, -(10**19)):
+    for at in (10**19, -(10**19)):
         with pytest.raises(ValueError, match="not a possible time"):
             await store.import_session(
-                *IDS, state=b"{}", events=[ImportedEvent(b"", time)], created_at=0, updated_at=0,
+                *IDS, state=b"{}", events=[ImportedEvent(b"", at)], created_at=0, updated_at=0,
                 source_version="lone surrogate \ud83c",
             )  # fmt: skip
+
+
+async def test_imported_session_expires(
+    service: BaseSessionService, store: Store, db: Database
+) -> None:
+    now = time.time_ns() // 1000
+    for name, expires_at in (("expired", now - 1), ("later", now + 60_000_000)):
+        await store.import_session(
+            APP, USER, name, state=b"{}", events=[], created_at=0, updated_at=now - 10,
+            source_version="1", expires_at=expires_at,
+        )  # fmt: skip
+    assert await read(service, "expired") is None
+    session = await read(service, "later")
+    assert session is not None
+    await service.append_event(session, event("goes on", timestamp=now / 1_000_000))
+    assert (await purge(db)).deleted == 1
+    assert await is_clean(db)
 
 
 async def test_cancelled_import_is_whole_or_absent(

@@ -189,8 +189,7 @@ class ImportSession(Write[_Outcome]):
         seals: The MACs of the database.
         state: The session's own state, as JSON.
         events: All events, oldest first.
-        created_at: When the session was created, in microseconds UTC.
-        updated_at: When the session was updated, in microseconds UTC.
+        times: The columns `created_at`, `updated_at` and `expires_at`, in microseconds UTC.
         source: Identifies the version: see `Seals.source`.
         replace: Replace the session if it was imported before and no service has changed it since.
 
@@ -204,21 +203,19 @@ class ImportSession(Write[_Outcome]):
         seals: Seals,
         state: bytes,
         events: Sequence[ImportedEvent],
-        created_at: int,
-        updated_at: int,
+        times: tuple[int, int, int],
         source: bytes,
         *,
         replace: bool,
     ) -> None:
         super().__init__(who)
-        times = [created_at, updated_at, *(event.time for event in events)]
-        if max(map(abs, times)) > _LATEST:
+        checked = [*times[:2], *(event.time for event in events)]
+        if max(map(abs, checked)) > _LATEST or not 0 <= times[2] <= NEVER:
             raise ValueError("the time of the session or of an event is not a possible time")
         self._seals = seals
         self._state = state
         self._events = events
-        self._created_at = created_at
-        self._updated_at = updated_at
+        self._times = times
         self._source = source
         self._replace = replace
         self._spans = list(_spans(events))
@@ -353,7 +350,7 @@ class ImportSession(Write[_Outcome]):
         revision = len(links)
         session = StoredSession(
             new_row_key(), user_row, who.session_tag, who.session_id, revision, NO_SNAPSHOT,
-            self._created_at, self._updated_at, NEVER, self._state, b"{}",
+            *self._times, self._state, b"{}",
             links[-1] if links else NO_LINK, NO_LINK, b"",
         )  # fmt: skip
         snapshot: Changes = []

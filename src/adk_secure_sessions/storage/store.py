@@ -255,6 +255,7 @@ class Store:
         created_at: int,
         updated_at: int,
         source_version: str,
+        expires_at: int | None = None,
         replace: bool = False,
     ) -> ImportResult:
         """Store a session of another database with all its events, in one transaction.
@@ -274,6 +275,7 @@ class Store:
             created_at: Microseconds UTC.
             updated_at: The session's last update, in microseconds UTC.
             source_version: A text that differs after each change of the session in the source.
+            expires_at: When the session expires, in microseconds UTC; None if it does not expire.
             replace: Replace the session if it was imported before from another version, and no
                 service has changed it since.
 
@@ -284,12 +286,13 @@ class Store:
             TamperedError: A row was tampered with, and nothing was changed.
         """
         await self._migration.ensure()
+        if expires_at is not None:
+            await self._expiry.ensure()
         who = await self.unit.identify(app_name, user_id, session_id)
         seals = await self._seals()
+        times = (created_at, updated_at, NEVER if expires_at is None else expires_at)
         source = seals.source(who.session_tag, encode_text(source_version))
-        operation = ImportSession(
-            who, seals, state, events, created_at, updated_at, source, replace=replace
-        )
+        operation = ImportSession(who, seals, state, events, times, source, replace=replace)
         return (await self.unit.run(operation)).result
 
     async def import_state(
