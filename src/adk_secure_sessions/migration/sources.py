@@ -70,6 +70,12 @@ class UnreadableSession(NamedTuple):
     reason: str
 
 
+class UnreadableState(NamedTuple):
+    """The state of an app or a user that cannot be read.  *reason* contains no content."""
+
+    reason: str
+
+
 class SourceSize(NamedTuple):
     """The number of sessions and events of a source, which may be an estimate."""
 
@@ -119,11 +125,13 @@ class Source(ABC):
         """
 
     @abstractmethod
-    def app_states(self, scope: Scope) -> AsyncIterator[Mapping[str, JsonObject]]:
+    def app_states(self, scope: Scope) -> AsyncIterator[Mapping[str, JsonObject | UnreadableState]]:
         """Yield the states of the apps in *scope* by app name, in batches."""
 
     @abstractmethod
-    def user_states(self, scope: Scope) -> AsyncIterator[Mapping[tuple[str, str], JsonObject]]:
+    def user_states(
+        self, scope: Scope
+    ) -> AsyncIterator[Mapping[tuple[str, str], JsonObject | UnreadableState]]:
         """Yield the states of all users of the apps in *scope* by app name and user id."""
 
     async def others(self) -> OtherContent:
