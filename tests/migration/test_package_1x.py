@@ -6,6 +6,7 @@ other cases, `Writer` creates the tables of release 1.1 and later, and encrypts 
 
 import base64
 import json
+import logging
 import os
 import sqlite3
 from collections.abc import Iterator
@@ -19,7 +20,12 @@ import sqlalchemy as sa
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from google.adk.events import Event
 
-from adk_secure_sessions import ConfigurationError, WrongKeyError
+from adk_secure_sessions import (
+    AesGcmBackend,
+    ConfigurationError,
+    EncryptedSessionService,
+    WrongKeyError,
+)
 from adk_secure_sessions.formats.events import decode
 from adk_secure_sessions.formats.times import microseconds
 from adk_secure_sessions.migration import package_1x
@@ -165,6 +171,12 @@ def event_ids(content: SessionContent | UnreadableSession) -> list[str]:
     return [decode(one.plaintext, 0, 0).id for one in content.events]
 
 
+def restore(file: Path, name: str) -> None:
+    """Create a database that a release of adk-secure-sessions 1.x wrote."""
+    with closing(sqlite3.connect(file)) as connection:
+        connection.executescript((VECTORS / f"{name}.sql").read_text(encoding="utf-8"))
+
+
 # --- databases of real releases ------------------------------------------------------------------
 
 
@@ -173,8 +185,7 @@ async def test_database_of_a_release_is_read_as_that_release_read_it(
     name: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "1x.db"
-    with closing(sqlite3.connect(file)) as connection:
-        connection.executescript((VECTORS / f"{name}.sql").read_text(encoding="utf-8"))
+    restore(file, name)
     before = file.read_bytes()
     expected = json.loads((VECTORS / f"{name}.json").read_text(encoding="utf-8"))
     prefixed = "1_0" not in name
@@ -204,9 +215,7 @@ async def test_database_of_a_release_is_read_as_that_release_read_it(
 
 async def test_initial_state_of_a_release_before_1_1_stays_in_its_session(file: Path) -> None:
     """Its keys `app:` and `user:` were visible in that session only."""
-    with closing(sqlite3.connect(file)) as connection:
-        name = "release_1_0_passphrase"
-        connection.executescript((VECTORS / f"{name}.sql").read_text(encoding="utf-8"))
+    restore(file, "release_1_0_passphrase")
     async with source(file, PASSPHRASE) as of:
         assert await states(of) == {
             "shop": {"motd": "héllo"},
@@ -220,6 +229,7 @@ async def test_initial_state_of_a_release_before_1_1_stays_in_its_session(file: 
 # --- on each database ----------------------------------------------------------------------------
 
 
+@pytest.mark.no_tables
 async def test_sessions_states_and_sizes_are_read(
     place: sa.URL, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,6 +275,58 @@ async def test_sessions_states_and_sizes_are_read(
         assert await of.read([]) == {}
 
 
+# --- in the same database as the tables of this package ------------------------------------------
+
+
+async def warnings_of_service(url: str, caplog: pytest.LogCaptureFixture) -> list[str]:
+    async with EncryptedSessionService(url, AesGcmBackend(KEY)) as service:
+        await service.prepare_tables()
+    return [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+
+
+@pytest.mark.no_tables
+async def test_service_names_the_tables_of_1x(
+    place: sa.URL, url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = Writer(place)
+    writer.session("ada", "s", events=1)
+    writer.engine.dispose()
+    (message,) = await warnings_of_service(url, caplog)
+    assert "tables of adk-secure-sessions 1.x" in message
+    async with Package1x(url, [KEY]) as of:
+        assert len(await contents(of)) == 1
+
+
+@pytest.mark.parametrize("name", ["release_1_0_passphrase", "release_1_2_passphrase_and_aes"])
+async def test_service_names_the_tables_of_a_release(
+    name: str, file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    restore(file, name)
+    (message,) = await warnings_of_service(f"sqlite+aiosqlite:///{file}", caplog)
+    assert "tables of adk-secure-sessions 1.x" in message
+
+
+@pytest.mark.parametrize("state", ["'{}'", "''", "x'80049500'"])
+async def test_service_does_not_take_a_plaintext_state_for_one_of_1x(
+    state: str, file: Path, writer: Writer, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer.session("ada", "s0", events=0)
+    writer.session("ada", "s1", events=0)
+    writer.run(f"UPDATE sessions SET state = {state} WHERE id = 's1'")
+    (message,) = await warnings_of_service(f"sqlite+aiosqlite:///{file}", caplog)
+    assert "ADK's own tables" in message
+
+
+async def test_service_opens_beside_a_table_of_another_program(
+    file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with closing(sqlite3.connect(file)) as connection:
+        connection.executescript("CREATE TABLE sessions (a); CREATE TABLE events (a)")
+    (message,) = await warnings_of_service(f"sqlite+aiosqlite:///{file}", caplog)
+    assert "ADK's own tables" in message
+
+
+@pytest.mark.no_tables
 @pytest.mark.parametrize("place", ["postgresql"], indirect=True)
 async def test_local_times_of_a_server_are_converted(place: sa.URL, url: str) -> None:
     writer = Writer(place)
