@@ -297,15 +297,6 @@ async def test_service_names_the_tables_of_1x(
         assert len(await contents(of)) == 1
 
 
-@pytest.mark.parametrize("name", ["release_1_0_passphrase", "release_1_2_passphrase_and_aes"])
-async def test_service_names_the_tables_of_a_release(
-    name: str, file: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    restore(file, name)
-    (message,) = await warnings_of_service(f"sqlite+aiosqlite:///{file}", caplog)
-    assert "tables of adk-secure-sessions 1.x" in message
-
-
 @pytest.mark.parametrize("state", ["'{}'", "''", "x'80049500'"])
 async def test_service_does_not_take_a_plaintext_state_for_one_of_1x(
     state: str, file: Path, writer: Writer, caplog: pytest.LogCaptureFixture
