@@ -118,10 +118,11 @@ class Survey(NamedTuple):
     """The tables and the metadata that a database contains.  Nothing in it is authenticated.
 
     *alien_tables* are the names of tables that have the name of one of our tables, but lack one of
-    its columns.  *adk_tables* is True if ADK's own tables exist.  *is_used* is True if one of our
-    tables other than `secure_meta` and `secure_keyring` has rows.  *meta* contains the values of
-    `secure_meta` by name.  *keyring* contains at most `MAX_ROWS` + 1 rows of `secure_keyring`, and
-    *keyring_rows* is the number of all its rows.
+    its columns.  *adk_tables* is True if ADK's own tables exist, or those of adk-secure-sessions
+    1.x, which have the same names.  *is_used* is True if one of our tables other than `secure_meta`
+    and `secure_keyring` has rows.  *meta* contains the values of `secure_meta` by name.  *keyring*
+    contains at most `MAX_ROWS` + 1 rows of `secure_keyring`, and *keyring_rows* is the number of
+    all its rows.
     """
 
     missing_tables: frozenset[str]
