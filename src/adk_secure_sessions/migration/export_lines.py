@@ -1,0 +1,195 @@
+"""Decrypt sessions into lines of JSON.  Everything that is written is plaintext."""
+
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from typing import NamedTuple
+
+from adk_secure_sessions.errors import DecryptionError
+from adk_secure_sessions.formats import json_text, states
+from adk_secure_sessions.lru import Lru
+from adk_secure_sessions.maintenance.database import Database
+from adk_secure_sessions.maintenance.engine import Progress
+from adk_secure_sessions.migration.export_reader import (
+    ExportReader,
+    Refusal,
+    StopExport,
+    ids_of,
+)
+from adk_secure_sessions.migration.sources import SessionContent, SourceEvent, SourceSession
+from adk_secure_sessions.storage import CheckApp
+
+LINE_FORMAT = 1  # the format of the lines: docs/export.md describes it
+_CACHED_STATES = 64
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+class LinesExport(NamedTuple):
+    """The result of `export_lines`.
+
+    Attributes:
+        sessions: How many sessions were written.
+        events: How many events these sessions have.
+        users: How many users without sessions were written, because they have a state.
+        bad: How many sessions and states were not exported, because they cannot be decrypted.
+        stopped: Whether the run stopped at the first of these.
+        refused: The first 1000 of these.
+        seconds: How long the run took.
+    """
+
+    sessions: int
+    events: int
+    users: int
+    bad: int
+    stopped: bool
+    refused: tuple[Refusal, ...]
+    seconds: float
+
+
+async def export_lines(
+    db: Database,
+    write: Callable[[bytes], object],
+    *,
+    app_name: str | None = None,
+    user_id: str | None = None,
+    skip_bad: bool = False,
+    progress: Progress | None = None,
+) -> LinesExport:
+    """Decrypt all sessions, and write one line of JSON for each session.
+
+    A user who has a state but no session also has a line, without a session id.  Expired sessions,
+    artifacts and memory are not exported.
+
+    Args:
+        db: The database to read, with every backend whose records it may contain.
+        write: Called with each line, in UTF-8 and with the line feed.
+        app_name: Export only sessions of this app.
+        user_id: Export only sessions of the users with this id.
+        skip_bad: Continue after a session or state that cannot be decrypted.  If False, the run
+            stops.
+        progress: Called with the number of sessions done and the number of all sessions.
+
+    Raises:
+        ConfigurationError: The database cannot be used.
+        WrongKeyError: The root keys do not decrypt the keyring.
+        DatabaseError: The database raised an error.
+    """
+    began = time.monotonic()
+    reader = await ExportReader.of(db, app_name, user_id, skip_bad, progress, 1)
+    run = _ToLines(reader, write)
+    stopped = False
+    try:
+        await run.write_sessions()
+        await run.write_users()
+    except StopExport:
+        stopped = True
+    reader.meter.finish()
+    return LinesExport(
+        run.sessions,
+        run.events,
+        run.users,
+        reader.bad,
+        stopped,
+        tuple(reader.refused),
+        time.monotonic() - began,
+    )
+
+
+class _ToLines:
+    """One run of `export_lines`."""
+
+    def __init__(self, reader: ExportReader, write: Callable[[bytes], object]) -> None:
+        self.sessions = self.events = self.users = 0
+        self._reader = reader
+        self._write = write
+        self._states: Lru[tuple[str, ...], bytes] = Lru(_CACHED_STATES)
+
+    async def write_sessions(self) -> None:
+        async for batch in self._reader.sessions():
+            for session, content in batch.items():
+                line, reason = b"", None
+                try:
+                    line = await self._line(session, content)
+                except DecryptionError as error:
+                    reason = str(error)
+                if reason is None:
+                    self._write(line)
+                    self.sessions += 1
+                    self.events += len(content.events)
+                else:
+                    await self._reader.reject(("session", *ids_of(session)), reason)
+
+    async def write_users(self) -> None:
+        """Write a line for each user who has a state and no session."""
+        store = await self._reader.db.store()
+        async for app_name, user_id, state in self._reader.user_states():
+            if not state:
+                continue
+            page = await store.list_page(
+                app_name, user_id, None, limit=1, newest=False, with_state=False, skip=True
+            )
+            if not page.views:
+                app_state = await self._app_state(app_name)
+                self._write(_line((app_name, user_id, None), app_state, states.dumps(state)))
+                self.users += 1
+
+    async def _line(self, session: SourceSession, content: SessionContent) -> bytes:
+        app_name, user_id, _ = ids = ids_of(session)
+        app_state = await self._app_state(app_name)
+        user_state = self._states.get((app_name, user_id))
+        if user_state is None:
+            user_state = await (await self._reader.db.store()).user_state(app_name, user_id)
+            self._states.put((app_name, user_id), user_state)
+        return _line(ids, app_state, user_state, content)
+
+    async def _app_state(self, app_name: str) -> bytes:
+        state = self._states.get((app_name,))
+        if state is None:
+            unit = self._reader.db.unit
+            app = await unit.run(CheckApp(await unit.identify(app_name)))
+            state = app.state if app else b"{}"
+            self._states.put((app_name,), state)
+        return state
+
+
+def _line(
+    ids: tuple[str, str, str | None],
+    app_state: bytes,
+    user_state: bytes,
+    content: SessionContent | None = None,
+) -> bytes:
+    """Return the line of a session or, without *content*, of a user without sessions.
+
+    The JSON of states and events is inserted as it is stored: parsing would take most of the time.
+    """
+    times: list[object] = [None, None, None]
+    state, history = b"{}", b""
+    if content is not None:
+        times = [_time(content.created_at), _time(content.updated_at), _time(content.expires_at)]
+        state = states.dumps(content.state)
+        history = b",".join(map(_event, content.events))
+    names = ("app_name", "user_id", "session_id", "created_at", "updated_at", "expires_at")
+    fields = dict(zip(("format", *names), (LINE_FORMAT, *ids, *times), strict=True))
+    start = json_text.dumps(fields)[:-1]
+    by_scope = b'{"app":%b,"user":%b,"session":%b}' % (app_state, user_state, state)
+    return _on_one_line(b'%b,"state":%b,"events":[%b]}' % (start, by_scope, history)) + b"\n"
+
+
+def _event(event: SourceEvent) -> bytes:
+    return event.plaintext[json_text.version_end(event.plaintext) :]
+
+
+def _on_one_line(text: bytes) -> bytes:
+    """Replace line breaks, which JSON allows only between values."""
+    return text.replace(b"\r", b" ").replace(b"\n", b" ")
+
+
+def _time(microseconds: int | None) -> str | int | None:
+    """Return a time as text in ISO 8601; as the number itself if the year has not four digits."""
+    if microseconds is None:
+        return None
+    try:
+        moment = _EPOCH + timedelta(microseconds=microseconds)
+    except OverflowError:
+        return microseconds
+    return moment.isoformat(timespec="microseconds").replace("+00:00", "Z")
