@@ -13,8 +13,8 @@ from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from functools import cached_property, partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NamedTuple, TypeVar
+from types import SimpleNamespace, TracebackType
+from typing import Any, NamedTuple, Self, TypeVar
 
 import sqlalchemy as sa
 from google.adk.events import Event
@@ -27,7 +27,7 @@ from adk_secure_sessions.db.protocol import UniqueViolation
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError, DecryptionError
 from adk_secure_sessions.formats import events, json_text, states
 from adk_secure_sessions.formats.states import JsonObject
-from adk_secure_sessions.migration.export_reader import Ids
+from adk_secure_sessions.migration.export_reader import Ids, ids_of
 from adk_secure_sessions.migration.sources import SessionContent, SourceEvent, SourceSession
 from adk_secure_sessions.storage import repeated
 
@@ -74,12 +74,15 @@ class _Reading(NamedTuple):
 
 
 class AdkTarget:
-    """A database with google-adk's tables, schema v1.
+    """A database to which `export_to_adk` adds google-adk's tables; use it with `async with`.
 
-    Existing rows are never changed: sessions and states are only added.
+    The tables have schema v1.  Existing rows are never changed.
 
     Args:
         url: The URL of the database.
+
+    Attributes:
+        is_open: Whether `open` was called and found nothing that prevents writing.
 
     Raises:
         ConfigurationError: The URL cannot be used.
@@ -87,15 +90,15 @@ class AdkTarget:
 
     def __init__(self, url: str | sa.URL) -> None:
         parsed = _parsed(url)
-        self.file: Path | None = None
+        self.is_open: bool = False
+        self._file: Path | None = None
         if parsed.get_backend_name() == "sqlite":
             name = parsed.database or ""
             if name in ("", ":memory:") or name.startswith("file:"):
                 raise ConfigurationError("the target must be a file: write sqlite:///adk.db")
-            self.file = Path(name)
+            self._file = Path(name)
         self._executor = executors_for(parsed, None, None, None, {}).data
         self._dialect = parsed.get_backend_name()
-        self.name: str = parsed.render_as_string(hide_password=True)
 
     async def open(self) -> None:
         """Create the tables that do not exist; create a SQLite file that only its owner can read.
@@ -105,18 +108,30 @@ class AdkTarget:
                 can read the existing file.
             DatabaseError: The database cannot be used.
         """
-        if self.file is not None:
-            create_private_file(self.file, must_be_new=False)
+        if self._file is not None:
+            create_private_file(self._file, must_be_new=False)
         version = await self._run(_create_tables, commit=True)
         if version != schema_versions.LATEST_SCHEMA_VERSION:
             raise ConfigurationError(
                 f"the target has tables of google-adk's older schema ({version}): give a new "
                 "database, or migrate the target with `adk migrate session`"
             )
+        self.is_open = True
 
     async def close(self) -> None:
         """Close the connections."""
         await self._executor.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
 
     # --- write -----------------------------------------------------------------------------------
 
@@ -126,10 +141,8 @@ class AdkTarget:
         Raises:
             UnsuitableSession: google-adk's database cannot hold the session.
         """
-        ids = (session.app_name, session.user_id, session.session_id)
-        for name, value in zip(("app name", "user id", "session id"), ids, strict=True):
-            self._check_text(f"the {name}", value)
-        app_name, user_id, session_id = ids
+        app_name, user_id, session_id = ids = ids_of(session)
+        self._check_ids(ids)
         row = {
             "app_name": app_name,
             "user_id": user_id,
@@ -171,8 +184,7 @@ class AdkTarget:
         """
         model = _state_model(owner)
         key = dict(zip(("app_name", "user_id"), owner, strict=False))
-        for name, value in key.items():
-            self._check_text("the app name" if name == "app_name" else "the user id", value)
+        self._check_ids(owner)
         text = self._json("the state", states.dumps(state))
         found = await self._state(model, owner)
         if found is not None:
@@ -201,7 +213,7 @@ class AdkTarget:
         Return, by ids, what differs first, or None if nothing does.  google-adk's own code converts
         the rows.
         """
-        keys = [*contents]
+        keys = [ids for ids in contents if self._can_have(ids)]
         session_rows, event_rows = _table(v1.StorageSession), _table(v1.StorageEvent)
         found = {
             (row.app_name, row.user_id, row.id): row
@@ -223,7 +235,9 @@ class AdkTarget:
 
         `insert_state` describes *owner*.
         """
-        found = await self._state(_state_model(owner), owner)
+        found = None
+        if self._can_have(owner):
+            found = await self._state(_state_model(owner), owner)
         if found is None:
             return MISSING
         return None if same_json(found, state) else "its state differs"
@@ -285,6 +299,18 @@ class AdkTarget:
         if self._dialect == "mysql" and not decoded.isascii():
             return _NON_ASCII.sub(lambda found: json.dumps(found[0])[1:-1], decoded)
         return decoded
+
+    def _check_ids(self, ids: tuple[str, ...]) -> None:
+        """Raise UnsuitableSession if the columns cannot hold the ids of a session or an owner."""
+        names = ("the app name", "the user id", "the session id")
+        for name, value in zip(names, ids, strict=False):
+            self._check_text(name, value)
+
+    def _can_have(self, ids: tuple[str, ...]) -> bool:
+        with suppress(UnsuitableSession):
+            self._check_ids(ids)
+            return True
+        return False
 
     def _check_text(self, name: str, value: str, longest: int = _LONGEST_ID) -> None:
         try:

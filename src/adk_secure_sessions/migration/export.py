@@ -2,9 +2,6 @@
 
 import time
 from collections.abc import Mapping
-from typing import NamedTuple
-
-import sqlalchemy as sa
 
 from adk_secure_sessions.formats.states import JsonObject
 from adk_secure_sessions.maintenance.database import Database
@@ -16,62 +13,25 @@ from adk_secure_sessions.migration.adk_target import (
     UnsuitableSession,
 )
 from adk_secure_sessions.migration.export_reader import (
+    Export,
     ExportReader,
     Ids,
-    Refusal,
     StopExport,
     ids_of,
 )
 from adk_secure_sessions.migration.sources import SessionContent, SourceSession
 
 
-class AdkExport(NamedTuple):
-    """The result of `export_to_adk`.
-
-    Attributes:
-        sessions: How many sessions were written.
-        events: How many events these sessions have.
-        unchanged: How many sessions the target had already, with the same content.
-        states: How many states of apps and users were written.
-        bad: How many sessions and states were not exported: they cannot be decrypted, google-adk's
-            database cannot hold them, or the target has other content under their ids.
-        stopped: Whether the run stopped at the first of these.
-        verified: How many sessions were compared field by field after the export; None without
-            `verify`.
-        differences: How many of these sessions, and of the states, differ in the target.
-        extra: How many sessions only the target has; None without `verify`.
-        refused: The first 1000 sessions and states that are bad or differ.
-        seconds: How long the run took.
-    """
-
-    sessions: int
-    events: int
-    unchanged: int
-    states: int
-    bad: int
-    stopped: bool
-    verified: int | None
-    differences: int
-    extra: int | None
-    refused: tuple[Refusal, ...]
-    seconds: float
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the target has everything that was to be exported, and nothing else."""
-        return not (self.bad or self.differences or self.extra)
-
-
 async def export_to_adk(
     db: Database,
-    target_url: str | sa.URL,
+    target: AdkTarget,
     *,
     app_name: str | None = None,
     user_id: str | None = None,
     skip_bad: bool = False,
     verify: bool = False,
     progress: Progress | None = None,
-) -> AdkExport:
+) -> Export:
     """Decrypt all sessions into a database that google-adk's `DatabaseSessionService` reads.
 
     The tables have schema v1, and google-adk's own code creates them.  The function only adds rows.
@@ -81,7 +41,7 @@ async def export_to_adk(
 
     Args:
         db: The database to read, with every backend whose records it may contain.
-        target_url: The database to write, on SQLite, PostgreSQL, MySQL or MariaDB.
+        target: The database to write, on SQLite, PostgreSQL, MySQL or MariaDB.
         app_name: Export only sessions of this app.
         user_id: Export only sessions of the users with this id.
         skip_bad: Continue after a session or state that cannot be exported.  If False, the run
@@ -96,7 +56,6 @@ async def export_to_adk(
         DatabaseError: One of the databases raised an error.
     """
     began = time.monotonic()
-    target = AdkTarget(target_url)
     reader = await ExportReader.of(db, app_name, user_id, skip_bad, progress, 2 if verify else 1)
     run = _ToAdk(reader, target)
     stopped = False
@@ -108,21 +67,19 @@ async def export_to_adk(
             await run.compare()
     except StopExport:
         stopped = True
-    finally:
-        await target.close()
     reader.meter.finish()
-    return AdkExport(
-        run.sessions,
-        run.events,
-        run.unchanged,
-        run.states,
-        reader.bad,
-        stopped,
-        run.verified if verify else None,
-        run.differences,
-        run.extra if verify else None,
-        tuple(reader.refused),
-        time.monotonic() - began,
+    return Export(
+        sessions=run.sessions,
+        events=run.events,
+        unchanged=run.unchanged,
+        states=run.states,
+        bad=reader.bad,
+        stopped=stopped,
+        verified=run.verified if verify else None,
+        differences=run.differences,
+        extra=run.extra if verify else None,
+        problems=tuple(reader.problems),
+        seconds=time.monotonic() - began,
     )
 
 
@@ -171,7 +128,7 @@ class _ToAdk:
     async def _report(self, who: tuple[str, ...], difference: str | None) -> None:
         if difference is not None:
             self.differences += 1
-            await self._reader.list(who, difference)
+            await self._reader.report(who, difference)
 
     async def _write_state(self, owner: tuple[str, ...], state: JsonObject) -> None:
         reason = None
@@ -185,27 +142,28 @@ class _ToAdk:
 
     async def _write(self, batch: Mapping[Ids, tuple[SourceSession, SessionContent]]) -> None:
         """Write the sessions that the target does not have; check the others."""
-        known = await self._target.existing(batch)
-        rejected: dict[Ids, str] = {}
-        new: list[SessionRows] = []
+        failed: dict[Ids, str] = {}
+        suitable: dict[Ids, SessionRows] = {}
         for ids, (session, content) in batch.items():
-            if ids not in known:
-                try:
-                    new.append(self._target.rows_of(session, content))
-                except UnsuitableSession as error:
-                    rejected[ids] = str(error)
-        refused = await self._target.insert(new)
-        # A connection may have been lost after a commit.  So compare what is there already.
-        present = {ids: batch[ids][1] for ids in (*known, *refused)}
+            try:
+                suitable[ids] = self._target.rows_of(session, content)
+            except UnsuitableSession as error:
+                failed[ids] = str(error)
+        known = await self._target.existing(suitable)
+        new = [rows for ids, rows in suitable.items() if ids not in known]
+        rejected = await self._target.insert(new)
+        for rows in new:
+            if rows.ids not in rejected:
+                self.sessions += 1
+                self.events += len(rows.events)
+        # If a connection was lost after the commit, the target rejects what it has just stored.
+        present = {ids: batch[ids][1] for ids in (*known, *rejected)}
         for ids, difference in (await self._target.differences(present)).items():
             if difference is None:
                 self.unchanged += 1
-                refused.pop(ids, None)
             elif ids in known:
-                rejected[ids] = f"the target has another session with its ids: {difference}"
-        for rows in new:
-            if rows.ids not in refused:
-                self.sessions += 1
-                self.events += len(rows.events)
-        for ids, reason in (rejected | refused).items():
+                failed[ids] = f"the target has another session with its ids: {difference}"
+            else:
+                failed[ids] = rejected[ids]
+        for ids, reason in failed.items():
             await self._reader.reject(("session", *ids), reason)

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
-from typing import NamedTuple
 
 from adk_secure_sessions.errors import DecryptionError
 from adk_secure_sessions.formats import json_text, states
@@ -11,8 +10,8 @@ from adk_secure_sessions.lru import Lru
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import Progress
 from adk_secure_sessions.migration.export_reader import (
+    Export,
     ExportReader,
-    Refusal,
     StopExport,
     ids_of,
 )
@@ -24,28 +23,6 @@ _CACHED_STATES = 64
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
-class LinesExport(NamedTuple):
-    """The result of `export_lines`.
-
-    Attributes:
-        sessions: How many sessions were written.
-        events: How many events these sessions have.
-        users: How many users without sessions were written, because they have a state.
-        bad: How many sessions and states were not exported, because they cannot be decrypted.
-        stopped: Whether the run stopped at the first of these.
-        refused: The first 1000 of these.
-        seconds: How long the run took.
-    """
-
-    sessions: int
-    events: int
-    users: int
-    bad: int
-    stopped: bool
-    refused: tuple[Refusal, ...]
-    seconds: float
-
-
 async def export_lines(
     db: Database,
     write: Callable[[bytes], object],
@@ -54,7 +31,7 @@ async def export_lines(
     user_id: str | None = None,
     skip_bad: bool = False,
     progress: Progress | None = None,
-) -> LinesExport:
+) -> Export:
     """Decrypt all sessions, and write one line of JSON for each session.
 
     A user who has a state but no session also has a line, without a session id.  Expired sessions,
@@ -84,14 +61,18 @@ async def export_lines(
     except StopExport:
         stopped = True
     reader.meter.finish()
-    return LinesExport(
-        run.sessions,
-        run.events,
-        run.users,
-        reader.bad,
-        stopped,
-        tuple(reader.refused),
-        time.monotonic() - began,
+    return Export(
+        sessions=run.sessions,
+        events=run.events,
+        unchanged=0,
+        states=run.users,
+        bad=reader.bad,
+        stopped=stopped,
+        verified=None,
+        differences=0,
+        extra=None,
+        problems=tuple(reader.problems),
+        seconds=time.monotonic() - began,
     )
 
 

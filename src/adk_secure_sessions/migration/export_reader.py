@@ -1,6 +1,6 @@
 """Read the sessions and states to export, and list those that cannot be exported."""
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import NamedTuple
 
 from adk_secure_sessions.errors import DecryptionError
@@ -11,16 +11,18 @@ from adk_secure_sessions.migration.encrypted import EncryptedSource
 from adk_secure_sessions.migration.sources import (
     Scope,
     SessionContent,
+    Source,
     SourceSession,
     UnreadableSession,
+    UnreadableState,
 )
 
 _MAX_LISTED = 1000
 Ids = tuple[str, str, str]  # of a session: app name, user id, session id
 
 
-class Refusal(NamedTuple):
-    """A session or state that was not exported, or that differs in the target.
+class ExportProblem(NamedTuple):
+    """A session or state that cannot be exported, or that differs in the target.
 
     Attributes:
         kind: `session`, `user` or `app`: whose content it is.
@@ -34,6 +36,43 @@ class Refusal(NamedTuple):
     detail: str
 
 
+class Export(NamedTuple):
+    """The result of `export_to_adk` or `export_lines`.
+
+    Attributes:
+        sessions: How many sessions were written.
+        events: How many events these sessions have.
+        unchanged: How many sessions the target had already, with the same content.
+        states: How many states of apps and users were written; in lines, how many users without
+            sessions.
+        bad: How many sessions and states were not exported.  They cannot be decrypted, or
+            google-adk's database cannot hold them, or the target has other content for their ids.
+        stopped: Whether the run stopped at the first of these.
+        verified: How many sessions were compared after the export; None without `verify`.
+        differences: How many of these sessions, and of the states, differ in the target.
+        extra: How many sessions only the target has; None without `verify`.
+        problems: The first 1000 sessions and states that are bad or differ.
+        seconds: How long the run took.
+    """
+
+    sessions: int
+    events: int
+    unchanged: int
+    states: int
+    bad: int
+    stopped: bool
+    verified: int | None
+    differences: int
+    extra: int | None
+    problems: tuple[ExportProblem, ...]
+    seconds: float
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the output has everything that was to be exported, and nothing else."""
+        return not (self.bad or self.differences or self.extra)
+
+
 class StopExport(Exception):
     """A session or state cannot be exported, and is not to be skipped."""
 
@@ -43,13 +82,13 @@ class ExportReader:
 
     Attributes:
         bad: How many sessions and states cannot be exported.
-        refused: The first 1000 of them, and of the differences that a comparison has found.
+        problems: The first 1000 of them, and of the differences that a comparison has found.
     """
 
     def __init__(
         self,
         db: Database,
-        source: EncryptedSource,
+        source: Source,
         app_name: str | None,
         user_id: str | None,
         skip_bad: bool,
@@ -60,7 +99,7 @@ class ExportReader:
         self.user_id = user_id
         self.meter: Meter = meter
         self.bad: int = 0
-        self.refused: list[Refusal] = []
+        self.problems: list[ExportProblem] = []
         self._source = source
         self._skip_bad = skip_bad
         self._app_names: set[str] = set()
@@ -114,17 +153,20 @@ class ExportReader:
         self, *, reports: bool = True
     ) -> AsyncIterator[tuple[str, str, JsonObject]]:
         """Yield the app name, the user id and the state of each user; see `sessions`."""
-        reason = ""
+        problems: list[tuple[tuple[str, ...], str]] = []
         try:
             async for batch in self._source.user_states(Scope(self.app_name)):
                 for (app_name, user_id), state in batch.items():
-                    if self.user_id in (None, user_id):
-                        self._app_names.add(app_name)
+                    if self.user_id not in (None, user_id):
+                        continue
+                    self._app_names.add(app_name)
+                    if isinstance(state, UnreadableState):
+                        problems.append((("user", app_name, user_id), state.reason))
+                    else:
                         yield app_name, user_id, state
-        except DecryptionError as error:
-            reason = str(error)
-        if reason and reports:
-            await self.reject(("user",), reason)
+        except DecryptionError as error:  # its user is not known
+            problems.append((("user",), str(error)))
+        await self._reject_all(problems if reports else [])
 
     async def app_states(self, *, reports: bool = True) -> AsyncIterator[tuple[str, JsonObject]]:
         """Yield the names and states of apps; see `sessions`.
@@ -132,16 +174,19 @@ class ExportReader:
         If only one user is exported, yield only the apps of this user.  So call `user_states`
         before.
         """
-        reason = ""
+        problems: list[tuple[tuple[str, ...], str]] = []
         try:
             async for batch in self._source.app_states(Scope(self.app_name)):
                 for app_name, state in batch.items():
-                    if self.user_id is None or app_name in self._app_names:
+                    if self.user_id is not None and app_name not in self._app_names:
+                        continue
+                    if isinstance(state, UnreadableState):
+                        problems.append((("app", app_name), state.reason))
+                    else:
                         yield app_name, state
-        except DecryptionError as error:
-            reason = str(error)
-        if reason and reports:
-            await self.reject(("app",), reason)
+        except DecryptionError as error:  # its app is not known
+            problems.append((("app",), str(error)))
+        await self._reject_all(problems if reports else [])
 
     async def reject(self, who: tuple[str, ...], detail: str) -> None:
         """Count and list something that cannot be exported; *who* is its kind and its ids.
@@ -150,13 +195,17 @@ class ExportReader:
             StopExport: It is not to be skipped.
         """
         self.bad += 1
-        await self.list(who, detail)
+        await self.report(who, detail)
         if not self._skip_bad:
             raise StopExport
 
-    async def list(self, who: tuple[str, ...], detail: str) -> None:
-        """Add to `refused`, unless it is full; *who* is the kind and the ids."""
-        if len(self.refused) == _MAX_LISTED:
+    async def _reject_all(self, problems: Iterable[tuple[tuple[str, ...], str]]) -> None:
+        for who, detail in problems:
+            await self.reject(who, detail)
+
+    async def report(self, who: tuple[str, ...], detail: str) -> None:
+        """Add to `problems`, unless it is full; *who* is the kind and the ids."""
+        if len(self.problems) == _MAX_LISTED:
             return
         kind, *ids = who
         tag = None
@@ -165,7 +214,7 @@ class ExportReader:
             identity = await self.db.unit.identify(app_name, user_id, session_id)
             tags = (identity.app_tag, identity.user_tag, identity.session_tag)
             tag = tags[len(ids) - 1].hex()
-        self.refused.append(Refusal(kind, tag, detail))
+        self.problems.append(ExportProblem(kind, tag, detail))
 
 
 def _has_unknown_ids(session: SourceSession) -> bool:
