@@ -9,7 +9,6 @@ import base64
 import json
 import math
 import os
-import resource
 import sqlite3
 import stat
 from collections.abc import AsyncIterator, Iterator
@@ -25,7 +24,9 @@ from google.adk.sessions import DatabaseSessionService, Session
 from google.adk.sessions.schemas import v1
 
 from adk_secure_sessions import AesGcmBackend, EncryptedSessionService, WrongKeyError
-from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.db.connect import wrapping_executors
+from adk_secure_sessions.db.protocol import Executor
+from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.formats import states
 from adk_secure_sessions.maintenance import Database
 from adk_secure_sessions.migration.adk_tables import AdkTables
@@ -39,6 +40,7 @@ from tests.attacks import needles
 from tests.cli.support import run
 from tests.conformance.samples import CORPUS
 from tests.conformance.values import PLAIN
+from tests.faults import FaultyExecutor, Point
 from tests.maintenance import conftest
 from tests.maintenance.support import APP, NEW, OLD, START, event, fill, run_sql
 from tests.servers import Server
@@ -479,10 +481,10 @@ def mode(path: Path) -> int:
 
 
 @pytest.mark.usefixtures("_open_umask")
-async def test_only_the_owner_can_read_the_files_of_an_export(
+def test_only_the_owner_can_read_the_files_of_an_export(
     file_url: str, adk_file: str, tmp_path: Path
 ) -> None:
-    await fill(file_url)
+    asyncio.run(fill(file_url))
     modes: dict[str, int] = {}
 
     def look(connection: sa.Connection) -> None:
@@ -490,7 +492,7 @@ async def test_only_the_owner_can_read_the_files_of_an_export(
 
     sa.event.listen(sa.Engine, "commit", look)
     try:
-        await export(file_url, adk_file)
+        asyncio.run(export(file_url, adk_file))
     finally:
         sa.event.remove(sa.Engine, "commit", look)
     assert modes == {"adk.db": 0o600, "adk.db-journal": 0o600}
@@ -499,7 +501,7 @@ async def test_only_the_owner_can_read_the_files_of_an_export(
     assert mode(tmp_path / "all.jsonl") == 0o600
     (tmp_path / "adk.db").chmod(0o640)
     with pytest.raises(ConfigurationError, match="chmod 600"):
-        await export(file_url, adk_file)
+        asyncio.run(export(file_url, adk_file))
 
 
 # --- lines ---------------------------------------------------------------------------------------
@@ -615,31 +617,28 @@ def test_command_exports_and_compares(file_url: str, tmp_path: Path) -> None:
     assert (tmp_path / "ada.jsonl").read_text() == lines.stdout
 
 
-@pytest.fixture
-def _small_files() -> Iterator[None]:
-    """Files of this process cannot grow beyond 300 KB."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-async def fill_with_a_large_state(url: str) -> None:
-    async with EncryptedSessionService(url, BACKEND) as of:
-        await of.create_session(app_name=APP, user_id="ada", state={"a": "x" * 500_000})
-
-
-@pytest.mark.usefixtures("_small_files")
 def test_failure_names_the_output_that_was_begun(file_url: str, tmp_path: Path) -> None:
-    asyncio.run(fill_with_a_large_state(file_url))
-    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, hard))
+    asyncio.run(fill(file_url))
     path = tmp_path / "a.jsonl"
-    said = run("export", *on(file_url), "--jsonl", str(path), "--decrypt")
-    assert said.code == 2
-    assert f"delete '{path}', which has a part of the sessions as plaintext" in said.stderr
-    said = run("export", *on(file_url), "--to", f"sqlite:///{tmp_path}/a.db", "--decrypt")
-    assert said.code == 2
-    assert "the target has only a part of the sessions, as plaintext: run the same" in said.stderr
+    for output, text in (
+        (["--jsonl", str(path)], f"delete '{path}', which has a part of the sessions as plaintext"),
+        (["--jsonl", "-"], "stdout has only a part of the sessions"),
+        (["--to", f"sqlite:///{tmp_path}/a.db"], "the target has only a part of the sessions"),
+    ):
+
+        def wrap(executor: Executor) -> Executor:
+            faulty = FaultyExecutor(executor)
+            faulty.before(Point.READ, DatabaseError("gone"), when=reads_a_session)
+            return faulty
+
+        with wrapping_executors(wrap):
+            said = run("export", *on(file_url), *output, "--decrypt")
+        assert said.code == 2
+        assert f"Error: gone; {text}" in said.stderr
+
+
+def reads_a_session(step: Any, answer: Any) -> bool:
+    return "session_tag" in step.parameters
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 google-adk's own code creates the tables, and its own classes convert rows back into events.
 """
 
+import inspect
 import json
 import os
 import re
@@ -45,6 +46,7 @@ _UNSUITABLE = ("22", "54", "1264", "1292", "1366", "1406", "4025", "SQLITE_TOOBI
 _FIRST_WITHOUT_FRACTION = 1e16
 _NON_ASCII = re.compile(r"[^\x00-\x7f]")
 _LARGE_NUMBER = re.compile(rb"[0-9][eE]\+?[0-9]")
+_JSON_COLUMNS = ("state", "event_data")
 _COMPARED = 200  # sessions in one statement that reads the target
 
 
@@ -61,16 +63,20 @@ class SessionRows(NamedTuple):
 
 
 class _Reading(NamedTuple):
-    """How the installed google-adk reads the column `timestamp` of an event.
+    """How the installed google-adk reads columns with times.
+
+    Later releases store UTC.  They read the time of an event from its JSON, and use the column only
+    to sort the events.
 
     Attributes:
-        is_local: The column contains local time.  In later releases, it contains UTC.
-        is_time: The column is the event's time.  In later releases, the event's JSON has the time,
-            and the column only sorts the events.
+        has_local_updates: `update_time` of a session contains local time.
+        has_local_events: `timestamp` of an event contains local time.
+        is_event_time: `timestamp` is the event's time.
     """
 
-    is_local: bool
-    is_time: bool
+    has_local_updates: bool
+    has_local_events: bool
+    is_event_time: bool
 
 
 class AdkTarget:
@@ -149,7 +155,7 @@ class AdkTarget:
             "id": session_id,
             "state": self._json("the state", states.dumps(content.state)),
             "create_time": self._moment("the time of creation", content.created_at),
-            "update_time": self._moment("the time of the last update", content.updated_at),
+            "update_time": self._update_moment(content.updated_at),
         }
         parent = {"app_name": app_name, "user_id": user_id, "session_id": session_id}
         rows = [
@@ -203,7 +209,7 @@ class AdkTarget:
 
     async def existing(self, keys: Iterable[Ids]) -> set[Ids]:
         """Return those of *keys* whose session the target has."""
-        table = _table(v1.StorageSession)
+        table = self._table(v1.StorageSession)
         found = await self._select(sa.select(*_id_columns(table, "id")), table, "id", [*keys])
         return {tuple(row) for row in found} & set(keys)
 
@@ -214,7 +220,7 @@ class AdkTarget:
         the rows.
         """
         keys = [ids for ids in contents if self._can_have(ids)]
-        session_rows, event_rows = _table(v1.StorageSession), _table(v1.StorageEvent)
+        session_rows, event_rows = self._table(v1.StorageSession), self._table(v1.StorageEvent)
         found = {
             (row.app_name, row.user_id, row.id): row
             for row in await self._select(sa.select(session_rows), session_rows, "id", keys)
@@ -244,7 +250,7 @@ class AdkTarget:
 
     async def count(self, app_name: str | None, user_id: str | None) -> int:
         """Return how many sessions of an app or a user the target has; None stands for all."""
-        table = _table(v1.StorageSession)
+        table = self._table(v1.StorageSession)
         query = sa.select(sa.func.count()).select_from(table)
         for name, value in (("app_name", app_name), ("user_id", user_id)):
             if value is not None:
@@ -279,7 +285,7 @@ class AdkTarget:
         last: datetime | None = None
         for row in rows:
             if last is not None and row["timestamp"] <= last:
-                if self._reading.is_time:
+                if self._reading.is_event_time:
                     raise UnsuitableSession(
                         "its events do not have increasing times, and the installed google-adk "
                         "would change their order: install google-adk 2.13 or later"
@@ -335,44 +341,56 @@ class AdkTarget:
 
     def _event_moment(self, name: str, microseconds: int) -> datetime:
         moment = self._moment(f"the time of {name}", microseconds)
-        if not self._reading.is_local:
+        if not self._reading.has_local_events:
             return moment
-        local = moment.replace(tzinfo=UTC).astimezone().replace(tzinfo=None)
-        if self._reading.is_time and _microseconds(local.timestamp()) != microseconds:
+        local = _local(moment)
+        if self._reading.is_event_time and _microseconds(local.timestamp()) != microseconds:
             raise UnsuitableSession(
                 f"the time of {name} is in the hour that a clock change repeats, and the installed "
                 "google-adk would change it: install google-adk 2.13 or later"
             )
         return local
 
+    def _update_moment(self, microseconds: int) -> datetime:
+        moment = self._moment("the time of the last update", microseconds)
+        return _local(moment) if self._reading.has_local_updates else moment
+
     @cached_property
     def _reading(self) -> _Reading:
-        summer, winter = 1_720_000_000.0, 1_705_000_000.0
         session: Any = SimpleNamespace(app_name="a", user_id="u", id="s")
-        is_local = False
-        for time in (summer, winter):
-            event = Event(author="a", invocation_id="i", timestamp=time)
-            stored: Any = v1.StorageEvent.from_event(session, event).timestamp
-            is_local |= stored.replace(tzinfo=None) != _EPOCH + timedelta(seconds=time)
-        row = v1.StorageEvent(
-            id="e",
-            invocation_id="i",
-            timestamp=_EPOCH + timedelta(seconds=summer),
-            event_data={"author": "a", "timestamp": winter},
-        )
-        return _Reading(is_local, row.to_event().timestamp != winter)
+        local_updates = local_events = is_event_time = False
+        for seconds in (1_705_000_000.0, 1_720_000_000.0):  # in winter and in summer
+            moment = _EPOCH + timedelta(seconds=seconds)
+            event = Event(author="a", invocation_id="i", timestamp=seconds)
+            made: Any = v1.StorageEvent.from_event(session, event)
+            local_events |= made.timestamp.replace(tzinfo=None) != moment
+            made.timestamp, made.event_data = moment, {"author": "a", "timestamp": 1.0}
+            is_event_time |= made.to_event().timestamp != 1.0
+            row: Any = v1.StorageSession(update_time=moment)
+            is_sqlite = self._dialect == "sqlite"
+            # Releases that store UTC in each database have no argument for the database.
+            asks = "is_sqlite" in inspect.signature(row.get_update_timestamp).parameters
+            stored = row.get_update_timestamp(**({"is_sqlite": is_sqlite} if asks else {}))
+            local_updates |= stored != seconds
+        return _Reading(local_updates, local_events, is_event_time)
 
     # --- comparison ------------------------------------------------------------------------------
 
     def _difference(self, content: SessionContent, session: Any, rows: Sequence[Any]) -> str | None:
-        if not same_json(session.state, content.state):
+        try:
+            return self._first_difference(content, session, rows)
+        except UnsuitableSession as error:
+            return str(error)
+
+    def _first_difference(
+        self, content: SessionContent, session: Any, rows: Sequence[Any]
+    ) -> str | None:
+        if not same_json(self._parsed(session.state), content.state):
             return "its state differs"
-        for name, stored, ours in (
-            ("creation", session.create_time, content.created_at),
-            ("last update", session.update_time, content.updated_at),
-        ):
-            if (stored.replace(tzinfo=None) - _EPOCH) // _MICROSECOND != ours:
-                return f"the time of its {name} differs"
+        if session.create_time != self._moment("", content.created_at):
+            return "the time of its creation differs"
+        if session.update_time != self._update_moment(content.updated_at):
+            return "the time of its last update differs"
         if len(rows) != len(content.events):
             return f"it has {len(rows)} events instead of {len(content.events)}"
         for number, (row, event) in enumerate(zip(rows, content.events, strict=True), 1):
@@ -382,17 +400,38 @@ class AdkTarget:
 
     def _is_same_event(self, row: Any, event: SourceEvent) -> bool:
         text = json_text.loads(_json_of(event))
-        if not same_json(row.event_data, text):
+        stored = self._parsed(row.event_data)
+        if not same_json(stored, text):
             return False
         ours = _parsed_event(event, "an event")
-        theirs = v1.StorageEvent(**row._mapping).to_event()
-        if self._reading.is_time and abs(theirs.timestamp - ours.timestamp) <= 1e-6:
+        theirs = v1.StorageEvent(**{**row._mapping, "event_data": stored}).to_event()
+        if self._reading.is_event_time and abs(theirs.timestamp - ours.timestamp) <= 1e-6:
             theirs.timestamp = ours.timestamp  # this release keeps no fractions of a microsecond
         return theirs == ours or same_json(
             theirs.model_dump(exclude_none=True), ours.model_dump(exclude_none=True)
         )
 
     # --- statements ------------------------------------------------------------------------------
+
+    def _table(self, model: Any) -> sa.TableClause:
+        """Return google-adk's table, with JSON columns of a type of SQLAlchemy.
+
+        In some releases of google-adk, SQLAlchemy warns about google-adk's own type.
+        """
+        json_type = JSONB() if self._dialect == "postgresql" else sa.Text()
+        columns = (
+            sa.column(column.name, json_type if column.name in _JSON_COLUMNS else column.type)
+            for column in model.__table__.columns
+        )
+        return sa.table(model.__tablename__, *columns)
+
+    def _parsed(self, value: Any) -> Any:
+        """Return the value of a JSON column as google-adk returns it; None if it is malformed."""
+        if self._dialect == "postgresql":
+            return value
+        with suppress(ValueError, TypeError):
+            return json.loads(value)
+        return None
 
     def _insert(self, connection: sa.Connection, batch: Sequence[SessionRows]) -> None:
         connection.execute(
@@ -403,7 +442,7 @@ class AdkTarget:
             connection.execute(self._inserting(v1.StorageEvent, "event_data"), rows)
 
     async def _state(self, model: Any, owner: tuple[str, ...]) -> JsonObject | None:
-        table = _table(model)
+        table = self._table(model)
         columns = [table.c[name] for name in ("app_name", "user_id")[: len(owner)]]
         query = sa.select(*columns, table.c.state).where(
             *(column == value for column, value in zip(columns, owner, strict=True))
@@ -411,23 +450,23 @@ class AdkTarget:
         for row in await self._run(partial(_rows, query=query), commit=False):
             *found, state = row
             if tuple(found) == owner:  # the collation of MySQL also finds ids in another case
-                stored: JsonObject = state
+                stored: JsonObject = self._parsed(state)
                 return stored
         return None
 
     def _inserting(self, model: Any, json_column: str) -> sa.Insert:
         """Return the INSERT that stores the text of its parameter *json_column* as JSON."""
-        table = _table(model)
+        table = self._table(model)
         text: sa.ColumnElement[Any] = sa.bindparam(json_column, type_=sa.Text())
         if self._dialect == "postgresql":
             text = sa.cast(text, JSONB)
         values: dict[str, sa.ColumnElement[Any]] = {
-            column.name: sa.bindparam(column.name) for column in table.columns
+            column.name: sa.bindparam(column.name, type_=column.type) for column in table.columns
         }
         return sa.insert(table).values({**values, json_column: text})
 
     async def _select(
-        self, query: sa.Select[Any], table: sa.Table, session_id: str, keys: Sequence[Ids]
+        self, query: sa.Select[Any], table: sa.TableClause, session_id: str, keys: Sequence[Ids]
     ) -> list[Any]:
         """Return the rows of *query* that belong to the sessions *keys*."""
         rows: list[Any] = []
@@ -549,6 +588,11 @@ def _parsed_event(event: SourceEvent, name: str) -> Event:
     raise UnsuitableSession(f"the installed google-adk cannot read {name}")
 
 
+def _local(moment: datetime) -> datetime:
+    """Convert UTC to the time zone of this process."""
+    return moment.replace(tzinfo=UTC).astimezone().replace(tzinfo=None)
+
+
 def _microseconds(seconds: float) -> int:
     return round(seconds * 1_000_000)
 
@@ -583,7 +627,7 @@ def _create_tables(connection: sa.Connection) -> str:
     if version != schema_versions.LATEST_SCHEMA_VERSION:
         return version
     v1.Base.metadata.create_all(connection)
-    table = _table(v1.StorageMetadata)
+    table: sa.Table = v1.StorageMetadata.__table__  # type: ignore[assignment]
     key = {"key": schema_versions.SCHEMA_VERSION_KEY}
     if connection.execute(sa.select(table).filter_by(**key)).first() is None:
         connection.execute(sa.insert(table), [{**key, "value": version}]).close()
@@ -598,10 +642,5 @@ def _state_model(owner: tuple[str, ...]) -> Any:
     return v1.StorageAppState if len(owner) == 1 else v1.StorageUserState
 
 
-def _table(model: Any) -> sa.Table:
-    table: sa.Table = model.__table__
-    return table
-
-
-def _id_columns(table: sa.Table, session_id: str) -> list[sa.Column[Any]]:
+def _id_columns(table: sa.TableClause, session_id: str) -> list[sa.ColumnElement[Any]]:
     return [table.c.app_name, table.c.user_id, table.c[session_id]]
