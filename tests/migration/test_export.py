@@ -29,12 +29,10 @@ from adk_secure_sessions.db.protocol import Executor
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.formats import states
 from adk_secure_sessions.maintenance import Database
+from adk_secure_sessions.migration import AdkTarget, Export, export_lines, export_to_adk
 from adk_secure_sessions.migration.adk_tables import AdkTables
-from adk_secure_sessions.migration.adk_target import AdkTarget, same_json
+from adk_secure_sessions.migration.adk_target import same_json
 from adk_secure_sessions.migration.encrypted import EncryptedSource
-from adk_secure_sessions.migration.export import export_to_adk
-from adk_secure_sessions.migration.export_lines import export_lines
-from adk_secure_sessions.migration.export_reader import Export
 from adk_secure_sessions.migration.sources import Scope, SessionContent
 from tests.attacks import needles
 from tests.cli.support import run

@@ -151,7 +151,7 @@ async def _export_lines(
     skip_bad: bool,
     report: Progress,
 ) -> Export:
-    from adk_secure_sessions.migration.export_lines import export_lines
+    from adk_secure_sessions.migration.json_lines import export_lines
 
     return await export_lines(
         db, write, app_name=app, user_id=user, skip_bad=skip_bad, progress=report
@@ -162,9 +162,9 @@ async def _export_lines(
 def _output(name: str) -> Iterator[Callable[[bytes], object]]:
     """Yield a function that writes to stdout, or to a new file that only its owner can read."""
     if name == _STDOUT:
-        stream = sys.stdout.buffer
-        yield stream.write
-        stream.flush()
+        buffer = getattr(sys.stdout, "buffer", None)  # a stream that replaces stdout may have none
+        yield buffer.write if buffer else lambda line: sys.stdout.write(line.decode())
+        sys.stdout.flush()
         return
     from adk_secure_sessions.migration.adk_target import create_private_file
 
