@@ -12,6 +12,7 @@ from adk_secure_sessions.errors import DecryptionError, Reason, TamperedError
 from adk_secure_sessions.formats.json_text import read_event
 from adk_secure_sessions.formats.records import binary, decode_text
 from adk_secure_sessions.formats.states import JsonObject, loads
+from adk_secure_sessions.formats.times import microseconds
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import Bounds, Range, batches, within
 from adk_secure_sessions.maintenance.identities import (
@@ -29,8 +30,8 @@ from adk_secure_sessions.migration.sources import (
     SourceSession,
     SourceSize,
     UnreadableSession,
+    UnreadableState,
 )
-from adk_secure_sessions.migration.times import from_seconds
 from adk_secure_sessions.storage import (
     COLLECTION,
     CheckApp,
@@ -64,8 +65,8 @@ class EncryptedSource(Source):
     A session or state is only returned if its rows are authentic and belong together, as in a
     service.  Rows that were removed together with their version witnesses leave no trace here: run
     `verify` on the source.  A session whose ids cannot be decrypted has the table and the row id
-    instead of a session id, and the other ids are empty.  Such sessions belong to every scope,
-    because their app and their times are not known.
+    instead of a session id, and the other ids are empty.  Such sessions and states belong to every
+    scope, because their app and their times are not known.
 
     Args:
         db: The database.  `close` closes it.
@@ -132,51 +133,46 @@ class EncryptedSource(Source):
                     contents[one] = content
         return contents
 
-    async def app_states(self, scope: Scope) -> AsyncIterator[Mapping[str, JsonObject]]:
+    async def app_states(
+        self, scope: Scope
+    ) -> AsyncIterator[Mapping[str, JsonObject | UnreadableState]]:
         """Yield the states of the apps in *scope* by app name, in batches.
 
-        Raises:
-            DecryptionError: A state cannot be decrypted.  All other states were yielded before.
+        An app that cannot be decrypted has the table and the row id instead of a name.
         """
-        bad: DecryptionError | None = None
         async for rows in batches(self._db, apps.c.id, _apps, _AppName, self._db.limits.rows):
-            found: dict[str, JsonObject] = {}
+            found: dict[str, JsonObject | UnreadableState] = {}
             for row in rows:
                 try:
                     app_name, state = await self._app_state(row)
                 except UNREADABLE as error:
-                    bad = bad or _located(error, apps.name, row.id)
+                    found[f"{apps.name} row {row.id}"] = UnreadableState(_reason(error))
                     continue
                 if scope.app_name in (None, app_name):
                     found[app_name] = state
             if found:
                 yield found
-        if bad is not None:
-            raise bad
 
     async def user_states(
         self, scope: Scope
-    ) -> AsyncIterator[Mapping[tuple[str, str], JsonObject]]:
+    ) -> AsyncIterator[Mapping[tuple[str, str], JsonObject | UnreadableState]]:
         """Yield the states of all users of the apps in *scope* by app name and user id.
 
-        Raises:
-            DecryptionError: A state cannot be decrypted.  All other states were yielded before.
+        A user who cannot be decrypted has the table and the row id instead of an id, and an empty
+        app name.
         """
-        bad: DecryptionError | None = None
         async for rows in batches(self._db, users.c.id, _users, _UserTag, self._db.limits.rows):
-            found: dict[tuple[str, str], JsonObject] = {}
+            found: dict[tuple[str, str], JsonObject | UnreadableState] = {}
             for row in rows:
                 try:
                     user = await self._user_state(row)
                 except UNREADABLE as error:
-                    bad = bad or _located(error, users.name, row.id)
+                    found["", f"{users.name} row {row.id}"] = UnreadableState(_reason(error))
                     continue
                 if user is not None and scope.app_name in (None, user[0][0]):
                     found[user[0]] = user[1]
             if found:
                 yield found
-        if bad is not None:
-            raise bad
 
     async def others(self) -> OtherContent:
         """Return how many collections (artifacts and memory) the database has, and their items.
@@ -259,7 +255,7 @@ def _event(plaintext: bytes, session_row: int, seq: int) -> SourceEvent:
     with naming(events.name, f"{session_row}, {seq}"):
         _, fields = read_event(plaintext)
         try:
-            return SourceEvent(plaintext, from_seconds(fields["timestamp"]))
+            return SourceEvent(plaintext, microseconds(fields["timestamp"]))
         except (KeyError, TypeError, ValueError, OverflowError):
             pass  # raise after this block: otherwise `__context__` would hold the event
         raise DecryptionError("the event has no valid timestamp", reason=Reason.MALFORMED)
@@ -276,14 +272,6 @@ def _reason(error: Exception) -> str:
     return str(error) if isinstance(error, DecryptionError) else "its content is malformed"
 
 
-def _located(error: Exception, table: str, row: object) -> DecryptionError:
-    if isinstance(error, DecryptionError):
-        return error if error.table is not None else error.located(table, row)
-    return DecryptionError(
-        "its content is malformed", reason=Reason.MALFORMED, table=table, row=row
-    )
-
-
 def _now() -> int:
     return time.time_ns() // 1000
 
@@ -296,9 +284,6 @@ def _count(number: Any) -> int:
 # --- statements ----------------------------------------------------------------------------------
 
 _IS_COLLECTION = sessions.c.base_revision == sa.literal_column(str(COLLECTION))
-# If revisions were tampered with, their sum may exceed 64 bits, and SQLite raises an error for such
-# a sum of integers.  So multiply the revisions by 1.0.
-_REVISIONS = sa.func.sum(sessions.c.revision * sa.literal_column("1.0"))
 
 
 class _AppName(NamedTuple):
@@ -345,8 +330,7 @@ def _sizes(bounds: Bounds) -> sa.CompoundSelect[Any]:
 
 @functools.cache
 def _size(of_app: bool, has_since: bool) -> sa.Select[Any]:
-    query: sa.Select[Any] = sa.select(sa.func.count(), _REVISIONS).select_from(sessions)
-    query = query.where(~_IS_COLLECTION, sessions.c.expires_at > sa.bindparam("now"))
+    query = _count_of_sessions().where(~_IS_COLLECTION, sessions.c.expires_at > sa.bindparam("now"))
     if has_since:
         query = query.where(sessions.c.updated_at >= sa.bindparam("since"))
     if of_app:
@@ -358,5 +342,12 @@ def _size(of_app: bool, has_since: bool) -> sa.Select[Any]:
 
 @functools.cache
 def _collections() -> sa.Select[Any]:
-    query: sa.Select[Any] = sa.select(sa.func.count(), _REVISIONS).select_from(sessions)
-    return query.where(_IS_COLLECTION)
+    return _count_of_sessions().where(_IS_COLLECTION)
+
+
+def _count_of_sessions() -> sa.Select[Any]:
+    # If revisions were tampered with, their sum may exceed 64 bits, and SQLite raises an error for
+    # such a sum of integers.  So multiply the revisions by 1.0.
+    revisions = sa.func.sum(sessions.c.revision * sa.literal_column("1.0"))
+    columns: list[Any] = [sa.func.count(), revisions]
+    return sa.select(*columns).select_from(sessions)

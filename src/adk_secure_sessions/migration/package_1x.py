@@ -1,0 +1,290 @@
+"""Read databases that the distribution adk-secure-sessions 1.x has written.
+
+That distribution is another author's, with the same name.  It encrypts states and events, and
+stores them in tables like google-adk's.  `formats.envelopes_1x` describes the stored values.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from datetime import UTC, tzinfo
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import sqlalchemy as sa
+from google.adk.events import Event
+
+from adk_secure_sessions.crypto.key_material import hides_frames
+from adk_secure_sessions.crypto.package_1x import Package1xKeys
+from adk_secure_sessions.errors import DecryptionError, Reason, TamperedError, WrongKeyError
+from adk_secure_sessions.formats import events, json_text
+from adk_secure_sessions.formats.envelopes_1x import FERNET, parse_envelope
+from adk_secure_sessions.formats.states import TEMP_PREFIX, JsonObject
+from adk_secure_sessions.formats.times import microseconds
+from adk_secure_sessions.migration.adk_rows import (
+    INSTALLED,
+    Row,
+    Unreadable,
+    check_names,
+    seconds_of,
+    state_of,
+    text,
+    time_of,
+)
+from adk_secure_sessions.migration.adk_sql import (
+    APP_STATES,
+    STATES,
+    USER_STATES,
+    Header,
+    Kind,
+    StateTable,
+    Tables,
+)
+from adk_secure_sessions.migration.adk_tables import AdkTables
+from adk_secure_sessions.migration.sources import (
+    Scope,
+    SessionContent,
+    SourceEvent,
+    SourceSession,
+    UnreadableSession,
+    UnreadableState,
+)
+
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncEngine  # this import takes a third of a second
+
+
+class Package1x(AdkTables):
+    """A database of adk-secure-sessions 0.1 to 1.3, which is another author's distribution.
+
+    A value that cannot be decrypted makes its session or state unreadable.  So does an event whose
+    id in the table differs from the encrypted id.
+
+    The distribution authenticates the content of each state and event, and nothing else.  An
+    attacker with write access may have modified app names, user ids, session ids and the times of
+    sessions (`create_time` and `update_time`).  The attacker may also have exchanged states, moved
+    events to other sessions, and removed or replayed rows.  Such changes cannot be detected.
+    Events are sorted by their encrypted timestamps.
+
+    In the releases before 1.1, `create_session` stored the keys `app:` and `user:` of the initial
+    state in the session only.  They stay there, so that they do not become visible in other
+    sessions, and keys with `temp:` are omitted.  These releases returned the states of the app and
+    the user without the prefixes, which google-adk and this package add.
+
+    Args:
+        db_url: The database URL; give exactly one of *db_url* and *db_engine*.  A SQLite file is
+            opened as read-only.
+        keys: The keys that the application gave to its backends: see `Package1xKeys`.
+        db_engine: Your own engine for the database.
+        time_zone: The time zone of `create_time` and `update_time` in a database on a server, which
+            adk-secure-sessions 1.x wrote in local time if it ran with google-adk before 2.4.  By
+            default, times are read as the installed google-adk reads them.
+
+    Raises:
+        ConfigurationError: One of these arguments cannot be used, or the SQLite file does not
+            exist.
+
+    The first call of a method also raises `WrongKeyError` if no key decrypts the stored states.
+    """
+
+    @hides_frames
+    def __init__(
+        self,
+        db_url: str | sa.URL | None = None,
+        keys: Iterable[str | bytes] = (),
+        *,
+        db_engine: "AsyncEngine | None" = None,
+        time_zone: tzinfo | None = None,
+    ) -> None:
+        self._keys = Package1xKeys(keys)
+        super().__init__(db_url, db_engine=db_engine, time_zone=time_zone)
+
+    @property
+    def description(self) -> str:
+        """The kind of the source."""
+        return Kind.PACKAGE_1X.value
+
+    async def read(
+        self, sessions: Sequence[SourceSession]
+    ) -> Mapping[SourceSession, SessionContent | UnreadableSession]:
+        """Return the contents of *sessions*; a session that was deleted meanwhile is omitted."""
+        tables = await self._tables()
+        if not sessions:
+            return {}
+        keys = [session[:3] for session in sessions]
+        headers, rows = await self._reader.run(
+            lambda connection: (tables.headers(connection, keys), tables.events(connection, keys))
+        )
+        histories: dict[Any, list[Row]] = {key: [] for key in headers}
+        for app_name, user_id, session_id, *columns in rows:
+            history = histories.get((app_name, user_id, session_id))
+            if history is not None:
+                history.append(columns)
+        stored = [(session, tables.key(session)) for session in sessions]
+        # Decrypting takes most of the time.  In a thread, it does not stop the event loop.
+        return await asyncio.to_thread(
+            lambda: {
+                session: self._content(tables, session, headers[key], histories[key])
+                for session, key in stored
+                if key in headers
+            }
+        )
+
+    async def _tables(self) -> Tables:
+        if self._found is None:
+            tables = await self._reader.inspect(partial(_Tables, time_zone=self._time_zone))
+            samples = await self._reader.run(tables.samples)
+            await asyncio.to_thread(self._check_keys, samples)
+            self._found = tables
+        return self._found
+
+    async def _states(
+        self, scope: Scope, table: StateTable
+    ) -> AsyncIterator[dict[tuple[str, ...], JsonObject | UnreadableState]]:
+        tables = await self._tables()
+        after: tuple[str, ...] | None = None
+        while True:
+            rows = await self._reader.run(
+                partial(tables.states, scope=scope, table=table, after=after)
+            )
+            batch = await asyncio.to_thread(self._shared_states, rows)
+            if batch:
+                yield batch
+            if len(rows) < STATES:
+                break
+            after = list(batch)[-1]
+        if tables.has_shared_states:
+            rows = await self._reader.run(partial(tables.aliases, scope=scope, table=table))
+            yield await asyncio.to_thread(self._shared_states, rows)
+
+    # --- Conversion; these methods run in a thread ---
+
+    def _check_keys(self, samples: list[object]) -> None:
+        """Raise WrongKeyError if there are *samples*, and none of them can be decrypted."""
+        reasons = []
+        for stored in samples:
+            try:
+                self._opened(stored)
+            except DecryptionError as error:
+                reasons.append(str(error))
+            else:
+                return
+        if reasons:
+            raise WrongKeyError(
+                "no key decrypts the first states of this database of adk-secure-sessions 1.x: "
+                f"give the keys of its backends ({reasons[0]})"
+            )
+
+    def _opened(self, stored: object) -> tuple[bytes, bool]:
+        """Return a value's plaintext, and whether the value was stored as base64."""
+        envelope = parse_envelope(stored)
+        if envelope.backend_id == FERNET:
+            return self._keys.decrypt_fernet(envelope.body), envelope.is_base64
+        return self._keys.decrypt_aes_256_gcm(envelope.body), envelope.is_base64
+
+    def _state(self, stored: object) -> tuple[JsonObject, bool]:
+        """Return a state, and whether it was stored as base64; raise Unreadable."""
+        try:
+            plaintext, is_base64 = self._opened(stored)
+        except DecryptionError as error:
+            reason = str(error)
+        else:
+            return state_of(plaintext, "its"), is_base64
+        raise Unreadable(f"its state: {reason}")
+
+    def _shared_states(
+        self, rows: Sequence[Row]
+    ) -> dict[tuple[str, ...], JsonObject | UnreadableState]:
+        """Convert rows of names and a state of an app or a user."""
+        states: dict[tuple[str, ...], JsonObject | UnreadableState] = {}
+        for *columns, stored in rows:
+            names = tuple(map(text, columns))
+            try:
+                check_names(*names)
+                states[names] = self._state(stored)[0]
+            except Unreadable as error:
+                states[names] = UnreadableState(str(error))
+        return states
+
+    def _content(
+        self, tables: Tables, session: SourceSession, header: Header, history: list[Row]
+    ) -> SessionContent | UnreadableSession:
+        try:
+            check_names(*session[:3])
+            state, is_base64 = self._state(header.state)
+            if not is_base64:  # a release before 1.1
+                state = {key: state[key] for key in state if not key.startswith(TEMP_PREFIX)}
+            found = [
+                self._event(row, f"event {number} of {len(history)}")
+                for number, row in enumerate(history, 1)
+            ]
+            # The rows are in the order of their column `timestamp`, which is not authenticated, and
+            # in which one release stored local time and another one UTC.
+            found.sort(key=lambda event: event.time)
+            created_at = time_of(header.created_at, tables.sessions_zone)
+            updated_at = time_of(header.updated_at, tables.sessions_zone)
+        except Unreadable as error:
+            return UnreadableSession(str(error))
+        return SessionContent(state, found, created_at, updated_at)
+
+    def _event(self, row: Row, name: str) -> SourceEvent:
+        """Convert the columns id, invocation_id, timestamp and event_data; raise Unreadable."""
+        event_id, invocation_id, timestamp, stored = row
+        try:
+            plaintext, _ = self._opened(stored)
+            return _event(plaintext, text(event_id), text(invocation_id), timestamp)
+        except DecryptionError as error:
+            reason = str(error)
+        except Exception:
+            reason = f"{INSTALLED} cannot read it, or it exceeds a limit: see docs/limits.md, Sizes"
+        raise Unreadable(f"{name}: {reason}")
+
+
+def _event(plaintext: bytes, event_id: str, invocation_id: str, timestamp: object) -> SourceEvent:
+    """Convert an event, whose fields win over the columns, which only replace missing fields.
+
+    Raises:
+        TamperedError: A column differs from the field.
+        ValueError: The installed google-adk cannot read the event, or it exceeds a limit.
+    """
+    accepted = events.accept(plaintext)
+    if accepted is not None:
+        data, event = accepted
+        is_complete = {"id", "invocation_id", "timestamp"} <= event.model_fields_set
+        if is_complete and (event.id, event.invocation_id) == (event_id, invocation_id):
+            return SourceEvent(data, microseconds(event.timestamp))
+    fields = json_text.loads(plaintext)
+    for name, column in {"id": event_id, "invocation_id": invocation_id}.items():
+        if (fields.get(name) or column) != column:
+            raise TamperedError(
+                f"its column {name} differs from its encrypted {name}", reason=Reason.MISMATCH
+            )
+        fields[name] = column
+    fields.setdefault("timestamp", seconds_of(timestamp, UTC))
+    event = Event.model_validate(fields)
+    return SourceEvent(events.encode(event, replaces=False), microseconds(event.timestamp))
+
+
+class _Tables(Tables):
+    """The SQL of one database.
+
+    Releases since 1.1 have no index on the session of an event.  Therefore, each query for events
+    may read the whole table, and reads the events of many sessions.
+    """
+
+    # Empty tables look like google-adk's.
+    kinds = (Kind.PACKAGE_1X, Kind.ADK_V1, Kind.ADK_SQLITE)
+
+    def __init__(self, connection: sa.Connection, time_zone: tzinfo | None) -> None:
+        super().__init__(connection, time_zone)
+        columns = {one["name"]: one["type"] for one in sa.inspect(connection).get_columns("events")}
+        # The tables of releases before 1.1 are like those of google-adk's SqliteSessionService.
+        is_before_1_1 = isinstance(columns["timestamp"], sa.Float)
+        self.kind = Kind.ADK_SQLITE if is_before_1_1 else Kind.ADK_V1
+
+    def samples(self, connection: sa.Connection) -> list[object]:
+        """Return a few stored states."""
+        found: list[object] = []
+        sessions = sa.table("sessions", sa.column("state"))
+        for table in (sessions, APP_STATES.table, USER_STATES.table):
+            found += connection.execute(sa.select(table.c.state).limit(2)).scalars()
+        return found
