@@ -5,6 +5,7 @@ google-adk's own code creates the tables, and its own classes convert rows back 
 
 import inspect
 import json
+import math
 import os
 import re
 import stat
@@ -42,7 +43,7 @@ _FIRST_YEAR = {"mysql": 1000}
 # Codes of errors for a value that a column cannot hold: PostgreSQL's "data exception" and "program
 # limit exceeded"; MySQL's and MariaDB's codes for a wrong or too long value.
 _UNSUITABLE = ("22", "54", "1264", "1292", "1366", "1406", "4025", "SQLITE_TOOBIG")
-# An integer from which PostgreSQL's JSONB returns a number of the type float as an integer.
+# From this number, PostgreSQL's JSONB returns a float as an integer.
 _FIRST_WITHOUT_FRACTION = 1e16
 _NON_ASCII = re.compile(r"[^\x00-\x7f]")
 _LARGE_NUMBER = re.compile(rb"[0-9][eE]\+?[0-9]")
@@ -250,6 +251,8 @@ class AdkTarget:
 
     async def count(self, app_name: str | None, user_id: str | None) -> int:
         """Return how many sessions of an app or a user the target has; None stands for all."""
+        if not self._can_have(tuple(one for one in (app_name, user_id) if one is not None)):
+            return 0
         table = self._table(v1.StorageSession)
         query = sa.select(sa.func.count()).select_from(table)
         for name, value in (("app_name", app_name), ("user_id", user_id)):
@@ -300,8 +303,8 @@ class AdkTarget:
             if _LARGE_NUMBER.search(text) and not _fits_jsonb(json_text.loads(text)):
                 raise UnsuitableSession(f"{name} has a number that PostgreSQL's JSONB would change")
             return text.decode()
-        # google-adk stores only ASCII.  A text column of MySQL may hold no other characters.
         decoded = text.decode()
+        # Like google-adk, send only ASCII to MySQL: a column's character set may have nothing else.
         if self._dialect == "mysql" and not decoded.isascii():
             return _NON_ASCII.sub(lambda found: json.dumps(found[0])[1:-1], decoded)
         return decoded
@@ -572,9 +575,9 @@ def _fits_jsonb(value: Any) -> bool:
         return all(map(_fits_jsonb, value.values()))
     if isinstance(value, list):
         return all(map(_fits_jsonb, value))
-    if not isinstance(value, float) or not _FIRST_WITHOUT_FRACTION <= abs(value) < float("inf"):
+    if not isinstance(value, float) or not abs(value) >= _FIRST_WITHOUT_FRACTION:
         return True
-    return int(Decimal(repr(value))) == value
+    return math.isfinite(value) and int(Decimal(repr(value))) == value
 
 
 def _json_of(event: SourceEvent) -> bytes:

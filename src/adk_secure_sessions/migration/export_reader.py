@@ -1,9 +1,8 @@
 """Read the sessions and states to export, and list those that cannot be exported."""
 
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import NamedTuple
 
-from adk_secure_sessions.errors import DecryptionError
 from adk_secure_sessions.formats.states import JsonObject
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import Meter, Progress
@@ -153,20 +152,14 @@ class ExportReader:
         self, *, reports: bool = True
     ) -> AsyncIterator[tuple[str, str, JsonObject]]:
         """Yield the app name, the user id and the state of each user; see `sessions`."""
-        problems: list[tuple[tuple[str, ...], str]] = []
-        try:
-            async for batch in self._source.user_states(Scope(self.app_name)):
-                for (app_name, user_id), state in batch.items():
-                    if self.user_id not in (None, user_id):
-                        continue
+        async for batch in self._source.user_states(Scope(self.app_name)):
+            for (app_name, user_id), state in batch.items():
+                if isinstance(state, UnreadableState):  # its ids are not known
+                    if reports:
+                        await self.reject(("user",), state.reason)
+                elif self.user_id in (None, user_id):
                     self._app_names.add(app_name)
-                    if isinstance(state, UnreadableState):
-                        problems.append((("user", app_name, user_id), state.reason))
-                    else:
-                        yield app_name, user_id, state
-        except DecryptionError as error:  # its user is not known
-            problems.append((("user",), str(error)))
-        await self._reject_all(problems if reports else [])
+                    yield app_name, user_id, state
 
     async def app_states(self, *, reports: bool = True) -> AsyncIterator[tuple[str, JsonObject]]:
         """Yield the names and states of apps; see `sessions`.
@@ -174,19 +167,13 @@ class ExportReader:
         If only one user is exported, yield only the apps of this user.  So call `user_states`
         before.
         """
-        problems: list[tuple[tuple[str, ...], str]] = []
-        try:
-            async for batch in self._source.app_states(Scope(self.app_name)):
-                for app_name, state in batch.items():
-                    if self.user_id is not None and app_name not in self._app_names:
-                        continue
-                    if isinstance(state, UnreadableState):
-                        problems.append((("app", app_name), state.reason))
-                    else:
-                        yield app_name, state
-        except DecryptionError as error:  # its app is not known
-            problems.append((("app",), str(error)))
-        await self._reject_all(problems if reports else [])
+        async for batch in self._source.app_states(Scope(self.app_name)):
+            for app_name, state in batch.items():
+                if isinstance(state, UnreadableState):  # its name is not known
+                    if reports:
+                        await self.reject(("app",), state.reason)
+                elif self.user_id is None or app_name in self._app_names:
+                    yield app_name, state
 
     async def reject(self, who: tuple[str, ...], detail: str) -> None:
         """Count and list something that cannot be exported; *who* is its kind and its ids.
@@ -198,10 +185,6 @@ class ExportReader:
         await self.report(who, detail)
         if not self._skip_bad:
             raise StopExport
-
-    async def _reject_all(self, problems: Iterable[tuple[tuple[str, ...], str]]) -> None:
-        for who, detail in problems:
-            await self.reject(who, detail)
 
     async def report(self, who: tuple[str, ...], detail: str) -> None:
         """Add to `problems`, unless it is full; *who* is the kind and the ids."""
