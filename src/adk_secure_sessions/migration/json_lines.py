@@ -9,13 +9,14 @@ from adk_secure_sessions.formats import json_text, states
 from adk_secure_sessions.lru import Lru
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import Progress
+from adk_secure_sessions.maintenance.problems import UNREADABLE
 from adk_secure_sessions.migration.export_reader import (
     Export,
     ExportReader,
     StopExport,
     ids_of,
 )
-from adk_secure_sessions.migration.sources import SessionContent, SourceEvent, SourceSession
+from adk_secure_sessions.migration.sources import SessionContent, SourceEvent
 from adk_secure_sessions.storage import CheckApp
 
 LINE_FORMAT = 1  # the format of the lines: docs/export.md describes it
@@ -88,17 +89,10 @@ class _ToLines:
     async def write_sessions(self) -> None:
         async for batch in self._reader.sessions():
             for session, content in batch.items():
-                line, reason = b"", None
-                try:
-                    line = await self._line(session, content)
-                except DecryptionError as error:
-                    reason = str(error)
-                if reason is None:
-                    self._write(line)
+                ids = ids_of(session)
+                if await self._write_line(("session", *ids), ids, content):
                     self.sessions += 1
                     self.events += len(content.events)
-                else:
-                    await self._reader.reject(("session", *ids_of(session)), reason)
 
     async def write_users(self) -> None:
         """Write a line for each user who has a state and no session."""
@@ -110,18 +104,37 @@ class _ToLines:
                 app_name, user_id, None, limit=1, newest=False, with_state=False, skip=True
             )
             if not page.views:
-                app_state = await self._app_state(app_name)
-                self._write(_line((app_name, user_id, None), app_state, states.dumps(state)))
-                self.users += 1
+                who = ("user", app_name, user_id)
+                self.users += await self._write_line(who, (app_name, user_id, None), None)
 
-    async def _line(self, session: SourceSession, content: SessionContent) -> bytes:
-        app_name, user_id, _ = ids = ids_of(session)
-        app_state = await self._app_state(app_name)
-        user_state = self._states.get((app_name, user_id))
-        if user_state is None:
-            user_state = await (await self._reader.db.store()).user_state(app_name, user_id)
-            self._states.put((app_name, user_id), user_state)
-        return _line(ids, app_state, user_state, content)
+    async def _write_line(
+        self,
+        who: tuple[str, ...],
+        ids: tuple[str, str, str | None],
+        content: SessionContent | None,
+    ) -> bool:
+        """Write a line, and return True; report *who* if the owners' states cannot be decrypted."""
+        line, reason = b"", None
+        try:
+            app_state = await self._app_state(ids[0])
+            user_state = await self._user_state(ids[0], ids[1])
+            line = _line(ids, app_state, user_state, content)
+        except UNREADABLE as error:
+            malformed = "its content is malformed"
+            reason = str(error) if isinstance(error, DecryptionError) else malformed
+        if reason is not None:
+            await self._reader.reject(who, reason)
+            return False
+        self._write(line)
+        return True
+
+    async def _user_state(self, app_name: str, user_id: str) -> bytes:
+        state = self._states.get((app_name, user_id))
+        if state is None:
+            store = await self._reader.db.store()
+            state = await store.user_state(app_name, user_id)
+            self._states.put((app_name, user_id), state)
+        return state
 
     async def _app_state(self, app_name: str) -> bytes:
         state = self._states.get((app_name,))
@@ -137,7 +150,7 @@ def _line(
     ids: tuple[str, str, str | None],
     app_state: bytes,
     user_state: bytes,
-    content: SessionContent | None = None,
+    content: SessionContent | None,
 ) -> bytes:
     """Return the line of a session or, without *content*, of a user without sessions.
 
