@@ -258,6 +258,7 @@ def test_every_command_with_a_database_prints_json(filled: str, tmp_path: Path) 
         "lookup": ["--app", "clinic"],
         "erase-user": ["--app", "clinic", "--user", "ada"],
         "inspect": ["secure_users"],
+        "export": ["--to", f"sqlite:///{tmp_path}/exported.db", "--decrypt"],
     }
     for name, command in commands().items():
         if name in ("keygen", "adk doctor"):  # without a database

@@ -88,6 +88,7 @@ def test_examples_in_the_help_work(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "retire",
         "separate",
         "vacuum",
+        "export",
         "erase-user",
         "rotate root",
         "adk doctor",
