@@ -54,7 +54,10 @@ def options(name: str) -> set[str]:
 
 def arguments(name: str, url: str, key: str | None = "env:OLD_KEY") -> list[str]:
     key = key if "--key" in options(name) else None
-    return [*name.split(), *ARGUMENTS.get(name, []), *on(url, key), "--json"]
+    more = ARGUMENTS.get(name, [])
+    if name == "move-keys":
+        more = ["--to", "key-db", "--key-db", url.replace(".db", "-keys.db")]
+    return [*name.split(), *more, *on(url, key), "--json"]
 
 
 @pytest.fixture
