@@ -87,7 +87,7 @@ REJECTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "unknown driver": (("postgresql+nosuch://h/d",), "that SQLAlchemy does not know"),
     "synchronous driver of PostgreSQL": (
         ("postgresql+psycopg2://h/d",),
-        r"synchronous driver: write postgresql\+asyncpg://, .*\[postgresql\]",
+        r"synchronous driver: write postgresql\+asyncpg://, and pip install .asyncpg>=",
     ),
     "synchronous driver of MySQL": (
         ("mysql+pymysql://h/d",),

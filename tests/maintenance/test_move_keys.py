@@ -159,17 +159,25 @@ async def assert_moved(pair: Pair, to: str, keys: set[tuple[Any, ...]], before: 
         assert sorted(marks(pair.data)) == ["database_id", "features", "format"]
 
 
+def cleared(old: sa.URL) -> tuple[bool, tuple[str, ...]]:
+    """The tables of the tests' MariaDB share a file, which cannot be cleared."""
+    if old.get_backend_name() != "mariadb":
+        return True, ()
+    reason = "the table shares its file with other tables: innodb_file_per_table is off"
+    names = ["secure_keyring", "secure_data_keys"]
+    return False, tuple(f"{name}: {reason}" for name in names)
+
+
 async def test_keys_move_into_a_key_database_and_back(pair: Pair) -> None:
     await prepare(pair, INTO)
     before, keys = await content(alone(pair)), keys_in(pair.data)
     done = await move(pair, INTO)
-    assert done == KeyMove("key-db", 2, 3, False, done.cleared, done.obstacles)
-    assert done.cleared, done.obstacles
+    assert done == KeyMove("key-db", 2, 3, False, *cleared(pair.data))
     await assert_moved(pair, INTO, keys, before)
     again = await move(pair, INTO)
     assert again == done._replace(resumed=True)
     back = await move(pair, BACK)
-    assert back == KeyMove("db", 2, 3, False, True, ())
+    assert back == KeyMove("db", 2, 3, False, *cleared(pair.keys))
     await assert_moved(pair, BACK, keys, before)
     assert (await move(pair, BACK)).resumed
     await move(pair, INTO)

@@ -207,8 +207,7 @@ class _Move:
         features = stored_features(keys)
         # Delete the copies that a killed run in the other direction has left in the data database.
         await self._db.change(partial(_delete_inert_keys, self._run))
-        tables = [table for table in (keyring, data_keys) if table.name not in data.missing_tables]
-        obstacles = await self._clear(self._db.executor, tables)
+        obstacles = await self._clear(self._db.executor, data)
         await self._db.change_keys(
             partial(
                 _end,
@@ -271,8 +270,7 @@ class _Move:
             await self._check_old_place(features, keys, opened)
             await self._db.change_keys(partial(_claim, self._run, Part.KEYS.value))
             await self._db.change_keys(partial(_delete_keys_and_marks, self._run))
-        tables = [table for table in KEY_TABLES if table.name not in keys.missing_tables]
-        obstacles = await self._clear(self._db.key_executor, tables)
+        obstacles = await self._clear(self._db.key_executor, keys)
         mark = feature_mark(opened.index, opened.database_id, features - {MOVING})
         await self._db.change(partial(_end, data.meta[FEATURES], mark))
         return await self._result("db", self._db.read, resumed, obstacles)
@@ -341,7 +339,10 @@ class _Move:
             await self._meter.advance(len(sound))
         self._meter.finish()
 
-    async def _clear(self, executor: Executor, tables: Sequence[sa.Table]) -> list[str]:
+    async def _clear(self, executor: Executor, survey: Survey) -> list[str]:
+        """Rewrite the emptied tables, and return why this was not possible."""
+        emptied = (keyring, data_keys)
+        tables = [table for table in emptied if table.name not in survey.missing_tables]
         return await rewrite(executor, tables, self._lock_wait) if tables else []
 
     async def _result(
