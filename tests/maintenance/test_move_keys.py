@@ -11,11 +11,13 @@ from typing import Any, Literal
 
 import pytest
 import sqlalchemy as sa
+from google.adk.sessions import InMemorySessionService
 
 from adk_secure_sessions import (
     AesGcmBackend,
     ConfigurationError,
     EncryptedSessionService,
+    EncryptedSessionWrapper,
     SecureSessionError,
     TamperedError,
     WrongKeyError,
@@ -488,6 +490,15 @@ async def test_move_with_a_wrong_root_key_changes_nothing(files: Pair, to: Any) 
     else:
         assert keys_in(files.keys) == set()
         assert sorted(marks(files.data)) == ["database_id", "features", "format"]
+
+
+async def test_keys_of_a_wrapper_stay_beside_its_users(files: Pair) -> None:
+    inner = InMemorySessionService()
+    async with EncryptedSessionWrapper(inner, AES, key_db_url=for_service(files.data)) as service:
+        await service.create_session(app_name=APP, user_id="ada")
+    with pytest.raises(ConfigurationError, match="EncryptedSessionWrapper"):
+        await move(files, INTO)
+    assert keys_in(files.keys) == set()
 
 
 async def test_malformed_data_key_is_named_and_nothing_is_moved(files: Pair) -> None:

@@ -51,6 +51,7 @@ from adk_secure_sessions.storage import (
     MASTER_KEYS,
     MOVING,
     PLAINTEXT,
+    WRAPPER,
     Part,
     Survey,
     check,
@@ -121,7 +122,8 @@ async def move_keys(db: Database, to: KeyPlace, *, progress: Progress | None = N
 
     Raises:
         ConfigurationError: There is no key database; or one of the databases cannot be used; or the
-            key database is not empty; or an unfinished move has the other direction.
+            key database is not empty; or an unfinished move has the other direction; or
+            `EncryptedSessionWrapper` uses the database.
         WrongKeyError: The root keys do not decrypt the keyring, or `secure_meta` was modified.
         TamperedError: The row of a data key is malformed.
         SecureSessionError: Another process has changed the keys during this run.
@@ -159,6 +161,11 @@ class _Move:
         opened = await self._open(data, data.keyring)
         if MOVING in stored_features(data):
             raise _other_way("db")
+        if WRAPPER in stored_features(data):
+            raise ConfigurationError(
+                "EncryptedSessionWrapper uses this database, and cannot use another one for its "
+                "keys: no key was moved"
+            )
         self._check_target(data, keys, opened)
         await self._db.change(partial(_claim, self._run, None))
         await self._count(self._db.read)
