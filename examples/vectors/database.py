@@ -152,8 +152,8 @@ def fixed() -> Iterator[None]:
     replaced: dict[str, Any] = {
         f"{package}.crypto.aead.os": os_,
         f"{package}.formats.records.secrets": secrets_,
-        "cryptography.fernet.os": os_,
-        "cryptography.fernet.time": clock,
+        f"{package}.backends.fernet.os": os_,
+        f"{package}.backends.fernet.time": clock,
         f"{package}.backends.aes_gcm.secrets": secrets_,
         f"{package}.backends.fernet.secrets": secrets_,
         f"{package}.keys.keyring.secrets": secrets_,

@@ -12,12 +12,15 @@ from adk_secure_sessions.maintenance.clearing import clear, overwrite_deleted
 from adk_secure_sessions.maintenance.database import Database, Limits, see_what_is_committed
 from adk_secure_sessions.maintenance.engine import header_of
 from adk_secure_sessions.storage import (
+    FEATURES,
+    MIGRATION,
     bases,
     data_keys,
     empty_caches,
     events,
     identify,
     keyring,
+    meta,
     sessions,
     users,
     witnesses,
@@ -65,6 +68,7 @@ async def erase_user(
     data keys, and a second transaction deletes the rows.  Nothing is decrypted, so rows that were
     tampered with are also deleted.  Services can keep running.  If the same user id is used again
     later, the service creates a new user with a new data key.  A second erasure finds no rows.
+    If `migrate` has copied sessions to the database, a later run copies nothing of the user.
 
     Args:
         db: The database.
@@ -82,6 +86,8 @@ async def erase_user(
     if not (isinstance(app_name, str) and isinstance(user_id, str)):
         raise ConfigurationError("app_name and user_id must be text")
     tag = identify((await db.keys()).keyring.index, app_name, user_id).user_tag
+    if not dry_run:
+        await _exclude_from_migration(db, app_name, user_id)
     find, keys, rows = _Deletion.find_keys, _Deletion.delete_keys, _Deletion.delete_rows
     erasing = _Erasing(tag, dry_run, db.limits)
     if db.key_executor is db.executor:
@@ -104,6 +110,16 @@ async def erase_user(
         not obstacle,
         obstacle,
     )
+
+
+_FEATURES = sa.select(meta.c.value).where(meta.c.name == sa.bindparam("name"))
+
+
+async def _exclude_from_migration(db: Database, app_name: str, user_id: str) -> None:
+    """If the database has imports, ensure that a later import stores nothing of the user."""
+    for (features,) in await db.read_keys(_FEATURES, {"name": FEATURES}):
+        if MIGRATION in str(features).partition(" ")[0].split(","):
+            await (await db.store()).tombstone(app_name, user_id)
 
 
 # --- deleting ------------------------------------------------------------------------------------

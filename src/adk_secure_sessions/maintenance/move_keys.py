@@ -49,6 +49,7 @@ from adk_secure_sessions.storage import (
     HOLDS,
     KEY_TABLES,
     MASTER_KEYS,
+    MIGRATION_MARK,
     MOVING,
     PLAINTEXT,
     WRAPPER,
@@ -76,6 +77,8 @@ KeyPlace: TypeAlias = Literal["key-db", "db"]
 # The row of `secure_meta` that contains a random id of the run that may write.  A run that was
 # stopped for a while finds the id of a later run, and does not write any more.
 _RUN = "move"
+# The rows of `secure_meta` that are only in the database that has the keys.
+_BESIDE_KEYS = (FEATURES, MIGRATION_MARK)
 _BATCH = 500  # the number of data keys that are read and written at once
 _LOWEST = -(2**63)
 
@@ -169,9 +172,8 @@ class _Move:
         self._check_target(data, keys, opened)
         await self._db.change(partial(_claim, self._run, None))
         await self._count(self._db.read)
-        marks = {
-            name: data.meta[name] for name in (FORMAT, DATABASE_ID, PLAINTEXT) if name in data.meta
-        }
+        names = (FORMAT, DATABASE_ID, PLAINTEXT, MIGRATION_MARK)
+        marks = {name: data.meta[name] for name in names if name in data.meta}
         features = stored_features(data) | {MOVING}
         marks[FEATURES] = feature_mark(opened.index, opened.database_id, features)
         marks |= {HOLDS: Part.KEYS.value or "", _RUN: self._run}
@@ -180,10 +182,9 @@ class _Move:
         copy = await _fingerprint_of(self._db.read_keys)
         found = await self._survey_keys()
         await self._open(found, found.keyring)
-        old = data.meta[FEATURES]
-        await self._db.change(
-            partial(_switch_to_key_database, self._run, copy, old, self._lock_wait)
-        )
+        old = {name: data.meta.get(name) for name in _BESIDE_KEYS}
+        work = partial(_switch_to_key_database, self._run, copy, old, self._lock_wait)
+        await self._db.change(work)
         empty_caches()
         return await self._end_in_key_database(await self._survey_data(), found, resumed=False)
 
@@ -255,10 +256,10 @@ class _Move:
         await self._db.change(partial(_prepare_data_database, self._run, masters))
         await self._copy(self._db.read_keys, self._db.change)
         original = await _fingerprint_of(self._db.read_keys)
-        plaintext = PLAINTEXT in keys.meta
-        await self._db.change(
-            partial(_switch_to_data_database, self._run, original, mark, plaintext)
-        )
+        found = (await self._survey_keys()).meta
+        names = (PLAINTEXT, MIGRATION_MARK)
+        marks = {FEATURES: mark} | {name: found[name] for name in names if name in found}
+        await self._db.change(partial(_switch_to_data_database, self._run, original, marks))
         data, keys = await self._survey_data(), await self._survey_keys()
         return await self._end_in_data_database(data, keys, resumed=is_parked)
 
@@ -454,7 +455,7 @@ def _fingerprint_now(connection: sa.Connection) -> _Fingerprint:
     def fetch(query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
         return connection.execute(query, parameters).all()
 
-    def run(statement: sa.Executable, parameters: Parameters) -> int:
+    def run(statement: sa.Executable, parameters: object) -> int:
         raise AssertionError("a fingerprint changes nothing")
 
     return run_in_turn(_fingerprint(), fetch, run)
@@ -551,14 +552,18 @@ def _insert(run: str, rows: list[DataKeyRow], connection: sa.Connection) -> None
 
 
 def _switch_to_key_database(
-    run: str, copy: _Fingerprint, features: str, lock_wait: int, connection: sa.Connection
+    run: str,
+    copy: _Fingerprint,
+    marks: dict[str, str | None],
+    lock_wait: int,
+    connection: sa.Connection,
 ) -> None:
     """Store that the keys are in the key database, and delete them here; all or nothing.
 
     Args:
         run: The id of this run.
         copy: The fingerprint of the keys in the key database.
-        features: The row `features` when the key database was prepared.
+        marks: The rows `_BESIDE_KEYS` of `secure_meta` when they were copied; None if missing.
         lock_wait: Seconds to wait for a lock.
         connection: The connection to the data database.
     """
@@ -567,9 +572,10 @@ def _switch_to_key_database(
     _require_run(run, stored)
     if stored.get(HOLDS) == Part.DATA.value:
         return
-    if stored.get(FEATURES) != features or _fingerprint_now(connection) != copy:
+    if {name: stored.get(name) for name in marks} != marks or _fingerprint_now(connection) != copy:
         raise SecureSessionError(_CHANGED, retryable=True)
-    _set(connection, FEATURES, None)
+    for name in marks:
+        _set(connection, name, None)
     _set(connection, HOLDS, Part.DATA.value)
     if _delete_all_keys(connection) != copy[:2]:  # a key was stored since it was compared
         raise SecureSessionError(_CHANGED, retryable=True)
@@ -633,15 +639,15 @@ def _prepare_data_database(
 
 
 def _switch_to_data_database(
-    run: str, original: _Fingerprint, moving: str, plaintext: bool, connection: sa.Connection
+    run: str, original: _Fingerprint, marks: dict[str, str], connection: sa.Connection
 ) -> None:
     """Store that the keys are in the data database; all or nothing.
 
     Args:
         run: The id of this run.
         original: The fingerprint of the keys in the key database.
-        moving: The row `features`, with which services do not start yet.
-        plaintext: Whether the key database has the row `plaintext`.
+        marks: The rows of `secure_meta` that move with the keys.  With these features, services do
+            not start yet.
         connection: The connection to the data database.
     """
     see_what_is_committed(connection)
@@ -651,10 +657,11 @@ def _switch_to_data_database(
         return
     if _fingerprint_now(connection) != original:
         raise SecureSessionError(_CHANGED, retryable=True)
-    _set(connection, FEATURES, moving)
+    for name in _BESIDE_KEYS:
+        _set(connection, name, None)
+    for name, value in marks.items():
+        _set(connection, name, value)
     _set(connection, HOLDS, None)
-    if plaintext:
-        _set(connection, PLAINTEXT, "1")
 
 
 def _delete_keys_and_marks(run: str, connection: sa.Connection) -> None:

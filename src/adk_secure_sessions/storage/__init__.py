@@ -8,6 +8,7 @@ The modules, each of which imports only those above it:
 - `unit_of_work`: keys, caches and retries.
 - `owner_changes`: changes of apps and users.
 - `writes`, `reads`: the operations, each of which is one transaction or one query.
+- `imports`: importing sessions and states from another database.
 - `store`: the operations with ADK's ids as arguments.
 - `opening`: checks a database and creates what is missing.
 """
@@ -24,6 +25,13 @@ from adk_secure_sessions.storage.bindings import (
     user_context,
     witness_context,
 )
+from adk_secure_sessions.storage.imports import (
+    Imported,
+    ImportedEvent,
+    ImportResult,
+    Seals,
+    canonical,
+)
 from adk_secure_sessions.storage.opening import (
     COLLECTIONS,
     DATABASE_ID,
@@ -31,6 +39,8 @@ from adk_secure_sessions.storage.opening import (
     FEATURES,
     FORMAT,
     HOLDS,
+    MIGRATION,
+    MIGRATION_MARK,
     MOVING,
     PLAINTEXT,
     SEPARATING,
@@ -58,6 +68,7 @@ from adk_secure_sessions.storage.queries import (
     DATA_KEYS,
     INSERT_KEY,
     MASTER_KEYS,
+    MigratedRow,
     UserRow,
     chunks,
     is_one_of,
@@ -76,6 +87,7 @@ from adk_secure_sessions.storage.reads import (
 from adk_secure_sessions.storage.schema import (
     COLLECTION,
     DATA_TABLES,
+    FEATURE_TABLES,
     KEY_TABLES,
     TABLES,
     apps,
@@ -85,6 +97,7 @@ from adk_secure_sessions.storage.schema import (
     keyring,
     meta,
     metadata,
+    migrated,
     sessions,
     users,
     witnesses,
@@ -114,11 +127,14 @@ __all__ = [
     "DATA_TABLES",
     "EXPIRY",
     "FEATURES",
+    "FEATURE_TABLES",
     "FORMAT",
     "HOLDS",
     "INSERT_KEY",
     "KEY_TABLES",
     "MASTER_KEYS",
+    "MIGRATION",
+    "MIGRATION_MARK",
     "MOVING",
     "PLAINTEXT",
     "SEPARATING",
@@ -137,11 +153,16 @@ __all__ = [
     "Feature",
     "Headers",
     "Identity",
+    "ImportResult",
+    "Imported",
+    "ImportedEvent",
+    "MigratedRow",
     "MissingSession",
     "NewEvent",
     "Part",
     "Position",
     "RenewKey",
+    "Seals",
     "StaleRevision",
     "Store",
     "StoredSession",
@@ -153,6 +174,7 @@ __all__ = [
     "app_context",
     "apps",
     "bases",
+    "canonical",
     "check",
     "check_features",
     "check_together",
@@ -170,6 +192,7 @@ __all__ = [
     "mark_plaintext",
     "meta",
     "metadata",
+    "migrated",
     "naming",
     "numbered",
     "open_database",
