@@ -31,9 +31,48 @@ def test_runtime_dependencies_are_these_four() -> None:
 def test_extras_that_pages_and_messages_name_exist() -> None:
     source = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
     pages = "".join(page.read_text() for page in PAGES)
-    named = set(re.findall(r"adk-secure-sessions\[(\w+)\]", pages))
+    named = set(re.findall(r"'\.\[(\w+)\]'", pages))
     named |= set(re.findall(r'require\("(\w+)"', source))
     assert {"aws", "gcp", "pkcs11", "vault"} <= named <= set(PROJECT["optional-dependencies"])
+
+
+def test_version_is_newer_than_the_other_package_of_this_name() -> None:
+    assert int(PROJECT["version"].split(".")[0]) >= 2  # RELEASING.md
+
+
+INSTALLERS = r"\b(pip3?|pipx|uv|uvx|poetry|pdm|conda)\b"
+# From the repository: `name @ git+URL`, or `git+URL`.
+BY_NAME = re.compile(INSTALLERS + r"[^\n]*?[\s'\"`]adk[-_]secure[-_]sessions(?! @ git\+)\b")
+
+
+def installs_by_name(text: str) -> list[str]:
+    found = [match[0] for match in BY_NAME.finditer(text) if "uninstall" not in match[0]]
+    return found + re.findall(r"adk[-_]secure[-_]sessions\[[^\n]*", text)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "pip install adk-secure-sessions",
+        "uv add 'adk-secure-sessions>=2'",
+        "pip install --upgrade adk_secure_sessions",
+        "needs the extra adk-secure-sessions[vault]",
+    ],
+)
+def test_command_that_installs_by_name_is_found(line: str) -> None:
+    assert installs_by_name(line)
+
+
+def test_no_page_or_message_installs_this_package_by_its_name() -> None:
+    """By this name, an installer finds another author's package: RELEASING.md."""
+    written = [ROOT / "Makefile", ROOT / "mkdocs.yml", *(ROOT / ".ci").iterdir(), *PAGES]
+    for folder in ("src", "examples", "docs"):
+        written += [
+            path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".html", ".sh")
+        ]
+    texts = {path: path.read_text(encoding="utf-8") for path in written if path.is_file()}
+    found = {path.name: installs_by_name(text) for path, text in texts.items()}
+    assert {name: lines for name, lines in found.items() if lines} == {}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -5,6 +5,7 @@ the same facts from the attributes of the error.  No message contains plaintext,
 user ids or session ids.
 """
 
+import re
 from enum import StrEnum
 from typing import Self
 
@@ -72,6 +73,25 @@ class ArtifactStoreError(SecureSessionError):
 
     The message says what to do.  It contains no credentials, and does not quote the store.
     """
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs what the extra *extra* of this package needs.
+
+    The command does not name this package: on the package index, another package has the same name
+    (see RELEASING.md).
+    """
+    import importlib.metadata  # takes 20 ms
+
+    try:
+        required = importlib.metadata.requires("adk-secure-sessions") or []
+    except importlib.metadata.PackageNotFoundError:
+        required = []
+    of_extra = re.compile(rf"extra == ['\"]{re.escape(extra)}['\"]")
+    needed = [one.partition(";")[0].strip() for one in required if of_extra.search(one)]
+    if not needed:
+        return f"pip install '.[{extra}]' in a clone of this package's repository"
+    return " ".join(["pip install", *(f"'{one}'" for one in needed)])
 
 
 class Reason(StrEnum):

@@ -20,7 +20,7 @@ from adk_secure_sessions import (
     UnknownKeyError,
     WrongKeyError,
 )
-from adk_secure_sessions.maintenance import erase_user, verify
+from adk_secure_sessions.maintenance import erase_user, move_keys, verify
 from tests.attacks.needles import (
     APP,
     SESSION,
@@ -30,6 +30,7 @@ from tests.attacks.needles import (
     new_event,
     state,
 )
+from tests.faults import Point, with_faults
 from tests.key_database.support import (
     KEY,
     Pair,
@@ -236,3 +237,37 @@ async def test_keyring_inserted_into_the_data_is_rejected(files: Pair, tmp_path:
     async with EncryptedSessionService(for_service(files.data), AesGcmBackend(KEY)) as alone:
         with pytest.raises(SecureSessionError):
             await alone.get_session(**WHO)
+
+
+# --- moving the keys -----------------------------------------------------------------------------
+
+
+class Killed(Exception):
+    """Ends a run of the command, as if its process had been killed."""
+
+
+async def test_data_rolled_back_to_an_unfinished_move_does_not_delete_keys_in_use(
+    files: Pair,
+) -> None:
+    """The attacker can write only to the data, and kept a copy from the time of a move."""
+    db, faults = with_faults(files.maintained)
+    faults.keys.before(Point.DEFINE, Killed(), when=lambda *_: "holds" not in marks(files.data))
+    async with db:
+        with pytest.raises(Killed):
+            await move_keys(db, "db")
+    mixed = Pair(copied(files.data, "old.db"), files.keys)
+    assert marks(mixed.data)["features"].startswith("moving ")
+    async with files.maintained() as db:
+        await move_keys(db, "db")
+    async with files.maintained() as db:
+        await move_keys(db, "key-db")
+    async with files.service() as service:
+        await service.create_session(**WHO | {"user_id": "carol"})
+    keys = everything(files.keys)
+    for to, match in (("db", "may be in use"), ("key-db", "--to db")):
+        async with mixed.maintained() as db:
+            with pytest.raises(ConfigurationError, match=match):
+                await move_keys(db, to)  # type: ignore[arg-type]
+    assert everything(files.keys) == keys
+    async with files.service() as service:
+        assert await service.get_session(**WHO | {"user_id": "carol"})

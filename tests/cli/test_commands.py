@@ -251,6 +251,7 @@ def test_progress_elsewhere_is_a_line_now_and_then(
 
 def test_every_command_with_a_database_prints_json(filled: str, tmp_path: Path) -> None:
     (tmp_path / "blobs").mkdir()
+    (tmp_path / "keys.db").touch()  # an empty database: the keys are in the other one already
     options: dict[str, list[str]] = {
         "blobs verify": ["--store", f"{tmp_path}/blobs"],
         "blobs purge": ["--store", f"{tmp_path}/blobs"],
@@ -259,6 +260,7 @@ def test_every_command_with_a_database_prints_json(filled: str, tmp_path: Path) 
         "erase-user": ["--app", "clinic", "--user", "ada"],
         "inspect": ["secure_users"],
         "export": ["--to", f"sqlite:///{tmp_path}/exported.db", "--decrypt"],
+        "move-keys": ["--to", "db", "--key-db", f"sqlite:///{tmp_path}/keys.db"],
     }
     for name, command in commands().items():
         if name in ("keygen", "adk doctor"):  # without a database

@@ -87,6 +87,7 @@ def test_examples_in_the_help_work(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "rotate data",
         "retire",
         "separate",
+        "move-keys",
         "vacuum",
         "export",
         "erase-user",
@@ -97,10 +98,14 @@ def test_examples_in_the_help_work(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for name in order:
         if name == "separate":
             shutil.copy("sessions.db", "staging.db")
+        if name == "move-keys":
+            shutil.copy("sessions.db", "before.db")
         program, *arguments = example(name)
         assert program == "adk-secure-sessions"
         said = run(*arguments)
         assert (said.code, said.stderr) == (0, ""), name
+        if name == "move-keys":  # the examples after it have no key database
+            shutil.move("before.db", "sessions.db")
 
 
 def test_program_is_installed_under_its_name() -> None:

@@ -54,10 +54,12 @@ def options(name: str) -> set[str]:
 
 def arguments(name: str, url: str, key: str | None = "env:OLD_KEY") -> list[str]:
     key = key if "--key" in options(name) else None
-    given = ARGUMENTS.get(name, [])
+    more = ARGUMENTS.get(name, [])
     if name == "export":
-        given = ["--decrypt", "--verify", "--skip-bad", "--to", f"{url}-export"]
-    return [*name.split(), *given, *on(url, key), "--json"]
+        more = ["--decrypt", "--verify", "--skip-bad", "--to", f"{url}-export"]
+    if name == "move-keys":
+        more = ["--to", "key-db", "--key-db", url.replace(".db", "-keys.db")]
+    return [*name.split(), *more, *on(url, key), "--json"]
 
 
 @pytest.fixture

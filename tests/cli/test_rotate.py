@@ -421,3 +421,19 @@ def test_retire_removes_nothing_if_a_tampered_table_hides_which_key_is_the_newes
         assert all_rows(file_place)["secure_data_keys"] == before["secure_data_keys"]
     else:
         assert all_rows(file_place)["secure_keyring"] == before["secure_keyring"]
+
+
+def test_keys_are_moved_into_a_key_database_and_back(file: str) -> None:
+    keys = ["--key-db", file.replace(".db", "-keys.db")]
+    said = run("move-keys", *on(file), *keys, "--to", "key-db")
+    text = "the key database has the keys: 2 master keys and 3 data keys; start services with "
+    assert said == (0, f"{text}key_db_url\n", "")
+    assert run("verify", *on(file), *keys).code == 0
+    alone = run("verify", *on(file))
+    assert (alone.code, "pass that as --key-db" in alone.stderr) == (2, True)
+    said = run("move-keys", *on(file), *keys, "--to", "db")
+    text = "the database has its keys: 2 master keys and 3 data keys; start services without "
+    assert said == (0, f"{text}key_db_url\n", "")
+    assert run("verify", *on(file)).code == 0
+    nowhere = run("move-keys", *on(file), "--to", "key-db")
+    assert (nowhere.code, "pass it as --key-db" in nowhere.stderr) == (2, True)

@@ -87,15 +87,15 @@ REJECTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "unknown driver": (("postgresql+nosuch://h/d",), "that SQLAlchemy does not know"),
     "synchronous driver of PostgreSQL": (
         ("postgresql+psycopg2://h/d",),
-        r"synchronous driver: write postgresql\+asyncpg://, .*\[postgresql\]",
+        r"synchronous driver: write postgresql\+asyncpg://, and pip install .asyncpg>=",
     ),
     "synchronous driver of MySQL": (
         ("mysql+pymysql://h/d",),
-        r"synchronous driver: write mysql\+asyncmy://, .*adk-secure-sessions\[mysql\]",
+        r"synchronous driver: write mysql\+asyncmy://, and pip install .asyncmy>=",
     ),
     "driver of MySQL that is not installed": (
         ("mysql+mysqldb://h/d",),
-        r"synchronous driver: write mysql\+asyncmy://, .*adk-secure-sessions\[mysql\]",
+        r"synchronous driver: write mysql\+asyncmy://, and pip install .asyncmy>=",
     ),
     "one URL twice": (("sqlite:///s.db", None, "sqlite:///s.db"), "must not be the database of"),
     "one file by two paths": (
@@ -142,21 +142,21 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize(
-    ("url", "extra"),
+    ("url", "package"),
     [
-        ("postgresql+asyncpg://u:p@h/d", "adk-secure-sessions[postgresql]"),
-        ("postgresql://u:p@h/d", "adk-secure-sessions[postgresql]"),
+        ("postgresql+asyncpg://u:p@h/d", "asyncpg>=0.30"),
+        ("postgresql://u:p@h/d", "asyncpg>=0.30"),
         ("postgresql+psycopg://u:p@h/d", "psycopg[binary]"),
-        ("mysql+asyncmy://u:p@h/d", "adk-secure-sessions[mysql]"),
-        ("mysql://u:p@h/d", "adk-secure-sessions[mysql]"),
-        ("mariadb://u:p@h/d", "adk-secure-sessions[mysql]"),
+        ("mysql+asyncmy://u:p@h/d", "asyncmy>=0.2.10"),
+        ("mysql://u:p@h/d", "asyncmy>=0.2.10"),
+        ("mariadb://u:p@h/d", "asyncmy>=0.2.10"),
     ],
 )
 def test_driver_that_is_missing_is_named_with_what_to_install(
-    without: Callable[..., None], url: str, extra: str
+    without: Callable[..., None], url: str, package: str
 ) -> None:
     without("asyncpg", "psycopg", "asyncmy")
-    with pytest.raises(ConfigurationError, match=re.escape(f'pip install "{extra}"')):
+    with pytest.raises(ConfigurationError, match=re.escape(f"pip install '{package}'")):
         executors(url)
 
 

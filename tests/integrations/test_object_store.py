@@ -596,7 +596,7 @@ def test_missing_library_is_named_with_the_command_that_installs_it(
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(
         ConfigurationError,
-        match=r"this artifact store needs obstore: pip install 'adk-secure-sessions\[artifacts\]'",
+        match=r"this artifact store needs obstore: pip install 'obstore>=0.8'",
     ):
         open_store(f"{scheme}://bucket", PREFIX)
 

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -25,6 +25,7 @@ from adk_secure_sessions.cli.program import (
 )
 from adk_secure_sessions.cli.text import (
     data_rotation_lines,
+    key_move_lines,
     master_rotation_lines,
     resumed_line,
     retirement_lines,
@@ -244,4 +245,39 @@ def separate(db: "Database", as_json: bool, rows_per_second: float | None, yes: 
     )
     show(done, as_json, separation_lines(done))
     if not done.complete:
+        sys.exit(1)
+
+
+@main.command("move-keys")
+@click.option(
+    "--to",
+    required=True,
+    type=click.Choice(["key-db", "db"]),
+    help="Where the keys shall be: in the database of --key-db, or beside the data, in --db.",
+)
+@click.option("--yes", is_flag=True, help="Do not ask.  Only a terminal is asked.")
+@with_keys(required=True)
+@on_database
+def move_keys(db: "Database", as_json: bool, to: Literal["key-db", "db"], yes: bool) -> None:
+    """Move all keys into a key database, or from a key database back into the database.
+
+    Stop all services first.  Services reject the databases until the move has ended.  If the
+    command is interrupted, run it again to continue.  The command exits 1 if the file that had the
+    keys before may still contain copies of them.
+
+    \b
+    Example:
+      adk-secure-sessions move-keys --db sqlite:///sessions.db --key-db sqlite:///keys.db \\
+          --to key-db --key file:root.key
+    """
+    from adk_secure_sessions import maintenance
+
+    if sys.stdin.isatty() and not yes:
+        question = "Move all keys?  Services that use these databases must be stopped."
+        if not click.confirm(question, err=True):
+            raise Declined("nothing was changed")
+    with progress("move-keys", "data keys") as report:
+        done = run(db, lambda opened: maintenance.move_keys(opened, to, progress=report))
+    show(done, as_json, key_move_lines(done))
+    if not done.cleared:
         sys.exit(1)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         DataRotation,
         Erasure,
         KeptKey,
+        KeyMove,
         MasterRotation,
         Problem,
         RecordCount,
@@ -192,6 +193,16 @@ def separation_lines(done: Separated) -> Iterator[str]:
             "the separation has not ended, and services reject the copy: run `verify`, delete or "
             "restore the rows that it names, and run this command again"
         )
+
+
+def key_move_lines(done: KeyMove) -> Iterator[str]:
+    keys = f"{counted(done.masters, 'master key')} and {counted(done.data_keys, 'data key')}"
+    if done.to == "key-db":
+        yield f"the key database has the keys: {keys}; start services with key_db_url"
+    else:
+        yield f"the database has its keys: {keys}; start services without key_db_url"
+    for obstacle in done.obstacles:
+        yield f"the file that had the keys before may contain copies of them: {obstacle}"
 
 
 def vacuum_lines(done: Vacuum) -> Iterator[str]:

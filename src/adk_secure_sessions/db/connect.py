@@ -11,7 +11,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.db.protocol import Executor, Executors
 from adk_secure_sessions.db.sqlite import is_in_memory, sqlite_executor
-from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.errors import ConfigurationError, install_command
 
 # `sqlalchemy.ext.asyncio` is imported on first use.  It imports SQLAlchemy's ORM, which takes a
 # third of a second.  A SQLite database given by URL does not need it.
@@ -28,13 +28,10 @@ _ASYNC_DRIVERS = {
     "mysql": ("asyncmy", "aiomysql"),
     "mariadb": ("asyncmy", "aiomysql"),
 }
-# The package to install if a driver is missing.  For a driver that is not listed, the package has
-# the name of the driver.
-_EXTRAS = {
-    "asyncpg": "adk-secure-sessions[postgresql]",
-    "asyncmy": "adk-secure-sessions[mysql]",
-    "psycopg": "psycopg[binary]",
-}
+# The extra of this package that installs a driver.
+_EXTRAS = {"asyncpg": "postgresql", "asyncmy": "mysql"}
+# The package to install if another driver is missing, and the package has another name.
+_PACKAGES = {"psycopg": "psycopg[binary]"}
 _POOL_SIZE = 10
 _POOL_TIMEOUT = 30.0  # seconds to wait for a connection; the same as SQLAlchemy's default
 # With one of these options, `AsyncpgExecutor` leaves all connections to SQLAlchemy's pool.
@@ -199,13 +196,11 @@ def _for_url(url: sa.URL, engine_kwargs: dict[str, Any], read_timeout: float | N
         if known is None:
             problem = "names a driver that is synchronous, or not installed"
         elif driver in known and isinstance(error, ImportError):
-            problem = (
-                f'needs a driver that is not installed: pip install "{_EXTRAS.get(driver, driver)}"'
-            )
+            problem = f"needs a driver that is not installed: {_install(driver)}"
         else:
             problem = (
                 f"names a synchronous driver: write {backend}+{known[0]}://, and "
-                f'pip install "{_EXTRAS[known[0]]}"'
+                f"{_install(known[0])}"
             )
     except (TypeError, sa.exc.ArgumentError) as error:  # the text names options, but no values
         problem = f"cannot be used with these options: {error}"
@@ -213,6 +208,13 @@ def _for_url(url: sa.URL, engine_kwargs: dict[str, Any], read_timeout: float | N
         problem = "cannot be used with these options: a value is not valid"
     # Quote only the beginning of the URL: the rest may contain a password, even in the query.
     raise ConfigurationError(f"the database URL {url.drivername}://... {problem}")
+
+
+def _install(driver: str) -> str:
+    """Return the command that installs *driver*."""
+    if driver in _EXTRAS:
+        return install_command(_EXTRAS[driver])
+    return f"pip install '{_PACKAGES.get(driver, driver)}'"
 
 
 def _for_server(url: sa.URL, engine_kwargs: dict[str, Any], read_timeout: float | None) -> Executor:

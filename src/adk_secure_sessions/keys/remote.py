@@ -11,7 +11,13 @@ from typing import ClassVar
 from urllib.parse import urlsplit
 
 from adk_secure_sessions.crypto.key_material import KeyMaterial, hides_frames
-from adk_secure_sessions.errors import ConfigurationError, KeyServiceError, Reason, TamperedError
+from adk_secure_sessions.errors import (
+    ConfigurationError,
+    KeyServiceError,
+    Reason,
+    TamperedError,
+    install_command,
+)
 from adk_secure_sessions.keys.providers import check_key_id
 
 TIMEOUT = 5.0  # seconds for each attempt
@@ -181,9 +187,7 @@ def require(extra: str, *modules: str, user: str = "this key") -> None:
         except ImportError:
             missing = missing or module
     if missing is not None:
-        raise ConfigurationError(
-            f"{user} needs {missing}: pip install 'adk-secure-sessions[{extra}]'"
-        )
+        raise ConfigurationError(f"{user} needs {missing}: {install_command(extra)}")
 
 
 def is_plain_http(url: str) -> bool:

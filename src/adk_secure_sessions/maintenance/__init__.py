@@ -6,6 +6,7 @@ from adk_secure_sessions.maintenance.engine import DataKeyCount, Progress, Recor
 from adk_secure_sessions.maintenance.erase import Erasure, erase_user
 from adk_secure_sessions.maintenance.init import Initialisation, init
 from adk_secure_sessions.maintenance.inspect import TABLES, Location, RecordHeader, inspect, lookup
+from adk_secure_sessions.maintenance.move_keys import KeyMove, move_keys
 from adk_secure_sessions.maintenance.problems import Problem
 from adk_secure_sessions.maintenance.purge import Purge, purge
 from adk_secure_sessions.maintenance.retire import KeptKey, Retirement, retire
@@ -33,6 +34,7 @@ __all__ = [
     "Erasure",
     "Initialisation",
     "KeptKey",
+    "KeyMove",
     "Location",
     "MasterKey",
     "MasterRotation",
@@ -54,6 +56,7 @@ __all__ = [
     "init",
     "inspect",
     "lookup",
+    "move_keys",
     "purge",
     "retire",
     "rotate_data",

@@ -55,7 +55,10 @@ async def rewrite(executor: Executor, tables: Sequence[sa.Table], lock_wait: int
     Returns:
         The reasons why tables could not be rewritten.
     """
-    kind = await executor.define(lambda connection: connection.dialect.name, commit=False)
+    try:
+        kind = await executor.define(lambda connection: connection.dialect.name, commit=False)
+    except Disconnected as lost:
+        return [str(lost.error)]
     if kind == "sqlite":  # SQLite rewrites the whole file, with all tables
         obstacle = await clear(executor, tables[0], lock_wait, rewrite=True)
         return [obstacle] if obstacle else []

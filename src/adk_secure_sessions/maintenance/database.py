@@ -89,7 +89,7 @@ class Database(KeyMaterial):
             raise ConfigurationError("additional_backends require a backend")
         backends = None if backend is None else register(backend, additional_backends)
         executors = executors_for(db_url, db_engine, key_db_url, key_db_engine, engine_kwargs)
-        self._files = [_sqlite_file(url) for url in (db_url, key_db_url) if url is not None]
+        self._files = [None if url is None else _sqlite_file(url) for url in (db_url, key_db_url)]
         self.unit: UnitOfWork = UnitOfWork(
             executors,
             backends,
@@ -122,13 +122,25 @@ class Database(KeyMaterial):
         """The backends that were given.  Raises ConfigurationError if no backend was given."""
         return self.unit.backends
 
+    def require_files(self, *, of_keys: bool = True) -> None:
+        """Raise ConfigurationError if there is no SQLite file; SQLite would create the file.
+
+        If *of_keys* is False, the file of the key database may be missing.
+        """
+        for file in self._files if of_keys else self._files[:1]:
+            if file is not None and not file.exists():
+                raise ConfigurationError(
+                    f"there is no file {str(file)!r}: check db_url and the working directory, or "
+                    "create the database with `adk-secure-sessions init`"
+                )
+
     async def survey(self) -> Survey:
         """Read which tables exist, and the rows of `secure_meta` and `secure_keyring`.
 
         Raises:
             ConfigurationError: The tables do not exist, or the database cannot be used.
         """
-        self._check_file()
+        self.require_files()
         return await repeated(lambda: survey_existing(self.executors))
 
     async def keys(self) -> DataKeys:
@@ -198,16 +210,8 @@ class Database(KeyMaterial):
         await self.close()
 
     async def _open_keyring(self, known: Keyring | None) -> Keyring:
-        self._check_file()
+        self.require_files()
         return await open_existing(self.executors, self.backends, known)
-
-    def _check_file(self) -> None:
-        for file in self._files:
-            if file is not None and not file.exists():  # SQLite would create the file
-                raise ConfigurationError(
-                    f"there is no file {str(file)!r}: check db_url and the working directory, or "
-                    "create the database with `adk-secure-sessions init`"
-                )
 
 
 def see_what_is_committed(connection: sa.Connection) -> None:

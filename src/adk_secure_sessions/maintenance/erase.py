@@ -19,6 +19,7 @@ from adk_secure_sessions.storage import (
     empty_caches,
     events,
     identify,
+    keyring,
     meta,
     sessions,
     users,
@@ -193,6 +194,7 @@ class _Deletion:
 
     def find_keys(self) -> None:
         """Read the user's data keys, and add the record headers that name them to `headers`."""
+        self._require_keyring()
         c = data_keys.c
         query = sa.select(c.backend_id, c.id).where(c.owner == self._tag)
         for backend_id, key_id in self._connection.execute(query):
@@ -202,6 +204,18 @@ class _Deletion:
     def delete_keys(self) -> None:
         """Delete all data keys of the user.  This method uses only the table of data keys."""
         self._delete(data_keys, data_keys.c.owner == self._tag)
+        self._require_keyring()  # the deletion may have waited for `move_keys`
+
+    def _require_keyring(self) -> None:
+        """Raise ConfigurationError if `move_keys` has moved the keys since the keyring was read.
+
+        This transaction would otherwise find no data key, while the key exists in the other place.
+        """
+        if self._connection.scalar(sa.select(sa.func.count()).where(keyring.c.id >= 0)) == 0:
+            raise ConfigurationError(
+                "the keys of this database were moved: open the database with its present key "
+                "database, or without one; nothing was deleted"
+            )
 
     def delete_rows(self) -> None:
         """Delete all rows of the user except the data keys.

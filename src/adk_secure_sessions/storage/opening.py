@@ -77,7 +77,10 @@ WRAPPER = (
 )
 EXPIRY = "expiry"  # the feature of a database in which sessions may expire
 MIGRATION = "migration"  # the feature of a database with sessions that `migrate` has copied
-_KNOWN_FEATURES = frozenset({NO_FEATURES, SEPARATING, COLLECTIONS, WRAPPER, EXPIRY, MIGRATION})
+MOVING = "moving"  # the feature of a database whose keys `move_keys` has not finished moving
+_KNOWN_FEATURES = frozenset(
+    {NO_FEATURES, SEPARATING, COLLECTIONS, WRAPPER, EXPIRY, MIGRATION, MOVING}
+)
 # The tables that belong to features.  `create_table_of` creates them.
 _TABLE_OF: dict[str, sa.Table] = {MIGRATION: migrated}
 SEPARATION = "separation"
@@ -335,6 +338,18 @@ def reject_separating(survey: Survey) -> None:
         )
 
 
+def reject_moving(survey: Survey) -> None:
+    """Raise ConfigurationError if the command `move-keys` has not finished with the keys.
+
+    A service would use keys that the command is about to delete.
+    """
+    if survey.format_version is not None and MOVING in stored_features(survey):
+        raise ConfigurationError(
+            "the keys of this database are being moved: run `adk-secure-sessions move-keys` again, "
+            "until it has ended"
+        )
+
+
 def check_features(survey: Survey, keyring: Keyring) -> None:
     """Authenticate the feature list and the stored state of an unfinished run of `separate`.
 
@@ -403,11 +418,16 @@ def add_feature(feature: str, keyring: Keyring, connection: sa.Connection) -> No
     Raises:
         WrongKeyError: The stored features were modified.
         ConfigurationError: The row `features` is missing or malformed, a separation has not ended,
-            or *keyring* is the keyring of another database.
+            the keys were moved, or *keyring* is the keyring of another database.
         Conflict: Another process has changed the stored features at the same time.
     """
     survey = look(connection)
+    if survey.part is Part.DATA:
+        raise ConfigurationError(_MISPLACED[Part.ALL, Part.DATA])
+    if survey.meta.get(DATABASE_ID) is None:
+        raise ConfigurationError(_REPLACED)
     reject_separating(survey)
+    reject_moving(survey)
     if survey.meta.get(DATABASE_ID) != keyring.database_id.hex():
         raise ConfigurationError(_REPLACED)
     _check_feature_list(survey, keyring)
@@ -709,13 +729,25 @@ async def half_separated(executors: Executors) -> tuple[Survey, str] | None:
     """
     if not executors.has_key_database:
         return None
-    data = await _usable(executors.data.define(look, commit=False))
-    keys = await _usable(executors.keys.define(look, commit=False), "key database's ")
+    data, keys = await survey_data(executors), await survey_keys(executors)
     found = _SEPARATION_FORM.fullmatch(str(keys.meta.get(SEPARATION)))
     if found is None or found["old"] != data.meta.get(DATABASE_ID):
         return None
     check(keys, Part.KEYS, create_tables=False)
     return keys, found["old"]
+
+
+async def survey_data(executors: Executors) -> Survey:
+    """Survey the data database without checking it.
+
+    Raises ConfigurationError if SQLite cannot open or use the file.
+    """
+    return await _usable(executors.data.define(look, commit=False))
+
+
+async def survey_keys(executors: Executors) -> Survey:
+    """Do the same as `survey_data` for the key database."""
+    return await _usable(executors.keys.define(look, commit=False), "key database's ")
 
 
 async def _survey(
@@ -734,6 +766,7 @@ async def _survey(
             # read the table names.
             survey = await _usable(executors.data.define(of_keys, commit=False))
         check(survey, Part.ALL, create_tables)
+        reject_moving(survey)
         _check_feature_tables(survey, survey)
         return survey, survey
     # Read the data database first.  Another process may be creating both databases.  It creates the
@@ -747,6 +780,7 @@ async def _survey(
     if not _has_feature_tables(data, keys):
         data = await _usable(executors.data.define(look, commit=False))
     check(keys, Part.KEYS, create_tables)
+    reject_moving(keys)
     check(data, Part.DATA, create_tables)
     check_together(data, keys)
     _check_feature_tables(data, keys)

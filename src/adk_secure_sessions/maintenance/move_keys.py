@@ -1,0 +1,685 @@
+"""Move the keys of a database into a key database, or back into the database of the data.
+
+`secure_meta` of the data database says where the keys are (row `holds`).  One transaction on the
+data database changes this row.  Until that transaction, the old copy of the keys is the valid one;
+afterwards, the new copy is.  The old copy is deleted in or after that transaction, and the new copy
+is complete before it.  So at every moment, at least one complete copy of all keys exists, and a
+killed run can be continued.
+
+Services must be stopped.  If a service is running nevertheless, it cannot create keys in the old
+place after the move:
+
+- Into a key database: the transaction that changes `holds` also compares all keys with the copy,
+  and deletes the old ones.
+- Back: the first step changes the ids of the master keys in the key database (`_parked`), and a
+  data key is only inserted if the master key with the known id exists (`INSERT_KEY`).
+"""
+
+import hashlib
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import sqlalchemy as sa
+
+from adk_secure_sessions.db.dialects import exclusively
+from adk_secure_sessions.db.protocol import Executor, Parameters, Read, Row, Steps, run_in_turn
+from adk_secure_sessions.errors import (
+    ConfigurationError,
+    Reason,
+    SecureSessionError,
+    TamperedError,
+)
+from adk_secure_sessions.keys.data_keys import DataKeyRow
+from adk_secure_sessions.keys.keyring import (
+    Keyring,
+    MasterKeyRow,
+    check_row_count,
+    open_keyring,
+)
+from adk_secure_sessions.maintenance.clearing import overwrite_deleted, rewrite
+from adk_secure_sessions.maintenance.database import Database, see_what_is_committed
+from adk_secure_sessions.maintenance.engine import Meter, Progress, first_rows
+from adk_secure_sessions.storage import (
+    DATA_KEYS,
+    DATABASE_ID,
+    FEATURES,
+    FORMAT,
+    HOLDS,
+    KEY_TABLES,
+    MASTER_KEYS,
+    MIGRATION_MARK,
+    MOVING,
+    PLAINTEXT,
+    WRAPPER,
+    Part,
+    Survey,
+    check,
+    check_features,
+    check_together,
+    data_keys,
+    empty_caches,
+    feature_mark,
+    keyring,
+    look,
+    meta,
+    metadata,
+    reject_separating,
+    repeated,
+    stored_features,
+    survey_data,
+    survey_keys,
+)
+
+KeyPlace: TypeAlias = Literal["key-db", "db"]
+
+# The row of `secure_meta` that contains a random id of the run that may write.  A run that was
+# stopped for a while finds the id of a later run, and does not write any more.
+_RUN = "move"
+# The rows of `secure_meta` that are only in the database that has the keys.
+_BESIDE_KEYS = (FEATURES, MIGRATION_MARK)
+_BATCH = 500  # the number of data keys that are read and written at once
+_LOWEST = -(2**63)
+
+_CHANGED = (
+    "the keys were changed during the move: stop all services and other commands that use this "
+    "database, then run `move-keys` again"
+)
+_OVERLAPPED = "another run of `move-keys` has begun: wait for its end"
+
+
+class KeyMove(NamedTuple):
+    """The result of `move_keys`.
+
+    Attributes:
+        to: Where the keys are now: "key-db" or "db".
+        masters: The number of master keys there.
+        data_keys: The number of data keys there.
+        resumed: True if this run continued, or found already completed, an earlier move.
+        cleared: True if the file that had the keys before contains no copy of them any more.  Logs,
+            replicas and backups are never cleared.
+        obstacles: Why the tables could not be rewritten; empty if `cleared` is True.
+    """
+
+    to: KeyPlace
+    masters: int
+    data_keys: int
+    resumed: bool
+    cleared: bool
+    obstacles: tuple[str, ...]
+
+
+async def move_keys(db: Database, to: KeyPlace, *, progress: Progress | None = None) -> KeyMove:
+    """Move all keys into the key database, or from the key database into the database of the data.
+
+    Stop all services first.  No record and no key changes.  Until the move has ended, services and
+    other commands reject the database.  If a run is killed, run it again: the next run continues.
+    A run after the end only clears the file that had the keys before.
+
+    Args:
+        db: The database, with `key_db_url` or `key_db_engine`, and with all root keys.
+        to: "key-db" moves the keys into the key database, which must be empty.  "db" moves them
+            into the database of the data.
+        progress: Called with the number of copied data keys and the number of all data keys.
+
+    Raises:
+        ConfigurationError: There is no key database; or one of the databases cannot be used; or the
+            key database is not empty; or an unfinished move has the other direction; or
+            `EncryptedSessionWrapper` uses the database.
+        WrongKeyError: The root keys do not decrypt the keyring, or `secure_meta` was modified.
+        TamperedError: The row of a data key is malformed.
+        SecureSessionError: Another process has changed the keys during this run.
+    """
+    if to not in ("key-db", "db"):
+        raise ConfigurationError(f"to must be 'key-db' or 'db', not {to!r}")
+    if not db.executors.has_key_database:
+        raise ConfigurationError("give the key database: pass it as key_db_url")
+    move = _Move(db, db.backends.writer.root_key.key_id, progress)
+    found = await (move.into_key_database() if to == "key-db" else move.into_data_database())
+    await db.close()  # the next call opens the database with its keys in the new place
+    return found
+
+
+class _Move:
+    """One run of `move_keys`."""
+
+    def __init__(self, db: Database, writer: str, progress: Progress | None) -> None:
+        self._db = db
+        self._writer = writer  # the id of the writing backend's root key
+        self._progress = progress
+        self._run = secrets.token_hex(16)
+        self._meter = Meter(None, 0, None)
+
+    # --- into the key database ---
+
+    async def into_key_database(self) -> KeyMove:
+        self._db.require_files(of_keys=False)
+        data = await self._survey_data()
+        keys = await self._survey_keys()
+        check(keys, Part.KEYS, create_tables=True)
+        if data.part is Part.DATA:
+            return await self._end_in_key_database(data, keys)
+        reject_separating(data)
+        opened = await self._open(data, data.keyring)
+        if MOVING in stored_features(data):
+            raise _other_way("db")
+        if WRAPPER in stored_features(data):
+            raise ConfigurationError(
+                "EncryptedSessionWrapper uses this database, and cannot use another one for its "
+                "keys: no key was moved"
+            )
+        self._check_target(data, keys, opened)
+        await self._db.change(partial(_claim, self._run, None))
+        await self._count(self._db.read)
+        names = (FORMAT, DATABASE_ID, PLAINTEXT, MIGRATION_MARK)
+        marks = {name: data.meta[name] for name in names if name in data.meta}
+        features = stored_features(data) | {MOVING}
+        marks[FEATURES] = feature_mark(opened.index, opened.database_id, features)
+        marks |= {HOLDS: Part.KEYS.value or "", _RUN: self._run}
+        await self._db.change_keys(partial(_prepare_key_database, keys, marks, data.keyring))
+        await self._copy(self._db.read, self._db.change_keys)
+        copy = await _fingerprint_of(self._db.read_keys)
+        found = await self._survey_keys()
+        await self._open(found, found.keyring)
+        old = {name: data.meta.get(name) for name in _BESIDE_KEYS}
+        work = partial(_switch_to_key_database, self._run, copy, old, self._lock_wait)
+        await self._db.change(work)
+        empty_caches()
+        return await self._end_in_key_database(await self._survey_data(), found, resumed=False)
+
+    def _check_target(self, data: Survey, keys: Survey, opened: Keyring) -> None:
+        """Reject a key database that is neither empty nor the target of an unfinished move."""
+        if keys.database_id is None:
+            return
+        if keys.database_id != data.database_id:
+            raise ConfigurationError(
+                "the key database belongs to another database: give an empty key database"
+            )
+        check_features(keys, opened)
+        if MOVING not in stored_features(keys):
+            raise ConfigurationError(
+                "the key database already has keys of this database, and may be in use: check "
+                "db_url, which may name an old copy of the data; or give an empty key database"
+            )
+
+    async def _end_in_key_database(
+        self, data: Survey, keys: Survey, *, resumed: bool = True
+    ) -> KeyMove:
+        """Clear the old place, after `holds` was changed; then let services start."""
+        check_together(data, keys)
+        is_parked = any(row.id < 0 for row in keys.keyring)
+        if is_parked:
+            raise _other_way("db")
+        opened = await self._open(keys, keys.keyring)
+        features = stored_features(keys)
+        # Delete the copies that a killed run in the other direction has left in the data database.
+        await self._db.change(partial(_delete_inert_keys, self._run))
+        obstacles = await self._clear(self._db.executor, data)
+        await self._db.change_keys(
+            partial(
+                _end,
+                keys.meta[FEATURES],
+                feature_mark(opened.index, opened.database_id, features - {MOVING}),
+            )
+        )
+        await self._db.change(partial(_end, None, None))
+        return await self._result("key-db", self._db.read_keys, resumed, obstacles)
+
+    # --- into the database of the data ---
+
+    async def into_data_database(self) -> KeyMove:
+        self._db.require_files(of_keys=True)
+        data = await self._survey_data()
+        keys = await self._survey_keys()
+        check(keys, Part.KEYS, create_tables=True)
+        if data.part is Part.ALL:
+            return await self._end_in_data_database(data, keys)
+        check_together(data, keys)
+        masters = [_unparked(row) for row in keys.keyring]
+        opened = await self._open(keys, masters)
+        reject_separating(keys)
+        is_parked = masters != keys.keyring
+        features = stored_features(keys)
+        if MOVING in features and not is_parked:
+            raise _other_way("key-db")
+        await self._db.change(partial(_claim, self._run, Part.DATA.value))
+        await self._db.change_keys(partial(_claim, self._run, Part.KEYS.value))
+        await self._count(self._db.read_keys)
+        mark = feature_mark(opened.index, opened.database_id, features | {MOVING})
+        if not is_parked:
+            work = partial(
+                _park, self._run, keys.keyring, keys.meta[FEATURES], mark, self._lock_wait
+            )
+            await self._db.change_keys(work)
+            empty_caches()
+        await self._db.change(partial(_prepare_data_database, self._run, masters))
+        await self._copy(self._db.read_keys, self._db.change)
+        original = await _fingerprint_of(self._db.read_keys)
+        found = (await self._survey_keys()).meta
+        names = (PLAINTEXT, MIGRATION_MARK)
+        marks = {FEATURES: mark} | {name: found[name] for name in names if name in found}
+        await self._db.change(partial(_switch_to_data_database, self._run, original, marks))
+        data, keys = await self._survey_data(), await self._survey_keys()
+        return await self._end_in_data_database(data, keys, resumed=is_parked)
+
+    async def _end_in_data_database(
+        self, data: Survey, keys: Survey, *, resumed: bool = True
+    ) -> KeyMove:
+        """Delete and clear the keys in the old place; then let services start."""
+        reject_separating(data)
+        opened = await self._open(data, data.keyring)
+        features = stored_features(data)
+        if keys.database_id is not None:
+            if keys.database_id != data.database_id:
+                raise ConfigurationError(
+                    "this database has its keys, and the key database belongs to another one"
+                )
+            await self._check_old_place(features, keys, opened)
+            await self._db.change_keys(partial(_claim, self._run, Part.KEYS.value))
+            await self._db.change_keys(partial(_delete_keys_and_marks, self._run))
+        obstacles = await self._clear(self._db.key_executor, keys)
+        mark = feature_mark(opened.index, opened.database_id, features - {MOVING})
+        await self._db.change(partial(_end, data.meta[FEATURES], mark))
+        return await self._result("db", self._db.read, resumed, obstacles)
+
+    async def _check_old_place(
+        self, features: frozenset[str], keys: Survey, opened: Keyring
+    ) -> None:
+        """Reject a key database whose keys must not be deleted.
+
+        The data database may be an old copy from the time of an unfinished move.  An attacker may
+        have inserted its rows again.  The key database may be in use, and have newer keys.
+        """
+        check_features(keys, opened)
+        was_left = MOVING in features and MOVING in stored_features(keys)
+        if was_left and all(row.id < 0 for row in keys.keyring):
+            read, read_keys = self._db.read, self._db.read_keys
+            if await _fingerprint_of(read) == await _fingerprint_of(read_keys):
+                return
+        raise ConfigurationError(
+            "this database has its keys, and the key database has keys that may be in use: check "
+            "db_url, which may name an old copy of the data"
+        )
+
+    # --- both ---
+
+    @property
+    def _lock_wait(self) -> int:
+        return self._db.limits.lock_wait
+
+    async def _survey_data(self) -> Survey:
+        """Survey and check the data database."""
+        survey = await repeated(lambda: survey_data(self._db.executors))
+        check(survey, Part.DATA if survey.part is Part.DATA else Part.ALL, create_tables=True)
+        if survey.database_id is None:
+            raise ConfigurationError(
+                "this database holds no encrypted sessions yet: to create it with a key database, "
+                "use `adk-secure-sessions init`"
+            )
+        return survey
+
+    async def _survey_keys(self) -> Survey:
+        survey = await repeated(lambda: survey_keys(self._db.executors))
+        await repeated(lambda: self._db.key_executor.define(_reject_memory, commit=False))
+        return survey
+
+    async def _open(self, survey: Survey, rows: list[MasterKeyRow]) -> Keyring:
+        """Unwrap the keyring *rows*, and authenticate the features in *survey*."""
+        check_row_count(survey.keyring_rows)
+        assert survey.database_id is not None, "the callers reject that"
+        roots = self._db.backends.roots
+        opened = await open_keyring(rows, roots, self._writer, survey.database_id)
+        check_features(survey, opened)
+        return opened
+
+    async def _count(self, read: "_ReadRows") -> None:
+        ((total,),) = await read(_NUMBERS[data_keys.name], {})
+        self._meter = Meter(self._progress, total, None)
+
+    async def _copy(self, read: "_ReadRows", change: "_Changer") -> None:
+        """Copy all data keys in batches."""
+        after = _LOWEST
+        while rows := await read(_BATCHES[data_keys.name], {"after": after}):
+            sound = [_sound(DataKeyRow(*row)) for row in rows]
+            await change(partial(_insert, self._run, sound))
+            after = sound[-1].id
+            await self._meter.advance(len(sound))
+        self._meter.finish()
+
+    async def _clear(self, executor: Executor, survey: Survey) -> list[str]:
+        """Rewrite the emptied tables, and return why this was not possible."""
+        emptied = (keyring, data_keys)
+        tables = [table for table in emptied if table.name not in survey.missing_tables]
+        return await rewrite(executor, tables, self._lock_wait) if tables else []
+
+    async def _result(
+        self, to: KeyPlace, read: "_ReadRows", resumed: bool, obstacles: list[str]
+    ) -> KeyMove:
+        ((masters,),) = await read(_NUMBERS[keyring.name], {})
+        ((number,),) = await read(_NUMBERS[data_keys.name], {})
+        return KeyMove(to, int(masters), int(number), resumed, not obstacles, tuple(obstacles))
+
+
+_ReadRows: TypeAlias = Callable[[sa.Executable, Parameters], Awaitable[Sequence[Row]]]
+_Changer: TypeAlias = Callable[[Callable[[sa.Connection], None]], Awaitable[None]]
+
+
+def _other_way(to: KeyPlace) -> ConfigurationError:
+    return ConfigurationError(
+        "an earlier run has begun to move the keys the other way: run `adk-secure-sessions "
+        f"move-keys --to {to}` again, until it has ended"
+    )
+
+
+def _unparked(row: MasterKeyRow) -> MasterKeyRow:
+    """Return *row* with its original id, if `_park` has changed the id."""
+    return row._replace(id=~row.id) if row.id < 0 else row
+
+
+def _sound(row: DataKeyRow) -> DataKeyRow:
+    """Return *row*; raise TamperedError if a column has a value that no service stores.
+
+    SQLite stores any type in any column, and other databases would reject such a row.
+    """
+    numbers = (row.id, row.generation, row.backend_id, row.created_at)
+    are_sound = all(isinstance(one, int) and 0 <= one < 2**63 for one in numbers)
+    if are_sound and isinstance(row.owner, bytes) and isinstance(row.wrapped, bytes):
+        return row
+    raise TamperedError(
+        "the row is malformed, and was not moved: restore it from a backup, or delete it",
+        reason=Reason.MALFORMED,
+        table=data_keys.name,
+        row=row.id,
+    )
+
+
+# --- comparing the copies ------------------------------------------------------------------------
+
+
+class _Fingerprint(NamedTuple):
+    """The numbers of master keys and data keys, and a hash of all their rows."""
+
+    masters: int
+    data_keys: int
+    digest: str
+
+
+def _after(query: sa.Select[Any], column: sa.Column[Any]) -> sa.Select[Any]:
+    later = column > sa.bindparam("after", type_=sa.BigInteger)
+    limit: sa.ColumnElement[int] = sa.literal_column(str(_BATCH))
+    return first_rows(query.where(later).order_by(column), limit)
+
+
+_BATCHES = {
+    keyring.name: _after(MASTER_KEYS, keyring.c.id),
+    data_keys.name: _after(DATA_KEYS, data_keys.c.id),
+}
+_NUMBERS = {
+    table.name: sa.select(sa.func.count()).select_from(table) for table in (keyring, data_keys)
+}
+
+
+def _fingerprint() -> Steps[_Fingerprint]:
+    digest, masters = hashlib.sha256(), []
+    after = _LOWEST
+    while rows := (yield Read(_BATCHES[keyring.name], {"after": after})):
+        masters += [MasterKeyRow(*row) for row in rows]
+        after = masters[-1].id
+    for one in sorted(map(_unparked, masters)):
+        digest.update(repr(tuple(one)).encode())
+    number, after = 0, _LOWEST
+    while rows := (yield Read(_BATCHES[data_keys.name], {"after": after})):
+        for row in rows:
+            digest.update(repr(tuple(_sound(DataKeyRow(*row)))).encode())
+        number, after = number + len(rows), rows[-1][0]
+    return _Fingerprint(len(masters), number, digest.hexdigest())
+
+
+async def _fingerprint_of(read: _ReadRows) -> _Fingerprint:
+    """Compute the fingerprint of the keys that *read* reads."""
+    steps = _fingerprint()
+    try:
+        step = next(steps)
+        while True:
+            assert isinstance(step, Read)
+            step = steps.send(await read(step.query, step.parameters))
+    except StopIteration as end:
+        found: _Fingerprint = end.value
+        return found
+
+
+def _fingerprint_now(connection: sa.Connection) -> _Fingerprint:
+    """Compute the fingerprint of the keys in the transaction of *connection*."""
+
+    def fetch(query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
+        return connection.execute(query, parameters).all()
+
+    def run(statement: sa.Executable, parameters: object) -> int:
+        raise AssertionError("a fingerprint changes nothing")
+
+    return run_in_turn(_fingerprint(), fetch, run)
+
+
+# --- transactions --------------------------------------------------------------------------------
+# Each may be repeated after a lost connection, although the first attempt was committed.
+
+
+def _reject_memory(connection: sa.Connection) -> None:
+    if connection.dialect.name != "sqlite":
+        return
+    for _, name, file in connection.exec_driver_sql("PRAGMA database_list"):
+        if name == "main" and not file:
+            raise ConfigurationError(
+                "the key database is in memory, so all keys would be lost when this program ends"
+            )
+
+
+def _marks(connection: sa.Connection) -> dict[str, str]:
+    """Read and lock the rows of `secure_meta`, by name."""
+    query = sa.select(meta.c.name, meta.c.value).with_for_update()
+    return {row.name: row.value for row in connection.execute(query)}
+
+
+def _set(connection: sa.Connection, name: str, value: str | None) -> None:
+    """Set the row *name* of `secure_meta`, or delete it if *value* is None."""
+    connection.execute(sa.delete(meta).where(meta.c.name == name))
+    if value is not None:
+        connection.execute(sa.insert(meta).values(name=name, value=value))
+
+
+def _require_run(run: str, stored: dict[str, str]) -> None:
+    """Raise an error if another run of `move_keys` has begun since this run began."""
+    if stored.get(_RUN) != run:
+        raise SecureSessionError(_OVERLAPPED, retryable=True)
+
+
+def _claim(run: str, holds: str | None, connection: sa.Connection) -> None:
+    """Store the id of this run, if the database still has the part *holds*."""
+    if _marks(connection).get(HOLDS) != holds:
+        raise SecureSessionError(_OVERLAPPED, retryable=True)
+    _set(connection, _RUN, run)
+
+
+def _lock_keys(lock_wait: int, connection: sa.Connection) -> None:
+    """Begin a transaction that no other process can disturb by changing the keys."""
+    see_what_is_committed(connection)
+    overwrite_deleted(connection)
+    if connection.dialect.name == "postgresql":
+        # Wait for open transactions that store a data key, as `retire` does.
+        connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{lock_wait}s'").close()
+        tables = f"{data_keys.name}, {keyring.name}"
+        connection.exec_driver_sql(f"LOCK TABLE {tables} IN EXCLUSIVE MODE").close()
+    connection.execute(sa.select(keyring.c.id).with_for_update()).all()
+
+
+def _delete_all_keys(connection: sa.Connection) -> tuple[int, int]:
+    """Delete all keys, and return the numbers of deleted master keys and data keys."""
+    return (
+        connection.execute(sa.delete(keyring)).rowcount,
+        connection.execute(sa.delete(data_keys)).rowcount,
+    )
+
+
+def _prepare_key_database(
+    expected: Survey, marks: dict[str, str], masters: list[MasterKeyRow], connection: sa.Connection
+) -> None:
+    """Create the tables, store *marks* as `secure_meta`, and *masters* as the only keys.
+
+    The caller has checked *expected*: the key database is empty, or an earlier run of the same move
+    has begun to fill it.
+    """
+    overwrite_deleted(connection)
+    with exclusively(connection):
+        found = look(connection)
+        if found.meta.get(_RUN) == marks[_RUN]:
+            return
+        if found != expected:
+            raise SecureSessionError(_CHANGED, retryable=True)
+        metadata.create_all(connection, tables=KEY_TABLES)
+        _delete_all_keys(connection)
+        connection.execute(sa.delete(meta))
+        new = [{"name": name, "value": value} for name, value in marks.items()]
+        connection.execute(sa.insert(meta), new)
+        connection.execute(sa.insert(keyring), [row._asdict() for row in masters])
+
+
+def _insert(run: str, rows: list[DataKeyRow], connection: sa.Connection) -> None:
+    _require_run(run, _marks(connection))
+    ids = [row.id for row in rows]
+    connection.execute(sa.delete(data_keys).where(data_keys.c.id.in_(ids)))
+    connection.execute(sa.insert(data_keys), [row._asdict() for row in rows])
+
+
+def _switch_to_key_database(
+    run: str,
+    copy: _Fingerprint,
+    marks: dict[str, str | None],
+    lock_wait: int,
+    connection: sa.Connection,
+) -> None:
+    """Store that the keys are in the key database, and delete them here; all or nothing.
+
+    Args:
+        run: The id of this run.
+        copy: The fingerprint of the keys in the key database.
+        marks: The rows `_BESIDE_KEYS` of `secure_meta` when they were copied; None if missing.
+        lock_wait: Seconds to wait for a lock.
+        connection: The connection to the data database.
+    """
+    _lock_keys(lock_wait, connection)
+    stored = _marks(connection)
+    _require_run(run, stored)
+    if stored.get(HOLDS) == Part.DATA.value:
+        return
+    if {name: stored.get(name) for name in marks} != marks or _fingerprint_now(connection) != copy:
+        raise SecureSessionError(_CHANGED, retryable=True)
+    for name in marks:
+        _set(connection, name, None)
+    _set(connection, HOLDS, Part.DATA.value)
+    if _delete_all_keys(connection) != copy[:2]:  # a key was stored since it was compared
+        raise SecureSessionError(_CHANGED, retryable=True)
+
+
+def _delete_inert_keys(run: str, connection: sa.Connection) -> None:
+    """Delete the keys in a data database whose key database has them."""
+    overwrite_deleted(connection)
+    if _marks(connection).get(HOLDS) != Part.DATA.value:
+        raise SecureSessionError(_OVERLAPPED, retryable=True)
+    _set(connection, _RUN, run)  # a run in the other direction must not use what is deleted here
+    present = set(sa.inspect(connection).get_table_names())
+    for table in (keyring, data_keys):
+        if table.name in present:
+            connection.execute(sa.delete(table))
+
+
+def _park(
+    run: str,
+    masters: list[MasterKeyRow],
+    features: str,
+    moving: str,
+    lock_wait: int,
+    connection: sa.Connection,
+) -> None:
+    """Change the ids of all master keys, so that no service can use the keyring; it stays stored.
+
+    Args:
+        run: The id of this run.
+        masters: The rows of the keyring.
+        features: The row `features` that belongs to these rows.
+        moving: The new row `features`.
+        lock_wait: Seconds to wait for a lock.
+        connection: The connection to the key database.
+    """
+    _lock_keys(lock_wait, connection)
+    stored = _marks(connection)
+    _require_run(run, stored)
+    if stored.get(FEATURES) == moving:
+        return
+    found = {MasterKeyRow(*row) for row in connection.execute(MASTER_KEYS)}
+    if stored.get(FEATURES) != features or found != set(masters):
+        raise SecureSessionError(_CHANGED, retryable=True)
+    _set(connection, FEATURES, moving)
+    connection.execute(sa.update(keyring).values(id=-1 - keyring.c.id))
+
+
+def _prepare_data_database(
+    run: str, masters: list[MasterKeyRow], connection: sa.Connection
+) -> None:
+    """Create the tables of the keys in the data database, with *masters* as the only keys."""
+    overwrite_deleted(connection)
+    with exclusively(connection):
+        metadata.create_all(connection, tables=KEY_TABLES)
+        stored = _marks(connection)
+        _require_run(run, stored)
+        if stored.get(HOLDS) != Part.DATA.value:
+            raise SecureSessionError(_OVERLAPPED, retryable=True)
+        _delete_all_keys(connection)
+        connection.execute(sa.insert(keyring), [row._asdict() for row in masters])
+
+
+def _switch_to_data_database(
+    run: str, original: _Fingerprint, marks: dict[str, str], connection: sa.Connection
+) -> None:
+    """Store that the keys are in the data database; all or nothing.
+
+    Args:
+        run: The id of this run.
+        original: The fingerprint of the keys in the key database.
+        marks: The rows of `secure_meta` that move with the keys.  With these features, services do
+            not start yet.
+        connection: The connection to the data database.
+    """
+    see_what_is_committed(connection)
+    stored = _marks(connection)
+    _require_run(run, stored)
+    if HOLDS not in stored:
+        return
+    if _fingerprint_now(connection) != original:
+        raise SecureSessionError(_CHANGED, retryable=True)
+    for name in _BESIDE_KEYS:
+        _set(connection, name, None)
+    for name, value in marks.items():
+        _set(connection, name, value)
+    _set(connection, HOLDS, None)
+
+
+def _delete_keys_and_marks(run: str, connection: sa.Connection) -> None:
+    """Empty the key database, whose keys are in the data database now."""
+    overwrite_deleted(connection)
+    stored = _marks(connection)
+    if not stored:
+        return
+    _require_run(run, stored)
+    _delete_all_keys(connection)
+    connection.execute(sa.delete(meta))
+
+
+def _end(old: str | None, new: str | None, connection: sa.Connection) -> None:
+    """Replace the row `features` *old* by *new*, unless they are None; delete the id of the run."""
+    stored = _marks(connection)
+    if old is not None and stored.get(FEATURES) != new:
+        if stored.get(FEATURES) != old:
+            raise SecureSessionError(_CHANGED, retryable=True)
+        _set(connection, FEATURES, new)
+    _set(connection, _RUN, None)
