@@ -216,7 +216,8 @@ async def test_temporary_keys_of_early_releases_are_left_out(adk: Adk) -> None:
 @pytest.mark.parametrize("kind", ["sqlite-service"])
 async def test_file_that_both_services_of_google_adk_wrote_is_read(adk: Adk) -> None:
     for name in ("a", "b"):
-        await fill(adk.service, [said(at=START)], session_id=name)
+        state = {"app:a": 1, "user:u": 1}  # DatabaseSessionService demands rows of states
+        await fill(adk.service, [said(at=START)], session_id=name, state=state)
     service = DatabaseSessionService(adk.url.render_as_string())
     session = await service.get_session(app_name="app", user_id="user", session_id="a")
     assert session is not None
