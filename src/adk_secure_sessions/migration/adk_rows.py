@@ -8,6 +8,7 @@ seconds.
 import json
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, tzinfo
+from importlib import import_module
 from typing import Any
 
 from google.adk.events import Event, EventActions
@@ -26,6 +27,8 @@ Row = Sequence[Any]
 
 INSTALLED = f"the installed google-adk {adk_version}"
 _LIMITS = "see docs/limits.md, Sizes"
+# google-adk before 1.17 stored `temp:` keys in the state delta of events.
+_TEMPORARY = b'"temp:'
 
 
 class Unreadable(Exception):
@@ -118,7 +121,7 @@ def event_of_json(row: Row, zone: tzinfo | None) -> SourceEvent:
     event_id, invocation_id, timestamp, event_data = row
     event_id, invocation_id = text(event_id), text(invocation_id)
     if event_data is not None:
-        accepted = events.accept(data(event_data))
+        accepted = _accept(event_data)
         if accepted is not None:
             plaintext, event = accepted
             if (
@@ -144,7 +147,7 @@ def event_of_json(row: Row, zone: tzinfo | None) -> SourceEvent:
 def event_of_json_alone(row: Row, zone: tzinfo | None) -> SourceEvent:
     """Convert `JSON_COLUMNS` of `SqliteSessionService`, which reads only the JSON."""
     event_id, _, timestamp, event_data = row
-    accepted = events.accept(data(event_data))
+    accepted = _accept(event_data)
     if accepted is not None:
         plaintext, event = accepted
         # google-adk gives an event without an id a new id, so this is no proof that the JSON has
@@ -162,6 +165,11 @@ def event_of_json_alone(row: Row, zone: tzinfo | None) -> SourceEvent:
             }
         )
     )
+
+
+def _accept(event_data: object) -> tuple[bytes, Event] | None:
+    json_bytes = data(event_data)
+    return None if _TEMPORARY in json_bytes else events.accept(json_bytes)
 
 
 PICKLED_COLUMNS = (
@@ -206,12 +214,11 @@ def pickle_reader() -> EventReader:
     Raises:
         ConfigurationError: The installed google-adk has no such unpickler.
     """
+    loads: Callable[[bytes], Any] | None
     try:
-        from google.adk.sessions import _restricted_pickle  # type: ignore[attr-defined,unused-ignore]
-
-        loads: Callable[[bytes], Any] = _restricted_pickle.loads
+        loads = import_module("google.adk.sessions._restricted_pickle").loads
     except (ImportError, AttributeError):
-        loads = None  # type: ignore[assignment]
+        loads = None
     if loads is None:
         raise ConfigurationError(
             "the database has google-adk's schema v0, which stores pickles, and the installed "
@@ -241,7 +248,9 @@ def pickle_reader() -> EventReader:
 
 
 def _encoded(event: Event) -> SourceEvent:
+    """Convert *event* without the `temp:` keys of its state delta."""
     time = microseconds(event.timestamp)
+    events.prepare(event, {})
     return SourceEvent(events.encode(event, replaces=False), time)
 
 
