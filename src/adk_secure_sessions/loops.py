@@ -1,12 +1,27 @@
 """Locks for services that several event loops use, and functions that wait for work to end."""
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from typing import Self, TypeVar
 from weakref import WeakKeyDictionary
 
 T = TypeVar("T")
+
+
+class ClosedByWith(ABC):
+    """Base class of objects for `async with`, which closes the object at the end of the block."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Close the object."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
 
 
 class LoopLocks:

@@ -5,8 +5,7 @@ import re
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from types import TracebackType
-from typing import Any, Literal, NamedTuple, Never, Self
+from typing import Any, Literal, NamedTuple, Never
 
 import sqlalchemy as sa
 from google.adk.errors.already_exists_error import AlreadyExistsError
@@ -27,7 +26,7 @@ from adk_secure_sessions.formats import events, states
 from adk_secure_sessions.formats.records import encode_text
 from adk_secure_sessions.formats.states import APP_PREFIX, USER_PREFIX, Scopes, encode, loads
 from adk_secure_sessions.formats.times import microseconds
-from adk_secure_sessions.loops import LoopLocks
+from adk_secure_sessions.loops import ClosedByWith, LoopLocks
 from adk_secure_sessions.storage import (
     Collections,
     DuplicateSession,
@@ -80,7 +79,7 @@ class SessionPage(NamedTuple):
     next: str | None
 
 
-class EncryptedSessionService(KeyMaterial, BaseSessionService):
+class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
     """A drop-in replacement for ADK's `DatabaseSessionService` that encrypts what it stores.
 
     States, events and the ids of users and sessions are encrypted.  App names and times are stored
@@ -528,17 +527,6 @@ class EncryptedSessionService(KeyMaterial, BaseSessionService):
     async def close(self) -> None:
         """Close the connections and discard all keys; the next call opens the database again."""
         await self._store.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.close()
 
 
 def _unsupported(name: str) -> Callable[..., Never]:

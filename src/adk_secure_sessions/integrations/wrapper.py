@@ -19,8 +19,7 @@ import logging
 import re
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
-from types import TracebackType
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 from google.adk.errors.session_not_found_error import SessionNotFoundError
@@ -56,7 +55,7 @@ from adk_secure_sessions.formats.states import (
 )
 from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.keys.data_keys import StagedKeys
-from adk_secure_sessions.loops import LoopLocks
+from adk_secure_sessions.loops import ClosedByWith, LoopLocks
 from adk_secure_sessions.service import StaleSessionError, check_ids, reject_unknown_methods
 from adk_secure_sessions.storage import (
     WRAPPER,
@@ -83,7 +82,7 @@ _LATEST = 9e12  # seconds: no later time is accepted, as in `EncryptedSessionSer
 _ROUNDING = 0.001
 
 
-class EncryptedSessionWrapper(KeyMaterial, BaseSessionService):
+class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
     """Encrypts sessions before another session service of ADK stores them.
 
     State values, and the contents, actions and metadata of events, are encrypted.  App names, user
@@ -362,17 +361,6 @@ class EncryptedSessionWrapper(KeyMaterial, BaseSessionService):
             await self._unit.close()
         finally:
             await _call(self._inner, "close")
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.close()
 
     async def _writer(self, app_name: str, user_id: str, session_id: str) -> "_Records":
         """Return an object that encrypts new records with data keys that were just read.

@@ -2,8 +2,7 @@
 
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 
@@ -15,6 +14,7 @@ from adk_secure_sessions.db.protocol import Executor, Executors, Parameters, Row
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.keys.data_keys import DataKeys, StagedKeys
 from adk_secure_sessions.keys.keyring import Keyring
+from adk_secure_sessions.loops import ClosedByWith
 from adk_secure_sessions.storage import (
     Store,
     Survey,
@@ -53,7 +53,7 @@ class Limits(NamedTuple):
     lock_wait: int = 5
 
 
-class Database(KeyMaterial):
+class Database(KeyMaterial, ClosedByWith):
     """A database of encrypted sessions, for the maintenance functions; use it with `async with`.
 
     Services may keep reading and writing the database.  Only `init` creates tables.
@@ -197,17 +197,6 @@ class Database(KeyMaterial):
     async def close(self) -> None:
         """Close the connections and remove the keys from memory."""
         await self._store.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.close()
 
     async def _open_keyring(self, known: Keyring | None) -> Keyring:
         self.require_files()

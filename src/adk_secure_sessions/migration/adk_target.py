@@ -15,8 +15,8 @@ from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from functools import cached_property, partial
 from pathlib import Path
-from types import SimpleNamespace, TracebackType
-from typing import Any, NamedTuple, Self, TypeVar
+from types import SimpleNamespace
+from typing import Any, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 from google.adk.events import Event
@@ -29,6 +29,7 @@ from adk_secure_sessions.db.protocol import UniqueViolation
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError, DecryptionError
 from adk_secure_sessions.formats import events, json_text, states
 from adk_secure_sessions.formats.states import JsonObject
+from adk_secure_sessions.loops import ClosedByWith
 from adk_secure_sessions.migration.export_reader import Ids, ids_of
 from adk_secure_sessions.migration.sources import SessionContent, SourceEvent, SourceSession
 from adk_secure_sessions.storage import repeated
@@ -80,7 +81,7 @@ class _Reading(NamedTuple):
     is_event_time: bool
 
 
-class AdkTarget:
+class AdkTarget(ClosedByWith):
     """A database to which `export_to_adk` adds google-adk's tables; use it with `async with`.
 
     The tables have schema v1.  Existing rows are never changed.
@@ -128,17 +129,6 @@ class AdkTarget:
     async def close(self) -> None:
         """Close the connections."""
         await self._executor.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.close()
 
     # --- write -----------------------------------------------------------------------------------
 

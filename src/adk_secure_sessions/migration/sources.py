@@ -1,11 +1,11 @@
 """What `migrate` reads from: the interface of a source of sessions."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
-from types import TracebackType
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from adk_secure_sessions.formats.states import JsonObject
+from adk_secure_sessions.loops import ClosedByWith
 
 
 class Scope(NamedTuple):
@@ -95,7 +95,7 @@ class OtherContent(NamedTuple):
     items: int = 0
 
 
-class Source(ABC):
+class Source(ClosedByWith):
     """Reads sessions and states, and changes nothing.  Use it with `async with`.
 
     Every method may raise ConfigurationError and DatabaseError.
@@ -138,16 +138,5 @@ class Source(ABC):
         """Return how much content that is neither a session nor a state the source has."""
         return OtherContent()
 
-    async def close(self) -> None:  # noqa: B027 - not every source has something to close
+    async def close(self) -> None:
         """Close the connections that the source has opened."""
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.close()
