@@ -1,35 +1,22 @@
 """The command that copies sessions from another database."""
 
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from adk_secure_sessions.backends.named import DEFAULT, NAMES, NO_OP, backends_for
+from adk_secure_sessions.backends.named import NAMES
 from adk_secure_sessions.cli.options import on_target, with_dry_run, with_keys
-from adk_secure_sessions.cli.output import counted, progress, show
 from adk_secure_sessions.cli.program import (
-    AGAIN,
-    Declined,
-    Failure,
     main,
     one_line_errors,
-    run,
 )
-from adk_secure_sessions.cli.text import duration
 
 if TYPE_CHECKING:
-    from adk_secure_sessions.maintenance import Database, Progress
-    from adk_secure_sessions.migration import (
-        Comparison,
-        Finding,
-        Migration,
-        Scope,
-        Source,
-        SourceErasure,
-    )
+    from adk_secure_sessions.maintenance import Database
+
+Work = Callable[..., Awaitable[Any]]
 
 _UNREACHABLE = (
     "not erased, because no command can reach them: backups, replicas, WAL archives and binary "
@@ -52,7 +39,9 @@ def _time(context: click.Context, parameter: click.Parameter, value: str | None)
         return round(moment.timestamp() * 1_000_000)
     except (ValueError, OverflowError):
         pass
-    raise click.BadParameter("write a date or a time in UTC, such as 2026-03-31 or 2026-03-31T18:00")
+    raise click.BadParameter(
+        "write a date or a time in UTC, such as 2026-03-31 or 2026-03-31T18:00"
+    )
 
 
 @main.command()
@@ -97,7 +86,9 @@ def _time(context: click.Context, parameter: click.Parameter, value: str | None)
     help="Copy nothing: compare, and if everything is equal, delete the rows of the source.",
 )
 @click.option(
-    "--yes", is_flag=True, help="Do not ask before --erase-source deletes.  Only a terminal is asked."
+    "--yes",
+    is_flag=True,
+    help="Do not ask before --erase-source deletes.  Only a terminal is asked.",
 )
 @click.option("--skip-bad", is_flag=True, help="Continue after a session that cannot be read.")
 @click.option(
@@ -146,28 +137,189 @@ def migrate(
     from adk_secure_sessions import migration
 
     comparing = verify or erase_source
-    _check_usage(comparing, dry_run and not erase_source, skip_bad, delete_gone, events_per_second)
+    copying_only = {
+        "--dry-run": dry_run and not erase_source,
+        "--skip-bad": skip_bad,
+        "--delete-gone": delete_gone,
+        "--events-per-second": events_per_second,
+    }
+    if comparing and (wrong := [name for name, value in copying_only.items() if value]):
+        raise click.UsageError(f"{wrong[0]} is for copying, and this run only compares: omit it")
     if erase_source and not dry_run:
         _confirm(yes)
-    scope = migration.Scope(app, since)
     with one_line_errors():
         source = migration.open_source(
             source_url, _source_backends(source_backends, source_keys), key_db_url=source_key_db
         )
+    options: dict[str, Any] = {"scope": migration.Scope(app, since), "show_ids": show_ids}
+    if erase_source:
+        work: Work = partial(migration.erase_source, dry_run=dry_run, **options)
+    elif verify:
+        work = partial(migration.compare, **options)
+    else:
+        work = partial(
+            migration.migrate,
+            dry_run=dry_run,
+            skip_bad=skip_bad,
+            delete_gone=delete_gone,
+            events_per_second=events_per_second,
+            **options,
+        )
 
-    async def work(opened: "Database") -> Any:
+    async def with_source(opened: "Database", progress: "Progress") -> Any:
         async with source:
-            options: dict[str, Any] = {"scope": scope, "show_ids": show_ids, "progress": report}
-            if erase_source:
-                return await migration.erase_source(source, opened, dry_run=dry_run, **options)
-            if verify:
-                return await migration.compare(source, opened, **options)
-            return await migration.migrate(
-                source,
-                opened,
-                dry_run=dry_run,
-                skip_bad=skip_bad,
-                delete_gone=delete_gone,
-                events_per_second=events_per_second,
-                **options,
-            )
+            return await work(source, opened, progress=progress)
+
+    changes_nothing = dry_run or (verify and not erase_source)
+    label = "compare" if comparing else "migrate"
+    again = None if changes_nothing else AGAIN
+    done = run_with_progress(db, label, with_source, again=again)
+    result = {"copy": None, "comparison": None, "erasure": None}
+    if erase_source:
+        result |= {"comparison": done.comparison, "erasure": done.erasure}
+        lines = erasure_lines(done, dry_run)
+        succeeded = done.is_complete
+    elif verify:
+        result["comparison"] = done
+        lines, succeeded = comparison_lines(done), done.clean
+    else:
+        result["copy"] = done
+        lines, succeeded = copy_lines(done, dry_run), done.is_complete
+    show(result, as_json, lines, dry_run=dry_run)
+    if not succeeded:
+        sys.exit(1)
+
+
+def _source_backends(names: Sequence[str], specs: Sequence[str]) -> tuple[Any, ...]:
+    """Return the backends of the source; empty if the source is not encrypted."""
+    if not specs and NO_OP not in names:
+        return ()
+    writer, others = backends_for(names or [DEFAULT], specs)
+    return (writer, *others)
+
+
+def _confirm(yes: bool) -> None:
+    """Ask whether to erase the source.
+
+    Raises:
+        Declined: The user answered no.
+        click.UsageError: No terminal can be asked, and --yes was not given.
+    """
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise click.UsageError("--erase-source deletes the rows of the source: confirm it with --yes")
+    question = "Delete the sessions and states in the source, if the copy is equal to them?"
+    if not click.confirm(question, err=True):
+        raise Declined("nothing was changed")
+
+
+# --- lines ---------------------------------------------------------------------------------------
+
+
+def copy_lines(done: "Migration", dry_run: bool) -> Iterator[str]:
+    yield from _findings(done.findings, done.conflicts + done.bad + (done.gone or 0))
+    would = "would be " if dry_run else ""
+    sessions, events = counted(done.copied + done.updated, "session"), counted(done.events, "event")
+    rate = ""
+    if not dry_run and done.events:
+        rate = f" in {done.seconds:.1f} s ({done.events / max(done.seconds, 1e-9):,.0f} events/s)"
+    yield f"{would}copied: {sessions} with {events}, {counted(done.states, 'state')}{rate}"
+    if done.updated:
+        yield f"of these, {would}copied again, because the source has changed: {done.updated:,}"
+    for number, text in (
+        (done.unchanged, "not changed since they were copied"),
+        (done.moved_on, "continued by services in the target, and left unchanged"),
+        (done.deleted, "deleted in the target, and not copied again"),
+        (done.conflicts, "in conflict, and left unchanged"),
+        (done.bad, "cannot be read, and not copied"),
+    ):
+        if number:
+            yield f"{text}: {number:,}"
+    if done.gone:
+        deleted = f"; of these, {'would be ' if dry_run else ''}deleted in the target: "
+        yield f"copied before, and no longer in the source: {done.gone:,}" + (
+            f"{deleted}{done.removed:,}" if done.removed else ""
+        )
+    if done.estimate is not None:
+        yield (
+            f"copying takes {duration(done.estimate)}, if the target is as fast as a SQLite file "
+            "on this machine"
+        )
+    if done.stopped:
+        yield (
+            "stopped: repair this row in the source, or give --skip-bad; then run this again, "
+            "which continues"
+        )
+    elif done.behind:
+        yield (
+            f"the source has changed during this run: {counted(done.behind, 'session')}; run this "
+            "again to copy what has changed"
+        )
+    elif done.behind == 0:
+        yield "the copy is up to date; next: --verify compares both sides"
+
+
+def comparison_lines(done: "Comparison") -> Iterator[str]:
+    yield from _findings(done.findings, len(done.findings))
+    yield (
+        f"compared: {counted(done.sessions, 'session')} with {counted(done.events, 'event')}, "
+        f"{counted(done.states + done.different_states, 'state')}"
+    )
+    for number, text in (
+        (done.equal, "equal in every field"),
+        (done.moved_on, "continued by services in the target, and equal before"),
+        (done.deleted, "deleted in the target"),
+        (done.new, "created in the target"),
+        (done.missing, "not copied"),
+        (done.different, "different"),
+        (done.conflicts, "in conflict"),
+        (done.bad, "cannot be read in the source"),
+        (done.gone, "no longer in the source"),
+        (done.behind, "changed in the source during the comparison"),
+        (done.different_states, "states that are different or were not copied"),
+    ):
+        if number:
+            yield f"{text}: {number:,}"
+    if not done.clean:
+        yield "the two sides are not equal; next: run this without --verify, then compare again"
+    elif done.completed:
+        yield (
+            "everything was copied: the database now has the mark that ends the migration, so "
+            "services no longer read the source"
+        )
+    else:
+        yield "these sessions are equal; compare everything to end the migration"
+
+
+def erasure_lines(done: "SourceErasure", dry_run: bool) -> Iterator[str]:
+    yield from comparison_lines(done.comparison)
+    erased = done.erasure
+    if erased is None:
+        yield "nothing was deleted"
+        return
+    would = "would be " if dry_run else ""
+    yield (
+        f"{would}deleted in the source: {counted(erased.sessions, 'session')} with "
+        f"{counted(erased.events, 'event')}, {counted(erased.states, 'state')}"
+    )
+    if erased.changed:
+        yield f"changed meanwhile, and kept: {counted(erased.changed, 'session')}"
+    if erased.left:
+        yield f"rows that remain in the tables of the source: {erased.left:,}"
+    if dry_run:
+        return
+    for obstacle in erased.obstacles:
+        yield f"freed space was not overwritten: {obstacle}"
+    if not erased.obstacles:
+        yield "the free space of the source holds no deleted values"
+    yield _UNREACHABLE
+
+
+def _findings(findings: "Sequence[Finding]", count: int) -> Iterator[str]:
+    for one in findings:
+        ids = [name for name in (one.app_name, one.user_id, one.session_id) if name is not None]
+        readable = f" ({', '.join(map(repr, ids))})" if any(ids) else ""
+        yield f"{one.kind} {one.tag}{readable}: {one.reason}"
+    if count > len(findings):
+        yield f"and {count - len(findings):,} more"

@@ -1,13 +1,8 @@
 """Compare every session and state of a source with its copy in an encrypted database."""
 
-import functools
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import sqlalchemy as sa
-
-from adk_secure_sessions.db.protocol import Executors
 from adk_secure_sessions.errors import DecryptionError
 from adk_secure_sessions.formats import json_text, states
 from adk_secure_sessions.formats.states import JsonObject
@@ -20,7 +15,10 @@ from adk_secure_sessions.migration.pipeline import (
     Findings,
     Fingerprints,
     Workers,
+    States,
+    Unreadable,
     packed,
+    readable_states,
     size_of,
 )
 from adk_secure_sessions.migration.sources import (
@@ -28,20 +26,9 @@ from adk_secure_sessions.migration.sources import (
     SessionContent,
     Source,
     SourceEvent,
-    SourceSession,
     UnreadableSession,
 )
 from adk_secure_sessions.migration.target import Entry, Found, Target
-from adk_secure_sessions.storage import (
-    COLLECTION,
-    EVENT_TIME,
-    CheckApp,
-    CheckSession,
-    apps,
-    migrated,
-    sessions,
-    users,
-)
 
 _EVERYTHING = Scope()
 _READS = 4  # sessions of the target that are read at the same time
@@ -276,12 +263,16 @@ class Comparing:
     # --- states ----------------------------------------------------------------------------------
 
     async def _compare_states(self) -> None:
-        async for of_users in self._source.user_states(self._scope):
-            await self._compare_batch(of_users)
-        async for of_apps in self._source.app_states(self._scope):
-            await self._compare_batch({(app,): state for app, state in of_apps.items()})
+        async for batch in readable_states(self._source.user_states(self._scope)):
+            await self._compare_batch(batch)
+        async for batch in readable_states(self._source.app_states(self._scope)):
+            await self._compare_batch(batch)
 
-    async def _compare_batch(self, batch: Mapping[tuple[str, ...], JsonObject]) -> None:
+    async def _compare_batch(self, batch: States) -> None:
+        if isinstance(batch, Unreadable):
+            self._counts.different_states += 1
+            self._findings.add(b"", batch.reason, "")
+            return
         encoded: dict[tuple[str, ...], bytes] = {}
         for owner, state in batch.items():
             try:
@@ -392,7 +383,9 @@ def differences(
         fields.append("created_at")
     if len(content.events) != copied:
         fields.append(f"number of events ({len(content.events)}, {copied})")
-    for number, (event, other) in enumerate(zip(content.events, copy.events[:copied], strict=False)):
+    for number, (event, other) in enumerate(
+        zip(content.events, copy.events[:copied], strict=False)
+    ):
         if event.time != other.time:
             fields.append(f"time of event {number}")
         elif event.plaintext != other.plaintext and not _is_same_event(event, other):
@@ -424,6 +417,6 @@ def is_same(value: Any, other: Any) -> bool:
             if len(one) != len(two):
                 return False
             todo += zip(one, two, strict=True)
-        elif one != two and not (one != one and two != two):  # noqa: PLR0124 - NaN
+        elif one != two and not (one != one and two != two):
             return False
     return True

@@ -21,7 +21,10 @@ from adk_secure_sessions.migration.pipeline import (
     Findings,
     Fingerprints,
     Workers,
+    States,
+    Unreadable,
     packed,
+    readable_states,
     size_of,
 )
 from adk_secure_sessions.migration.sources import (
@@ -105,6 +108,14 @@ class Migration(NamedTuple):
     findings: tuple[Finding, ...]
     seconds: float
     estimate: float | None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no session or state is bad or in conflict, and no session that is gone is left.
+
+        A source in use may be behind nevertheless.
+        """
+        return not (self.stopped or self.bad or self.conflicts or (self.gone or 0) > self.removed)
 
 
 async def migrate(
@@ -280,7 +291,9 @@ class _Run:
     async def _copy(self, part: Sequence[Entry], workers: Workers, to_read: Chunks) -> None:
         """Read the sessions in *part*, and start to import them."""
         contents = await self._source.read([entry.session for entry in part])
-        to_read.learn([size_of(one) for one in contents.values() if isinstance(one, SessionContent)])
+        to_read.learn(
+            [size_of(one) for one in contents.values() if isinstance(one, SessionContent)]
+        )
         for entry in part:
             content = contents.get(entry.session)
             if content is None:  # it was deleted in the source after it was listed
@@ -329,22 +342,23 @@ class _Run:
         """Copy the states of users and then of apps that are new or have changed in the source."""
         scope = self._options.scope
         async with Workers(_IMPORTS, _IMPORT_BYTES) as workers:
-            async for of_users in self._source.user_states(scope):
-                await self._copy_states(of_users, workers)
+            async for batch in readable_states(self._source.user_states(scope)):
+                await self._copy_states(batch, workers)
         async with Workers(_IMPORTS, _IMPORT_BYTES) as workers:
-            async for of_apps in self._source.app_states(scope):
-                await self._copy_states({(app,): state for app, state in of_apps.items()}, workers)
+            async for batch in readable_states(self._source.app_states(scope)):
+                await self._copy_states(batch, workers)
 
-    async def _copy_states(
-        self, batch: Mapping[tuple[str, ...], JsonObject], workers: Workers
-    ) -> None:
+    async def _copy_states(self, batch: States, workers: Workers) -> None:
+        if isinstance(batch, Unreadable):
+            await self._report_bad(b"", batch.reason, "")
+            return
         encoded = {}
         for owner, state in batch.items():
             try:
                 encoded[owner] = states.encode(state)
             except ValueError:
                 encoded[owner] = b""
-        found = {owner: (b"", Found.NEW) for owner in batch}
+        found = dict.fromkeys(batch, (b"", Found.NEW))
         if self._target is not None:
             found = await self._target.states(encoded)
         for owner, data in encoded.items():
@@ -358,9 +372,7 @@ class _Run:
         if self._target is not None and not self._options.dry_run:
             app_name, user_id = owner[0], owner[1] if len(owner) > 1 else None
             async with self._owners.of(*owner):
-                done = await self._target.store.import_state(
-                    app_name, user_id, data, replace=True
-                )
+                done = await self._target.store.import_state(app_name, user_id, data, replace=True)
             if done in (ImportResult.CONFLICT, ImportResult.SAME_ID):
                 self._conflicting_states += 1
                 self._findings.add(tag, _STATE_CONFLICT, *owner)
@@ -389,7 +401,7 @@ class _Run:
             await self._report_gone(missing)
 
     async def _not_seen(self) -> dict[bytes, int]:
-        """Return the tags and row ids of the copied sessions that the first listing did not have."""
+        """Return the tags and row ids of copied sessions that the first listing did not have."""
         missing: dict[bytes, int] = {}
         target, scope = self._target, self._options.scope
         if target is None or scope.since is not None or await target.store.migration_is_complete():

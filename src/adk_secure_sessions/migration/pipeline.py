@@ -10,11 +10,13 @@ import asyncio
 import secrets
 from array import array
 from bisect import bisect_left
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple, TypeVar
 
+from adk_secure_sessions.errors import DecryptionError
 from adk_secure_sessions.formats.records import encode_text
+from adk_secure_sessions.formats.states import JsonObject
 from adk_secure_sessions.migration.sources import SessionContent
 
 S = TypeVar("S")
@@ -154,6 +156,32 @@ class Chunks:
 def size_of(content: SessionContent) -> int:
     """Return about how many bytes of memory *content* takes, without its state."""
     return sum(len(one.plaintext) + _EVENT_OVERHEAD for one in content.events) + _EVENT_OVERHEAD
+
+
+class Unreadable(NamedTuple):
+    """States that a source could not read.  *reason* contains no content."""
+
+    reason: str
+
+
+States = Mapping[tuple[str, ...], JsonObject] | Unreadable
+
+
+async def readable_states(
+    batches: AsyncIterator[Mapping[Any, JsonObject]],
+) -> AsyncIterator[States]:
+    """Yield the batches of states that a source yields, with tuples of ids as keys.
+
+    If a state cannot be read, the last batch is `Unreadable`.
+    """
+    reason = None
+    try:
+        async for batch in batches:
+            yield {(key,) if isinstance(key, str) else key: batch[key] for key in batch}
+    except DecryptionError as error:
+        reason = str(error)
+    if reason is not None:
+        yield Unreadable(reason)
 
 
 class Finding(NamedTuple):

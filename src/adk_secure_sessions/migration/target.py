@@ -15,14 +15,10 @@ from adk_secure_sessions.maintenance.identities import located_in
 from adk_secure_sessions.migration.sources import SessionContent, SourceEvent, SourceSession
 from adk_secure_sessions.storage import (
     COLLECTION,
-    EVENT_TIME,
-    Attempt,
     CheckApp,
     CheckSession,
     Imported,
     Store,
-    StoredRows,
-    StoredSession,
     apps,
     chunks,
     is_one_of,
@@ -163,9 +159,8 @@ class Target:
 
         Raises one of `maintenance.problems.UNREADABLE` if the session cannot be decrypted.
         """
-        operation = _CheckWithTimes(
-            await self.db.unit.identify(*entry.session[:3]), lambda plaintext, _row, _seq: plaintext
-        )
+        who = await self.db.unit.identify(*entry.session[:3])
+        operation = CheckSession(who, lambda plaintext, _row, _seq: plaintext)
         found = await self.db.unit.run(operation)
         if found is None:
             return None
@@ -196,19 +191,6 @@ class Target:
         return await self.store.delete(
             *found.ids, condition=lambda now: (now.id, now.revision) == (copy.row, copy.number)
         )
-
-
-class _CheckWithTimes(CheckSession[bytes]):
-    """Reads a session, and keeps the times of its events in `times`."""
-
-    times: list[int]
-
-    async def history(
-        self, attempt: Attempt, found: StoredRows, session: StoredSession
-    ) -> list[bytes]:
-        plaintexts = await super().history(attempt, found, session)
-        self.times = [row[EVENT_TIME] for row in found.events]
-        return plaintexts
 
 
 class Located(NamedTuple):
