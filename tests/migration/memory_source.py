@@ -23,6 +23,7 @@ from adk_secure_sessions.migration.sources import (
     SourceSession,
     SourceSize,
     UnreadableSession,
+    UnreadableState,
 )
 
 APP = "clinic"
@@ -41,8 +42,8 @@ class MemorySource(Source):
     def __init__(self, batch: int = 10) -> None:
         self.contents: dict[Ids, SessionContent | UnreadableSession] = {}
         self.versions: dict[Ids, int] = {}
-        self.users: dict[tuple[str, str], JsonObject] = {}
-        self.apps: dict[str, JsonObject] = {}
+        self.users: dict[tuple[str, str], JsonObject | UnreadableState] = {}
+        self.apps: dict[str, JsonObject | UnreadableState] = {}
         self.before_read: Callable[[Sequence[SourceSession]], None] = lambda sessions: None
         self.reads = 0
         self._batch = batch
@@ -112,8 +113,12 @@ class MemorySource(Source):
         self.reads += len(sessions)
         return {one: self.contents[one[:3]] for one in sessions if one[:3] in self.contents}
 
-    async def app_states(self, scope: Scope) -> AsyncIterator[Mapping[str, JsonObject]]:
+    async def app_states(
+        self, scope: Scope
+    ) -> AsyncIterator[Mapping[str, JsonObject | UnreadableState]]:
         yield {app: state for app, state in self.apps.items() if scope.app_name in (None, app)}
 
-    async def user_states(self, scope: Scope) -> AsyncIterator[Mapping[tuple[str, str], JsonObject]]:
+    async def user_states(
+        self, scope: Scope
+    ) -> AsyncIterator[Mapping[tuple[str, str], JsonObject | UnreadableState]]:
         yield {ids: state for ids, state in self.users.items() if scope.app_name in (None, ids[0])}

@@ -1,20 +1,29 @@
 """The command that copies sessions from another database."""
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any
+from zoneinfo import ZoneInfo
 
 import click
 
-from adk_secure_sessions.backends.named import NAMES
+from adk_secure_sessions.backends.named import DEFAULT, NAMES, NO_OP, backends_for
 from adk_secure_sessions.cli.options import on_target, with_dry_run, with_keys
+from adk_secure_sessions.cli.output import counted, show
 from adk_secure_sessions.cli.program import (
+    AGAIN,
+    Declined,
     main,
     one_line_errors,
+    run_with_progress,
 )
+from adk_secure_sessions.cli.text import duration
 
 if TYPE_CHECKING:
-    from adk_secure_sessions.maintenance import Database
+    from adk_secure_sessions.maintenance import Database, Progress
+    from adk_secure_sessions.migration import Comparison, Finding, Migration, SourceErasure
 
 Work = Callable[..., Awaitable[Any]]
 
@@ -44,6 +53,21 @@ def _time(context: click.Context, parameter: click.Parameter, value: str | None)
     )
 
 
+def _zone(
+    context: click.Context, parameter: click.Parameter, value: str | None
+) -> ZoneInfo | None:
+    """Convert the value of --from-time-zone.  click calls this function.
+
+    Raises:
+        click.BadParameter: There is no such time zone.
+    """
+    try:
+        return None if value is None else ZoneInfo(value)
+    except (ValueError, OSError, KeyError):
+        pass
+    raise click.BadParameter("write the name of a time zone, such as Europe/Berlin or UTC")
+
+
 @main.command()
 @click.option(
     "--from",
@@ -71,6 +95,14 @@ def _time(context: click.Context, parameter: click.Parameter, value: str | None)
     "source_key_db",
     metavar="URL",
     help="URL of the key database of the source, if there is one.",
+)
+@click.option(
+    "--from-time-zone",
+    "time_zone",
+    callback=_zone,
+    metavar="ZONE",
+    help="Time zone of the processes that wrote the source, if they stored local times.  "
+    "Example: Europe/Berlin.",
 )
 @click.option("--app", metavar="NAME", help="Only sessions of this app.")
 @click.option(
@@ -112,6 +144,7 @@ def migrate(
     source_keys: Sequence[str],
     source_backends: Sequence[str],
     source_key_db: str | None,
+    time_zone: ZoneInfo | None,
     app: str | None,
     since: int | None,
     verify: bool,
@@ -148,9 +181,7 @@ def migrate(
     if erase_source and not dry_run:
         _confirm(yes)
     with one_line_errors():
-        source = migration.open_source(
-            source_url, _source_backends(source_backends, source_keys), key_db_url=source_key_db
-        )
+        backends = _source_backends(source_backends, source_keys)
     options: dict[str, Any] = {"scope": migration.Scope(app, since), "show_ids": show_ids}
     if erase_source:
         work: Work = partial(migration.erase_source, dry_run=dry_run, **options)
@@ -167,6 +198,9 @@ def migrate(
         )
 
     async def with_source(opened: "Database", progress: "Progress") -> Any:
+        source = await migration.open_source(
+            source_url, backends, key_db_url=source_key_db, time_zone=time_zone
+        )
         async with source:
             return await work(source, opened, progress=progress)
 
@@ -208,7 +242,9 @@ def _confirm(yes: bool) -> None:
     if yes:
         return
     if not sys.stdin.isatty():
-        raise click.UsageError("--erase-source deletes the rows of the source: confirm it with --yes")
+        raise click.UsageError(
+            "--erase-source deletes the rows of the source: confirm it with --yes"
+        )
     question = "Delete the sessions and states in the source, if the copy is equal to them?"
     if not click.confirm(question, err=True):
         raise Declined("nothing was changed")
@@ -220,11 +256,14 @@ def _confirm(yes: bool) -> None:
 def copy_lines(done: "Migration", dry_run: bool) -> Iterator[str]:
     yield from _findings(done.findings, done.conflicts + done.bad + (done.gone or 0))
     would = "would be " if dry_run else ""
-    sessions, events = counted(done.copied + done.updated, "session"), counted(done.events, "event")
+    sessions, events = counted(done.copied + done.updated, "session"), done.events
     rate = ""
     if not dry_run and done.events:
         rate = f" in {done.seconds:.1f} s ({done.events / max(done.seconds, 1e-9):,.0f} events/s)"
-    yield f"{would}copied: {sessions} with {events}, {counted(done.states, 'state')}{rate}"
+    yield (
+        f"{would}copied: {sessions} with {counted(events, 'event')}, "
+        f"{counted(done.states, 'state')}{rate}"
+    )
     if done.updated:
         yield f"of these, {would}copied again, because the source has changed: {done.updated:,}"
     for number, text in (

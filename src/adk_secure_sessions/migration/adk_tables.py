@@ -406,7 +406,9 @@ class _Tables:
             self._read_event = adk_rows.event_of_json_alone
         # Early releases had fewer columns.
         self._selected = [
-            self._json(_e.c[name]) if name in _JSON & present else _e.c[name]
+            self._json(_e.c[name])
+            if name in _JSON & present
+            else _e.c[name]
             if name in present
             else sa.null()
             for name in self._columns
@@ -442,9 +444,12 @@ class _Tables:
         if not rows:
             return []
         keys = [self._checked(row[:3]) for row in rows]
-        events = sa.func.count(), sum(
-            (sa.func.coalesce(sa.func.sum(self._size(column)), 0) for column in self._sizes),
-            start=sa.literal(0),
+        events = (
+            sa.func.count(),
+            sum(
+                (sa.func.coalesce(sa.func.sum(self._size(column)), 0) for column in self._sizes),
+                start=sa.literal(0),
+            ),
         )
         counting = sa.select(*_SESSION_KEY, *events).join_from(_s, _e, _of_session())
         counting = counting.where(*self.within(Scope(scope.app_name)))

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 from adk_secure_sessions.errors import DecryptionError
 from adk_secure_sessions.formats import json_text, states
-from adk_secure_sessions.formats.states import JsonObject
 from adk_secure_sessions.maintenance import Database, Progress
 from adk_secure_sessions.maintenance.engine import Meter
 from adk_secure_sessions.maintenance.problems import UNREADABLE
@@ -14,11 +13,11 @@ from adk_secure_sessions.migration.pipeline import (
     Finding,
     Findings,
     Fingerprints,
-    Workers,
     States,
-    Unreadable,
+    Workers,
+    by_owner,
+    encode_states,
     packed,
-    readable_states,
     size_of,
 )
 from adk_secure_sessions.migration.sources import (
@@ -39,7 +38,6 @@ _CONFLICT = "it has changed in the source and in the target since it was copied"
 _NOT_COPIED = "the target has a session with the same ids that was not copied"
 _BEHIND = "it has changed in the source since it was copied"
 _GONE = "the source no longer has it"
-_TOO_LARGE = "its state exceeds a limit of this package (see limits.md)"
 
 
 class Comparison(NamedTuple):
@@ -263,26 +261,17 @@ class Comparing:
     # --- states ----------------------------------------------------------------------------------
 
     async def _compare_states(self) -> None:
-        async for batch in readable_states(self._source.user_states(self._scope)):
+        async for batch in by_owner(self._source.user_states(self._scope)):
             await self._compare_batch(batch)
-        async for batch in readable_states(self._source.app_states(self._scope)):
+        async for batch in by_owner(self._source.app_states(self._scope)):
             await self._compare_batch(batch)
 
     async def _compare_batch(self, batch: States) -> None:
-        if isinstance(batch, Unreadable):
-            self._counts.different_states += 1
-            self._findings.add(b"", batch.reason, "")
-            return
-        encoded: dict[tuple[str, ...], bytes] = {}
-        for owner, state in batch.items():
-            try:
-                encoded[owner] = states.encode(state)
-            except ValueError:  # not chained: the message names keys of the state
-                encoded[owner] = b""
+        encoded, bad = encode_states(batch)
         found = await self._target.states(encoded)
         for owner, (tag, kind) in found.items():
-            reason = await self._state_reason(owner, encoded[owner], kind)
-            if reason:
+            reason = bad.get(owner) or await self._state_reason(owner, encoded[owner], kind)
+            if reason and owner not in bad:
                 (again,) = (await self._target.states({owner: encoded[owner]})).values()
                 reason = await self._state_reason(owner, encoded[owner], again[1])
             if reason:
@@ -294,8 +283,6 @@ class Comparing:
 
     async def _state_reason(self, owner: tuple[str, ...], data: bytes, kind: Found) -> str:
         """Return why the state of *owner* is not equal; empty if it is equal or has moved on."""
-        if not data:
-            return _TOO_LARGE
         if kind in (Found.MOVED_ON, Found.DELETED):
             return ""
         stored = await self._target.state(*owner)

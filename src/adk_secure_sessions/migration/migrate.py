@@ -12,19 +12,19 @@ from typing import NamedTuple
 from adk_secure_sessions.backends import AesGcmBackend
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats import states
-from adk_secure_sessions.formats.states import JsonObject
 from adk_secure_sessions.maintenance import Database, Progress, init
 from adk_secure_sessions.maintenance.engine import Meter
 from adk_secure_sessions.migration.pipeline import (
+    TOO_LARGE,
     Chunks,
     Finding,
     Findings,
     Fingerprints,
-    Workers,
     States,
-    Unreadable,
+    Workers,
+    by_owner,
+    encode_states,
     packed,
-    readable_states,
     size_of,
 )
 from adk_secure_sessions.migration.sources import (
@@ -52,7 +52,6 @@ _REASONS = {
 }
 _GONE = "it was copied before, and the source no longer has it"
 _STATE_CONFLICT = "the state was copied before, or existed, and has changed in the target since"
-_TOO_LARGE = "its state exceeds a limit of this package (see limits.md)"
 _FOUND = {
     ImportResult.CONFLICT: Found.CONFLICT,
     ImportResult.SAME_ID: Found.NOT_COPIED,
@@ -312,7 +311,7 @@ class _Run:
         except ValueError:  # not chained: the message names keys of the state
             state = None
         if state is None:
-            await self._report_bad(entry.tag, _TOO_LARGE, *who)
+            await self._report_bad(entry.tag, TOO_LARGE, *who)
             return
         found = entry.found
         if self._target is None or self._options.dry_run:
@@ -342,30 +341,23 @@ class _Run:
         """Copy the states of users and then of apps that are new or have changed in the source."""
         scope = self._options.scope
         async with Workers(_IMPORTS, _IMPORT_BYTES) as workers:
-            async for batch in readable_states(self._source.user_states(scope)):
+            async for batch in by_owner(self._source.user_states(scope)):
                 await self._copy_states(batch, workers)
         async with Workers(_IMPORTS, _IMPORT_BYTES) as workers:
-            async for batch in readable_states(self._source.app_states(scope)):
+            async for batch in by_owner(self._source.app_states(scope)):
                 await self._copy_states(batch, workers)
 
     async def _copy_states(self, batch: States, workers: Workers) -> None:
-        if isinstance(batch, Unreadable):
-            await self._report_bad(b"", batch.reason, "")
-            return
-        encoded = {}
-        for owner, state in batch.items():
-            try:
-                encoded[owner] = states.encode(state)
-            except ValueError:
-                encoded[owner] = b""
+        encoded, bad = encode_states(batch)
         found = dict.fromkeys(batch, (b"", Found.NEW))
         if self._target is not None:
             found = await self._target.states(encoded)
+        for owner, reason in bad.items():
+            await self._report_bad(found[owner][0], reason, *owner)
         for owner, data in encoded.items():
             tag, kind = found[owner]
-            if not data:
-                await self._report_bad(tag, _TOO_LARGE, *owner)
-            elif kind not in (Found.UNCHANGED, Found.MOVED_ON, Found.DELETED):
+            done = (Found.UNCHANGED, Found.MOVED_ON, Found.DELETED)
+            if owner not in bad and kind not in done:
                 await workers.start(self._import_state(owner, tag, data), len(data))
 
     async def _import_state(self, owner: tuple[str, ...], tag: bytes, data: bytes) -> None:

@@ -14,12 +14,14 @@ from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequenc
 from hashlib import blake2b
 from typing import Any, NamedTuple, TypeVar
 
-from adk_secure_sessions.errors import DecryptionError
+from adk_secure_sessions.formats import states
 from adk_secure_sessions.formats.records import encode_text
 from adk_secure_sessions.formats.states import JsonObject
-from adk_secure_sessions.migration.sources import SessionContent
+from adk_secure_sessions.migration.sources import SessionContent, UnreadableState
 
 S = TypeVar("S")
+
+TOO_LARGE = "its state exceeds a limit of this package (see limits.md)"
 
 _MAX_LISTED = 1000
 # An estimate of the memory that an event takes in addition to its bytes.
@@ -158,30 +160,36 @@ def size_of(content: SessionContent) -> int:
     return sum(len(one.plaintext) + _EVENT_OVERHEAD for one in content.events) + _EVENT_OVERHEAD
 
 
-class Unreadable(NamedTuple):
-    """States that a source could not read.  *reason* contains no content."""
-
-    reason: str
+States = Mapping[tuple[str, ...], JsonObject | UnreadableState]
 
 
-States = Mapping[tuple[str, ...], JsonObject] | Unreadable
-
-
-async def readable_states(
-    batches: AsyncIterator[Mapping[Any, JsonObject]],
+async def by_owner(
+    batches: AsyncIterator[Mapping[Any, JsonObject | UnreadableState]],
 ) -> AsyncIterator[States]:
-    """Yield the batches of states that a source yields, with tuples of ids as keys.
+    """Yield the batches of states that a source yields, with tuples of ids as keys."""
+    async for batch in batches:
+        yield {(key,) if isinstance(key, str) else key: batch[key] for key in batch}
 
-    If a state cannot be read, the last batch is `Unreadable`.
+
+def encode_states(
+    batch: States,
+) -> tuple[dict[tuple[str, ...], bytes], dict[tuple[str, ...], str]]:
+    """Return the states in *batch* as JSON, and reasons for those that cannot be stored.
+
+    A state that cannot be stored has empty JSON.
     """
-    reason = None
-    try:
-        async for batch in batches:
-            yield {(key,) if isinstance(key, str) else key: batch[key] for key in batch}
-    except DecryptionError as error:
-        reason = str(error)
-    if reason is not None:
-        yield Unreadable(reason)
+    encoded: dict[tuple[str, ...], bytes] = {}
+    bad = {}
+    for owner, state in batch.items():
+        encoded[owner] = b""
+        if isinstance(state, UnreadableState):
+            bad[owner] = state.reason
+            continue
+        try:
+            encoded[owner] = states.encode(state)
+        except ValueError:  # not chained: the message names keys of the state
+            bad[owner] = TOO_LARGE
+    return encoded, bad
 
 
 class Finding(NamedTuple):
