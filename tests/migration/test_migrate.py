@@ -371,7 +371,7 @@ def killed(url: str, last: int) -> bool:
     return not said
 
 
-@pytest.mark.parametrize("step", [29, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("step", [83, pytest.param(1, marks=pytest.mark.soak)])
 async def test_run_that_is_killed_is_continued(step: int, tmp_path: Path) -> None:
     at, kills = 1, 0
     while True:

@@ -51,17 +51,21 @@ def data(value: object) -> bytes:
 
 
 def time_of(value: object, zone: tzinfo | None) -> int:
-    """Return *value*, a time, in microseconds since 1970, UTC; raise ValueError if it is no time.
+    """Return *value*, a time, in microseconds since 1970, UTC; raise `Unreadable` if it is no time.
 
     Args:
         value: A datetime; or text, as SQLite stores a datetime; or seconds since 1970.
         zone: The time zone of a datetime without one.  None is the local zone of this process.
     """
-    return microseconds(seconds_of(value, zone))
+    try:
+        return microseconds(seconds_of(value, zone))
+    except (OverflowError, ValueError):
+        pass  # raise after this block: otherwise `__context__` would hold the value
+    raise Unreadable("its create_time or update_time is not a time")
 
 
 def seconds_of(value: object, zone: tzinfo | None) -> float:
-    """Return *value*, a time, in seconds since 1970; see `time_of`."""
+    """Return *value* in seconds since 1970; raise ValueError if it is no time; see `time_of`."""
     if isinstance(value, int | float):
         return value
     if isinstance(value, str | bytes):

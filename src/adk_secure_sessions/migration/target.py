@@ -92,6 +92,10 @@ class Target:
         copies = await self.store.imported([one[:3] for one in listed])
         tags = {one: self.tag(*one[:3]) for one in listed}
         others = await self._stored(tags[one] for one in listed if one[:3] not in copies)
+        if others:
+            # Another run may have copied a session after the first query.
+            ids = [one[:3] for one in listed if tags[one] in others]
+            copies |= await self.store.imported(ids)
         entries = []
         for one, tag in tags.items():
             copy = copies.get(one[:3])
