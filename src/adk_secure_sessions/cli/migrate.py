@@ -9,14 +9,13 @@ from zoneinfo import ZoneInfo
 
 import click
 
-from adk_secure_sessions.backends.named import DEFAULT, NAMES, NO_OP, backends_for
+from adk_secure_sessions.backends.named import NAMES
 from adk_secure_sessions.cli.options import on_target, with_dry_run, with_keys
 from adk_secure_sessions.cli.output import counted, show
 from adk_secure_sessions.cli.program import (
     AGAIN,
     Declined,
     main,
-    one_line_errors,
     run_with_progress,
 )
 from adk_secure_sessions.cli.text import duration
@@ -53,9 +52,7 @@ def _time(context: click.Context, parameter: click.Parameter, value: str | None)
     )
 
 
-def _zone(
-    context: click.Context, parameter: click.Parameter, value: str | None
-) -> ZoneInfo | None:
+def _zone(context: click.Context, parameter: click.Parameter, value: str | None) -> ZoneInfo | None:
     """Convert the value of --from-time-zone.  click calls this function.
 
     Raises:
@@ -180,8 +177,6 @@ def migrate(
         raise click.UsageError(f"{wrong[0]} is for copying, and this run only compares: omit it")
     if erase_source and not dry_run:
         _confirm(yes)
-    with one_line_errors():
-        backends = _source_backends(source_backends, source_keys)
     options: dict[str, Any] = {"scope": migration.Scope(app, since), "show_ids": show_ids}
     if erase_source:
         work: Work = partial(migration.erase_source, dry_run=dry_run, **options)
@@ -199,7 +194,11 @@ def migrate(
 
     async def with_source(opened: "Database", progress: "Progress") -> Any:
         source = await migration.open_source(
-            source_url, backends, key_db_url=source_key_db, time_zone=time_zone
+            source_url,
+            source_keys,
+            source_backends,
+            key_db_url=source_key_db,
+            time_zone=time_zone,
         )
         async with source:
             return await work(source, opened, progress=progress)
@@ -208,9 +207,9 @@ def migrate(
     label = "compare" if comparing else "migrate"
     again = None if changes_nothing else AGAIN
     done = run_with_progress(db, label, with_source, again=again)
-    result = {"copy": None, "comparison": None, "erasure": None}
+    result: dict[str, Any] = {"copy": None, "comparison": None, "erasure": None}
     if erase_source:
-        result |= {"comparison": done.comparison, "erasure": done.erasure}
+        result |= {"comparison": done.comparison, "erasure": done.erased}
         lines = erasure_lines(done, dry_run)
         succeeded = done.is_complete
     elif verify:
@@ -222,14 +221,6 @@ def migrate(
     show(result, as_json, lines, dry_run=dry_run)
     if not succeeded:
         sys.exit(1)
-
-
-def _source_backends(names: Sequence[str], specs: Sequence[str]) -> tuple[Any, ...]:
-    """Return the backends of the source; empty if the source is not encrypted."""
-    if not specs and NO_OP not in names:
-        return ()
-    writer, others = backends_for(names or [DEFAULT], specs)
-    return (writer, *others)
 
 
 def _confirm(yes: bool) -> None:
@@ -333,7 +324,7 @@ def comparison_lines(done: "Comparison") -> Iterator[str]:
 
 def erasure_lines(done: "SourceErasure", dry_run: bool) -> Iterator[str]:
     yield from comparison_lines(done.comparison)
-    erased = done.erasure
+    erased = done.erased
     if erased is None:
         yield "nothing was deleted"
         return
@@ -342,12 +333,12 @@ def erasure_lines(done: "SourceErasure", dry_run: bool) -> Iterator[str]:
         f"{would}deleted in the source: {counted(erased.sessions, 'session')} with "
         f"{counted(erased.events, 'event')}, {counted(erased.states, 'state')}"
     )
+    if dry_run:
+        return
     if erased.changed:
         yield f"changed meanwhile, and kept: {counted(erased.changed, 'session')}"
     if erased.left:
         yield f"rows that remain in the tables of the source: {erased.left:,}"
-    if dry_run:
-        return
     for obstacle in erased.obstacles:
         yield f"freed space was not overwritten: {obstacle}"
     if not erased.obstacles:

@@ -168,15 +168,20 @@ class Comparing:
         meter = Meter(progress, total.sessions + total.events, None)
         return cls(source, target, scope, Findings(with_ids=show_ids), meter)
 
-    async def run(self) -> Comparison:
-        """Compare everything in the scope and, if the comparison is clean, store the mark."""
+    async def run(self, *, completes: bool = True) -> Comparison:
+        """Compare everything in the scope, and store the mark that ends the migration.
+
+        The mark is stored only if *completes* is True, the scope is everything, and the comparison
+        is clean.
+        """
         began, counts = time.monotonic(), self._counts
         await self._compare_sessions()
         await self._compare_states()
         await self._compare_listings()
         counts.new = await self._target.count_others(self._scope.app_name)
         clean = counts.is_clean
-        completed = clean and self._scope == _EVERYTHING and counts.sessions + counts.states > 0
+        is_everything = self._scope == _EVERYTHING and counts.sessions + counts.states > 0
+        completed = completes and clean and is_everything
         if completed:
             await self._target.store.complete_migration()
         self._meter.finish()
