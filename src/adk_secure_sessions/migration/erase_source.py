@@ -165,8 +165,6 @@ class _Eraser:
 
         def in_transaction(connection: sa.Connection) -> T:
             with taking_bytes(connection):
-                if connection.dialect.name == "sqlite":
-                    connection.exec_driver_sql("BEGIN IMMEDIATE")
                 see_what_is_committed(connection)
                 return work(connection)
 
