@@ -35,12 +35,14 @@ async def stored(url: str, user: str, session: str) -> Session | None:
         return await made.get_session(app_name=APP, user_id=user, session_id=session)
 
 
-async def append(url: str, user: str, session: str, number: int = 100, **delta: object) -> None:
+async def append(
+    url: str, user: str, session: str, *, number: int = 100, delta: dict[str, Any] | None = None
+) -> None:
     """Have a service append an event to a session in the target."""
     async with service(url) as made:
         found = await made.get_session(app_name=APP, user_id=user, session_id=session)
         assert found is not None
-        await made.append_event(found, adk_event(number, **delta))
+        await made.append_event(found, adk_event(number, **(delta or {})))
 
 
 async def delete(url: str, user: str, session: str) -> None:

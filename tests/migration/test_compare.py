@@ -76,8 +76,8 @@ async def test_sessions_that_services_continued_are_compared_up_to_the_copied_pa
     source = filled()
     await copy(source, url)
     await append(url, "ada", "s0")
-    await append(url, "ada", "s1", number=1, n=7)
-    await append(url, "bob", "s3", **{"user:name": "changed"})
+    await append(url, "ada", "s1", number=1, delta={"n": 7})
+    await append(url, "bob", "s3", delta={"user:name": "changed"})
     await delete(url, "bob", "s2")
     done = await compared(source, url)
     assert numbers(done) == {
@@ -178,7 +178,7 @@ async def test_service_that_writes_during_the_comparison_makes_no_difference(
         nonlocal written
         if not written:
             written = True
-            await append(file_url, "bob", "s1", n=5)
+            await append(file_url, "bob", "s1", delta={"n": 5})
         return await original(sessions)
 
     again.read = read  # type: ignore[method-assign]

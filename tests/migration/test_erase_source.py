@@ -66,8 +66,10 @@ async def fill(url: str, *, app: str = APP, sessions: int = 3) -> None:
             )
             for n in range(3):
                 if "mariadb" in url:  # google-adk finds its own session stale
-                    ids = {"app_name": app, "user_id": user, "session_id": session.id}
-                    session = await plain.get_session(**ids) or session
+                    loaded = await plain.get_session(
+                        app_name=app, user_id=user, session_id=session.id
+                    )
+                    session = loaded or session
                 await plain.append_event(session, event(n, needle=f"{NEEDLE} {n}" * 50))
     if isinstance(plain, DatabaseSessionService):
         await plain.close()

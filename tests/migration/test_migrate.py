@@ -12,7 +12,7 @@ import pytest
 from adk_secure_sessions.errors import ConfigurationError, TamperedError
 from adk_secure_sessions.maintenance import verify
 from adk_secure_sessions.migration import Migration, Scope, migrate
-from adk_secure_sessions.migration.sources import SourceSession, UnreadableState
+from adk_secure_sessions.migration.sources import SessionContent, SourceSession, UnreadableState
 from tests.maintenance.conftest import file_url, place, url
 from tests.maintenance.dying import Statements, dying
 from tests.migration.memory_source import APP, START, MemorySource, event
@@ -64,6 +64,7 @@ async def test_sessions_and_states_are_copied_exactly(url: str) -> None:
     assert numbers(done) == {"sessions": 8, "copied": 8, "events": 418, "states": 3}
     async with service(url) as made:
         for (app, user, session), content in source.contents.items():
+            assert isinstance(content, SessionContent)
             found = await made.get_session(app_name=app, user_id=user, session_id=session)
             assert found is not None
             assert [one.id for one in found.events] == [f"e{n}" for n in range(len(content.events))]
@@ -72,14 +73,15 @@ async def test_sessions_and_states_are_copied_exactly(url: str) -> None:
             ]
             assert found.last_update_time == content.updated_at / 1e6
             of_user = source.users.get((app, user), {})
+            assert isinstance(of_user, dict)
             assert found.state == {
                 **content.state,
                 **{f"user:{key}": value for key, value in of_user.items()},
                 "app:motd": "hello",
             }
     async with database(url) as db:
-        found = await verify(db)
-    assert (found.bad, found.unchecked, found.sessions, found.events) == (0, 0, 8, 418)
+        checked = await verify(db)
+    assert (checked.bad, checked.unchecked, checked.sessions, checked.events) == (0, 0, 8, 418)
 
 
 async def test_odd_ids_and_states_of_every_type_are_copied(file_url: str) -> None:
@@ -151,8 +153,8 @@ async def test_what_a_service_wrote_is_never_overwritten(url: str) -> None:
     await copy(source, url)
     async with service(url) as made:
         await made.create_session(app_name=APP, user_id="bob", session_id="mine")
-    await append(url, "ada", "s0", mine=1)
-    await append(url, "ada", "s1", **{"user:name": "changed"})
+    await append(url, "ada", "s0", delta={"mine": 1})
+    await append(url, "ada", "s1", delta={"user:name": "changed"})
     await delete(url, "ada", "s2")
     await delete(url, "bob", "s0")
     source.put("ada", "s1", events=7)
