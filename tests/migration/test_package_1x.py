@@ -42,6 +42,11 @@ from tests.maintenance import conftest
 place, url = conftest.place, conftest.url  # fixtures
 
 ALL = Scope()
+ON_EACH = pytest.mark.parametrize(
+    "place",
+    ["sqlite", "postgresql", pytest.param("mariadb", marks=pytest.mark.soak)],
+    indirect=True,
+)
 VECTORS = Path(__file__).parent.parent / "vectors" / "package_1x"
 KEY = bytes(range(32))
 PASSPHRASE = "correct horse battery staple – π"  # noqa: RUF001
@@ -229,6 +234,7 @@ async def test_initial_state_of_a_release_before_1_1_stays_in_its_session(file: 
 # --- on each database ----------------------------------------------------------------------------
 
 
+@ON_EACH
 @pytest.mark.no_tables
 async def test_sessions_states_and_sizes_are_read(
     place: sa.URL, url: str, monkeypatch: pytest.MonkeyPatch
@@ -286,6 +292,7 @@ async def warnings_of_service(url: str, caplog: pytest.LogCaptureFixture) -> lis
     return [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
 
 
+@ON_EACH
 @pytest.mark.no_tables
 async def test_service_names_the_tables_of_1x(
     place: sa.URL, url: str, caplog: pytest.LogCaptureFixture
