@@ -6,7 +6,9 @@ from adk_secure_sessions.migration.encrypted import EncryptedSource
 from adk_secure_sessions.migration.erase_source import Erased, SourceErasure, erase_source
 from adk_secure_sessions.migration.migrate import Migration, migrate
 from adk_secure_sessions.migration.opening import open_source
+from adk_secure_sessions.migration.package_1x import Package1x
 from adk_secure_sessions.migration.pipeline import Finding
+from adk_secure_sessions.migration.services import ServiceSource
 from adk_secure_sessions.migration.sources import Scope, Source
 
 __all__ = [
@@ -16,7 +18,9 @@ __all__ = [
     "Erased",
     "Finding",
     "Migration",
+    "Package1x",
     "Scope",
+    "ServiceSource",
     "Source",
     "SourceErasure",
     "compare",
