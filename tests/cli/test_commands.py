@@ -268,5 +268,7 @@ def test_every_command_with_a_database_prints_json(filled: str, tmp_path: Path) 
         key = "env:OLD_KEY" if needs_key else None
         arguments = [*options.get(name, []), *on(filled, key, command=name)]
         said = run(*name.split(), *arguments, "--json")
-        assert (said.code, said.stderr) == (0, "")
+        # All tables of the tests' MariaDB server share one file, which cannot be rewritten.
+        code = int(name == "vacuum" and filled.startswith("mariadb"))
+        assert (said.code, said.stderr) == (code, "")
         assert isinstance(json.loads(said.stdout), dict | list)

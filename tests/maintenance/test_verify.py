@@ -126,9 +126,9 @@ async def test_verify_takes_no_more_memory_for_more_sessions(file_url: str) -> N
         assert found.bad == 0
         return used
 
-    await fill(file_url, sessions=60, events=2)
+    await fill(file_url, sessions=260, events=2)  # more than one batch
     few = await peak()
-    await fill(file_url, sessions=200, events=2, name="more")
+    await fill(file_url, sessions=780, events=2, name="more")
     assert await peak() < few * 1.5  # of four times as many
 
 

@@ -1,0 +1,50 @@
+"""Attacks on the time at which a session expires."""
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from adk_secure_sessions import DecryptionError, TamperedError
+from adk_secure_sessions.maintenance import purge
+from tests.attacks.databases import also_on
+from tests.attacks.support import Database
+from tests.attacks.world import VISIT
+
+pytestmark = also_on("postgresql", "mariadb")
+EXPIRED = "UPDATE secure_sessions SET expires_at = 5 WHERE id = :visit"
+
+
+async def test_expiry_moved_to_the_past_hides_and_replaces_no_session(aes_db: Database) -> None:
+    ids = VISIT._asdict()
+    async with aes_db.service() as service:
+        before = await service.get_session(**ids)
+    aes_db.run(EXPIRED)
+    async with aes_db.service() as service:
+        for attempt in (service.get_session, service.create_session):
+            with pytest.raises(TamperedError):
+                await attempt(**ids)
+    aes_db.run("UPDATE secure_sessions SET expires_at = 9223372036854775807 WHERE id = :visit")
+    async with aes_db.service() as service:
+        assert await service.get_session(**ids) == before
+
+
+async def test_expiry_moved_to_the_past_purges_no_session(aes_db: Database) -> None:
+    aes_db.run(EXPIRED)
+    async with aes_db.maintained() as db:
+        found = await purge(db)
+    assert (found.deleted, found.bad) == (0, 1)
+
+
+async def test_expiry_moved_away_revives_no_session(aes_db: Database) -> None:
+    ids: dict[str, Any] = VISIT._replace(session_id="short")._asdict()
+    async with aes_db.service() as service:
+        await service.create_session(**ids, expires_after=timedelta(microseconds=1))
+        assert await service.get_session(**ids) is None
+    aes_db.run(
+        "UPDATE secure_sessions SET expires_at = 9223372036854775807 "
+        "WHERE expires_at < 9223372036854775807"
+    )
+    async with aes_db.service() as service:
+        with pytest.raises(DecryptionError):
+            await service.get_session(**ids)
