@@ -12,6 +12,7 @@ from collections.abc import (
     Awaitable,
     Callable,
     Coroutine,
+    Mapping,
     Sequence,
 )
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -27,6 +28,7 @@ from adk_secure_sessions.db.failures import meaning, needs_unprepared, overdue, 
 from adk_secure_sessions.db.protocol import (
     Parameters,
     Row,
+    Rows,
     T,
     Transaction,
     run_in_turn,
@@ -397,11 +399,13 @@ def _fetch(
         return connection.exec_driver_sql(sqlite_sql(query), parameters).all()
 
 
-def _write(connection: sa.Connection, statement: sa.Executable, parameters: Parameters) -> int:
+def _write(
+    connection: sa.Connection, statement: sa.Executable, parameters: Parameters | Rows
+) -> int:
     """Run one INSERT, UPDATE or DELETE and return how many rows it matched."""
-    largest = max(
-        (len(value) for value in parameters.values() if isinstance(value, bytes)), default=0
-    )
+    rows = [parameters] if isinstance(parameters, Mapping) else parameters
+    values = (value for row in rows for value in row.values())
+    largest = max((len(value) for value in values if isinstance(value, bytes)), default=0)
     if largest > _LARGE and connection.dialect.name in ("mysql", "mariadb"):
         _check_packet(connection, largest)
     return connection.execute(statement, parameters, execution_options=_COUNT_ROWS).rowcount

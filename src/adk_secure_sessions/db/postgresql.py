@@ -37,6 +37,7 @@ from adk_secure_sessions.db.failures import (
 )
 from adk_secure_sessions.db.postgresql_sql import DIVISION_BY_ZERO, apply_sql, read_sql
 from adk_secure_sessions.db.protocol import (
+    Change,
     Conflict,
     Disconnected,
     Parameters,
@@ -388,9 +389,10 @@ class _Session:
                     answer = await self.fetch(step.query, step.parameters)
                 else:
                     text, sources = apply_sql(
-                        tuple((change.statement, change.must_match_row) for change in step.changes)
+                        tuple((change.statement, change.must_match_row) for change in step.changes),
+                        frozenset(i for i, change in enumerate(step.changes) if change.rows),
                     )
-                    values = [step.changes[index].parameters[name] for index, name in sources]
+                    values = [_value(step.changes[index], name) for index, name in sources]
                     answer = bool((await self._in_time(text, values, writes=True))[0][0])
                 step = steps.send(answer)
         except StopIteration as end:
@@ -431,6 +433,13 @@ class _Session:
         statement = await self._driver.prepare(text, name="", timeout=seconds)
         rows: Sequence[Row] = await statement.fetch(*values, timeout=seconds)
         return rows
+
+
+def _value(change: Change, name: str) -> object:
+    """Return the value of a parameter, or the list of its values in all rows of *change*."""
+    if change.rows:
+        return [row[name] for row in change.rows]
+    return change.parameters[name]
 
 
 @functools.cache

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import sqlalchemy as sa
-from sqlalchemy.dialects.postgresql import asyncpg
+from sqlalchemy.dialects.postgresql import ARRAY, asyncpg
 from sqlalchemy.sql import visitors
 
 DIVISION_BY_ZERO = "22012"  # SQLSTATE
@@ -58,7 +58,9 @@ def read_sql(query: sa.Executable) -> PreparedSql:
 
 
 @functools.cache
-def apply_sql(changes: tuple[tuple[sa.Executable, bool], ...]) -> PreparedChanges:
+def apply_sql(
+    changes: tuple[tuple[sa.Executable, bool], ...], with_rows: frozenset[int] = frozenset()
+) -> PreparedChanges:
     """Compile *changes* into one statement.
 
     The statement returns 1 if all changes were made, and 0 if the first change matched no row.
@@ -66,6 +68,8 @@ def apply_sql(changes: tuple[tuple[sa.Executable, bool], ...]) -> PreparedChange
 
     Args:
         changes: The statement and the *must_match_row* of each change; the first must have True.
+        with_rows: The indexes of the changes that have *rows*.  Each of their parameters is an
+            array, which contains the values of one column.
 
     Raises:
         TypeError: A statement is not an INSERT, UPDATE or DELETE.
@@ -78,7 +82,8 @@ def apply_sql(changes: tuple[tuple[sa.Executable, bool], ...]) -> PreparedChange
     guard: sa.CTE | None = None  # the latest change whose *must_match_row* is True
     sources: dict[str, tuple[int, str]] = {}
     for index, (executable, must_match_row) in enumerate(changes):
-        statement = _with_own_parameters(_changing(executable), index, sources)
+        changing = _changing(executable, index in with_rows)
+        statement = _with_own_parameters(changing, index, sources)
         if guard is not None:
             statement = _only_if(_has_rows(guard), statement)
         members.append(statement.returning(_ONE).cte(f"change_{index}"))
@@ -97,10 +102,11 @@ def _compiled(statement: sa.Executable) -> tuple[str, Sequence[str]]:
     return compiled.string, compiled.positiontup
 
 
-def _changing(statement: sa.Executable) -> _Statement:
+def _changing(statement: sa.Executable, has_rows: bool) -> _Statement:
     """Return *statement* in a form to which `_only_if` can add a WHERE clause.
 
     INSERT ... VALUES has no WHERE clause, so it becomes INSERT ... SELECT of the same parameters.
+    If *has_rows*, it selects from arrays.
     """
     if not isinstance(statement, sa.Insert | sa.Update | sa.Delete):
         raise TypeError(f"a change is an INSERT, UPDATE or DELETE, not {type(statement).__name__}")
@@ -109,8 +115,14 @@ def _changing(statement: sa.Executable) -> _Statement:
     table = statement.table
     if not statement.compare(sa.insert(table)):
         raise ValueError("an INSERT must take each column as a parameter, or have a SELECT")
-    parameters = [sa.bindparam(column.name, type_=column.type) for column in table.columns]
-    return sa.insert(table).from_select(list(table.columns), sa.select(*parameters))
+    columns = list(table.columns)
+    if has_rows:
+        arrays = [sa.bindparam(column.name, type_=ARRAY(column.type)) for column in columns]
+        names = [column.name for column in columns]
+        rows = sa.func.unnest(*arrays).table_valued(*names).render_derived(name="new_rows")
+        return sa.insert(table).from_select(columns, sa.select(*rows.c))
+    parameters = [sa.bindparam(column.name, type_=column.type) for column in columns]
+    return sa.insert(table).from_select(columns, sa.select(*parameters))
 
 
 def _with_own_parameters(

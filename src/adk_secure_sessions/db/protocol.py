@@ -24,6 +24,7 @@ import sqlalchemy as sa
 T = TypeVar("T")
 Row = Sequence[Any]
 Parameters = Mapping[str, object]
+Rows = Sequence[Parameters]
 
 
 class UniqueViolation(Exception):
@@ -54,11 +55,16 @@ class Change(NamedTuple):
 
     If *must_match_row* is True, the statement must match exactly one row.  If False, it may match
     any number of rows, or none.
+
+    If *rows* is not empty, the statement must be the INSERT that `sqlalchemy.insert(table)` returns
+    and *must_match_row* must be False.  All *rows* are then inserted, and *parameters* are not
+    used.
     """
 
     statement: sa.Executable
     parameters: Parameters
     must_match_row: bool = True
+    rows: Rows = ()
 
 
 class Apply(NamedTuple):
@@ -175,7 +181,7 @@ class Executors(NamedTuple):
 def run_in_turn(
     steps: Steps[T],
     fetch: Callable[[sa.Executable, Parameters], Sequence[Row]],
-    run: Callable[[sa.Executable, Parameters], int],
+    run: Callable[[sa.Executable, Parameters | Rows], int],
 ) -> T:
     """Run *steps* one statement at a time and return their result.
 
@@ -184,7 +190,8 @@ def run_in_turn(
     Args:
         steps: The transaction's generator.
         fetch: A function that runs a query and returns its rows.
-        run: A function that runs a change and returns how many rows the change matched.
+        run: A function that runs a change and returns how many rows the change matched.  If its
+            second argument is a sequence, the change inserts these rows.
 
     Raises:
         Conflict: See `Apply`; the caller must roll back.
@@ -205,10 +212,10 @@ def run_in_turn(
 
 
 def _apply_in_turn(
-    changes: Sequence[Change], run: Callable[[sa.Executable, Parameters], int]
+    changes: Sequence[Change], run: Callable[[sa.Executable, Parameters | Rows], int]
 ) -> bool:
     for index, change in enumerate(changes):
-        matched = run(change.statement, change.parameters)
+        matched = run(change.statement, change.rows or change.parameters)
         if change.must_match_row and matched != 1:
             if index == 0:
                 return False

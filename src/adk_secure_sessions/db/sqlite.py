@@ -23,7 +23,7 @@ import sqlite3
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
@@ -37,6 +37,7 @@ from adk_secure_sessions.db.protocol import (
     Conflict,
     Parameters,
     Row,
+    Rows,
     T,
     Transaction,
     UniqueViolation,
@@ -579,13 +580,15 @@ class SqliteConnection:
     def _fetch(self, text: str, parameters: Parameters) -> Sequence[Row]:
         return self.driver.execute(text, parameters).fetchall()
 
-    def _execute(self, text: str, parameters: Parameters) -> int:
-        return self.driver.execute(text, parameters).rowcount
+    def _execute(self, text: str, parameters: Parameters | Rows) -> int:
+        if isinstance(parameters, Mapping):
+            return self.driver.execute(text, parameters).rowcount
+        return self.driver.executemany(text, parameters).rowcount
 
     def transact(self, transaction: Transaction[T]) -> T:
         return run_in_turn(transaction(), self.fetch, self._run)
 
-    def _run(self, statement: sa.Executable, parameters: Parameters) -> int:
+    def _run(self, statement: sa.Executable, parameters: Parameters | Rows) -> int:
         try:
             return _read(self.job, self._execute, sqlite_sql(statement), parameters, writes=True)
         except sqlite3.IntegrityError as error:

@@ -59,7 +59,24 @@ class BlindIndex(KeyMaterial):
         """Return the 16-byte MAC of *text*, the stored state of an unfinished separation."""
         return self._tag("separation", database_id, text)
 
-    def _tag(self, *parts: str | bytes) -> bytes:
+    def migration_source(self, database_id: bytes, tag: bytes, version: bytes) -> bytes:
+        """Return the 16-byte MAC of *version*, which identifies what was imported.
+
+        *tag* is the tag of the session, user or app.
+        """
+        return self._tag("migration source", database_id, tag, version)
+
+    def migrated(
+        self, database_id: bytes, tag: bytes, row_id: int, number: int, source: bytes
+    ) -> bytes:
+        """Return the 16-byte MAC of a row of `secure_migrated`; the arguments are its columns."""
+        return self._tag("migrated", database_id, tag, source, numbers=(row_id, number))
+
+    def migration_complete(self, database_id: bytes) -> bytes:
+        """Return the 16-byte MAC of the mark that everything was imported."""
+        return self._tag("migration complete", database_id)
+
+    def _tag(self, *parts: str | bytes, numbers: tuple[int, ...] = ()) -> bytes:
         mac = self._mac.copy()
-        mac.update(context(parts))
+        mac.update(context(parts, *numbers))
         return mac.finalize()[:TAG_LENGTH]

@@ -8,6 +8,7 @@ The modules, each of which imports only those above it:
 - `unit_of_work`: keys, caches and retries.
 - `owner_changes`: changes of apps and users.
 - `writes`, `reads`: the operations, each of which is one transaction or one query.
+- `imports`: importing sessions and states from another database.
 - `store`: the operations with ADK's ids as arguments.
 - `opening`: checks a database and creates what is missing.
 """
@@ -24,11 +25,20 @@ from adk_secure_sessions.storage.bindings import (
     user_context,
     witness_context,
 )
+from adk_secure_sessions.storage.imports import (
+    Imported,
+    ImportedEvent,
+    ImportResult,
+    Seals,
+    canonical,
+)
 from adk_secure_sessions.storage.opening import (
     COLLECTIONS,
     DATABASE_ID,
     EXPIRY,
     FEATURES,
+    MIGRATION,
+    MIGRATION_MARK,
     SEPARATING,
     SEPARATION,
     WRAPPER,
@@ -48,6 +58,7 @@ from adk_secure_sessions.storage.queries import (
     DATA_KEYS,
     INSERT_KEY,
     MASTER_KEYS,
+    MigratedRow,
     UserRow,
     chunks,
     is_one_of,
@@ -66,6 +77,7 @@ from adk_secure_sessions.storage.reads import (
 from adk_secure_sessions.storage.schema import (
     COLLECTION,
     DATA_TABLES,
+    FEATURE_TABLES,
     KEY_TABLES,
     TABLES,
     apps,
@@ -75,6 +87,7 @@ from adk_secure_sessions.storage.schema import (
     keyring,
     meta,
     metadata,
+    migrated,
     sessions,
     users,
     witnesses,
@@ -104,9 +117,12 @@ __all__ = [
     "DATA_TABLES",
     "EXPIRY",
     "FEATURES",
+    "FEATURE_TABLES",
     "INSERT_KEY",
     "KEY_TABLES",
     "MASTER_KEYS",
+    "MIGRATION",
+    "MIGRATION_MARK",
     "SEPARATING",
     "SEPARATION",
     "TABLES",
@@ -123,10 +139,15 @@ __all__ = [
     "Feature",
     "Headers",
     "Identity",
+    "ImportResult",
+    "Imported",
+    "ImportedEvent",
+    "MigratedRow",
     "MissingSession",
     "NewEvent",
     "Position",
     "RenewKey",
+    "Seals",
     "StaleRevision",
     "Store",
     "StoredSession",
@@ -138,6 +159,7 @@ __all__ = [
     "app_context",
     "apps",
     "bases",
+    "canonical",
     "check_features",
     "chunks",
     "data_keys",
@@ -153,6 +175,7 @@ __all__ = [
     "mark_plaintext",
     "meta",
     "metadata",
+    "migrated",
     "naming",
     "numbered",
     "open_database",

@@ -693,6 +693,34 @@ def seal_event(
     return attempt.keys.seal(attempt.who.user_tag, context, link + session.head + event)
 
 
+def seal_events(
+    attempt: Attempt,
+    session_row: int,
+    first: int,
+    new: Iterable[tuple[bytes, int]],
+    links: Iterable[bytes],
+    previous: bytes,
+) -> list[dict[str, object]]:
+    """Return the rows of new events that follow each other.
+
+    Args:
+        attempt: Contains the data keys and the ids of the session.
+        session_row: The row id of the session.
+        first: The `seq` of the first event.
+        new: The plaintext and the time of each event.
+        links: The link of each event.
+        previous: The link of the event before the first.
+    """
+    parts, owner, seal = attempt.who.event_parts, attempt.who.user_tag, attempt.keys.seal
+    rows: list[dict[str, object]] = []
+    for seq, ((event, at), link) in enumerate(zip(new, links, strict=True), first):
+        context = records.numbered_context(parts, session_row, seq, at)
+        record = seal(owner, context, link + previous + event)
+        rows.append({"session_row": session_row, "seq": seq, "time": at, "event": record})
+        previous = link
+    return rows
+
+
 def seal_replacement(attempt: Attempt, session: StoredSession, row: Row, event: bytes) -> bytes:
     """Return a record of *event* that can replace the record in *row*.
 

@@ -20,6 +20,7 @@ import sqlalchemy as sa
 from adk_secure_sessions.backends import NoOpBackend
 from adk_secure_sessions.backends.registry import Backends
 from adk_secure_sessions.db.dialects import exclusively
+from adk_secure_sessions.db.failures import meaning
 from adk_secure_sessions.db.protocol import Conflict, Executor, Executors
 from adk_secure_sessions.errors import (
     ConfigurationError,
@@ -43,12 +44,14 @@ from adk_secure_sessions.loops import at_once
 from adk_secure_sessions.storage.queries import MASTER_KEYS
 from adk_secure_sessions.storage.schema import (
     DATA_TABLES,
+    FEATURE_TABLES,
     FORMAT_VERSION,
     KEY_TABLES,
     TABLES,
     keyring,
     meta,
     metadata,
+    migrated,
 )
 
 T = TypeVar("T")
@@ -63,6 +66,7 @@ _UNUSABLE = ("SQLITE_CANTOPEN", "SQLITE_NOTADB", "SQLITE_READONLY", "SQLITE_PERM
 # The names of rows in `secure_meta`.
 FORMAT, DATABASE_ID, PLAINTEXT, HOLDS = "format", "database_id", "plaintext", "holds"
 FEATURES = "features"
+MIGRATION_MARK = "migration"
 NO_FEATURES = "-"
 SEPARATING = "separating"  # the feature of a copy that `separate` has not finished
 COLLECTIONS = "collections"  # the feature of a database that has collections (artifacts, memory)
@@ -70,7 +74,10 @@ WRAPPER = (
     "wrapper"  # the feature of a database whose data keys also encrypt records stored elsewhere
 )
 EXPIRY = "expiry"  # the feature of a database in which sessions may expire
-_KNOWN_FEATURES = frozenset({NO_FEATURES, SEPARATING, COLLECTIONS, WRAPPER, EXPIRY})
+MIGRATION = "migration"  # the feature of a database with sessions that `migrate` has copied
+_KNOWN_FEATURES = frozenset({NO_FEATURES, SEPARATING, COLLECTIONS, WRAPPER, EXPIRY, MIGRATION})
+# The tables that belong to features.  `create_table_of` creates them.
+_TABLE_OF: dict[str, sa.Table] = {MIGRATION: migrated}
 SEPARATION = "separation"
 _SEPARATION_FORM = re.compile(
     r"(?P<text>(?P<old>[0-9a-f]{32}) (?P<since>\d{1,19})(?P<masters>( \d{1,19})+)) "
@@ -81,7 +88,7 @@ _REPLACED = "the database was replaced by another one: restart the service"
 # The maximum length of a value and the maximum number of rows that are read from `secure_meta`.  An
 # attacker may have stored more, and every start of a service reads this table.
 _MAX_TEXT, _MAX_META = 2000, 100
-_NAMES = (FORMAT, DATABASE_ID, PLAINTEXT, HOLDS, FEATURES, SEPARATION)
+_NAMES = (FORMAT, DATABASE_ID, PLAINTEXT, HOLDS, FEATURES, SEPARATION, MIGRATION_MARK)
 _META = (
     sa.select(
         *(sa.func.substr(meta.c[name], 1, _MAX_TEXT).label(name) for name in ("name", "value"))
@@ -119,7 +126,8 @@ class Survey(NamedTuple):
     its columns.  *adk_tables* is True if ADK's own tables exist.  *is_used* is True if one of our
     tables other than `secure_meta` and `secure_keyring` has rows.  *meta* contains the values of
     `secure_meta` by name.  *keyring* contains at most `MAX_ROWS` + 1 rows of `secure_keyring`, and
-    *keyring_rows* is the number of all its rows.
+    *keyring_rows* is the number of all its rows.  *feature_tables* are the names of the tables of
+    features that exist.
     """
 
     missing_tables: frozenset[str]
@@ -129,6 +137,7 @@ class Survey(NamedTuple):
     meta: dict[str, str]
     keyring: list[MasterKeyRow]
     keyring_rows: int = 0
+    feature_tables: frozenset[str] = frozenset()
 
     @property
     def part(self) -> Part | None:
@@ -175,7 +184,8 @@ def look(connection: sa.Connection, known: Collection[int] = ()) -> Survey:
 
 def _look(connection: sa.Connection, known: Collection[int]) -> Survey:
     present = set(sa.inspect(connection).get_table_names())
-    tables = [table for table in metadata.sorted_tables if table.name in present]
+    known_tables = (*metadata.sorted_tables, *FEATURE_TABLES)
+    tables = [table for table in known_tables if table.name in present]
     alien = _alien(tables, connection)
     missing = frozenset(metadata.tables) - present
     values: dict[str, str] = {}
@@ -200,7 +210,8 @@ def _look(connection: sa.Connection, known: Collection[int]) -> Survey:
         any_row = (sa.exists(sa.select(one).select_from(table)) for table in others)
         used = bool(connection.scalar(sa.select(sa.or_(*any_row))))
     adk = {"sessions", "events"} <= present
-    return Survey(missing, tuple(alien), adk, used, values, masters, number)
+    of_features = frozenset(table.name for table in FEATURE_TABLES if table in tables)
+    return Survey(missing, tuple(alien), adk, used, values, masters, number, of_features)
 
 
 def _alien(tables: list[sa.Table], connection: sa.Connection) -> list[str]:
@@ -407,6 +418,104 @@ def add_feature(feature: str, keyring: Keyring, connection: sa.Connection) -> No
         raise Conflict  # another process has changed the features since `look` read them
 
 
+def has_feature(feature: str, keyring: Keyring, connection: sa.Connection) -> bool:
+    """Return whether the authenticated list of features contains *feature*.
+
+    Raises the errors of `add_feature`, except Conflict.
+    """
+    survey = look(connection)
+    if survey.meta.get(DATABASE_ID) != keyring.database_id.hex():
+        raise ConfigurationError(_REPLACED)
+    _check_feature_list(survey, keyring)
+    return feature in stored_features(survey)
+
+
+def create_table_of(feature: str, connection: sa.Connection, *, may_create: bool) -> None:
+    """Create the table of *feature* in the data database, if the table does not exist.
+
+    Call this before `add_feature`.  If a process stops between the two, an empty table is left, and
+    no release reads it.
+
+    Raises:
+        ConfigurationError: The table does not exist, and *may_create* is False or the account may
+            not create it.
+    """
+    table = _TABLE_OF[feature]
+    kind = {"mariadb": "mysql"}.get(connection.dialect.name, connection.dialect.name)
+    advice = f"run the statement of docs/sql/{kind}-{feature}.sql"
+    with exclusively(connection):
+        if sa.inspect(connection).has_table(table.name):
+            return
+        if not may_create:
+            raise ConfigurationError(
+                f"the table {table.name} is missing, and create_tables is False: {advice}"
+            )
+        try:
+            table.create(connection)
+            return
+        except sa.exc.DBAPIError as error:
+            failure = meaning(error)
+        if not isinstance(failure, DatabaseError):
+            raise failure
+    raise ConfigurationError(
+        f"the table {table.name} could not be created: {failure}; if the account may not create "
+        f"tables, {advice}"
+    )
+
+
+def mark_migration_complete(keyring: Keyring, connection: sa.Connection) -> None:
+    """Store the mark that everything was imported; replace a mark that was tampered with."""
+    connection.execute(sa.delete(meta).where(meta.c.name == MIGRATION_MARK))
+    mark = _migration_mark(keyring)
+    connection.execute(sa.insert(meta).values(name=MIGRATION_MARK, value=mark))
+
+
+def migration_is_complete(keyring: Keyring, connection: sa.Connection) -> bool:
+    """Return whether `mark_migration_complete` has stored the mark.
+
+    Raises:
+        WrongKeyError: The mark was tampered with.
+    """
+    value = connection.scalar(sa.select(meta.c.value).where(meta.c.name == MIGRATION_MARK))
+    if value is None:
+        return False
+    if not hmac.compare_digest(str(value).encode(), _migration_mark(keyring).encode()):
+        raise WrongKeyError(
+            f"the row `{MIGRATION_MARK}` of secure_meta was tampered with: delete the row and run "
+            "`migrate` again"
+        )
+    return True
+
+
+def _migration_mark(keyring: Keyring) -> str:
+    return f"complete {keyring.index.migration_complete(keyring.database_id).hex()}"
+
+
+def has_rows_of(feature: str, connection: sa.Connection) -> bool:
+    """Return whether the table of *feature* exists and has rows."""
+    table = _TABLE_OF[feature]
+    if not sa.inspect(connection).has_table(table.name):
+        return False
+    one: sa.ColumnElement[int] = sa.literal_column("1")
+    return connection.execute(sa.select(one).select_from(table).limit(1)).first() is not None
+
+
+def _has_feature_tables(data: Survey, keys: Survey) -> bool:
+    """Return whether the table of each feature that *keys* lists exists in *data*.
+
+    Without a key database, the two surveys are the same.
+    """
+    found = _FEATURES_FORM.fullmatch(str(keys.meta.get(FEATURES)))
+    listed = found["names"].split(",") if found else []
+    return all(_TABLE_OF[name].name in data.feature_tables for name in listed if name in _TABLE_OF)
+
+
+def _check_feature_tables(data: Survey, keys: Survey) -> None:
+    if not _has_feature_tables(data, keys):
+        names = ", ".join(table.name for table in FEATURE_TABLES)
+        raise ConfigurationError(f"the table {names} was removed: restore it from a backup")
+
+
 def _check_feature_list(survey: Survey, keyring: Keyring) -> None:
     names, mac = _stored_features(survey)
     expected = keyring.index.features(keyring.database_id, names)
@@ -546,7 +655,8 @@ async def survey_existing(executors: Executors, known: Collection[int] = ()) -> 
         )
     if not known:
         check_row_count(keys.keyring_rows)
-    shared = {name: keys.meta[name] for name in (FEATURES, SEPARATION) if name in keys.meta}
+    names = (FEATURES, SEPARATION, MIGRATION_MARK)
+    shared = {name: keys.meta[name] for name in names if name in keys.meta}
     return data._replace(
         keyring=keys.keyring, keyring_rows=keys.keyring_rows, meta=data.meta | shared
     )
@@ -617,7 +727,12 @@ async def _survey(
     of_keys = partial(look, known=known)
     if not executors.has_key_database:
         survey = await _usable(executors.data.define(of_keys, commit=False))
+        if not _has_feature_tables(survey, survey):
+            # Another process may have created the table, and then added the feature, after `look`
+            # read the table names.
+            survey = await _usable(executors.data.define(of_keys, commit=False))
         check(survey, Part.ALL, create_tables)
+        _check_feature_tables(survey, survey)
         return survey, survey
     # Read the data database first.  Another process may be creating both databases.  It creates the
     # key database first, so if we see its data database, we also see its key database.
@@ -627,9 +742,12 @@ async def _survey(
     # been created after our survey, so survey it again.
     if keys.is_used and data.format_version is None:
         data = await _usable(executors.data.define(look, commit=False))
+    if not _has_feature_tables(data, keys):
+        data = await _usable(executors.data.define(look, commit=False))
     check(keys, Part.KEYS, create_tables)
     check(data, Part.DATA, create_tables)
     check_together(data, keys)
+    _check_feature_tables(data, keys)
     return data, keys
 
 

@@ -96,6 +96,22 @@ class OwnerChanges:
             self._update_user(user, stored)
         return user
 
+    def set_state(self, found: Found, owner: Owner, state: bytes) -> Owner:
+        """Replace the state of a stored owner by *state*: add the changes to `changes`.
+
+        *owner* is the user of *found*, or the app of *found* if `owner.app_row` is 0.  Return the
+        changed owner.
+        """
+        row = found.user if owner.app_row else found.app
+        assert row is not None
+        self._ensure_key(owner.tag, row.state)
+        changed = self._next_version(owner._replace(state=state), {})
+        if owner.app_row:
+            self._update_user(changed, row.state)
+        else:
+            self._update_app(changed, row.state)
+        return changed
+
     def renew_key(self, owner: Owner, stored: bytes, since: int) -> bool:
         """Ensure that the owner's row names only one data key, created at *since* or later.
 

@@ -44,6 +44,7 @@ from adk_secure_sessions.storage.schema import (
     data_keys,
     events,
     keyring,
+    migrated,
     sessions,
     users,
     witnesses,
@@ -51,6 +52,8 @@ from adk_secure_sessions.storage.schema import (
 
 # The kinds of rows.
 _APP, _USER, _WITNESS, _KEY, _MASTER, _SESSION, _SNAPSHOT, _EVENT = range(8)
+# A row of `secure_migrated` has three binary columns, so it is read as two rows.
+_MIGRATED, _MIGRATED_SEAL = 8, 9
 _NUMBERS, _BLOBS = 8, 2
 # The positions of an event's values in its row.  A history may have thousands of events, and
 # converting a row to a named tuple takes as long as finding its cipher.  Therefore, event rows are
@@ -164,6 +167,13 @@ def _snapshot() -> Select[Any]:
 
 def _event() -> Select[Any]:
     return _member(_EVENT, [events.c.seq, events.c.time], [events.c.event])
+
+
+def _migrated(*tags: BindParameter[bytes]) -> list[Select[Any]]:
+    c = migrated.c
+    source = _member(_MIGRATED, [c.row_id, c.number], [c.tag, c.source])
+    seal = _member(_MIGRATED_SEAL, [], [c.tag, c.seal])
+    return [source.where(_among(c.tag, *tags)), seal.where(_among(c.tag, *tags))]
 
 
 def _app_id() -> Any:
@@ -313,6 +323,20 @@ OWNERS = {
     )
     for keys in (False, True)
 }
+# These two queries also read rows of `secure_migrated`; see `imports`.
+IMPORTED_SESSION = {
+    keys: _session_query(keys, _migrated(_user_tag, _session_tag)) for keys in (False, True)
+}
+IMPORTED_OWNERS = {
+    keys: _members(
+        keys,
+        _app(),
+        _user().where(users.c.tag == _user_tag),
+        _witness().where(_among(witnesses.c.tag, _app_tag, _user_tag)),
+        *_migrated(_app_tag, _user_tag),
+    )
+    for keys in (False, True)
+}
 SESSIONS_OF_APP = {keys: _list_all_query(keys) for keys in (False, True)}
 EVENT_AT = _event().where(
     events.c.session_row == bindparam("session_row"), events.c.seq == bindparam("seq")
@@ -386,6 +410,32 @@ INSERT_SESSION_OF_KNOWN = _session_of_user(
     _same_row(witnesses.alias("app_witnesses"), "app_witness"),
     _same_row(witnesses.alias("user_witnesses"), "user_witness"),
 )
+# A user who was erased has a row of `secure_migrated` without a row id.  Sessions of the user must
+# not be imported.
+_is_not_erased = ~(
+    select(literal_column("1"))
+    .where(migrated.c.tag == _user_tag, migrated.c.row_id == _ZERO)
+    .exists()
+)
+IMPORT_SESSION = insert(sessions).from_select(
+    [column.name for column in sessions.c],
+    select(*(bindparam(column.name, type_=column.type) for column in sessions.c)).where(
+        _is_not_erased
+    ),
+)
+IMPORT_SESSION_OF_USER = _session_of_user(_is_not_erased)
+IMPORT_SESSION_OF_KNOWN = _session_of_user(
+    _same_row(apps, "app"),
+    _same_row(witnesses.alias("app_witnesses"), "app_witness"),
+    _same_row(witnesses.alias("user_witnesses"), "user_witness"),
+    _is_not_erased,
+)
+INSERT_MIGRATED = insert(migrated)
+UPDATE_MIGRATED = (
+    update(migrated)
+    .where(*_equal(migrated, "at"))
+    .values(**{name: bindparam(name) for name in ("row_id", "number", "source", "seal")})
+)
 INSERT_EVENT = insert(events)
 # Replaces the record of an event only if the stored record is as this process has read it.
 UPDATE_EVENT = (
@@ -438,6 +488,20 @@ UPDATE_SESSION = (
     .values(
         revision=bindparam("revision"),
         base_revision=bindparam("base_revision"),
+        updated_at=bindparam("updated_at"),
+        expires_at=bindparam("expires_at"),
+        state=bindparam("state"),
+    )
+)
+# Replaces a session by another one with the same ids, which has no event in common with it.
+REPLACE_SESSION = (
+    update(sessions)
+    .where(*_equal(sessions, "at"))
+    .values(
+        id=bindparam("id"),
+        revision=bindparam("revision"),
+        base_revision=bindparam("base_revision"),
+        created_at=bindparam("created_at"),
         updated_at=bindparam("updated_at"),
         expires_at=bindparam("expires_at"),
         state=bindparam("state"),
@@ -520,6 +584,16 @@ class SnapshotRow(NamedTuple):
     state: bytes
 
 
+class MigratedRow(NamedTuple):
+    """A row of `secure_migrated`; see `imports`."""
+
+    tag: bytes
+    row_id: int
+    number: int
+    source: bytes
+    seal: bytes
+
+
 class Found:
     """The rows of one read, by kind.
 
@@ -535,6 +609,8 @@ class Found:
         self.sessions: list[SessionRow] = []
         self.snapshots: dict[int, SnapshotRow] = {}
         self.events: list[Row] = []  # as the driver returns them: see EVENT_SEQ
+        self.migrated: dict[bytes, MigratedRow] = {}
+        seals: dict[bytes, bytes] = {}
         for row in rows:
             kind = row[0]
             if kind == _EVENT:
@@ -551,8 +627,14 @@ class Found:
                 self.snapshots[row[1]] = SnapshotRow(row[1], row[2], row[9])
             elif kind == _KEY:
                 self.data_keys.append(DataKeyRow(row[1], row[9], row[2], row[3], row[4], row[10]))
-            else:
+            elif kind == _MASTER:
                 self.masters.append(MasterMark(row[1], row[2], row[9]))
+            elif kind == _MIGRATED:
+                self.migrated[row[9]] = MigratedRow(row[9], row[1], row[2], row[10], b"")
+            else:
+                seals[row[9]] = row[10]
+        for tag, seal in seals.items():
+            self.migrated[tag] = self.migrated[tag]._replace(seal=seal)
 
     @property
     def user(self) -> UserRow | None:
@@ -613,3 +695,22 @@ def data_keys_of(number: int) -> CompoundSelect[Any]:
         return union_all(_key().where(is_one_of(data_keys.c.owner, number)), _master())
     first, second = (bindparam(f"v{n}", type_=LargeBinary) for n in range(_FEW))
     return union_all(_keys_of(first), _keys_of(second, second != first), _master())
+
+
+@functools.cache
+def migrated_rows(owner: str, number: int) -> Select[Any]:
+    """Return the query for the rows of `secure_migrated` with one of *number* tags.
+
+    The parameters are the tags, as `numbered` returns them.  Each row also has the id and the
+    version (for a session, the revision) of the stored session, user or app, or NULL.
+
+    Args:
+        owner: The name of the table: `secure_sessions`, `secure_users` or `secure_apps`.
+        number: The number of tags.
+    """
+    table = {table.name: table for table in (sessions, users, apps)}[owner]
+    version = table.c.revision if table is sessions else table.c.version
+    rows = migrated.outerjoin(table, table.c.tag == migrated.c.tag)
+    columns = [migrated.c[name] for name in MigratedRow._fields]
+    query = select(*columns, table.c.id, version).select_from(rows)
+    return query.where(is_one_of(migrated.c.tag, number))

@@ -151,6 +151,21 @@ events: Table = Table(
     sqlite_with_rowid=False,
 )
 
+# The tables of features (see `opening`).  They are created when the feature is added, so a database
+# without the feature need not have them.
+feature_metadata: MetaData = MetaData()
+
+migrated: Table = Table(
+    "secure_migrated",
+    feature_metadata,
+    Column("tag", _TAG, primary_key=True),
+    Column("row_id", BigInteger, nullable=False),
+    Column("number", BigInteger, nullable=False),
+    Column("source", _TAG, nullable=False),
+    Column("seal", _TAG, nullable=False),
+    sqlite_with_rowid=False,
+)
+
 
 def _store_external(table: Table) -> None:
     """Tell PostgreSQL not to compress records, since ciphertext does not become smaller."""
@@ -178,7 +193,9 @@ TABLES = tuple(metadata.tables.values())
 KEY_TABLES = (meta, keyring, data_keys)
 DATA_TABLES = tuple(table for table in TABLES if table not in (keyring, data_keys))
 
-for _table in metadata.sorted_tables:
+FEATURE_TABLES = tuple(feature_metadata.tables.values())  # in the data database
+
+for _table in (*metadata.sorted_tables, *FEATURE_TABLES):
     _store_external(_table)
     event.listen(_table, "before_create", _use_innodb)
 

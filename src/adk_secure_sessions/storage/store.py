@@ -1,15 +1,38 @@
 """The operations on encrypted sessions and collections, with plaintext ids as arguments."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, TypeVar
 
+from adk_secure_sessions.errors import WrongKeyError
 from adk_secure_sessions.formats.records import encode_text
 from adk_secure_sessions.formats.states import JsonObject
 from adk_secure_sessions.keys.keyring import Keyring
+from adk_secure_sessions.loops import LoopLocks
 from adk_secure_sessions.storage.bindings import StoredSession
-from adk_secure_sessions.storage.opening import COLLECTIONS, EXPIRY, add_feature
+from adk_secure_sessions.storage.imports import (
+    AddTombstone,
+    Imported,
+    ImportedEvent,
+    ImportResult,
+    ImportSession,
+    ImportState,
+    Seals,
+)
+from adk_secure_sessions.storage.opening import (
+    COLLECTIONS,
+    EXPIRY,
+    MIGRATION,
+    add_feature,
+    create_table_of,
+    has_feature,
+    has_rows_of,
+    mark_migration_complete,
+    migration_is_complete,
+)
+from adk_secure_sessions.storage.queries import chunks, migrated_rows, numbered
 from adk_secure_sessions.storage.reads import (
     GetSession,
     GetStoredSession,
@@ -22,7 +45,7 @@ from adk_secure_sessions.storage.reads import (
     Position,
     View,
 )
-from adk_secure_sessions.storage.schema import NEVER
+from adk_secure_sessions.storage.schema import NEVER, apps, sessions, users
 from adk_secure_sessions.storage.unit_of_work import UnitOfWork
 from adk_secure_sessions.storage.writes import (
     AppendEvent,
@@ -39,6 +62,8 @@ from adk_secure_sessions.storage.writes import (
 
 T = TypeVar("T")
 
+SessionIds = tuple[str, str, str]  # the app name, the user id and the session id
+
 MAX_NAME_BYTES = 16 * 1024  # of a collection: enough for the JSON of several escaped ids
 
 
@@ -48,9 +73,10 @@ class Store:
     Every method may raise the errors of `UnitOfWork.run`.
     """
 
-    def __init__(self, unit: UnitOfWork) -> None:
+    def __init__(self, unit: UnitOfWork, *, create_tables: bool = True) -> None:
         self.unit = unit
         self._expiry = Feature(unit, EXPIRY)
+        self._migration = Feature(unit, MIGRATION, create_table=create_tables)
 
     async def prepare(self) -> None:
         """Open the database now, so that the first operation does not have to open it."""
@@ -207,6 +233,182 @@ class Store:
     async def user_state(self, app_name: str, user_id: str) -> bytes:
         """Return the user's state as JSON; `{}` for an unknown user."""
         return await self.unit.run(GetUserState(await self.unit.identify(app_name, user_id)))
+
+    async def prepare_imports(self) -> None:
+        """Create the table `secure_migrated` and add its feature, if they are missing.
+
+        `import_session`, `import_state` and `tombstone` do the same.
+
+        Raises ConfigurationError if the account of the database may not create the table, and
+        nobody has created it.
+        """
+        await self._migration.ensure()
+
+    async def import_session(
+        self,
+        app_name: str,
+        user_id: str,
+        session_id: str,
+        *,
+        state: bytes,
+        events: Sequence[ImportedEvent],
+        created_at: int,
+        updated_at: int,
+        source_version: str,
+        replace: bool = False,
+    ) -> ImportResult:
+        """Store a session of another database with all its events, in one transaction.
+
+        Create the rows of its app and its user, with empty states, if they are missing.  Import the
+        states after the sessions.  Call this method from several tasks at the same time: it is then
+        several times as fast.
+
+        If the session is stored already, or was deleted, `ImportResult` says what happens.
+
+        Args:
+            app_name: The app.
+            user_id: The user.
+            session_id: The session.
+            state: The session's own state, as JSON that `states.encode` returns.
+            events: All events, oldest first; the times are those of `Event.timestamp`.
+            created_at: Microseconds UTC.
+            updated_at: The session's last update, in microseconds UTC.
+            source_version: A text that differs after each change of the session in the source.
+            replace: Replace the session if it was imported before from another version, and no
+                service has changed it since.
+
+        Raises:
+            TamperedError: A row was tampered with, and nothing was changed.
+        """
+        await self._migration.ensure()
+        who = await self.unit.identify(app_name, user_id, session_id)
+        seals = await self._seals()
+        source = seals.source(who.session_tag, source_version.encode())
+        operation = ImportSession(
+            who, seals, state, events, created_at, updated_at, source, replace=replace
+        )
+        return (await self.unit.run(operation)).result
+
+    async def import_state(
+        self, app_name: str, user_id: str | None, state: bytes, *, replace: bool = False
+    ) -> ImportResult:
+        """Set the state of a user, or of an app if *user_id* is None, exactly to *state*.
+
+        *state* is JSON that `states.encode` returns, with keys without prefix.  If the app or the
+        user is not stored, it is created.  An empty state, as `import_session` creates it, is
+        replaced even if *replace* is False.
+
+        Raises:
+            TamperedError: A row was tampered with, and nothing was changed.
+        """
+        await self._migration.ensure()
+        who = await self.unit.identify(app_name, user_id or "")
+        of_user = user_id is not None
+        operation = ImportState(who, await self._seals(), state, of_user=of_user, replace=replace)
+        return await self.unit.run(operation)
+
+    async def imported(self, ids: Iterable[SessionIds]) -> dict[SessionIds, Imported]:
+        """Return which of the sessions were imported, or must not be; others are omitted.
+
+        If a session's user was erased, the result for the session is a tombstone.
+
+        Raises:
+            TamperedError: A row of `secure_migrated` was tampered with.
+            WrongKeyError: The list of features was tampered with.
+        """
+        wanted = list(ids)
+        if not await self._migration.is_added():
+            return {}
+        seals = await self._seals()
+        index = seals.keyring.index
+        of_users = {ids[:2]: index.user(*ids[:2]) for ids in wanted}
+        erased = await self._imported(users.name, seals, of_users.values())
+        tags = {ids: index.session(*ids) for ids in wanted}
+        rows = await self._imported(sessions.name, seals, tags.values())
+        found: dict[SessionIds, Imported] = {}
+        for one, tag in tags.items():
+            of_user = erased.get(of_users[one[:2]])
+            if of_user and of_user.is_tombstone:
+                stored = rows[tag].stored if tag in rows else None
+                found[one] = replace(of_user, tag=tag, stored=stored)
+            elif tag in rows:
+                found[one] = rows[tag]
+        return found
+
+    async def imported_states(
+        self, owners: Iterable[tuple[str, str | None]]
+    ) -> dict[tuple[str, str | None], Imported]:
+        """Return which states of users and apps were imported, or must not be.
+
+        An element of *owners* is an app name and a user id; the user id is None for the state of
+        the app.
+
+        Raises:
+            TamperedError: A row of `secure_migrated` was tampered with.
+            WrongKeyError: The list of features was tampered with.
+        """
+        wanted = list(owners)
+        if not await self._migration.is_added():
+            return {}
+        seals = await self._seals()
+        index = seals.keyring.index
+        found: dict[tuple[str, str | None], Imported] = {}
+        for table in (apps, users):
+            tags = {
+                (app, user): index.app(app) if user is None else index.user(app, user)
+                for app, user in wanted
+                if (user is None) is (table is apps)
+            }
+            rows = await self._imported(table.name, seals, tags.values())
+            found |= {owner: rows[tag] for owner, tag in tags.items() if tag in rows}
+        return found
+
+    async def tombstone(self, app_name: str, user_id: str, session_id: str | None = None) -> None:
+        """Remember that a session must not be imported; or, without *session_id*, that nothing of
+        the user may be.
+
+        Call this before deleting the session.  Otherwise, an import could restore it.
+        """
+        await self._migration.ensure()
+        who = await self.unit.identify(app_name, user_id, session_id or "")
+        of_user = session_id is None
+        await self.unit.run(AddTombstone(who, await self._seals(), of_user=of_user))
+
+    async def has_imports(self) -> bool:
+        """Return whether the database has the feature `migration`.
+
+        Raises:
+            WrongKeyError: The list of features was tampered with.
+        """
+        return await self._migration.is_added()
+
+    async def complete_migration(self) -> None:
+        """Store the mark that everything was imported; see `migration_is_complete`."""
+        await self._migration.ensure()
+        keyring = (await self.unit.keys()).keyring
+        await self.unit.change_keys(partial(mark_migration_complete, keyring))
+
+    async def migration_is_complete(self) -> bool:
+        """Return whether `complete_migration` was called for this database.
+
+        Raises:
+            WrongKeyError: The mark was tampered with.
+        """
+        keyring = (await self.unit.keys()).keyring
+        return await self.unit.change_keys(partial(migration_is_complete, keyring), commit=False)
+
+    async def _seals(self) -> Seals:
+        return Seals((await self.unit.keys()).keyring)
+
+    async def _imported(
+        self, table: str, seals: Seals, tags: Iterable[bytes]
+    ) -> dict[bytes, Imported]:
+        found: dict[bytes, Imported] = {}
+        for part in chunks(dict.fromkeys(tags)):
+            for row in await self.unit.read(migrated_rows(table, len(part)), numbered(part)):
+                one = seals.imported(row)
+                found[one.tag] = one
+        return found
 
 
 class Collection(NamedTuple):
@@ -379,13 +581,19 @@ class Collections:
 
 
 class Feature:
-    """A feature that a process adds to the database before storing rows that need the feature."""
+    """A feature that a process adds to the database before storing rows that need the feature.
 
-    def __init__(self, unit: UnitOfWork, name: str) -> None:
+    *create_table* is None if the feature has no table.  If True, `ensure` creates the table.  If
+    False, the table must exist.
+    """
+
+    def __init__(self, unit: UnitOfWork, name: str, *, create_table: bool | None = None) -> None:
         self._unit = unit
         self._name = name
-        # The keyring that was current when `ensure` last added or found the feature.
+        self._create_table = create_table
+        # The keyring that was current when the feature was last added or found.
         self._ensured: Keyring | None = None
+        self._locks = LoopLocks()
 
     async def ensure(self) -> None:
         """Add the feature to the database if it is missing.
@@ -393,9 +601,47 @@ class Feature:
         A process checks this once, and again each time after it has read the keyring again.
         """
         keyring = (await self._unit.keys()).keyring
-        if self._ensured is not keyring:
+        if self._ensured is keyring:
+            return
+        if self._create_table is None:
             await self._unit.change_keys(partial(add_feature, self._name, keyring))
             self._ensured = keyring
+        elif not await self.is_added():
+            async with self._locks.hold("table"):
+                if self._ensured is not keyring:
+                    await self._add_with_table(keyring)
+
+    async def is_added(self) -> bool:
+        """Return whether the database has the feature.
+
+        Raises:
+            WrongKeyError: The list of features was tampered with.
+        """
+        keyring = (await self._unit.keys()).keyring
+        if self._ensured is keyring:
+            return True
+        # Read the table before the list: another process may be adding the feature.
+        has_rows = await self._unit.change(partial(has_rows_of, self._name), commit=False)
+        work = partial(has_feature, self._name, keyring)
+        if await self._unit.change_keys(work, commit=False):
+            self._ensured = keyring
+            return True
+        if has_rows:
+            raise WrongKeyError(
+                f"the feature {self._name!r} is not listed in secure_meta, and its table has rows: "
+                "an older list was replayed; restore secure_meta from a backup"
+            )
+        return False
+
+    async def _add_with_table(self, keyring: Keyring) -> None:
+        """Create the table, and then add the feature.
+
+        If the process stops between the two, the table is empty, and the next call continues.
+        """
+        work = partial(create_table_of, self._name, may_create=self._create_table is True)
+        await self._unit.change(work)
+        await self._unit.change_keys(partial(add_feature, self._name, keyring))
+        self._ensured = keyring
 
 
 def _has_expired(session: StoredSession) -> bool:

@@ -109,7 +109,7 @@ class Created(NamedTuple):
     user: Owner
 
 
-class _Write(Generic[T]):
+class Write(Generic[T]):
     """Base class of operations that consist of one transaction on the data database."""
 
     reads_keys = False
@@ -168,7 +168,7 @@ class _Write(Generic[T]):
         """Handle a commit whose caller was cancelled while the transaction ran."""
 
 
-class CreateSession(_Write[Created]):
+class CreateSession(Write[Created]):
     """Store a new session, and its app and its user if they are not stored yet.
 
     If the user already has a session with this id, `attempt` raises DuplicateSession and changes
@@ -213,7 +213,7 @@ class CreateSession(_Write[Created]):
             created = yield from self._create_for_known(attempt)
             if created:
                 return created
-        found = yield from _read(attempt)
+        found = yield from read_found(attempt)
         app = bindings.open_app(attempt, found)
         user = bindings.open_user(attempt, found)
         if found.session and found.session.id not in self._sent:
@@ -225,12 +225,12 @@ class CreateSession(_Write[Created]):
         app = owners.app(found, app, self._app_delta)
         changed = owners.user(found, user, app.id, self._user_delta)
         session, rest = self._new_session(attempt, changed.id)
-        row = Change(sql.INSERT_SESSION, _session_columns(session))
+        row = Change(sql.INSERT_SESSION, session_columns(session))
         if found.user and changed == user:
             # The user's row is not updated, so the INSERT must require that the row is unchanged.
-            columns = _session_columns(session) | _user_columns(found.user)
+            columns = session_columns(session) | user_columns(found.user)
             row = Change(sql.INSERT_SESSION_OF_USER, columns)
-        yield from _apply([*owners.changes, row, *rest])
+        yield from apply_changes([*owners.changes, row, *rest])
         return Created(session, app, changed)
 
     def _create_for_known(self, attempt: Attempt) -> Steps[Created | None]:
@@ -238,24 +238,14 @@ class CreateSession(_Write[Created]):
 
         If a row is not cached, or differs from the stored row, create nothing and return None.
         """
-        who = attempt.who
-        app, user = attempt.cache.apps.get(who.app_tag), attempt.cache.users.get(who.user_tag)
-        if not (app and user and app.witness and user.witness):
+        known = known_owners(attempt)
+        if known is None:
             return None
-        same = (user.value.user_id, user.value.app_row) == (who.user_id, app.value.id)
-        if not same or not attempt.keys.is_as_new_as(who.user_tag, user.row.state):
-            return None
-        session, rest = self._new_session(attempt, user.value.id)
-        columns = (
-            _session_columns(session)
-            | _app_columns(who.app_tag, app.row)
-            | _user_columns(user.row)
-            | _witness_columns("app_witness", app.witness)
-            | _witness_columns("user_witness", user.witness)
-        )
+        session, rest = self._new_session(attempt, known.user.id)
+        columns = session_columns(session) | known.columns
         if not (yield Apply([Change(sql.INSERT_SESSION_OF_KNOWN, columns), *rest])):
             return None
-        return Created(session, app.value, user.value)
+        return Created(session, known.app, known.user)
 
     def _new_session(self, attempt: Attempt, user_row: int) -> tuple[StoredSession, Changes]:
         """Return a new session, and the changes to make in addition to inserting its row."""
@@ -270,7 +260,7 @@ class CreateSession(_Write[Created]):
             session = session._replace(
                 snapshot=self._state, overlay=b"{}", base_revision=0, snapshot_link=new_link()
             )
-            rest.append(_snapshot_change(attempt, session, NO_SNAPSHOT))
+            rest.append(snapshot_change(attempt, session, NO_SNAPSHOT))
         seal = bindings.seal_witness(attempt, who.user_tag, session.tag, session.id, b"")
         self._witness = WitnessRow(session.id, session.tag, seal)
         rest.append(Change(sql.INSERT_WITNESS, self._witness._asdict()))
@@ -278,7 +268,43 @@ class CreateSession(_Write[Created]):
         return session._replace(sealed=bindings.seal_session(attempt, session)), rest
 
 
-class AppendEvent(_Write[StoredSession]):
+class KnownOwners(NamedTuple):
+    """The cached app and user of an attempt.
+
+    Attributes:
+        app: The app.
+        user: The user.
+        columns: The parameters of `queries.INSERT_SESSION_OF_KNOWN` that contain the rows of the
+            app, the user and their version witnesses.
+    """
+
+    app: Owner
+    user: Owner
+    columns: dict[str, object]
+
+
+def known_owners(attempt: Attempt) -> KnownOwners | None:
+    """Return the cached app and user, for whom a session can be created without a read.
+
+    Return None if a row is not cached, or if the user needs a new data key.
+    """
+    who = attempt.who
+    app, user = attempt.cache.apps.get(who.app_tag), attempt.cache.users.get(who.user_tag)
+    if not (app and user and app.witness and user.witness):
+        return None
+    same = (user.value.user_id, user.value.app_row) == (who.user_id, app.value.id)
+    if not same or not attempt.keys.is_as_new_as(who.user_tag, user.row.state):
+        return None
+    columns = (
+        app_columns(who.app_tag, app.row)
+        | user_columns(user.row)
+        | witness_columns("app_witness", app.witness)
+        | witness_columns("user_witness", user.witness)
+    )
+    return KnownOwners(app.value, user.value, columns)
+
+
+class AppendEvent(Write[StoredSession]):
     """Append an event to a session, and apply the event's state changes.
 
     `attempt` returns the updated session.  It raises MissingSession if the session does not exist.
@@ -347,7 +373,7 @@ class AppendEvent(_Write[StoredSession]):
         owners.user(found, user, user.app_row, event.user_delta)
         step = self._advance(attempt, session)
         assert step is not None, "its snapshot was read"
-        yield from _apply(step.changes + owners.changes)
+        yield from apply_changes(step.changes + owners.changes)
         return step.session
 
     def _usable_without_read(self, attempt: Attempt) -> StoredSession | None:
@@ -389,7 +415,7 @@ class AppendEvent(_Write[StoredSession]):
                     snapshot_link=new_link(),
                 )
         new = new._replace(sealed=bindings.seal_session(attempt, new))
-        row = _session_columns(session, "at_")
+        row = session_columns(session, "at_")
         row["revision"] = new.revision
         row["base_revision"] = new.base_revision
         row["updated_at"] = new.updated_at
@@ -397,7 +423,7 @@ class AppendEvent(_Write[StoredSession]):
         row["state"] = new.sealed
         changes = [Change(sql.UPDATE_SESSION, row)]
         if new.snapshot is not None:
-            changes.append(_snapshot_change(attempt, new, session.base_revision))
+            changes.append(snapshot_change(attempt, new, session.base_revision))
         new = new._replace(snapshot=None)
         record = bindings.seal_event(attempt, session, seq, event.time, link, event.plaintext)
         values = {"session_row": session.id, "seq": seq, "time": event.time, "event": record}
@@ -472,11 +498,11 @@ class ReplaceItems(AppendEvent):
             record = bindings.seal_replacement(attempt, session, row, item)
             values = {"at_session_row": session.id, "at_seq": seq, "event": record}
             changes.append(Change(sql.UPDATE_EVENT, values | {"at_event": row[EVENT_RECORD]}))
-        yield from _apply(changes)
+        yield from apply_changes(changes)
         return step.session
 
 
-class RewriteItems(_Write[StoredSession]):
+class RewriteItems(Write[StoredSession]):
     """Replace all items of a collection by *items*, in one transaction.
 
     The collection's row gets a new id, as if the collection had been deleted and created again.
@@ -541,16 +567,16 @@ class RewriteItems(_Write[StoredSession]):
             "updated_at": new.updated_at,
             "state": new.sealed,
         }
-        yield from _apply(
+        yield from apply_changes(
             [
-                Change(sql.MOVE_COLLECTION, moved | _session_columns(session, "at_")),
+                Change(sql.MOVE_COLLECTION, moved | session_columns(session, "at_")),
                 *owners.changes,
                 Change(sql.UPDATE_WITNESS, witness),
                 Change(sql.DELETE_EVENTS, {"at_id": session.id}, must_match_row=False),
             ]
         )
         for first in range(0, len(rows), _ROWS_AT_ONCE):
-            yield from _apply(rows[first : first + _ROWS_AT_ONCE])
+            yield from apply_changes(rows[first : first + _ROWS_AT_ONCE])
         return new
 
 
@@ -561,7 +587,7 @@ class _Step(NamedTuple):
     session: StoredSession
 
 
-class DeleteSession(_Write[bool]):
+class DeleteSession(Write[bool]):
     """Delete a session and its events.
 
     `attempt` returns whether the session was deleted.  It returns False if the session does not
@@ -583,17 +609,17 @@ class DeleteSession(_Write[bool]):
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[bool]:
         known = attempt.cache.proven_session(attempt.who.session_tag) if attempt.is_first else None
         if known and self._condition is None and attempt.key_source is KeySource.CACHE:
-            row = Change(sql.DELETE_KNOWN_SESSION, _session_columns(known, "at_"))
+            row = Change(sql.DELETE_KNOWN_SESSION, session_columns(known, "at_"))
             if (yield Apply([row, *_deletions(known)])):
                 return True
-        found = yield from _read(attempt)
+        found = yield from read_found(attempt)
         session = bindings.open_session(attempt, found, bindings.open_user(attempt, found))
         if session is None:
             return False
         if self._condition is not None and not self._condition(session):
             return False
         row = Change(sql.DELETE_SESSION, {"at_id": session.id, "at_revision": session.revision})
-        yield from _apply([row, *_deletions(session)])
+        yield from apply_changes([row, *_deletions(session)])
         return True
 
 
@@ -613,7 +639,7 @@ def _deletions(session: StoredSession) -> Changes:
     return changes
 
 
-class RenewKey(_Write[bool]):
+class RenewKey(Write[bool]):
     """Ensure that an app or a user has a data key created at *since* or later (microseconds UTC).
 
     If *of_user* is True, the owner is the user with the user tag of *who*; the user id of *who* is
@@ -647,7 +673,7 @@ class RenewKey(_Write[bool]):
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[bool]:
         self.stored_keys = attempt.keys.created
-        found = yield from _read(attempt, sql.OWNERS)
+        found = yield from read_found(attempt, sql.OWNERS)
         row = found.user if self._of_user else found.app
         if row is None:
             return False
@@ -658,11 +684,11 @@ class RenewKey(_Write[bool]):
             owner = bindings.open_user_row(uncached, found, found.user)
         assert owner is not None
         if owners.renew_key(owner, row.state, self._since):
-            yield from _apply(owners.changes)
+            yield from apply_changes(owners.changes)
         return True
 
 
-class EnsureOwners(_Write[StagedKeys]):
+class EnsureOwners(Write[StagedKeys]):
     """Store the rows and the data keys of the app and the user of *who*, if they are missing.
 
     `attempt` returns the data keys, and each owner has a current data key.  Use the data keys at
@@ -685,17 +711,17 @@ class EnsureOwners(_Write[StagedKeys]):
         return await super().attempt(attempt, executors)
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[StagedKeys]:
-        found = yield from _read(attempt, sql.OWNERS)
+        found = yield from read_found(attempt, sql.OWNERS)
         app = bindings.open_app(attempt, found)
         user = bindings.open_user(attempt, found)
         app = owners.app(found, app, {}, needs_key=True)
         owners.user(found, user, app.id, {})
         if owners.changes:
-            yield from _apply(owners.changes)
+            yield from apply_changes(owners.changes)
         return attempt.keys
 
 
-def _read(attempt: Attempt, forms: QueryForms = sql.SESSION_WITHOUT_EVENTS) -> Steps[Found]:
+def read_found(attempt: Attempt, forms: QueryForms = sql.SESSION_WITHOUT_EVENTS) -> Steps[Found]:
     parameters = {**attempt.who.tags(), "limit": 1}
     found = Found((yield Read(attempt.form_of(forms), parameters)))
     attempt.load_keys(found)
@@ -709,7 +735,7 @@ def _read_proven(attempt: Attempt) -> Steps[tuple[Found, Owner, StoredSession]]:
     database, the new event would not contain the link of the last event.  The session could then
     not be read any more.
     """
-    found = yield from _read(attempt, sql.SESSION_WITH_LAST_EVENTS)
+    found = yield from read_found(attempt, sql.SESSION_WITH_LAST_EVENTS)
     user = bindings.open_user(attempt, found)
     session = bindings.open_session(attempt, found, user)
     if session is None or user is None:
@@ -721,12 +747,12 @@ def _read_proven(attempt: Attempt) -> Steps[tuple[Found, Owner, StoredSession]]:
     return found, user, session
 
 
-def _apply(changes: Changes) -> Steps[None]:
+def apply_changes(changes: Changes) -> Steps[None]:
     if not (yield Apply(changes)):
         raise Conflict
 
 
-def _session_columns(session: StoredSession, prefix: str = "") -> dict[str, object]:
+def session_columns(session: StoredSession, prefix: str = "") -> dict[str, object]:
     """Return the session's row as statement parameters, whose names begin with *prefix*."""
     return {
         f"{prefix}id": session.id,
@@ -741,7 +767,7 @@ def _session_columns(session: StoredSession, prefix: str = "") -> dict[str, obje
     }
 
 
-def _app_columns(tag: bytes, row: AppRow) -> dict[str, object]:
+def app_columns(tag: bytes, row: AppRow) -> dict[str, object]:
     return {
         "app_id": row.id,
         "app_version": row.version,
@@ -751,7 +777,7 @@ def _app_columns(tag: bytes, row: AppRow) -> dict[str, object]:
     }
 
 
-def _user_columns(row: UserRow) -> dict[str, object]:
+def user_columns(row: UserRow) -> dict[str, object]:
     return {
         "user_id": row.id,
         "user_app_row": row.app_row,
@@ -761,7 +787,7 @@ def _user_columns(row: UserRow) -> dict[str, object]:
     }
 
 
-def _witness_columns(prefix: str, row: WitnessRow) -> dict[str, object]:
+def witness_columns(prefix: str, row: WitnessRow) -> dict[str, object]:
     return {
         f"{prefix}_tag": row.tag,
         f"{prefix}_number": row.number,
@@ -769,7 +795,7 @@ def _witness_columns(prefix: str, row: WitnessRow) -> dict[str, object]:
     }
 
 
-def _snapshot_change(attempt: Attempt, session: StoredSession, replaced: int) -> Change:
+def snapshot_change(attempt: Attempt, session: StoredSession, replaced: int) -> Change:
     """Return the change that stores the session's snapshot.
 
     The change replaces the snapshot of revision *replaced*.  If *replaced* is `NO_SNAPSHOT`, the

@@ -1,0 +1,559 @@
+"""Import sessions and states from another database, and remember what was imported.
+
+`secure_migrated` has a row for each session, user and app that was imported, and for each that must
+not be imported (a tombstone).  A row stays when the session is deleted.  Therefore, a later import
+never restores a deleted session, and never replaces one that a service has changed since.
+
+A row cannot be modified: its *seal* is a keyed MAC of all its columns and of the database id.  See
+docs/format.md, "Migration".
+"""
+
+import hmac
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple
+
+import sqlalchemy as sa
+
+from adk_secure_sessions.db.protocol import Apply, Change, Conflict, Executors, Read, Row, Steps
+from adk_secure_sessions.errors import Reason, TamperedError
+from adk_secure_sessions.formats.records import NO_LINK, new_link
+from adk_secure_sessions.formats.states import loads
+from adk_secure_sessions.keys.blind_index import TAG_LENGTH
+from adk_secure_sessions.keys.keyring import Keyring
+from adk_secure_sessions.storage import bindings
+from adk_secure_sessions.storage import queries as sql
+from adk_secure_sessions.storage.bindings import Attempt, Identity, KeySource, Owner, StoredSession
+from adk_secure_sessions.storage.owner_changes import OwnerChanges
+from adk_secure_sessions.storage.queries import Found, MigratedRow, WitnessRow
+from adk_secure_sessions.storage.schema import (
+    NEVER,
+    NO_SNAPSHOT,
+    apps,
+    migrated,
+    new_row_key,
+    sessions,
+    users,
+)
+from adk_secure_sessions.storage.writes import (
+    OVERLAY_LIMIT,
+    Changes,
+    Write,
+    apply_changes,
+    known_owners,
+    read_found,
+    session_columns,
+    snapshot_change,
+    user_columns,
+)
+
+# One request inserts at most this many events, unless it inserts only one event.
+_EVENTS_AT_ONCE = 5000
+_BYTES_AT_ONCE = 4 * 1024 * 1024
+_NO_ROW = 0  # the row id of a tombstone
+_NO_SOURCE = bytes(TAG_LENGTH)
+
+
+class ImportResult(Enum):
+    """What an import did.  Only `CREATED` and `REPLACED` have changed the session or the state."""
+
+    CREATED = "it was imported for the first time"
+    REPLACED = "it replaced an earlier import, which no service had changed"
+    UNCHANGED = "this version was imported before, and no service has changed it"
+    MOVED_ON = "this version was imported before, and a service has changed it since"
+    CONFLICT = "an earlier version was imported, and a service has changed it since"
+    SAME_ID = "a service stored it under the same id, and it was never imported"
+    DELETED = "it was deleted, or its user was erased"
+
+
+class ImportedEvent(NamedTuple):
+    """An event to import: its plaintext, as `events.encode` returns it, and microseconds UTC."""
+
+    plaintext: bytes
+    time: int
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """A row of `secure_migrated` whose seal was checked.
+
+    Attributes:
+        tag: The blind index of the session, user or app.
+        row: The row id right after the import; 0 for a tombstone.
+        number: The revision of the session, or the version of the user or app, right after the
+            import; 0 for a tombstone.
+        source: A keyed MAC that identifies the imported version; see `has_source`.
+        stored: The row id and the revision or version that are stored now; None if the session,
+            user or app is not stored.  These columns were not authenticated.
+    """
+
+    tag: bytes
+    row: int
+    number: int
+    source: bytes
+    stored: tuple[int, int] | None
+    _source_of: Callable[[bytes, bytes], bytes] = field(repr=False, compare=False)
+
+    @property
+    def is_tombstone(self) -> bool:
+        """Whether nothing was imported, and nothing may be."""
+        return self.row == _NO_ROW
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether a session is stored and no service has changed it since the import.
+
+        For a user or app, a rotation of keys also changes the version: use `import_state`.
+        """
+        return self.stored == (self.row, self.number)
+
+    def has_source(self, version: str) -> bool:
+        """Return whether *version* of the session was imported (its *source_version*)."""
+        return hmac.compare_digest(self._source_of(self.tag, version.encode()), self.source)
+
+    def has_state(self, state: bytes) -> bool:
+        """Return whether *state* (JSON) is the state of the user or app that was imported."""
+        return hmac.compare_digest(self._source_of(self.tag, canonical(state)), self.source)
+
+
+class Seals(NamedTuple):
+    """Computes the MACs of the rows of one database."""
+
+    keyring: Keyring
+
+    def source(self, tag: bytes, version: bytes) -> bytes:
+        """Return the value of the column `source`."""
+        return self.keyring.index.migration_source(self.keyring.database_id, tag, version)
+
+    def row(self, tag: bytes, row_id: int, number: int, source: bytes) -> MigratedRow:
+        """Return a row with its seal."""
+        seal = self.keyring.index.migrated(self.keyring.database_id, tag, row_id, number, source)
+        return MigratedRow(tag, row_id, number, source, seal)
+
+    def tombstone(self, tag: bytes) -> MigratedRow:
+        """Return the row of something that was not imported, and must not be."""
+        return self.row(tag, _NO_ROW, 0, _NO_SOURCE)
+
+    def check(self, row: MigratedRow) -> None:
+        """Raise TamperedError unless the row is as it was written, for this database."""
+        with bindings.naming(migrated.name, row.tag.hex() if type(row.tag) is bytes else "?"):
+            expected = self.row(*row[:4])
+            if type(row.seal) is not bytes or not hmac.compare_digest(expected.seal, row.seal):
+                raise TamperedError(
+                    "its seal is wrong: it was modified, moved or copied from another database",
+                    reason=Reason.MISMATCH,
+                )
+
+    def checked(self, found: Found, tag: bytes) -> MigratedRow | None:
+        """Return the row with *tag*, after checking it; None if there is none."""
+        row = found.migrated.get(tag)
+        if row is not None:
+            self.check(row)
+        return row
+
+    def imported(self, row: Row) -> Imported:
+        """Check a row of the query `migrated_rows`, and return it."""
+        stored = MigratedRow(*row[:5])
+        self.check(stored)
+        now = None if row[5] is None else (row[5], row[6])
+        return Imported(*stored[:4], now, self.source)
+
+
+def canonical(state: bytes) -> bytes:
+    """Return JSON that is the same for equal states: with sorted keys, in ASCII."""
+    return json.dumps(loads(state), sort_keys=True, separators=(",", ":")).encode("ascii")
+
+
+class _Outcome(NamedTuple):
+    """The result of `ImportSession`, and the session that this attempt has stored.
+
+    *session* is None if the attempt has stored nothing.
+    """
+
+    result: ImportResult
+    session: StoredSession | None = None
+    witness: WitnessRow | None = None
+
+
+class ImportSession(Write[_Outcome]):
+    """Store a session of another database with all its events, and remember it.
+
+    Store its app and its user with empty states if they are not stored yet.  See `ImportResult` for
+    the cases in which nothing is stored.
+
+    Args:
+        who: The ids of the session.
+        seals: The MACs of the database.
+        state: The session's own state, as JSON.
+        events: All events, oldest first.
+        created_at: When the session was created, in microseconds UTC.
+        updated_at: When the session was updated, in microseconds UTC.
+        source: Identifies the version: see `Seals.source`.
+        replace: Replace the session if it was imported before and no service has changed it since.
+    """
+
+    def __init__(
+        self,
+        who: Identity,
+        seals: Seals,
+        state: bytes,
+        events: Sequence[ImportedEvent],
+        created_at: int,
+        updated_at: int,
+        source: bytes,
+        *,
+        replace: bool,
+    ) -> None:
+        super().__init__(who)
+        self._seals = seals
+        self._state = state
+        self._events = events
+        self._created_at = created_at
+        self._updated_at = updated_at
+        self._source = source
+        self._replace = replace
+        self._spans = list(_spans(events))
+        # The outcomes of the attempts that were sent, by row id: see `CreateSession`.
+        self._sent: dict[int, ImportResult] = {}
+
+    async def attempt(self, attempt: Attempt, executors: Executors) -> _Outcome:
+        # Several requests are one transaction only if `locks_rows` is True.
+        if len(self._spans) > 1:
+            attempt = attempt._replace(locks_rows=True)
+        return await super().attempt(attempt, executors)
+
+    def contended(self) -> list[sa.Executable]:
+        return [sql.LOCK_SESSION, sql.LOCK_USER]
+
+    def committed(self, attempt: Attempt, owners: OwnerChanges, result: _Outcome) -> None:
+        if result.session is not None:
+            owners.cache()
+            attempt.cache.put_session(result.session, result.witness, has_proven_head=True)
+
+    def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[_Outcome]:
+        if attempt.is_first and attempt.key_source is KeySource.CACHE and not self._replace:
+            outcome = yield from self._import_for_known(attempt)
+            if outcome:
+                return outcome
+        found = yield from read_found(attempt, sql.IMPORTED_SESSION)
+        app = bindings.open_app(attempt, found)
+        user = bindings.open_user(attempt, found)
+        session = bindings.open_session(attempt, found, user)
+        row = self._seals.checked(found, self.who.session_tag)
+        of_user = self._seals.checked(found, self.who.user_tag)
+        if row and row.row_id in self._sent:
+            return _Outcome(self._sent[row.row_id])
+        if of_user and of_user.row_id == _NO_ROW:
+            return _Outcome(ImportResult.DELETED)
+        if session and user and row:
+            if reason := self._reason_to_keep(session, row):
+                return _Outcome(reason)
+            return (yield from self._replace_session(attempt, owners, found, user, session, row))
+        if session:
+            return _Outcome(ImportResult.SAME_ID)
+        if row:
+            return _Outcome(ImportResult.DELETED)
+        return (yield from self._create(attempt, owners, found, app, user))
+
+    def _import_for_known(self, attempt: Attempt) -> Steps[_Outcome | None]:
+        """Import the session without a read, from the cached rows of its app and its user.
+
+        If a row is not cached, or differs from the stored row, import nothing and return None.
+        """
+        known = known_owners(attempt)
+        if known is None:
+            return None
+        new = self._new(attempt, known.user.id, ImportResult.CREATED)
+        columns = session_columns(new.session) | known.columns
+        changes = [
+            Change(sql.IMPORT_SESSION_OF_KNOWN, columns),
+            *new.inserts(),
+            Change(sql.INSERT_MIGRATED, new.row._asdict()),
+        ]
+        if not (yield from new.apply(attempt, changes)):
+            return None
+        return new.outcome
+
+    def _create(
+        self,
+        attempt: Attempt,
+        owners: OwnerChanges,
+        found: Found,
+        app: Owner | None,
+        user: Owner | None,
+    ) -> Steps[_Outcome]:
+        app = owners.app(found, app, {})
+        changed = owners.user(found, user, app.id, {})
+        new = self._new(attempt, changed.id, ImportResult.CREATED)
+        columns = session_columns(new.session) | {"user_tag": self.who.user_tag}
+        row = Change(sql.IMPORT_SESSION, columns)
+        if found.user and changed == user:
+            # The user's row is not updated, so the INSERT must require that the row is unchanged.
+            row = Change(sql.IMPORT_SESSION_OF_USER, columns | user_columns(found.user))
+        mark = Change(sql.INSERT_MIGRATED, new.row._asdict())
+        yield from new.apply_or_conflict(attempt, [*owners.changes, row, *new.inserts(), mark])
+        return new.outcome
+
+    def _replace_session(
+        self,
+        attempt: Attempt,
+        owners: OwnerChanges,
+        found: Found,
+        user: Owner,
+        old: StoredSession,
+        row: MigratedRow,
+    ) -> Steps[_Outcome]:
+        owners.user(found, user, user.app_row, {})
+        new = self._new(attempt, user.id, ImportResult.REPLACED)
+        columns = session_columns(old, "at_") | session_columns(new.session)
+        at_row = {"at_id": old.id}
+        witness = {"at_tag": old.tag, "at_number": old.id, "number": new.session.id}
+        changes = [
+            Change(sql.REPLACE_SESSION, columns),
+            *owners.changes,
+            Change(sql.UPDATE_WITNESS, witness | {"seal": new.witness.seal}),
+            Change(sql.DELETE_EVENTS, at_row, must_match_row=False),
+        ]
+        if old.has_snapshot:
+            changes.append(Change(sql.DELETE_SNAPSHOT, at_row))
+        changes += new.snapshot
+        changes.append(_update(row, new.row))
+        yield from new.apply_or_conflict(attempt, changes)
+        return new.outcome
+
+    def _reason_to_keep(self, session: StoredSession, row: MigratedRow) -> ImportResult | None:
+        """Return why the stored session must not be replaced; None if it must be."""
+        if row.row_id == _NO_ROW:
+            return ImportResult.DELETED
+        if session.id == row.row_id and session.revision < row.number:
+            raise TamperedError(
+                f"its revision is {session.revision}, and revision {row.number} was imported: an "
+                "older row was replayed",
+                reason=Reason.MISMATCH,
+                table=sessions.name,
+                row=session.id,
+            )
+        is_untouched = (session.id, session.revision) == (row.row_id, row.number)
+        if hmac.compare_digest(row.source, self._source):
+            return ImportResult.UNCHANGED if is_untouched else ImportResult.MOVED_ON
+        return None if is_untouched and self._replace else ImportResult.CONFLICT
+
+    def _new(self, attempt: Attempt, user_row: int, result: ImportResult) -> "_NewSession":
+        who = self.who
+        links = [new_link() for _ in self._events]
+        revision = len(links)
+        session = StoredSession(
+            new_row_key(), user_row, who.session_tag, who.session_id, revision, NO_SNAPSHOT,
+            self._created_at, self._updated_at, NEVER, self._state, b"{}",
+            links[-1] if links else NO_LINK, NO_LINK, b"",
+        )  # fmt: skip
+        snapshot: Changes = []
+        if len(self._state) > OVERLAY_LIMIT:
+            session = session._replace(
+                snapshot=self._state, overlay=b"{}", base_revision=0, snapshot_link=new_link()
+            )
+            snapshot.append(snapshot_change(attempt, session, NO_SNAPSHOT))
+        session = session._replace(sealed=bindings.seal_session(attempt, session))
+        seal = bindings.seal_witness(attempt, who.user_tag, session.tag, session.id, b"")
+        witness = WitnessRow(session.id, session.tag, seal)
+        row = self._seals.row(session.tag, session.id, revision, self._source)
+        self._sent[session.id] = result
+        return _NewSession(
+            session, witness, row, snapshot, links, self._events, self._spans, result
+        )
+
+
+class _NewSession(NamedTuple):
+    """The rows of a session that is imported."""
+
+    session: StoredSession
+    witness: WitnessRow
+    row: MigratedRow
+    snapshot: Changes
+    links: list[bytes]
+    events: Sequence[ImportedEvent]
+    spans: list[slice]
+    result: ImportResult
+
+    @property
+    def outcome(self) -> _Outcome:
+        return _Outcome(self.result, self.session, self.witness)
+
+    def inserts(self) -> Changes:
+        """Return the changes that insert the version witness and the snapshot."""
+        return [Change(sql.INSERT_WITNESS, self.witness._asdict()), *self.snapshot]
+
+    def apply(self, attempt: Attempt, changes: Changes) -> Steps[bool]:
+        """Apply *changes* and insert the events; return False if the first change matched no row.
+
+        If there are several spans of events, each is inserted by a request of its own.
+        """
+        first = self._rows(attempt, self.spans[0]) if self.spans else []
+        inserted = [Change(sql.INSERT_EVENT, {}, must_match_row=False, rows=first)] if first else []
+        if not (yield Apply([*changes, *inserted])):
+            return False
+        for span in self.spans[1:]:
+            one, *rest = self._rows(attempt, span)
+            changes = [Change(sql.INSERT_EVENT, one)]
+            if rest:
+                changes.append(Change(sql.INSERT_EVENT, {}, must_match_row=False, rows=rest))
+            yield from apply_changes(changes)
+        return True
+
+    def apply_or_conflict(self, attempt: Attempt, changes: Changes) -> Steps[None]:
+        if not (yield from self.apply(attempt, changes)):
+            raise Conflict
+
+    def _rows(self, attempt: Attempt, span: slice) -> list[dict[str, object]]:
+        """Encrypt the events of *span*, and return their rows."""
+        links, first = self.links, span.start
+        previous = links[first - 1] if first else NO_LINK
+        return bindings.seal_events(
+            attempt, self.session.id, first, self.events[span], links[span], previous
+        )
+
+
+def _spans(events: Sequence[ImportedEvent]) -> Iterator[slice]:
+    """Divide *events* into spans that one request may insert."""
+    start = size = 0
+    for index, event in enumerate(events):
+        size += len(event.plaintext)
+        if index > start and (size > _BYTES_AT_ONCE or index - start == _EVENTS_AT_ONCE):
+            yield slice(start, index)
+            start, size = index, len(event.plaintext)
+    if start < len(events):
+        yield slice(start, len(events))
+
+
+class ImportState(Write[ImportResult]):
+    """Store the state of an app, or of a user, exactly as it is in another database.
+
+    Args:
+        who: The ids of the app and the user.
+        seals: The MACs of the database.
+        state: The state, as JSON.
+        of_user: Whether the state is the user's.  Otherwise, the user id of *who* is not used.
+        replace: Replace the state if it was imported before and no service has changed it since.
+    """
+
+    def __init__(
+        self, who: Identity, seals: Seals, state: bytes, *, of_user: bool, replace: bool
+    ) -> None:
+        super().__init__(who)
+        self._seals = seals
+        self._state = state
+        self._of_user = of_user
+        self._replace = replace
+        self._tag = who.user_tag if of_user else who.app_tag
+        self._source = seals.source(self._tag, canonical(state))
+
+    def contended(self) -> list[sa.Executable]:
+        return [sql.LOCK_APP, sql.LOCK_USER] if self._of_user else [sql.LOCK_APP]
+
+    def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[ImportResult]:
+        found = yield from read_found(attempt, sql.IMPORTED_OWNERS)
+        app = bindings.open_app(attempt, found)
+        user = bindings.open_user(attempt, found) if self._of_user else None
+        owner = user if self._of_user else app
+        row = self._seals.checked(found, self._tag)
+        if row and row.row_id == _NO_ROW:
+            return ImportResult.DELETED
+        result = ImportResult.CREATED
+        if row:
+            if owner is None:
+                return ImportResult.DELETED
+            if reason := self._reason_to_keep(owner, row):
+                return reason
+            result = ImportResult.REPLACED
+        elif owner and owner.state != b"{}" and self._source_of(owner) != self._source:
+            return ImportResult.SAME_ID
+        if self._of_user:
+            changed = self._set_user(found, app, user, owners)
+        else:
+            changed = owners.app(found, None, loads(self._state)) if app is None else app
+            if app is not None and self._source_of(app) != self._source:
+                changed = owners.set_state(found, app, self._state)
+        new = self._seals.row(self._tag, changed.id, changed.version, self._source)
+        mark = _update(row, new) if row else Change(sql.INSERT_MIGRATED, new._asdict())
+        yield from apply_changes([*owners.changes, mark])
+        return result
+
+    def _set_user(
+        self, found: Found, app: Owner | None, user: Owner | None, owners: OwnerChanges
+    ) -> Owner:
+        app = owners.app(found, app, {})
+        if user is None:
+            return owners.user(found, None, app.id, loads(self._state))
+        if user.app_row != app.id:
+            raise TamperedError(
+                "it belongs to another app's row",
+                reason=Reason.WRONG_OWNER,
+                table=users.name,
+                row=user.id,
+            )
+        if self._source_of(user) == self._source:
+            return user
+        return owners.set_state(found, user, self._state)
+
+    def _reason_to_keep(self, owner: Owner, row: MigratedRow) -> ImportResult | None:
+        """Return why the stored state must not be replaced; None if it must be.
+
+        A service may have changed other fields of the row, such as the ids of its data keys.
+        Therefore, compare the states and not the versions.
+        """
+        if owner.id == row.row_id and owner.version < row.number:
+            raise TamperedError(
+                f"its version is {owner.version}, and version {row.number} was imported: an older "
+                "row was replayed",
+                reason=Reason.MISMATCH,
+                table=(users if self._of_user else apps).name,
+                row=owner.id,
+            )
+        is_untouched = hmac.compare_digest(row.source, self._source_of(owner))
+        if hmac.compare_digest(row.source, self._source):
+            return ImportResult.UNCHANGED if is_untouched else ImportResult.MOVED_ON
+        return None if is_untouched and self._replace else ImportResult.CONFLICT
+
+    def _source_of(self, owner: Owner) -> bytes:
+        return self._seals.source(owner.tag, canonical(owner.state))
+
+
+class AddTombstone(Write[None]):
+    """Remember that a session, or everything of a user, must not be imported.
+
+    If the session was imported before, its row of `secure_migrated` already says so, and stays.
+
+    Args:
+        who: The ids of the session, or of the user.
+        seals: The MACs of the database.
+        of_user: Whether the tombstone is the user's.  Otherwise, it is the session's.
+    """
+
+    def __init__(self, who: Identity, seals: Seals, *, of_user: bool) -> None:
+        super().__init__(who)
+        self._seals = seals
+        self._of_user = of_user
+
+    def contended(self) -> list[sa.Executable]:
+        return []
+
+    def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[None]:
+        tag = self.who.user_tag if self._of_user else self.who.session_tag
+        table = users if self._of_user else sessions
+        new = self._seals.tombstone(tag)
+        rows = yield Read(sql.migrated_rows(table.name, 2), sql.numbered([tag, tag]))
+        if not rows:
+            yield from apply_changes([Change(sql.INSERT_MIGRATED, new._asdict())])
+            return
+        row = MigratedRow(*rows[0][:5])
+        self._seals.check(row)
+        if self._of_user and row.row_id != _NO_ROW:
+            yield from apply_changes([_update(row, new)])
+
+
+def _update(old: MigratedRow, new: MigratedRow) -> Change:
+    columns: Mapping[str, Any] = old._asdict()
+    at = {f"at_{name}": value for name, value in columns.items()}
+    return Change(sql.UPDATE_MIGRATED, at | new._asdict())
