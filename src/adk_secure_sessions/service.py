@@ -1,7 +1,6 @@
 """`EncryptedSessionService`, which implements ADK's `BaseSessionService` with `storage`."""
 
 import logging
-import math
 import re
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -27,6 +26,7 @@ from adk_secure_sessions.errors import ConfigurationError, DecryptionError
 from adk_secure_sessions.formats import events, states
 from adk_secure_sessions.formats.records import encode_text
 from adk_secure_sessions.formats.states import APP_PREFIX, USER_PREFIX, Scopes, encode, loads
+from adk_secure_sessions.formats.times import microseconds
 from adk_secure_sessions.loops import LoopLocks
 from adk_secure_sessions.storage import (
     Collections,
@@ -238,7 +238,7 @@ class EncryptedSessionService(KeyMaterial, BaseSessionService):
         scopes = states.split(state)
         if session_id is None:
             session_id = platform_uuid.new_uuid()
-        now = _microseconds(platform_time.get_time())
+        now = microseconds(platform_time.get_time())
         try:
             view = await self._store.create(
                 app_name,
@@ -298,7 +298,7 @@ class EncryptedSessionService(KeyMaterial, BaseSessionService):
             limit=limit,
             # Stored times are rounded to microseconds.  So read events from one microsecond
             # earlier, and compare the exact times below.
-            after=None if after is None else _microseconds(after) - 1,
+            after=None if after is None else microseconds(after) - 1,
         )
         if found is None:
             return None
@@ -470,7 +470,7 @@ class EncryptedSessionService(KeyMaterial, BaseSessionService):
             loads(encode(delta.user, USER_PREFIX)),
             loads(encode(delta.session)),
         )
-        time_us = _microseconds(event.timestamp)
+        time_us = microseconds(event.timestamp)
         expected = _parse_marker(session._storage_update_marker)
         if session._storage_update_marker is None:
             expected = await self._expected_of_unmarked(session)
@@ -517,7 +517,7 @@ class EncryptedSessionService(KeyMaterial, BaseSessionService):
         same_end = [event.id for event in known] == [event.id for event in last]
         # A session object that was read without events loses its marker if the application
         # converts it to JSON and back.
-        same_time = not known and stored.updated_at == _microseconds(session.last_update_time)
+        same_time = not known and stored.updated_at == microseconds(session.last_update_time)
         if not (same_end or same_time):
             raise StaleSessionError(STALE)
         return Expected(stored.id, stored.revision)
@@ -586,17 +586,6 @@ def _lifetime(expires_after: timedelta | None) -> int | None:
             "expires_after must be a positive datetime.timedelta, for example timedelta(days=90)"
         )
     return expires_after // timedelta(microseconds=1)
-
-
-def _microseconds(timestamp: float) -> int:
-    """Convert seconds since 1970 to microseconds; raise ValueError for an impossible time.
-
-    Rounding is the same as in `datetime.fromtimestamp`, which ADK uses.
-    """
-    if not math.isfinite(timestamp) or abs(timestamp) > 9e12:
-        raise ValueError("the timestamp is not a possible time in seconds")
-    fraction, seconds = math.modf(timestamp)
-    return int(seconds) * 1_000_000 + round(fraction * 1_000_000)
 
 
 def _marker(stored: StoredSession) -> str:

@@ -43,11 +43,15 @@ def prepare(event: Event, state: JsonObject) -> None:
         }
 
 
-def encode(event: Event) -> bytes:
+def encode(event: Event, *, replaces: bool = True) -> bytes:
     """Return the bytes to store for *event*.
 
     Fields that are None are omitted.  If a value cannot be converted to JSON or exceeds a limit,
     its text is stored instead, and a warning is logged.
+
+    Args:
+        event: The event.
+        replaces: If False, raise ValueError instead of storing the text of a value.
 
     Raises:
         ValueError: The event could not be read back: it is too large, or the type of a field's
@@ -67,7 +71,25 @@ def encode(event: Event) -> bytes:
         # `_encode_slowly` handles lone surrogates, values that cannot be converted to JSON (such
         # as callables), and fields whose value has an undeclared type.
         pass
-    return _encode_slowly(event)
+    return _encode_slowly(event, replaces)
+
+
+def accept(data: bytes) -> tuple[bytes, Event] | None:
+    """Return the bytes to store for the JSON of an event, and the event.
+
+    *data* is JSON that google-adk has written.  It is stored as it is, which is much faster than
+    `encode`.  The event is equal to the one that `decode` returns for the stored bytes.
+
+    Returns:
+        None if *data* must not be stored as it is: it exceeds a limit, contains a lone surrogate,
+        or is not the JSON of an event that the installed google-adk can read.
+    """
+    if json_text.fits(data):
+        try:
+            return _PREFIX + data, _parse(data)
+        except ValueError:
+            pass
+    return None
 
 
 def encode_item(values: JsonObject) -> bytes:
@@ -104,10 +126,12 @@ def decode_item(plaintext: bytes) -> JsonObject:
     return values
 
 
-def _encode_slowly(event: Event) -> bytes:
+def _encode_slowly(event: Event, replaces: bool) -> bytes:
     values, is_lossy = json_text.to_values(
         _fields(event), levels=json_text.MAX_LEVELS, bytes_mode="base64"
     )
+    if is_lossy and not replaces:
+        raise ValueError("an event holds values that cannot be converted to JSON or exceed a limit")
     if is_lossy:
         logger.warning(
             "an event holds values that cannot be converted to JSON or exceed a limit: their text "

@@ -126,11 +126,13 @@ class Source(ABC):
         """
 
     @abstractmethod
-    def app_states(self, scope: Scope) -> AsyncIterator[Mapping[str, JsonObject]]:
+    def app_states(self, scope: Scope) -> AsyncIterator[Mapping[str, JsonObject | UnreadableState]]:
         """Yield the states of the apps in *scope* by app name, in batches."""
 
     @abstractmethod
-    def user_states(self, scope: Scope) -> AsyncIterator[Mapping[tuple[str, str], JsonObject]]:
+    def user_states(
+        self, scope: Scope
+    ) -> AsyncIterator[Mapping[tuple[str, str], JsonObject | UnreadableState]]:
         """Yield the states of all users of the apps in *scope* by app name and user id."""
 
     async def close(self) -> None:  # noqa: B027 - not every source has something to close

@@ -1,0 +1,286 @@
+"""Convert rows of google-adk's tables to sessions, events and states.
+
+The result is what google-adk's own `get_session` returns for the same rows.  Values come from the
+driver unconverted: text may be bytes (`text` decodes both), and times may be a datetime, a text or
+seconds.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime, tzinfo
+from typing import Any
+
+from google.adk.events import Event, EventActions
+from google.adk.version import __version__ as adk_version
+from google.genai import types
+from pydantic import BaseModel
+
+from adk_secure_sessions.errors import ConfigurationError, DecryptionError
+from adk_secure_sessions.formats import events, json_text, states
+from adk_secure_sessions.formats.states import JsonObject
+from adk_secure_sessions.formats.times import microseconds, of_datetime
+from adk_secure_sessions.migration.sources import SourceEvent
+from adk_secure_sessions.service import check_ids
+
+Row = Sequence[Any]
+
+INSTALLED = f"the installed google-adk {adk_version}"
+_LIMITS = "see docs/limits.md, Sizes"
+
+
+class Unreadable(Exception):
+    """A row cannot be read.  The text is a reason without content."""
+
+
+# --- Values --------------------------------------------------------------------------------------
+
+
+def text(value: str | bytes) -> str:
+    """Decode *value*, if it is not a str; raise ValueError if it is not UTF-8."""
+    return value if isinstance(value, str) else bytes(value).decode()
+
+
+def data(value: object) -> bytes:
+    """Return the bytes of a JSON text."""
+    if isinstance(value, str):
+        # A lone surrogate is no UTF-8.  No driver returns one, but a caller's own engine may.
+        return value.encode("utf-8", "surrogatepass")
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
+    raise ValueError("a column of JSON holds neither text nor bytes")
+
+
+def time_of(value: object, zone: tzinfo | None) -> int:
+    """Return *value*, a time, in microseconds since 1970, UTC; raise `Unreadable` if it is no time.
+
+    Args:
+        value: A datetime; or text, as SQLite stores a datetime; or seconds since 1970.
+        zone: The time zone of a datetime without one.  None is the local zone of this process.
+    """
+    try:
+        return microseconds(seconds_of(value, zone))
+    except (OverflowError, ValueError):
+        pass  # raise after this block: otherwise `__context__` would hold the value
+    raise Unreadable("its create_time or update_time is not a time")
+
+
+def seconds_of(value: object, zone: tzinfo | None) -> float:
+    """Return *value* in seconds since 1970; raise ValueError if it is no time; see `time_of`."""
+    if isinstance(value, int | float):
+        return value
+    if isinstance(value, str | bytes):
+        value = datetime.fromisoformat(text(value))
+    if not isinstance(value, datetime):
+        raise ValueError("a column of times holds no time")
+    if value.tzinfo is None:
+        value = value.replace(tzinfo=zone) if zone else value.astimezone()
+    return of_datetime(value) / 1_000_000
+
+
+def state_of(value: object, whose: str) -> JsonObject:
+    """Parse the JSON of a state; *whose* begins the reason of an `Unreadable`."""
+    try:
+        state = json_text.loads(data(value))
+    except (DecryptionError, ValueError):
+        state = None
+    if state is None:
+        raise Unreadable(f"{whose} state is not a JSON object, or exceeds a limit: {_LIMITS}")
+    try:
+        states.encode(state)
+    except ValueError:
+        pass
+    else:
+        return state
+    raise Unreadable(f"{whose} state exceeds a limit: {_LIMITS}")
+
+
+def check_names(app_name: str, user_id: str = "", session_id: str = "") -> None:
+    """Raise `Unreadable` if a name is longer than this package can store."""
+    try:
+        check_ids(app_name, user_id, session_id)
+    except ValueError as error:  # the text contains no name
+        reason = str(error)
+    else:
+        return
+    raise Unreadable(f"{reason}: {_LIMITS}")
+
+
+# --- Events --------------------------------------------------------------------------------------
+
+# Converts the columns of one event; raises ValueError or another error if that fails.
+EventReader = Callable[[Row, tzinfo | None], SourceEvent]
+
+JSON_COLUMNS = ("id", "invocation_id", "timestamp", "event_data")
+
+
+def event_of_json(row: Row, zone: tzinfo | None) -> SourceEvent:
+    """Convert `JSON_COLUMNS` of schema v1.  The columns override the fields of the JSON."""
+    event_id, invocation_id, timestamp, event_data = row
+    event_id, invocation_id = text(event_id), text(invocation_id)
+    if event_data is not None:
+        accepted = events.accept(data(event_data))
+        if accepted is not None:
+            plaintext, event = accepted
+            if (
+                event.id == event_id
+                and event.invocation_id == invocation_id
+                and "timestamp" in event.model_fields_set
+            ):
+                return SourceEvent(plaintext, microseconds(event.timestamp))
+    values = _loads(event_data) or {}
+    time = values.get("timestamp")
+    return _encoded(
+        Event.model_validate(
+            {
+                **values,
+                "id": event_id,
+                "invocation_id": invocation_id,
+                "timestamp": seconds_of(timestamp, zone) if time is None else time,
+            }
+        )
+    )
+
+
+def event_of_json_alone(row: Row, zone: tzinfo | None) -> SourceEvent:
+    """Convert `JSON_COLUMNS` of `SqliteSessionService`, which reads only the JSON."""
+    event_id, _, timestamp, event_data = row
+    accepted = events.accept(data(event_data))
+    if accepted is not None:
+        plaintext, event = accepted
+        # google-adk gives an event without an id a new id, so this is no proof that the JSON has
+        # an id, unless the column has the same.
+        if event.id == text(event_id) and "timestamp" in event.model_fields_set:
+            return SourceEvent(plaintext, microseconds(event.timestamp))
+    values = _loads(event_data)
+    # If these fields are missing, google-adk returns a new id and the present time.
+    return _encoded(
+        Event.model_validate(
+            {
+                **values,
+                "id": values.get("id") or text(event_id),
+                "timestamp": values.get("timestamp", seconds_of(timestamp, zone)),
+            }
+        )
+    )
+
+
+PICKLED_COLUMNS = (
+    "id",
+    "invocation_id",
+    "timestamp",
+    "author",
+    "actions",
+    "long_running_tool_ids_json",
+    "branch",
+    "partial",
+    "turn_complete",
+    "error_code",
+    "error_message",
+    "interrupted",
+    "content",
+    "grounding_metadata",
+    "custom_metadata",
+    "usage_metadata",
+    "citation_metadata",
+    "input_transcription",
+    "output_transcription",
+)
+_TEXTS = ("id", "invocation_id", "author", "branch", "error_code", "error_message")
+_FLAGS = ("partial", "turn_complete", "interrupted")
+_MODELS: dict[str, type[BaseModel]] = {
+    "content": types.Content,
+    "grounding_metadata": types.GroundingMetadata,
+    "usage_metadata": types.GenerateContentResponseUsageMetadata,
+    "citation_metadata": types.CitationMetadata,
+    "input_transcription": types.Transcription,
+    "output_transcription": types.Transcription,
+}
+
+
+def pickle_reader() -> EventReader:
+    """Return the function that converts `PICKLED_COLUMNS` of schema v0.
+
+    Its column `actions` is a pickle, which may run any code when it is loaded.  Only google-adk's
+    own unpickler is used, which rejects everything but the types of `EventActions`.
+
+    Raises:
+        ConfigurationError: The installed google-adk has no such unpickler.
+    """
+    try:
+        from google.adk.sessions import _restricted_pickle  # type: ignore[attr-defined,unused-ignore]
+
+        loads: Callable[[bytes], Any] = _restricted_pickle.loads
+    except (ImportError, AttributeError):
+        loads = None  # type: ignore[assignment]
+    if loads is None:
+        raise ConfigurationError(
+            "the database has google-adk's schema v0, which stores pickles, and the installed "
+            f"google-adk {adk_version} cannot load them safely: install google-adk 2.8.0 or later"
+        )
+
+    def event_of_pickle(row: Row, zone: tzinfo | None) -> SourceEvent:
+        fields = dict(zip(PICKLED_COLUMNS, row, strict=True))
+        pickled = fields["actions"]
+        actions = None if pickled is None else loads(bytes(pickled))
+        ids = fields.pop("long_running_tool_ids_json")
+        custom = fields["custom_metadata"]
+        fields |= {name: _optional_text(fields[name]) for name in _TEXTS}
+        fields |= {name: _optional_flag(fields[name]) for name in _FLAGS}
+        fields |= {name: _model(fields[name], kind) for name, kind in _MODELS.items()}
+        fields |= {
+            "timestamp": seconds_of(fields["timestamp"], zone),
+            "custom_metadata": None if custom is None else _loads(custom),
+            "long_running_tool_ids": set(json.loads(text(ids))) if ids else set(),
+            "actions": (
+                EventActions.model_validate(actions.model_dump()) if actions else EventActions()
+            ),
+        }
+        return _encoded(Event(**fields))
+
+    return event_of_pickle
+
+
+def _encoded(event: Event) -> SourceEvent:
+    time = microseconds(event.timestamp)
+    return SourceEvent(events.encode(event, replaces=False), time)
+
+
+def _loads(value: object) -> Any:
+    """Parse a column of JSON as google-adk does; None if the column is NULL.
+
+    Raises ValueError if the JSON is malformed or exceeds a limit.
+    """
+    if value is None:
+        return None
+    json_bytes = data(value)
+    if json_bytes[:1] == b"{":
+        try:
+            return json_text.loads(json_bytes)
+        except DecryptionError:
+            pass
+        raise ValueError("a column is not JSON within the limits")
+    return json.loads(json_bytes)
+
+
+def _optional_text(value: str | bytes | None) -> str | None:
+    return None if value is None else text(value)
+
+
+def _optional_flag(value: object) -> bool | None:
+    return None if value is None else bool(value)
+
+
+def _model(value: object, kind: type[BaseModel]) -> BaseModel | None:
+    """Parse a column of JSON as a model.  As in google-adk, other JSON than an object is None."""
+    decoded = _loads(value)
+    return kind.model_validate(decoded) if isinstance(decoded, dict) else None
+
+
+def zone_of_sessions(dialect: str) -> tzinfo | None:
+    """Return the time zone of times in `sessions`; None is the local zone of this process.
+
+    It is the zone that the installed google-adk reads.  Releases before 2.3 read and store local
+    time on servers.
+    """
+    major, minor = adk_version.split(".")[:2]
+    return UTC if dialect == "sqlite" or (int(major), int(minor)) >= (2, 3) else None

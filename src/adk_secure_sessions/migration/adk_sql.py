@@ -1,0 +1,405 @@
+"""The SQL to read google-adk's tables, and the recognition of session tables.
+
+The queries select columns without types, so that neither SQLAlchemy nor the driver converts texts,
+times and JSON.
+"""
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime, timedelta, tzinfo
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+import sqlalchemy as sa
+
+from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.migration import adk_rows
+from adk_secure_sessions.migration.adk_rows import EventReader, Row, Unreadable
+from adk_secure_sessions.migration.sources import (
+    Scope,
+    SessionContent,
+    SourceEvent,
+    SourceSession,
+    SourceSize,
+)
+
+PAGE = 5000  # sessions whose ids are read at once
+STATES = 500  # states of apps or users that are read at once
+# PostgreSQL reports the compressed size of a value.
+_COMPRESSION = 3
+
+
+class Kind(StrEnum):
+    """The kinds of session databases that can be recognized from their tables."""
+
+    ADK_V1 = "google-adk's tables, schema v1"
+    ADK_V0 = "google-adk's tables, schema v0"
+    ADK_SQLITE = "a file of google-adk's SqliteSessionService"
+    ENCRYPTED = "a database of this package"
+    PACKAGE_1X = "a database of adk-secure-sessions 1.x"
+
+
+_ADK_KINDS = (Kind.ADK_V1, Kind.ADK_V0, Kind.ADK_SQLITE)
+
+
+# --- SQL -----------------------------------------------------------------------------------------
+
+
+def _table(name: str, alias: str, *columns: str) -> sa.FromClause:
+    """Return a table whose columns have no types, so that SQLAlchemy converts no values."""
+    return sa.table(name, *(sa.column(column) for column in columns)).alias(alias)
+
+
+_s = _table("sessions", "s", "app_name", "user_id", "id", "state", "create_time", "update_time")
+_e = _table(
+    "events",
+    "e",
+    "app_name",
+    "user_id",
+    "session_id",
+    "rowid",
+    *dict.fromkeys([*adk_rows.JSON_COLUMNS, *adk_rows.PICKLED_COLUMNS]),
+)
+_SESSION_KEY = (_s.c.app_name, _s.c.user_id, _s.c.id)
+_JSON = {
+    "event_data",
+    "content",
+    "grounding_metadata",
+    "custom_metadata",
+    "usage_metadata",
+    "citation_metadata",
+    "input_transcription",
+    "output_transcription",
+}
+
+
+class StateTable(NamedTuple):
+    """A table of states, and the columns of its primary key."""
+
+    table: sa.FromClause
+    names: tuple[str, ...]
+
+
+APP_STATES = StateTable(_table("app_states", "a", "app_name", "state"), ("app_name",))
+USER_STATES = StateTable(
+    _table("user_states", "u", "app_name", "user_id", "state"), ("app_name", "user_id")
+)
+
+
+def _of_session() -> sa.ColumnElement[bool]:
+    """Join `events` to `sessions` in the database: MySQL may compare ids without their case."""
+    pairs = zip((_e.c.app_name, _e.c.user_id, _e.c.session_id), _SESSION_KEY, strict=True)
+    return sa.and_(*(one == other for one, other in pairs))
+
+
+class Header(NamedTuple):
+    """The columns of a session's row, unconverted."""
+
+    state: Any
+    created_at: Any
+    updated_at: Any
+
+
+class Tables:
+    """The SQL of one database, and the conversion of its rows.
+
+    Raises:
+        ConfigurationError: The database does not contain google-adk's tables, or the installed
+            google-adk cannot read them.
+    """
+
+    def __init__(self, connection: sa.Connection, time_zone: tzinfo | None) -> None:
+        kinds = kinds_in(connection)
+        found = [kind for kind in _ADK_KINDS if kind in kinds]
+        if not found:
+            others = ", ".join(kinds) or "no sessions"
+            raise ConfigurationError(
+                f"the database contains no tables of google-adk's session services, but {others}: "
+                "check the URL of the source"
+            )
+        self.kind: Kind = found[0]
+        self._dialect = connection.dialect.name
+        self._is_mysql = self._dialect in ("mysql", "mariadb")
+        self._sessions_zone = adk_rows.zone_of_sessions(self._dialect)
+        self._events_zone: tzinfo = UTC
+        if time_zone is not None:
+            self._events_zone = time_zone
+            if self._dialect != "sqlite":
+                self._sessions_zone = time_zone
+        present = {column["name"] for column in sa.inspect(connection).get_columns("events")}
+        self._columns: tuple[str, ...] = adk_rows.JSON_COLUMNS
+        self._read_event: EventReader = adk_rows.event_of_json
+        if self.kind is Kind.ADK_V0:
+            self._columns = adk_rows.PICKLED_COLUMNS
+            self._read_event = adk_rows.pickle_reader()
+        elif self.kind is Kind.ADK_SQLITE:
+            self._read_event = adk_rows.event_of_json_alone
+        # Early releases had fewer columns.
+        self._selected = [
+            self._json(_e.c[name])
+            if name in _JSON & present
+            else _e.c[name]
+            if name in present
+            else sa.null()
+            for name in self._columns
+        ]
+        self._sizes = [_e.c[name] for name in present & (_JSON | {"actions"})]
+
+    @property
+    def has_shared_states(self) -> bool:
+        """Whether two names that differ, for example in case, share a row of state in google-adk.
+
+        MySQL and MariaDB compare names with a collation, which by default ignores case.
+        """
+        return self._is_mysql
+
+    def _within(self, scope: Scope) -> list[sa.ColumnElement[bool]]:
+        """Return the conditions on `sessions` for *scope*."""
+        since = [] if scope.since is None else [self._since(scope.since)]
+        return self._of_app(scope) + since
+
+    def size(self, connection: sa.Connection, scope: Scope) -> SourceSize:
+        """Return how many sessions and events *scope* contains."""
+        sessions = sa.select(sa.func.count()).select_from(_s).where(*self._within(scope))
+        events = sa.select(sa.func.count()).select_from(_e)
+        if scope.since is not None:
+            events = events.join(_s, _of_session()).where(*self._within(scope))
+        elif scope.app_name is not None:
+            events = events.where(_e.c.app_name == scope.app_name)
+        return SourceSize(*(connection.scalar(query) or 0 for query in (sessions, events)))
+
+    def page(
+        self, connection: sa.Connection, scope: Scope, after: tuple[str, str, str] | None
+    ) -> list[tuple[SourceSession, int]]:
+        """Return the next sessions, and about how many bytes their rows have."""
+        chosen = sa.select(
+            *_SESSION_KEY, _s.c.create_time, _s.c.update_time, self._size(_s.c.state)
+        )
+        chosen = chosen.where(*self._within(scope), *self._after(_SESSION_KEY, after))
+        rows = connection.execute(chosen.order_by(*_SESSION_KEY).limit(PAGE)).all()
+        if not rows:
+            return []
+        keys = [self._checked(row[:3]) for row in rows]
+        events = (
+            sa.func.count(),
+            sum(
+                (sa.func.coalesce(sa.func.sum(self._size(column)), 0) for column in self._sizes),
+                start=sa.literal(0),
+            ),
+        )
+        counting = sa.select(*_SESSION_KEY, *events).join_from(_s, _e, _of_session())
+        counting = counting.where(*self._of_app(scope))
+        counting = counting.where(*self._between(keys[0], keys[-1])).group_by(*_SESSION_KEY)
+        counts = {tuple(row[:3]): row[3:] for row in connection.execute(counting)}
+        found = []
+        for key, row in zip(keys, rows, strict=True):
+            number, size = counts.get(tuple(row[:3]), (0, 0))
+            version = f"{_shown(row[3])} {_shown(row[4])} {number}"
+            found.append((SourceSession(*key, version), int(size) + int(row[5] or 0)))
+        return found
+
+    def headers(
+        self, connection: sa.Connection, keys: Sequence[tuple[str, ...]]
+    ) -> dict[tuple[Any, ...], Header]:
+        """Return the rows of the sessions *keys*."""
+        query = sa.select(
+            *_SESSION_KEY, self._json(_s.c.state), _s.c.create_time, _s.c.update_time
+        ).where(self._is_one_of(keys))
+        return {tuple(row[:3]): Header(*row[3:]) for row in connection.execute(query)}
+
+    def events(self, connection: sa.Connection, keys: Sequence[tuple[str, ...]]) -> Sequence[Row]:
+        """Return the events of the sessions *keys*, in google-adk's order: key, then columns."""
+        second = _e.c.rowid if self.kind is Kind.ADK_SQLITE else _e.c.id
+        query = sa.select(*_SESSION_KEY, *self._selected).join_from(_s, _e, _of_session())
+        query = query.where(self._is_one_of(keys)).order_by(_e.c.timestamp, second)
+        return connection.execute(query).all()
+
+    def key(self, session: SourceSession) -> tuple[Any, ...]:
+        """Return the key of *session* as the driver returns it."""
+        if self._dialect == "sqlite":
+            return tuple(name.encode() for name in session[:3])
+        return session[:3]
+
+    def content(self, session: SourceSession, header: Header, history: list[Row]) -> SessionContent:
+        """Convert the rows of a session; raise `Unreadable` if they cannot be converted."""
+        adk_rows.check_names(*session[:3])
+        state = adk_rows.state_of(header.state, "its")
+        created_at = adk_rows.time_of(header.created_at, self._sessions_zone)
+        updated_at = adk_rows.time_of(header.updated_at, self._sessions_zone)
+        events: list[SourceEvent] = []
+        read, zone = self._read_event, self._events_zone
+        for row in history:
+            try:
+                events.append(read(row, zone))
+            except Exception:
+                break  # raise after this block: otherwise `__context__` would hold the event
+        if len(events) < len(history):
+            raise Unreadable(
+                f"event {len(events) + 1} of {len(history)} cannot be read by {adk_rows.INSTALLED},"
+                " or exceeds a limit: see docs/limits.md, Sizes"
+            )
+        return SessionContent(state, events, created_at, updated_at)
+
+    def states(
+        self,
+        connection: sa.Connection,
+        scope: Scope,
+        table: StateTable,
+        after: tuple[str, ...] | None,
+    ) -> Sequence[Row]:
+        """Return the next rows of a table of states: its primary key, and the state."""
+        stored, names = table
+        columns = [stored.c[name] for name in names]
+        query = sa.select(*columns, self._json(stored.c.state)).where(*self._after(columns, after))
+        if scope.app_name is not None:
+            query = query.where(stored.c.app_name == scope.app_name)
+        return connection.execute(query.order_by(*columns).limit(STATES)).all()
+
+    def aliases(self, connection: sa.Connection, scope: Scope, table: StateTable) -> Sequence[Row]:
+        """Return the states of apps or users whose sessions spell the name in another way.
+
+        See `has_shared_states`.
+        """
+        stored, names = table
+        pairs = [(_s.c[name], stored.c[name]) for name in names]
+        spelled = [_s.c[name] for name in names]
+        query = (
+            sa.select(*map(sa.func.min, spelled), sa.func.min(stored.c.state))
+            .join_from(_s, stored, sa.and_(*(one == other for one, other in pairs)))
+            .where(sa.or_(*(sa.func.hex(one) != sa.func.hex(other) for one, other in pairs)))
+            .group_by(*map(sa.func.hex, spelled))
+        )
+        return connection.execute(query.where(*self._of_app(scope))).all()
+
+    def _of_app(self, scope: Scope) -> list[sa.ColumnElement[bool]]:
+        return [] if scope.app_name is None else [_s.c.app_name == scope.app_name]
+
+    def _checked(self, names: Sequence[Any]) -> tuple[str, str, str]:
+        try:
+            app_name, user_id, session_id = map(adk_rows.text, names)
+            return app_name, user_id, session_id
+        except (TypeError, ValueError):
+            pass  # raise after this block: otherwise `__context__` would hold the name
+        raise ConfigurationError(
+            "the table sessions contains a row whose app_name, user_id or id is not text in UTF-8; "
+            "google-adk cannot read it, either: correct or delete the row"
+        )
+
+    def _since(self, since: int) -> sa.ColumnElement[bool]:
+        time = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=since)
+        naive = time.astimezone(self._sessions_zone).replace(tzinfo=None)
+        if self._dialect != "sqlite":
+            return _is_at_least(_s.c.update_time, sa.literal(naive, sa.DateTime()))
+        # A row may hold text or seconds.  In SQLite, any text is greater than any number.
+        return sa.or_(
+            _is_at_least(_s.c.update_time, naive.isoformat(" ")),
+            sa.and_(
+                sa.func.typeof(_s.c.update_time) != "text",
+                _is_at_least(_s.c.update_time, since / 1_000_000),
+            ),
+        )
+
+    def _json(self, column: sa.ColumnElement[Any]) -> sa.ColumnElement[Any]:
+        """Return *column*, which holds JSON, as text; on PostgreSQL it may be JSONB."""
+        return sa.cast(column, sa.Text()) if self._dialect == "postgresql" else column
+
+    def _size(self, column: sa.ColumnElement[Any]) -> sa.ColumnElement[Any]:
+        if self._dialect == "postgresql":
+            return sa.func.pg_column_size(column) * _COMPRESSION
+        return sa.func.length(column)
+
+    def _after(
+        self, columns: Sequence[sa.ColumnElement[Any]], key: tuple[str, ...] | None
+    ) -> list[sa.ColumnElement[bool]]:
+        return [] if key is None else [self._beyond(columns, key, allow_equal=False)]
+
+    def _between(self, first: tuple[str, ...], last: tuple[str, ...]) -> Any:
+        if not self._is_mysql:
+            key = sa.tuple_(*_SESSION_KEY)
+            return [key >= sa.tuple_(*first), key <= sa.tuple_(*last)]
+        return [
+            self._beyond(_SESSION_KEY, first, allow_equal=True),
+            sa.not_(self._beyond(_SESSION_KEY, last, allow_equal=False)),
+        ]
+
+    def _beyond(
+        self, columns: Sequence[sa.ColumnElement[Any]], key: tuple[str, ...], *, allow_equal: bool
+    ) -> sa.ColumnElement[bool]:
+        """Compare *columns* with *key*; MySQL uses no index to compare tuples."""
+        if not self._is_mysql:
+            condition: sa.ColumnElement[bool] = sa.tuple_(*columns) > sa.tuple_(*key)
+            return condition
+        found = columns[-1] >= key[-1] if allow_equal else columns[-1] > key[-1]
+        for column, value in zip(columns[-2::-1], key[-2::-1], strict=True):
+            found = sa.or_(column > value, sa.and_(column == value, found))
+        return found
+
+    def _is_one_of(self, keys: Sequence[tuple[str, ...]]) -> sa.ColumnElement[bool]:
+        if self._dialect != "postgresql":
+            return sa.tuple_(*_SESSION_KEY).in_(keys)
+        # For a list of tuples, PostgreSQL would plan a separate index scan for each of them.
+        arrays = [
+            sa.cast(sa.literal(list(names), sa.ARRAY(sa.Text())), sa.ARRAY(sa.Text()))
+            for names in zip(*keys, strict=True)
+        ]
+        listed = sa.func.unnest(*arrays).table_valued("a", "u", "i").render_derived(name="k")
+        return sa.tuple_(*_SESSION_KEY).in_(sa.select(listed.c.a, listed.c.u, listed.c.i))
+
+
+def _is_at_least(column: sa.ColumnElement[Any], value: object) -> sa.ColumnElement[bool]:
+    condition: sa.ColumnElement[bool] = column >= value
+    return condition
+
+
+def _shown(time: Any) -> str:
+    return adk_rows.text(time) if isinstance(time, str | bytes) else str(time)
+
+
+# --- Recognition ---------------------------------------------------------------------------------
+
+
+def kinds_in(connection: sa.Connection) -> frozenset[Kind]:
+    inspector = sa.inspect(connection)
+    tables = set(_names(inspector.get_table_names()))
+    kinds = {Kind.ENCRYPTED} if "secure_meta" in tables else set()
+    if {"sessions", "events", "app_states", "user_states"} <= tables:
+        columns = {column["name"]: column for column in inspector.get_columns("events")}
+        if {"app_name", "user_id", "session_id", "timestamp"} <= columns.keys():
+            kinds.add(_kind_of_adk(connection, tables, columns))
+    return frozenset(kinds)
+
+
+def _kind_of_adk(connection: sa.Connection, tables: set[str], columns: Mapping[str, Any]) -> Kind:
+    if _is_encrypted_1x(connection):
+        return Kind.PACKAGE_1X
+    if "adk_internal_metadata" in tables:
+        metadata = _table("adk_internal_metadata", "m", "key", "value")
+        query = sa.select(metadata.c.value).where(metadata.c.key == "schema_version")
+        version = connection.scalar(query)
+        version = None if version is None else adk_rows.text(version)
+        if version not in ("0", "1"):
+            raise ConfigurationError(
+                f"google-adk's tables have the schema version {version!r:.20}, which this release "
+                "of adk-secure-sessions does not know: use a later release"
+            )
+        return Kind.ADK_V1 if version == "1" else Kind.ADK_V0
+    if "event_data" not in columns:
+        return Kind.ADK_V0
+    is_seconds = isinstance(columns["timestamp"]["type"], sa.Float | sa.REAL)
+    return Kind.ADK_SQLITE if is_seconds else Kind.ADK_V1
+
+
+def _is_encrypted_1x(connection: sa.Connection) -> bool:
+    """Return whether states are encrypted: adk-secure-sessions 1.x uses google-adk's tables."""
+    for table in (_s, APP_STATES.table, USER_STATES.table):
+        state: Any = table.c.state
+        if connection.dialect.name == "postgresql":
+            state = sa.cast(state, sa.Text())
+        first = connection.scalar(sa.select(state).where(state.is_not(None)).limit(1))
+        if first is not None:
+            # The envelope begins with the byte 1, and its base64 with AQ.  JSON begins with "{".
+            return adk_rows.data(first).startswith((b"\x01", b"AQ"))
+    return False
+
+
+def _names(names: Sequence[Any]) -> list[str]:
+    return [adk_rows.text(name) for name in names]

@@ -1,0 +1,309 @@
+"""Read the tables of google-adk's `DatabaseSessionService` and `SqliteSessionService`.
+
+`AdkTables` runs its own SQL instead of google-adk's service, which makes four queries for each
+session and a model of SQLAlchemy for each event.  A transaction reads a batch of sessions with two
+queries.  It only reads, and ends before the rows are converted, so that it does not block
+google-adk's writers for long.  `adk_sql` has the queries, and `adk_rows` converts the rows.
+"""
+
+import os
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import tzinfo
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import quote
+
+import sqlalchemy as sa
+
+from adk_secure_sessions.db.connect import executors_for
+from adk_secure_sessions.db.sqlite import is_in_memory
+from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.formats.states import JsonObject
+from adk_secure_sessions.migration.adk_rows import Row, Unreadable, check_names, state_of, text
+from adk_secure_sessions.migration.adk_sql import (
+    APP_STATES,
+    PAGE,
+    STATES,
+    USER_STATES,
+    Kind,
+    StateTable,
+    Tables,
+    kinds_in,
+)
+from adk_secure_sessions.migration.sources import (
+    Scope,
+    SessionContent,
+    Source,
+    SourceSession,
+    SourceSize,
+    UnreadableSession,
+    UnreadableState,
+)
+from adk_secure_sessions.storage import repeated
+
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncEngine  # this import takes a third of a second
+
+T = TypeVar("T")
+
+# Limits for one batch of `AdkTables.sessions`.  A content is about twice as large as its rows.
+_BATCH_SESSIONS = 500
+_BATCH_BYTES = 4 * 2**20
+
+
+async def detect(
+    db_url: str | sa.URL | None = None, *, db_engine: "AsyncEngine | None" = None
+) -> frozenset[Kind]:
+    """Return which kinds of tables a database contains; an empty set if it contains none of them.
+
+    One database can contain the tables of this package and those of google-adk.  It cannot contain
+    the tables of google-adk and those of adk-secure-sessions 1.x, which have the same names.
+
+    Args:
+        db_url: The database URL; give exactly one of *db_url* and *db_engine*.
+        db_engine: Your own engine for the database.
+
+    Raises:
+        ConfigurationError: An argument cannot be used, or the SQLite file does not exist, or
+            google-adk's tables have a schema that this package does not know.
+        DatabaseError: The database cannot be reached.
+    """
+    reader = _Reader(db_url, db_engine)
+    try:
+        return await reader.inspect(kinds_in)
+    finally:
+        await reader.close()
+
+
+class AdkTables(Source):
+    """The tables of google-adk's `DatabaseSessionService` or `SqliteSessionService`.
+
+    google-adk may keep reading and writing them.
+
+    Args:
+        db_url: The database URL; give exactly one of *db_url* and *db_engine*.  A SQLite file is
+            opened as read-only.
+        db_engine: Your own engine for the database.
+        time_zone: The time zone of the processes that wrote the database, if it was not UTC, and
+            if they used schema v0, or google-adk before 2.4 with a server.  These releases stored
+            local time.  By default, times are read as the installed google-adk reads them.
+
+    Raises:
+        ConfigurationError: One of these arguments cannot be used, or the SQLite file does not
+            exist.
+    """
+
+    def __init__(
+        self,
+        db_url: str | sa.URL | None = None,
+        *,
+        db_engine: "AsyncEngine | None" = None,
+        time_zone: tzinfo | None = None,
+    ) -> None:
+        self._reader = _Reader(db_url, db_engine)
+        self._time_zone = time_zone
+        self._found: Tables | None = None
+
+    @property
+    def description(self) -> str:
+        """The kind of tables, after the first read."""
+        return self._found.kind.value if self._found else "google-adk's tables"
+
+    async def size(self, scope: Scope) -> SourceSize:
+        """Return how many sessions and events *scope* contains."""
+        tables = await self._tables()
+
+        return await self._reader.run(partial(tables.size, scope=scope))
+
+    async def sessions(self, scope: Scope) -> AsyncIterator[Sequence[SourceSession]]:
+        """Yield the sessions in *scope* by app name, user id and session id, in batches."""
+        tables = await self._tables()
+        after: tuple[str, str, str] | None = None
+        while True:
+            page = await self._reader.run(partial(tables.page, scope=scope, after=after))
+            batch: list[SourceSession] = []
+            total = 0
+            for session, size in page:
+                if batch and (total + size > _BATCH_BYTES or len(batch) == _BATCH_SESSIONS):
+                    yield batch
+                    batch, total = [], 0
+                batch.append(session)
+                total += size
+            if batch:
+                yield batch
+            if len(page) < PAGE:
+                return
+            after = page[-1][0][:3]
+
+    async def read(
+        self, sessions: Sequence[SourceSession]
+    ) -> Mapping[SourceSession, SessionContent | UnreadableSession]:
+        """Return the contents of *sessions*; a session that was deleted meanwhile is omitted."""
+        tables = await self._tables()
+        if not sessions:
+            return {}
+        keys = [session[:3] for session in sessions]
+        headers, events = await self._reader.run(
+            lambda connection: (tables.headers(connection, keys), tables.events(connection, keys))
+        )
+        histories: dict[Any, list[Row]] = {key: [] for key in headers}
+        for app_name, user_id, session_id, *columns in events:
+            history = histories.get((app_name, user_id, session_id))
+            if history is not None:
+                history.append(columns)
+        found: dict[SourceSession, SessionContent | UnreadableSession] = {}
+        for session in sessions:
+            key = tables.key(session)
+            if key in headers:
+                try:
+                    found[session] = tables.content(session, headers[key], histories.pop(key))
+                except Unreadable as error:
+                    found[session] = UnreadableSession(str(error))
+        return found
+
+    async def app_states(
+        self, scope: Scope
+    ) -> AsyncIterator[Mapping[str, JsonObject | UnreadableState]]:
+        """Yield the states of the apps in *scope* by app name, in batches."""
+        async for batch in self._states(scope, APP_STATES):
+            yield {app_name: state for (app_name,), state in batch.items()}
+
+    async def user_states(
+        self, scope: Scope
+    ) -> AsyncIterator[Mapping[tuple[str, str], JsonObject | UnreadableState]]:
+        """Yield the states of all users of the apps in *scope* by app name and user id."""
+        async for batch in self._states(scope, USER_STATES):
+            yield {(app_name, user_id): state for (app_name, user_id), state in batch.items()}
+
+    async def close(self) -> None:
+        """Close the connections to the database."""
+        await self._reader.close()
+
+    async def _tables(self) -> "Tables":
+        if self._found is None:
+            self._found = await self._reader.inspect(
+                lambda connection: Tables(connection, self._time_zone)
+            )
+        return self._found
+
+    async def _states(
+        self, scope: Scope, table: StateTable
+    ) -> AsyncIterator[dict[tuple[str, ...], JsonObject | UnreadableState]]:
+        tables = await self._tables()
+        after: tuple[str, ...] | None = None
+        while True:
+            rows = await self._reader.run(
+                partial(tables.states, scope=scope, table=table, after=after)
+            )
+            batch = _converted(rows)
+            if batch:
+                yield batch
+            if len(rows) < STATES:
+                break
+            after = list(batch)[-1]
+        if tables.has_shared_states:
+            yield _converted(
+                await self._reader.run(partial(tables.aliases, scope=scope, table=table))
+            )
+
+
+def _converted(rows: Sequence[Row]) -> dict[tuple[str, ...], JsonObject | UnreadableState]:
+    """Convert rows of names and a state to states by name."""
+    states = {}
+    for *columns, state in rows:
+        names = tuple(map(text, columns))
+        states[names] = _state(names, state)
+    return states
+
+
+def _state(names: tuple[str, ...], state: Any) -> JsonObject | UnreadableState:
+    try:
+        check_names(*names)
+        return state_of(state, "its")
+    except Unreadable as error:
+        return UnreadableState(str(error))
+
+
+# --- Connections ---------------------------------------------------------------------------------
+
+
+class _Reader:
+    """Runs functions on a connection to the source, in a read-only transaction if possible."""
+
+    def __init__(self, db_url: str | sa.URL | None, db_engine: "AsyncEngine | None") -> None:
+        url = None if db_url is None else _read_only(db_url)
+        self._executor = executors_for(url, db_engine, None, None, {}).data
+
+    async def inspect(self, work: Callable[[sa.Connection], T]) -> T:
+        """Call *work*, which inspects the tables."""
+        return await repeated(lambda: self._executor.define(work, commit=False))
+
+    async def run(self, work: Callable[[sa.Connection], T]) -> T:
+        """Call *work* in a transaction; all its queries read the same state of the database."""
+
+        def run_in_snapshot(connection: sa.Connection) -> T:
+            with _taking_bytes(connection):
+                _begin(connection)
+                return work(connection)
+
+        return await repeated(lambda: self._executor.define(run_in_snapshot, commit=False))
+
+    async def close(self) -> None:
+        await self._executor.close()
+
+
+def _read_only(db_url: str | sa.URL) -> str | sa.URL:
+    """Return *db_url*, changed so that SQLite opens the file as read-only."""
+    try:
+        url = sa.make_url(db_url)
+    except (sa.exc.ArgumentError, ValueError):
+        return db_url  # `executors_for` raises the error
+    if url.get_backend_name() != "sqlite" or is_in_memory(url):
+        return url
+    database = url.database or ""
+    if database.startswith("file:"):
+        return url if "mode" in url.query else url.update_query_dict({"mode": "ro", "uri": "true"})
+    path = Path(database)
+    if not path.is_file():
+        raise ConfigurationError("the SQLite file of the source does not exist: check its path")
+    # SQLite may have to create the index of the write-ahead log.  If the directory is not writable
+    # and there is no log, SQLite reads the file without a log and without locks.
+    has_log = path.with_name(f"{path.name}-wal").exists()
+    is_writable = os.access(path.resolve().parent, os.W_OK)
+    mode = {"mode": "ro"} if has_log or is_writable else {"immutable": "1"}
+    return url.set(
+        database=f"file:{quote(str(path.absolute()))}", query={**url.query, **mode, "uri": "true"}
+    )
+
+
+@contextmanager
+def _taking_bytes(connection: sa.Connection) -> Iterator[None]:
+    """Read SQLite's texts as bytes during the block: `adk_rows` decodes them, and JSON need not be.
+
+    A text that is not UTF-8 then concerns only its own session.
+    """
+    if connection.dialect.name != "sqlite":
+        yield
+        return
+    driver: Any = connection.connection.driver_connection
+    text_factory = driver.text_factory
+    driver.text_factory = bytes
+    try:
+        yield
+    finally:
+        driver.text_factory = text_factory
+
+
+def _begin(connection: sa.Connection) -> None:
+    """Begin a transaction whose queries read one snapshot; the executor rolls it back."""
+    dialect = connection.dialect.name
+    if dialect == "sqlite":
+        driver: Any = connection.connection.driver_connection
+        if not driver.in_transaction:
+            connection.exec_driver_sql("BEGIN")
+    elif dialect == "postgresql":
+        connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
+    else:
+        connection.exec_driver_sql("START TRANSACTION WITH CONSISTENT SNAPSHOT, READ ONLY")

@@ -1,0 +1,273 @@
+"""Read sessions from any session service of google-adk, through its public methods."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from google.adk.events import Event
+from google.adk.sessions import BaseSessionService, Session
+from google.adk.sessions.base_session_service import GetSessionConfig
+
+from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.formats import events, states
+from adk_secure_sessions.formats.states import JsonObject
+from adk_secure_sessions.formats.times import microseconds
+from adk_secure_sessions.migration.sources import (
+    Scope,
+    SessionContent,
+    Source,
+    SourceEvent,
+    SourceSession,
+    SourceSize,
+    UnreadableSession,
+    UnreadableState,
+)
+from adk_secure_sessions.service import check_ids
+
+_AT_ONCE = 8  # calls of the service at the same time
+_BATCH_SESSIONS = 32
+_BATCH_BYTES = 4 * 2**20
+_SAMPLE = 16  # sessions whose events `size` counts
+_LIMITS = "see docs/limits.md, Sizes"
+
+_Content = SessionContent | UnreadableSession
+
+
+class _Listed(NamedTuple):
+    """A session in a listing."""
+
+    user_id: str
+    session_id: str
+    update_time: float
+
+
+class ServiceSource(Source):
+    """The sessions of a session service object, of the given apps.
+
+    Use it for services whose storage this package cannot read itself, such as Vertex AI, Redis or
+    Firestore.  For google-adk's database tables, `AdkTables` is much faster.  The methods raise the
+    errors of the service unchanged.
+
+    The states of apps and users come from the state of their most recently updated session, and
+    from `get_user_state` if the service implements it.  So the state of a user without sessions is
+    only read if the user is in *user_ids* and the service implements `get_user_state`.
+
+    Args:
+        service: The service.  `close` does not close it.
+        app_names: The names of the apps to read: a service cannot list its apps.
+        user_ids: The user ids of each app, by app name, for a service that cannot list the
+            sessions of all users at once.
+        compares_events: Whether a later run notices that a session has more events although its
+            `last_update_time` is the same.  This reads every session in every run.  If False, a
+            later run reads only sessions whose `last_update_time` has changed.
+
+    Raises:
+        ConfigurationError: *service* is not a session service, or *app_names* is a single text.
+    """
+
+    def __init__(
+        self,
+        service: BaseSessionService,
+        app_names: Sequence[str],
+        *,
+        user_ids: Mapping[str, Sequence[str]] | None = None,
+        compares_events: bool = True,
+    ) -> None:
+        if not isinstance(service, BaseSessionService):
+            raise ConfigurationError(
+                f"service must be a session service of google-adk, not {type(service).__name__}"
+            )
+        if isinstance(app_names, str):
+            raise ConfigurationError("app_names must be a list of names, not a single text")
+        self._service = service
+        self._app_names = sorted(set(app_names))
+        self._user_ids = user_ids or {}
+        self._compares_events = compares_events
+        self._calls = asyncio.Semaphore(_AT_ONCE)
+        # The contents of the last batch, if `compares_events`.
+        self._contents: dict[SourceSession, _Content] = {}
+
+    @property
+    def description(self) -> str:
+        """The name of the service's class."""
+        return f"a {type(self._service).__name__}"
+
+    async def size(self, scope: Scope) -> SourceSize:
+        """Return the number of sessions, and an estimate of the number of events."""
+        number, sampled, counted = 0, 0, 0
+        for app_name in self._apps(scope):
+            listed = await self._listed(app_name, scope.since)
+            number += len(listed)
+            sample = listed[:: max(1, len(listed) // _SAMPLE)]
+            found = await asyncio.gather(*(self._get(app_name, one) for one in sample))
+            sampled += len(sample)
+            counted += sum(len(session.events) for session in found if session)
+        return SourceSize(number, round(counted * number / sampled) if sampled else 0)
+
+    async def sessions(self, scope: Scope) -> AsyncIterator[Sequence[SourceSession]]:
+        """Yield the sessions in *scope* by app name, user id and session id, in batches."""
+        for app_name in self._apps(scope):
+            listed = await self._listed(app_name, scope.since)
+            if not self._compares_events:
+                for start in range(0, len(listed), _BATCH_SESSIONS):
+                    yield [
+                        SourceSession(app_name, one.user_id, one.session_id, repr(one.update_time))
+                        for one in listed[start : start + _BATCH_SESSIONS]
+                    ]
+                continue
+            self._contents, total = {}, 0
+            for start in range(0, len(listed), _AT_ONCE):
+                some = listed[start : start + _AT_ONCE]
+                found = await asyncio.gather(*(self._get(app_name, one) for one in some))
+                for one, session in zip(some, found, strict=True):
+                    if session is None:
+                        continue
+                    version = f"{session.last_update_time!r} {len(session.events)}"
+                    key = SourceSession(app_name, one.user_id, one.session_id, version)
+                    content = _content(key, session)
+                    self._contents[key] = content
+                    if isinstance(content, SessionContent):
+                        total += sum(len(event.plaintext) for event in content.events)
+                if total > _BATCH_BYTES or len(self._contents) >= _BATCH_SESSIONS:
+                    yield list(self._contents)
+                    self._contents, total = {}, 0
+            if self._contents:
+                yield list(self._contents)
+                self._contents = {}
+
+    async def read(self, sessions: Sequence[SourceSession]) -> Mapping[SourceSession, _Content]:
+        """Return the contents of *sessions*; a session that was deleted meanwhile is omitted."""
+        known = self._contents
+        found = {session: known[session] for session in sessions if session in known}
+        missing = [session for session in sessions if session not in found]
+        read = await asyncio.gather(
+            *(self._get(one.app_name, _Listed(one.user_id, one.session_id, 0)) for one in missing)
+        )
+        for key, session in zip(missing, read, strict=True):
+            if session is not None:
+                found[key] = _content(key, session)
+        return found
+
+    async def app_states(
+        self, scope: Scope
+    ) -> AsyncIterator[Mapping[str, JsonObject | UnreadableState]]:
+        """Yield the state of each app in *scope* by app name."""
+        for app_name in self._apps(scope):
+            listed = await self._listed(app_name)
+            session = await self._newest(app_name, listed)
+            if session is not None:
+                yield {app_name: _state(states.split(session.state).app)}
+
+    async def user_states(
+        self, scope: Scope
+    ) -> AsyncIterator[Mapping[tuple[str, str], JsonObject | UnreadableState]]:
+        """Yield the states of the users of the apps in *scope* by app name and user id."""
+        for app_name in self._apps(scope):
+            by_user: dict[str, list[_Listed]] = {}
+            by_user.update((user_id, []) for user_id in self._user_ids.get(app_name, ()))
+            for one in await self._listed(app_name):
+                by_user.setdefault(one.user_id, []).append(one)
+            users = sorted(by_user)
+            for start in range(0, len(users), _BATCH_SESSIONS):
+                some = users[start : start + _BATCH_SESSIONS]
+                found = await asyncio.gather(
+                    *(self._user_state(app_name, user_id, by_user[user_id]) for user_id in some)
+                )
+                batch = {
+                    (app_name, user_id): _state(state)
+                    for user_id, state in zip(some, found, strict=True)
+                    if state is not None
+                }
+                if batch:
+                    yield batch
+
+    def _apps(self, scope: Scope) -> list[str]:
+        return [name for name in self._app_names if scope.app_name in (None, name)]
+
+    async def _listed(self, app_name: str, since: int | None = None) -> list[_Listed]:
+        users: Sequence[str | None] = self._user_ids.get(app_name) or [None]
+        found: dict[tuple[str, str], _Listed] = {}
+        for user_id in users:
+            response = await self._service.list_sessions(app_name=app_name, user_id=user_id)
+            for session in response.sessions:
+                time = session.last_update_time
+                if since is None or microseconds(time) >= since:
+                    key = session.user_id, session.id
+                    found[key] = _Listed(*key, time)
+        return sorted(found.values())
+
+    async def _get(self, app_name: str, one: _Listed, **options: Any) -> Session | None:
+        async with self._calls:
+            return await self._service.get_session(
+                app_name=app_name, user_id=one.user_id, session_id=one.session_id, **options
+            )
+
+    async def _newest(self, app_name: str, listed: Sequence[_Listed]) -> Session | None:
+        """Return the most recently updated session that still exists."""
+        for one in sorted(listed, key=lambda one: one.update_time, reverse=True):
+            session = await self._get(app_name, one, config=GetSessionConfig(num_recent_events=0))
+            if session is not None:
+                return session
+        return None
+
+    async def _user_state(
+        self, app_name: str, user_id: str, listed: Sequence[_Listed]
+    ) -> JsonObject | None:
+        get: Callable[..., Any] | None = getattr(self._service, "get_user_state", None)
+        if get is not None:  # google-adk 2.6 and later
+            try:
+                async with self._calls:
+                    return dict(await get(app_name=app_name, user_id=user_id))
+            except NotImplementedError:
+                pass
+        session = await self._newest(app_name, listed)
+        return None if session is None else states.split(session.state).user
+
+
+def _content(key: SourceSession, session: Session) -> _Content:
+    """Convert *session*, which the service returned for *key*."""
+    try:
+        check_ids(*key[:3])
+    except ValueError as error:  # the text contains no id
+        return UnreadableSession(f"{error}: {_LIMITS}")
+    state = _state(states.split(session.state).session)
+    if isinstance(state, UnreadableState):
+        return UnreadableSession(state.reason)
+    converted: list[SourceEvent] = []
+    for event in session.events:
+        try:
+            time = microseconds(event.timestamp)
+            plaintext = events.encode(_without_temporary(event), replaces=False)
+        except ValueError:
+            break
+        converted.append(SourceEvent(plaintext, time))
+    if len(converted) < len(session.events):
+        return UnreadableSession(
+            f"event {len(converted) + 1} of {len(session.events)} holds a value without a JSON "
+            f"form, or exceeds a limit: {_LIMITS}"
+        )
+    try:
+        updated_at = microseconds(session.last_update_time)
+    except ValueError:
+        return UnreadableSession("its last_update_time is not a time")
+    created_at = min(converted[0].time, updated_at) if converted else updated_at
+    return SessionContent(state, converted, created_at, updated_at)
+
+
+def _without_temporary(event: Event) -> Event:
+    """Return *event* as google-adk stores it; a copy if it must be changed."""
+    delta = event.actions.state_delta
+    if event.id and not any(key.startswith(states.TEMP_PREFIX) for key in delta or ()):
+        return event
+    copied = event.model_copy(update={"actions": event.actions.model_copy()})
+    events.prepare(copied, {})
+    return copied
+
+
+def _state(state: JsonObject) -> JsonObject | UnreadableState:
+    """Return *state* as JSON values."""
+    try:
+        return states.loads(states.encode(state))
+    except ValueError:
+        pass  # the text of the error may contain keys
+    return UnreadableState(f"its state exceeds a limit: {_LIMITS}")
