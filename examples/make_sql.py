@@ -13,14 +13,21 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from adk_secure_sessions.storage.opening import Part
-from adk_secure_sessions.storage.schema import metadata
+from adk_secure_sessions.storage.schema import FEATURE_TABLES, feature_metadata, metadata
 
 DIRECTORY = Path(__file__).resolve().parent.parent / "docs" / "sql"
 URLS = {"postgresql": "postgresql+asyncpg://", "mysql": "mysql+asyncmy://", "sqlite": "sqlite://"}
 PARTS = {
-    "": (Part.ALL, "The tables of adk-secure-sessions"),
-    "-keys": (Part.KEYS, "The tables of a key database of adk-secure-sessions"),
-    "-data": (Part.DATA, "The tables of adk-secure-sessions, without those of the key database"),
+    "": (Part.ALL.tables, "The tables of adk-secure-sessions"),
+    "-keys": (Part.KEYS.tables, "The tables of a key database of adk-secure-sessions"),
+    "-data": (
+        Part.DATA.tables,
+        "The tables of adk-secure-sessions, without those of the key database",
+    ),
+    "-migration": (
+        FEATURE_TABLES,
+        "The table that `migrate` adds to the data tables of adk-secure-sessions",
+    ),
 }
 HEAD = """\
 -- {what}, for {database}.
@@ -41,8 +48,10 @@ def script(database: str, part: str) -> str:
         statements.append("\n".join(lines).replace(")ENGINE", ") ENGINE") + ";\n")
 
     engine = sa.create_mock_engine(URLS[database], collect)
-    holds, what = PARTS[part]
-    metadata.create_all(engine, tables=holds.tables, checkfirst=False)
+    tables, what = PARTS[part]
+    for of in (metadata, feature_metadata):
+        mine = [table for table in tables if table.metadata is of]
+        of.create_all(engine, tables=mine, checkfirst=False)
     return HEAD.format(what=what, database=NAMES[database]) + "\n".join(statements)
 
 

@@ -166,7 +166,7 @@ class EncryptedSessionService(KeyMaterial, BaseSessionService):
             cached_keys=data_key_cache_size,
             cache_seconds=cache_seconds,
         )
-        self._store = Store(unit)
+        self._store = Store(unit, create_tables=create_tables)
         self._collections = Collections(unit)
         self._skip = skip_unreadable_sessions
         self._lifetime = _lifetime(expires_after)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.errors import ConfigurationError, WrongKeyError
 from adk_secure_sessions.formats.records import pack
 from adk_secure_sessions.maintenance.clearing import clear, overwrite_deleted
 from adk_secure_sessions.maintenance.database import Database, Limits, see_what_is_committed
@@ -64,6 +64,7 @@ async def erase_user(
     data keys, and a second transaction deletes the rows.  Nothing is decrypted, so rows that were
     tampered with are also deleted.  Services can keep running.  If the same user id is used again
     later, the service creates a new user with a new data key.  A second erasure finds no rows.
+    If `migrate` has copied sessions to the database, a later run copies nothing of the user.
 
     Args:
         db: The database.
@@ -81,6 +82,8 @@ async def erase_user(
     if not (isinstance(app_name, str) and isinstance(user_id, str)):
         raise ConfigurationError("app_name and user_id must be text")
     tag = identify((await db.keys()).keyring.index, app_name, user_id).user_tag
+    if not dry_run:
+        await _exclude_from_migration(db, app_name, user_id)
     find, keys, rows = _Deletion.find_keys, _Deletion.delete_keys, _Deletion.delete_rows
     erasing = _Erasing(tag, dry_run, db.limits)
     if db.key_executor is db.executor:
@@ -103,6 +106,17 @@ async def erase_user(
         not obstacle,
         obstacle,
     )
+
+
+async def _exclude_from_migration(db: Database, app_name: str, user_id: str) -> None:
+    """If sessions were imported, ensure that a later import stores nothing of the user."""
+    store = await db.store()
+    try:
+        has_imports = await store.has_imports()
+    except WrongKeyError:
+        has_imports = True  # an older list of features was replayed: `tombstone` corrects the list
+    if has_imports:
+        await store.tombstone(app_name, user_id)
 
 
 # --- deleting ------------------------------------------------------------------------------------

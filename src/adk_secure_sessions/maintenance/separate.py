@@ -31,6 +31,8 @@ from adk_secure_sessions.maintenance.rotation import PREFIX, later_than_all_keys
 from adk_secure_sessions.storage import (
     DATABASE_ID,
     FEATURES,
+    MIGRATION,
+    MIGRATION_MARK,
     SEPARATING,
     SEPARATION,
     check_features,
@@ -39,6 +41,7 @@ from adk_secure_sessions.storage import (
     half_separated,
     keyring,
     meta,
+    migrated,
     repeated,
     separation_marks,
     stored_features,
@@ -75,6 +78,8 @@ async def separate(
 ) -> Separated:
     """Give a copy of a database a new id, a new data master and new data keys; delete the old keys.
 
+    The copy does not remember which of its sessions `migrate` has copied.
+
     Run `separate` on the copy.  Services reject the copy until the separation has ended.  If a run
     is killed, or if its result is not `complete`, run `separate` again: the next run continues.
 
@@ -105,6 +110,7 @@ async def separate(
     if not resumed:
         await _begin(db)
     options = {"progress": progress, "rows_per_second": rows_per_second}
+    await _drop_imports(db)
     opened = (await db.keys()).keyring
     separation = opened.separation
     assert separation is not None, "it was begun above"
@@ -179,6 +185,15 @@ async def _finish_ids(db: Database) -> None:
     await db.change(partial(_set_id, old_id, survey.database_id.hex()))
 
 
+async def _drop_imports(db: Database) -> None:
+    """Delete the rows of `secure_migrated`, which are sealed for the id of the original.
+
+    The copy starts without a history of imports.  `_end` removes the feature.
+    """
+    if migrated.name in (await db.survey()).feature_tables:
+        await db.change(lambda connection: connection.execute(sa.delete(migrated)).close())
+
+
 async def _records_left(db: Database, since: int) -> int:
     """Count the records that must still be re-encrypted.
 
@@ -238,7 +253,7 @@ async def _end(db: Database, opened: Keyring) -> None:
     """Remove the feature `separating`, so that services can start."""
     survey = await db.survey()
     check_features(survey, opened)  # reject a tampered list: the new list contains its features
-    features = stored_features(survey) - {SEPARATING}
+    features = stored_features(survey) - {SEPARATING, MIGRATION}
     mark = feature_mark(opened.index, opened.database_id, features)
     if not await db.change_keys(partial(_remove_separation, survey.meta[FEATURES], mark)):
         raise SecureSessionError("the features were changed meanwhile: try again", retryable=True)
@@ -252,5 +267,6 @@ def _remove_separation(old: str, new: str, connection: sa.Connection) -> bool:
     row = sa.update(meta).where(meta.c.name == FEATURES, meta.c.value == stored)
     changed = connection.execute(row.values(value=new)).rowcount == 1
     if changed:
-        connection.execute(sa.delete(meta).where(meta.c.name == SEPARATION))
+        marks = meta.c.name.in_([SEPARATION, MIGRATION_MARK])
+        connection.execute(sa.delete(meta).where(marks))
     return changed

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from adk_secure_sessions.maintenance.clearing import rewrite
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.storage import DATA_TABLES, KEY_TABLES, TABLES
+from adk_secure_sessions.storage import DATA_TABLES, FEATURE_TABLES, KEY_TABLES, TABLES
 
 
 class Vacuum(NamedTuple):
@@ -36,11 +36,12 @@ async def vacuum(db: Database) -> Vacuum:
     Raises:
         ConfigurationError: The database cannot be used, or holds no encrypted sessions yet.
     """
-    await db.survey()
+    present = (await db.survey()).feature_tables
+    of_features = tuple(table for table in FEATURE_TABLES if table.name in present)
     if db.executors.has_key_database:
-        places = [(db.executor, DATA_TABLES), (db.key_executor, KEY_TABLES)]
+        places = [(db.executor, DATA_TABLES + of_features), (db.key_executor, KEY_TABLES)]
     else:
-        places = [(db.executor, TABLES)]
+        places = [(db.executor, TABLES + of_features)]
     obstacles: list[str] = []
     for executor, tables in places:
         obstacles += await rewrite(executor, tables, db.limits.lock_wait)

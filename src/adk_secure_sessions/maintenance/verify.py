@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.errors import Reason, TamperedError
+from adk_secure_sessions.errors import Reason, TamperedError, WrongKeyError
 from adk_secure_sessions.formats import memory_items
 from adk_secure_sessions.formats.json_text import read_event
 from adk_secure_sessions.formats.memory_items import MemoryItem
@@ -36,9 +36,13 @@ from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Proble
 from adk_secure_sessions.storage import (
     COLLECTIONS,
     FEATURES,
+    MIGRATION,
+    MIGRATION_MARK,
     CheckApp,
     CheckLocatedSession,
     CheckUser,
+    MigratedRow,
+    Seals,
     StoredSession,
     apps,
     bases,
@@ -47,6 +51,7 @@ from adk_secure_sessions.storage import (
     events,
     is_one_of,
     meta,
+    migrated,
     naming,
     numbered,
     read_data_keys,
@@ -113,12 +118,16 @@ async def verify(
         ConfigurationError: The database cannot be used, or holds no encrypted sessions yet.
     """
     index = (await db.keys()).keyring.index
-    total = await count_rows(db, apps, users, sessions, witnesses, data_keys)
+    has_imports = migrated.name in (await db.survey()).feature_tables
+    counted = [apps, users, sessions, witnesses, data_keys, *([migrated] if has_imports else [])]
+    total = await count_rows(db, *counted)
     meter = Meter(progress, total + await count_events(db), rows_per_second)
     run = _Verifier(db, index, meter)
     await run.check_apps()
     await run.check_users()
     await run.check_sessions()
+    if has_imports:
+        await run.check_imports()
     await run.check_features()
     await _find_orphaned_witnesses(db, run.problems, meter)
     await _find_orphaned_data_keys(db, run.problems, meter)
@@ -153,6 +162,21 @@ class _WitnessTag(NamedTuple):
     is_owned: int
 
 
+class _ImportedRow(NamedTuple):
+    """A row of `secure_migrated`.
+
+    *version* is the revision of the session, or the version of the user or app, that has the same
+    tag and the row id of the import; None if there is none.
+    """
+
+    tag: bytes
+    row_id: int
+    number: int
+    source: bytes
+    seal: bytes
+    version: int | None
+
+
 class _Histories:
     """The numbers of checked sessions and events, or of checked collections and items."""
 
@@ -174,7 +198,7 @@ class _Verifier:
         self._index = index
         self._meter = meter
         self._misnamed_apps: set[int] = set()
-        self._apps = self._users = self._unchecked = 0
+        self._apps = self._users = self._unchecked = self._imports = 0
         self._sessions, self._collections = _Histories(), _Histories()
 
     def result(self) -> Verification:
@@ -228,20 +252,47 @@ class _Verifier:
             loads(app.state)
 
     async def check_features(self) -> None:
-        """Report a list of features that lacks `collections`, if the database has collections.
+        """Report a list of features that lacks the feature of collections or of imports.
 
-        Services add the feature before they store the first collection.  So if the feature is
+        A feature is added before the first row that needs it is stored.  So if the feature is
         missing, somebody has replayed an older list.  With the older list, a release that does not
-        know collections would use the database.
+        know the feature would use the database.
         """
-        if not self._collections.number:
-            return
-        if COLLECTIONS not in stored_features(await self._db.survey()):
+        listed = stored_features(await self._db.survey())
+        if self._collections.number and COLLECTIONS not in listed:
             detail = (
                 f"the database has collections, and the feature {COLLECTIONS!r} is not listed: an "
                 "older list was replayed; the next service that appends an item adds the feature"
             )
             self.problems.add(meta.name, FEATURES, Reason.MISMATCH, detail)
+        if self._imports and MIGRATION not in listed:
+            detail = (
+                f"{migrated.name} has rows, and the feature {MIGRATION!r} is not listed: an older "
+                "list was replayed; the next run of `migrate` adds the feature"
+            )
+            self.problems.add(meta.name, FEATURES, Reason.MISMATCH, detail)
+
+    async def check_imports(self) -> None:
+        """Check the seals of `secure_migrated`, and the mark that everything was imported.
+
+        Also report a session, user or app whose revision or version is lower than it was right
+        after the import: an older row was replayed.
+        """
+        seals = Seals((await self._db.keys()).keyring)
+        size = self._db.limits.headers
+        async for rows in batches(self._db, migrated.c.tag, _migrated, _ImportedRow, size):
+            for row in rows:
+                self._imports += 1
+                try:
+                    seals.check(MigratedRow(*row[:5]))
+                    _reject_rollback(row)
+                except UNREADABLE as error:
+                    self.problems.add_error(error, migrated.name, row.tag)
+            await self._meter.advance(len(rows))
+        try:
+            await (await self._db.store()).migration_is_complete()
+        except WrongKeyError as error:
+            self.problems.add(meta.name, MIGRATION_MARK, Reason.MISMATCH, str(error))
 
     def _has_own_name(self, row: _AppName) -> bool:
         """Return whether the tag of the app's row is the blind index of the app's name."""
@@ -330,6 +381,17 @@ def _check_states(session: StoredSession) -> None:
             loads(session.snapshot)
     with naming(sessions.name, session.id):
         loads(session.overlay)
+
+
+def _reject_rollback(row: _ImportedRow) -> None:
+    if isinstance(row.version, int) and row.version < row.number:
+        raise TamperedError(
+            f"the row that was imported has version {row.version} instead of {row.number} or a "
+            "later one: an older row was replayed",
+            reason=Reason.MISMATCH,
+            table=migrated.name,
+            row=row.tag.hex(),
+        )
 
 
 # --- orphaned rows -------------------------------------------------------------------------------
@@ -441,6 +503,24 @@ def _witnesses(bounds: Bounds) -> sa.Select[Any]:
     owned = sa.or_(*(_exists(table.c.tag == tag) for table in (apps, users, sessions)))
     owned = sa.case((owned, sa.literal_column("1")), else_=sa.literal_column("0"))
     return sa.select(tag, owned).where(*within(tag, bounds)).order_by(tag)
+
+
+@functools.cache
+def _migrated(bounds: Bounds) -> sa.Select[Any]:
+    c = migrated.c
+    versions = [
+        sa.select(version)
+        .where(table.c.tag == c.tag, table.c.id == c.row_id)
+        .correlate(migrated)
+        .scalar_subquery()
+        for table, version in (
+            (sessions, sessions.c.revision),
+            (users, users.c.version),
+            (apps, apps.c.version),
+        )
+    ]
+    query = sa.select(*(c[name] for name in MigratedRow._fields), sa.func.coalesce(*versions))
+    return query.where(*within(c.tag, bounds)).order_by(c.tag)
 
 
 @functools.cache

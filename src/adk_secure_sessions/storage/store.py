@@ -611,10 +611,10 @@ class Feature:
         if self._create_table is None:
             await self._unit.change_keys(partial(add_feature, self._name, keyring))
             self._ensured = keyring
-        elif not await self.is_added():
-            async with self._locks.hold("table"):
-                if self._ensured is not keyring:
-                    await self._add_with_table(keyring)
+            return
+        async with self._locks.hold("table"):
+            if self._ensured is not keyring:
+                await self._add_with_table(keyring)
 
     async def is_added(self) -> bool:
         """Return whether the database has the feature.
@@ -639,12 +639,15 @@ class Feature:
         return False
 
     async def _add_with_table(self, keyring: Keyring) -> None:
-        """Create the table, and then add the feature.
+        """Create the table, and then add the feature, if they are missing.
 
         If the process stops between the two, the table is empty, and the next call continues.
         """
-        work = partial(create_table_of, self._name, may_create=self._create_table is True)
-        await self._unit.change(work)
+        look_for = partial(has_feature, self._name, keyring)
+        if not await self._unit.change_keys(look_for, commit=False):
+            may_create = self._create_table is True
+            work = partial(create_table_of, self._name, may_create=may_create)
+            await self._unit.change(work)
         await self._unit.change_keys(partial(add_feature, self._name, keyring))
         self._ensured = keyring
 
