@@ -362,7 +362,12 @@ async def test_two_processes_copy_a_session_once(opened: Open) -> None:
     stored = await get(services[0])
     appended = [result for result in results if isinstance(result, Event)]
     assert all(isinstance(result, Event | StaleSessionError) for result in results)
-    assert texts(stored) == ["one", "two", "three", *(one.content.parts[0].text for one in appended)]  # type: ignore[union-attr, index]
+    assert texts(stored) == [
+        "one",
+        "two",
+        "three",
+        *(one.content.parts[0].text for one in appended),
+    ]  # type: ignore[union-attr, index]
     assert len(appended) == 1
     assert sum(one.copied_sessions for one in services) == 1
 
@@ -410,7 +415,9 @@ async def test_state_that_a_plain_service_has_written_is_kept(
     for _ in range(2):
         assert (await get(service)).state["user:language"] == "pt"
         assert await service.get_user_state(**ADA) == {"language": "pt"}
-        assert {one.state["user:language"] for one in (await service.list_sessions(**ADA)).sessions} == {"pt"}  # noqa: E501
+        assert {
+            one.state["user:language"] for one in (await service.list_sessions(**ADA)).sessions
+        } == {"pt"}  # noqa: E501
         await service.append_event(await get(service), said("four", 4))
     assert "the state in the plaintext source is not used" in caplog.text
 
@@ -635,7 +642,9 @@ def test_arguments_are_checked(source: MemoryLookup) -> None:
 # --- Everything together --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [1, 2, *(pytest.param(n, marks=pytest.mark.soak) for n in range(3, 60))])  # noqa: E501
+@pytest.mark.parametrize(
+    "seed", [1, 2, *(pytest.param(n, marks=pytest.mark.soak) for n in range(3, 60))]
+)  # noqa: E501
 async def test_application_sees_no_difference_to_a_database_that_was_copied_before(
     opened: Open, source: MemoryLookup, seed: int
 ) -> None:

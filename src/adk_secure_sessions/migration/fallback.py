@@ -440,7 +440,10 @@ class PlaintextFallbackService(BaseSessionService):
     async def _states(
         self, app_name: str, user_id: str, moved: set[Owner]
     ) -> tuple[JsonObject, JsonObject]:
-        """Return the states of an app and a user: encrypted ones if they exist or are in *moved*."""
+        """Return the states of an app and a user.
+
+        An encrypted state counts if it is not empty, or if it is in *moved*.
+        """
         app_json, user_json = await self._store.states(app_name, user_id)
         app = states.loads(app_json, "the app's state")
         user = states.loads(user_json, "the user's state")
