@@ -362,12 +362,7 @@ async def test_two_processes_copy_a_session_once(opened: Open) -> None:
     stored = await get(services[0])
     appended = [result for result in results if isinstance(result, Event)]
     assert all(isinstance(result, Event | StaleSessionError) for result in results)
-    assert texts(stored) == [
-        "one",
-        "two",
-        "three",
-        *(one.content.parts[0].text for one in appended),
-    ]  # type: ignore[union-attr, index]
+    assert [event.id for event in stored.events[3:]] == [event.id for event in appended]
     assert len(appended) == 1
     assert sum(one.copied_sessions for one in services) == 1
 
@@ -417,7 +412,7 @@ async def test_state_that_a_plain_service_has_written_is_kept(
         assert await service.get_user_state(**ADA) == {"language": "pt"}
         assert {
             one.state["user:language"] for one in (await service.list_sessions(**ADA)).sessions
-        } == {"pt"}  # noqa: E501
+        } == {"pt"}
         await service.append_event(await get(service), said("four", 4))
     assert "the state in the plaintext source is not used" in caplog.text
 
@@ -470,7 +465,7 @@ async def test_erased_user_is_not_read_from_the_source(
 
 def once(name: str, work: Callable[[], Awaitable[object]]) -> Callable[[str], Awaitable[None]]:
     """Return a `before` that awaits *work* before the first query of the method *name*."""
-    done = []
+    done: list[str] = []
 
     async def before(query: str) -> None:
         if query == name and not done:
@@ -644,12 +639,12 @@ def test_arguments_are_checked(source: MemoryLookup) -> None:
 
 @pytest.mark.parametrize(
     "seed", [1, 2, *(pytest.param(n, marks=pytest.mark.soak) for n in range(3, 60))]
-)  # noqa: E501
+)
 async def test_application_sees_no_difference_to_a_database_that_was_copied_before(
     opened: Open, source: MemoryLookup, seed: int
 ) -> None:
     """Random operations of three processes, while sessions and states are copied."""
-    choice = random.Random(seed)  # noqa: S311 - no secret
+    choice = random.Random(seed)
     users = ["ada", "bob", "cyd"]
     for user in users[1:]:
         for number in range(3):
@@ -692,8 +687,10 @@ async def test_application_sees_no_difference_to_a_database_that_was_copied_befo
             for one in (service, model):
                 await one.delete_session(**ids)
         elif operation in ("list", "list all"):
-            wanted = {"app_name": APP, "user_id": user if operation == "list" else None}
-            responses = [await one.list_sessions(**wanted) for one in (service, model)]
+            whose = user if operation == "list" else None
+            responses = [
+                await one.list_sessions(app_name=APP, user_id=whose) for one in (service, model)
+            ]
             shown = [
                 sorted((one.user_id, one.id, str(_shown(one))) for one in response.sessions)
                 for response in responses
