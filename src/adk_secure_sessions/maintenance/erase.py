@@ -6,17 +6,20 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.errors import ConfigurationError, WrongKeyError
+from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.records import pack
 from adk_secure_sessions.maintenance.clearing import clear, overwrite_deleted
 from adk_secure_sessions.maintenance.database import Database, Limits, see_what_is_committed
 from adk_secure_sessions.maintenance.engine import header_of
 from adk_secure_sessions.storage import (
+    FEATURES,
+    MIGRATION,
     bases,
     data_keys,
     empty_caches,
     events,
     identify,
+    meta,
     sessions,
     users,
     witnesses,
@@ -108,15 +111,14 @@ async def erase_user(
     )
 
 
+_FEATURES = sa.select(meta.c.value).where(meta.c.name == sa.bindparam("name"))
+
+
 async def _exclude_from_migration(db: Database, app_name: str, user_id: str) -> None:
-    """If sessions were imported, ensure that a later import stores nothing of the user."""
-    store = await db.store()
-    try:
-        has_imports = await store.has_imports()
-    except WrongKeyError:
-        has_imports = True  # an older list of features was replayed: `tombstone` corrects the list
-    if has_imports:
-        await store.tombstone(app_name, user_id)
+    """If the database has imports, ensure that a later import stores nothing of the user."""
+    for (features,) in await db.read_keys(_FEATURES, {"name": FEATURES}):
+        if MIGRATION in str(features).partition(" ")[0].split(","):
+            await (await db.store()).tombstone(app_name, user_id)
 
 
 # --- deleting ------------------------------------------------------------------------------------
