@@ -61,7 +61,7 @@ class Target:
         """Delete the row of `secure_migrated` of a user or a session."""
         async with Database(self.url, BACKEND) as db:
             index = (await db.keys()).keyring.index
-        tag = index.user(*ids) if len(ids) == 2 else index.session(*ids)  # type: ignore[call-arg]
+        tag = index.user(*ids) if len(ids) == 2 else index.session(*ids)
         assert self.run("DELETE FROM secure_migrated WHERE tag = ?", tag) == 1
 
 
