@@ -33,7 +33,7 @@ from adk_secure_sessions.storage import (
 )
 from adk_secure_sessions.storage.opening import create_table_of
 from tests.conformance.services import KEY, Kind
-from tests.conformance.support import APP, START, USER, create, delete, each_kind, event, find
+from tests.conformance.support import APP, START, USER, create, delete, each_kind, event
 from tests.faults import Point, lost, with_faults
 
 ON_SERVERS = [

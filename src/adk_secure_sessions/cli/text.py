@@ -280,10 +280,11 @@ def _done(rotation: RotationProgress) -> str:
     said = f"{percent}%, {rotation.done:,} of {counted(rotation.total, noun)}"
     if rotation.seconds_left is None:
         return said
-    return f"{said}, {_duration(rotation.seconds_left)} left at the average speed since it began"
+    return f"{said}, {duration(rotation.seconds_left)} left at the average speed since it began"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Return *seconds* as text, such as `about 3 hours`."""
     for unit, size in (("day", 86400), ("hour", 3600), ("minute", 60)):
         if seconds >= 2 * size:
             return f"about {counted(round(seconds / size), unit)}"

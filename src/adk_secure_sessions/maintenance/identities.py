@@ -38,12 +38,16 @@ class SessionIds(NamedTuple):
 
 
 class LocatedSession(NamedTuple):
-    """A row of `secure_sessions`: its row id, its tag, and the decrypted ids or the error."""
+    """A row of `secure_sessions`: its row id, its tag, and the decrypted ids or the error.
+
+    *columns* are the columns of the row, which are authentic; None if *ids* is None.
+    """
 
     row: int
     tag: bytes
     ids: SessionIds | None
     error: Exception | None = None
+    columns: "SessionColumns | None" = None
 
     def known_ids(self) -> SessionIds:
         """Return the ids, or raise the error that decrypting them raised."""
@@ -118,6 +122,11 @@ async def located_sessions(db: Database, due: Due | None = None) -> AsyncIterato
         yield LocatedSessions(span, await _located_with_present_keys(db, span, due))
 
 
+async def located_in(db: Database, span: Range) -> list[LocatedSession]:
+    """Return the sessions and collections whose row ids are in *span*; see `located_sessions`."""
+    return await _located_with_present_keys(db, span, None)
+
+
 def app_name_of(stored: object) -> str:
     """Return the app's name from *stored*, the value of `secure_apps.app_name`.
 
@@ -180,7 +189,8 @@ def _locate(row: SessionColumns, found: _SessionsAndOwners, keys: StagedKeys) ->
     except UNREADABLE as error:
         return LocatedSession(row.id, row.tag, None, error)
     is_collection = row.base_revision == COLLECTION
-    return LocatedSession(row.id, row.tag, SessionIds(app_name, user_id, session_id, is_collection))
+    ids = SessionIds(app_name, user_id, session_id, is_collection)
+    return LocatedSession(row.id, row.tag, ids, columns=row)
 
 
 # --- rows ----------------------------------------------------------------------------------------

@@ -1,1 +1,29 @@
 """Copy sessions into a database of this package, and out of it."""
+
+from adk_secure_sessions.migration.adk_tables import AdkTables
+from adk_secure_sessions.migration.compare import Comparison, compare
+from adk_secure_sessions.migration.encrypted import EncryptedSource
+from adk_secure_sessions.migration.erase_source import Erased, SourceErasure, erase_source
+from adk_secure_sessions.migration.fallback import PlaintextFallbackService
+from adk_secure_sessions.migration.migrate import Migration, migrate
+from adk_secure_sessions.migration.opening import open_source
+from adk_secure_sessions.migration.pipeline import Finding
+from adk_secure_sessions.migration.sources import LookupSource, Scope, Source
+
+__all__ = [
+    "AdkTables",
+    "Comparison",
+    "EncryptedSource",
+    "Erased",
+    "Finding",
+    "LookupSource",
+    "Migration",
+    "PlaintextFallbackService",
+    "Scope",
+    "Source",
+    "SourceErasure",
+    "compare",
+    "erase_source",
+    "migrate",
+    "open_source",
+]

@@ -8,6 +8,7 @@ seconds.
 import json
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, tzinfo
+from importlib import import_module
 from typing import Any
 
 from google.adk.events import Event, EventActions
@@ -206,12 +207,11 @@ def pickle_reader() -> EventReader:
     Raises:
         ConfigurationError: The installed google-adk has no such unpickler.
     """
+    loads: Callable[[bytes], Any] | None
     try:
-        from google.adk.sessions import _restricted_pickle  # type: ignore[attr-defined,unused-ignore]
-
-        loads: Callable[[bytes], Any] = _restricted_pickle.loads
+        loads = import_module("google.adk.sessions._restricted_pickle").loads
     except (ImportError, AttributeError):
-        loads = None  # type: ignore[assignment]
+        loads = None
     if loads is None:
         raise ConfigurationError(
             "the database has google-adk's schema v0, which stores pickles, and the installed "

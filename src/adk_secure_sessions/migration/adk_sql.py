@@ -61,6 +61,10 @@ _e = _table(
     "rowid",
     *dict.fromkeys([*adk_rows.JSON_COLUMNS, *adk_rows.PICKLED_COLUMNS]),
 )
+# The same tables without aliases, for DELETE.
+_sessions = sa.table("sessions", *map(sa.column, ("app_name", "user_id", "id")))
+_events = sa.table("events", *map(sa.column, ("app_name", "user_id", "session_id")))
+TABLE_NAMES = ("sessions", "events", "app_states", "user_states")
 _SESSION_KEY = (_s.c.app_name, _s.c.user_id, _s.c.id)
 _JSON = {
     "event_data",
@@ -79,11 +83,16 @@ class StateTable(NamedTuple):
 
     table: sa.FromClause
     names: tuple[str, ...]
+    name: str
 
 
-APP_STATES = StateTable(_table("app_states", "a", "app_name", "state"), ("app_name",))
+APP_STATES = StateTable(
+    _table("app_states", "a", "app_name", "state"), ("app_name",), "app_states"
+)
 USER_STATES = StateTable(
-    _table("user_states", "u", "app_name", "user_id", "state"), ("app_name", "user_id")
+    _table("user_states", "u", "app_name", "user_id", "state"),
+    ("app_name", "user_id"),
+    "user_states",
 )
 
 
@@ -170,14 +179,27 @@ class Tables:
         return SourceSize(*(connection.scalar(query) or 0 for query in (sessions, events)))
 
     def page(
-        self, connection: sa.Connection, scope: Scope, after: tuple[str, str, str] | None
+        self,
+        connection: sa.Connection,
+        scope: Scope,
+        after: tuple[str, str, str] | None,
+        *,
+        limit: int = PAGE,
+        lock: bool = False,
     ) -> list[tuple[SourceSession, int]]:
-        """Return the next sessions, and about how many bytes their rows have."""
+        """Return the next *limit* sessions, and about how many bytes their rows have.
+
+        If *lock* is True, nobody can change the sessions until the transaction ends.  The caller
+        has begun a transaction that writes; see `erase_source`.
+        """
         chosen = sa.select(
             *_SESSION_KEY, _s.c.create_time, _s.c.update_time, self._size(_s.c.state)
         )
         chosen = chosen.where(*self._within(scope), *self._after(_SESSION_KEY, after))
-        rows = connection.execute(chosen.order_by(*_SESSION_KEY).limit(PAGE)).all()
+        chosen = chosen.order_by(*_SESSION_KEY).limit(limit)
+        if lock:  # SQLite ignores this, and locks the whole file
+            chosen = chosen.with_for_update()
+        rows = connection.execute(chosen).all()
         if not rows:
             return []
         keys = [self._checked(row[:3]) for row in rows]
@@ -198,6 +220,44 @@ class Tables:
             version = _version(*row[3:5], number)
             found.append((SourceSession(*key, version), int(size) + int(row[5] or 0)))
         return found
+
+    def delete(self, connection: sa.Connection, keys: Sequence[tuple[str, ...]]) -> int:
+        """Delete the sessions *keys* with their events, and return the number of events."""
+        if not keys:
+            return 0
+        of_events = (_events.c.app_name, _events.c.user_id, _events.c.session_id)
+        events = sa.delete(_events).where(self._is_one_of(keys, of_events))
+        number = connection.execute(events).rowcount
+        own = (_sessions.c.app_name, _sessions.c.user_id, _sessions.c.id)
+        connection.execute(sa.delete(_sessions).where(self._is_one_of(keys, own)))
+        return number
+
+    def delete_states(
+        self, connection: sa.Connection, table: StateTable, names: Sequence[tuple[str, ...]]
+    ) -> int:
+        """Delete the states of *names*, except those of owners that still have sessions.
+
+        Return the number of deleted states.
+        """
+        stored = sa.table(table.name, *map(sa.column, table.names))
+        columns = [stored.c[name] for name in table.names]
+        same = [_s.c[name] == stored.c[name] for name in table.names]
+        statement = sa.delete(stored).where(
+            sa.and_(*(column == sa.bindparam(f"of_{column.name}") for column in columns)),
+            ~sa.exists(sa.select(sa.literal(1)).select_from(_s).where(*same).correlate(stored)),
+        )
+        number = 0
+        for one in names:
+            values = {f"of_{name}": value for name, value in zip(table.names, one, strict=True)}
+            number += connection.execute(statement, values).rowcount
+        return number
+
+    def rows_left(self, connection: sa.Connection) -> int:
+        """Return the number of rows of all sessions, events and states."""
+        return sum(
+            connection.scalar(sa.select(sa.func.count()).select_from(sa.table(name))) or 0
+            for name in TABLE_NAMES
+        )
 
     def headers(
         self, connection: sa.Connection, keys: Sequence[tuple[str, ...]]
@@ -307,21 +367,27 @@ class Tables:
         scope: Scope,
         table: StateTable,
         after: tuple[str, ...] | None,
+        *,
+        lock: bool = False,
     ) -> Sequence[Row]:
-        """Return the next rows of a table of states: its primary key, and the state."""
-        stored, names = table
+        """Return the next rows of a table of states: its primary key, and the state.
+
+        See `page` for *lock*.
+        """
+        stored, names = table.table, table.names
         columns = [stored.c[name] for name in names]
         query = sa.select(*columns, self._json(stored.c.state)).where(*self._after(columns, after))
         if scope.app_name is not None:
             query = query.where(stored.c.app_name == scope.app_name)
-        return connection.execute(query.order_by(*columns).limit(STATES)).all()
+        query = query.order_by(*columns).limit(STATES)
+        return connection.execute(query.with_for_update() if lock else query).all()
 
     def aliases(self, connection: sa.Connection, scope: Scope, table: StateTable) -> Sequence[Row]:
         """Return the states of apps or users whose sessions spell the name in another way.
 
         See `has_shared_states`.
         """
-        stored, names = table
+        stored, names = table.table, table.names
         pairs = [(_s.c[name], stored.c[name]) for name in names]
         spelled = [_s.c[name] for name in names]
         query = (
@@ -395,16 +461,20 @@ class Tables:
             found = sa.or_(column > value, sa.and_(column == value, found))
         return found
 
-    def _is_one_of(self, keys: Sequence[tuple[str, ...]]) -> sa.ColumnElement[bool]:
+    def _is_one_of(
+        self,
+        keys: Sequence[tuple[str, ...]],
+        columns: Sequence[sa.ColumnElement[Any]] = _SESSION_KEY,
+    ) -> sa.ColumnElement[bool]:
         if self._dialect != "postgresql":
-            return sa.tuple_(*_SESSION_KEY).in_(keys)
+            return sa.tuple_(*columns).in_(keys)
         # For a list of tuples, PostgreSQL would plan a separate index scan for each of them.
         arrays = [
             sa.cast(sa.literal(list(names), sa.ARRAY(sa.Text())), sa.ARRAY(sa.Text()))
             for names in zip(*keys, strict=True)
         ]
         listed = sa.func.unnest(*arrays).table_valued("a", "u", "i").render_derived(name="k")
-        return sa.tuple_(*_SESSION_KEY).in_(sa.select(listed.c.a, listed.c.u, listed.c.i))
+        return sa.tuple_(*columns).in_(sa.select(listed.c.a, listed.c.u, listed.c.i))
 
 
 def _is_at_least(column: sa.ColumnElement[Any], value: object) -> sa.ColumnElement[bool]:

@@ -18,6 +18,7 @@ from urllib.parse import quote
 import sqlalchemy as sa
 
 from adk_secure_sessions.db.connect import executors_for
+from adk_secure_sessions.db.protocol import Executor
 from adk_secure_sessions.db.sqlite import is_in_memory
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.states import JsonObject
@@ -107,6 +108,7 @@ class AdkTables(LookupSource):
         self._reader = _Reader(db_url, db_engine)
         self._time_zone = time_zone
         self._found: Tables | None = None
+        self._place = db_url, db_engine
 
     @property
     def description(self) -> str:
@@ -227,6 +229,17 @@ class AdkTables(LookupSource):
         """Close the connections to the database."""
         await self._reader.close()
 
+    def writer(self) -> Executor:
+        """Return an executor that can change the tables, for `erase_source`; the caller closes it.
+
+        If the source was given as an engine, closing the executor does not close the engine.
+        """
+        return executors_for(*self._place, None, None, {}).data
+
+    async def tables(self) -> Tables:
+        """Return the SQL of the tables, which must exist."""
+        return await self._tables()
+
     async def _tables(self) -> "Tables":
         if self._found is None:
             self._found = await self._reader.inspect(
@@ -243,14 +256,14 @@ class AdkTables(LookupSource):
             rows = await self._reader.run(
                 partial(tables.states, scope=scope, table=table, after=after)
             )
-            batch = _converted(rows)
+            batch = converted(rows)
             if batch:
                 yield batch
             if len(rows) < STATES:
                 break
             after = list(batch)[-1]
         if tables.has_shared_states:
-            yield _converted(
+            yield converted(
                 await self._reader.run(partial(tables.aliases, scope=scope, table=table))
             )
 
@@ -264,7 +277,7 @@ def _header(
         return UnreadableSession(str(error))
 
 
-def _converted(rows: Sequence[Row]) -> dict[tuple[str, ...], JsonObject | UnreadableState]:
+def converted(rows: Sequence[Row]) -> dict[tuple[str, ...], JsonObject | UnreadableState]:
     """Convert rows of names and a state to states by name."""
     states = {}
     for *columns, state in rows:
@@ -299,7 +312,7 @@ class _Reader:
         """Call *work* in a transaction; all its queries read the same state of the database."""
 
         def run_in_snapshot(connection: sa.Connection) -> T:
-            with _taking_bytes(connection):
+            with taking_bytes(connection):
                 _begin(connection)
                 return work(connection)
 
@@ -334,7 +347,7 @@ def _read_only(db_url: str | sa.URL) -> str | sa.URL:
 
 
 @contextmanager
-def _taking_bytes(connection: sa.Connection) -> Iterator[None]:
+def taking_bytes(connection: sa.Connection) -> Iterator[None]:
     """Read SQLite's texts as bytes during the block: `adk_rows` decodes them, and JSON need not be.
 
     A text that is not UTF-8 then concerns only its own session.

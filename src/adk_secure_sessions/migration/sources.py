@@ -54,12 +54,14 @@ class SessionContent(NamedTuple):
         created_at: When the session was created, in microseconds since 1970, UTC.  If the source
             does not store it, the time of the first event or of the last update.
         updated_at: `Session.last_update_time`, in microseconds since 1970, UTC.
+        expires_at: When the session expires, in microseconds since 1970, UTC; None if it does not.
     """
 
     state: JsonObject
     events: Sequence[SourceEvent]
     created_at: int
     updated_at: int
+    expires_at: int | None = None
 
 
 class UnreadableSession(NamedTuple):
@@ -94,6 +96,18 @@ class SourceSize(NamedTuple):
 
     sessions: int
     events: int
+
+
+class OtherContent(NamedTuple):
+    """What a source has beside sessions and states.  `migrate` does not copy it.
+
+    Attributes:
+        collections: The number of artifacts and of users' memories.
+        items: The number of their items: the versions of the artifacts, and the memory entries.
+    """
+
+    collections: int = 0
+    items: int = 0
 
 
 class Source(ABC):
@@ -134,6 +148,10 @@ class Source(ABC):
         self, scope: Scope
     ) -> AsyncIterator[Mapping[tuple[str, str], JsonObject | UnreadableState]]:
         """Yield the states of all users of the apps in *scope* by app name and user id."""
+
+    async def others(self) -> OtherContent:
+        """Return how much content that is neither a session nor a state the source has."""
+        return OtherContent()
 
     async def close(self) -> None:  # noqa: B027 - not every source has something to close
         """Close the connections that the source has opened."""

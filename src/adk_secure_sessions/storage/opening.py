@@ -28,6 +28,7 @@ from adk_secure_sessions.errors import (
     SecureSessionError,
     WrongKeyError,
 )
+from adk_secure_sessions.formats.envelopes_1x import is_envelope
 from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.keys.keyring import (
     DATA,
@@ -60,6 +61,7 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 8  # how often `open_database` surveys a database before it fails
 _ID = re.compile("[0-9a-f]{32}")
+_SAMPLES = 20  # the number of rows of ADK's tables that `_are_of_1x` reads
 # The errors of SQLite for a file that cannot be used have names that begin with one of these.
 _UNUSABLE = ("SQLITE_CANTOPEN", "SQLITE_NOTADB", "SQLITE_READONLY", "SQLITE_PERM", "SQLITE_AUTH")
 
@@ -123,11 +125,11 @@ class Survey(NamedTuple):
     """The tables and the metadata that a database contains.  Nothing in it is authenticated.
 
     *alien_tables* are the names of tables that have the name of one of our tables, but lack one of
-    its columns.  *adk_tables* is True if ADK's own tables exist.  *is_used* is True if one of our
-    tables other than `secure_meta` and `secure_keyring` has rows.  *meta* contains the values of
-    `secure_meta` by name.  *keyring* contains at most `MAX_ROWS` + 1 rows of `secure_keyring`, and
-    *keyring_rows* is the number of all its rows.  *feature_tables* are the names of the tables of
-    features that exist.
+    its columns.  *adk_tables* is True if ADK's own tables exist, or those of adk-secure-sessions
+    1.x, which have the same names.  *is_used* is True if one of our tables other than `secure_meta`
+    and `secure_keyring` has rows.  *meta* contains the values of `secure_meta` by name.  *keyring*
+    contains at most `MAX_ROWS` + 1 rows of `secure_keyring`, and *keyring_rows* is the number of
+    all its rows.  *feature_tables* are the names of the tables of features that exist.
     """
 
     missing_tables: frozenset[str]
@@ -630,7 +632,7 @@ async def open_database(
         elif executors.has_key_database and not marks.keys() <= data.meta.keys():
             await _make(executors.data, Part.DATA, data, marks, [])
         else:
-            _warn(data, writes_plaintext)
+            await _warn(executors.data, data, writes_plaintext)
             return opened
     raise SecureSessionError(
         "the database kept changing while it was opened: try again", retryable=True
@@ -809,12 +811,33 @@ def _establish(
             connection.execute(sa.insert(keyring), [row._asdict() for row in fresh])
 
 
-def _warn(survey: Survey, writes_plaintext: bool) -> None:
+async def _warn(executor: Executor, survey: Survey, writes_plaintext: bool) -> None:
     if survey.adk_tables:
-        logger.warning(
-            "this database also holds ADK's own tables (sessions, events), which are plaintext"
-        )
+        if await executor.define(_are_of_1x, commit=False):
+            logger.warning(
+                "this database also holds tables of adk-secure-sessions 1.x (sessions, events): "
+                "their states and events are encrypted with other keys, and their ids and times "
+                "are plaintext; `migrate` copies them"
+            )
+        else:
+            logger.warning(
+                "this database also holds ADK's own tables (sessions, events), which are plaintext"
+            )
     if survey.has_plaintext_records and not writes_plaintext:
         logger.warning(
             "this database holds, or once held, plaintext records written by NoOpBackend"
         )
+
+
+def _are_of_1x(connection: sa.Connection) -> bool:
+    """Return whether adk-secure-sessions 1.x encrypted the first rows of the table `sessions`.
+
+    That distribution is another author's.  It uses the table names of ADK.
+    """
+    start = sa.func.substr(sa.cast(sa.column("state"), sa.String), 1, 4)
+    query = sa.select(start).select_from(sa.table("sessions")).limit(_SAMPLES)
+    try:
+        starts = connection.execute(query).scalars().all()
+    except sa.exc.DBAPIError:  # the table is of another program, or may not be read
+        return False
+    return bool(starts) and all(is_envelope(start or "") for start in starts)

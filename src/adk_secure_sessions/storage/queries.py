@@ -411,12 +411,10 @@ INSERT_SESSION_OF_KNOWN = _session_of_user(
     _same_row(witnesses.alias("user_witnesses"), "user_witness"),
 )
 # A user who was erased has a row of `secure_migrated` without a row id.  Sessions of the user must
-# not be imported.
-_is_not_erased = ~(
-    select(literal_column("1"))
-    .where(migrated.c.tag == _user_tag, migrated.c.row_id == _ZERO)
-    .exists()
-)
+# not be imported.  IMPORT_SESSION_OF_KNOWN requires that the user has no row at all, because nobody
+# has checked the seal of a row.
+_row_of_user = select(literal_column("1")).where(migrated.c.tag == _user_tag)
+_is_not_erased = ~_row_of_user.where(migrated.c.row_id == _ZERO).exists()
 IMPORT_SESSION = insert(sessions).from_select(
     [column.name for column in sessions.c],
     select(*(bindparam(column.name, type_=column.type) for column in sessions.c)).where(
@@ -428,7 +426,7 @@ IMPORT_SESSION_OF_KNOWN = _session_of_user(
     _same_row(apps, "app"),
     _same_row(witnesses.alias("app_witnesses"), "app_witness"),
     _same_row(witnesses.alias("user_witnesses"), "user_witness"),
-    _is_not_erased,
+    ~_row_of_user.exists(),
 )
 INSERT_MIGRATED = insert(migrated)
 UPDATE_MIGRATED = (

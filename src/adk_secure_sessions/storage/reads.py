@@ -414,16 +414,18 @@ class CheckSession(GetSession[E]):
     Attributes:
         headers: The number of decrypted records (the session, its version witness, its snapshot
             and its events), by table and record header.
+        times: The times of the events, in microseconds since 1970, UTC.
     """
 
     reads_keys = True
     finds_expired = True
     headers: Headers
+    times: list[int]
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> tuple[View, list[E]] | None:
         found = await self._find(attempt, executors)
         opened = await self._open(attempt._replace(cache=RowCache(0)), found)
-        self.headers = Counter()
+        self.headers, self.times = Counter(), [row[EVENT_TIME] for row in found.events]
         if opened is not None and found.session is not None:
             tag = found.session.tag
             self.headers[sessions.name, found.session.state[:HEADER_LENGTH]] += 1

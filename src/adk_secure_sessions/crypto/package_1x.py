@@ -1,0 +1,170 @@
+"""Decrypt what the backends of the distribution adk-secure-sessions 1.x have encrypted.
+
+That distribution is another author's, with the same name.  Only `migration.package_1x` uses this
+module, and nothing is encrypted with it.
+
+`FernetBackend` of 1.x takes a Fernet key or a passphrase.  From a passphrase, it derives keys with
+PBKDF2, and since release 1.2 also with HKDF and a salt for each value.  `AesGcmBackend` takes 32
+bytes.  Neither has associated data.
+"""
+
+import hashlib
+import threading
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from collections.abc import Iterable, Iterator
+
+from cryptography.exceptions import InvalidTag
+from cryptography.fernet import Fernet, InvalidToken
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from adk_secure_sessions.crypto.aead import KEY_LENGTH, NONCE_LENGTH
+from adk_secure_sessions.crypto.key_material import KeyMaterial, hides_frames
+from adk_secure_sessions.errors import (
+    ConfigurationError,
+    Reason,
+    TamperedError,
+    UnknownKeyError,
+)
+
+_PBKDF2_SALT = b"adk-secure-sessions-fernet-v1"
+_ITERATIONS = 600_000
+_ITERATIONS_BEFORE_1_2 = 480_000
+_HKDF_INFO = b"adk-fernet-v2"
+_HKDF_SALT_LENGTH = 16
+# A ciphertext of `FernetBackend` is a token as base64url, or marker, salt and such a token.
+_SALTED = 0x01
+_LEAST_BASE64URL = 0x2B
+_LEAST_TOKEN = 100  # characters
+_GCM_TAG_LENGTH = 16
+
+
+class _Passphrase(KeyMaterial):
+    """A passphrase, and the keys that were derived from it."""
+
+    def __init__(self, passphrase: bytes) -> None:
+        self._passphrase = passphrase
+        self._derived: dict[int, bytes] = {}
+        self._lock = threading.Lock()
+
+    def derived(self, iterations: int) -> bytes:
+        """Derive 32 bytes with PBKDF2, which takes about 0.2 s the first time."""
+        with self._lock:
+            if iterations not in self._derived:
+                self._derived[iterations] = hashlib.pbkdf2_hmac(
+                    "sha256", self._passphrase, _PBKDF2_SALT, iterations, KEY_LENGTH
+                )
+            return self._derived[iterations]
+
+
+class Package1xKeys(KeyMaterial):
+    """The keys of an application that used adk-secure-sessions 1.x.
+
+    A database may contain values of several keys, even of one backend: an interrupted rotation
+    leaves such a database.  Each key is tried for each value that it fits.
+
+    Args:
+        keys: What the application gave to `FernetBackend` (a Fernet key or a passphrase) or to
+            `AesGcmBackend` (32 bytes, which may be given as base64 or hexadecimal text here).  A
+            text is used exactly as given: a newline at its end would be a part of a passphrase.
+
+    Raises:
+        ConfigurationError: There are no keys, or a key is empty, or neither text nor bytes.
+    """
+
+    @hides_frames
+    def __init__(self, keys: Iterable[str | bytes]) -> None:
+        if isinstance(keys, str | bytes):
+            keys = [keys]
+        self._fernets: list[Fernet] = []
+        self._passphrases: list[_Passphrase] = []
+        self._aes: list[AESGCM] = []
+        for key in keys:
+            self._add(key)
+        if not self._passphrases and not self._fernets:
+            raise ConfigurationError("give the keys of adk-secure-sessions 1.x")
+
+    @hides_frames
+    def decrypt_fernet(self, sealed: bytes) -> bytes:
+        """Return the plaintext of *sealed*, a ciphertext of `FernetBackend`.
+
+        Raises:
+            UnknownKeyError: No key is of the kind that *sealed* needs.
+            TamperedError: No key decrypts *sealed*, or *sealed* is malformed.
+        """
+        salt_end = 1 + _HKDF_SALT_LENGTH
+        if sealed[:1] == bytes([_SALTED]) and len(sealed) >= salt_end + _LEAST_TOKEN:
+            if not self._passphrases:
+                raise UnknownKeyError("encrypted with a passphrase, and no passphrase was given")
+            return _first(self._salted(sealed[1:salt_end]), sealed[salt_end:])
+        if sealed[:1] < bytes([_LEAST_BASE64URL]):
+            raise TamperedError("the ciphertext is malformed", reason=Reason.MALFORMED)
+        return _first(self._unsalted(), sealed)
+
+    @hides_frames
+    def decrypt_aes_256_gcm(self, sealed: bytes) -> bytes:
+        """Return the plaintext of *sealed*, a ciphertext of `AesGcmBackend`.
+
+        Raises:
+            UnknownKeyError: No key has 32 bytes.
+            TamperedError: No key decrypts *sealed*, or *sealed* is malformed.
+        """
+        if len(sealed) < NONCE_LENGTH + _GCM_TAG_LENGTH:
+            raise TamperedError("the ciphertext is malformed", reason=Reason.MALFORMED)
+        if not self._aes:
+            raise UnknownKeyError("encrypted with AES-256-GCM, and no key of 32 bytes was given")
+        for cipher in self._aes:
+            try:
+                return cipher.decrypt(sealed[:NONCE_LENGTH], sealed[NONCE_LENGTH:], None)
+            except InvalidTag:
+                pass
+        raise TamperedError()
+
+    def _add(self, key: str | bytes) -> None:
+        if not isinstance(key, str | bytes):
+            raise ConfigurationError(
+                f"a key of adk-secure-sessions 1.x must be text or bytes, not {type(key).__name__}"
+            )
+        data = key.encode() if isinstance(key, str) else key
+        if not data:
+            raise ConfigurationError("a key of adk-secure-sessions 1.x is empty")
+        raw = [data, _from_hex(data)]
+        try:
+            # 1.x uses the same test, which accepts any text that base64 decodes to 32 bytes.
+            self._fernets.append(Fernet(data))
+            raw.append(urlsafe_b64decode(data))
+        except ValueError:
+            self._passphrases.append(_Passphrase(data))
+        self._aes += [AESGCM(one) for one in raw if len(one) == KEY_LENGTH]
+
+    def _salted(self, salt: bytes) -> Iterator[Fernet]:
+        for passphrase in self._passphrases:
+            hkdf = HKDF(SHA256(), KEY_LENGTH, salt, _HKDF_INFO)
+            yield _fernet(hkdf.derive(passphrase.derived(_ITERATIONS)))
+
+    def _unsalted(self) -> Iterator[Fernet]:
+        yield from self._fernets
+        for passphrase in self._passphrases:
+            yield _fernet(passphrase.derived(_ITERATIONS_BEFORE_1_2))
+
+
+def _fernet(key: bytes) -> Fernet:
+    return Fernet(urlsafe_b64encode(key))
+
+
+def _first(fernets: Iterable[Fernet], token: bytes) -> bytes:
+    """Return the plaintext of *token* with the first key that decrypts it; tokens do not expire."""
+    for fernet in fernets:
+        try:
+            return fernet.decrypt(token)
+        except InvalidToken:
+            pass
+    raise TamperedError()
+
+
+def _from_hex(data: bytes) -> bytes:
+    try:
+        return bytes.fromhex(data.decode("ascii"))
+    except ValueError:
+        return b""

@@ -1,0 +1,353 @@
+"""Read sessions from a database of this package, which may have other keys."""
+
+import asyncio
+import functools
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import sqlalchemy as sa
+
+from adk_secure_sessions.errors import DecryptionError, Reason, TamperedError
+from adk_secure_sessions.formats.json_text import read_event
+from adk_secure_sessions.formats.records import binary, decode_text
+from adk_secure_sessions.formats.states import JsonObject, loads
+from adk_secure_sessions.formats.times import microseconds
+from adk_secure_sessions.maintenance.database import Database
+from adk_secure_sessions.maintenance.engine import Bounds, Range, batches, within
+from adk_secure_sessions.maintenance.identities import (
+    LocatedSession,
+    app_name_of,
+    located_sessions,
+)
+from adk_secure_sessions.maintenance.problems import UNREADABLE
+from adk_secure_sessions.migration.sources import (
+    OtherContent,
+    Scope,
+    SessionContent,
+    Source,
+    SourceEvent,
+    SourceSession,
+    SourceSize,
+    UnreadableSession,
+    UnreadableState,
+)
+from adk_secure_sessions.storage import (
+    COLLECTION,
+    CheckApp,
+    CheckUser,
+    Store,
+    StoredSession,
+    apps,
+    bases,
+    events,
+    naming,
+    sessions,
+    users,
+)
+
+_BATCH = 8 * 2**20  # bytes of the stored records in one batch; a larger session is a batch alone
+_AT_ONCE = 8  # sessions to read at the same time; `Database` has at most 10 connections
+_MOST = 10**15  # sums of modified numbers may be larger
+_NEVER = 2**63 - 1  # the `expires_at` of a session that does not expire
+# The version of a row whose ids cannot be decrypted begins with this text, and the reason follows.
+_UNREADABLE = "unreadable: "
+
+
+class EncryptedSource(Source):
+    """A database of this package, with its own root keys and backends.
+
+    The source may have a key database, and may be in another database product than the target.
+    Events are returned as they are stored: nothing is converted, and the installed google-adk need
+    not be able to read them.  Expired sessions are omitted, and so are collections (artifacts and
+    memory): see `others`.
+
+    A session or state is only returned if its rows are authentic and belong together, as in a
+    service.  Rows that were removed together with their version witnesses leave no trace here: run
+    `verify` on the source.  A session whose ids cannot be decrypted has the table and the row id
+    instead of a session id, and the other ids are empty.  Such sessions and states belong to every
+    scope, because their app and their times are not known.
+
+    Args:
+        db: The database.  `close` closes it.
+
+    Every method also raises `WrongKeyError`, `KeyServiceError` and the other errors of opening a
+    database.
+    """
+
+    def __init__(self, db: Database) -> None:
+        self._db = db
+
+    @property
+    def description(self) -> str:
+        return "a database of adk-secure-sessions 2"
+
+    async def size(self, scope: Scope) -> SourceSize:
+        """Return how many sessions and events *scope* contains.
+
+        The numbers are those of the stored rows, which are not authenticated for this.
+        """
+        await self._db.keys()
+        parameters: dict[str, object] = {"now": _now()}
+        if scope.app_name is not None:
+            parameters["app_tag"] = (await self._db.unit.identify(scope.app_name)).app_tag
+        if scope.since is not None:
+            parameters["since"] = scope.since
+        query = _size(scope.app_name is not None, scope.since is not None)
+        ((number, revisions),) = await self._db.read(query, parameters)
+        return SourceSize(number, _count(revisions))
+
+    async def sessions(self, scope: Scope) -> AsyncIterator[Sequence[SourceSession]]:
+        async for located in located_sessions(self._db):
+            wanted = [one for one in located.sessions if _is_wanted(one, scope)]
+            if not wanted:
+                continue
+            sizes = await self._sizes(located.span)
+            batch: list[SourceSession] = []
+            total = 0
+            for one in wanted:
+                size = sizes.get(one.row, 0) + (len(one.columns.state) if one.columns else 0)
+                if batch and total + size > _BATCH:
+                    yield batch
+                    batch, total = [], 0
+                batch.append(_source_session(one))
+                total += size
+            yield batch
+
+    async def read(
+        self, sessions: Sequence[SourceSession]
+    ) -> Mapping[SourceSession, SessionContent | UnreadableSession]:
+        store = await self._db.store()
+        contents: dict[SourceSession, SessionContent | UnreadableSession] = {}
+        for start in range(0, len(sessions), _AT_ONCE):
+            part = sessions[start : start + _AT_ONCE]
+            reads = (_content(store, one) for one in part)
+            # With `return_exceptions`, no read is running any more when an error is raised.
+            found = await asyncio.gather(*reads, return_exceptions=True)
+            for one, content in zip(part, found, strict=True):
+                if isinstance(content, UNREADABLE):
+                    contents[one] = UnreadableSession(_reason(content))
+                elif isinstance(content, BaseException):
+                    raise content
+                elif content is not None:
+                    contents[one] = content
+        return contents
+
+    async def app_states(
+        self, scope: Scope
+    ) -> AsyncIterator[Mapping[str, JsonObject | UnreadableState]]:
+        """Yield the states of the apps in *scope* by app name, in batches.
+
+        An app that cannot be decrypted has the table and the row id instead of a name.
+        """
+        async for rows in batches(self._db, apps.c.id, _apps, _AppName, self._db.limits.rows):
+            found: dict[str, JsonObject | UnreadableState] = {}
+            for row in rows:
+                try:
+                    app_name, state = await self._app_state(row)
+                except UNREADABLE as error:
+                    found[f"{apps.name} row {row.id}"] = UnreadableState(_reason(error))
+                    continue
+                if scope.app_name in (None, app_name):
+                    found[app_name] = state
+            if found:
+                yield found
+
+    async def user_states(
+        self, scope: Scope
+    ) -> AsyncIterator[Mapping[tuple[str, str], JsonObject | UnreadableState]]:
+        """Yield the states of all users of the apps in *scope* by app name and user id.
+
+        A user who cannot be decrypted has the table and the row id instead of an id, and an empty
+        app name.
+        """
+        async for rows in batches(self._db, users.c.id, _users, _UserTag, self._db.limits.rows):
+            found: dict[tuple[str, str], JsonObject | UnreadableState] = {}
+            for row in rows:
+                try:
+                    user = await self._user_state(row)
+                except UNREADABLE as error:
+                    found["", f"{users.name} row {row.id}"] = UnreadableState(_reason(error))
+                    continue
+                if user is not None and scope.app_name in (None, user[0][0]):
+                    found[user[0]] = user[1]
+            if found:
+                yield found
+
+    async def others(self) -> OtherContent:
+        """Return how many collections (artifacts and memory) the database has, and their items.
+
+        `migrate` does not copy collections: the contents of artifacts are in an object store, with
+        keys of their own.
+        """
+        await self._db.keys()
+        ((number, items),) = await self._db.read(_collections(), {})
+        return OtherContent(number, _count(items))
+
+    async def close(self) -> None:
+        await self._db.close()
+
+    async def _sizes(self, span: Range) -> dict[int, int]:
+        """Return how many bytes the events and the snapshot of each session in *span* take."""
+        sizes: dict[int, int] = {}
+        for row, size in await self._db.read(_sizes(span.bounds), span.parameters):
+            sizes[row] = sizes.get(row, 0) + _count(size)
+        return sizes
+
+    async def _app_state(self, row: "_AppName") -> tuple[str, JsonObject]:
+        with naming(apps.name, row.id):
+            app_name = decode_text(row.app_name)
+        app = await self._db.unit.run(CheckApp(await self._db.unit.identify(app_name)))
+        with naming(apps.name, row.id):
+            if app is None or app.id != row.id:
+                raise TamperedError("its app_name or its tag was modified", reason=Reason.MISMATCH)
+            return app_name, loads(app.state, "the app's state")
+
+    async def _user_state(self, row: "_UserTag") -> tuple[tuple[str, str], JsonObject] | None:
+        """Return the ids and the state of a user; None if the user was erased meanwhile."""
+        with naming(users.name, row.id):
+            app_name = app_name_of(row.app_name)
+            tag = binary(row.tag)
+        who = await self._db.unit.identify(app_name)
+        user = await self._db.unit.run(CheckUser(who._replace(user_tag=tag)))
+        if user is None:
+            return None
+        with naming(users.name, row.id):
+            if (await self._db.unit.identify(app_name, user.user_id)).user_tag != tag:
+                raise TamperedError("its tag belongs to another user", reason=Reason.WRONG_OWNER)
+            return (app_name, user.user_id), loads(user.state, "the user's state")
+
+
+def _is_wanted(one: LocatedSession, scope: Scope) -> bool:
+    if one.ids is None or one.columns is None:
+        return True
+    if one.ids.is_collection or one.columns.expires_at <= _now():
+        return False
+    is_recent = scope.since is None or one.columns.updated_at >= scope.since
+    return is_recent and scope.app_name in (None, one.ids.app_name)
+
+
+def _source_session(one: LocatedSession) -> SourceSession:
+    if one.ids is None or one.columns is None:
+        assert one.error is not None
+        return SourceSession(
+            "", "", f"{sessions.name} row {one.row}", _UNREADABLE + _reason(one.error)
+        )
+    # Every change of a session increases its revision, and a session that is created again has
+    # another row id.
+    version = f"{one.row}.{one.columns.revision}"
+    return SourceSession(one.ids.app_name, one.ids.user_id, one.ids.session_id, version)
+
+
+async def _content(store: Store, one: SourceSession) -> SessionContent | UnreadableSession | None:
+    """Return the content of a session; None if it was deleted or has expired."""
+    if one.version.startswith(_UNREADABLE):
+        return UnreadableSession(one.version.removeprefix(_UNREADABLE))
+    found = await store.get(one.app_name, one.user_id, one.session_id, _event)
+    if found is None:
+        return None
+    stored, history = found[0].session, found[1]
+    expires_at = None if stored.expires_at == _NEVER else stored.expires_at
+    return SessionContent(_state(stored), history, stored.created_at, stored.updated_at, expires_at)
+
+
+def _event(plaintext: bytes, session_row: int, seq: int) -> SourceEvent:
+    with naming(events.name, f"{session_row}, {seq}"):
+        _, fields = read_event(plaintext)
+        try:
+            return SourceEvent(plaintext, microseconds(fields["timestamp"]))
+        except (KeyError, TypeError, ValueError, OverflowError):
+            pass  # raise after this block: otherwise `__context__` would hold the event
+        raise DecryptionError("the event has no valid timestamp", reason=Reason.MALFORMED)
+
+
+def _state(stored: StoredSession) -> JsonObject:
+    with naming(bases.name, stored.id):
+        snapshot = {} if stored.snapshot is None else loads(stored.snapshot)
+    with naming(sessions.name, stored.id):
+        return snapshot | loads(stored.overlay)
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, DecryptionError) else "its content is malformed"
+
+
+def _now() -> int:
+    return time.time_ns() // 1000
+
+
+def _count(number: Any) -> int:
+    """Return the SUM *number* as an integer, which is within limits even after tampering."""
+    return int(min(max(number or 0, 0), _MOST))
+
+
+# --- statements ----------------------------------------------------------------------------------
+
+_IS_COLLECTION = sessions.c.base_revision == sa.literal_column(str(COLLECTION))
+
+
+class _AppName(NamedTuple):
+    """The columns of an app's row with which the app is found."""
+
+    id: int
+    app_name: bytes
+
+
+class _UserTag(NamedTuple):
+    """The columns of a user's row with which the user is found.
+
+    *app_name* is None if the app's row does not exist.
+    """
+
+    id: int
+    tag: bytes
+    app_name: bytes | None
+
+
+@functools.cache
+def _apps(bounds: Bounds) -> sa.Select[Any]:
+    c = apps.c
+    return sa.select(c.id, c.app_name).where(*within(c.id, bounds)).order_by(c.id)
+
+
+@functools.cache
+def _users(bounds: Bounds) -> sa.Select[Any]:
+    c = users.c
+    query = sa.select(c.id, c.tag, apps.c.app_name)
+    query = query.select_from(users.outerjoin(apps, apps.c.id == c.app_row))
+    return query.where(*within(c.id, bounds)).order_by(c.id)
+
+
+@functools.cache
+def _sizes(bounds: Bounds) -> sa.CompoundSelect[Any]:
+    """Select the row ids of sessions, and the bytes of their events and of their snapshots."""
+    row, base = events.c.session_row, bases.c.session_row
+    of_events = sa.select(row, sa.func.sum(sa.func.length(events.c.event)))
+    of_events = of_events.where(*within(row, bounds)).group_by(row)
+    of_bases = sa.select(base, sa.func.length(bases.c.state)).where(*within(base, bounds))
+    return sa.union_all(of_events, of_bases)
+
+
+@functools.cache
+def _size(of_app: bool, has_since: bool) -> sa.Select[Any]:
+    query = _count_of_sessions().where(~_IS_COLLECTION, sessions.c.expires_at > sa.bindparam("now"))
+    if has_since:
+        query = query.where(sessions.c.updated_at >= sa.bindparam("since"))
+    if of_app:
+        tag = sa.bindparam("app_tag", type_=sa.LargeBinary)
+        of = sa.select(users.c.id).join(apps, apps.c.id == users.c.app_row).where(apps.c.tag == tag)
+        query = query.where(sessions.c.user_row.in_(of))
+    return query
+
+
+@functools.cache
+def _collections() -> sa.Select[Any]:
+    return _count_of_sessions().where(_IS_COLLECTION)
+
+
+def _count_of_sessions() -> sa.Select[Any]:
+    # If revisions were tampered with, their sum may exceed 64 bits, and SQLite raises an error for
+    # such a sum of integers.  So multiply the revisions by 1.0.
+    revisions = sa.func.sum(sessions.c.revision * sa.literal_column("1.0"))
+    columns: list[Any] = [sa.func.count(), revisions]
+    return sa.select(*columns).select_from(sessions)

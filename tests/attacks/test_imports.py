@@ -1,0 +1,285 @@
+"""Attacks on `secure_migrated`, which says what `migrate` must not copy again, or replace."""
+
+import sqlite3
+from collections.abc import AsyncIterator
+from contextlib import closing
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from adk_secure_sessions import (
+    AesGcmBackend,
+    ConfigurationError,
+    EncryptedSessionService,
+    TamperedError,
+    WrongKeyError,
+)
+from adk_secure_sessions.formats.events import encode
+from adk_secure_sessions.maintenance import Database, erase_user, verify
+from adk_secure_sessions.storage import ImportedEvent, ImportResult, Store
+from tests.maintenance.support import APP, OLD, event
+
+COPIED, DELETED, BURIED = "copied", "deleted", "buried"
+USER = "ada"
+ROW = "SELECT * FROM secure_migrated WHERE tag = :tag"
+
+
+class Victim(NamedTuple):
+    """A database to which sessions were copied, and the tags of its rows.
+
+    `copied` is stored, `deleted` was copied and then deleted, and `buried` was deleted before it
+    was copied.  The user's state was copied, too.
+    """
+
+    path: Path
+    tags: dict[str, bytes]
+
+    def maintained(self, path: Path | None = None) -> Database:
+        return Database(f"sqlite:///{path or self.path}", AesGcmBackend(OLD))
+
+    def service(self) -> EncryptedSessionService:
+        return EncryptedSessionService(f"sqlite:///{self.path}", AesGcmBackend(OLD))
+
+    def run(self, statement: str, **values: object) -> None:
+        with closing(sqlite3.connect(self.path)) as connection:
+            assert connection.execute(statement, values).rowcount, "no row was met"
+            connection.commit()
+
+    def row(self, tag: bytes, path: Path | None = None) -> tuple[object, ...]:
+        with closing(sqlite3.connect(path or self.path)) as connection:
+            (row,) = connection.execute(ROW, {"tag": tag}).fetchall()
+        return tuple(row)
+
+    def put(self, row: tuple[object, ...]) -> None:
+        with closing(sqlite3.connect(self.path)) as connection:
+            connection.execute("REPLACE INTO secure_migrated VALUES (?, ?, ?, ?, ?)", row)
+            connection.commit()
+
+
+async def copy_session(
+    store: Store, name: str, version: str = "1", *, replace: bool = False
+) -> ImportResult:
+    return await store.import_session(
+        APP,
+        USER,
+        name,
+        state=b"{}",
+        events=[ImportedEvent(encode(event(n)), n) for n in range(3)],
+        created_at=1,
+        updated_at=2,
+        source_version=version,
+        replace=replace,
+    )
+
+
+async def build(path: Path) -> Victim:
+    victim = Victim(path, {})
+    async with victim.service() as service:
+        await service.prepare_tables()
+    async with victim.maintained() as db:
+        store = await db.store()
+        index = (await db.keys()).keyring.index
+        for name in (COPIED, DELETED, BURIED):
+            victim.tags[name] = index.session(APP, USER, name)
+        victim.tags["user"] = index.user(APP, USER)
+        await copy_session(store, COPIED)
+        await copy_session(store, DELETED)
+        await store.import_state(APP, USER, b'{"k":1}')
+        await store.delete(APP, USER, DELETED)
+        await store.tombstone(APP, USER, BURIED)
+    return victim
+
+
+@pytest.fixture
+async def victim(tmp_path: Path) -> Victim:
+    return await build(tmp_path / "sessions.db")
+
+
+@pytest.fixture
+async def another(tmp_path: Path) -> Victim:
+    """Another database, with the same root key and the same sessions."""
+    return await build(tmp_path / "another.db")
+
+
+@pytest.fixture
+async def store(victim: Victim) -> AsyncIterator[Store]:
+    async with victim.maintained() as db:
+        yield await db.store()
+
+
+async def problems(victim: Victim) -> list[str]:
+    async with victim.maintained() as db:
+        return [f"{one.table}: {one.detail}" for one in (await verify(db)).problems]
+
+
+async def assert_rejected(victim: Victim, store: Store, name: str) -> None:
+    with pytest.raises(TamperedError, match="secure_migrated"):
+        await store.imported([(APP, USER, name)])
+    for version in ("1", "2"):
+        with pytest.raises(TamperedError, match="secure_migrated"):
+            await copy_session(store, name, version, replace=True)
+    if name != COPIED:
+        with pytest.raises(TamperedError, match="secure_migrated"):
+            await store.tombstone(APP, USER, name)
+    (found,) = await problems(victim)
+    assert found.startswith("secure_migrated: ")
+
+
+MODIFIED = {
+    "row_id": "row_id + 1",
+    "row_id to a tombstone": "0",
+    "number": "number + 1",
+    "source": "zeroblob(16)",
+    "seal": "zeroblob(16)",
+    "seal to a text": "'seal'",
+    "row_id to a text": "'row'",
+}
+
+
+@pytest.mark.parametrize("change", MODIFIED)
+@pytest.mark.parametrize("name", [COPIED, DELETED])
+async def test_modified_row_is_rejected(
+    victim: Victim, store: Store, change: str, name: str
+) -> None:
+    column = change.partition(" ")[0]
+    statement = f"UPDATE secure_migrated SET {column} = {MODIFIED[change]} WHERE tag = :tag"
+    victim.run(statement, tag=victim.tags[name])
+    await assert_rejected(victim, store, name)
+
+
+@pytest.mark.parametrize(("taken", "name"), [(BURIED, COPIED), (COPIED, BURIED), ("user", DELETED)])
+async def test_row_moved_to_another_session_is_rejected(
+    victim: Victim, store: Store, taken: str, name: str
+) -> None:
+    _, *rest = victim.row(victim.tags[taken])
+    victim.put((victim.tags[name], *rest))
+    await assert_rejected(victim, store, name)
+
+
+@pytest.mark.parametrize("name", [COPIED, BURIED])
+async def test_inserted_row_of_another_database_is_rejected(
+    victim: Victim, another: Victim, store: Store, name: str
+) -> None:
+    _, *rest = another.row(another.tags[name])
+    victim.put((victim.tags[name], *rest))
+    await assert_rejected(victim, store, name)
+
+
+@pytest.mark.parametrize("change", MODIFIED)
+async def test_modified_row_of_a_user_is_rejected(
+    victim: Victim, store: Store, change: str
+) -> None:
+    column = change.partition(" ")[0]
+    statement = f"UPDATE secure_migrated SET {column} = {MODIFIED[change]} WHERE tag = :tag"
+    victim.run(statement, tag=victim.tags["user"])
+    for call in (
+        store.imported([(APP, USER, "new")]),
+        store.imported_states([(APP, USER)]),
+        store.import_state(APP, USER, b'{"k":2}', replace=True),
+    ):
+        with pytest.raises(TamperedError, match="secure_migrated"):
+            await call
+    if change != "row_id to a tombstone":
+        # The erasure of a user must not depend on a row that somebody may tamper with.
+        async with victim.maintained() as db:
+            await erase_user(db, APP, USER)
+        assert (await store.imported([(APP, USER, "new")]))[APP, USER, "new"].is_tombstone
+
+
+async def test_replayed_row_never_lets_an_import_replace_a_session(
+    victim: Victim, store: Store
+) -> None:
+    older = victim.row(victim.tags[COPIED])
+    assert await copy_session(store, COPIED, "2", replace=True) is ImportResult.REPLACED
+    victim.put(older)
+    assert not (await store.imported([(APP, USER, COPIED)]))[APP, USER, COPIED].is_untouched
+    assert await copy_session(store, COPIED, "3", replace=True) is ImportResult.CONFLICT
+
+
+async def test_replayed_row_of_a_user_never_lets_an_import_replace_a_state(
+    victim: Victim, store: Store
+) -> None:
+    older = victim.row(victim.tags["user"])
+    await store.import_state(APP, USER, b'{"k":2}', replace=True)
+    victim.put(older)
+    result = await store.import_state(APP, USER, b'{"k":3}', replace=True)
+    assert result is ImportResult.CONFLICT
+
+
+async def test_session_is_not_replaced_if_its_row_was_removed(victim: Victim, store: Store) -> None:
+    victim.run("DELETE FROM secure_migrated")
+    assert await copy_session(store, COPIED, "2", replace=True) is ImportResult.SAME_ID
+
+
+async def test_deleted_session_is_copied_again_if_its_row_was_removed(
+    victim: Victim, store: Store
+) -> None:
+    """Nobody can detect this: docs/limits.md says so."""
+    victim.run("DELETE FROM secure_migrated WHERE tag = :tag", tag=victim.tags[DELETED])
+    assert await copy_session(store, DELETED) is ImportResult.CREATED
+    assert await problems(victim) == []
+
+
+async def test_replayed_list_of_features_does_not_hide_imports(
+    victim: Victim, tmp_path: Path
+) -> None:
+    path = tmp_path / "without.db"
+    async with EncryptedSessionService(f"sqlite:///{path}", AesGcmBackend(OLD)) as service:
+        await service.prepare_tables()
+    fresh = Victim(path, {})
+    with closing(sqlite3.connect(path)) as connection:
+        query = "SELECT value FROM secure_meta WHERE name = 'features'"
+        ((older,),) = connection.execute(query).fetchall()
+    async with fresh.maintained() as db:
+        await copy_session(await db.store(), COPIED)
+    fresh.run("UPDATE secure_meta SET value = :older WHERE name = 'features'", older=older)
+    async with fresh.maintained() as db:
+        store = await db.store()
+        with pytest.raises(WrongKeyError, match="an older list was replayed"):
+            await store.imported([(APP, USER, COPIED)])
+        (found,) = (await verify(db)).problems
+        assert "'migration' is not listed" in found.detail
+        # What is sealed stays sealed, so an import may add the feature again.
+        assert await copy_session(store, COPIED) is ImportResult.UNCHANGED
+        assert (await verify(db)).bad == 0
+
+
+async def test_made_up_or_replayed_mark_of_a_complete_migration_is_rejected(
+    victim: Victim, another: Victim, store: Store
+) -> None:
+    async with another.maintained() as db:
+        await (await db.store()).complete_migration()
+    with closing(sqlite3.connect(another.path)) as connection:
+        query = "SELECT value FROM secure_meta WHERE name = 'migration'"
+        ((theirs,),) = connection.execute(query).fetchall()
+    assert not await store.migration_is_complete()
+    insert = "REPLACE INTO secure_meta VALUES ('migration', :value)"
+    for value in (theirs, "complete", "complete " + "0" * 32):
+        victim.run(insert, value=value)
+        with pytest.raises(WrongKeyError, match="`migration` of secure_meta was tampered with"):
+            await store.migration_is_complete()
+    assert await problems(victim) != []
+
+
+async def test_removed_table_of_imports_is_noticed(victim: Victim) -> None:
+    with closing(sqlite3.connect(victim.path)) as connection:
+        connection.execute("DROP TABLE secure_migrated")
+    for opened in (victim.maintained(), victim.service()):
+        async with opened:
+            with pytest.raises(ConfigurationError, match="secure_migrated was removed"):
+                await (opened.keys() if isinstance(opened, Database) else opened.prepare_tables())
+
+
+async def test_modified_row_of_an_erased_user_is_rejected(victim: Victim, store: Store) -> None:
+    async with victim.maintained() as db, victim.service() as service:
+        await erase_user(db, APP, USER)
+        await service.create_session(app_name=APP, user_id=USER)  # the user comes back
+    for _ in range(2):  # the second import knows the rows of the app and the user
+        assert await copy_session(store, "new") is ImportResult.DELETED
+    victim.run(
+        "UPDATE secure_migrated SET row_id = 7, number = 1 WHERE tag = :tag",
+        tag=victim.tags["user"],
+    )
+    with pytest.raises(TamperedError, match="secure_migrated"):
+        await copy_session(store, "new")

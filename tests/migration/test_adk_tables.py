@@ -1,0 +1,678 @@
+"""AdkTables yields what google-adk's own services return for the same rows."""
+
+import asyncio
+import json
+import math
+import pickle
+import sqlite3
+import sys
+from contextlib import closing
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from google.adk.events import Event, EventActions
+from google.adk.sessions import BaseSessionService
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from adk_secure_sessions import (
+    AesGcmBackend,
+    ConfigurationError,
+    DatabaseError,
+    EncryptedSessionService,
+    generate_key,
+)
+from adk_secure_sessions.migration import adk_sql
+from adk_secure_sessions.migration.adk_tables import AdkTables, Kind, detect
+from adk_secure_sessions.migration.sources import (
+    Scope,
+    SessionContent,
+    SourceSize,
+    UnreadableSession,
+    UnreadableState,
+)
+from tests.conformance import samples, values
+from tests.migration.adk_sources import (
+    ADK,
+    ORDERS_TIES,
+    READS_V0,
+    START,
+    Adk,
+    adk,
+    assert_same_as_adk,
+    contents,
+    decoded,
+    each_kind,
+    fill,
+    frozen_v0,
+    listed,
+    said,
+    setting,
+    states_of,
+)
+
+__all__ = ["adk"]
+
+# google-adk itself calls a deprecated method when it makes an AuthConfig.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+LONG = ["v1-postgresql", "v1-mysql", "sqlite-service"]
+SERVERS = ["v1-mysql", "v1-mariadb", "v1-psycopg", "v0-postgresql", "v0-mysql"]
+kind = each_kind("v1-sqlite", "v1-postgresql", "v0-sqlite", "sqlite-service", soak=SERVERS)
+json_kinds = pytest.mark.parametrize("kind", ["v1-sqlite", "sqlite-service"])
+
+IDS = ["", " padded", "Grüße 世界 🎉", "o'%_\\\"\n", "x" * 128, "null", "\u00e9", "e\u0301"]
+
+
+async def added(service: BaseSessionService, event: Event, session_id: str) -> bool:
+    """Append *event* to a session of its own, if google-adk and its database accept it."""
+    session = await fill(service, session_id=session_id)
+    try:
+        await service.append_event(session, event)
+    except Exception:  # for example, PostgreSQL rejects the character NUL
+        return False
+    return True
+
+
+# --- contents ------------------------------------------------------------------------------------
+
+
+async def test_every_field_of_an_event_is_read(adk: Adk) -> None:
+    given = dict(samples.of_every_field()) | {name: make() for name, make in samples.CORPUS.items()}
+    stored = 0
+    for name, event in given.items():
+        if not event.partial:
+            stored += await added(adk.service, event, name)
+    assert stored > len(given) / 3
+    async with adk.source() as source:
+        assert await assert_same_as_adk(adk.service, source) >= stored
+
+
+async def test_states_of_every_json_type_are_read(adk: Adk) -> None:
+    stored = 0
+    for number, (name, value) in enumerate(values.PLAIN.items()):
+        if number and adk.is_postgresql and name in ("nul", "lone-surrogate"):
+            continue
+        state = {"k": value, "user:u": [value], f"app:{name}": {"": value}}
+        try:
+            await fill(adk.service, user_id=f"u{number}", session_id="s", state=state)
+            stored += 1
+        except Exception:  # for example, PostgreSQL rejects NaN
+            continue
+    assert stored > len(values.PLAIN) / 2
+    async with adk.source() as source:
+        assert len(await listed(source)) == stored
+        await assert_same_as_adk(adk.service, source)
+
+
+async def test_odd_ids_are_read(adk: Adk) -> None:
+    for odd in IDS:
+        await fill(adk.service, [setting(**{"user:k": odd})], app_name=odd, user_id=odd)
+        await fill(adk.service, [said(id=odd or "e", invocation_id=odd)], session_id=odd or None)
+    async with adk.source() as source:
+        assert len(await listed(source)) == 2 * len(IDS)
+        assert await assert_same_as_adk(adk.service, source) == 2 * len(IDS)
+
+
+@pytest.mark.skipif(not ORDERS_TIES, reason="the order of equal times was undefined")
+async def test_events_are_in_the_order_of_google_adk(adk: Adk) -> None:
+    times = [5.0, 1.0, 1.0, 1.0, 3.000001, 3.0, 1.0]
+    ids = ["e", "b", "B", "a-1", "a", "a_1", "ä"]
+    history = [
+        said(f"{n}", id=id_, at=START + time)
+        for n, (id_, time) in enumerate(zip(ids, times, strict=True))
+    ]
+    session = await fill(adk.service)
+    for event in history:
+        session = (
+            await adk.service.get_session(app_name="app", user_id="user", session_id=session.id)
+            or session
+        )
+        session.last_update_time = 1e11  # SqliteSessionService: earlier events are not stale
+        await adk.service.append_event(session, event)
+    async with adk.source() as source:
+        assert await assert_same_as_adk(adk.service, source) == len(history)
+
+
+async def test_sessions_without_events_and_states_without_sessions_are_read(adk: Adk) -> None:
+    await fill(adk.service)
+    gone = await fill(adk.service, app_name="gone", state={"app:a": 1, "user:u": 2})
+    await adk.service.delete_session(app_name="gone", user_id="user", session_id=gone.id)
+    await fill(adk.service, app_name="other", user_id="else")
+    async with adk.source() as source:
+        assert [one.app_name for one in await listed(source)] == ["app", "other"]
+        assert await assert_same_as_adk(adk.service, source) == 0
+        apps, users = await states_of(source)
+        assert (apps["gone"], users["gone", "user"]) == ({"a": 1}, {"u": 2})
+        assert await states_of(source, Scope("gone")) == (
+            {"gone": {"a": 1}},
+            {("gone", "user"): {"u": 2}},
+        )
+        assert [one.app_name for one in await listed(source, Scope("other"))] == ["other"]
+
+
+async def test_final_states_of_interleaved_sessions_are_read(adk: Adk) -> None:
+    one, two = await fill(adk.service), await fill(adk.service)
+    for number in range(3):
+        for session in (one, two):
+            delta = {"k": number, "user:u": f"{session.id} {number}", "app:a": [number]}
+            await adk.service.append_event(session, setting(START + number, **delta))
+    async with adk.source() as source:
+        await assert_same_as_adk(adk.service, source)
+        assert (await states_of(source))[1] == {("app", "user"): {"u": f"{two.id} 2"}}
+
+
+async def test_scope_selects_sessions_by_last_update(adk: Adk) -> None:
+    for number in range(4):
+        await fill(adk.service, [said(at=START + number)], session_id=f"s{number}")
+    await fill(adk.service, [said(at=START + 9)], app_name="other", session_id="o")
+    async with adk.source() as source:
+        scope = Scope(since=round((START + 2) * 1e6))
+        assert [one.session_id for one in await listed(source, scope)] == ["s2", "s3", "o"]
+        assert await source.size(scope) == SourceSize(3, 3)
+        scope = Scope("app", round((START + 1) * 1e6))
+        assert [one.session_id for one in await listed(source, scope)] == ["s1", "s2", "s3"]
+        assert await source.size(scope) == SourceSize(3, 3)
+        assert await source.size(Scope("app")) == SourceSize(4, 4)
+        assert await source.size(Scope()) == SourceSize(5, 5)
+
+
+async def test_version_changes_with_every_change(adk: Adk) -> None:
+    session = await fill(adk.service, session_id="s")
+    versions = set()
+    async with adk.source() as source:
+        for time in (START, START, START + 1, START + 1):
+            versions.add((await listed(source))[0].version)
+            again = (await listed(source))[0].version
+            assert again in versions
+            await adk.service.append_event(session, said(at=time))
+        versions.add((await listed(source))[0].version)
+        await adk.service.delete_session(app_name="app", user_id="user", session_id="s")
+        await fill(adk.service, session_id="s")
+        versions.add((await listed(source))[0].version)
+    assert len(versions) == 6
+
+
+async def test_session_that_was_deleted_meanwhile_is_omitted(adk: Adk) -> None:
+    for name in ("a", "b"):
+        await fill(adk.service, [said()], session_id=name)
+    async with adk.source() as source:
+        sessions = await listed(source)
+        await adk.service.delete_session(app_name="app", user_id="user", session_id="a")
+        found = await source.read(sessions)
+        assert [one.session_id for one in found] == ["b"]
+        assert await source.read([]) == {}
+
+
+# --- many rows -----------------------------------------------------------------------------------
+
+
+def json_parameter(adk: Adk) -> str:
+    return "CAST(:data AS jsonb)" if adk.is_postgresql else ":data"
+
+
+def insert_sessions(adk: Adk, number: int) -> None:
+    time = START if adk.kind == "sqlite-service" else "2026-01-01 00:00:00.000000"
+    adk.run(
+        "INSERT INTO sessions (app_name, user_id, id, state, create_time, update_time) "
+        "VALUES ('app', :user, :id, '{}', :time, :time)",
+        *({"user": f"u{n % 7}", "id": f"s{n}", "time": time} for n in range(number)),
+    )
+
+
+def insert_events(adk: Adk, session_id: str, number: int, text: str = "hello") -> None:
+    adk.run(
+        "INSERT INTO events (app_name, user_id, session_id, id, invocation_id, timestamp, event_data)"
+        f" VALUES ('app', 'u0', '{session_id}', :id, 'i', :time, {json_parameter(adk)})",
+        *(
+            {
+                "id": f"e{n}",
+                "time": START + n
+                if adk.kind == "sqlite-service"
+                else f"2026-01-01 00:00:{n // 97 % 60:02}.{n:06}",
+                "data": said(text, id=f"e{n}", at=START + n).model_dump_json(exclude_none=True),
+            }
+            for n in range(number)
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "v1-sqlite",
+        pytest.param("v1-postgresql", marks=pytest.mark.soak),
+        pytest.param("v1-mysql", marks=pytest.mark.soak),
+    ],
+)
+async def test_every_session_of_many_pages_is_read_once(adk: Adk) -> None:
+    number = 2 * adk_sql.PAGE + 3
+    insert_sessions(adk, number)
+    async with adk.source() as source:
+        found = await listed(source)
+        assert len(found) == len(set(found)) == number
+        sizes = [len(batch) async for batch in source.sessions(Scope())]
+        assert max(sizes) <= 500
+        assert len(sizes) < number / 300
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["v1-sqlite", *(pytest.param(name, marks=[pytest.mark.soak]) for name in LONG)],
+)
+async def test_long_histories_are_read(adk: Adk) -> None:
+    insert_sessions(adk, 8)
+    insert_events(adk, "s0", 5000)
+    insert_events(adk, "s7", 60)
+    async with adk.source() as source:
+        assert await assert_same_as_adk(adk.service, source) == 5060
+
+
+@pytest.mark.parametrize("kind", ["v1-sqlite"])
+async def test_batch_of_large_sessions_is_small(adk: Adk) -> None:
+    insert_sessions(adk, 10)
+    for name in ("s0", "s7"):
+        insert_events(adk, name, 4, "x" * 900_000)
+    async with adk.source() as source:
+        batches = [[one.session_id for one in batch] async for batch in source.sessions(Scope())]
+    assert [len(batch) for batch in batches] == [1, 9]
+
+
+# --- rows that other programs have changed -----------------------------------------------------
+
+
+# Changes of the row of an event whose id, invocation id and time are e, i and START.
+CHANGES = {
+    "another id": "id = 'another'",
+    "another invocation": "invocation_id = 'another'",
+    "another time": "timestamp = :time",
+    "another type of time": '{"author": "a", "invocation_id": "i", "id": "e", "timestamp": 2}',
+    "alias": '{"author": "a", "invocationId": "x", "id": "e", "timestamp": 1.5}',
+    "unknown field": '{"author": "a", "invocation_id": "i", "id": "e", "timestamp": 2, "new": [1]}',
+    "field twice": '{"author": "a", "author": "b", "id": "e", "invocation_id": "i", "timestamp": 2}',
+    "spaces": ' {"author":"a" ,\n"id":"e","invocation_id":"i","timestamp":2e0,"branch":"\\u00fc"} ',
+    "text for a flag": '{"author": "a", "id": "e", "timestamp": "2", "turn_complete": "yes"}',
+    "null fields": '{"author": "a", "id": "e", "invocation_id": "i", "timestamp": 2, "branch": null,'
+    ' "content": {"parts": [{"text": "t", "thought": null}]}, "custom_metadata": {"a": null}}',
+}
+# SqliteSessionService cannot store these, or returns another event in each read.
+CHANGES_OF_V1 = {
+    "only a time": '{"author": "a", "timestamp": 1}',
+    "no fields": "{}",
+    "NULL": "event_data = NULL",
+    "time of null": '{"author": "a", "timestamp": null}',
+}
+
+
+@pytest.mark.skipif(ADK < (2, 7), reason="the column was used for the time of an event")
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "v1-sqlite",
+        "v1-postgresql",
+        "sqlite-service",
+        pytest.param("v1-mysql", marks=[pytest.mark.soak]),
+    ],
+)
+async def test_columns_override_fields_as_in_google_adk(adk: Adk) -> None:
+    is_v1 = adk.kind != "sqlite-service"
+    changes = {**CHANGES, **(CHANGES_OF_V1 if is_v1 else {})}
+    for name in changes:
+        await fill(adk.service, [said(id="e", at=START)], session_id=name)
+    for name, change in changes.items():
+        parameters: dict[str, object] = {"name": name}
+        if ":time" in change:
+            parameters["time"] = datetime(2025, 1, 2, 3, 4, 5, 678901) if is_v1 else 1.25
+        if change.lstrip().startswith("{"):
+            parameters["data"] = change
+            change = f"event_data = {json_parameter(adk)}"
+        adk.run(f"UPDATE events SET {change} WHERE session_id = :name", parameters)
+    async with adk.source() as source:
+        assert await assert_same_as_adk(adk.service, source) == len(changes)
+
+
+@pytest.mark.parametrize("kind", ["sqlite-service"])
+async def test_event_without_id_and_time_gets_those_of_its_row(adk: Adk) -> None:
+    await fill(adk.service, [said(id="e", at=START)])
+    adk.run("""UPDATE events SET event_data = '{"author"\\: "a"}'""")
+    async with adk.source() as source:
+        (content,) = (await contents(source)).values()
+    (event,) = decoded(content)
+    assert (event.id, event.timestamp, event.author) == ("e", START, "a")
+
+
+@pytest.mark.parametrize("kind", ["v1-sqlite", "sqlite-service"])
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+async def test_nan_and_infinity_are_read(adk: Adk, number: float) -> None:
+    await fill(adk.service, [said(custom_metadata={"a": 1.5})], state={"n": number})
+    adk.run(
+        "UPDATE events SET event_data = replace(event_data, '1.5', :text)",
+        {"text": {math.inf: "Infinity"}.get(number, "NaN")},
+    )
+    async with adk.source() as source:
+        (content,) = (await contents(source)).values()
+    assert isinstance(content, SessionContent)
+    (event,) = decoded(content)
+    assert event.custom_metadata is not None
+    assert repr([event.custom_metadata["a"], content.state["n"]]) == repr([number, number])
+
+
+@pytest.mark.parametrize("kind", ["v1-sqlite"])
+async def test_times_without_fraction_and_in_seconds_are_read(adk: Adk) -> None:
+    for name, time in (("a", "'2026-01-02 03:04:05'"), ("b", "1700000000.25"), ("c", "1700000001")):
+        await fill(adk.service, [said()], session_id=name)
+        adk.run(
+            f"UPDATE sessions SET update_time = {time.replace(':', chr(92) + ':')} WHERE id = '{name}'"
+        )
+    async with adk.source() as source:
+        if ADK >= (2, 7):
+            await assert_same_as_adk(adk.service, source)
+        found = await listed(source, Scope(since=1_700_000_001_000_000))
+        assert [one.session_id for one in found] == ["a", "c"]
+
+
+BAD_EVENTS = {
+    "no JSON": "{a secret",
+    "not an object": '["a secret"]',
+    "of a later google-adk": '{"author": "a", "actions": {"a secret": 1}}',
+    "wrong type": '{"author": {"a secret": 1}}',
+    "too deep": '{"author": "a", "custom_metadata": ' + '{"a":' * 220 + "1" + "}" * 221,
+    "too many digits": '{"author": "a", "custom_metadata": {"a": ' + "1" * 5000 + "}}",
+}
+
+
+@json_kinds
+@pytest.mark.parametrize("text", BAD_EVENTS.values(), ids=BAD_EVENTS)
+async def test_event_that_cannot_be_read_concerns_only_its_session(adk: Adk, text: str) -> None:
+    await fill(adk.service, [said("a"), said("b", id="bad", at=START + 1)], session_id="bad")
+    await fill(adk.service, [said()], session_id="good")
+    adk.run("UPDATE events SET event_data = :text WHERE id = 'bad'", {"text": text})
+    async with adk.source() as source:
+        bad, good = (await contents(source)).values()
+    assert isinstance(bad, UnreadableSession)
+    assert "event 2 of 2" in bad.reason
+    assert "secret" not in bad.reason
+    assert isinstance(good, SessionContent)
+
+
+BAD_STATES = {
+    "no JSON": b"{a secret",
+    "not UTF-8": b'{"a": "\xff"}',
+    "not an object": b"[1]",
+    "null": b"null",
+    "too deep": b'{"a secret": ' + b"[" * 195 + b"]" * 195 + b"}",
+    "too many digits": b'{"a secret": ' + b"1" * 5000 + b"}",
+    "long key": b'{"a secret' + b"x" * 9000 + b'": 1}',
+}
+
+
+@json_kinds
+@pytest.mark.parametrize("data", BAD_STATES.values(), ids=BAD_STATES)
+async def test_state_that_cannot_be_read_is_reported(adk: Adk, data: bytes) -> None:
+    await fill(adk.service, session_id="bad", state={"user:u": 1, "app:a": 1})
+    for table in ("sessions", "app_states", "user_states"):
+        adk.run(f"UPDATE {table} SET state = CAST(:data AS TEXT)", {"data": data})
+    await fill(adk.service, app_name="good")
+    async with adk.source() as source:
+        bad, good = (await contents(source)).values()
+        apps, users = await states_of(source)
+    assert isinstance(bad, UnreadableSession)
+    assert isinstance(good, SessionContent)
+    for unreadable in (bad, apps["app"], users["app", "user"]):
+        assert isinstance(unreadable, UnreadableSession | UnreadableState)
+        assert "state" in unreadable.reason
+        assert "secret" not in unreadable.reason
+
+
+@json_kinds
+async def test_other_unreadable_rows_are_reported(adk: Adk) -> None:
+    for name in ("a time", "x" * 1025, "good"):
+        await fill(adk.service, session_id=name)
+    adk.run("UPDATE sessions SET update_time = 'never' WHERE id = 'a time'")
+    async with adk.source() as source:
+        found = {one.session_id: content for one, content in (await contents(source)).items()}
+    time, long = found["a time"], found["x" * 1025]
+    assert isinstance(time, UnreadableSession)
+    assert "time" in time.reason
+    assert isinstance(long, UnreadableSession)
+    assert "session_id has more than 1024 bytes" in long.reason
+    assert isinstance(found["good"], SessionContent)
+
+
+@json_kinds
+async def test_id_that_is_not_utf_8_is_an_error(adk: Adk) -> None:
+    await fill(adk.service, session_id="good")
+    insert_sessions(adk, 1)
+    adk.run("UPDATE sessions SET id = CAST(:id AS TEXT) WHERE id = 's0'", {"id": b"\xff"})
+    async with adk.source() as source:
+        with pytest.raises(ConfigurationError, match="not text in UTF-8"):
+            await listed(source)
+
+
+# --- schema v0 -----------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not READS_V0, reason="this google-adk has no restricted unpickler")
+async def test_database_of_google_adk_1_20_is_read(tmp_path: Path) -> None:
+    with frozen_v0(tmp_path) as (url, returned):
+        assert await detect(url) == {Kind.ADK_V0}
+        async with AdkTables(url) as source:
+            found = {one.session_id: content for one, content in (await contents(source)).items()}
+            apps, users = await states_of(source)
+        assert apps == {"clinic": {"motd": {"en": "hello"}, "n": 1.5}, "shop": {}}
+        assert users["shop", "carol"] == {"cart": [1]}
+        assert users["clinic", "ålice"] == {"nickname": "Lin", "visits": 2}
+        for name, session in returned.items():
+            content = found[name]
+            assert isinstance(content, SessionContent)
+            assert content.updated_at == round(session["last_update_time"] * 1e6)
+            # Released models have more fields today.
+            for event, expected in zip(decoded(content), session["events"], strict=True):
+                dumped = event.model_dump(mode="json", exclude_none=True)
+                dumped["long_running_tool_ids"].sort()
+                assert_contains(dumped, expected)
+        from google.adk.sessions import DatabaseSessionService
+
+        service = DatabaseSessionService(url.render_as_string())
+        async with AdkTables(url) as source:
+            assert await assert_same_as_adk(service, source) == 5
+        await service.db_engine.dispose()
+
+
+def assert_contains(found: Any, expected: Any) -> None:
+    if isinstance(expected, dict):
+        for key, value in expected.items():
+            assert_contains(found.get(key) if value is None else found[key], value)
+    else:
+        assert found == expected
+
+
+@pytest.mark.skipif(not READS_V0, reason="this google-adk has no restricted unpickler")
+async def test_time_zone_of_an_old_writer_can_be_given(tmp_path: Path) -> None:
+    with frozen_v0(tmp_path) as (url, _):
+        zone = timezone(timedelta(hours=-5))
+        async with AdkTables(url) as here, AdkTables(url, time_zone=zone) as there:
+            one = (await contents(here)).values()
+            other = (await contents(there)).values()
+    for utc, local in zip(one, other, strict=True):
+        assert isinstance(utc, SessionContent)
+        assert isinstance(local, SessionContent)
+        assert utc.updated_at == local.updated_at  # always UTC in SQLite
+        hours = {(b.time - a.time) / 3.6e9 for a, b in zip(utc.events, local.events, strict=True)}
+        assert hours <= {5}
+
+
+class Evil:
+    """Pickled, it runs code when it is loaded."""
+
+    def __reduce__(self) -> Any:
+        return (exec, ("import sys; sys.modules['loaded_evil'] = sys",))
+
+
+@pytest.mark.parametrize("kind", ["v0-sqlite"])
+@pytest.mark.parametrize(
+    "pickled",
+    [
+        pickle.dumps(Evil()),
+        b"no pickle",
+        pickle.dumps({"a": 1}),
+        pickle.dumps(EventActions(state_delta={"a": Evil})),
+    ],
+)
+async def test_actions_that_cannot_be_loaded_are_reported(adk: Adk, pickled: bytes) -> None:
+    await fill(adk.service, [said()], session_id="bad")
+    adk.run("UPDATE events SET actions = :pickled", {"pickled": pickled})
+    await fill(adk.service, [said()], session_id="good")
+    async with adk.source() as source:
+        bad, good = (await contents(source)).values()
+    assert isinstance(bad, UnreadableSession)
+    assert "event 1 of 1" in bad.reason
+    assert isinstance(good, SessionContent)
+    assert "loaded_evil" not in sys.modules
+
+
+async def test_release_without_restricted_unpickler_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "google.adk.sessions._restricted_pickle", None)
+    with frozen_v0(tmp_path) as (url, _):
+        async with AdkTables(url) as source:
+            with pytest.raises(ConfigurationError, match="install google-adk 2.8.0 or later"):
+                await listed(source)
+
+
+# --- recognition ---------------------------------------------------------------------------------
+
+
+async def test_kind_is_detected_and_described(adk: Adk) -> None:
+    expected = {"v1": Kind.ADK_V1, "v0": Kind.ADK_V0, "sq": Kind.ADK_SQLITE}[adk.kind[:2]]
+    await fill(adk.service, [said()])
+    assert await detect(adk.url) == {expected}
+    engine = create_async_engine(adk.url)
+    assert await detect(db_engine=engine) == {expected}
+    async with AdkTables(db_engine=engine) as source:
+        assert await assert_same_as_adk(adk.service, source) == 1
+        assert source.description == expected.value
+    await engine.dispose()
+
+
+@pytest.mark.parametrize("kind", ["v1-sqlite"])
+async def test_one_database_may_contain_both_kinds_of_tables(adk: Adk) -> None:
+    await fill(adk.service, [said()])
+    async with EncryptedSessionService(adk.url, AesGcmBackend(generate_key())) as service:
+        await fill(service, [said()])
+        assert await detect(adk.url) == {Kind.ADK_V1, Kind.ENCRYPTED}
+        async with adk.source() as source:
+            assert await assert_same_as_adk(adk.service, source) == 1
+
+
+@pytest.mark.parametrize("kind", ["v1-sqlite", "sqlite-service"])
+@pytest.mark.parametrize("state", [b"\x01\x01gAAAA", "AQFnQUFBQUFC"])
+async def test_database_of_1_x_is_not_read(adk: Adk, state: object) -> None:
+    await fill(adk.service)
+    adk.run("UPDATE sessions SET state = :state", {"state": state})
+    assert await detect(adk.url) == {Kind.PACKAGE_1X}
+    async with adk.source() as source:
+        with pytest.raises(ConfigurationError, match=r"adk-secure-sessions 1\.x"):
+            await listed(source)
+
+
+async def test_database_without_sessions_is_rejected(tmp_path: Path) -> None:
+    path = tmp_path / "empty.db"
+    path.touch()
+    url = f"sqlite:///{path}"
+    assert await detect(url) == frozenset()
+    async with AdkTables(url) as source:
+        with pytest.raises(ConfigurationError, match="check the URL"):
+            await source.size(Scope())
+    with pytest.raises(ConfigurationError, match="does not exist"):
+        AdkTables(f"sqlite:///{tmp_path}/missing.db")
+    with pytest.raises(ConfigurationError, match="exactly one"):
+        AdkTables()
+    with pytest.raises(ConfigurationError, match="not a database URL"):
+        await detect("secret")
+    assert [file.name for file in tmp_path.iterdir()] == ["empty.db"]
+
+
+@pytest.mark.parametrize("kind", ["v1-sqlite"])
+async def test_later_schema_is_rejected(adk: Adk) -> None:
+    adk.run("UPDATE adk_internal_metadata SET value = '2'")
+    with pytest.raises(ConfigurationError, match="schema version '2'"):
+        await detect(adk.url)
+
+
+# --- while google-adk writes ---------------------------------------------------------------------
+
+
+@json_kinds
+@pytest.mark.parametrize("mode", ["wal", "delete"])
+async def test_source_is_read_only_and_changes_nothing(adk: Adk, mode: str) -> None:
+    await fill(adk.service, [said()])
+    path = Path(str(adk.url.database))
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute(f"PRAGMA journal_mode = {mode}")
+    before = path.read_bytes()
+    async with adk.source() as source:
+        await assert_same_as_adk(adk.service, source)
+        writing = source._reader.run(
+            lambda connection: connection.exec_driver_sql("DELETE FROM events")
+        )
+        with pytest.raises(DatabaseError):
+            await writing
+    if mode == "delete":
+        assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "v1-sqlite",
+        "sqlite-service",
+        "v1-postgresql",
+        pytest.param("v1-mysql", marks=pytest.mark.soak),
+    ],
+)
+async def test_each_read_is_consistent_while_google_adk_writes(adk: Adk) -> None:
+    sessions = [await fill(adk.service, session_id=f"s{n}") for n in range(3)]
+    done = False
+
+    async def write() -> None:
+        nonlocal done
+        try:
+            for number in range(25):
+                for session in sessions:
+                    await adk.service.append_event(session, setting(START + number, n=number + 1))
+        finally:
+            done = True
+
+    async def read() -> int:
+        reads = 0
+        async with adk.source() as source:
+            while not done:
+                for content in (await contents(source)).values():
+                    assert isinstance(content, SessionContent)
+                    assert content.state.get("n", 0) == len(content.events)
+                reads += 1
+                await asyncio.sleep(0.001)
+            assert await assert_same_as_adk(adk.service, source) == 75
+        return reads
+
+    _, reads = await asyncio.gather(write(), read())
+    assert reads > 3
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["v1-mysql", "v1-mariadb"])
+async def test_names_that_differ_in_case_share_a_state_as_in_google_adk(adk: Adk) -> None:
+    await fill(adk.service, user_id="Lin", session_id="a", state={"user:k": 1, "app:a": 1})
+    await fill(adk.service, user_id="lin", session_id="b", state={"user:k": 2})
+    await fill(adk.service, app_name="APP", user_id="LIN", session_id="c", state={"app:a": 2})
+    async with adk.source() as source:
+        assert len(await listed(source)) == 3
+        await assert_same_as_adk(adk.service, source)
+
+
+def test_kinds_are_texts_for_messages() -> None:
+    assert json.dumps(list(Kind))

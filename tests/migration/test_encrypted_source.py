@@ -1,0 +1,297 @@
+"""`EncryptedSource` reads what the services of a database return, and nothing that they reject."""
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from adk_secure_sessions import (
+    AesGcmBackend,
+    EncryptedSessionService,
+    EncryptionBackend,
+    FernetBackend,
+    WrongKeyError,
+)
+from adk_secure_sessions.formats.events import decode, encode_item
+from adk_secure_sessions.maintenance import Database
+from adk_secure_sessions.migration import encrypted
+from adk_secure_sessions.migration.encrypted import EncryptedSource
+from adk_secure_sessions.migration.sources import (
+    OtherContent,
+    Scope,
+    SessionContent,
+    SourceSession,
+    SourceSize,
+    UnreadableSession,
+    UnreadableState,
+)
+from tests.faults import Point, with_faults
+from tests.key_database.support import pair_in
+from tests.maintenance import conftest
+from tests.maintenance.support import APP, NEW, OLD, event, fill, plaintext_backend, query, run_sql
+
+file_url, place, url = conftest.file_url, conftest.place, conftest.url  # fixtures
+
+ALL = Scope()
+BACKEND = AesGcmBackend(OLD)
+Contents = dict[tuple[str, str, str], SessionContent | UnreadableSession]
+
+
+async def contents(source: EncryptedSource, scope: Scope = ALL) -> Contents:
+    found: Contents = {}
+    async for batch in source.sessions(scope):
+        read = await source.read(batch)
+        assert set(read) <= set(batch)
+        found |= {one[:3]: content for one, content in read.items()}
+    return found
+
+
+async def states(source: EncryptedSource, scope: Scope = ALL) -> dict[object, Any]:
+    """The states of apps by name, and of users by app name and user id."""
+    found: dict[object, Any] = {}
+    async for of_apps in source.app_states(scope):
+        found.update(of_apps)
+    async for of_users in source.user_states(scope):
+        found.update(of_users)
+    return found
+
+
+async def check_equal(source: EncryptedSource, of: EncryptedSessionService) -> None:
+    """Everything in *source* is what the service *of* returns, and nothing is missing."""
+    owners = await states(source)
+    found = await contents(source)
+    for app_name in {key[0] for key in found}:
+        listing = await of.list_sessions(app_name=app_name)
+        mine = {key for key in found if key[0] == app_name}
+        assert mine == {(app_name, one.user_id, one.id) for one in listing.sessions}
+    for (app_name, user_id, session_id), content in found.items():
+        assert isinstance(content, SessionContent)
+        session = await of.get_session(app_name=app_name, user_id=user_id, session_id=session_id)
+        assert session is not None
+        parts = {"app:": owners[app_name], "user:": owners[app_name, user_id]}
+        merged = dict(content.state)
+        for prefix, part in parts.items():
+            merged |= {prefix + key: value for key, value in part.items()}
+        assert merged == session.state
+        assert [decode(one.plaintext, 0, 0) for one in content.events] == session.events
+        assert [one.time / 1e6 for one in content.events] == [e.timestamp for e in session.events]
+        assert content.updated_at / 1e6 == session.last_update_time
+        assert content.created_at <= content.updated_at or content.events
+
+
+async def fill_with_everything(of: EncryptedSessionService) -> None:
+    """Odd ids, two apps, interleaved states of all scopes, no events, and a state of 100 KB."""
+    ids = [
+        (APP, "ada", "s"),
+        (APP, "ada", "\u017f\N{MATHEMATICAL BOLD SMALL S}"),
+        ("b", "", "\ud800"),
+    ]
+    opened = [
+        await of.create_session(
+            app_name=a, user_id=u, session_id=s, state={"app:a": 0, "user:u": 0, "own": {"x": None}}
+        )
+        for a, u, s in ids
+    ]
+    for number, session in enumerate([*opened, *reversed(opened)]):
+        delta = {"app:a": number, "user:u": number, f"k{number}": [number, 1.5, "ü", float("inf")]}
+        await of.append_event(session, event(number, **delta))
+    await of.append_event(opened[0], event(99, large="x" * 100_000))
+    await of.append_event(opened[0], event(100, small=1))
+    await of.create_session(app_name=APP, user_id="no events", session_id="s", state={"n": 1})
+
+
+async def test_source_reads_what_the_service_returns(url: str) -> None:
+    async with (
+        EncryptedSessionService(url, BACKEND) as of,
+        EncryptedSource(Database(url, BACKEND)) as source,
+    ):
+        await fill_with_everything(of)
+        await check_equal(source, of)
+        assert await source.size(ALL) == SourceSize(4, 8)
+
+
+@pytest.mark.parametrize(
+    "backend", [FernetBackend(OLD), plaintext_backend()], ids=["fernet", "noop"]
+)
+async def test_source_with_another_backend_is_read(
+    file_url: str, backend: EncryptionBackend
+) -> None:
+    async with (
+        EncryptedSessionService(file_url, backend, [BACKEND]) as of,
+        EncryptedSource(Database(file_url, BACKEND, [backend])) as source,
+    ):
+        await fill_with_everything(of)
+        await check_equal(source, of)
+
+
+async def test_source_with_a_key_database_is_read(tmp_path: Any) -> None:
+    files = pair_in(tmp_path)
+    async with files.service() as of, EncryptedSource(files.maintained()) as source:
+        await fill_with_everything(of)
+        await check_equal(source, of)
+
+
+async def test_wrong_key_is_reported_before_anything_is_read(file_url: str) -> None:
+    await fill(file_url)
+    async with EncryptedSource(Database(file_url, AesGcmBackend(NEW))) as source:
+        with pytest.raises(WrongKeyError):
+            await source.size(ALL)
+        with pytest.raises(WrongKeyError):
+            await contents(source)
+
+
+async def test_reading_changes_nothing(file_url: str) -> None:
+    await fill(file_url)
+    db, faults = with_faults(lambda: Database(file_url, BACKEND))
+    for point in (Point.APPLY, Point.WRITE):
+        faults.data.before(point, AssertionError("the source was written"))
+    async with EncryptedSource(db) as source:
+        assert len(await contents(source)) == 4
+        assert await states(source)
+        await source.size(ALL)
+
+
+async def test_scope_restricts_sessions_states_and_size(file_url: str) -> None:
+    async with EncryptedSessionService(file_url, BACKEND) as of:
+        await fill_with_everything(of)
+        old = await of.get_session(app_name=APP, user_id="ada", session_id="s")
+    assert old is not None
+    async with EncryptedSource(Database(file_url, BACKEND)) as source:
+        assert {key[0] for key in await contents(source, Scope("b"))} == {"b"}
+        assert set(await states(source, Scope("b"))) == {"b", ("b", "")}
+        assert await source.size(Scope("b")) == SourceSize(1, 2)
+        assert await contents(source, Scope("unknown")) == {}
+        since = Scope(since=int(old.last_update_time * 1e6) + 1)
+        assert {key[1] for key in await contents(source, since)} == {"no events"}
+        assert await source.size(since) == SourceSize(1, 0)
+        since = Scope(since=int(old.last_update_time * 1e6))
+        assert {key[1:] for key in await contents(source, since)} == {
+            ("no events", "s"),
+            ("ada", "s"),
+        }
+
+
+async def test_version_differs_after_each_change_of_a_session(file_url: str) -> None:
+    async with (
+        EncryptedSessionService(file_url, BACKEND) as of,
+        EncryptedSource(Database(file_url, BACKEND)) as source,
+    ):
+        versions = []
+        session = await of.create_session(app_name=APP, user_id="ada", session_id="s")
+        for number in range(3):
+            versions += [one.version async for batch in source.sessions(ALL) for one in batch]
+            await of.append_event(session, event(number))
+        await of.delete_session(app_name=APP, user_id="ada", session_id="s")
+        await of.create_session(app_name=APP, user_id="ada", session_id="s")
+        versions += [one.version async for batch in source.sessions(ALL) for one in batch]
+        assert len(set(versions)) == 4
+
+
+async def test_session_that_was_deleted_or_has_expired_is_omitted(file_url: str) -> None:
+    lifetime = timedelta(milliseconds=1)
+    async with (
+        EncryptedSessionService(file_url, BACKEND) as of,
+        EncryptedSource(Database(file_url, BACKEND)) as source,
+    ):
+        await of.create_session(app_name=APP, user_id="u", session_id="gone")
+        await of.create_session(
+            app_name=APP, user_id="u", session_id="later", expires_after=timedelta(days=1)
+        )
+        await of.create_session(
+            app_name=APP, user_id="u", session_id="expired", expires_after=lifetime
+        )
+        (batch,) = [batch async for batch in source.sessions(ALL)]
+        await of.delete_session(app_name=APP, user_id="u", session_id="gone")
+        read = await source.read([*batch, SourceSession(APP, "u", "expired", "1.0")])
+        assert {one.session_id for one in read} == {"later"}
+        (later,) = read.values()
+        assert isinstance(later, SessionContent)
+        assert later.expires_at == later.updated_at + 24 * 3600 * 1_000_000
+        assert (await source.size(ALL)).sessions == 1
+
+
+async def test_collections_are_counted_and_are_not_sessions(file_url: str) -> None:
+    async with EncryptedSessionService(file_url, BACKEND) as of:
+        await of.create_session(app_name=APP, user_id="ada", session_id="s")
+        for number in range(3):
+            await of.collections.append(APP, "bob", f"c{number % 2}", encode_item({"n": number}))
+    async with EncryptedSource(Database(file_url, BACKEND)) as source:
+        assert set(await contents(source)) == {(APP, "ada", "s")}
+        assert await source.size(ALL) == SourceSize(1, 0)
+        assert await source.others() == OtherContent(collections=2, items=3)
+
+
+async def test_large_sessions_are_batches_of_their_own(
+    file_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fill(file_url, users=["ada"], sessions=6, events=1)
+    monkeypatch.setattr(encrypted, "_BATCH", 2000)
+    async with EncryptedSessionService(file_url, BACKEND) as of:
+        session = await of.get_session(app_name=APP, user_id="ada", session_id="s3")
+        assert session is not None
+        await of.append_event(session, event(1, large="x" * 3000))
+    async with EncryptedSource(Database(file_url, BACKEND)) as source:
+        batches = [[one.session_id for one in batch] async for batch in source.sessions(ALL)]
+    assert ["s3"] in batches
+    assert [name for batch in batches for name in batch] == [f"s{number}" for number in range(6)]
+    assert 1 < len(batches) < 6
+
+
+REASONS = {
+    "UPDATE secure_events SET time = 1 WHERE seq = 1 AND session_row = {row}": "secure_events",
+    "DELETE FROM secure_events WHERE seq = 2 AND session_row = {row}": "secure_sessions",
+    "UPDATE secure_sessions SET expires_at = 1 WHERE id = {row}": "secure_sessions",
+    "UPDATE secure_sessions SET updated_at = 1 WHERE id = {row}": "secure_sessions",
+    "DELETE FROM secure_witnesses WHERE tag = (SELECT tag FROM secure_sessions WHERE id = {row})":
+        "secure_sessions",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("statement", REASONS)
+async def test_session_that_was_tampered_with_is_unreadable(file_url: str, statement: str) -> None:
+    await fill(file_url, users=["ada"])
+    place = sa.make_url(file_url).set(drivername="sqlite")
+    ((row,),) = query(place, "SELECT max(id) FROM secure_sessions")
+    assert run_sql(place, statement.format(row=row)) == 1
+    # A session of unknown age is in every scope.
+    scope = Scope(APP, 2**60 if "secure_sessions SET" in statement else None)
+    async with EncryptedSource(Database(file_url, BACKEND)) as source:
+        found = await contents(source, scope)
+    bad = [content for content in found.values() if isinstance(content, UnreadableSession)]
+    assert len(bad) == 1
+    assert len(found) == (1 if scope.since else 2)
+    assert bad[0].reason.startswith(f"{REASONS[statement]} row {row}")
+    assert "ada" not in bad[0].reason
+
+
+async def test_user_that_was_tampered_with_has_unreadable_sessions_and_state(file_url: str) -> None:
+    await fill(file_url)
+    place = sa.make_url(file_url).set(drivername="sqlite")
+    ((row,),) = query(place, "SELECT min(id) FROM secure_users")
+    run_sql(place, f"UPDATE secure_users SET version = 7 WHERE id = {row}")
+    async with EncryptedSource(Database(file_url, BACKEND)) as source:
+        found = await contents(source, Scope(APP))
+        good = [key for key, one in found.items() if isinstance(one, SessionContent)]
+        assert [key[1] for key in good] == ["bob", "bob"]
+        assert len(found) == 4
+        (users,) = [batch async for batch in source.user_states(Scope(APP))]
+        assert set(users) == {(APP, "bob"), ("", f"secure_users row {row}")}
+        bad = users["", f"secure_users row {row}"]
+        assert isinstance(bad, UnreadableState)
+        assert "wrong key" in bad.reason
+
+
+@pytest.mark.parametrize("column", ["app_name", "tag"])
+async def test_app_whose_name_or_tag_was_modified_has_no_state(file_url: str, column: str) -> None:
+    await fill(file_url)
+    place = sa.make_url(file_url).set(drivername="sqlite")
+    run_sql(place, f"UPDATE secure_apps SET {column} = CAST('other' AS BLOB)")
+    async with EncryptedSource(Database(file_url, BACKEND)) as source:
+        (states,) = [batch async for batch in source.app_states(ALL)]
+        ((name, state),) = states.items()
+        assert name.startswith("secure_apps row ")
+        assert isinstance(state, UnreadableState)
+        found = await contents(source)
+        assert len(found) == 4
+        assert all(isinstance(one, UnreadableSession) for one in found.values())
