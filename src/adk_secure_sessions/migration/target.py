@@ -38,7 +38,7 @@ class Found(Enum):
     MOVED_ON = auto()  # a copy; a service has written to it since, the source has not changed
     CONFLICT = auto()  # a copy; both sides have changed since
     NOT_COPIED = auto()  # a session or state that was not copied
-    DELETED = auto()  # a service has deleted it
+    DELETED = auto()  # a service has deleted it, and may have created it again
 
 
 class Entry(NamedTuple):
@@ -206,8 +206,8 @@ class Located(NamedTuple):
 
 def _found(copy: Imported, *, is_unchanged: bool) -> Found:
     """Return what the target has; *is_unchanged* says whether the source is as it was copied."""
-    if copy.stored is None or copy.is_tombstone:
-        return Found.DELETED
+    if copy.stored is None or copy.is_tombstone or copy.stored[0] != copy.row:
+        return Found.DELETED  # if the row id differs, a service has created it again
     if copy.is_untouched:
         return Found.UNCHANGED if is_unchanged else Found.OLDER
     return Found.MOVED_ON if is_unchanged else Found.CONFLICT
