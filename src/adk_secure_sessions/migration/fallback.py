@@ -546,9 +546,8 @@ class PlaintextFallbackService(BaseSessionService):
             result = await self._store.import_state(*owner, state)
             if result is ImportResult.SAME_ID:
                 logger.warning(
-                    "the state of %s was written without PlaintextFallbackService before it was "
-                    "copied: the state in the plaintext source is not used",
-                    "an app" if owner[1] is None else "a user",
+                    "a state was written without PlaintextFallbackService before it was copied: the "
+                    "state in the plaintext source is not used"
                 )
             self._moved.put(owner, True)
 
