@@ -1,54 +1,31 @@
 """vectors/collections.*: a database with collections, for the service and the page's reader."""
 
-import json
-import shutil
 import sqlite3
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from adk_secure_sessions import (
-    AesGcmBackend,
     EncryptedSessionService,
-    FernetBackend,
     SecureSessionError,
 )
 from adk_secure_sessions.formats.events import decode_item, encode_item
 from adk_secure_sessions.maintenance import Database, verify
 from tests import format_reader
+from tests.vector_databases import Json, backends, copies_of, load, roots
 
-VECTORS = Path(__file__).parent / "vectors"
-Json = dict[str, Any]
-DATABASE: Json = json.loads((VECTORS / "collections.json").read_text(encoding="utf-8"))
+DATABASE = load("collections.json")
 COLLECTIONS: list[Json] = DATABASE["collections"]
-CASES: list[Json] = json.loads(
-    (VECTORS / "collection_rejections.json").read_text(encoding="utf-8")
-)["cases"]
-ROOTS = {root["backend"]: bytes.fromhex(root["root_key"]) for root in DATABASE["root_keys"]}
+CASES: list[Json] = load("collection_rejections.json")["cases"]
+ROOTS = roots("collections.json")
+BACKENDS = backends("collections.json")
 assert COLLECTIONS, "an empty vector file must not pass as success"
-
-
-@pytest.fixture(scope="module")
-def unchanged(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("vector") / "sessions.db"
-    with closing(sqlite3.connect(path)) as connection:
-        connection.executescript((VECTORS / "collections.sql").read_text(encoding="utf-8"))
-    return path
-
-
-@pytest.fixture
-def database(unchanged: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copy(unchanged, tmp_path / "sessions.db"))
-
-
-def backends() -> tuple[AesGcmBackend, list[FernetBackend]]:
-    return AesGcmBackend(ROOTS["aesgcm"]), [FernetBackend(ROOTS["fernet"])]
+database = copies_of("collections.sql")
 
 
 def service_on(path: Path) -> EncryptedSessionService:
-    return EncryptedSessionService(f"sqlite:///{path}", *backends())
+    return EncryptedSessionService(f"sqlite:///{path}", *BACKENDS)
 
 
 def who(expected: Json) -> tuple[str, str, str]:
@@ -99,7 +76,7 @@ async def test_service_continues_the_collections_and_the_reader_reads_them(datab
 
 
 async def test_database_is_verified(database: Path) -> None:
-    async with Database(f"sqlite:///{database}", *backends()) as db:
+    async with Database(f"sqlite:///{database}", *BACKENDS) as db:
         found = await verify(db)
     assert (found.bad, found.unchecked, found.sessions, found.events) == (0, 0, 1, 0)
     assert found.collections == len(COLLECTIONS) + 1, "one of them has no items"

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -21,27 +20,12 @@ from adk_secure_sessions import (
 )
 from tests import format_reader
 from tests.pages import DOCS
+from tests.vector_databases import Json, copies_of, load, roots
 
-VECTORS = Path(__file__).parent / "vectors"
-Json = dict[str, Any]
-DATABASE: Json = json.loads((VECTORS / "database.json").read_text(encoding="utf-8"))
+DATABASE = load("database.json")
+ROOTS = roots("database.json")
+database = copies_of("database.sql")
 assert DATABASE["sessions"], "an empty vector file must not pass as success"
-
-
-@pytest.fixture(scope="module")
-def unchanged(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("vector") / "sessions.db"
-    with closing(sqlite3.connect(path)) as connection:
-        connection.executescript((VECTORS / "database.sql").read_text(encoding="utf-8"))
-    return path
-
-
-@pytest.fixture
-def database(unchanged: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copy(unchanged, tmp_path / "sessions.db"))
-
-
-ROOTS = {root["backend"]: bytes.fromhex(root["root_key"]) for root in DATABASE["root_keys"]}
 
 
 def service_on(path: Path, writer: str) -> EncryptedSessionService:

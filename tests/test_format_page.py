@@ -69,6 +69,13 @@ def test_page_lists_the_columns_of_the_table_in_their_order(name: str) -> None:
     assert listed == list(tables.metadata.tables[name].columns.keys())
 
 
+def test_page_lists_the_columns_of_the_table_of_imports() -> None:
+    text = section("Migration").partition("\n\nA *tombstone*")[0]
+    listed = [(name.strip("`"), kind.split(",")[0]) for name, kind, _ in rows(text)]
+    columns = tables.migrated.columns
+    assert listed == [(column.name, type_on_page(column)) for column in columns]
+
+
 @pytest.mark.parametrize("name", tables.metadata.tables)
 def test_page_gives_the_type_of_each_column_of_the_table(name: str) -> None:
     listed = {column: kind.split(",")[0] for column, kind, _ in TABLES[name]}

@@ -1,8 +1,6 @@
 """vectors/integrations.*: memories, and sessions that another service stores."""
 
 import copy
-import json
-import shutil
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -14,44 +12,24 @@ from google.adk.sessions import InMemorySessionService, Session
 from google.genai import types
 
 from adk_secure_sessions import (
-    AesGcmBackend,
     EncryptedSessionService,
     EncryptedSessionWrapper,
-    FernetBackend,
     SecureSessionError,
 )
 from adk_secure_sessions.integrations.memory import EncryptedMemoryService
 from adk_secure_sessions.maintenance import Database, verify
 from tests import format_reader
+from tests.vector_databases import Json, backends, copies_of, load, roots
 
-VECTORS = Path(__file__).parent / "vectors"
-Json = dict[str, Any]
-CONTENTS: Json = json.loads((VECTORS / "integrations.json").read_text(encoding="utf-8"))
-CASES: list[Json] = json.loads(
-    (VECTORS / "integration_rejections.json").read_text(encoding="utf-8")
-)["cases"]
-ROOTS = {root["backend"]: bytes.fromhex(root["root_key"]) for root in CONTENTS["root_keys"]}
-
-
-@pytest.fixture(scope="module")
-def unchanged(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("vector") / "sessions.db"
-    with closing(sqlite3.connect(path)) as connection:
-        connection.executescript((VECTORS / "integrations.sql").read_text(encoding="utf-8"))
-    return path
-
-
-@pytest.fixture
-def database(unchanged: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copy(unchanged, tmp_path / "sessions.db"))
-
-
-def backends() -> tuple[AesGcmBackend, list[FernetBackend]]:
-    return AesGcmBackend(ROOTS["aesgcm"]), [FernetBackend(ROOTS["fernet"])]
+CONTENTS = load("integrations.json")
+CASES: list[Json] = load("integration_rejections.json")["cases"]
+ROOTS = roots("integrations.json")
+BACKENDS = backends("integrations.json")
+database = copies_of("integrations.sql")
 
 
 async def read_memory(path: Path, app: str, user: str) -> Json:
-    async with EncryptedSessionService(f"sqlite:///{path}", *backends()) as sessions:
+    async with EncryptedSessionService(f"sqlite:///{path}", *BACKENDS) as sessions:
         service = EncryptedMemoryService(sessions)
         memory = await service._current(await service._cache(), app, user)
         assert memory is not None
@@ -84,7 +62,7 @@ _OWN_FORM = ("text", "state_delta")
 
 
 async def read_session(path: Path, stored: Json, ids: tuple[str, str, str]) -> Json:
-    first, more = backends()
+    first, more = BACKENDS
     options: Any = {"key_db_url": f"sqlite:///{path}", "additional_backends": more}
     async with EncryptedSessionWrapper(Inner(stored), first, **options) as service:
         found = await service.get_session(app_name=ids[0], user_id=ids[1], session_id=ids[2])
@@ -104,7 +82,7 @@ async def test_services_read_what_the_vector_says(database: Path) -> None:
         found = await read_session(database, session["stored"], ids_of(session["stored"]))
         assert found["state"] == session["state"]
         assert found["events"] == [Event.model_validate(one) for one in session["events"]]
-    async with Database(f"sqlite:///{database}", *backends()) as db:
+    async with Database(f"sqlite:///{database}", *BACKENDS) as db:
         assert (await verify(db)).bad == 0
 
 

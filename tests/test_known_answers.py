@@ -1,7 +1,9 @@
 """Third parties' known answers: NIST's for AES-256-GCM, the Fernet specification's own."""
 
+import hmac
 import json
-from base64 import b64decode, urlsafe_b64decode
+import os
+from base64 import b64decode, urlsafe_b64decode, urlsafe_b64encode
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 from cryptography.fernet import Fernet, InvalidToken
 
 from adk_secure_sessions import TamperedError
-from adk_secure_sessions.backends.fernet import FernetCipher
+from adk_secure_sessions.backends.fernet import FernetCipher, TokenKey
 from adk_secure_sessions.crypto.aead import Aes256Gcm
 
 VECTORS = Path(__file__).parent / "vectors"
@@ -80,8 +82,8 @@ class SpecCipher(FernetCipher):
         super().__init__(urlsafe_b64decode(secret))
         self._secret = secret
 
-    def _fernet(self, associated_data: bytes) -> Fernet:
-        return Fernet(self._secret)
+    def _token_key(self, associated_data: bytes) -> TokenKey:
+        return TokenKey(urlsafe_b64decode(self._secret))
 
 
 def seconds(case: Json) -> int:
@@ -104,6 +106,28 @@ def test_stored_body_is_the_specified_token_as_bytes(case: Json) -> None:
 def test_specified_token_is_decrypted(case: Json) -> None:
     body = urlsafe_b64decode(case["token"])
     assert SpecCipher(case["secret"]).decrypt(body, b"").decode() == case["src"]
+
+
+@pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 31, 32, 33, 5000])
+def test_tokens_are_those_of_the_library_at_every_length(length: int) -> None:
+    secret, plaintext = Fernet.generate_key(), os.urandom(length)
+    ours, theirs = SpecCipher(secret.decode()), Fernet(secret)
+    body = ours.encrypt(plaintext, b"")
+    assert theirs.decrypt(urlsafe_b64encode(body)) == plaintext
+    assert ours.decrypt(urlsafe_b64decode(theirs.encrypt(plaintext)), b"") == plaintext
+    for end in (1, 16, 32):
+        with pytest.raises(TamperedError):
+            ours.decrypt(body[:-end], b"")
+
+
+def test_authentic_token_with_wrong_padding_is_rejected() -> None:
+    secret = urlsafe_b64encode(bytes(32)).decode()
+    signed = b"\x80" + bytes(24) + bytes(16)  # a block that decrypts to no padding
+    mac = hmac.digest(bytes(16), signed, "sha256")
+    with pytest.raises(InvalidToken):
+        Fernet(secret).decrypt(urlsafe_b64encode(signed + mac))
+    with pytest.raises(TamperedError):
+        SpecCipher(secret).decrypt(signed + mac, b"")
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=description)

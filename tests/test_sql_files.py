@@ -8,6 +8,7 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from adk_secure_sessions import AesGcmBackend, ConfigurationError, EncryptedSessionService
+from adk_secure_sessions.maintenance import Database
 from examples import make_sql
 from tests.servers import Server
 
@@ -31,6 +32,11 @@ async def use(url: str | sa.URL, key_db_url: str | sa.URL | None = None) -> None
         session = await service.create_session(app_name="a", user_id="u", state={"k": 1})
         found = await service.get_session(app_name="a", user_id="u", session_id=session.id)
         assert found == session
+
+
+async def import_one(url: sa.URL) -> None:
+    async with Database(url, AesGcmBackend(KEY)) as db:
+        await (await db.store()).import_state("a", "imported", b"{}")
 
 
 async def assert_tables_are_missing(
@@ -114,6 +120,17 @@ async def test_service_on_postgresql_needs_no_right_to_create(postgresql: Server
             )
             connection.exec_driver_sql("RESET search_path")
         await use(url)
+        with pytest.raises(ConfigurationError, match=r"docs/sql/postgresql-migration\.sql"):
+            await import_one(url)
+        with postgresql.admin.begin() as connection:
+            connection.exec_driver_sql(f"SET search_path TO {schema}")
+            for statement in statements("postgresql-migration"):
+                connection.exec_driver_sql(statement)
+            connection.exec_driver_sql(
+                f"GRANT SELECT, INSERT, UPDATE, DELETE ON secure_migrated TO {schema}"
+            )
+            connection.exec_driver_sql("RESET search_path")
+        await import_one(url)
 
 
 async def test_service_on_mariadb_needs_no_right_to_create(mariadb: Server) -> None:
@@ -130,8 +147,17 @@ async def test_service_on_mariadb_needs_no_right_to_create(mariadb: Server) -> N
                 f"GRANT SELECT, INSERT, UPDATE, DELETE ON {name}.* TO {name}@localhost"
             )
             connection.exec_driver_sql("USE information_schema")
+        limited = url.set(username=name, password="secret")
         try:
-            await use(url.set(username=name, password="secret"))
+            await use(limited)
+            with pytest.raises(ConfigurationError, match=r"docs/sql/mysql-migration\.sql"):
+                await import_one(limited)
+            with mariadb.admin.begin() as connection:
+                connection.exec_driver_sql(f"USE {name}")
+                for statement in statements("mysql-migration"):
+                    connection.exec_driver_sql(statement)
+                connection.exec_driver_sql("USE information_schema")
+            await import_one(limited)
         finally:
             with mariadb.admin.begin() as connection:
                 connection.exec_driver_sql(f"DROP USER {name}@localhost")

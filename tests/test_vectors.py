@@ -54,6 +54,7 @@ LISTS = {
     "master_keys": KEYS["master_keys"],
     "data_keys": KEYS["data_keys"],
     "tags": KEYS["tags"],
+    "migration": KEYS["migration"],
 }
 
 
@@ -307,6 +308,23 @@ def test_tag_is_the_one_in_the_vector(case: Json) -> None:
     index = BlindIndex(bytes.fromhex(KEYS["index_master"]))
     purpose, *names = case["context"]
     assert getattr(index, purpose)(*names).hex() == case["tag"]
+
+
+@pytest.mark.parametrize("case", KEYS["migration"], ids=name_of)
+def test_mac_of_an_import_is_the_one_in_the_vector(case: Json) -> None:
+    index = BlindIndex(bytes.fromhex(KEYS["index_master"]))
+    purpose, *of = case["texts"]
+    database_id, *rest = (bytes.fromhex(part["hex"]) for part in of)
+    context = format_reader.context(purpose, database_id, *rest, *case["integers"])
+    assert context.hex() == case["context_hex"]
+    if purpose == "migrated":
+        (tag, source), (row_id, number) = rest, case["integers"]
+        mac = index.migrated(database_id, tag, row_id, number, source)
+    elif purpose == "migration source":
+        mac = index.migration_source(database_id, *rest)
+    else:
+        mac = index.migration_complete(database_id)
+    assert mac.hex() == case["mac"]
 
 
 def test_no_two_tags_are_alike() -> None:

@@ -25,7 +25,9 @@ ABOUT = (
     "byte 00, then 'data_key'. If 'nonce' is given, wrapping with it gives "
     "exactly 'wrapped'; for a passphrase, 'header' is needed, too (02, salt, iterations, lanes, "
     "memory). 'tags': 'hmac' is the HMAC-SHA-256 of 'context_hex' with the key 'index_master', and "
-    "'tag' is its first 16 bytes."
+    "'tag' is its first 16 bytes. 'migration': the MACs of docs/format.md, 'Migration', with "
+    "the same key; 'texts' and 'integers' are the parts of the context, texts and bytes first. A "
+    "part that is bytes has the form {'hex': ...}."
 )
 ROOT_KEYS = {
     "counting bytes": counting(0, 32),
@@ -325,6 +327,31 @@ def _tags() -> Iterator[Json]:
         }
 
 
+def _migration() -> Iterator[Json]:
+    """Return the MACs of a copied session, a copied state, a tombstone and a complete migration."""
+    database_id, tag = made("database id", 16), made("tag of a session", 16)
+    source = made("source", 16)
+    state = b'{"a":[1,2.5,null],"b":"\\u4e16"}'
+    cases: tuple[tuple[str, tuple[str | bytes, ...], tuple[int, ...]], ...] = (
+        ("source of a session", ("migration source", database_id, tag, b"2026-01-01 7"), ()),
+        ("source of a state", ("migration source", database_id, tag, state), ()),
+        ("seal of a copied session", ("migrated", database_id, tag, source), (2**62 + 5, 7)),
+        ("seal of a tombstone", ("migrated", database_id, tag, bytes(16)), (0, 0)),
+        ("mark of a complete migration", ("migration complete", database_id), ()),
+    )
+    for name, parts, integers in cases:
+        joined = records.context(parts, *integers)
+        mac = HMAC(INDEX_MASTER, SHA256())
+        mac.update(joined)
+        yield {
+            "name": name,
+            "texts": [part if isinstance(part, str) else {"hex": part.hex()} for part in parts],
+            "integers": list(integers),
+            "context_hex": joined.hex(),
+            "mac": mac.finalize()[:16].hex(),
+        }
+
+
 def key_vectors() -> Json:
     """Return the content of keys.json."""
     roots = [
@@ -344,4 +371,5 @@ def key_vectors() -> Json:
         "data_keys": list(_data_keys()),
         "index_master": INDEX_MASTER.hex(),
         "tags": list(_tags()),
+        "migration": list(_migration()),
     }

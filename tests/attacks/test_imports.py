@@ -22,7 +22,6 @@ from tests.maintenance.support import APP, OLD, event
 
 COPIED, DELETED, BURIED = "copied", "deleted", "buried"
 USER = "ada"
-ROW = "SELECT * FROM secure_migrated WHERE tag = :tag"
 
 
 class Victim(NamedTuple):
@@ -35,8 +34,8 @@ class Victim(NamedTuple):
     path: Path
     tags: dict[str, bytes]
 
-    def maintained(self, path: Path | None = None) -> Database:
-        return Database(f"sqlite:///{path or self.path}", AesGcmBackend(OLD))
+    def maintained(self) -> Database:
+        return Database(f"sqlite:///{self.path}", AesGcmBackend(OLD))
 
     def service(self) -> EncryptedSessionService:
         return EncryptedSessionService(f"sqlite:///{self.path}", AesGcmBackend(OLD))
@@ -46,14 +45,16 @@ class Victim(NamedTuple):
             assert connection.execute(statement, values).rowcount, "no row was met"
             connection.commit()
 
-    def row(self, tag: bytes, path: Path | None = None) -> tuple[object, ...]:
-        with closing(sqlite3.connect(path or self.path)) as connection:
-            (row,) = connection.execute(ROW, {"tag": tag}).fetchall()
+    def row(self, tag: bytes, table: str = "secure_migrated") -> tuple[object, ...]:
+        with closing(sqlite3.connect(self.path)) as connection:
+            query = f"SELECT * FROM {table} WHERE tag = ?"
+            (row,) = connection.execute(query, (tag,)).fetchall()
         return tuple(row)
 
-    def put(self, row: tuple[object, ...]) -> None:
+    def put(self, row: tuple[object, ...], table: str = "secure_migrated") -> None:
         with closing(sqlite3.connect(self.path)) as connection:
-            connection.execute("REPLACE INTO secure_migrated VALUES (?, ?, ?, ?, ?)", row)
+            slots = ", ".join("?" * len(row))
+            connection.execute(f"REPLACE INTO {table} VALUES ({slots})", row)
             connection.commit()
 
 
@@ -205,6 +206,22 @@ async def test_replayed_row_of_a_user_never_lets_an_import_replace_a_state(
     victim.put(older)
     result = await store.import_state(APP, USER, b'{"k":3}', replace=True)
     assert result is ImportResult.CONFLICT
+
+
+async def test_state_rolled_back_behind_its_import_is_rejected(
+    victim: Victim, store: Store
+) -> None:
+    tag = victim.tags["user"]
+    tables = ("secure_users", "secure_witnesses")
+    older = [victim.row(tag, table) for table in tables]
+    await store.import_state(APP, USER, b'{"k":2}', replace=True)
+    for table, row in zip(tables, older, strict=True):
+        victim.put(row, table)
+    async with victim.maintained() as db:  # it has read no later version
+        with pytest.raises(TamperedError, match="version 2 was imported: an older row"):
+            await (await db.store()).import_state(APP, USER, b'{"k":3}', replace=True)
+    (found,) = await problems(victim)
+    assert "an older row was replayed" in found
 
 
 async def test_session_is_not_replaced_if_its_row_was_removed(victim: Victim, store: Store) -> None:

@@ -242,6 +242,15 @@ async def test_import_after_a_lost_answer_is_stored_once(
     assert found.state == {"user:k": 2}
 
 
+async def test_impossible_time_is_rejected(store: Store) -> None:
+    for time in (10**19, -(10**19)):
+        with pytest.raises(ValueError, match="not a possible time"):
+            await store.import_session(
+                *IDS, state=b"{}", events=[ImportedEvent(b"", time)], created_at=0, updated_at=0,
+                source_version="lone surrogate \ud83c",
+            )  # fmt: skip
+
+
 async def test_cancelled_import_is_whole_or_absent(
     service: BaseSessionService, store: Store, db: Database
 ) -> None:

@@ -1,40 +1,30 @@
 """ADK's contract behind `EncryptedSessionWrapper`, as far as the wrapped service keeps it."""
 
 from collections.abc import Iterator
+from importlib import import_module
 
 import pytest
 
-from tests.conformance import (
-    test_append,
-    test_concurrency,
-    test_create,
-    test_delete,
-    test_events,
-    test_get,
-    test_list,
-    test_runner,
-    test_stale,
-    test_state_scopes,
-    test_state_values,
-    test_user_state,
-)
 from tests.conformance.services import WRAPPERS, Kind
 from tests.conformance.support import each_kind
 from tests.integrations.inner_services import FerretDB, ferretdb
 
 MODULES = [
-    test_append,
-    test_concurrency,
-    test_create,
-    test_delete,
-    test_events,
-    test_get,
-    test_list,
-    test_runner,
-    test_stale,
-    test_state_scopes,
-    test_state_values,
-    test_user_state,
+    import_module(f"tests.conformance.test_{subject}")
+    for subject in (
+        "append",
+        "concurrency",
+        "create",
+        "delete",
+        "events",
+        "get",
+        "list",
+        "runner",
+        "stale",
+        "state_scopes",
+        "state_values",
+        "user_state",
+    )
 ]
 for _module in MODULES:
     globals().update({n: f for n, f in vars(_module).items() if n.startswith("test_")})

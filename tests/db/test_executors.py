@@ -79,6 +79,23 @@ async def test_first_change_that_matches_no_row_is_the_answer_false_and_changes_
     assert await stored(filled) == BEFORE
 
 
+def many(*ids: int) -> Change:
+    rows = [{"id": one, "value": b"many"} for one in ids]
+    return Change(INSERT, {}, must_match_row=False, rows=rows)
+
+
+async def test_rows_of_a_change_are_all_inserted_or_none(filled: Executor) -> None:
+    after = {1: b"changed", 2: b"old", **dict.fromkeys(range(3, 300), b"many")}
+    assert await apply(filled, update(9), many(3)) is False
+    with pytest.raises(UniqueViolation):
+        await apply(filled, update(1), many(3, 1, 4))
+    with pytest.raises(Conflict):
+        await apply(filled, update(1), many(3), update(9))
+    assert await stored(filled) == BEFORE
+    assert await apply(filled, update(1), many(*range(3, 300))) is True
+    assert await stored(filled) == after
+
+
 @pytest.mark.parametrize("position", [1, 2, 3])
 @pytest.mark.parametrize("miss", [update(9), delete(9)], ids=["update", "delete"])
 async def test_later_change_that_matches_no_row_is_a_conflict_and_stores_nothing(

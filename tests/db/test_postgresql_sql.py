@@ -51,6 +51,14 @@ def test_each_change_runs_only_if_the_last_before_it_that_must_match_a_row_did()
     assert "VALUES" not in words
 
 
+def test_rows_of_a_change_are_one_array_for_each_column() -> None:
+    text, sources = apply_sql(((UPDATE, True), (INSERT, False)), frozenset({1}))
+    assert sources == [(0, "value"), (0, "at_id"), (1, "id"), (1, "value")]
+    words = " ".join(text.split())
+    assert "FROM unnest($3::BIGINT[], $4::BYTEA[]) AS new_rows(id, value)" in words
+    assert "WHERE EXISTS (SELECT 1 FROM change_0) RETURNING 1)" in words
+
+
 def test_lock_of_an_insert_from_a_select_stays_behind_the_guard() -> None:
     """It holds off whoever erases the user until the session is there to be erased, too."""
     text, _ = apply_sql(((UPDATE, True), (sql.INSERT_SESSION_OF_USER, True)))

@@ -13,6 +13,7 @@ from adk_secure_sessions.db.protocol import (
     Executors,
     Parameters,
     Read,
+    Rows,
     Steps,
     run_in_turn,
 )
@@ -26,13 +27,13 @@ class Database:
     def __init__(self, rows: Sequence[Any] = (), **matches: int) -> None:
         self.rows = rows
         self.matches = matches
-        self.asked: list[tuple[str, Parameters]] = []
+        self.asked: list[tuple[str, Parameters | Rows]] = []
 
     def fetch(self, query: sa.Executable, parameters: Parameters) -> Sequence[Any]:
         self.asked.append((str(query), parameters))
         return self.rows
 
-    def run(self, statement: sa.Executable, parameters: Parameters) -> int:
+    def run(self, statement: sa.Executable, parameters: Parameters | Rows) -> int:
         self.asked.append((str(statement), parameters))
         return self.matches.get(str(statement), 1)
 
@@ -62,6 +63,14 @@ def test_changes_are_made_in_order_with_their_parameters() -> None:
     changes = [Change(FIRST, {"a": 1}), Change(SECOND, {"a": 2}), Change(THIRD, {})]
     assert run_in_turn(apply_all(*changes), database.fetch, database.run) is True
     assert database.asked == [("first", {"a": 1}), ("second", {"a": 2}), ("third", {})]
+
+
+def test_change_with_rows_is_run_with_all_of_them() -> None:
+    database = Database(second=2)
+    rows = [{"a": 1}, {"a": 2}]
+    steps = apply_all(Change(FIRST, {}), Change(SECOND, {}, must_match_row=False, rows=rows))
+    assert run_in_turn(steps, database.fetch, database.run) is True
+    assert database.asked == [("first", {}), ("second", rows)]
 
 
 def test_first_change_that_matches_no_row_is_the_answer_false_and_the_rest_is_not_tried() -> None:

@@ -19,7 +19,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.db.protocol import Apply, Change, Conflict, Executors, Read, Row, Steps
 from adk_secure_sessions.errors import Reason, TamperedError
-from adk_secure_sessions.formats.records import NO_LINK, new_link
+from adk_secure_sessions.formats.records import NO_LINK, encode_text, new_link
 from adk_secure_sessions.formats.states import loads
 from adk_secure_sessions.keys.blind_index import TAG_LENGTH
 from adk_secure_sessions.keys.keyring import Keyring
@@ -52,6 +52,7 @@ from adk_secure_sessions.storage.writes import (
 # One request inserts at most this many events, unless it inserts only one event.
 _EVENTS_AT_ONCE = 5000
 _BYTES_AT_ONCE = 4 * 1024 * 1024
+_LATEST = 9 * 10**18  # the latest time that the stored format allows, in microseconds
 _NO_ROW = 0  # the row id of a tombstone
 _NO_SOURCE = bytes(TAG_LENGTH)
 
@@ -111,7 +112,7 @@ class Imported:
 
     def has_source(self, version: str) -> bool:
         """Return whether *version* of the session was imported (its *source_version*)."""
-        return hmac.compare_digest(self._source_of(self.tag, version.encode()), self.source)
+        return hmac.compare_digest(self._source_of(self.tag, encode_text(version)), self.source)
 
     def has_state(self, state: bytes) -> bool:
         """Return whether *state* (JSON) is the state of the user or app that was imported."""
@@ -192,6 +193,9 @@ class ImportSession(Write[_Outcome]):
         updated_at: When the session was updated, in microseconds UTC.
         source: Identifies the version: see `Seals.source`.
         replace: Replace the session if it was imported before and no service has changed it since.
+
+    Raises:
+        ValueError: A time is not possible.
     """
 
     def __init__(
@@ -207,6 +211,9 @@ class ImportSession(Write[_Outcome]):
         replace: bool,
     ) -> None:
         super().__init__(who)
+        times = [created_at, updated_at, *(event.time for event in events)]
+        if max(map(abs, times)) > _LATEST:
+            raise ValueError("the time of the session or of an event is not a possible time")
         self._seals = seals
         self._state = state
         self._events = events

@@ -413,7 +413,7 @@ INSERT_SESSION_OF_KNOWN = _session_of_user(
 # A user who was erased has a row of `secure_migrated` without a row id.  Sessions of the user must
 # not be imported.  IMPORT_SESSION_OF_KNOWN requires that the user has no row at all, because nobody
 # has checked the seal of a row.
-_row_of_user = select(literal_column("1")).where(migrated.c.tag == _user_tag)
+_row_of_user: Select[Any] = select(literal_column("1")).where(migrated.c.tag == _user_tag)
 _is_not_erased = ~_row_of_user.where(migrated.c.row_id == _ZERO).exists()
 IMPORT_SESSION = insert(sessions).from_select(
     [column.name for column in sessions.c],

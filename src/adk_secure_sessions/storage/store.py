@@ -282,13 +282,16 @@ class Store:
             replace: Replace the session if it was imported before from another version, and no
                 service has changed it since.
 
+        The caller checks that the ids are within the limits of services.
+
         Raises:
+            ValueError: A time is not possible.
             TamperedError: A row was tampered with, and nothing was changed.
         """
         await self._migration.ensure()
         who = await self.unit.identify(app_name, user_id, session_id)
         seals = await self._seals()
-        source = seals.source(who.session_tag, source_version.encode())
+        source = seals.source(who.session_tag, encode_text(source_version))
         operation = ImportSession(
             who, seals, state, events, created_at, updated_at, source, replace=replace
         )
