@@ -355,3 +355,41 @@ UNREADABLE_ITEMS: dict[str, Any] = {
 def test_item_that_could_not_be_read_back_is_not_encoded(value: Any) -> None:
     with pytest.raises(ValueError, match="item"):
         events.encode_item({"value": value})
+
+
+# --- JSON that google-adk has written -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("event", EVENTS.values(), ids=EVENTS)
+def test_accepted_json_is_stored_as_it_is(event: Event) -> None:
+    data = json.dumps(event.model_dump(exclude_none=True, mode="json")).encode()
+    accepted = events.accept(data)
+    assert accepted is not None
+    plaintext, parsed_event = accepted
+    assert plaintext.endswith(data)
+    assert parsed(plaintext)[0] == adk_version
+    assert parsed_event == events.decode(plaintext, 1, 0) == event
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"[]",
+        b'{"author": 1}',
+        b'{"author": "a", "actions": {"unknown": 1}}',
+        b'{"author": "\xff"}',
+        b'{"author": "\\ud800"}',
+        b'{"custom_metadata": ' + b'{"a":' * 200 + b"1" + b"}" * 201,
+        b'{"custom_metadata": {"a": ' + b"1" * 5000 + b"}}",
+    ],
+)
+def test_json_that_must_not_be_stored_as_it_is_is_not_accepted(data: bytes) -> None:
+    assert events.accept(data) is None
+
+
+def test_value_without_a_json_form_is_rejected_if_its_text_must_not_be_stored() -> None:
+    with pytest.raises(ValueError, match="cannot be converted to JSON"):
+        events.encode(made(custom_metadata={"a": object()}), replaces=False)
+    event = made("a \ud83c z")
+    assert events.encode(event, replaces=False) == events.encode(event)

@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sqlalchemy as sa
-from google.adk.events import Event, EventActions
-from google.adk.sessions import BaseSessionService
+from google.adk.events import EventActions
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from adk_secure_sessions import (
@@ -34,13 +32,14 @@ from adk_secure_sessions.migration.sources import (
     UnreadableState,
 )
 from tests.conformance import samples, values
+from tests.conformance.support import ADK
 from tests.migration.adk_sources import (
-    ADK,
     ORDERS_TIES,
     READS_V0,
     START,
     Adk,
     adk,
+    append,
     assert_same_as_adk,
     contents,
     decoded,
@@ -66,28 +65,22 @@ json_kinds = pytest.mark.parametrize("kind", ["v1-sqlite", "sqlite-service"])
 IDS = ["", " padded", "Grüße 世界 🎉", "o'%_\\\"\n", "x" * 128, "null", "\u00e9", "e\u0301"]
 
 
-async def added(service: BaseSessionService, event: Event, session_id: str) -> bool:
-    """Append *event* to a session of its own, if google-adk and its database accept it."""
-    session = await fill(service, session_id=session_id)
-    try:
-        await service.append_event(session, event)
-    except Exception:  # for example, PostgreSQL rejects the character NUL
-        return False
-    return True
-
-
 # --- contents ------------------------------------------------------------------------------------
 
 
 async def test_every_field_of_an_event_is_read(adk: Adk) -> None:
     given = dict(samples.of_every_field()) | {name: make() for name, make in samples.CORPUS.items()}
+    session = await fill(adk.service)
     stored = 0
-    for name, event in given.items():
-        if not event.partial:
-            stored += await added(adk.service, event, name)
+    for event in given.values():
+        try:
+            session = await append(adk.service, session, event)
+            stored += not event.partial
+        except Exception:  # for example, PostgreSQL rejects the character NUL
+            continue
     assert stored > len(given) / 3
     async with adk.source() as source:
-        assert await assert_same_as_adk(adk.service, source) >= stored
+        assert await assert_same_as_adk(adk.service, source) == stored
 
 
 async def test_states_of_every_json_type_are_read(adk: Adk) -> None:
@@ -109,7 +102,7 @@ async def test_states_of_every_json_type_are_read(adk: Adk) -> None:
 
 async def test_odd_ids_are_read(adk: Adk) -> None:
     for odd in IDS:
-        await fill(adk.service, [setting(**{"user:k": odd})], app_name=odd, user_id=odd)
+        await fill(adk.service, [setting(START, **{"user:k": odd})], app_name=odd, user_id=odd)
         await fill(adk.service, [said(id=odd or "e", invocation_id=odd)], session_id=odd or None)
     async with adk.source() as source:
         assert len(await listed(source)) == 2 * len(IDS)
@@ -119,19 +112,14 @@ async def test_odd_ids_are_read(adk: Adk) -> None:
 @pytest.mark.skipif(not ORDERS_TIES, reason="the order of equal times was undefined")
 async def test_events_are_in_the_order_of_google_adk(adk: Adk) -> None:
     times = [5.0, 1.0, 1.0, 1.0, 3.000001, 3.0, 1.0]
-    ids = ["e", "b", "B", "a-1", "a", "a_1", "ä"]
+    ids = ["e", "b", "B2", "a-1", "a", "a_1", "ä2"]
     history = [
         said(f"{n}", id=id_, at=START + time)
         for n, (id_, time) in enumerate(zip(ids, times, strict=True))
     ]
     session = await fill(adk.service)
     for event in history:
-        session = (
-            await adk.service.get_session(app_name="app", user_id="user", session_id=session.id)
-            or session
-        )
-        session.last_update_time = 1e11  # SqliteSessionService: earlier events are not stale
-        await adk.service.append_event(session, event)
+        session = await append(adk.service, session, event)
     async with adk.source() as source:
         assert await assert_same_as_adk(adk.service, source) == len(history)
 
@@ -158,7 +146,7 @@ async def test_final_states_of_interleaved_sessions_are_read(adk: Adk) -> None:
     for number in range(3):
         for session in (one, two):
             delta = {"k": number, "user:u": f"{session.id} {number}", "app:a": [number]}
-            await adk.service.append_event(session, setting(START + number, **delta))
+            await append(adk.service, session, setting(START + number, **delta))
     async with adk.source() as source:
         await assert_same_as_adk(adk.service, source)
         assert (await states_of(source))[1] == {("app", "user"): {"u": f"{two.id} 2"}}
@@ -187,12 +175,13 @@ async def test_version_changes_with_every_change(adk: Adk) -> None:
             versions.add((await listed(source))[0].version)
             again = (await listed(source))[0].version
             assert again in versions
-            await adk.service.append_event(session, said(at=time))
+            session = await append(adk.service, session, said(at=time))
         versions.add((await listed(source))[0].version)
         await adk.service.delete_session(app_name="app", user_id="user", session_id="s")
         await fill(adk.service, session_id="s")
         versions.add((await listed(source))[0].version)
-    assert len(versions) == 6
+    # With a URL that begins with mariadb, google-adk stores whole seconds.
+    assert len(versions) >= (5 if adk.kind == "v1-mariadb" else 6)
 
 
 async def test_session_that_was_deleted_meanwhile_is_omitted(adk: Adk) -> None:
@@ -224,8 +213,9 @@ def insert_sessions(adk: Adk, number: int) -> None:
 
 def insert_events(adk: Adk, session_id: str, number: int, text: str = "hello") -> None:
     adk.run(
-        "INSERT INTO events (app_name, user_id, session_id, id, invocation_id, timestamp, event_data)"
-        f" VALUES ('app', 'u0', '{session_id}', :id, 'i', :time, {json_parameter(adk)})",
+        "INSERT INTO events "
+        "(app_name, user_id, session_id, id, invocation_id, timestamp, event_data) "
+        f"VALUES ('app', 'u0', '{session_id}', :id, 'i', :time, {json_parameter(adk)})",
         *(
             {
                 "id": f"e{n}",
@@ -290,11 +280,12 @@ CHANGES = {
     "another time": "timestamp = :time",
     "another type of time": '{"author": "a", "invocation_id": "i", "id": "e", "timestamp": 2}',
     "alias": '{"author": "a", "invocationId": "x", "id": "e", "timestamp": 1.5}',
-    "unknown field": '{"author": "a", "invocation_id": "i", "id": "e", "timestamp": 2, "new": [1]}',
-    "field twice": '{"author": "a", "author": "b", "id": "e", "invocation_id": "i", "timestamp": 2}',
+    "unknown field": '{"author": "a", "id": "e", "invocation_id": "i", "timestamp": 2, "x": [1]}',
+    "field twice": '{"author": "a", "id": "e", "invocation_id": "i", "timestamp": 2,'
+    ' "author": "b"}',
     "spaces": ' {"author":"a" ,\n"id":"e","invocation_id":"i","timestamp":2e0,"branch":"\\u00fc"} ',
     "text for a flag": '{"author": "a", "id": "e", "timestamp": "2", "turn_complete": "yes"}',
-    "null fields": '{"author": "a", "id": "e", "invocation_id": "i", "timestamp": 2, "branch": null,'
+    "null fields": '{"author": "a", "id": "e", "timestamp": 2, "branch": null,'
     ' "content": {"parts": [{"text": "t", "thought": null}]}, "custom_metadata": {"a": null}}',
 }
 # SqliteSessionService cannot store these, or returns another event in each read.
@@ -361,10 +352,10 @@ async def test_nan_and_infinity_are_read(adk: Adk, number: float) -> None:
 
 @pytest.mark.parametrize("kind", ["v1-sqlite"])
 async def test_times_without_fraction_and_in_seconds_are_read(adk: Adk) -> None:
-    for name, time in (("a", "'2026-01-02 03:04:05'"), ("b", "1700000000.25"), ("c", "1700000001")):
+    for name, time in (("a", "2026-01-02 03:04:05"), ("b", 1700000000.25), ("c", 1700000001)):
         await fill(adk.service, [said()], session_id=name)
         adk.run(
-            f"UPDATE sessions SET update_time = {time.replace(':', chr(92) + ':')} WHERE id = '{name}'"
+            "UPDATE sessions SET update_time = :time WHERE id = :id", {"time": time, "id": name}
         )
     async with adk.source() as source:
         if ADK >= (2, 7):
@@ -482,9 +473,13 @@ async def test_database_of_google_adk_1_20_is_read(tmp_path: Path) -> None:
 
 
 def assert_contains(found: Any, expected: Any) -> None:
+    """Compare JSON values; None in *expected* may be missing in *found*."""
     if isinstance(expected, dict):
         for key, value in expected.items():
             assert_contains(found.get(key) if value is None else found[key], value)
+    elif isinstance(expected, list):
+        for one, other in zip(found, expected, strict=True):
+            assert_contains(one, other)
     else:
         assert found == expected
 
@@ -539,7 +534,7 @@ async def test_release_without_restricted_unpickler_is_rejected(
     monkeypatch.setitem(sys.modules, "google.adk.sessions._restricted_pickle", None)
     with frozen_v0(tmp_path) as (url, _):
         async with AdkTables(url) as source:
-            with pytest.raises(ConfigurationError, match="install google-adk 2.8.0 or later"):
+            with pytest.raises(ConfigurationError, match=r"install google-adk 2\.8\.0 or later"):
                 await listed(source)
 
 
@@ -641,7 +636,7 @@ async def test_each_read_is_consistent_while_google_adk_writes(adk: Adk) -> None
     async def write() -> None:
         nonlocal done
         try:
-            for number in range(25):
+            for number in range(12):
                 for session in sessions:
                     await adk.service.append_event(session, setting(START + number, n=number + 1))
         finally:
@@ -656,11 +651,11 @@ async def test_each_read_is_consistent_while_google_adk_writes(adk: Adk) -> None
                     assert content.state.get("n", 0) == len(content.events)
                 reads += 1
                 await asyncio.sleep(0.001)
-            assert await assert_same_as_adk(adk.service, source) == 75
+            assert await assert_same_as_adk(adk.service, source) == 36
         return reads
 
     _, reads = await asyncio.gather(write(), read())
-    assert reads > 3
+    assert reads > 2
 
 
 @pytest.mark.soak

@@ -49,6 +49,8 @@ from adk_secure_sessions.storage import repeated
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine  # this import takes a third of a second
 
+__all__ = ["AdkTables", "Kind", "detect"]
+
 T = TypeVar("T")
 
 # Limits for one batch of `AdkTables.sessions`.  A content is about twice as large as its rows.

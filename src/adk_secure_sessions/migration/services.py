@@ -94,15 +94,15 @@ class ServiceSource(Source):
 
     async def size(self, scope: Scope) -> SourceSize:
         """Return the number of sessions, and an estimate of the number of events."""
-        number, sampled, counted = 0, 0, 0
+        sessions, events = 0, 0
         for app_name in self._apps(scope):
             listed = await self._listed(app_name, scope.since)
-            number += len(listed)
             sample = listed[:: max(1, len(listed) // _SAMPLE)]
             found = await asyncio.gather(*(self._get(app_name, one) for one in sample))
-            sampled += len(sample)
-            counted += sum(len(session.events) for session in found if session)
-        return SourceSize(number, round(counted * number / sampled) if sampled else 0)
+            counted = sum(len(session.events) for session in found if session)
+            sessions += len(listed)
+            events += round(counted * len(listed) / max(1, len(sample)))
+        return SourceSize(sessions, events)
 
     async def sessions(self, scope: Scope) -> AsyncIterator[Sequence[SourceSession]]:
         """Yield the sessions in *scope* by app name, user id and session id, in batches."""
