@@ -12,7 +12,7 @@ import pytest
 from adk_secure_sessions import maintenance
 from adk_secure_sessions.cli import main
 from adk_secure_sessions.cli.config import variable
-from tests.cli.support import commands, run
+from tests.cli.support import commands, make_adk_tables, run
 from tests.pages import DOCS, ROOT
 
 PAGE = (DOCS / "cli.md").read_text(encoding="utf-8")
@@ -77,6 +77,7 @@ def test_examples_in_the_help_work(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     run("keygen", "--output", "new.key")
     Path("artifacts").mkdir()
+    make_adk_tables(tmp_path / "adk.db")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("ADK_CAPTURE_MESSAGE_CONTENT_IN_SPANS", "false")
     shutil.copytree(ROOT / "examples" / "adk_agent", "agents")
@@ -87,6 +88,7 @@ def test_examples_in_the_help_work(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "rotate data",
         "retire",
         "separate",
+        "migrate",
         "vacuum",
         "erase-user",
         "rotate root",

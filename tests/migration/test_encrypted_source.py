@@ -101,6 +101,11 @@ async def fill_with_everything(of: EncryptedSessionService) -> None:
     await of.create_session(app_name=APP, user_id="no events", session_id="s", state={"n": 1})
 
 
+@pytest.mark.parametrize(
+    "place",
+    ["sqlite", "mariadb", pytest.param("postgresql", marks=pytest.mark.soak)],
+    indirect=True,
+)
 async def test_source_reads_what_the_service_returns(url: str) -> None:
     async with (
         EncryptedSessionService(url, BACKEND) as of,
@@ -243,6 +248,8 @@ REASONS = {
     "DELETE FROM secure_events WHERE seq = 2 AND session_row = {row}": "secure_sessions",
     "UPDATE secure_sessions SET expires_at = 1 WHERE id = {row}": "secure_sessions",
     "UPDATE secure_sessions SET updated_at = 1 WHERE id = {row}": "secure_sessions",
+    "UPDATE secure_sessions SET revision = 'x' WHERE id = {row}": "secure_sessions",
+    "UPDATE secure_sessions SET tag = 5 WHERE id = {row}": "secure_sessions",
     "DELETE FROM secure_witnesses WHERE tag = (SELECT tag FROM secure_sessions WHERE id = {row})":
         "secure_sessions",
 }  # fmt: skip

@@ -28,7 +28,7 @@ from adk_secure_sessions import (
 )
 from adk_secure_sessions.formats.events import decode
 from adk_secure_sessions.formats.times import microseconds
-from adk_secure_sessions.migration import package_1x
+from adk_secure_sessions.migration import adk_sql, adk_tables, package_1x
 from adk_secure_sessions.migration.package_1x import Package1x
 from adk_secure_sessions.migration.sources import (
     Scope,
@@ -42,6 +42,11 @@ from tests.maintenance import conftest
 place, url = conftest.place, conftest.url  # fixtures
 
 ALL = Scope()
+ON_EACH = pytest.mark.parametrize(
+    "place",
+    ["sqlite", "postgresql", pytest.param("mariadb", marks=pytest.mark.soak)],
+    indirect=True,
+)
 VECTORS = Path(__file__).parent.parent / "vectors" / "package_1x"
 KEY = bytes(range(32))
 PASSPHRASE = "correct horse battery staple – π"  # noqa: RUF001
@@ -229,12 +234,15 @@ async def test_initial_state_of_a_release_before_1_1_stays_in_its_session(file: 
 # --- on each database ----------------------------------------------------------------------------
 
 
+@ON_EACH
 @pytest.mark.no_tables
 async def test_sessions_states_and_sizes_are_read(
     place: sa.URL, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(package_1x, "_PAGE", 2)
-    monkeypatch.setattr(package_1x, "_STATES", 1)
+    for module in (adk_sql, adk_tables):
+        monkeypatch.setattr(module, "PAGE", 2)
+    for part in (adk_sql, package_1x):
+        monkeypatch.setattr(part, "STATES", 1)
     writer = Writer(place)
     for user, name, app in [
         ("ada", "s2", "shop"),
@@ -284,6 +292,7 @@ async def warnings_of_service(url: str, caplog: pytest.LogCaptureFixture) -> lis
     return [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
 
 
+@ON_EACH
 @pytest.mark.no_tables
 async def test_service_names_the_tables_of_1x(
     place: sa.URL, url: str, caplog: pytest.LogCaptureFixture
@@ -387,7 +396,7 @@ async def test_version_differs_after_each_change_of_a_session(file: Path, writer
 async def test_large_sessions_are_batches_of_their_own(
     file: Path, writer: Writer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(package_1x, "_BATCH_BYTES", 2000)
+    monkeypatch.setattr(adk_tables, "_BATCH_BYTES", 2000)
     for number in range(4):
         writer.session("ada", f"s{number}", events=1)
     writer.event("ada", "s2", 1, fields={"error_message": "x" * 3000})
@@ -477,6 +486,6 @@ async def test_unusable_database_or_key_is_rejected(tmp_path: Path) -> None:
         Package1x(f"sqlite:///{tmp_path}/missing.db")
     (tmp_path / "empty.db").touch()
     async with source(tmp_path / "empty.db") as of:
-        with pytest.raises(ConfigurationError, match="does not contain the tables"):
+        with pytest.raises(ConfigurationError, match="contains no tables"):
             await of.size(ALL)
     assert not list(tmp_path.glob("missing*"))

@@ -113,14 +113,20 @@ class Header(NamedTuple):
 class Tables:
     """The SQL of one database, and the conversion of its rows.
 
+    Attributes:
+        kinds: The kinds of tables that this class can read.
+        sessions_zone: The time zone of times in `sessions`; None for the local zone.
+
     Raises:
         ConfigurationError: The database does not contain google-adk's tables, or the installed
             google-adk cannot read them.
     """
 
+    kinds: tuple[Kind, ...] = _ADK_KINDS
+
     def __init__(self, connection: sa.Connection, time_zone: tzinfo | None) -> None:
         kinds = kinds_in(connection)
-        found = [kind for kind in _ADK_KINDS if kind in kinds]
+        found = [kind for kind in self.kinds if kind in kinds]
         if not found:
             others = ", ".join(kinds) or "no sessions"
             raise ConfigurationError(
@@ -130,12 +136,12 @@ class Tables:
         self.kind: Kind = found[0]
         self._dialect = connection.dialect.name
         self._is_mysql = self._dialect in ("mysql", "mariadb")
-        self._sessions_zone = adk_rows.zone_of_sessions(self._dialect)
+        self.sessions_zone: tzinfo | None = adk_rows.zone_of_sessions(self._dialect)
         self._events_zone: tzinfo = UTC
         if time_zone is not None:
             self._events_zone = time_zone
             if self._dialect != "sqlite":
-                self._sessions_zone = time_zone
+                self.sessions_zone = time_zone
         present = {column["name"] for column in sa.inspect(connection).get_columns("events")}
         self._columns: tuple[str, ...] = adk_rows.JSON_COLUMNS
         self._read_event: EventReader = adk_rows.event_of_json
@@ -345,8 +351,8 @@ class Tables:
         """Convert the rows of a session; raise `Unreadable` if they cannot be converted."""
         adk_rows.check_names(*session[:3])
         state = adk_rows.state_of(header.state, "its")
-        created_at = adk_rows.time_of(header.created_at, self._sessions_zone)
-        updated_at = adk_rows.time_of(header.updated_at, self._sessions_zone)
+        created_at = adk_rows.time_of(header.created_at, self.sessions_zone)
+        updated_at = adk_rows.time_of(header.updated_at, self.sessions_zone)
         events: list[SourceEvent] = []
         read, zone = self._read_event, self._events_zone
         for row in history:
@@ -414,7 +420,7 @@ class Tables:
 
     def _since(self, since: int) -> sa.ColumnElement[bool]:
         time = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=since)
-        naive = time.astimezone(self._sessions_zone).replace(tzinfo=None)
+        naive = time.astimezone(self.sessions_zone).replace(tzinfo=None)
         if self._dialect != "sqlite":
             return _is_at_least(_s.c.update_time, sa.literal(naive, sa.DateTime()))
         # A row may hold text or seconds.  In SQLite, any text is greater than any number.
