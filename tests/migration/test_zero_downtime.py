@@ -159,7 +159,7 @@ class Writer:
                 await self._service.append_event(stale, said("late", 1000))
 
     async def _list(self, step: int) -> None:
-        user = self._choice.choice([*USERS, None])  # type: ignore[list-item]
+        user = self._choice.choice([*USERS, None])
         response = await self._service.list_sessions(app_name=APP, user_id=user)
         found = [(one.user_id, one.id) for one in response.sessions]
         assert len(found) == len(set(found)), "a session is listed twice"
@@ -194,7 +194,7 @@ async def services(
         yield [first, second]
 
 
-async def working(told: Acknowledged, tasks: list["asyncio.Future[None]"], steps: int) -> None:
+async def working(told: Acknowledged, tasks: list["asyncio.Task[None]"], steps: int) -> None:
     """Wait until the application has done so many *steps*; raise the error of a task."""
     while told.steps < steps:
         for task in tasks:
@@ -208,7 +208,7 @@ async def test_nothing_is_lost_while_sessions_move(
 ) -> None:
     told = acknowledged
     writers = [Writer(n, services[n % 2], told) for n in range(WRITERS)]
-    tasks = [asyncio.ensure_future(writer.run()) for writer in writers]
+    tasks = [asyncio.create_task(writer.run()) for writer in writers]
     async with Database(place.target, BACKEND) as db, AdkTables(place.source) as source:
         await working(told, tasks, STEPS)
         await erase_user(db, APP, ERASED)

@@ -311,8 +311,8 @@ class Tables:
         return SessionHeader(
             session,
             adk_rows.state_of(header.state, "its"),
-            adk_rows.time_of(header.created_at, self._sessions_zone),
-            adk_rows.time_of(header.updated_at, self._sessions_zone),
+            adk_rows.time_of(header.created_at, self.sessions_zone),
+            adk_rows.time_of(header.updated_at, self.sessions_zone),
         )
 
     def state(self, connection: sa.Connection, table: StateTable, names: Sequence[str]) -> Any:

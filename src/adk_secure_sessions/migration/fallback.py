@@ -546,8 +546,8 @@ class PlaintextFallbackService(BaseSessionService):
             result = await self._store.import_state(*owner, state)
             if result is ImportResult.SAME_ID:
                 logger.warning(
-                    "a state was written without PlaintextFallbackService before it was copied: the "
-                    "state in the plaintext source is not used"
+                    "a state was written without PlaintextFallbackService before it was copied: "
+                    "the state in the plaintext source is not used"
                 )
             self._moved.put(owner, True)
 
