@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import random
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from typing import Any, NamedTuple
 
 import pytest
@@ -247,3 +248,30 @@ async def test_nothing_is_lost_while_sessions_move(
         created = await plain.create_session(app_name=APP, user_id="new")
         assert created.state == {f"app:{key}": n for key, n in told.counters["app"].items()}
         assert ended.fallback_reads == 0
+
+
+async def test_first_writes_of_several_processes_copy_a_session_once(place: Place) -> None:
+    adk = DatabaseSessionService(place.source)
+    session = await adk.create_session(
+        app_name=APP, user_id="ada", session_id="s", state={"user:old": 1, "app:old": 1}
+    )
+    await adk.append_event(session, said("x", 1))
+    await adk.close()
+    async with AsyncExitStack() as stack:
+        services = [await stack.enter_async_context(opened(place)) for _ in range(4)]
+        ids: dict[str, Any] = {"app_name": APP, "user_id": "ada", "session_id": "s"}
+        read = [await service.get_session(**ids) for service in services]
+        events = [said(f"{n}", 10 + n) for n in range(4)]
+        for event in events:
+            event.actions = EventActions(state_delta={f"user:{event.id}": 1})
+        done = await asyncio.gather(
+            *(one.append_event(*pair) for one, *pair in zip(services, read, events, strict=True)),  # type: ignore[arg-type]
+            return_exceptions=True,
+        )
+        assert sorted(type(one) is StaleSessionError for one in done) == [False, True, True, True]
+        stored = await services[0].get_session(**ids)
+        assert stored is not None
+        (winner,) = (one for one in done if not isinstance(one, BaseException))
+        assert [event.id for event in stored.events] == ["id of x", winner.id]
+        assert stored.state == {"user:old": 1, "app:old": 1, f"user:{winner.id}": 1}
+        assert sum(one.copied_sessions for one in services) == 1

@@ -183,6 +183,8 @@ def erasure_lines(done: Erasure, dry_run: bool) -> Iterator[str]:
         yield "freed space does not hold the wrapped data key"
     elif not dry_run:
         yield f"freed space may hold the wrapped data key: {done.obstacle}"
+    if done.was_migrated:
+        yield "the source of the migration may still contain the user: delete the user there, too"
 
 
 def separation_lines(done: Separated) -> Iterator[str]:

@@ -86,9 +86,7 @@ class StateTable(NamedTuple):
     name: str
 
 
-APP_STATES = StateTable(
-    _table("app_states", "a", "app_name", "state"), ("app_name",), "app_states"
-)
+APP_STATES = StateTable(_table("app_states", "a", "app_name", "state"), ("app_name",), "app_states")
 USER_STATES = StateTable(
     _table("user_states", "u", "app_name", "user_id", "state"),
     ("app_name", "user_id"),
