@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from google.adk.events import EventActions
+from google.adk.sessions import DatabaseSessionService
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from adk_secure_sessions import (
@@ -195,6 +196,40 @@ async def test_session_that_was_deleted_meanwhile_is_omitted(adk: Adk) -> None:
         assert await source.read([]) == {}
 
 
+async def test_temporary_keys_of_early_releases_are_left_out(adk: Adk) -> None:
+    if adk.kind.startswith("v0"):
+        pickled = pickle.dumps(EventActions(state_delta={"k": 1, "temp:t": 2}))
+        await fill(adk.service, [said()])
+        adk.run("UPDATE events SET actions = :pickled", {"pickled": pickled})
+    else:
+        await fill(adk.service, [setting(**{"k": 1, "user:tamp:t": 2})])
+        column = "CAST(event_data AS text)" if adk.is_postgresql else "event_data"
+        changed = f"replace({column}, 'user:tamp:', 'temp:')"
+        changed = f"CAST({changed} AS jsonb)" if adk.is_postgresql else changed
+        adk.run(f"UPDATE events SET event_data = {changed.replace(':', chr(92) + ':')}")
+    async with adk.source() as source:
+        (content,) = (await contents(source)).values()
+    assert decoded(content)[0].actions.state_delta == {"k": 1}
+
+
+@pytest.mark.skipif(ADK < (2, 7), reason="DatabaseSessionService rejects such a file")
+@pytest.mark.parametrize("kind", ["sqlite-service"])
+async def test_file_that_both_services_of_google_adk_wrote_is_read(adk: Adk) -> None:
+    for name in ("a", "b"):
+        await fill(adk.service, [said(at=START)], session_id=name)
+    service = DatabaseSessionService(adk.url.render_as_string())
+    session = await service.get_session(app_name="app", user_id="user", session_id="a")
+    assert session is not None
+    await service.append_event(session, said(at=START + 1))
+    await fill(service, [said(at=START)], session_id="c")
+    async with adk.source() as source:
+        assert await assert_same_as_adk(service, source) == 4
+        assert source.description == Kind.ADK_V1
+        scope = Scope(since=round((START + 0.5) * 1e6))
+        assert [one.session_id for one in await listed(source, scope)] == ["a"]
+    await service.db_engine.dispose()
+
+
 # --- many rows -----------------------------------------------------------------------------------
 
 
@@ -252,6 +287,7 @@ async def test_every_session_of_many_pages_is_read_once(adk: Adk) -> None:
     "kind",
     ["v1-sqlite", *(pytest.param(name, marks=[pytest.mark.soak]) for name in LONG)],
 )
+@pytest.mark.skipif(ADK < (2, 7), reason="the column was used for the time of an event")
 async def test_long_histories_are_read(adk: Adk) -> None:
     insert_sessions(adk, 8)
     insert_events(adk, "s0", 5000)
@@ -464,8 +500,6 @@ async def test_database_of_google_adk_1_20_is_read(tmp_path: Path) -> None:
                 dumped = event.model_dump(mode="json", exclude_none=True)
                 dumped["long_running_tool_ids"].sort()
                 assert_contains(dumped, expected)
-        from google.adk.sessions import DatabaseSessionService
-
         service = DatabaseSessionService(url.render_as_string())
         async with AdkTables(url) as source:
             assert await assert_same_as_adk(service, source) == 5
@@ -497,6 +531,17 @@ async def test_time_zone_of_an_old_writer_can_be_given(tmp_path: Path) -> None:
         assert utc.updated_at == local.updated_at  # always UTC in SQLite
         hours = {(b.time - a.time) / 3.6e9 for a, b in zip(utc.events, local.events, strict=True)}
         assert hours <= {5}
+
+
+@pytest.mark.parametrize("kind", ["v0-sqlite"])
+async def test_tables_of_early_releases_lack_columns(adk: Adk) -> None:
+    await fill(adk.service, [said("hello", id="e")])
+    for name in ("custom_metadata", "input_transcription", "long_running_tool_ids_json"):
+        adk.run(f"ALTER TABLE events DROP COLUMN {name}")
+    async with adk.source() as source:
+        (content,) = (await contents(source)).values()
+    (event,) = decoded(content)
+    assert (event.id, event.timestamp, event.custom_metadata) == ("e", START, None)
 
 
 class Evil:

@@ -27,6 +27,8 @@ Row = Sequence[Any]
 
 INSTALLED = f"the installed google-adk {adk_version}"
 _LIMITS = "see docs/limits.md, Sizes"
+# google-adk before 1.17 stored `temp:` keys in the state delta of events.
+_TEMPORARY = b'"temp:'
 
 
 class Unreadable(Exception):
@@ -119,7 +121,7 @@ def event_of_json(row: Row, zone: tzinfo | None) -> SourceEvent:
     event_id, invocation_id, timestamp, event_data = row
     event_id, invocation_id = text(event_id), text(invocation_id)
     if event_data is not None:
-        accepted = events.accept(data(event_data))
+        accepted = _accept(event_data)
         if accepted is not None:
             plaintext, event = accepted
             if (
@@ -145,7 +147,7 @@ def event_of_json(row: Row, zone: tzinfo | None) -> SourceEvent:
 def event_of_json_alone(row: Row, zone: tzinfo | None) -> SourceEvent:
     """Convert `JSON_COLUMNS` of `SqliteSessionService`, which reads only the JSON."""
     event_id, _, timestamp, event_data = row
-    accepted = events.accept(data(event_data))
+    accepted = _accept(event_data)
     if accepted is not None:
         plaintext, event = accepted
         # google-adk gives an event without an id a new id, so this is no proof that the JSON has
@@ -163,6 +165,11 @@ def event_of_json_alone(row: Row, zone: tzinfo | None) -> SourceEvent:
             }
         )
     )
+
+
+def _accept(event_data: object) -> tuple[bytes, Event] | None:
+    json_bytes = data(event_data)
+    return None if _TEMPORARY in json_bytes else events.accept(json_bytes)
 
 
 PICKLED_COLUMNS = (
@@ -241,7 +248,9 @@ def pickle_reader() -> EventReader:
 
 
 def _encoded(event: Event) -> SourceEvent:
+    """Convert *event* without the `temp:` keys of its state delta."""
     time = microseconds(event.timestamp)
+    events.prepare(event, {})
     return SourceEvent(events.encode(event, replaces=False), time)
 
 

@@ -91,9 +91,10 @@ class AdkTables(LookupSource):
         db_url: The database URL; give exactly one of *db_url* and *db_engine*.  A SQLite file is
             opened as read-only.
         db_engine: Your own engine for the database.
-        time_zone: The time zone of the processes that wrote the database, if it was not UTC, and
-            if they used schema v0, or google-adk before 2.4 with a server.  These releases stored
-            local time.  By default, times are read as the installed google-adk reads them.
+        time_zone: The time zone of the processes that wrote the database.  Give it if it was not
+            UTC, and if they used google-adk before 2.7, which stored some times in local time: the
+            times of events in schema v0, and the times of sessions on PostgreSQL, MySQL and
+            MariaDB.  By default, times are read as the installed google-adk reads them.
 
     Raises:
         ConfigurationError: One of these arguments cannot be used, or the SQLite file does not
