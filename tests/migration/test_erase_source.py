@@ -5,6 +5,7 @@ The sources are written by google-adk's own services.
 
 import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from tests.migration.support import database, service
 from tests.servers import Server
 
 NEEDLE = "Zanzibar"
+VECTORS = Path(__file__).parents[1] / "vectors" / "package_1x"
 TABLES = ("sessions", "events", "app_states", "user_states")
 
 
@@ -237,3 +239,24 @@ async def test_source_is_opened_by_what_the_database_contains(
     (tmp_path / "empty.db").touch()
     with pytest.raises(ConfigurationError, match="contains neither"):
         await open_source(f"sqlite:///{tmp_path}/empty.db")
+
+
+async def test_database_of_adk_secure_sessions_1_is_deleted(
+    tmp_path: Path, target_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(sqlite3.connect(tmp_path / "old.db")) as connection:
+        connection.executescript((VECTORS / "release_1_2_passphrase_and_aes.sql").read_text())
+    monkeypatch.setenv("PASSPHRASE", "correct horse battery staple \N{EN DASH} π")
+    (tmp_path / "aes.key").write_text(bytes(range(32)).hex() + "\n")
+    (tmp_path / "aes.key").chmod(0o600)
+    keys = ["env:PASSPHRASE", f"file:{tmp_path}/aes.key"]
+    with pytest.raises(ConfigurationError, match="root key of the source"):
+        await open_source(f"sqlite:///{tmp_path}/old.db")
+    with pytest.raises(ConfigurationError, match="env:NAME or file:PATH"):
+        await open_source(f"sqlite:///{tmp_path}/old.db", ["vault:key"])
+    source = await open_source(f"sqlite:///{tmp_path}/old.db", keys)
+    async with source, database(target_url) as db:
+        assert (await migrate(source, db)).copied == 3
+        done = await erase_source(source, db)
+    assert done.is_complete
+    assert rows(f"sqlite:///{tmp_path}/old.db") == [0, 0, 0, 0]

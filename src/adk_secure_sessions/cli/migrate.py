@@ -272,10 +272,8 @@ def copy_lines(done: "Migration", dry_run: bool) -> Iterator[str]:
             f"{deleted}{done.removed:,}" if done.removed else ""
         )
     if done.estimate is not None:
-        yield (
-            f"copying takes {duration(done.estimate)}, if the target is as fast as a SQLite file "
-            "on this machine"
-        )
+        seconds = duration(max(done.estimate, 1))
+        yield f"copying takes {seconds}, if the target is as fast as a SQLite file on this machine"
     if done.stopped:
         yield (
             "stopped: repair this row in the source, or give --skip-bad; then run this again, "
@@ -290,7 +288,7 @@ def copy_lines(done: "Migration", dry_run: bool) -> Iterator[str]:
         yield "the copy is up to date; next: --verify compares both sides"
 
 
-def comparison_lines(done: "Comparison") -> Iterator[str]:
+def comparison_lines(done: "Comparison", dry_run: bool = False) -> Iterator[str]:
     yield from _findings(done.findings, len(done.findings))
     yield (
         f"compared: {counted(done.sessions, 'session')} with {counted(done.events, 'event')}, "
@@ -318,12 +316,14 @@ def comparison_lines(done: "Comparison") -> Iterator[str]:
             "everything was copied: the database now has the mark that ends the migration, so "
             "services no longer read the source"
         )
-    else:
-        yield "these sessions are equal; compare everything to end the migration"
+    elif not done.sessions + done.states:
+        yield "the source has nothing to compare"
+    elif not dry_run:
+        yield "both sides are equal; to end the migration, compare without --app and --since"
 
 
 def erasure_lines(done: "SourceErasure", dry_run: bool) -> Iterator[str]:
-    yield from comparison_lines(done.comparison)
+    yield from comparison_lines(done.comparison, dry_run)
     erased = done.erased
     if erased is None:
         yield "nothing was deleted"

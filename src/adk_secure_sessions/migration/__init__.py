@@ -7,7 +7,9 @@ from adk_secure_sessions.migration.erase_source import Erased, SourceErasure, er
 from adk_secure_sessions.migration.fallback import PlaintextFallbackService
 from adk_secure_sessions.migration.migrate import Migration, migrate
 from adk_secure_sessions.migration.opening import open_source
+from adk_secure_sessions.migration.package_1x import Package1x
 from adk_secure_sessions.migration.pipeline import Finding
+from adk_secure_sessions.migration.services import ServiceSource
 from adk_secure_sessions.migration.sources import LookupSource, Scope, Source
 
 __all__ = [
@@ -18,8 +20,10 @@ __all__ = [
     "Finding",
     "LookupSource",
     "Migration",
+    "Package1x",
     "PlaintextFallbackService",
     "Scope",
+    "ServiceSource",
     "Source",
     "SourceErasure",
     "compare",

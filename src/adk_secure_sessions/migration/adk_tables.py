@@ -243,6 +243,12 @@ class AdkTables(LookupSource):
         """Return the SQL of the tables, which must exist."""
         return await self._tables()
 
+    def convert_states(
+        self, rows: Sequence[Row]
+    ) -> dict[tuple[str, ...], JsonObject | UnreadableState]:
+        """Convert rows of `Tables.states` to states by name."""
+        return converted(rows)
+
     async def _tables(self) -> "Tables":
         if self._found is None:
             self._found = await self._reader.inspect(

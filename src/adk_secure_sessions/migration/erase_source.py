@@ -18,7 +18,7 @@ from adk_secure_sessions.migration.adk_sql import (
     StateTable,
     Tables,
 )
-from adk_secure_sessions.migration.adk_tables import AdkTables, converted, taking_bytes
+from adk_secure_sessions.migration.adk_tables import AdkTables, taking_bytes
 from adk_secure_sessions.migration.compare import Comparing, Comparison
 from adk_secure_sessions.migration.pipeline import encode_states, packed
 from adk_secure_sessions.migration.sources import Scope, Source
@@ -91,7 +91,7 @@ async def erase_source(
     If the run is interrupted, run it again.
 
     Args:
-        source: An `AdkTables`.
+        source: An `AdkTables` or a `Package1x`.
         db: The target, with every backend whose records it may contain.
         scope: Which sessions to compare and to delete.
         dry_run: Compare, but delete nothing.
@@ -99,15 +99,15 @@ async def erase_source(
         progress: Called with the number of sessions and events compared, and the number of all.
 
     Raises:
-        ConfigurationError: *source* is not an `AdkTables`; or the source or the target cannot be
-            used.
+        ConfigurationError: *source* is neither an `AdkTables` nor a `Package1x`; or the source or
+            the target cannot be used.
         WrongKeyError: The root keys do not decrypt the keyring.
         TamperedError: A record of what was copied was modified.
         DatabaseError: The source or the target raised an error.
     """
     if not isinstance(source, AdkTables):
         raise ConfigurationError(
-            f"only google-adk's tables can be erased, and the source is {source.description}: "
+            f"only tables of google-adk can be erased, and the source is {source.description}: "
             "delete it with its own tools"
         )
     run = await Comparing.begin(source, db, scope, show_ids=show_ids, progress=progress)
@@ -121,7 +121,7 @@ async def erase_source(
         return SourceErasure(comparison, erased)
     writer = source.writer()
     try:
-        return SourceErasure(comparison, await _Eraser(writer, tables, scope, run).erase())
+        return SourceErasure(comparison, await _Eraser(writer, source, tables, scope, run).erase())
     finally:
         await writer.close()
 
@@ -129,8 +129,16 @@ async def erase_source(
 class _Eraser:
     """Deletes what a comparison has found to be equal."""
 
-    def __init__(self, writer: Executor, tables: Tables, scope: Scope, equal: Comparing) -> None:
+    def __init__(
+        self,
+        writer: Executor,
+        source: AdkTables,
+        tables: Tables,
+        scope: Scope,
+        equal: Comparing,
+    ) -> None:
         self._writer = writer
+        self._source = source
         self._tables = tables
         self._scope = scope
         self._equal = equal
@@ -183,7 +191,7 @@ class _Eraser:
     ) -> tuple[int, tuple[str, ...] | None]:
         """Delete states of *table*; return their number, and the names of the last row if any."""
         rows = self._tables.states(connection, self._scope, table, after, lock=True)
-        encoded, bad = encode_states(converted(rows))
+        encoded, bad = encode_states(self._source.convert_states(rows))
         equal = [
             names
             for names, state in encoded.items()

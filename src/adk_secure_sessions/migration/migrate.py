@@ -39,7 +39,7 @@ from adk_secure_sessions.storage import ImportedEvent, ImportResult, Store
 
 # Imports that run at the same time.  SQLite commits several at once.  On a server, each uses a
 # connection, and the pool has 10.
-_IMPORTS = 8
+_IMPORTS, _IMPORTS_ON_SQLITE = 8, 32
 _IMPORT_BYTES = 16 * 2**20  # the maximum size of the contents that imports hold at the same time
 # A dry run measures the speed with this many sessions, or with fewer if they have as many events.
 _TRIAL_SESSIONS, _TRIAL_EVENTS, _TRIAL_BYTES = 64, 1000, 8 * 2**20
@@ -260,7 +260,7 @@ class _Run:
 
     async def copy_sessions(self) -> None:
         """Copy the sessions that are new or have changed in the source."""
-        async with Workers(_IMPORTS, _IMPORT_BYTES) as workers:
+        async with await self._workers() as workers:
             to_read = Chunks()
             async for listed in self._source.sessions(self._options.scope):
                 changed = []
@@ -274,6 +274,13 @@ class _Run:
                         await self._leave(entry)
                 for part in to_read.of(changed):
                     await self._copy(part, workers, to_read)
+
+    async def _workers(self) -> Workers:
+        if self._target is None:
+            return Workers(_IMPORTS, _IMPORT_BYTES)
+        kind = await self._db.executor.define(lambda made: made.dialect.name, commit=False)
+        number = _IMPORTS_ON_SQLITE if kind == "sqlite" else _IMPORTS
+        return Workers(number, _IMPORT_BYTES)
 
     async def _entries(self, listed: Sequence[SourceSession]) -> Sequence[Entry]:
         if self._target is None:
@@ -340,10 +347,10 @@ class _Run:
     async def copy_states(self) -> None:
         """Copy the states of users and then of apps that are new or have changed in the source."""
         scope = self._options.scope
-        async with Workers(_IMPORTS, _IMPORT_BYTES) as workers:
+        async with await self._workers() as workers:
             async for batch in by_owner(self._source.user_states(scope)):
                 await self._copy_states(batch, workers)
-        async with Workers(_IMPORTS, _IMPORT_BYTES) as workers:
+        async with await self._workers() as workers:
             async for batch in by_owner(self._source.app_states(scope)):
                 await self._copy_states(batch, workers)
 
@@ -513,7 +520,7 @@ class _Trial:
                 await init(db)
                 store, owners = await db.store(), _Owners()
                 began = time.monotonic()
-                async with Workers(_IMPORTS, _IMPORT_BYTES) as workers:
+                async with Workers(_IMPORTS_ON_SQLITE, _IMPORT_BYTES) as workers:
                     for sample in self._samples:
                         await workers.start(self._import(sample, store, owners), 0)
                 seconds = time.monotonic() - began
