@@ -148,6 +148,15 @@ async def test_no_bytes_remain_in_the_files(source_url: str, target_url: str) ->
     assert set(found.values()) == {0}
 
 
+# What differs between databases is in the statements, which one test runs on all of them.
+_SERVERS_LATER = pytest.mark.parametrize(
+    "source_url",
+    ["sqlite", "adk web", *(pytest.param(name, marks=pytest.mark.soak) for name in DRIVERS)],
+    indirect=True,
+)
+
+
+@_SERVERS_LATER
 async def test_nothing_is_deleted_unless_both_sides_are_equal(
     source_url: str, target_url: str
 ) -> None:
@@ -159,6 +168,7 @@ async def test_nothing_is_deleted_unless_both_sides_are_equal(
     assert rows(source_url) == [6, 19, 1, 2]
 
 
+@_SERVERS_LATER
 async def test_session_that_changes_after_the_comparison_is_kept(
     source_url: str, target_url: str
 ) -> None:

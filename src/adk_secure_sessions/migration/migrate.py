@@ -230,6 +230,7 @@ class _Run:
         self._sessions = self._events = self._states = self._removed = self._behind = 0
         self._bad = self._conflicting_states = 0
         self._gone: int | None = None
+        self._stopped = False
         self._trial = _Trial()
         self._estimate: float | None = None
 
@@ -274,6 +275,8 @@ class _Run:
                         await self._leave(entry)
                 for part in to_read.of(changed):
                     await self._copy(part, workers, to_read)
+            await workers.finish()
+            await self._stop_if_bad(workers)
 
     async def _workers(self) -> Workers:
         if self._target is None:
@@ -302,10 +305,12 @@ class _Run:
         )
         for entry in part:
             content = contents.get(entry.session)
+            await self._stop_if_bad(workers)
             if content is None:  # it was deleted in the source after it was listed
                 self._sessions -= 1
             elif isinstance(content, UnreadableSession):
                 await self._report_bad(entry.tag, content.reason, *entry.session[:3])
+                await self._stop_if_bad(workers)
             else:
                 await self._limit.advance(len(content.events))
                 await workers.start(self._import(entry, content), size_of(content))
@@ -339,8 +344,14 @@ class _Run:
         self._bad += 1
         self._findings.add(tag, reason, *ids)
         if not self._options.skip_bad:
-            raise _Stop
+            self._stopped = True
         await self._meter.advance()
+
+    async def _stop_if_bad(self, workers: Workers) -> None:
+        """End the run if a bad session or state was found, after the imports that have begun."""
+        if self._stopped:
+            await workers.finish()
+            raise _Stop
 
     # --- states ----------------------------------------------------------------------------------
 
@@ -361,6 +372,7 @@ class _Run:
             found = await self._target.states(encoded)
         for owner, reason in bad.items():
             await self._report_bad(found[owner][0], reason, *owner)
+            await self._stop_if_bad(workers)
         for owner, data in encoded.items():
             tag, kind = found[owner]
             done = (Found.UNCHANGED, Found.MOVED_ON, Found.DELETED)
