@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         Erasure,
         KeptKey,
         MasterRotation,
+        MigrationStatus,
         Problem,
         RecordCount,
         Retirement,
@@ -90,6 +91,8 @@ def status_lines(found: Status) -> Iterator[str]:
         yield "unfinished rotations"
     for rotation in found.unfinished:
         yield f"{_INDENT}{_unfinished(rotation)}"
+    if found.migration is not None:
+        yield f"migration: {_migration(found.migration)}"
 
 
 def root_rotation_lines(done: RootRotation, dry_run: bool) -> Iterator[str]:
@@ -180,6 +183,8 @@ def erasure_lines(done: Erasure, dry_run: bool) -> Iterator[str]:
         yield "freed space does not hold the wrapped data key"
     elif not dry_run:
         yield f"freed space may hold the wrapped data key: {done.obstacle}"
+    if done.was_migrated:
+        yield "the source of the migration may still contain the user: delete the user there, too"
 
 
 def separation_lines(done: Separated) -> Iterator[str]:
@@ -255,6 +260,18 @@ def _unfinished(rotation: RotationProgress) -> str:
         f"{rotation.rotation}: {_done(rotation)}; begun {moment(rotation.since)}{unchecked}; "
         f"if it is not running, `rotate {rotation.rotation}` continues it"
     )
+
+
+def _migration(found: MigrationStatus) -> str:
+    counts = (
+        f"{counted(found.sessions, 'session')} copied, {counted(found.tombstones, 'tombstone')}"
+    )
+    if not found.is_complete:
+        return f"{counts}; not complete: a service with plaintext fallback reads the source"
+    if found.genuine is False:
+        return f"{counts}; the mark that it is complete was tampered with: run `migrate` again"
+    unchecked = "" if found.genuine else "; not verified: that needs --key"
+    return f"{counts}; complete{unchecked}"
 
 
 def _done(rotation: RotationProgress) -> str:

@@ -7,13 +7,14 @@ from adk_secure_sessions.migration.encrypted import EncryptedSource
 from adk_secure_sessions.migration.erase_source import Erased, SourceErasure, erase_source
 from adk_secure_sessions.migration.export import export_to_adk
 from adk_secure_sessions.migration.export_reader import Export, ExportProblem
+from adk_secure_sessions.migration.fallback import PlaintextFallbackService
 from adk_secure_sessions.migration.json_lines import export_lines
 from adk_secure_sessions.migration.migrate import Migration, migrate
 from adk_secure_sessions.migration.opening import open_source
 from adk_secure_sessions.migration.package_1x import Package1x
 from adk_secure_sessions.migration.pipeline import Finding
 from adk_secure_sessions.migration.services import ServiceSource
-from adk_secure_sessions.migration.sources import Scope, Source
+from adk_secure_sessions.migration.sources import LookupSource, Scope, Source
 
 __all__ = [
     "AdkTables",
@@ -24,8 +25,10 @@ __all__ = [
     "Export",
     "ExportProblem",
     "Finding",
+    "LookupSource",
     "Migration",
     "Package1x",
+    "PlaintextFallbackService",
     "Scope",
     "ServiceSource",
     "Source",

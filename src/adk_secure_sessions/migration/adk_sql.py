@@ -17,12 +17,14 @@ from adk_secure_sessions.migration.adk_rows import EventReader, Row, Unreadable
 from adk_secure_sessions.migration.sources import (
     Scope,
     SessionContent,
+    SessionHeader,
     SourceEvent,
     SourceSession,
     SourceSize,
 )
 
 PAGE = 5000  # sessions whose ids are read at once
+HEADERS = 500  # sessions whose states are read at once
 STATES = 500  # states of apps or users that are read at once
 # PostgreSQL reports the compressed size of a value.
 _COMPRESSION = 3
@@ -226,7 +228,7 @@ class Tables:
         found = []
         for key, row in zip(keys, rows, strict=True):
             number, size = counts.get(tuple(row[:3]), (0, 0))
-            version = f"{_shown(row[3])} {_shown(row[4])} {number}"
+            version = _version(*row[3:5], number)
             found.append((SourceSession(*key, version), int(size) + int(row[5] or 0)))
         return found
 
@@ -278,6 +280,66 @@ class Tables:
             *_SESSION_KEY, self._json(_s.c.state), _s.c.create_time, _s.c.update_time
         ).where(self._is_one_of(_SESSION_KEY, keys))
         return {tuple(row[:3]): Header(*row[3:]) for row in connection.execute(query)}
+
+    def lookup(
+        self, connection: sa.Connection, names: Sequence[str], after: tuple[str, ...] | None = None
+    ) -> tuple[list[tuple[SourceSession, Header]], tuple[str, ...] | None]:
+        """Return the next sessions of an app, of a user or with all three ids, by their rows.
+
+        *names* are an app name, an app name and a user id, or these and a session id.
+
+        Returns:
+            Sessions without events, and the key of the last row; None if no row follows it.
+        """
+        of_names = [column == name for column, name in zip(_SESSION_KEY, names, strict=False)]
+        query = sa.select(
+            *_SESSION_KEY, self._json(_s.c.state), _s.c.create_time, _s.c.update_time
+        ).where(*of_names, *self._after(_SESSION_KEY, after))
+        rows = connection.execute(query.order_by(*_SESSION_KEY).limit(HEADERS)).all()
+        if not rows:
+            return [], None
+        keys = [self._checked(row[:3]) for row in rows]
+        counting = sa.select(*_SESSION_KEY, sa.func.count()).join_from(_s, _e, _of_session())
+        counting = counting.where(*of_names, *self._between(keys[0], keys[-1]))
+        counts = {
+            tuple(row[:3]): row[3] for row in connection.execute(counting.group_by(*_SESSION_KEY))
+        }
+        found = []
+        for key, row in zip(keys, rows, strict=True):
+            # MySQL may find rows whose names differ from *names*, for example in case.
+            if key[: len(names)] == tuple(names):
+                version = _version(*row[4:6], counts.get(tuple(row[:3]), 0))
+                found.append((SourceSession(*key, version), Header(*row[3:])))
+        return found, keys[-1] if len(rows) == HEADERS else None
+
+    def header(self, session: SourceSession, header: Header) -> SessionHeader:
+        """Convert the row of a session; raise `Unreadable` if it cannot be converted."""
+        adk_rows.check_names(*session[:3])
+        return SessionHeader(
+            session,
+            adk_rows.state_of(header.state, "its"),
+            adk_rows.time_of(header.created_at, self.sessions_zone),
+            adk_rows.time_of(header.updated_at, self.sessions_zone),
+        )
+
+    def state(self, connection: sa.Connection, table: StateTable, names: Sequence[str]) -> Any:
+        """Return the state of an app or a user, unconverted; None if there is no row.
+
+        On MySQL, google-adk may use the row of a name that differs, for example in case.
+        """
+        columns = [table.table.c[name] for name in table.names]
+        query = sa.select(self._json(table.table.c.state))
+        found = [column == name for column, name in zip(columns, names, strict=True)]
+        return connection.scalar(query.where(*found))
+
+    def can_store(self, names: Sequence[str]) -> bool:
+        """Return whether the database can have rows with these names."""
+        text = "".join(names)
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # a lone surrogate
+            return False
+        return self._dialect != "postgresql" or "\0" not in text
 
     def events(self, connection: sa.Connection, keys: Sequence[tuple[str, ...]]) -> Sequence[Row]:
         """Return the events of the sessions *keys*, in google-adk's order: key, then columns."""
@@ -443,6 +505,11 @@ class Tables:
 def _is_at_least(column: sa.ColumnElement[Any], value: object) -> sa.ColumnElement[bool]:
     condition: sa.ColumnElement[bool] = column >= value
     return condition
+
+
+def _version(created_at: Any, updated_at: Any, number: int) -> str:
+    """Return the version of a session with so many events."""
+    return f"{_shown(created_at)} {_shown(updated_at)} {number}"
 
 
 def _shown(time: Any) -> str:

@@ -28,15 +28,17 @@ from adk_secure_sessions.migration.adk_sql import (
     PAGE,
     STATES,
     USER_STATES,
+    Header,
     Kind,
     StateTable,
     Tables,
     kinds_in,
 )
 from adk_secure_sessions.migration.sources import (
+    LookupSource,
     Scope,
     SessionContent,
-    Source,
+    SessionHeader,
     SourceSession,
     SourceSize,
     UnreadableSession,
@@ -80,7 +82,7 @@ async def detect(
         await reader.close()
 
 
-class AdkTables(Source):
+class AdkTables(LookupSource):
     """The tables of google-adk's `DatabaseSessionService` or `SqliteSessionService`.
 
     google-adk may keep reading and writing them.
@@ -182,6 +184,50 @@ class AdkTables(Source):
         async for batch in self._states(scope, USER_STATES):
             yield {(app_name, user_id): state for (app_name, user_id), state in batch.items()}
 
+    async def find(
+        self, app_name: str, user_id: str, session_id: str
+    ) -> SessionHeader | UnreadableSession | None:
+        """Return a session; None if there is no session with exactly these ids."""
+        names = (app_name, user_id, session_id)
+        tables = await self._tables()
+        if not tables.can_store(names):
+            return None
+        rows, _ = await self._reader.run(partial(tables.lookup, names=names))
+        return _header(tables, *rows[0]) if rows else None
+
+    async def headers(
+        self, app_name: str, user_id: str | None
+    ) -> AsyncIterator[Mapping[SourceSession, SessionHeader | UnreadableSession]]:
+        """Yield the sessions of a user or, if *user_id* is None, of an app, in batches."""
+        names = (app_name,) if user_id is None else (app_name, user_id)
+        tables = await self._tables()
+        if not tables.can_store(names):
+            return
+        after: tuple[str, ...] | None = None
+        while True:
+            rows, after = await self._reader.run(partial(tables.lookup, names=names, after=after))
+            if rows:
+                yield {session: _header(tables, session, row) for session, row in rows}
+            if after is None:
+                return
+
+    async def app_state(self, app_name: str) -> JsonObject | UnreadableState:
+        """Return the state of an app; `{}` if there is none."""
+        return await self._state_of(APP_STATES, (app_name,))
+
+    async def user_state(self, app_name: str, user_id: str) -> JsonObject | UnreadableState:
+        """Return the state of a user; `{}` if there is none."""
+        return await self._state_of(USER_STATES, (app_name, user_id))
+
+    async def _state_of(
+        self, table: StateTable, names: tuple[str, ...]
+    ) -> JsonObject | UnreadableState:
+        tables = await self._tables()
+        if not tables.can_store(names):
+            return {}
+        row = await self._reader.run(partial(tables.state, table=table, names=names))
+        return {} if row is None else _state(names, row)
+
     async def close(self) -> None:
         """Close the connections to the database."""
         await self._reader.close()
@@ -229,6 +275,15 @@ class AdkTables(Source):
             yield converted(
                 await self._reader.run(partial(tables.aliases, scope=scope, table=table))
             )
+
+
+def _header(
+    tables: Tables, session: SourceSession, row: Header
+) -> SessionHeader | UnreadableSession:
+    try:
+        return tables.header(session, row)
+    except Unreadable as error:
+        return UnreadableSession(str(error))
 
 
 def converted(rows: Sequence[Row]) -> dict[tuple[str, ...], JsonObject | UnreadableState]:

@@ -320,6 +320,16 @@ class GetUserState(_Read):
         return user.state if user else b"{}"
 
 
+class GetStates(_Read):
+    """Read the states of an app and a user as JSON; `{}` for one that is not stored."""
+
+    async def attempt(self, attempt: Attempt, executors: Executors) -> tuple[bytes, bytes]:
+        found = await self._read(attempt, executors, sql.OWNERS)
+        app = bindings.open_app(attempt, found)
+        user = bindings.open_user(attempt, found)
+        return app.state if app else b"{}", user.state if user else b"{}"
+
+
 class UseKeys(_Read, Generic[E]):
     """Decrypt records that another store holds, with the data keys of the app and the user.
 

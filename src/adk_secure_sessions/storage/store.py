@@ -35,6 +35,7 @@ from adk_secure_sessions.storage.opening import (
 from adk_secure_sessions.storage.queries import chunks, migrated_rows, numbered
 from adk_secure_sessions.storage.reads import (
     GetSession,
+    GetStates,
     GetStoredSession,
     GetUserState,
     ListAppSessions,
@@ -233,6 +234,10 @@ class Store:
     async def user_state(self, app_name: str, user_id: str) -> bytes:
         """Return the user's state as JSON; `{}` for an unknown user."""
         return await self.unit.run(GetUserState(await self.unit.identify(app_name, user_id)))
+
+    async def states(self, app_name: str, user_id: str) -> tuple[bytes, bytes]:
+        """Return the states of an app and a user as JSON; `{}` for one that is not stored."""
+        return await self.unit.run(GetStates(await self.unit.identify(app_name, user_id)))
 
     async def prepare_imports(self) -> None:
         """Create the table `secure_migrated` and add its feature, if they are missing.
