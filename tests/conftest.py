@@ -34,6 +34,8 @@ _SERVER_OF_FILE: dict[str, str | None] = {
     "maintenance/test_rotations.py": "postgresql",
     "maintenance/test_status.py": "mariadb",
     "maintenance/test_verify.py": "mariadb",
+    "migration/test_compare.py": "mariadb",
+    "migration/test_migrate.py": "postgresql",
     "storage/test_collections.py": "mariadb",
     "cli/test_commands.py": "postgresql",
     "cli/test_erase.py": None,

@@ -61,7 +61,7 @@ MAX_PAGE = 1000  # sessions
 _ROW_ID = "([0-9a-f]{1,15}|[0-7][0-9a-f]{15})"  # at most 63 bits
 _POSITION = re.compile(rf"{_ROW_ID}\.{_ROW_ID}")
 
-_STALE = (
+STALE = (
     "The session has been modified in storage since it was loaded. "
     "Please reload the session before appending more events."
 )
@@ -494,7 +494,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         except MissingSession:
             error = SessionNotFoundError("Session not found.")
         except StaleRevision:
-            error = StaleSessionError(_STALE)
+            error = StaleSessionError(STALE)
         raise error
 
     async def _expected_of_unmarked(self, session: Session) -> Expected:
@@ -518,7 +518,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         # converts it to JSON and back.
         same_time = not known and stored.updated_at == microseconds(session.last_update_time)
         if not (same_end or same_time):
-            raise StaleSessionError(_STALE)
+            raise StaleSessionError(STALE)
         return Expected(stored.id, stored.revision)
 
     async def flush(self) -> None:

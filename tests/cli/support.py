@@ -1,6 +1,9 @@
 """Running the command line in this process: importing google-adk takes seconds."""
 
 import json
+import sqlite3
+from contextlib import closing
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
@@ -28,9 +31,21 @@ def run(*arguments: str, **environment: str) -> Said:
     return Said(result.exit_code, result.stdout, result.stderr)
 
 
-def on(db: str, key: str | None = "env:OLD_KEY") -> list[str]:
+def on(db: str, key: str | None = "env:OLD_KEY", *, command: str = "") -> list[str]:
     """Return the options for a database and a root key."""
-    return ["--db", db, *(["--key", key] if key else [])]
+    option = "--to" if command == "migrate" else "--db"
+    return [option, db, *(["--key", key] if key else [])]
+
+
+def make_adk_tables(path: Path) -> None:
+    """Create google-adk's tables, without rows, with the columns that `migrate` reads."""
+    columns = "app_name, user_id, session_id, id, state, create_time, update_time, timestamp"
+    with closing(sqlite3.connect(path)) as connection:
+        for name in ("sessions", "events", "app_states", "user_states"):
+            key = {"app_states": "app_name", "user_states": "app_name, user_id"}.get(name, "id")
+            connection.execute(
+                f"CREATE TABLE {name} ({columns}, invocation_id, event_data, PRIMARY KEY ({key}))"
+            )
 
 
 def commands() -> dict[str, click.Command]:

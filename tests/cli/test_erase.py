@@ -6,6 +6,8 @@ import base64
 import pytest
 import sqlalchemy as sa
 
+from adk_secure_sessions import AesGcmBackend
+from adk_secure_sessions.maintenance import Database
 from tests.cli.support import run
 from tests.maintenance.conftest import file_url, place, url  # noqa: F401 - fixtures
 from tests.maintenance.support import OLD, fill, query, run_sql
@@ -54,7 +56,24 @@ def test_erased_user_is_counted_and_not_named(url: str, place: sa.URL) -> None: 
             "witnesses": 0,
             "cleared": True,
             "obstacle": "",
+            "was_migrated": False,
         }
+
+
+def test_source_of_a_migration_is_named(file_url: str) -> None:  # noqa: F811
+    asyncio.run(fill(file_url))
+    source = "the source of the migration may still contain the user"
+
+    async def prepare() -> None:
+        async with Database(file_url, AesGcmBackend(OLD)) as db:
+            await (await db.store()).prepare_imports()
+
+    asyncio.run(prepare())
+    for options in (["--dry-run"], [], []):
+        done = run("erase-user", "--db", file_url, *ADA, *options)
+        assert done.code == 0
+        assert source in done.stdout
+    assert run("erase-user", "--db", file_url, *ADA, "--json").json["was_migrated"] is True
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from adk_secure_sessions import maintenance
 from adk_secure_sessions.cli import main
 from adk_secure_sessions.cli.config import variable
-from tests.cli.support import commands, run
+from tests.cli.support import commands, make_adk_tables, run
 from tests.pages import DOCS, ROOT
 
 PAGE = (DOCS / "cli.md").read_text(encoding="utf-8")
@@ -88,6 +88,7 @@ def test_examples_in_the_help_work(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "retire",
         "separate",
         "move-keys",
+        "migrate",
         "vacuum",
         "export",
         "erase-user",
@@ -100,6 +101,10 @@ def test_examples_in_the_help_work(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             shutil.copy("sessions.db", "staging.db")
         if name == "move-keys":
             shutil.copy("sessions.db", "before.db")
+        if name == "migrate":
+            make_adk_tables(tmp_path / "adk.db")
+        if name == "export":
+            Path("adk.db").unlink()  # it writes another file with this name
         program, *arguments = example(name)
         assert program == "adk-secure-sessions"
         said = run(*arguments)

@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -11,7 +12,7 @@ import pytest
 import sqlalchemy as sa
 
 from adk_secure_sessions.maintenance import rotate_data, rotate_master
-from tests.cli.support import Said, commands, on, run
+from tests.cli.support import Said, commands, make_adk_tables, on, run
 from tests.maintenance.support import interrupt, run_sql
 from tests.pages import DOCS
 
@@ -24,6 +25,7 @@ ARGUMENTS: dict[str, list[str]] = {
     "rotate root": ["--also-key", "env:NEW_KEY"],
     "blobs verify": ["--store", "."],
     "blobs purge": ["--store", "."],
+    "migrate": ["--from", "sqlite:///adk.db"],
 }
 NAMES = [name for name in commands() if name not in ("keygen", "adk doctor")]  # without a database
 
@@ -59,7 +61,14 @@ def arguments(name: str, url: str, key: str | None = "env:OLD_KEY") -> list[str]
         more = ["--decrypt", "--verify", "--skip-bad", "--to", f"{url}-export"]
     if name == "move-keys":
         more = ["--to", "key-db", "--key-db", url.replace(".db", "-keys.db")]
-    return [*name.split(), *more, *on(url, key), "--json"]
+    return [*name.split(), *more, *on(url, key, command=name), "--json"]
+
+
+@pytest.fixture(autouse=True)
+def _adk_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The source of `migrate`: google-adk's tables."""
+    monkeypatch.chdir(tmp_path)
+    make_adk_tables(tmp_path / "adk.db")
 
 
 @pytest.fixture

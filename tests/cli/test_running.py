@@ -30,6 +30,7 @@ from adk_secure_sessions.maintenance import (
     Database,
     DataKeyCount,
     MasterKey,
+    MigrationStatus,
     RecordCount,
     RotationProgress,
     Status,
@@ -398,7 +399,25 @@ def unfinished_at(seconds_left: float) -> Status:
     progress = RotationProgress("data", 1, True, 1, 10, seconds_left)
     keys = (DataKeyCount(1, 1, 1),)
     master = MasterKey(1, "data", "key:0", 1, 1.0, None)
-    return Status("1", False, (master,), keys, (RecordCount("t", 1, 10, 1),), (progress,))
+    return Status("1", False, (master,), keys, (RecordCount("t", 1, 10, 1),), (progress,), None)
+
+
+MIGRATIONS = [
+    (MigrationStatus(0, 0, False, None), "0 sessions copied, 0 tombstones; not complete"),
+    (MigrationStatus(1204, 1, True, True), "1,204 sessions copied, 1 tombstone; complete"),
+    (MigrationStatus(1, 0, True, None), "complete; not verified: that needs --key"),
+    (MigrationStatus(1, 0, True, False), "the mark that it is complete was tampered with"),
+]
+
+
+@pytest.mark.parametrize(("migration", "text"), MIGRATIONS)
+def test_status_says_how_far_a_migration_is(migration: MigrationStatus, text: str) -> None:
+    (line,) = [
+        line
+        for line in status_lines(unfinished_at(1)._replace(migration=migration))
+        if line.startswith("migration: ")
+    ]
+    assert text in line
 
 
 # --- words ---------------------------------------------------------------------------------------

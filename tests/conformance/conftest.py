@@ -30,7 +30,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 kind = each_kind(
     *MAIN_KINDS,
-    soak=["encrypted-memory", "encrypted-engine", "encrypted-key-database", *POOLED_KINDS],
+    soak=[
+        "encrypted-memory",
+        "encrypted-engine",
+        "encrypted-key-database",
+        "encrypted-fallback",
+        *POOLED_KINDS,
+    ],
 )
 
 

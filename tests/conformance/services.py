@@ -21,7 +21,9 @@ from sqlalchemy import URL, event
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from adk_secure_sessions import AesGcmBackend, EncryptedSessionService, EncryptedSessionWrapper
+from adk_secure_sessions.migration import PlaintextFallbackService
 from tests.integrations.inner_services import FerretDB
+from tests.migration.lookups import MemoryLookup
 
 # One key for the whole run, so that a second service opens what the first one wrote.
 KEY = os.urandom(32)
@@ -107,6 +109,14 @@ async def encrypted_engine(url: URL) -> AsyncIterator[BaseSessionService]:
         await engine.dispose()
 
 
+@asynccontextmanager
+async def encrypted_with_fallback(url: URL) -> AsyncIterator[BaseSessionService]:
+    """With a plaintext source that has no sessions; tests/migration has tests of one that has."""
+    service = EncryptedSessionService(url, AesGcmBackend(KEY))
+    async with PlaintextFallbackService(service, MemoryLookup()) as fallback:
+        yield fallback
+
+
 # SQLAlchemy's async engines serve one event loop at a time, our SQLite threads any number.
 KINDS: dict[str, Kind] = {
     "adk": Kind(adk, is_reference=True),
@@ -114,6 +124,7 @@ KINDS: dict[str, Kind] = {
     "encrypted-memory": Kind(encrypted_memory, is_shared=False, is_threaded=True),
     "encrypted-engine": Kind(encrypted_engine),
     "encrypted-key-database": Kind(encrypted_with_key_database, is_threaded=True),
+    "encrypted-fallback": Kind(encrypted_with_fallback),
     "encrypted-postgresql": Kind(encrypted, "postgresql+asyncpg", "postgresql"),
     "encrypted-postgresql-engine": Kind(
         encrypted_engine, "postgresql+asyncpg", "postgresql", is_bound=True

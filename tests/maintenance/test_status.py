@@ -4,8 +4,14 @@ import pytest
 import sqlalchemy as sa
 
 from adk_secure_sessions import AesGcmBackend, ConfigurationError, FernetBackend
-from adk_secure_sessions.maintenance import Database, RecordCount, rotate_root, status
-from tests.maintenance.support import NEW, OLD, OTHER, fill, plaintext_backend, query, run_sql
+from adk_secure_sessions.maintenance import (
+    Database,
+    MigrationStatus,
+    RecordCount,
+    rotate_root,
+    status,
+)
+from tests.maintenance.support import APP, NEW, OLD, OTHER, fill, plaintext_backend, query, run_sql
 
 AES, FERNET = AesGcmBackend(OLD), FernetBackend(NEW)
 
@@ -70,6 +76,38 @@ async def test_status_counts_values_that_are_no_records(url: str, place: sa.URL)
     async with Database(url) as db:
         found = await status(db)
     assert RecordCount("secure_users", None, 2, 0) in found.records
+
+
+async def test_status_shows_the_progress_of_a_migration(url: str, place: sa.URL) -> None:
+    await fill(url, AES)
+    async with Database(url, AES) as db:
+        assert (await status(db)).migration is None
+        store = await db.store()
+        await store.prepare_imports()
+        assert (await status(db)).migration == MigrationStatus(0, 0, False, None)
+        for number in range(3):
+            await store.import_session(
+                APP,
+                "ada",
+                f"copy {number}",
+                state=b"{}",
+                events=[],
+                created_at=0,
+                updated_at=0,
+                source_version="1",
+            )
+        await store.import_state(APP, "cyd", b"{}")
+        await store.import_state(APP, None, b"{}")
+        await store.delete(APP, "ada", "copy 2")
+        await store.tombstone(APP, "ada", "deleted before")
+        await store.tombstone(APP, "erased")
+        assert (await status(db)).migration == MigrationStatus(3, 2, False, None)
+        await store.complete_migration()
+        assert (await status(db)).migration == MigrationStatus(3, 2, True, True)
+        run_sql(place, "UPDATE secure_meta SET value = 'complete' WHERE name = 'migration'")
+        assert (await status(db)).migration == MigrationStatus(3, 2, True, False)
+    async with Database(url) as db:
+        assert (await status(db)).migration == MigrationStatus(3, 2, True, None)
 
 
 async def test_status_reports_progress_to_the_end(url: str) -> None:

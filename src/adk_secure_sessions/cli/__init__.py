@@ -7,6 +7,7 @@ from adk_secure_sessions.cli import (  # noqa: F401 - importing adds commands
     commands,
     erase,
     export,
+    migrate,
     rotate,
 )
 from adk_secure_sessions.cli.program import main

@@ -149,8 +149,8 @@ def status(db: "Database", as_json: bool, rows_per_second: float | None) -> None
     """Count records by backend, and data keys by data master.  No root key is needed.
 
     With --key, the command also says which master keys can be unwrapped.  It exits 1 if a master
-    key cannot be unwrapped, or if the stored checkpoint of an unfinished rotation was tampered
-    with.
+    key cannot be unwrapped, or if the stored checkpoint of an unfinished rotation, or the mark of a
+    complete migration, was tampered with.
 
     \b
     Example:
@@ -162,7 +162,10 @@ def status(db: "Database", as_json: bool, rows_per_second: float | None) -> None
         db, "status", maintenance.status, rows_per_second=rows_per_second, again=None
     )
     show(found, as_json, status_lines(found))
-    if False in [one.unwraps for one in found.masters] + [one.genuine for one in found.unfinished]:
+    checks = [one.unwraps for one in found.masters] + [one.genuine for one in found.unfinished]
+    if found.migration is not None:
+        checks.append(found.migration.genuine)
+    if False in checks:
         sys.exit(1)
 
 

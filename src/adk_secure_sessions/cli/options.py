@@ -46,30 +46,41 @@ def on_database(command: Command) -> Command:
 
     The decorated function calls *command* with the arguments `db` (a `Database`) and `as_json`.
     """
+    return _with_database("--db", _DB_HELP)(command)
 
-    @click.option("--db", envvar=variable("db"), required=True, metavar="URL", help=_DB_HELP)
-    @click.option("--key-db", envvar=variable("key-db"), metavar="URL", help=_KEY_DB_HELP)
-    @click.option(
-        "--config",
-        envvar=CONFIG_VARIABLE,
-        metavar="FILE",
-        type=click.Path(),
-        is_eager=True,
-        expose_value=False,
-        callback=read_config,
-        help=_CONFIG_HELP,
-    )
-    @click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
-    @functools.wraps(command)
-    def run(db: str, key_db: str | None, **options: Any) -> Any:
-        from adk_secure_sessions.maintenance import Database
 
-        options.setdefault("backends", ())
-        with one_line_errors():
-            database = Database(db, *options.pop("backends"), key_db_url=key_db)
-        return command(db=database, **options)
+def on_target(command: Command) -> Command:
+    """Do the same as `on_database`, but call the option of the database --to."""
+    return _with_database("--to", _TO_HELP)(command)
 
-    return run
+
+def _with_database(option: str, text: str) -> Callable[[Command], Command]:
+    def decorate(command: Command) -> Command:
+        @click.option(option, "db", envvar=variable("db"), required=True, metavar="URL", help=text)
+        @click.option("--key-db", envvar=variable("key-db"), metavar="URL", help=_KEY_DB_HELP)
+        @click.option(
+            "--config",
+            envvar=CONFIG_VARIABLE,
+            metavar="FILE",
+            type=click.Path(),
+            is_eager=True,
+            expose_value=False,
+            callback=read_config,
+            help=_CONFIG_HELP,
+        )
+        @click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
+        @functools.wraps(command)
+        def run(db: str, key_db: str | None, **options: Any) -> Any:
+            from adk_secure_sessions.maintenance import Database
+
+            options.setdefault("backends", ())
+            with one_line_errors():
+                database = Database(db, *options.pop("backends"), key_db_url=key_db)
+            return command(db=database, **options)
+
+        return run
+
+    return decorate
 
 
 def with_keys(*, required: bool) -> Callable[[Command], Command]:
@@ -132,6 +143,10 @@ def with_keys(*, required: bool) -> Callable[[Command], Command]:
 
 
 _DB_HELP = f"URL of the database, such as sqlite:///sessions.db; or set {variable('db')}."
+_TO_HELP = (
+    "URL of the encrypted database to copy to, which is created if it does not exist; or set "
+    f"{variable('db')}."
+)
 _KEY_DB_HELP = f"URL of the key database, if there is one; or set {variable('key-db')}."
 _CONFIG_HELP = f"TOML file with defaults of options such as db and key; or set {CONFIG_VARIABLE}."
 _BACKEND_HELP = (

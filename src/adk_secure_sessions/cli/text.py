@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         KeptKey,
         KeyMove,
         MasterRotation,
+        MigrationStatus,
         Problem,
         RecordCount,
         Retirement,
@@ -91,6 +92,8 @@ def status_lines(found: Status) -> Iterator[str]:
         yield "unfinished rotations"
     for rotation in found.unfinished:
         yield f"{_INDENT}{_unfinished(rotation)}"
+    if found.migration is not None:
+        yield f"migration: {_migration(found.migration)}"
 
 
 def root_rotation_lines(done: RootRotation, dry_run: bool) -> Iterator[str]:
@@ -181,6 +184,8 @@ def erasure_lines(done: Erasure, dry_run: bool) -> Iterator[str]:
         yield "freed space does not hold the wrapped data key"
     elif not dry_run:
         yield f"freed space may hold the wrapped data key: {done.obstacle}"
+    if done.was_migrated:
+        yield "the source of the migration may still contain the user: delete the user there, too"
 
 
 def separation_lines(done: Separated) -> Iterator[str]:
@@ -268,6 +273,18 @@ def _unfinished(rotation: RotationProgress) -> str:
     )
 
 
+def _migration(found: MigrationStatus) -> str:
+    counts = (
+        f"{counted(found.sessions, 'session')} copied, {counted(found.tombstones, 'tombstone')}"
+    )
+    if not found.is_complete:
+        return f"{counts}; not complete: a service with plaintext fallback reads the source"
+    if found.genuine is False:
+        return f"{counts}; the mark that it is complete was tampered with: run `migrate` again"
+    unchecked = "" if found.genuine else "; not verified: that needs --key"
+    return f"{counts}; complete{unchecked}"
+
+
 def _done(rotation: RotationProgress) -> str:
     assert rotation.done is not None
     assert rotation.total is not None
@@ -276,10 +293,11 @@ def _done(rotation: RotationProgress) -> str:
     said = f"{percent}%, {rotation.done:,} of {counted(rotation.total, noun)}"
     if rotation.seconds_left is None:
         return said
-    return f"{said}, {_duration(rotation.seconds_left)} left at the average speed since it began"
+    return f"{said}, {duration(rotation.seconds_left)} left at the average speed since it began"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Return *seconds* as text, such as `about 3 hours`."""
     for unit, size in (("day", 86400), ("hour", 3600), ("minute", 60)):
         if seconds >= 2 * size:
             return f"about {counted(round(seconds / size), unit)}"

@@ -12,6 +12,8 @@ WORDING = (
     ("list a backend with that key", "give its key spec with --key or --also-key"),
     ("list NoOpBackend() in additional_backends", "give --also-backend no-op"),
     ("list it in additional_backends", "give it with --also-backend"),
+    ("delete_gone cannot be combined with since", "--delete-gone cannot be combined with --since"),
+    ("omit delete_gone", "omit --delete-gone"),
     ("with --restart or restart=True", "with --restart"),
     ("key_db_url", "--key-db"),
     ("db_url", "--db"),

@@ -17,6 +17,7 @@ from adk_secure_sessions.maintenance.rotation import UnfinishedRotation
 from adk_secure_sessions.maintenance.separate import Separated, separate
 from adk_secure_sessions.maintenance.status import (
     MasterKey,
+    MigrationStatus,
     RotationProgress,
     Status,
     status,
@@ -38,6 +39,7 @@ __all__ = [
     "Location",
     "MasterKey",
     "MasterRotation",
+    "MigrationStatus",
     "Problem",
     "Progress",
     "Purge",

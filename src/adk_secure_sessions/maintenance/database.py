@@ -21,6 +21,7 @@ from adk_secure_sessions.storage import (
     UnitOfWork,
     data_keys,
     keyring,
+    look,
     open_existing,
     repeated,
     survey_existing,
@@ -142,6 +143,13 @@ class Database(KeyMaterial, ClosedByWith):
         """
         self.require_files()
         return await repeated(lambda: survey_existing(self.executors))
+
+    async def is_new(self) -> bool:
+        """Return whether the database does not exist yet, or has no tables of this package."""
+        if any(file is not None and not file.exists() for file in self._files):
+            return True  # SQLite would create the file
+        survey = await repeated(lambda: self.executor.define(look, commit=False))
+        return survey.format_version is None
 
     async def keys(self) -> DataKeys:
         """Return the cache of data keys, with the unwrapped keyring.

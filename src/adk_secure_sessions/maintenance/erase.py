@@ -42,6 +42,8 @@ class Erasure(NamedTuple):
         cleared: True if the database file contains no copy of the data keys any more, not even in
             free space.  Logs, replicas and backups are never cleared.
         obstacle: Why `cleared` is False; empty if `cleared` is True.
+        was_migrated: Whether sessions were copied into the database, or a service with
+            `PlaintextFallbackService` has used it.  The source may then still contain the user.
     """
 
     data_keys: int
@@ -52,6 +54,7 @@ class Erasure(NamedTuple):
     witnesses: int
     cleared: bool
     obstacle: str
+    was_migrated: bool
 
     @property
     def rows(self) -> int:
@@ -68,7 +71,8 @@ async def erase_user(
     data keys, and a second transaction deletes the rows.  Nothing is decrypted, so rows that were
     tampered with are also deleted.  Services can keep running.  If the same user id is used again
     later, the service creates a new user with a new data key.  A second erasure finds no rows.
-    If `migrate` has copied sessions to the database, a later run copies nothing of the user.
+    If the database has imported sessions, it stores a tombstone for the user first: afterwards,
+    `migrate` copies nothing of the user, and a service with fallback reads nothing of the user.
 
     Args:
         db: The database.
@@ -86,8 +90,9 @@ async def erase_user(
     if not (isinstance(app_name, str) and isinstance(user_id, str)):
         raise ConfigurationError("app_name and user_id must be text")
     tag = identify((await db.keys()).keyring.index, app_name, user_id).user_tag
-    if not dry_run:
-        await _exclude_from_migration(db, app_name, user_id)
+    was_migrated = await _has_imports(db)
+    if was_migrated and not dry_run:
+        await (await db.store()).tombstone(app_name, user_id)
     find, keys, rows = _Deletion.find_keys, _Deletion.delete_keys, _Deletion.delete_rows
     erasing = _Erasing(tag, dry_run, db.limits)
     if db.key_executor is db.executor:
@@ -109,17 +114,17 @@ async def erase_user(
         deleted[witnesses.name],
         not obstacle,
         obstacle,
+        was_migrated,
     )
 
 
 _FEATURES = sa.select(meta.c.value).where(meta.c.name == sa.bindparam("name"))
 
 
-async def _exclude_from_migration(db: Database, app_name: str, user_id: str) -> None:
-    """If the database has imports, ensure that a later import stores nothing of the user."""
-    for (features,) in await db.read_keys(_FEATURES, {"name": FEATURES}):
-        if MIGRATION in str(features).partition(" ")[0].split(","):
-            await (await db.store()).tombstone(app_name, user_id)
+async def _has_imports(db: Database) -> bool:
+    """Return whether the list of features, which is not authenticated here, has `migration`."""
+    rows = await db.read_keys(_FEATURES, {"name": FEATURES})
+    return any(MIGRATION in str(names).partition(" ")[0].split(",") for (names,) in rows)
 
 
 # --- deleting ------------------------------------------------------------------------------------

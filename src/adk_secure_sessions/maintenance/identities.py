@@ -122,6 +122,11 @@ async def located_sessions(db: Database, due: Due | None = None) -> AsyncIterato
         yield LocatedSessions(span, await _located_with_present_keys(db, span, due))
 
 
+async def located_in(db: Database, span: Range) -> list[LocatedSession]:
+    """Return the sessions and collections whose row ids are in *span*; see `located_sessions`."""
+    return await _located_with_present_keys(db, span, None)
+
+
 def app_name_of(stored: object) -> str:
     """Return the app's name from *stored*, the value of `secure_apps.app_name`.
 

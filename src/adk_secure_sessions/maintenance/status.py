@@ -3,6 +3,8 @@
 import time
 from typing import NamedTuple
 
+import sqlalchemy as sa
+
 from adk_secure_sessions.errors import DecryptionError, WrongKeyError
 from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.keys.keyring import DATA, MasterKeyRow, unwrap_master_key
@@ -19,11 +21,15 @@ from adk_secure_sessions.maintenance.engine import (
 )
 from adk_secure_sessions.maintenance.rotation import UnfinishedRotation, unfinished
 from adk_secure_sessions.storage import (
+    MIGRATION,
+    MIGRATION_MARK,
     Survey,
     apps,
     bases,
     data_keys,
+    migrated,
     sessions,
+    stored_features,
     users,
     witnesses,
 )
@@ -77,6 +83,25 @@ class RotationProgress(NamedTuple):
     seconds_left: float | None
 
 
+class MigrationStatus(NamedTuple):
+    """The progress of a migration into the database.
+
+    Attributes:
+        sessions: How many sessions were copied, including those that were deleted afterwards.
+        tombstones: How many sessions were deleted before they were copied, and how many users were
+            erased.  They are never copied.
+        is_complete: Whether a comparison has found no difference, so that services with
+            `PlaintextFallbackService` do not read the source any more.
+        genuine: Whether the mark behind `is_complete` is authentic; None if there is no mark, if no
+            root keys were given, or if they do not unwrap the keyring.
+    """
+
+    sessions: int
+    tombstones: int
+    is_complete: bool
+    genuine: bool | None
+
+
 class Status(NamedTuple):
     """The result of `status`.
 
@@ -90,6 +115,8 @@ class Status(NamedTuple):
             unfinished, a record counts as `newest` only if its data key was created since the
             rotation began.
         unfinished: The rotations that are running, were killed, or could not replace every key.
+        migration: The progress of a migration; None if nothing was copied into the database, and
+            no service with `PlaintextFallbackService` has used it.
     """
 
     format_version: str
@@ -98,6 +125,7 @@ class Status(NamedTuple):
     data_keys: tuple[DataKeyCount, ...]
     records: tuple[RecordCount, ...]
     unfinished: tuple[RotationProgress, ...]
+    migration: MigrationStatus | None
 
 
 async def status(
@@ -107,7 +135,8 @@ async def status(
 
     Args:
         db: The database.  If *db* has a backend, the result also tells which master keys can be
-            unwrapped, and whether the checkpoints of unfinished rotations are authentic.
+            unwrapped, and whether the checkpoints of unfinished rotations and the mark of a
+            complete migration are authentic.
         progress: Called with the number of rows processed and the number of all rows.
         rows_per_second: The maximum number of rows to count per second.
 
@@ -132,7 +161,38 @@ async def status(
         keys,
         records,
         tuple(_progress(one, masters, keys, records) for one in rotations),
+        await _migration(db, survey),
     )
+
+
+_NO_ROW: sa.ColumnElement[int] = sa.literal_column("0")
+_IS_OWNER = sa.or_(
+    *(
+        sa.exists(sa.select(sa.literal_column("1")).where(table.c.tag == migrated.c.tag))
+        for table in (users, apps)
+    )
+)
+_COPIED = (
+    sa.select(sa.func.count())
+    .select_from(migrated)
+    .where(migrated.c.row_id != _NO_ROW, sa.not_(_IS_OWNER))
+)
+_TOMBSTONES = sa.select(sa.func.count()).select_from(migrated).where(migrated.c.row_id == _NO_ROW)
+
+
+async def _migration(db: Database, survey: Survey) -> MigrationStatus | None:
+    if MIGRATION not in stored_features(survey):
+        return None
+    ((copied,),) = await db.read(_COPIED, {})
+    ((tombstones,),) = await db.read(_TOMBSTONES, {})
+    is_complete = MIGRATION_MARK in survey.meta
+    genuine = None
+    if is_complete and await _index(db) is not None:
+        try:
+            genuine = await (await db.store()).migration_is_complete()
+        except WrongKeyError:
+            genuine = False
+    return MigrationStatus(int(copied), int(tombstones), is_complete, genuine)
 
 
 async def unfinished_rotations(db: Database) -> tuple[UnfinishedRotation, ...]:

@@ -17,12 +17,14 @@ from adk_secure_sessions.migration.adk_rows import EventReader, Row, Unreadable
 from adk_secure_sessions.migration.sources import (
     Scope,
     SessionContent,
+    SessionHeader,
     SourceEvent,
     SourceSession,
     SourceSize,
 )
 
 PAGE = 5000  # sessions whose ids are read at once
+HEADERS = 500  # sessions whose states are read at once
 STATES = 500  # states of apps or users that are read at once
 # PostgreSQL reports the compressed size of a value.
 _COMPRESSION = 3
@@ -59,6 +61,10 @@ _e = _table(
     "rowid",
     *dict.fromkeys([*adk_rows.JSON_COLUMNS, *adk_rows.PICKLED_COLUMNS]),
 )
+# The same tables without aliases, for DELETE.
+_sessions = sa.table("sessions", *map(sa.column, ("app_name", "user_id", "id")))
+_events = sa.table("events", *map(sa.column, ("app_name", "user_id", "session_id")))
+TABLE_NAMES = ("sessions", "events", "app_states", "user_states")
 _SESSION_KEY = (_s.c.app_name, _s.c.user_id, _s.c.id)
 _EVENT_KEY = (_e.c.app_name, _e.c.user_id, _e.c.session_id)
 _JSON = {
@@ -78,11 +84,14 @@ class StateTable(NamedTuple):
 
     table: sa.FromClause
     names: tuple[str, ...]
+    name: str
 
 
-APP_STATES = StateTable(_table("app_states", "a", "app_name", "state"), ("app_name",))
+APP_STATES = StateTable(_table("app_states", "a", "app_name", "state"), ("app_name",), "app_states")
 USER_STATES = StateTable(
-    _table("user_states", "u", "app_name", "user_id", "state"), ("app_name", "user_id")
+    _table("user_states", "u", "app_name", "user_id", "state"),
+    ("app_name", "user_id"),
+    "user_states",
 )
 
 
@@ -181,14 +190,27 @@ class Tables:
         return SourceSize(*(connection.scalar(query) or 0 for query in (sessions, events)))
 
     def page(
-        self, connection: sa.Connection, scope: Scope, after: tuple[str, str, str] | None
+        self,
+        connection: sa.Connection,
+        scope: Scope,
+        after: tuple[str, str, str] | None,
+        *,
+        limit: int = PAGE,
+        lock: bool = False,
     ) -> list[tuple[SourceSession, int]]:
-        """Return the next sessions, and about how many bytes their rows have."""
+        """Return the next *limit* sessions, and about how many bytes their rows have.
+
+        If *lock* is True, nobody can change the sessions until the transaction ends.  The caller
+        has begun a transaction that writes; see `erase_source`.
+        """
         chosen = sa.select(
             *_SESSION_KEY, _s.c.create_time, _s.c.update_time, self._size(_s.c.state)
         )
         chosen = chosen.where(*self._within(scope), *self._after(_SESSION_KEY, after))
-        rows = connection.execute(chosen.order_by(*_SESSION_KEY).limit(PAGE)).all()
+        chosen = chosen.order_by(*_SESSION_KEY).limit(limit)
+        if lock:  # SQLite ignores this, and locks the whole file
+            chosen = chosen.with_for_update()
+        rows = connection.execute(chosen).all()
         if not rows:
             return []
         keys = [self._checked(row[:3]) for row in rows]
@@ -206,9 +228,49 @@ class Tables:
         found = []
         for key, row in zip(keys, rows, strict=True):
             number, size = counts.get(tuple(row[:3]), (0, 0))
-            version = f"{_shown(row[3])} {_shown(row[4])} {number}"
+            version = _version(*row[3:5], number)
             found.append((SourceSession(*key, version), int(size) + int(row[5] or 0)))
         return found
+
+    def delete(self, connection: sa.Connection, keys: Sequence[tuple[str, ...]]) -> int:
+        """Delete the sessions *keys* with their events, and return the number of events."""
+        if not keys:
+            return 0
+        of_events = (_events.c.app_name, _events.c.user_id, _events.c.session_id)
+        chosen = self._is_one_of(of_events, keys)
+        # Count the rows first: SQLite's driver counts none for a DELETE that begins with WITH.
+        number = connection.scalar(sa.select(sa.func.count()).select_from(_events).where(chosen))
+        connection.execute(sa.delete(_events).where(chosen))
+        own = (_sessions.c.app_name, _sessions.c.user_id, _sessions.c.id)
+        connection.execute(sa.delete(_sessions).where(self._is_one_of(own, keys)))
+        return int(number or 0)
+
+    def delete_states(
+        self, connection: sa.Connection, table: StateTable, names: Sequence[tuple[str, ...]]
+    ) -> int:
+        """Delete the states of *names*, except those of owners that still have sessions.
+
+        Return the number of deleted states.
+        """
+        stored = sa.table(table.name, *map(sa.column, table.names))
+        columns = [stored.c[name] for name in table.names]
+        same = [_s.c[name] == stored.c[name] for name in table.names]
+        statement = sa.delete(stored).where(
+            sa.and_(*(column == sa.bindparam(f"of_{column.name}") for column in columns)),
+            ~sa.exists(sa.select(sa.literal(1)).select_from(_s).where(*same).correlate(stored)),
+        )
+        number = 0
+        for one in names:
+            values = {f"of_{name}": value for name, value in zip(table.names, one, strict=True)}
+            number += connection.execute(statement, values).rowcount
+        return number
+
+    def rows_left(self, connection: sa.Connection) -> int:
+        """Return the number of rows of all sessions, events and states."""
+        return sum(
+            connection.scalar(sa.select(sa.func.count()).select_from(sa.table(name))) or 0
+            for name in TABLE_NAMES
+        )
 
     def headers(
         self, connection: sa.Connection, keys: Sequence[tuple[str, ...]]
@@ -218,6 +280,66 @@ class Tables:
             *_SESSION_KEY, self._json(_s.c.state), _s.c.create_time, _s.c.update_time
         ).where(self._is_one_of(_SESSION_KEY, keys))
         return {tuple(row[:3]): Header(*row[3:]) for row in connection.execute(query)}
+
+    def lookup(
+        self, connection: sa.Connection, names: Sequence[str], after: tuple[str, ...] | None = None
+    ) -> tuple[list[tuple[SourceSession, Header]], tuple[str, ...] | None]:
+        """Return the next sessions of an app, of a user or with all three ids, by their rows.
+
+        *names* are an app name, an app name and a user id, or these and a session id.
+
+        Returns:
+            Sessions without events, and the key of the last row; None if no row follows it.
+        """
+        of_names = [column == name for column, name in zip(_SESSION_KEY, names, strict=False)]
+        query = sa.select(
+            *_SESSION_KEY, self._json(_s.c.state), _s.c.create_time, _s.c.update_time
+        ).where(*of_names, *self._after(_SESSION_KEY, after))
+        rows = connection.execute(query.order_by(*_SESSION_KEY).limit(HEADERS)).all()
+        if not rows:
+            return [], None
+        keys = [self._checked(row[:3]) for row in rows]
+        counting = sa.select(*_SESSION_KEY, sa.func.count()).join_from(_s, _e, _of_session())
+        counting = counting.where(*of_names, *self._between(keys[0], keys[-1]))
+        counts = {
+            tuple(row[:3]): row[3] for row in connection.execute(counting.group_by(*_SESSION_KEY))
+        }
+        found = []
+        for key, row in zip(keys, rows, strict=True):
+            # MySQL may find rows whose names differ from *names*, for example in case.
+            if key[: len(names)] == tuple(names):
+                version = _version(*row[4:6], counts.get(tuple(row[:3]), 0))
+                found.append((SourceSession(*key, version), Header(*row[3:])))
+        return found, keys[-1] if len(rows) == HEADERS else None
+
+    def header(self, session: SourceSession, header: Header) -> SessionHeader:
+        """Convert the row of a session; raise `Unreadable` if it cannot be converted."""
+        adk_rows.check_names(*session[:3])
+        return SessionHeader(
+            session,
+            adk_rows.state_of(header.state, "its"),
+            adk_rows.time_of(header.created_at, self.sessions_zone),
+            adk_rows.time_of(header.updated_at, self.sessions_zone),
+        )
+
+    def state(self, connection: sa.Connection, table: StateTable, names: Sequence[str]) -> Any:
+        """Return the state of an app or a user, unconverted; None if there is no row.
+
+        On MySQL, google-adk may use the row of a name that differs, for example in case.
+        """
+        columns = [table.table.c[name] for name in table.names]
+        query = sa.select(self._json(table.table.c.state))
+        found = [column == name for column, name in zip(columns, names, strict=True)]
+        return connection.scalar(query.where(*found))
+
+    def can_store(self, names: Sequence[str]) -> bool:
+        """Return whether the database can have rows with these names."""
+        text = "".join(names)
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # a lone surrogate
+            return False
+        return self._dialect != "postgresql" or "\0" not in text
 
     def events(self, connection: sa.Connection, keys: Sequence[tuple[str, ...]]) -> Sequence[Row]:
         """Return the events of the sessions *keys*, in google-adk's order: key, then columns."""
@@ -263,21 +385,27 @@ class Tables:
         scope: Scope,
         table: StateTable,
         after: tuple[str, ...] | None,
+        *,
+        lock: bool = False,
     ) -> Sequence[Row]:
-        """Return the next rows of a table of states: its primary key, and the state."""
-        stored, names = table
+        """Return the next rows of a table of states: its primary key, and the state.
+
+        See `page` for *lock*.
+        """
+        stored, names = table.table, table.names
         columns = [stored.c[name] for name in names]
         query = sa.select(*columns, self._json(stored.c.state)).where(*self._after(columns, after))
         if scope.app_name is not None:
             query = query.where(stored.c.app_name == scope.app_name)
-        return connection.execute(query.order_by(*columns).limit(STATES)).all()
+        query = query.order_by(*columns).limit(STATES)
+        return connection.execute(query.with_for_update() if lock else query).all()
 
     def aliases(self, connection: sa.Connection, scope: Scope, table: StateTable) -> Sequence[Row]:
         """Return the states of apps or users whose sessions spell the name in another way.
 
         See `has_shared_states`.
         """
-        stored, names = table
+        stored, names = table.table, table.names
         pairs = [(_s.c[name], stored.c[name]) for name in names]
         spelled = [_s.c[name] for name in names]
         query = (
@@ -377,6 +505,11 @@ class Tables:
 def _is_at_least(column: sa.ColumnElement[Any], value: object) -> sa.ColumnElement[bool]:
     condition: sa.ColumnElement[bool] = column >= value
     return condition
+
+
+def _version(created_at: Any, updated_at: Any, number: int) -> str:
+    """Return the version of a session with so many events."""
+    return f"{_shown(created_at)} {_shown(updated_at)} {number}"
 
 
 def _shown(time: Any) -> str:

@@ -18,6 +18,7 @@ from urllib.parse import quote
 import sqlalchemy as sa
 
 from adk_secure_sessions.db.connect import executors_for
+from adk_secure_sessions.db.protocol import Executor
 from adk_secure_sessions.db.sqlite import is_in_memory
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.states import JsonObject
@@ -27,15 +28,17 @@ from adk_secure_sessions.migration.adk_sql import (
     PAGE,
     STATES,
     USER_STATES,
+    Header,
     Kind,
     StateTable,
     Tables,
     kinds_in,
 )
 from adk_secure_sessions.migration.sources import (
+    LookupSource,
     Scope,
     SessionContent,
-    Source,
+    SessionHeader,
     SourceSession,
     SourceSize,
     UnreadableSession,
@@ -79,7 +82,7 @@ async def detect(
         await reader.close()
 
 
-class AdkTables(Source):
+class AdkTables(LookupSource):
     """The tables of google-adk's `DatabaseSessionService` or `SqliteSessionService`.
 
     google-adk may keep reading and writing them.
@@ -108,6 +111,7 @@ class AdkTables(Source):
         self._reader = _Reader(db_url, db_engine)
         self._time_zone = time_zone
         self._found: Tables | None = None
+        self._place = db_url, db_engine
 
     @property
     def description(self) -> str:
@@ -180,9 +184,70 @@ class AdkTables(Source):
         async for batch in self._states(scope, USER_STATES):
             yield {(app_name, user_id): state for (app_name, user_id), state in batch.items()}
 
+    async def find(
+        self, app_name: str, user_id: str, session_id: str
+    ) -> SessionHeader | UnreadableSession | None:
+        """Return a session; None if there is no session with exactly these ids."""
+        names = (app_name, user_id, session_id)
+        tables = await self._tables()
+        if not tables.can_store(names):
+            return None
+        rows, _ = await self._reader.run(partial(tables.lookup, names=names))
+        return _header(tables, *rows[0]) if rows else None
+
+    async def headers(
+        self, app_name: str, user_id: str | None
+    ) -> AsyncIterator[Mapping[SourceSession, SessionHeader | UnreadableSession]]:
+        """Yield the sessions of a user or, if *user_id* is None, of an app, in batches."""
+        names = (app_name,) if user_id is None else (app_name, user_id)
+        tables = await self._tables()
+        if not tables.can_store(names):
+            return
+        after: tuple[str, ...] | None = None
+        while True:
+            rows, after = await self._reader.run(partial(tables.lookup, names=names, after=after))
+            if rows:
+                yield {session: _header(tables, session, row) for session, row in rows}
+            if after is None:
+                return
+
+    async def app_state(self, app_name: str) -> JsonObject | UnreadableState:
+        """Return the state of an app; `{}` if there is none."""
+        return await self._state_of(APP_STATES, (app_name,))
+
+    async def user_state(self, app_name: str, user_id: str) -> JsonObject | UnreadableState:
+        """Return the state of a user; `{}` if there is none."""
+        return await self._state_of(USER_STATES, (app_name, user_id))
+
+    async def _state_of(
+        self, table: StateTable, names: tuple[str, ...]
+    ) -> JsonObject | UnreadableState:
+        tables = await self._tables()
+        if not tables.can_store(names):
+            return {}
+        row = await self._reader.run(partial(tables.state, table=table, names=names))
+        return {} if row is None else _state(names, row)
+
     async def close(self) -> None:
         """Close the connections to the database."""
         await self._reader.close()
+
+    def writer(self) -> Executor:
+        """Return an executor that can change the tables, for `erase_source`; the caller closes it.
+
+        If the source was given as an engine, closing the executor does not close the engine.
+        """
+        return executors_for(*self._place, None, None, {}).data
+
+    async def tables(self) -> Tables:
+        """Return the SQL of the tables, which must exist."""
+        return await self._tables()
+
+    def convert_states(
+        self, rows: Sequence[Row]
+    ) -> dict[tuple[str, ...], JsonObject | UnreadableState]:
+        """Convert rows of `Tables.states` to states by name."""
+        return converted(rows)
 
     async def _tables(self) -> "Tables":
         if self._found is None:
@@ -200,19 +265,28 @@ class AdkTables(Source):
             rows = await self._reader.run(
                 partial(tables.states, scope=scope, table=table, after=after)
             )
-            batch = _converted(rows)
+            batch = converted(rows)
             if batch:
                 yield batch
             if len(rows) < STATES:
                 break
             after = list(batch)[-1]
         if tables.has_shared_states:
-            yield _converted(
+            yield converted(
                 await self._reader.run(partial(tables.aliases, scope=scope, table=table))
             )
 
 
-def _converted(rows: Sequence[Row]) -> dict[tuple[str, ...], JsonObject | UnreadableState]:
+def _header(
+    tables: Tables, session: SourceSession, row: Header
+) -> SessionHeader | UnreadableSession:
+    try:
+        return tables.header(session, row)
+    except Unreadable as error:
+        return UnreadableSession(str(error))
+
+
+def converted(rows: Sequence[Row]) -> dict[tuple[str, ...], JsonObject | UnreadableState]:
     """Convert rows of names and a state to states by name."""
     states = {}
     for *columns, state in rows:
@@ -247,7 +321,7 @@ class _Reader:
         """Call *work* in a transaction; all its queries read the same state of the database."""
 
         def run_in_snapshot(connection: sa.Connection) -> T:
-            with _taking_bytes(connection):
+            with taking_bytes(connection):
                 _begin(connection)
                 return work(connection)
 
@@ -282,7 +356,7 @@ def _read_only(db_url: str | sa.URL) -> str | sa.URL:
 
 
 @contextmanager
-def _taking_bytes(connection: sa.Connection) -> Iterator[None]:
+def taking_bytes(connection: sa.Connection) -> Iterator[None]:
     """Read SQLite's texts as bytes during the block: `adk_rows` decodes them, and JSON need not be.
 
     A text that is not UTF-8 then concerns only its own session.

@@ -129,6 +129,12 @@ class Package1x(AdkTables):
             }
         )
 
+    def convert_states(
+        self, rows: Sequence[Row]
+    ) -> dict[tuple[str, ...], JsonObject | UnreadableState]:
+        """Convert rows of `Tables.states` to states by name."""
+        return self._shared_states(rows)
+
     async def _tables(self) -> Tables:
         if self._found is None:
             tables = await self._reader.inspect(partial(_Tables, time_zone=self._time_zone))

@@ -76,6 +76,21 @@ class UnreadableState(NamedTuple):
     reason: str
 
 
+class SessionHeader(NamedTuple):
+    """A session in a source, without its events.
+
+    Attributes:
+        session: The ids and the version.
+        state: The session's own state, without the states of its app and its user.
+        created_at, updated_at: See `SessionContent`.
+    """
+
+    session: SourceSession
+    state: JsonObject
+    created_at: int
+    updated_at: int
+
+
 class SourceSize(NamedTuple):
     """The number of sessions and events of a source, which may be an estimate."""
 
@@ -140,3 +155,30 @@ class Source(ClosedByWith):
 
     async def close(self) -> None:
         """Close the connections that the source has opened."""
+
+
+class LookupSource(Source):
+    """A source that can find one session, user or app by its ids, with an indexed query.
+
+    Many tasks may call these methods, and `read`, of one object at the same time.
+    """
+
+    @abstractmethod
+    async def find(
+        self, app_name: str, user_id: str, session_id: str
+    ) -> SessionHeader | UnreadableSession | None:
+        """Return a session; None if the source has no session with these ids."""
+
+    @abstractmethod
+    def headers(
+        self, app_name: str, user_id: str | None
+    ) -> AsyncIterator[Mapping[SourceSession, SessionHeader | UnreadableSession]]:
+        """Yield the sessions of a user or, if *user_id* is None, of an app, in batches."""
+
+    @abstractmethod
+    async def app_state(self, app_name: str) -> JsonObject | UnreadableState:
+        """Return the state of an app; `{}` if the source has none."""
+
+    @abstractmethod
+    async def user_state(self, app_name: str, user_id: str) -> JsonObject | UnreadableState:
+        """Return the state of a user; `{}` if the source has none."""

@@ -320,6 +320,16 @@ class GetUserState(_Read):
         return user.state if user else b"{}"
 
 
+class GetStates(_Read):
+    """Read the states of an app and a user as JSON; `{}` for one that is not stored."""
+
+    async def attempt(self, attempt: Attempt, executors: Executors) -> tuple[bytes, bytes]:
+        found = await self._read(attempt, executors, sql.OWNERS)
+        app = bindings.open_app(attempt, found)
+        user = bindings.open_user(attempt, found)
+        return app.state if app else b"{}", user.state if user else b"{}"
+
+
 class UseKeys(_Read, Generic[E]):
     """Decrypt records that another store holds, with the data keys of the app and the user.
 
@@ -404,16 +414,18 @@ class CheckSession(GetSession[E]):
     Attributes:
         headers: The number of decrypted records (the session, its version witness, its snapshot
             and its events), by table and record header.
+        times: The times of the events, in microseconds since 1970, UTC.
     """
 
     reads_keys = True
     finds_expired = True
     headers: Headers
+    times: list[int]
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> tuple[View, list[E]] | None:
         found = await self._find(attempt, executors)
         opened = await self._open(attempt._replace(cache=RowCache(0)), found)
-        self.headers = Counter()
+        self.headers, self.times = Counter(), [row[EVENT_TIME] for row in found.events]
         if opened is not None and found.session is not None:
             tag = found.session.tag
             self.headers[sessions.name, found.session.state[:HEADER_LENGTH]] += 1

@@ -35,6 +35,7 @@ from adk_secure_sessions.storage.opening import (
 from adk_secure_sessions.storage.queries import chunks, migrated_rows, numbered
 from adk_secure_sessions.storage.reads import (
     GetSession,
+    GetStates,
     GetStoredSession,
     GetUserState,
     ListAppSessions,
@@ -234,6 +235,10 @@ class Store:
         """Return the user's state as JSON; `{}` for an unknown user."""
         return await self.unit.run(GetUserState(await self.unit.identify(app_name, user_id)))
 
+    async def states(self, app_name: str, user_id: str) -> tuple[bytes, bytes]:
+        """Return the states of an app and a user as JSON; `{}` for one that is not stored."""
+        return await self.unit.run(GetStates(await self.unit.identify(app_name, user_id)))
+
     async def prepare_imports(self) -> None:
         """Create the table `secure_migrated` and add its feature, if they are missing.
 
@@ -290,7 +295,8 @@ class Store:
             await self._expiry.ensure()
         who = await self.unit.identify(app_name, user_id, session_id)
         seals = await self._seals()
-        times = (created_at, updated_at, NEVER if expires_at is None else expires_at)
+        expiry = NEVER if expires_at is None else min(max(expires_at, 0), NEVER - 1)
+        times = (created_at, updated_at, expiry)
         source = seals.source(who.session_tag, encode_text(source_version))
         operation = ImportSession(who, seals, state, events, times, source, replace=replace)
         return (await self.unit.run(operation)).result

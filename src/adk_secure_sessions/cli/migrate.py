@@ -1,0 +1,357 @@
+"""The command that copies sessions from another database."""
+
+import sys
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from zoneinfo import ZoneInfo
+
+import click
+
+from adk_secure_sessions.backends.named import NAMES
+from adk_secure_sessions.cli.options import on_target, with_dry_run, with_keys
+from adk_secure_sessions.cli.output import counted, show
+from adk_secure_sessions.cli.program import (
+    AGAIN,
+    Declined,
+    main,
+    run_with_progress,
+)
+from adk_secure_sessions.cli.text import duration
+
+if TYPE_CHECKING:
+    from adk_secure_sessions.maintenance import Database, Progress
+    from adk_secure_sessions.migration import Comparison, Finding, Migration, SourceErasure
+
+Work = Callable[..., Awaitable[Any]]
+
+_UNREACHABLE = (
+    "not erased, because no command can reach them: backups, replicas, WAL archives and binary "
+    "logs, copies of files, snapshots of disks, and what the disk keeps of overwritten blocks"
+)
+
+
+def _time(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
+    """Convert the value of --since to microseconds since 1970.  click calls this function.
+
+    Raises:
+        click.BadParameter: The value is not a date or time.
+    """
+    if value is None:
+        return None
+    try:
+        moment = datetime.fromisoformat(value)
+        if moment.tzinfo is None:
+            moment = moment.replace(tzinfo=UTC)
+        return round(moment.timestamp() * 1_000_000)
+    except (ValueError, OverflowError):
+        pass
+    raise click.BadParameter(
+        "write a date or a time in UTC, such as 2026-03-31 or 2026-03-31T18:00"
+    )
+
+
+def _zone(context: click.Context, parameter: click.Parameter, value: str | None) -> ZoneInfo | None:
+    """Convert the value of --from-time-zone.  click calls this function.
+
+    Raises:
+        click.BadParameter: There is no such time zone.
+    """
+    try:
+        return None if value is None else ZoneInfo(value)
+    except (ValueError, OSError, KeyError):
+        pass
+    raise click.BadParameter("write the name of a time zone, such as Europe/Berlin or UTC")
+
+
+@main.command()
+@click.option(
+    "--from",
+    "source_url",
+    required=True,
+    metavar="URL",
+    help="URL of the database to copy from: google-adk's, or one of this package.",
+)
+@click.option(
+    "--from-key",
+    "source_keys",
+    multiple=True,
+    metavar="SPEC",
+    help="Key spec of a root key of the source, if the source is encrypted; repeatable.",
+)
+@click.option(
+    "--from-backend",
+    "source_backends",
+    multiple=True,
+    type=click.Choice(NAMES),
+    help="Backend that encrypted the source; repeatable.  The default is aesgcm.",
+)
+@click.option(
+    "--from-key-db",
+    "source_key_db",
+    metavar="URL",
+    help="URL of the key database of the source, if there is one.",
+)
+@click.option(
+    "--from-time-zone",
+    "time_zone",
+    callback=_zone,
+    metavar="ZONE",
+    help="Time zone of the processes that wrote the source, if they stored local times.  "
+    "Example: Europe/Berlin.",
+)
+@click.option("--app", metavar="NAME", help="Only sessions of this app.")
+@click.option(
+    "--since",
+    callback=_time,
+    metavar="TIME",
+    help="Only sessions that were updated at this time or later; UTC.  Example: 2026-03-31T18:00.",
+)
+@click.option("--verify", is_flag=True, help="Copy nothing: compare every session on both sides.")
+@click.option(
+    "--erase-source",
+    is_flag=True,
+    help="Copy nothing: compare, and if everything is equal, delete the rows of the source.",
+)
+@click.option(
+    "--yes",
+    is_flag=True,
+    help="Do not ask before --erase-source deletes.  Only a terminal is asked.",
+)
+@click.option("--skip-bad", is_flag=True, help="Continue after a session that cannot be read.")
+@click.option(
+    "--delete-gone",
+    is_flag=True,
+    help="Delete copied sessions that the source no longer has.",
+)
+@click.option("--show-ids", is_flag=True, help="Print readable ids, not only blind indexes.")
+@click.option(
+    "--events-per-second",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Copy at most this many events per second.",
+)
+@with_dry_run
+@with_keys(required=True)
+@on_target
+def migrate(
+    db: "Database",
+    as_json: bool,
+    source_url: str,
+    source_keys: Sequence[str],
+    source_backends: Sequence[str],
+    source_key_db: str | None,
+    time_zone: ZoneInfo | None,
+    app: str | None,
+    since: int | None,
+    verify: bool,
+    erase_source: bool,
+    yes: bool,
+    skip_bad: bool,
+    delete_gone: bool,
+    show_ids: bool,
+    events_per_second: float | None,
+    dry_run: bool,
+) -> None:
+    """Copy sessions and states from another database.  Run it again to copy what has changed.
+
+    The source is only read, except by --erase-source.  Sessions to which a service has written in
+    the target are not overwritten.  --verify exits 1 unless both sides are equal.  Otherwise the
+    command exits 1 if it could not copy a session.
+
+    \b
+    Example:
+      adk-secure-sessions migrate --from sqlite:///adk.db \\
+          --to sqlite:///sessions.db --key file:root.key
+    """
+    from adk_secure_sessions import migration
+
+    comparing = verify or erase_source
+    copying_only = {
+        "--dry-run": dry_run and not erase_source,
+        "--skip-bad": skip_bad,
+        "--delete-gone": delete_gone,
+        "--events-per-second": events_per_second,
+    }
+    if comparing and (wrong := [name for name, value in copying_only.items() if value]):
+        raise click.UsageError(f"{wrong[0]} is for copying, and this run only compares: omit it")
+    if erase_source and not dry_run:
+        _confirm(yes)
+    options: dict[str, Any] = {"scope": migration.Scope(app, since), "show_ids": show_ids}
+    if erase_source:
+        work: Work = partial(migration.erase_source, dry_run=dry_run, **options)
+    elif verify:
+        work = partial(migration.compare, **options)
+    else:
+        work = partial(
+            migration.migrate,
+            dry_run=dry_run,
+            skip_bad=skip_bad,
+            delete_gone=delete_gone,
+            events_per_second=events_per_second,
+            **options,
+        )
+
+    async def with_source(opened: "Database", progress: "Progress") -> Any:
+        source = await migration.open_source(
+            source_url,
+            source_keys,
+            source_backends,
+            key_db_url=source_key_db,
+            time_zone=time_zone,
+        )
+        async with source:
+            return await work(source, opened, progress=progress)
+
+    changes_nothing = dry_run or (verify and not erase_source)
+    label = "compare" if comparing else "migrate"
+    again = None if changes_nothing else AGAIN
+    done = run_with_progress(db, label, with_source, again=again)
+    result: dict[str, Any] = {"copy": None, "comparison": None, "erasure": None}
+    if erase_source:
+        result |= {"comparison": done.comparison, "erasure": done.erased}
+        lines = erasure_lines(done, dry_run)
+        succeeded = done.is_complete
+    elif verify:
+        result["comparison"] = done
+        lines, succeeded = comparison_lines(done), done.clean
+    else:
+        result["copy"] = done
+        lines, succeeded = copy_lines(done, dry_run), done.is_complete
+    show(result, as_json, lines, dry_run=dry_run)
+    if not succeeded:
+        sys.exit(1)
+
+
+def _confirm(yes: bool) -> None:
+    """Ask whether to erase the source.
+
+    Raises:
+        Declined: The user answered no.
+        click.UsageError: No terminal can be asked, and --yes was not given.
+    """
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise click.UsageError(
+            "--erase-source deletes the rows of the source: confirm it with --yes"
+        )
+    question = "Delete the sessions and states in the source, if the copy is equal to them?"
+    if not click.confirm(question, err=True):
+        raise Declined("nothing was changed")
+
+
+# --- lines ---------------------------------------------------------------------------------------
+
+
+def copy_lines(done: "Migration", dry_run: bool) -> Iterator[str]:
+    yield from _findings(done.findings, done.conflicts + done.bad + (done.gone or 0))
+    would = "would be " if dry_run else ""
+    sessions, events = counted(done.copied + done.updated, "session"), done.events
+    rate = ""
+    if not dry_run and done.events:
+        rate = f" in {done.seconds:.1f} s ({done.events / max(done.seconds, 1e-9):,.0f} events/s)"
+    yield (
+        f"{would}copied: {sessions} with {counted(events, 'event')}, "
+        f"{counted(done.states, 'state')}{rate}"
+    )
+    if done.updated:
+        yield f"of these, {would}copied again, because the source has changed: {done.updated:,}"
+    for number, text in (
+        (done.unchanged, "not changed since they were copied"),
+        (done.moved_on, "continued by services in the target, and left unchanged"),
+        (done.deleted, "deleted in the target, and not copied again"),
+        (done.conflicts, "in conflict, and left unchanged"),
+        (done.bad, "cannot be read, and not copied"),
+    ):
+        if number:
+            yield f"{text}: {number:,}"
+    if done.gone:
+        deleted = f"; of these, {'would be ' if dry_run else ''}deleted in the target: "
+        yield f"copied before, and no longer in the source: {done.gone:,}" + (
+            f"{deleted}{done.removed:,}" if done.removed else ""
+        )
+    if done.others:
+        yield f"artifacts and memories of users, which are not copied: {done.others:,}"
+    if done.estimate is not None:
+        seconds = duration(max(done.estimate, 1))
+        yield f"copying takes {seconds}, if the target is as fast as a SQLite file on this machine"
+    if done.stopped:
+        yield (
+            "stopped: repair this row in the source, or give --skip-bad; then run this again, "
+            "which continues"
+        )
+    elif done.behind:
+        yield (
+            f"the source has changed during this run: {counted(done.behind, 'session')}; run this "
+            "again to copy what has changed"
+        )
+    elif done.behind == 0:
+        yield "the copy is up to date; next: --verify compares both sides"
+
+
+def comparison_lines(done: "Comparison", dry_run: bool = False) -> Iterator[str]:
+    yield from _findings(done.findings, len(done.findings))
+    yield (
+        f"compared: {counted(done.sessions, 'session')} with {counted(done.events, 'event')}, "
+        f"{counted(done.states + done.different_states, 'state')}"
+    )
+    for number, text in (
+        (done.equal, "equal in every field"),
+        (done.moved_on, "continued by services in the target, and equal before"),
+        (done.deleted, "deleted in the target"),
+        (done.new, "created in the target"),
+        (done.missing, "not copied"),
+        (done.different, "different"),
+        (done.conflicts, "in conflict"),
+        (done.bad, "cannot be read in the source"),
+        (done.gone, "no longer in the source"),
+        (done.behind, "changed in the source during the comparison"),
+        (done.different_states, "states that are different or were not copied"),
+    ):
+        if number:
+            yield f"{text}: {number:,}"
+    if not done.clean:
+        yield "the two sides are not equal; next: run this without --verify, then compare again"
+    elif done.completed:
+        yield (
+            "everything was copied: the database now has the mark that ends the migration, so "
+            "services no longer read the source"
+        )
+    elif not done.sessions + done.states:
+        yield "the source has nothing to compare"
+    elif not dry_run:
+        yield "both sides are equal; to end the migration, compare without --app and --since"
+
+
+def erasure_lines(done: "SourceErasure", dry_run: bool) -> Iterator[str]:
+    yield from comparison_lines(done.comparison, dry_run)
+    erased = done.erased
+    if erased is None:
+        yield "nothing was deleted"
+        return
+    would = "would be " if dry_run else ""
+    yield (
+        f"{would}deleted in the source: {counted(erased.sessions, 'session')} with "
+        f"{counted(erased.events, 'event')}, {counted(erased.states, 'state')}"
+    )
+    if dry_run:
+        return
+    if erased.changed:
+        yield f"changed meanwhile, and kept: {counted(erased.changed, 'session')}"
+    if erased.left:
+        yield f"rows that remain in the tables of the source: {erased.left:,}"
+    for obstacle in erased.obstacles:
+        yield f"freed space was not overwritten: {obstacle}"
+    if not erased.obstacles:
+        yield "the free space of the source holds no deleted values"
+    yield _UNREACHABLE
+
+
+def _findings(findings: "Sequence[Finding]", count: int) -> Iterator[str]:
+    for one in findings:
+        ids = [name for name in (one.app_name, one.user_id, one.session_id) if name is not None]
+        readable = f" ({', '.join(map(repr, ids))})" if any(ids) else ""
+        yield f"{one.kind} {one.tag}{readable}: {one.reason}"
+    if count > len(findings):
+        yield f"and {count - len(findings):,} more"

@@ -1,0 +1,217 @@
+"""Delete the rows of google-adk's tables after everything was copied and compared."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple, TypeVar
+
+import sqlalchemy as sa
+
+from adk_secure_sessions.db.protocol import Executor
+from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.maintenance import Database, Progress
+from adk_secure_sessions.maintenance.clearing import rewrite
+from adk_secure_sessions.maintenance.database import see_what_is_committed
+from adk_secure_sessions.migration.adk_sql import (
+    APP_STATES,
+    TABLE_NAMES,
+    USER_STATES,
+    StateTable,
+    Tables,
+)
+from adk_secure_sessions.migration.adk_tables import AdkTables, taking_bytes
+from adk_secure_sessions.migration.compare import Comparing, Comparison
+from adk_secure_sessions.migration.pipeline import encode_states, packed
+from adk_secure_sessions.migration.sources import Scope, Source
+from adk_secure_sessions.storage import repeated
+
+T = TypeVar("T")
+
+_EVERYTHING = Scope()
+_PAGE = 200  # sessions that one transaction deletes
+_LOCK_WAIT = 5  # seconds to wait for a lock to rewrite a table
+
+
+class Erased(NamedTuple):
+    """What was deleted in a source; after a dry run, what would be deleted.
+
+    Attributes:
+        sessions: The number of sessions.
+        events: The number of events of these sessions.  After a dry run, the number of compared
+            events.
+        states: The number of states of users and apps.
+        changed: How many sessions were created or changed after they were compared, and were kept.
+        left: How many rows the four tables of the source still have: rows of other apps, of changed
+            sessions, and events without a session.
+        obstacles: The reasons why the bytes of deleted rows could not be removed from the files of
+            the database.
+    """
+
+    sessions: int
+    events: int
+    states: int
+    changed: int
+    left: int
+    obstacles: tuple[str, ...]
+
+
+class SourceErasure(NamedTuple):
+    """The result of `erase_source`.
+
+    Attributes:
+        comparison: The comparison of the source with its copy.
+        erased: What was deleted; None if the comparison was not clean.
+    """
+
+    comparison: Comparison
+    erased: Erased | None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether everything in the scope was deleted, and its bytes were removed."""
+        erased = self.erased
+        return erased is not None and not erased.changed and not erased.obstacles
+
+
+async def erase_source(
+    source: Source,
+    db: Database,
+    *,
+    scope: Scope = _EVERYTHING,
+    dry_run: bool = False,
+    show_ids: bool = False,
+    progress: Progress | None = None,
+) -> SourceErasure:
+    """Compare *source* with its copy in *db*; if the comparison is clean, delete its rows.
+
+    A transaction deletes some sessions with their events.  It checks again that the sessions have
+    not changed since they were compared.  Then the states of users and apps without sessions are
+    deleted.  Finally, the bytes of the deleted rows are removed from the files of the database, as
+    far as the database can do that: see docs/migrate.md.  The tables themselves are kept.
+
+    If the run is interrupted, run it again.
+
+    Args:
+        source: An `AdkTables` or a `Package1x`.
+        db: The target, with every backend whose records it may contain.
+        scope: Which sessions to compare and to delete.
+        dry_run: Compare, but delete nothing.
+        show_ids: Put readable ids into the findings, not only blind indexes.
+        progress: Called with the number of sessions and events compared, and the number of all.
+
+    Raises:
+        ConfigurationError: *source* is neither an `AdkTables` nor a `Package1x`; or the source or
+            the target cannot be used.
+        WrongKeyError: The root keys do not decrypt the keyring.
+        TamperedError: A record of what was copied was modified.
+        DatabaseError: The source or the target raised an error.
+    """
+    if not isinstance(source, AdkTables):
+        raise ConfigurationError(
+            f"only tables of google-adk can be erased, and the source is {source.description}: "
+            "delete it with its own tools"
+        )
+    run = await Comparing.begin(source, db, scope, show_ids=show_ids, progress=progress)
+    comparison = await run.run(completes=not dry_run)
+    if not comparison.clean:
+        return SourceErasure(comparison, None)
+    tables = await source.tables()
+    if dry_run:
+        deletable = comparison.sessions
+        erased = Erased(deletable, comparison.events, comparison.states, 0, 0, ())
+        return SourceErasure(comparison, erased)
+    writer = source.writer()
+    try:
+        return SourceErasure(comparison, await _Eraser(writer, source, tables, scope, run).erase())
+    finally:
+        await writer.close()
+
+
+class _Eraser:
+    """Deletes what a comparison has found to be equal."""
+
+    def __init__(
+        self,
+        writer: Executor,
+        source: AdkTables,
+        tables: Tables,
+        scope: Scope,
+        equal: Comparing,
+    ) -> None:
+        self._writer = writer
+        self._source = source
+        self._tables = tables
+        self._scope = scope
+        self._equal = equal
+
+    async def erase(self) -> Erased:
+        sessions = events = changed = states = 0
+        after: tuple[str, str, str] | None = None
+        while True:
+            page = await self._change(partial(self._page, after=after))
+            sessions += page.deleted
+            events += page.events
+            changed += page.kept
+            if page.last is None:
+                break
+            after = page.last
+        for table in (USER_STATES, APP_STATES):
+            names: tuple[str, ...] | None = None
+            while True:
+                work = partial(self._states, table=table, after=names)
+                deleted, names = await self._change(work)
+                states += deleted
+                if names is None:
+                    break
+        left = await self._change(self._tables.rows_left)
+        # The tables only give their names to the functions that rewrite them.
+        named = [sa.Table(name, sa.MetaData()) for name in TABLE_NAMES]
+        obstacles = await rewrite(self._writer, named, _LOCK_WAIT)
+        return Erased(sessions, events, states, changed, left, tuple(obstacles))
+
+    async def _change(self, work: Callable[[sa.Connection], T]) -> T:
+        """Call *work* in one transaction, in which nobody else changes the rows that it reads."""
+
+        def in_transaction(connection: sa.Connection) -> T:
+            with taking_bytes(connection):
+                see_what_is_committed(connection)
+                return work(connection)
+
+        return await repeated(lambda: self._writer.define(in_transaction, commit=True), writes=True)
+
+    def _page(self, connection: sa.Connection, after: tuple[str, str, str] | None) -> "_Page":
+        found = self._tables.page(connection, self._scope, after, limit=_PAGE, lock=True)
+        listed = [session for session, _size in found]
+        equal = [one[:3] for one in listed if packed(*one) in self._equal.equal_sessions]
+        events = self._tables.delete(connection, equal)
+        last = listed[-1][:3] if len(listed) == _PAGE else None
+        return _Page(len(equal), events, len(listed) - len(equal), last)
+
+    def _states(
+        self, connection: sa.Connection, table: StateTable, after: tuple[str, ...] | None
+    ) -> tuple[int, tuple[str, ...] | None]:
+        """Delete states of *table*; return their number, and the names of the last row if any."""
+        rows = self._tables.states(connection, self._scope, table, after, lock=True)
+        encoded, bad = encode_states(self._source.convert_states(rows))
+        equal = [
+            names
+            for names, state in encoded.items()
+            if names not in bad and packed(*names) + state in self._equal.equal_states
+        ]
+        number = self._tables.delete_states(connection, table, equal)
+        return number, list(encoded)[-1] if encoded else None
+
+
+class _Page(NamedTuple):
+    """What one transaction has deleted.
+
+    Attributes:
+        deleted: The number of sessions.
+        events: The number of their events.
+        kept: How many sessions were kept.
+        last: The ids of the last session; None if no session follows.
+    """
+
+    deleted: int
+    events: int
+    kept: int
+    last: tuple[str, str, str] | None

@@ -1,0 +1,667 @@
+"""`PlaintextFallbackService`: use a database while its sessions are still being copied into it.
+
+The rules, which docs/zero-downtime.md explains:
+
+- A row in `secure_migrated` supersedes what the source has: a session, or the state of a user or an
+  app.  The row is written when a session or a state is copied, deleted or erased, and it stays.
+- A session without such a row, and without a row in the encrypted database, is read from the
+  source.  The first write to it copies it.
+- The state of a user or an app is copied before the first write that concerns it.
+
+The source must not change any more.  Therefore a value from the source is as valid after a query of
+`secure_migrated` as it was before.  In contrast, another process may copy a session, and append to
+it, between two queries.  So a read that has used the source looks at `secure_migrated` again, and
+is repeated if somebody has copied what it has read from the source.
+"""
+
+import logging
+import re
+import time
+from collections.abc import Awaitable, Iterable, Mapping
+from copy import deepcopy
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from google.adk.errors.already_exists_error import AlreadyExistsError
+from google.adk.errors.session_not_found_error import SessionNotFoundError
+from google.adk.events import Event
+from google.adk.sessions import BaseSessionService, Session
+from google.adk.sessions.base_session_service import GetSessionConfig, ListSessionsResponse
+
+from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.formats import events, states
+from adk_secure_sessions.formats.states import APP_PREFIX, USER_PREFIX, JsonObject
+from adk_secure_sessions.keys.keyring import Keyring
+from adk_secure_sessions.loops import LoopLocks
+from adk_secure_sessions.lru import Lru
+from adk_secure_sessions.migration.sources import (
+    LookupSource,
+    Scope,
+    SessionContent,
+    SessionHeader,
+    SourceSession,
+    UnreadableSession,
+    UnreadableState,
+)
+from adk_secure_sessions.service import (
+    STALE,
+    EncryptedSessionService,
+    StaleSessionError,
+    check_ids,
+    reject_unknown_methods,
+)
+from adk_secure_sessions.storage import ImportedEvent, ImportResult
+
+T = TypeVar("T")
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+SessionIds = tuple[str, str, str]
+Owner = tuple[str, str | None]  # an app, or a user of an app
+
+# A session object that was read from the source has this marker, with the version in the source.
+_OF_SOURCE = "plaintext source:"
+_OF_DATABASE = re.compile(r"[0-9a-f]+\.\d+")  # the markers of `EncryptedSessionService`
+_CACHED_OWNERS = 10_000
+_LOG_PAUSE = 60.0  # seconds between two messages with the number of reads
+
+
+class PlaintextFallbackService(BaseSessionService):
+    """Reads sessions that were not copied yet from a plaintext source; writes only encrypted.
+
+    Use this service while `adk-secure-sessions migrate` copies the sessions of an application that
+    is in use.  **Nothing that it reads from the source is authenticated**: whoever can write to the
+    source can forge sessions that were not copied yet, and the first write to such a session stores
+    the forgery encrypted (docs/threats.md).  Every process that writes to the source must have
+    ended before the first process with this service starts.
+
+    After `migrate --verify` has found no difference, it stores an authenticated mark in the
+    database.  A service that is opened afterwards does not read the source.  Then replace this
+    service by its *service*.
+
+    Args:
+        service: The service of the encrypted database.  Other services, such as
+            `EncryptedArtifactService`, take this service, too.
+        source: The plaintext source, for example `AdkTables(url)`.
+
+    Attributes:
+        fallback_reads: How many queries this object has sent to the source.
+        copied_sessions: How many sessions this object has copied.
+
+    Raises:
+        ConfigurationError: An argument has another type.
+    """
+
+    def __init__(self, service: EncryptedSessionService, source: LookupSource) -> None:
+        if not isinstance(service, EncryptedSessionService):
+            raise ConfigurationError(
+                f"service must be an EncryptedSessionService, not {type(service).__name__}"
+            )
+        if not isinstance(source, LookupSource):
+            raise ConfigurationError(
+                f"source must be able to find single sessions, as AdkTables: "
+                f"{type(source).__name__} cannot"
+            )
+        self.fallback_reads: int = 0
+        self.copied_sessions: int = 0
+        self._service = service
+        self._store = service._store
+        self._source = source
+        self._locks = LoopLocks()
+        # Apps and users whose state was copied.  A state that was copied stays copied.
+        self._moved: Lru[Owner, bool] = Lru(_CACHED_OWNERS)
+        # The keyring at which the mark of a complete migration was last read.
+        self._keyring: Keyring | None = None
+        self._is_complete = False
+        self._log_at = 0.0
+
+    @property
+    def service(self) -> EncryptedSessionService:
+        """The service of the encrypted database."""
+        return self._service
+
+    async def prepare_tables(self) -> None:
+        """Open the database, and create missing tables, among them `secure_migrated`.
+
+        Raises the errors of `EncryptedSessionService.prepare_tables`.
+        """
+        await self._service.prepare_tables()
+        await self._falls_back()
+
+    async def create_session(
+        self,
+        *,
+        app_name: str,
+        user_id: str,
+        state: dict[str, Any] | None = None,
+        session_id: str | None = None,
+        expires_after: timedelta | None = None,
+    ) -> Session:
+        """Store a new session, encrypted; see `EncryptedSessionService.create_session`.
+
+        Copy the states of the app and the user first, if they were not copied yet.
+
+        Raises:
+            AlreadyExistsError: The user already has a session with this id, in the database or in
+                the source.
+        """
+        check_ids(app_name, user_id, session_id or "")
+        if await self._falls_back():
+            if session_id is not None and await self._find((app_name, user_id, session_id)):
+                raise AlreadyExistsError("A session with this id already exists.")
+            await self._copy_states(app_name, user_id)
+        return await self._service.create_session(
+            app_name=app_name,
+            user_id=user_id,
+            state=state,
+            session_id=session_id,
+            expires_after=expires_after,
+        )
+
+    async def get_session(
+        self,
+        *,
+        app_name: str,
+        user_id: str,
+        session_id: str,
+        config: GetSessionConfig | None = None,
+    ) -> Session | None:
+        """Read a session from the database or, if it was not copied yet, from the source.
+
+        See `EncryptedSessionService.get_session`.
+
+        Raises:
+            ConfigurationError: The source has the session, and it cannot be read.
+        """
+        ids = (app_name, user_id, session_id)
+        check_ids(*ids)
+        falls_back = await self._falls_back()
+        owners: list[Owner] = [(app_name, None), (app_name, user_id)]
+        moved = await self._among_moved(owners) if falls_back else set()
+        while True:
+            session = await self._service.get_session(
+                app_name=app_name, user_id=user_id, session_id=session_id, config=config
+            )
+            if not falls_back or (session and len(moved) == len(owners)):
+                return session
+            if session is not None:
+                await self._fill_states(session, moved)
+            elif await self._is_superseded(ids):
+                # Somebody may have copied the session after the database was read.
+                session = await self._service.get_session(
+                    app_name=app_name, user_id=user_id, session_id=session_id, config=config
+                )
+                if session is None:
+                    return None
+                moved = await self._among_moved(owners)
+                continue
+            else:
+                session = await self._read(ids, config, moved)
+                if session is None:
+                    return None
+                if await self._is_superseded(ids):
+                    continue
+            now_moved = await self._among_moved(owners)
+            if now_moved == moved:
+                return session
+            moved = now_moved
+
+    async def list_sessions(
+        self, *, app_name: str, user_id: str | None = None
+    ) -> ListSessionsResponse:
+        """List the sessions of the database, and those of the source that were not copied yet.
+
+        See `EncryptedSessionService.list_sessions`.  There is no `list_sessions_page`: the sessions
+        of the source have no position in its order.
+
+        Raises:
+            ConfigurationError: The source has a session that cannot be read, and
+                `skip_unreadable_sessions` of *service* is False.
+        """
+        check_ids(app_name, user_id or "", "")
+        if not await self._falls_back():
+            return await self._service.list_sessions(app_name=app_name, user_id=user_id)
+        # Look at the source first.  A session that is copied meanwhile is then found in both.
+        headers = await self._headers(app_name, user_id)
+        owners: set[Owner] = {(app_name, None), *(ids[:2] for ids in headers)}
+        moved = await self._among_moved(owners)
+        while True:
+            response = await self._service.list_sessions(app_name=app_name, user_id=user_id)
+            owners |= {(app_name, session.user_id) for session in response.sessions}
+            now_moved = await self._among_moved(owners)
+            # If a state was copied after `moved` was read, the listing may lack this state.
+            if now_moved == moved:
+                break
+            moved = now_moved
+        listed = response.sessions
+        await self._fill_listed(app_name, user_id, listed, moved)
+        known = {(one.app_name, one.user_id, one.id) for one in listed}
+        of_source = [header for ids, header in headers.items() if ids not in known]
+        listed += await self._listed_of_source(app_name, user_id, of_source, listed, moved)
+        listed.sort(key=lambda one: (one.last_update_time, one.user_id, one.id))
+        return response
+
+    async def delete_session(self, *, app_name: str, user_id: str, session_id: str) -> None:
+        """Delete a session from the database.
+
+        If the source has it, and it was not copied yet, store that it is deleted.  The source is
+        not changed: delete it there with `migrate --erase-source`.
+        """
+        ids = (app_name, user_id, session_id)
+        check_ids(*ids)
+        if await self._falls_back() and await self._find(ids):
+            await self._store.tombstone(*ids)
+        await self._service.delete_session(
+            app_name=app_name, user_id=user_id, session_id=session_id
+        )
+
+    async def get_user_state(self, *, app_name: str, user_id: str) -> dict[str, Any]:
+        """Return the user's state from the database or, if it was not copied yet, from the source.
+
+        See `EncryptedSessionService.get_user_state`.
+        """
+        check_ids(app_name, user_id, "")
+        owner = (app_name, user_id)
+        while True:
+            moved = not await self._falls_back() or bool(await self._among_moved([owner]))
+            state = await self._service.get_user_state(app_name=app_name, user_id=user_id)
+            if moved or state:
+                return state
+            state = await self._state(owner)
+            if not await self._among_moved([owner]):
+                return state
+
+    async def append_event(self, session: Session, event: Event) -> Event:
+        """Store `event`, encrypted, then apply it to `session`.
+
+        Copy the session, and the states of its app and its user, if they were not copied yet.  See
+        `EncryptedSessionService.append_event`.
+
+        Raises:
+            StaleSessionError: The stored session has changed since `session` was loaded.  Or
+                `session` was loaded from the source, and another version of it was copied.
+            ConfigurationError: The source has the session, and it cannot be read.
+        """
+        if event.partial:
+            return event
+        events.prepare(event, session.state)
+        ids = (session.app_name, session.user_id, session.id)
+        check_ids(*ids)
+        # Parallel agents may append to the same session object, which is copied once.
+        async with self._locks.hold(ids):
+            await self._prepare_write(session, ids)
+        return await self._service.append_event(session, event)
+
+    async def flush(self) -> None:
+        """Do nothing: `append_event` returns after the event is stored."""
+
+    async def close(self) -> None:
+        """Close *service* and the source; the next call opens them again."""
+        self._keyring = None
+        try:
+            await self._service.close()
+        finally:
+            await self._source.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    # --- What was copied --------------------------------------------------------------------------
+
+    async def _falls_back(self) -> bool:
+        """Return whether the source is read: False if the migration is marked as complete.
+
+        The mark is read when the database is opened, and when its keyring was read again.
+        """
+        keyring = (await self._store.unit.keys()).keyring
+        if keyring is not self._keyring:
+            is_first = self._keyring is None
+            self._is_complete = await self._store.migration_is_complete()
+            if self._is_complete:
+                logger.warning(
+                    "the migration is complete: PlaintextFallbackService does not read the "
+                    "plaintext source; replace it by EncryptedSessionService"
+                )
+            else:
+                await self._store.prepare_imports()
+                if is_first:
+                    logger.warning(
+                        "plaintext fallback is switched on: sessions and states that were not "
+                        "copied yet are read from %s, without any authentication",
+                        self._source.description,
+                    )
+            self._keyring = keyring
+        return not self._is_complete
+
+    async def _is_superseded(self, ids: SessionIds) -> bool:
+        """Return whether the session was copied or deleted, or its user was erased."""
+        return bool(await self._store.imported([ids]))
+
+    async def _among_moved(self, owners: Iterable[Owner]) -> set[Owner]:
+        """Return those of *owners* whose state was copied or erased."""
+        wanted = set(owners)
+        moved = {owner for owner in wanted if self._moved.get(owner)}
+        if unknown := wanted - moved:
+            for owner in await self._store.imported_states(unknown):
+                self._moved.put(owner, True)
+                moved.add(owner)
+        return moved
+
+    # --- Reading the source -----------------------------------------------------------------------
+
+    async def _query(self, query: Awaitable[T]) -> T:
+        """Count one query of the source, and return its result."""
+        self._count()
+        return await query
+
+    def _count(self) -> None:
+        self.fallback_reads += 1
+        logger.debug("plaintext fallback: read %d of the source", self.fallback_reads)
+        now = time.monotonic()
+        if now >= self._log_at:
+            self._log_at = now + _LOG_PAUSE
+            logger.info(
+                "plaintext fallback: %d reads of the source so far, %d sessions copied",
+                self.fallback_reads,
+                self.copied_sessions,
+            )
+
+    async def _find(self, ids: SessionIds) -> SessionHeader | UnreadableSession | None:
+        """Return a session of the source that is not superseded."""
+        found = await self._query(self._source.find(*ids))
+        # Look at `secure_migrated` last.  Otherwise, the session may be copied and deleted before
+        # the source is read.
+        return None if found is None or await self._is_superseded(ids) else found
+
+    async def _headers(self, app_name: str, user_id: str | None) -> dict[SessionIds, SessionHeader]:
+        """Return the sessions of the source that are not superseded."""
+        found: dict[SessionIds, SessionHeader] = {}
+        async for batch in self._source.headers(app_name, user_id):
+            self._count()
+            by_ids = {session[:3]: header for session, header in batch.items()}
+            superseded = await self._store.imported(by_ids)
+            for ids, header in by_ids.items():
+                if ids in superseded:
+                    continue
+                if isinstance(header, SessionHeader):
+                    found[ids] = header
+                elif self._service._skip:
+                    logger.error("left out of a listing: %s", _unreadable(header))
+                else:
+                    raise _unreadable(header)
+        return found
+
+    async def _read(
+        self, ids: SessionIds, config: GetSessionConfig | None, moved: set[Owner]
+    ) -> Session | None:
+        """Return a session of the source; None if the source does not have it."""
+        header = _readable(await self._query(self._source.find(*ids)))
+        if header is None:
+            return None
+        history: list[Event] = []
+        state = header.state
+        if config is None or config.num_recent_events != 0:
+            content = await self._content(header.session)
+            if content is None:
+                return None
+            state = content.state
+            history = _history(content, config)
+        app, user = await self._states(*ids[:2], moved)
+        return _session(header, states.merge(app, user, state), history)
+
+    async def _content(self, session: SourceSession) -> SessionContent | None:
+        found = await self._query(self._source.read([session]))
+        return _readable(found.get(session))
+
+    async def _state(self, owner: Owner) -> JsonObject:
+        """Return the state of an app or a user in the source."""
+        app_name, user_id = owner
+        if user_id is None:
+            found = await self._query(self._source.app_state(app_name))
+        else:
+            found = await self._query(self._source.user_state(app_name, user_id))
+        if isinstance(found, UnreadableState):
+            raise _unreadable(found)
+        return found
+
+    # --- States -----------------------------------------------------------------------------------
+    # A service that does not know this fallback may have written the state of an app or a user
+    # before the state was copied.  Then the encrypted state counts, as in `Store.import_state`.
+
+    async def _states(
+        self, app_name: str, user_id: str, moved: set[Owner]
+    ) -> tuple[JsonObject, JsonObject]:
+        """Return the states of an app and a user.
+
+        An encrypted state counts if it is not empty, or if it is in *moved*.
+        """
+        app_json, user_json = await self._store.states(app_name, user_id)
+        app = states.loads(app_json, "the app's state")
+        user = states.loads(user_json, "the user's state")
+        if not app and (app_name, None) not in moved:
+            app = await self._state((app_name, None))
+        if not user and (app_name, user_id) not in moved:
+            user = await self._state((app_name, user_id))
+        return app, user
+
+    async def _fill_states(self, session: Session, moved: set[Owner]) -> None:
+        """Add the states that were not copied yet to a session of the database."""
+        for prefix, owner in _owners(session).items():
+            if owner not in moved and not _has(session, prefix):
+                _add(session, prefix, await self._state(owner))
+
+    async def _fill_listed(
+        self, app_name: str, user_id: str | None, listed: list[Session], moved: set[Owner]
+    ) -> None:
+        """Do the same as `_fill_states` for all sessions in a listing."""
+        missing: dict[Owner, list[tuple[str, Session]]] = {}
+        for session in listed:
+            for prefix, owner in _owners(session).items():
+                if owner not in moved and not _has(session, prefix):
+                    missing.setdefault(owner, []).append((prefix, session))
+        found = await self._states_of(app_name, user_id, missing)
+        for owner, lacking in missing.items():
+            for prefix, session in lacking:
+                _add(session, prefix, found.get(owner, {}))
+
+    async def _states_of(
+        self, app_name: str, user_id: str | None, owners: Iterable[Owner]
+    ) -> Mapping[Owner, JsonObject]:
+        """Return the states of *owners* in the source; if *user_id* is None, of all users."""
+        wanted = set(owners)
+        found: dict[Owner, JsonObject] = {}
+        if user_id is None and len(wanted) > 2:
+            async for batch in self._source.user_states(Scope(app_name)):
+                self._count()
+                for owner, state in batch.items():
+                    if owner not in wanted:
+                        continue
+                    if isinstance(state, UnreadableState):
+                        raise _unreadable(state)
+                    found[owner] = state
+            wanted &= {(app_name, None)}
+        for one in wanted:
+            found[one] = await self._state(one)
+        return found
+
+    async def _listed_of_source(
+        self,
+        app_name: str,
+        user_id: str | None,
+        headers: list[SessionHeader],
+        listed: list[Session],
+        moved: set[Owner],
+    ) -> list[Session]:
+        """Return sessions for *headers*.  *listed* are the sessions of the database."""
+        if not headers:
+            return []
+        app_and_users: dict[Owner, JsonObject] = {}
+        for session in listed:
+            scopes = states.split(session.state)
+            app_and_users[app_name, None] = scopes.app
+            app_and_users[app_name, session.user_id] = scopes.user
+        unknown: set[Owner] = {(app_name, header.session.user_id) for header in headers}
+        unknown = (unknown | {(app_name, None)}) - app_and_users.keys()
+        app_and_users |= await self._states_of(app_name, user_id, unknown - moved)
+        for owner in unknown:
+            _, user = owner
+            app_json, user_json = await self._store.states(app_name, user or "")
+            state = states.loads(app_json if user is None else user_json)
+            if state or owner in moved:
+                app_and_users[owner] = state
+        return [
+            _session(
+                header,
+                deepcopy(
+                    states.merge(
+                        app_and_users.get((app_name, None), {}),
+                        app_and_users.get((app_name, header.session.user_id), {}),
+                        header.state,
+                    )
+                ),
+                [],
+            )
+            for header in headers
+        ]
+
+    # --- Copying ----------------------------------------------------------------------------------
+
+    async def _copy_states(self, app_name: str, user_id: str) -> None:
+        """Copy the states of an app and a user, if they were not copied yet."""
+        owners: list[Owner] = [(app_name, None), (app_name, user_id)]
+        moved = await self._among_moved(owners)
+        for owner in owners:
+            if owner in moved:
+                continue
+            state = states.encode(await self._state(owner))
+            result = await self._store.import_state(*owner, state)
+            if result is ImportResult.SAME_ID:
+                logger.warning(
+                    "a state was written without PlaintextFallbackService before it was copied: "
+                    "the state in the plaintext source is not used"
+                )
+            self._moved.put(owner, True)
+
+    async def _copy(self, ids: SessionIds) -> ImportResult | None:
+        """Copy a session and the states of its app and its user.
+
+        Return None if the source does not have the session.
+        """
+        header = _readable(await self._query(self._source.find(*ids)))
+        content = None if header is None else await self._content(header.session)
+        if header is None or content is None:
+            return None
+        await self._copy_states(*ids[:2])
+        result = await self._store.import_session(
+            *ids,
+            state=states.encode(content.state),
+            events=[ImportedEvent(*event) for event in content.events],
+            created_at=content.created_at,
+            updated_at=content.updated_at,
+            source_version=header.session.version,
+        )
+        self.copied_sessions += result is ImportResult.CREATED
+        return result
+
+    async def _prepare_write(self, session: Session, ids: SessionIds) -> None:
+        """Copy what an append to *session* needs.
+
+        If *session* was read from the source, set its marker to that of the copied session.
+        """
+        marker = session._storage_update_marker
+        version = (marker or "").partition(_OF_SOURCE)[2]
+        is_of_source = (marker or "").startswith(_OF_SOURCE)
+        falls_back = await self._falls_back()
+        if marker and _OF_DATABASE.fullmatch(marker):
+            if falls_back:
+                await self._copy_states(*ids[:2])
+            return
+        if not falls_back and not is_of_source:
+            return
+        imported = (await self._store.imported([ids])).get(ids)
+        result = None
+        if imported is None and falls_back:
+            result = await self._copy(ids)
+            imported = (await self._store.imported([ids])).get(ids)
+        elif falls_back:
+            await self._copy_states(*ids[:2])
+        if is_of_source:
+            if result is ImportResult.SAME_ID:
+                raise StaleSessionError(STALE)
+            if imported is None or imported.is_tombstone:
+                raise SessionNotFoundError("Session not found.")
+            if not imported.has_source(version):
+                raise StaleSessionError(STALE)
+            # `append_event` compares it with the stored session, which others may have changed.
+            session._storage_update_marker = f"{imported.row:x}.{imported.number}"
+        elif imported is None and result is None and await self._store.stored(*ids):
+            await self._copy_states(*ids[:2])
+
+
+reject_unknown_methods(PlaintextFallbackService, BaseSessionService)
+
+
+def _owners(session: Session) -> dict[str, Owner]:
+    """Return the app and the user of *session*, by the prefix of their keys in its state."""
+    return {
+        APP_PREFIX: (session.app_name, None),
+        USER_PREFIX: (session.app_name, session.user_id),
+    }
+
+
+def _has(session: Session, prefix: str) -> bool:
+    return any(key.startswith(prefix) for key in session.state)
+
+
+def _add(session: Session, prefix: str, state: JsonObject) -> None:
+    """Add the state of an app or a user to *session*, which shares no value with *state*."""
+    session.state.update({prefix + key: deepcopy(value) for key, value in state.items()})
+
+
+def _session(header: SessionHeader, state: JsonObject, history: list[Event]) -> Session:
+    """Return ADK's `Session` object for a session of the source."""
+    app_name, user_id, session_id, version = header.session
+    session = Session(
+        id=session_id,
+        app_name=app_name,
+        user_id=user_id,
+        state=state,
+        events=[],
+        last_update_time=header.updated_at / 1_000_000,
+    )
+    session.events = history
+    session._storage_update_marker = _OF_SOURCE + version
+    return session
+
+
+def _history(content: SessionContent, config: GetSessionConfig | None) -> list[Event]:
+    """Return the events that *config* selects, as `EncryptedSessionService.get_session` does."""
+    found = [
+        events.decode_in(event.plaintext, "the plaintext source", f"event {number}")
+        for number, event in enumerate(content.events)
+    ]
+    if config and config.after_timestamp:
+        found = [event for event in found if event.timestamp >= config.after_timestamp]
+    if config and config.num_recent_events is not None:
+        found = found[-config.num_recent_events :]
+    return found
+
+
+def _readable(found: T | UnreadableSession) -> T:
+    if isinstance(found, UnreadableSession):
+        raise _unreadable(found)
+    return found
+
+
+def _unreadable(found: UnreadableSession | UnreadableState) -> ConfigurationError:
+    what = "a session" if isinstance(found, UnreadableSession) else "a state"
+    return ConfigurationError(f"{what} of the plaintext source cannot be read: {found.reason}")

@@ -1,0 +1,562 @@
+"""Copy sessions and states from a source into an encrypted database."""
+
+import asyncio
+import contextlib
+import os
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import NamedTuple
+
+from adk_secure_sessions.backends import AesGcmBackend
+from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
+from adk_secure_sessions.formats import states
+from adk_secure_sessions.maintenance import Database, Progress, init
+from adk_secure_sessions.maintenance.engine import Meter
+from adk_secure_sessions.migration.pipeline import (
+    TOO_LARGE,
+    Chunks,
+    Finding,
+    Findings,
+    Fingerprints,
+    States,
+    Workers,
+    by_owner,
+    encode_states,
+    packed,
+    size_of,
+)
+from adk_secure_sessions.migration.sources import (
+    Scope,
+    SessionContent,
+    Source,
+    SourceSession,
+    UnreadableSession,
+)
+from adk_secure_sessions.migration.target import Entry, Found, Target
+from adk_secure_sessions.storage import ImportedEvent, ImportResult, Store
+
+# Imports that run at the same time.  SQLite commits several at once.  On a server, each uses a
+# connection, and the pool has 10.
+_IMPORTS, _IMPORTS_ON_SQLITE = 8, 32
+_IMPORT_BYTES = 16 * 2**20  # the maximum size of the contents that imports hold at the same time
+# A dry run measures the speed with this many sessions, or with fewer if they have as many events.
+_TRIAL_SESSIONS, _TRIAL_EVENTS, _TRIAL_BYTES = 64, 1000, 8 * 2**20
+_EVERYTHING = Scope()
+_KNOWN_OWNERS = 10_000
+
+_REASONS = {
+    Found.CONFLICT: "it was copied before, and has changed in the source and in the target since",
+    Found.NOT_COPIED: "the target has a session with the same ids that was not copied",
+}
+_GONE = "it was copied before, and the source no longer has it"
+_TIME = "one of its times, or of the times of its events, is not a possible time"
+_STATE_CONFLICT = "the state was copied before, or existed, and has changed in the target since"
+_FOUND = {
+    ImportResult.UNCHANGED: Found.UNCHANGED,
+    ImportResult.MOVED_ON: Found.MOVED_ON,
+    ImportResult.CONFLICT: Found.CONFLICT,
+    ImportResult.SAME_ID: Found.NOT_COPIED,
+    ImportResult.DELETED: Found.DELETED,
+}
+
+
+class Migration(NamedTuple):
+    """The result of `migrate`; after a dry run, the expected result.
+
+    Each session of the source is counted once: as `copied`, `updated`, `unchanged`, `moved_on`,
+    `conflicts`, `deleted` or `bad`.
+
+    Attributes:
+        sessions: How many sessions of the source were examined.
+        copied: How many sessions were copied for the first time.
+        updated: How many sessions were copied again, because they had changed in the source.
+        unchanged: How many sessions had not changed since they were copied.
+        moved_on: How many copied sessions have events that services appended in the target, and
+            have not changed in the source.  They are never overwritten.
+        conflicts: How many sessions have changed in the source since they were copied, and also in
+            the target; and how many ids a session in the target has that was never copied.  They
+            were left unchanged, and so were states that changed on both sides.
+        deleted: How many sessions were deleted in the target.  They are not copied again.
+        bad: How many sessions and states could not be read, or exceed a limit.
+        gone: How many copied sessions the source no longer has; None if that is unknown, because
+            only recent sessions were read.
+        removed: How many of the sessions in `gone` were deleted in the target.
+        events: How many events were copied.
+        states: How many states of users and apps were copied.
+        others: How many artifacts and users' memories an encrypted source has.  They are not
+            copied.
+        behind: How many sessions were created or changed in the source while this run copied it:
+            the next run copies them.  None after a dry run, or if the run stopped.
+        stopped: Whether the run stopped at a session or state that could not be read.
+        findings: The first 1000 sessions and states that are bad, gone or in conflict.
+        seconds: How long the run took.
+        estimate: After a dry run, about how many seconds copying takes; otherwise None.
+    """
+
+    sessions: int
+    copied: int
+    updated: int
+    unchanged: int
+    moved_on: int
+    conflicts: int
+    deleted: int
+    bad: int
+    gone: int | None
+    removed: int
+    events: int
+    states: int
+    others: int
+    behind: int | None
+    stopped: bool
+    findings: tuple[Finding, ...]
+    seconds: float
+    estimate: float | None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no session or state is bad or in conflict, and no session that is gone is left.
+
+        A source in use may be behind nevertheless.
+        """
+        return not (self.stopped or self.bad or self.conflicts or (self.gone or 0) > self.removed)
+
+
+async def migrate(
+    source: Source,
+    db: Database,
+    *,
+    scope: Scope = _EVERYTHING,
+    dry_run: bool = False,
+    skip_bad: bool = False,
+    delete_gone: bool = False,
+    show_ids: bool = False,
+    progress: Progress | None = None,
+    events_per_second: float | None = None,
+) -> Migration:
+    """Copy sessions from *source* into *db*, and then the states of users and apps.
+
+    A second run copies only what is new or has changed in the source.  It never overwrites what a
+    service has written to the target.  If a run was interrupted, run it again: sessions that were
+    copied are skipped.  The source is only read.  Tables and keys of the target that do not exist
+    are created, except in a dry run.
+
+    Args:
+        source: The source.
+        db: The target, with every backend whose records it may contain.
+        scope: Which sessions to copy.
+        dry_run: Read the sessions that would be copied, and report what would be done, but change
+            nothing.
+        skip_bad: Continue after a session or state that cannot be read.  If False, the run stops.
+            Sessions that were copied before stay copied.
+        delete_gone: Delete copied sessions that the source no longer has, unless services have
+            written to them.
+        show_ids: Put readable ids into the findings, not only blind indexes.
+        progress: Called with the number of sessions and events done, and the number of all.
+        events_per_second: The maximum number of events to copy per second.
+
+    Raises:
+        ConfigurationError: The source or the target cannot be used; or *delete_gone* is given
+            for a part of the sessions, or for a source without sessions.
+        WrongKeyError: The root keys do not decrypt the keyring.
+        TamperedError: A record of what was copied was modified.
+        DatabaseError: The source or the target raised an error.
+    """
+    if delete_gone and scope.since is not None:
+        raise ConfigurationError(
+            "delete_gone cannot be combined with since: sessions that were not read are not gone"
+        )
+    began = time.monotonic()
+    total = await source.size(scope)
+    target = None
+    if not dry_run:
+        await init(db)
+    if not dry_run or not await db.is_new():
+        target = await Target.of(db)
+    if delete_gone and target is not None and await target.store.migration_is_complete():
+        raise ConfigurationError(
+            "a comparison has shown that everything was copied, so sessions that the source no "
+            "longer has are not deleted: omit delete_gone"
+        )
+    meter = Meter(progress, total.sessions + total.events, None)
+    options = Options(scope, dry_run, skip_bad or dry_run, delete_gone, show_ids)
+    run = _Run(source, db, target, options, meter, Meter(None, 0, events_per_second))
+    stopped = False
+    try:
+        await run.copy_sessions()
+        await run.copy_states()
+        await run.list_again()
+        if dry_run:
+            await run.measure()
+    except _Stop:
+        stopped = True
+    meter.finish()
+    others = (await source.others()).collections
+    return run.result(stopped, time.monotonic() - began, others)
+
+
+class Options(NamedTuple):
+    """The arguments of `migrate` with the same names; a dry run skips bad sessions."""
+
+    scope: Scope
+    dry_run: bool
+    skip_bad: bool
+    delete_gone: bool
+    show_ids: bool
+
+
+class _Stop(Exception):
+    """A session or state cannot be copied, and is not to be skipped."""
+
+
+class _Run:
+    """One run of `migrate`."""
+
+    def __init__(
+        self,
+        source: Source,
+        db: Database,
+        target: Target | None,
+        options: Options,
+        meter: Meter,
+        limit: Meter,
+    ) -> None:
+        self._source = source
+        self._db = db
+        self._target = target
+        self._options = options
+        self._meter = meter
+        self._limit = limit
+        self._findings = Findings(with_ids=options.show_ids)
+        self._found: Counter[Found] = Counter()
+        self._owners = _Owners()
+        # The ids, and the ids with the versions, of the sessions that the source had.
+        self._seen = Fingerprints()
+        self._versions = Fingerprints()
+        self._sessions = self._events = self._states = self._removed = self._behind = 0
+        self._bad = self._conflicting_states = 0
+        self._gone: int | None = None
+        self._stopped = False
+        self._trial = _Trial()
+        self._estimate: float | None = None
+
+    def result(self, stopped: bool, seconds: float, others: int) -> Migration:
+        found, dry_run = self._found, self._options.dry_run
+        conflicts = found[Found.CONFLICT] + found[Found.NOT_COPIED] + self._conflicting_states
+        return Migration(
+            sessions=self._sessions,
+            copied=found[Found.NEW],
+            updated=found[Found.OLDER],
+            unchanged=found[Found.UNCHANGED],
+            moved_on=found[Found.MOVED_ON],
+            conflicts=conflicts,
+            deleted=found[Found.DELETED],
+            bad=self._bad,
+            gone=self._gone,
+            removed=self._removed,
+            events=self._events,
+            states=self._states,
+            others=others,
+            behind=None if dry_run or stopped else self._behind,
+            stopped=stopped,
+            findings=tuple(self._findings.kept),
+            seconds=seconds,
+            estimate=self._estimate,
+        )
+
+    # --- sessions --------------------------------------------------------------------------------
+
+    async def copy_sessions(self) -> None:
+        """Copy the sessions that are new or have changed in the source."""
+        async with await self._workers() as workers:
+            to_read = Chunks()
+            async for listed in self._source.sessions(self._options.scope):
+                changed = []
+                for entry in await self._entries(listed):
+                    self._sessions += 1
+                    self._seen.add(entry.tag)
+                    self._versions.add(packed(*entry.session))
+                    if entry.found in (Found.NEW, Found.OLDER):
+                        changed.append(entry)
+                    else:
+                        await self._leave(entry)
+                for part in to_read.of(changed):
+                    await self._copy(part, workers, to_read)
+            await workers.finish()
+            await self._stop_if_bad(workers)
+
+    async def _workers(self) -> Workers:
+        if self._target is None:
+            return Workers(_IMPORTS, _IMPORT_BYTES)
+        kind = await self._db.executor.define(lambda made: made.dialect.name, commit=False)
+        number = _IMPORTS_ON_SQLITE if kind == "sqlite" else _IMPORTS
+        return Workers(number, _IMPORT_BYTES)
+
+    async def _entries(self, listed: Sequence[SourceSession]) -> Sequence[Entry]:
+        if self._target is None:
+            return [Entry(session, b"", Found.NEW, 0) for session in listed]
+        return await self._target.entries(listed)
+
+    async def _leave(self, entry: Entry) -> None:
+        """Count a session that is not copied."""
+        self._found[entry.found] += 1
+        if entry.found in (Found.CONFLICT, Found.NOT_COPIED):
+            self._findings.add(entry.tag, _REASONS[entry.found], *entry.session[:3])
+        await self._meter.advance(1 + entry.copied_events)
+
+    async def _copy(self, part: Sequence[Entry], workers: Workers, to_read: Chunks) -> None:
+        """Read the sessions in *part*, and start to import them."""
+        contents = await self._source.read([entry.session for entry in part])
+        to_read.learn(
+            [size_of(one) for one in contents.values() if isinstance(one, SessionContent)]
+        )
+        for entry in part:
+            content = contents.get(entry.session)
+            await self._stop_if_bad(workers)
+            if content is None:  # it was deleted in the source after it was listed
+                self._sessions -= 1
+            elif isinstance(content, UnreadableSession):
+                await self._report_bad(entry.tag, content.reason, *entry.session[:3])
+                await self._stop_if_bad(workers)
+            else:
+                await self._limit.advance(len(content.events))
+                await workers.start(self._import(entry, content), size_of(content))
+
+    async def _import(self, entry: Entry, content: SessionContent) -> None:
+        """Import one session."""
+        who = entry.session[:3]
+        try:
+            state = states.encode(content.state)
+        except ValueError:  # not chained: the message names keys of the state
+            state = None
+        if state is None:
+            await self._report_bad(entry.tag, TOO_LARGE, *who)
+            return
+        found = entry.found
+        if self._target is None or self._options.dry_run:
+            self._trial.add(_Sample(entry.session, content, state))
+        else:
+            sample = _Sample(entry.session, content, state)
+            done = None
+            try:
+                async with self._owners.of(*who[:2]):
+                    done = await sample.import_into(
+                        self._target.store, replace=found is Found.OLDER
+                    )
+            except ValueError as error:
+                if isinstance(error, SecureSessionError):
+                    raise
+            if done is None:
+                await self._report_bad(entry.tag, _TIME, *who)
+                return
+            found = _FOUND.get(done, found)
+        if found in (Found.NEW, Found.OLDER):
+            self._found[found] += 1
+            self._events += len(content.events)
+            await self._meter.advance(1 + len(content.events))
+        else:
+            await self._leave(entry._replace(found=found))
+
+    async def _report_bad(self, tag: bytes, reason: str, *ids: str) -> None:
+        self._bad += 1
+        self._findings.add(tag, reason, *ids)
+        if not self._options.skip_bad:
+            self._stopped = True
+        await self._meter.advance()
+
+    async def _stop_if_bad(self, workers: Workers) -> None:
+        """End the run if a bad session or state was found, after the imports that have begun."""
+        if self._stopped:
+            await workers.finish()
+            raise _Stop
+
+    # --- states ----------------------------------------------------------------------------------
+
+    async def copy_states(self) -> None:
+        """Copy the states of users and then of apps that are new or have changed in the source."""
+        scope = self._options.scope
+        async with await self._workers() as workers:
+            async for batch in by_owner(self._source.user_states(scope)):
+                await self._copy_states(batch, workers)
+        async with await self._workers() as workers:
+            async for batch in by_owner(self._source.app_states(scope)):
+                await self._copy_states(batch, workers)
+
+    async def _copy_states(self, batch: States, workers: Workers) -> None:
+        encoded, bad = encode_states(batch)
+        found = dict.fromkeys(batch, (b"", Found.NEW))
+        if self._target is not None:
+            found = await self._target.states(encoded)
+        for owner, reason in bad.items():
+            await self._report_bad(found[owner][0], reason, *owner)
+            await self._stop_if_bad(workers)
+        for owner, data in encoded.items():
+            tag, kind = found[owner]
+            done = (Found.UNCHANGED, Found.MOVED_ON, Found.DELETED)
+            if owner not in bad and kind not in done:
+                await workers.start(self._import_state(owner, tag, data), len(data))
+
+    async def _import_state(self, owner: tuple[str, ...], tag: bytes, data: bytes) -> None:
+        if self._target is not None and not self._options.dry_run:
+            app_name, user_id = owner[0], owner[1] if len(owner) > 1 else None
+            async with self._owners.of(*owner):
+                done = await self._target.store.import_state(app_name, user_id, data, replace=True)
+            if done in (ImportResult.CONFLICT, ImportResult.SAME_ID):
+                self._conflicting_states += 1
+                self._findings.add(tag, _STATE_CONFLICT, *owner)
+                return
+            if done not in (ImportResult.CREATED, ImportResult.REPLACED):
+                return
+        self._states += 1
+
+    # --- after the copy --------------------------------------------------------------------------
+
+    async def list_again(self) -> None:
+        """List the sessions of the source a second time.
+
+        Count those that are new or have changed since they were listed first.  Find the copied
+        sessions that the source no longer has.
+        """
+        # Another run may copy a session that was created after the first listing.  Such a session
+        # is in the second listing, so it is not reported as gone.
+        missing = await self._not_seen()
+        async for listed in self._source.sessions(self._options.scope):
+            for one in listed:
+                self._behind += packed(*one) not in self._versions
+                if missing and self._target is not None:
+                    missing.pop(self._target.tag(*one[:3]), None)
+        if self._gone is not None:
+            await self._report_gone(missing)
+
+    async def _not_seen(self) -> dict[bytes, int]:
+        """Return the tags and row ids of copied sessions that the first listing did not have."""
+        missing: dict[bytes, int] = {}
+        target, scope = self._target, self._options.scope
+        if target is None or scope.since is not None or await target.store.migration_is_complete():
+            return missing
+        self._gone = 0
+        async for copies in target.copies(scope.app_name):
+            missing |= {tag: row for tag, row in copies if tag not in self._seen}
+        if missing and not self._seen and self._options.delete_gone:
+            raise ConfigurationError(
+                "the source has no sessions, although sessions were copied before: nothing was "
+                "deleted; check the URL of the source"
+            )
+        return missing
+
+    async def _report_gone(self, missing: Mapping[bytes, int]) -> None:
+        """Count copied sessions that are gone, and delete them if that was requested."""
+        options, target = self._options, self._target
+        assert target is not None
+        self._gone = 0
+        for tag, row in missing.items():
+            ids: tuple[str, ...] = ("", "", "")
+            if options.delete_gone or options.show_ids:
+                found = await target.located(tag, row)
+                if found is None:
+                    continue  # it was deleted in the target meanwhile
+                ids = found.ids
+                if options.delete_gone and not options.dry_run:
+                    self._removed += await target.delete(found)
+            self._gone += 1
+            self._findings.add(tag, _GONE, *ids)
+
+    async def measure(self) -> None:
+        """Estimate how long copying takes, after a dry run."""
+        per_row = await self._trial.seconds_per_row()
+        rows = self._found[Found.NEW] + self._found[Found.OLDER] + self._events + self._states
+        self._estimate = per_row * rows
+
+
+class _Owners:
+    """Lets the first import of each app and of each user run alone.
+
+    The first import creates the row and the data key of the owner.  If several imports try that at
+    the same time, all but one begin again.
+    """
+
+    def __init__(self) -> None:
+        self._known: set[tuple[str, ...]] = set()
+        self._locks: dict[tuple[str, ...], asyncio.Lock] = {}
+
+    @contextlib.asynccontextmanager
+    async def of(self, *ids: str) -> AsyncIterator[None]:
+        """Wait until the block may run; *ids* are the app name, and the user id if there is one."""
+        owners = [ids[: length + 1] for length in range(len(ids))]
+        async with contextlib.AsyncExitStack() as stack:
+            for owner in owners:
+                if owner not in self._known:
+                    lock = self._locks.setdefault(owner, asyncio.Lock())
+                    await stack.enter_async_context(lock)
+            yield
+            if len(self._known) > _KNOWN_OWNERS:
+                self._known.clear()
+            self._known.update(owners)
+        for owner in owners:
+            self._locks.pop(owner, None)
+
+
+class _Sample(NamedTuple):
+    """A session with its content, and its state as JSON."""
+
+    session: SourceSession
+    content: SessionContent
+    state: bytes
+
+    @property
+    def rows(self) -> int:
+        return 1 + len(self.content.events)
+
+    async def import_into(self, store: Store, *, replace: bool) -> ImportResult:
+        return await store.import_session(
+            *self.session[:3],
+            state=self.state,
+            events=[ImportedEvent(*event) for event in self.content.events],
+            created_at=self.content.created_at,
+            updated_at=self.content.updated_at,
+            source_version=self.session.version,
+            replace=replace,
+            expires_at=self.content.expires_at,
+        )
+
+
+class _Trial:
+    """Measures the speed of imports, with the first sessions of a dry run.
+
+    The sessions are copied to a new SQLite file in a temporary directory, encrypted with a key that
+    is not stored.
+    """
+
+    def __init__(self) -> None:
+        self._samples: list[_Sample] = []
+        self._events = self._bytes = 0
+
+    def add(self, sample: _Sample) -> None:
+        """Keep *sample* if the trial needs more sessions."""
+        if len(self._samples) < _TRIAL_SESSIONS and self._events < _TRIAL_EVENTS:
+            size = size_of(sample.content)
+            if self._bytes + size <= _TRIAL_BYTES:
+                self._samples.append(sample)
+                self._events += len(sample.content.events)
+                self._bytes += size
+
+    async def seconds_per_row(self) -> float:
+        """Return the average time to import a session or an event; 0 without sessions."""
+        if not self._samples:
+            return 0.0
+        with tempfile.TemporaryDirectory() as directory:
+            url = f"sqlite:///{directory}/trial.db"
+            async with Database(url, AesGcmBackend(os.urandom(32))) as db:
+                await init(db)
+                store, owners = await db.store(), _Owners()
+                began = time.monotonic()
+                async with Workers(_IMPORTS_ON_SQLITE, _IMPORT_BYTES) as workers:
+                    for sample in self._samples:
+                        await workers.start(self._import(sample, store, owners), 0)
+                seconds = time.monotonic() - began
+        return seconds / sum(sample.rows for sample in self._samples)
+
+    async def _import(self, sample: _Sample, store: Store, owners: _Owners) -> None:
+        async with owners.of(*sample.session[:2]):
+            await sample.import_into(store, replace=False)

@@ -1,0 +1,88 @@
+"""Open the source that a URL names."""
+
+from collections.abc import Sequence
+from datetime import UTC, tzinfo
+from pathlib import Path
+
+import sqlalchemy as sa
+
+from adk_secure_sessions.backends.named import DEFAULT, NO_OP, backends_for
+from adk_secure_sessions.crypto.key_material import hides_frames
+from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.keys.providers import read_environment, read_private_file
+from adk_secure_sessions.maintenance import Database
+from adk_secure_sessions.migration.adk_sql import Kind
+from adk_secure_sessions.migration.adk_tables import AdkTables, detect
+from adk_secure_sessions.migration.encrypted import EncryptedSource
+from adk_secure_sessions.migration.package_1x import Package1x
+from adk_secure_sessions.migration.sources import Source
+
+
+async def open_source(
+    db_url: str | sa.URL,
+    keys: Sequence[str] = (),
+    backends: Sequence[str] = (),
+    *,
+    key_db_url: str | sa.URL | None = None,
+    time_zone: tzinfo | None = None,
+) -> Source:
+    """Recognize the tables of a database, and return the source that reads them.
+
+    If the database contains both google-adk's tables and those of this package, the source is
+    google-adk's tables, unless *keys* or *backends* are given.
+
+    Args:
+        db_url: The database URL.
+        keys: Key specs of the root keys of the source.  For a database of adk-secure-sessions 1.x,
+            `env:NAME` or `file:PATH` names what the application gave to its backend.
+        backends: The names of the backends that encrypted the source; by default `aesgcm`.
+        key_db_url: The key database of the source, if there is one.
+        time_zone: The time zone of the processes that wrote the source: see `AdkTables` and
+            `Package1x`.
+
+    Raises:
+        ConfigurationError: The database contains no sessions that can be read; or it is encrypted,
+            and *keys* are missing; or it is not encrypted, and *keys* are given.
+        DatabaseError: The database cannot be reached.
+    """
+    kinds = await detect(db_url)
+    has_keys = bool(keys) or NO_OP in backends
+    if Kind.PACKAGE_1X in kinds and not (has_keys and Kind.ENCRYPTED in kinds and backends):
+        _require(has_keys)
+        return Package1x(db_url, map(_secret, keys), time_zone=time_zone or UTC)
+    if Kind.ENCRYPTED in kinds and (has_keys or len(kinds) == 1):
+        _require(has_keys)
+        writer, others = backends_for(backends or [DEFAULT], keys)
+        return EncryptedSource(Database(db_url, writer, others, key_db_url=key_db_url))
+    if not kinds:
+        raise ConfigurationError(
+            "the source contains neither google-adk's tables nor those of this package: check the "
+            "URL of the source"
+        )
+    if has_keys:
+        raise ConfigurationError(
+            "the source is not encrypted: omit the keys and the backends of the source"
+        )
+    return AdkTables(db_url, time_zone=time_zone)
+
+
+def _require(has_keys: bool) -> None:
+    if not has_keys:
+        raise ConfigurationError("the source is encrypted: give the root key of the source")
+
+
+@hides_frames
+def _secret(spec: str) -> str:
+    """Return the secret that *spec* names, a text that is not a root key of this package.
+
+    Raises:
+        ConfigurationError: *spec* is not `env:NAME` or `file:PATH`, or the secret cannot be read.
+    """
+    scheme, _, rest = spec.partition(":")
+    if scheme == "env" and rest:
+        return read_environment(rest)
+    if scheme == "file" and rest:
+        return read_private_file(Path(rest)).decode().removesuffix("\n")
+    raise ConfigurationError(
+        "give the key of a database of adk-secure-sessions 1.x as env:NAME or file:PATH"
+    )

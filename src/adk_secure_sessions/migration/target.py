@@ -1,0 +1,250 @@
+"""The database that `migrate` writes to: what it already has of a source's sessions and states."""
+
+import functools
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from enum import Enum, auto
+from typing import Any, NamedTuple
+
+import sqlalchemy as sa
+
+from adk_secure_sessions.formats.states import loads
+from adk_secure_sessions.keys.keyring import Keyring
+from adk_secure_sessions.maintenance import Database
+from adk_secure_sessions.maintenance.engine import Bounds, Range, ranges, within
+from adk_secure_sessions.maintenance.identities import located_in
+from adk_secure_sessions.migration.sources import SessionContent, SourceEvent, SourceSession
+from adk_secure_sessions.storage import (
+    COLLECTION,
+    NEVER,
+    CheckApp,
+    CheckSession,
+    Imported,
+    Store,
+    apps,
+    chunks,
+    is_one_of,
+    migrated,
+    numbered,
+    sessions,
+    users,
+)
+
+
+class Found(Enum):
+    """What the target has of a session or state of the source."""
+
+    NEW = auto()  # nothing
+    UNCHANGED = auto()  # a copy; neither side has changed since
+    OLDER = auto()  # a copy; the source has changed since
+    MOVED_ON = auto()  # a copy; a service has written to it since, the source has not changed
+    CONFLICT = auto()  # a copy; both sides have changed since
+    NOT_COPIED = auto()  # a session or state that was not copied
+    DELETED = auto()  # a service has deleted it, and may have created it again
+
+
+class Entry(NamedTuple):
+    """A session of the source, and what the target has of it.
+
+    Attributes:
+        session: The session.
+        tag: Its blind index in the target; empty if the target does not exist yet.
+        found: What the target has.
+        copied_events: The number of events that were copied before.
+    """
+
+    session: SourceSession
+    tag: bytes
+    found: Found
+    copied_events: int
+
+
+class Target:
+    """Answers for many sessions at once what the target has of them.
+
+    The revisions of sessions and the versions of states are read without decrypting the rows.
+    The methods of `Store` that write check them again.
+
+    Args:
+        db: The database.
+        store: The store of *db*.
+        keyring: The keyring of *db*.
+    """
+
+    def __init__(self, db: Database, store: Store, keyring: Keyring) -> None:
+        self.db = db
+        self.store = store
+        self._keyring = keyring
+
+    @classmethod
+    async def of(cls, db: Database) -> "Target":
+        """Open *db*, which must have its tables and keys."""
+        store = await db.store()
+        return cls(db, store, (await db.keys()).keyring)
+
+    def tag(self, app_name: str, *ids: str) -> bytes:
+        """Return the blind index of an app, a user or a session."""
+        index = self._keyring.index
+        if not ids:
+            return index.app(app_name)
+        return index.user(app_name, *ids) if len(ids) == 1 else index.session(app_name, *ids)
+
+    async def entries(self, listed: Sequence[SourceSession]) -> list[Entry]:
+        """Return what the target has of each of the sessions in *listed*."""
+        copies = await self.store.imported([one[:3] for one in listed])
+        tags = {one: self.tag(*one[:3]) for one in listed}
+        others = await self._stored(tags[one] for one in listed if one[:3] not in copies)
+        if others:
+            # Another run may have copied a session after the first query.
+            ids = [one[:3] for one in listed if tags[one] in others]
+            copies |= await self.store.imported(ids)
+        entries = []
+        for one, tag in tags.items():
+            copy = copies.get(one[:3])
+            if copy is None:
+                found = Found.NOT_COPIED if tag in others else Found.NEW
+                entries.append(Entry(one, tag, found, 0))
+            else:
+                found = _found(copy, is_unchanged=copy.has_source(one.version))
+                entries.append(Entry(one, tag, found, copy.number))
+        return entries
+
+    async def _stored(self, tags: Iterable[bytes]) -> set[bytes]:
+        """Return those of *tags* for which a session is stored."""
+        stored: set[bytes] = set()
+        for part in chunks(tags):
+            rows = await self.db.read(_with_tags(len(part)), numbered(part))
+            stored.update(bytes(tag) for (tag,) in rows)
+        return stored
+
+    async def states(
+        self, encoded: Mapping[tuple[str, ...], bytes]
+    ) -> dict[tuple[str, ...], tuple[bytes, Found]]:
+        """Return the tags of the owners in *encoded*, and what the target has of their states.
+
+        The keys of *encoded* are the ids of users, or of apps, and the values are JSON.
+
+        A rotation of keys changes the versions of owners.  So `MOVED_ON` and `CONFLICT` can also
+        mean that the state has not changed in the target.
+        """
+        owners = {ids: (ids[0], ids[1] if len(ids) > 1 else None) for ids in encoded}
+        copies = await self.store.imported_states(owners.values())
+        found = {}
+        for ids, owner in owners.items():
+            copy, kind = copies.get(owner), Found.NEW
+            if copy is not None:
+                is_unchanged = bool(encoded[ids]) and copy.has_state(encoded[ids])
+                kind = _found(copy, is_unchanged=is_unchanged)
+            found[ids] = self.tag(*ids), kind
+        return found
+
+    async def copies(self, app_name: str | None) -> AsyncIterator[Sequence[tuple[bytes, int]]]:
+        """Yield the tags and row ids of all copied sessions that are still stored, in batches."""
+        if not await self.store.has_imports():
+            return
+        parameters = {} if app_name is None else {"app_tag": self.tag(app_name)}
+        async for span in ranges(self.db, migrated.c.tag, self.db.limits.headers):
+            query = _copies(span.bounds, app_name is not None)
+            rows = await self.db.read(query, span.parameters | parameters)
+            yield [(bytes(tag), int(row)) for tag, row in rows]
+
+    async def located(self, tag: bytes, row: int) -> "Located | None":
+        """Return the copied session with this *tag* and row id; None if it was deleted.
+
+        Raises DecryptionError if its ids cannot be decrypted.
+        """
+        for one in await located_in(self.db, Range(row - 1, row)):
+            if one.tag == tag:
+                ids = one.known_ids()[:3]
+                copy = (await self.store.imported([ids])).get(ids)
+                return None if copy is None or copy.stored is None else Located(copy, ids)
+        return None
+
+    async def content(self, entry: Entry) -> SessionContent | None:
+        """Return the session in the target; None if it was deleted.  It may have expired.
+
+        Raises one of `maintenance.problems.UNREADABLE` if the session cannot be decrypted.
+        """
+        who = await self.db.unit.identify(*entry.session[:3])
+        operation = CheckSession(who, lambda plaintext, _row, _seq: plaintext)
+        found = await self.db.unit.run(operation)
+        if found is None:
+            return None
+        stored = found[0].session
+        snapshot = {} if stored.snapshot is None else loads(stored.snapshot)
+        events = [SourceEvent(*pair) for pair in zip(found[1], operation.times, strict=True)]
+        return SessionContent(
+            snapshot | loads(stored.overlay),
+            events,
+            stored.created_at,
+            stored.updated_at,
+            None if stored.expires_at == NEVER else stored.expires_at,
+        )
+
+    async def state(self, app_name: str, user_id: str | None = None) -> bytes:
+        """Return the state of a user, or of an app, as JSON; `{}` if it is not stored."""
+        if user_id is not None:
+            return await self.store.user_state(app_name, user_id)
+        app = await self.db.unit.run(CheckApp(await self.db.unit.identify(app_name)))
+        return b"{}" if app is None else app.state
+
+    async def count_others(self, app_name: str | None) -> int:
+        """Return the number of stored sessions that were not copied."""
+        parameters = {} if app_name is None else {"app_tag": self.tag(app_name)}
+        has_copies = await self.store.has_imports()
+        ((number,),) = await self.db.read(_others(has_copies, app_name is not None), parameters)
+        return int(number)
+
+    async def delete(self, found: "Located") -> bool:
+        """Delete a copied session, unless a service has written to it; return whether it was."""
+        copy = found.copy
+        return await self.store.delete(
+            *found.ids, condition=lambda now: (now.id, now.revision) == (copy.row, copy.number)
+        )
+
+
+class Located(NamedTuple):
+    """A copied session that is still stored: what was copied, and its ids."""
+
+    copy: Imported
+    ids: tuple[str, str, str]
+
+
+def _found(copy: Imported, *, is_unchanged: bool) -> Found:
+    """Return what the target has; *is_unchanged* says whether the source is as it was copied."""
+    if copy.stored is None or copy.is_tombstone or copy.stored[0] != copy.row:
+        return Found.DELETED  # if the row id differs, a service has created it again
+    if copy.is_untouched:
+        return Found.UNCHANGED if is_unchanged else Found.OLDER
+    return Found.MOVED_ON if is_unchanged else Found.CONFLICT
+
+
+@functools.cache
+def _with_tags(size: int) -> sa.Select[Any]:
+    return sa.select(sessions.c.tag).where(is_one_of(sessions.c.tag, size))
+
+
+@functools.cache
+def _copies(bounds: Bounds, of_app: bool) -> sa.Select[Any]:
+    source = migrated.join(
+        sessions, sa.and_(sessions.c.id == migrated.c.row_id, sessions.c.tag == migrated.c.tag)
+    )
+    query = sa.select(migrated.c.tag, migrated.c.row_id).where(*within(migrated.c.tag, bounds))
+    if of_app:
+        source = source.join(users, users.c.id == sessions.c.user_row)
+        source = source.join(apps, apps.c.id == users.c.app_row)
+        query = query.where(apps.c.tag == sa.bindparam("app_tag", type_=apps.c.tag.type))
+    return query.select_from(source)
+
+
+@functools.cache
+def _others(has_copies: bool, of_app: bool) -> sa.Select[Any]:
+    query = sa.select(sa.func.count()).select_from(sessions)
+    query = query.where(sessions.c.base_revision != sa.literal_column(str(COLLECTION)))
+    if has_copies:
+        copied = sa.select(migrated.c.tag).where(migrated.c.tag == sessions.c.tag)
+        query = query.where(~copied.exists())
+    if of_app:
+        own = sa.select(users.c.id).join(apps, apps.c.id == users.c.app_row)
+        own = own.where(apps.c.tag == sa.bindparam("app_tag", type_=apps.c.tag.type))
+        query = query.where(sessions.c.user_row.in_(own))
+    return query

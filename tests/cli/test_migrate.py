@@ -1,0 +1,184 @@
+"""The command `migrate`: what it prints, when it asks, and its exit status."""
+
+import asyncio
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from google.adk.sessions import DatabaseSessionService
+
+from tests.cli.support import Said, run
+from tests.maintenance.support import event, fill
+from tests.migration.support import append, delete
+
+NEEDLE = "Zanzibar"
+
+
+@pytest.fixture(autouse=True)
+def _directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    asyncio.run(write("s0", "s1"))
+
+
+async def write(*session_ids: str, user: str = "ada") -> None:
+    """Have google-adk's own service create sessions, or append to them."""
+    adk = DatabaseSessionService("sqlite+aiosqlite:///adk.db")
+    for number, session_id in enumerate(session_ids):
+        session = await adk.get_session(app_name="clinic", user_id=user, session_id=session_id)
+        if session is None:
+            session = await adk.create_session(
+                app_name="clinic", user_id=user, session_id=session_id
+            )
+        await adk.append_event(session, event(number, text=NEEDLE))
+    await adk.db_engine.dispose()
+
+
+def change(statement: str) -> None:
+    with closing(sqlite3.connect("adk.db")) as connection:
+        connection.execute(statement)
+        connection.commit()
+
+
+def migrate(*options: str) -> Said:
+    said = run(
+        "migrate",
+        *("--from", "sqlite:///adk.db", "--to", "sqlite:///sessions.db", "--key", "env:OLD_KEY"),
+        *options,
+    )
+    assert NEEDLE not in said.stdout + said.stderr
+    return said
+
+
+def lines(said: Said) -> list[str]:
+    return [line.partition(" in ")[0] for line in said.stdout.splitlines()]
+
+
+def test_dry_run_copy_comparison_and_erasure_say_what_they_did() -> None:
+    said = migrate("--dry-run")
+    assert said.code == 0
+    assert said.stdout == (
+        "would be copied: 2 sessions with 2 events, 2 states\n"
+        "copying takes about 1 second, if the target is as fast as a SQLite file on this machine\n"
+    )
+    assert not Path("sessions.db").exists()
+    said = migrate()
+    assert said.code == 0
+    assert lines(said) == [
+        "copied: 2 sessions with 2 events, 2 states",
+        "the copy is up to date; next: --verify compares both sides",
+    ]
+    said = migrate("--erase-source", "--dry-run")
+    assert (said.code, said.stdout.splitlines()[-1]) == (
+        0,
+        "would be deleted in the source: 2 sessions with 2 events, 2 states",
+    )
+    said = migrate("--verify")
+    assert said.code == 0
+    assert said.stdout.splitlines()[:2] == [
+        "compared: 2 sessions with 2 events, 2 states",
+        "equal in every field: 2",
+    ]
+    assert "the mark that ends the migration" in said.stdout
+    said = migrate("--verify", "--app", "clinic")
+    assert "compare without --app and --since" in said.stdout
+    said = migrate("--erase-source", "--yes")
+    assert said.code == 0
+    assert "deleted in the source: 2 sessions with 2 events, 2 states\n" in said.stdout
+    assert "not erased, because no command can reach them: backups" in said.stdout
+    assert not [file for file in Path().iterdir() if NEEDLE.encode() in file.read_bytes()]
+    said = migrate("--verify")
+    assert (said.code, said.stdout.splitlines()[-1]) == (0, "the source has nothing to compare")
+
+
+def test_erasure_must_be_confirmed() -> None:
+    migrate()
+    said = migrate("--erase-source")
+    assert said.code == 2
+    assert "confirm it with --yes" in said.stderr
+
+
+def test_differences_are_named_and_nothing_is_deleted() -> None:
+    migrate()
+    asyncio.run(write("s1", "s2"))
+    for option in (["--verify"], ["--erase-source", "--yes"]):
+        said = migrate(*option)
+        assert said.code == 1
+        assert "it has changed in the source since it was copied; different: " in said.stdout
+        assert "it was not copied" in said.stdout
+        assert "the two sides are not equal" in said.stdout
+    assert "nothing was deleted" in migrate("--erase-source", "--yes").stdout
+    assert "'ada', 's1'" not in migrate("--verify").stdout
+    assert "'clinic', 'ada', 's1'" in migrate("--verify", "--show-ids").stdout
+    assert migrate().code == 0
+    assert migrate("--verify").code == 0
+
+
+def test_conflicts_gone_and_bad_sessions_are_reported_with_exit_status_1() -> None:
+    asyncio.run(write("s2", "s3", "s4", "s5"))
+    url = "sqlite:///sessions.db"
+    assert migrate().code == 0
+    asyncio.run(append(url, "ada", "s0"))
+    asyncio.run(append(url, "ada", "s1"))
+    asyncio.run(delete(url, "ada", "s2"))
+    asyncio.run(write("s1"))
+    change("DELETE FROM sessions WHERE id = 's3'")
+    change("UPDATE sessions SET state = '[]', update_time = '2030-01-01' WHERE id = 's4'")
+    said = migrate()
+    assert said.code == 1
+    assert "its state is not a JSON object" in said.stdout
+    assert "stopped: repair this row in the source, or give --skip-bad" in said.stdout
+    said = migrate("--skip-bad")
+    assert said.code == 1
+    assert lines(said)[3:] == [
+        "copied: 0 sessions with 0 events, 0 states",
+        "not changed since they were copied: 1",
+        "continued by services",
+        "deleted",
+        "in conflict, and left unchanged: 1",
+        "cannot be read, and not copied: 1",
+        "copied before, and no longer",
+        "the copy is up to date; next: --verify compares both sides",
+    ]
+    said = migrate("--skip-bad", "--delete-gone", "--json")
+    assert (said.json["copy"]["gone"], said.json["copy"]["removed"]) == (1, 1)
+    assert [one["user_id"] for one in said.json["copy"]["findings"]] == [None] * 3
+
+
+def test_database_with_another_key_is_copied() -> None:
+    asyncio.run(fill("sqlite:///old.db"))
+    arguments = ["migrate", "--from", "sqlite:///old.db", "--to", "sqlite:///new.db"]
+    arguments += ["--key", "env:NEW_KEY"]
+    said = run(*arguments)
+    assert (said.code, "the source is encrypted: give the root key" in said.stderr) == (2, True)
+    said = run(*arguments, "--from-key", "env:OLD_KEY")
+    assert said.code == 0
+    assert lines(said)[0] == "copied: 4 sessions with 12 events, 3 states"
+    assert run(*arguments, "--from-key", "env:OLD_KEY", "--verify").code == 0
+    assert run("verify", "--db", "sqlite:///new.db", "--key", "env:NEW_KEY").code == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--verify", "--dry-run"], "--dry-run is for copying"),
+        (["--verify", "--skip-bad"], "--skip-bad is for copying"),
+        (["--erase-source", "--delete-gone"], "--delete-gone is for copying"),
+        (["--verify", "--events-per-second", "5"], "--events-per-second is for copying"),
+        (["--since", "yesterday"], "such as 2026-03-31"),
+        (["--from-time-zone", "Mars/Base"], "such as Europe/Berlin"),
+        (["--delete-gone", "--since", "2026-01-01"], "--delete-gone cannot be combined with"),
+        (["--from-key", "env:OLD_KEY"], "the source is not encrypted"),
+    ],
+)
+def test_options_that_do_not_fit_are_rejected(options: list[str], message: str) -> None:
+    said = migrate(*options)
+    assert said.code == 2
+    assert message in " ".join(said.stderr.split())
+
+
+def test_times_and_zones_are_taken() -> None:
+    said = migrate("--since", "2020-01-01T00:00+02:00", "--from-time-zone", "Europe/Berlin")
+    assert said.code == 0
+    assert lines(said)[0] == "copied: 2 sessions with 2 events, 2 states"
+    assert migrate("--since", "2999-01-01").stdout.startswith("copied: 0 sessions")

@@ -1,0 +1,139 @@
+"""A plaintext source in memory, which finds single sessions, and which a test can change.
+
+    source = MemoryLookup()
+    source.put("ada", "visit", texts=["hello"], state={"n": 1})
+    source.users["ada"] = {"language": "en"}
+
+`before` is awaited before each query of the source, with the name of the method.  A test sets it to
+let another process copy or delete something at this moment.
+"""
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+from google.adk.events import Event
+from google.genai import types
+
+from adk_secure_sessions.formats import events as stored_events
+from adk_secure_sessions.formats.states import JsonObject
+from adk_secure_sessions.migration.sources import (
+    LookupSource,
+    Scope,
+    SessionContent,
+    SessionHeader,
+    SourceEvent,
+    SourceSession,
+    SourceSize,
+    UnreadableSession,
+    UnreadableState,
+)
+
+APP = "clinic"
+START = 1_700_000_000
+
+
+def said(text: str, seconds: float, **fields: Any) -> Event:
+    """Return an event with *text*, so many seconds after `START`."""
+    content = types.Content(role="user", parts=[types.Part(text=text)])
+    fields = {"id": f"id of {text}", "author": "user", "invocation_id": "i", **fields}
+    return Event(timestamp=START + seconds, content=content, **fields)
+
+
+class MemoryLookup(LookupSource):
+    """Sessions of the app `APP` in memory."""
+
+    def __init__(self) -> None:
+        self.sessions_by_ids: dict[tuple[str, str], tuple[SourceSession, SessionContent]] = {}
+        self.unreadable: set[tuple[str, str]] = set()
+        self.users: dict[str, JsonObject] = {}
+        self.app: JsonObject = {}
+        self.queries: list[str] = []
+        self.before: Callable[[str], Awaitable[None]] | None = None
+
+    def put(
+        self, user_id: str, session_id: str, texts: Sequence[str] = (), **state: object
+    ) -> None:
+        """Store a session, or replace it, with one event a second for each of *texts*."""
+        old = self.sessions_by_ids.get((user_id, session_id))
+        version = str(int(old[0].version) + 1 if old else 1)
+        history = [
+            SourceEvent(stored_events.encode(said(text, n)), int((START + n) * 1_000_000))
+            for n, text in enumerate(texts, 1)
+        ]
+        end = (START + len(texts)) * 1_000_000
+        content = SessionContent(dict(state), history, START * 1_000_000, end)
+        session = SourceSession(APP, user_id, session_id, version)
+        self.sessions_by_ids[user_id, session_id] = session, content
+
+    async def _query(self, name: str) -> None:
+        self.queries.append(name)
+        if self.before is not None:
+            before, self.before = self.before, None  # what it does may query the source, too
+            await before(name)
+            self.before = self.before or before
+
+    def _header(self, key: tuple[str, str]) -> SessionHeader | UnreadableSession:
+        if key in self.unreadable:
+            return UnreadableSession("its state is not JSON")
+        session, content = self.sessions_by_ids[key]
+        return SessionHeader(
+            session, deepcopy(content.state), content.created_at, content.updated_at
+        )
+
+    @property
+    def description(self) -> str:
+        return "a source in memory"
+
+    async def size(self, scope: Scope) -> SourceSize:
+        histories = [content.events for _, content in self.sessions_by_ids.values()]
+        return SourceSize(len(histories), sum(map(len, histories)))
+
+    async def sessions(self, scope: Scope) -> AsyncIterator[Sequence[SourceSession]]:
+        await self._query("sessions")
+        yield [session for session, _ in self.sessions_by_ids.values()]
+
+    async def read(
+        self, sessions: Sequence[SourceSession]
+    ) -> Mapping[SourceSession, SessionContent | UnreadableSession]:
+        await self._query("read")
+        return {
+            session: deepcopy(self.sessions_by_ids[session[1:3]][1])
+            for session in sessions
+            if session[1:3] in self.sessions_by_ids
+        }
+
+    async def app_states(self, scope: Scope) -> AsyncIterator[Mapping[str, JsonObject]]:
+        await self._query("app_states")
+        yield {APP: deepcopy(self.app)}
+
+    async def user_states(
+        self, scope: Scope
+    ) -> AsyncIterator[Mapping[tuple[str, str], JsonObject]]:
+        await self._query("user_states")
+        yield {(APP, user_id): deepcopy(state) for user_id, state in self.users.items()}
+
+    async def find(
+        self, app_name: str, user_id: str, session_id: str
+    ) -> SessionHeader | UnreadableSession | None:
+        await self._query("find")
+        key = (user_id, session_id)
+        return self._header(key) if app_name == APP and key in self.sessions_by_ids else None
+
+    async def headers(
+        self, app_name: str, user_id: str | None
+    ) -> AsyncIterator[Mapping[SourceSession, SessionHeader | UnreadableSession]]:
+        await self._query("headers")
+        yield {
+            session: self._header(key)
+            for key, (session, _) in self.sessions_by_ids.items()
+            if app_name == APP and user_id in (None, key[0])
+        }
+
+    async def app_state(self, app_name: str) -> JsonObject | UnreadableState:
+        await self._query("app_state")
+        return deepcopy(self.app) if app_name == APP else {}
+
+    async def user_state(self, app_name: str, user_id: str) -> JsonObject | UnreadableState:
+        await self._query("user_state")
+        return deepcopy(self.users.get(user_id, {})) if app_name == APP else {}

@@ -1,0 +1,125 @@
+"""A source in memory, whose sessions a test can change at any moment.
+
+    source = MemorySource()
+    source.put("ada", "visit", events=3, state={"n": 1})
+
+`put` creates a session, or changes the one with the same ids.  Each change gives the session a new
+version.  `before_read` is called before each `read`, so that a test can change something while a
+command runs.
+"""
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+
+from google.adk.events import Event
+from google.genai import types
+
+from adk_secure_sessions.formats import events as stored_events
+from adk_secure_sessions.formats.states import JsonObject
+from adk_secure_sessions.migration.sources import (
+    Scope,
+    SessionContent,
+    Source,
+    SourceEvent,
+    SourceSession,
+    SourceSize,
+    UnreadableSession,
+    UnreadableState,
+)
+
+APP = "clinic"
+START = 1_700_000_000
+Ids = tuple[str, str, str]
+
+
+def event(number: int, text: str = "") -> SourceEvent:
+    """Return event number *number* of a session, a second after the one before."""
+    content = types.Content(role="user", parts=[types.Part(text=text or f"text {number}")])
+    made = Event(id=f"e{number}", author="user", timestamp=START + number, content=content)
+    return SourceEvent(stored_events.encode(made), (START + number) * 1_000_000)
+
+
+class MemorySource(Source):
+    def __init__(self, batch: int = 10) -> None:
+        self.contents: dict[Ids, SessionContent | UnreadableSession] = {}
+        self.versions: dict[Ids, int] = {}
+        self.users: dict[tuple[str, str], JsonObject | UnreadableState] = {}
+        self.apps: dict[str, JsonObject | UnreadableState] = {}
+        self.before_read: Callable[[Sequence[SourceSession]], None] = lambda sessions: None
+        self.reads = 0
+        self._batch = batch
+
+    def put(
+        self,
+        user: str,
+        session: str,
+        *,
+        app: str = APP,
+        events: int | Sequence[SourceEvent] = 0,
+        state: JsonObject | None = None,
+        updated_at: int | None = None,
+        expires_at: int | None = None,
+    ) -> None:
+        made = [event(n) for n in range(events)] if isinstance(events, int) else events
+        last = made[-1].time if made else START * 1_000_000
+        updated = last if updated_at is None else updated_at
+        content = SessionContent(state or {}, made, START * 1_000_000, updated, expires_at)
+        self._set((app, user, session), content)
+
+    def spoil(self, user: str, session: str, reason: str = "its state is not JSON") -> None:
+        self._set((APP, user, session), UnreadableSession(reason))
+
+    def remove(self, user: str, session: str) -> None:
+        del self.contents[APP, user, session]
+
+    def _set(self, ids: Ids, content: SessionContent | UnreadableSession) -> None:
+        self.contents[ids] = content
+        self.versions[ids] = self.versions.get(ids, 0) + 1
+
+    # --- the source ------------------------------------------------------------------------------
+
+    @property
+    def description(self) -> str:
+        return "a source in memory"
+
+    def _in(self, scope: Scope) -> list[Ids]:
+        return [
+            ids
+            for ids, content in sorted(self.contents.items())
+            if scope.app_name in (None, ids[0])
+            and (
+                scope.since is None
+                or isinstance(content, UnreadableSession)
+                or content.updated_at >= scope.since
+            )
+        ]
+
+    async def size(self, scope: Scope) -> SourceSize:
+        found = [self.contents[ids] for ids in self._in(scope)]
+        events = sum(len(one.events) for one in found if isinstance(one, SessionContent))
+        return SourceSize(len(found), events)
+
+    async def sessions(self, scope: Scope) -> AsyncIterator[Sequence[SourceSession]]:
+        last: Ids | None = None
+        while True:
+            page = [ids for ids in self._in(scope) if last is None or ids > last][: self._batch]
+            if not page:
+                return
+            yield [SourceSession(*ids, str(self.versions[ids])) for ids in page]
+            last = page[-1]
+
+    async def read(
+        self, sessions: Sequence[SourceSession]
+    ) -> Mapping[SourceSession, SessionContent | UnreadableSession]:
+        self.before_read(sessions)
+        self.reads += len(sessions)
+        return {one: self.contents[one[:3]] for one in sessions if one[:3] in self.contents}
+
+    async def app_states(
+        self, scope: Scope
+    ) -> AsyncIterator[Mapping[str, JsonObject | UnreadableState]]:
+        yield {app: state for app, state in self.apps.items() if scope.app_name in (None, app)}
+
+    async def user_states(
+        self, scope: Scope
+    ) -> AsyncIterator[Mapping[tuple[str, str], JsonObject | UnreadableState]]:
+        yield {ids: state for ids, state in self.users.items() if scope.app_name in (None, ids[0])}

@@ -1,0 +1,50 @@
+"""Targets of migrations: `Database` objects and services on them, with one key."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from google.adk.sessions import Session
+
+from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
+from adk_secure_sessions.maintenance import Database
+from adk_secure_sessions.migration import Migration, Scope, Source, migrate
+from tests.maintenance.support import event as adk_event
+from tests.migration.memory_source import APP
+
+KEY = bytes(range(32))
+
+
+def database(url: str) -> Database:
+    return Database(url, AesGcmBackend(KEY))
+
+
+@asynccontextmanager
+async def service(url: str) -> AsyncIterator[EncryptedSessionService]:
+    async with EncryptedSessionService(url, AesGcmBackend(KEY)) as made:
+        yield made
+
+
+async def copy(source: Source, url: str, scope: Scope | None = None, **options: Any) -> Migration:
+    async with database(url) as db:
+        return await migrate(source, db, scope=scope or Scope(), **options)
+
+
+async def stored(url: str, user: str, session: str) -> Session | None:
+    async with service(url) as made:
+        return await made.get_session(app_name=APP, user_id=user, session_id=session)
+
+
+async def append(
+    url: str, user: str, session: str, *, number: int = 100, delta: dict[str, Any] | None = None
+) -> None:
+    """Have a service append an event to a session in the target."""
+    async with service(url) as made:
+        found = await made.get_session(app_name=APP, user_id=user, session_id=session)
+        assert found is not None
+        await made.append_event(found, adk_event(number, **(delta or {})))
+
+
+async def delete(url: str, user: str, session: str) -> None:
+    async with service(url) as made:
+        await made.delete_session(app_name=APP, user_id=user, session_id=session)

@@ -1,0 +1,242 @@
+"""`compare` finds every difference, shows no content, and ends a migration that is complete."""
+
+import copy as copying
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from adk_secure_sessions.formats import json_text
+from adk_secure_sessions.migration import Comparison, Scope, Source, compare
+from adk_secure_sessions.migration.compare import differences, is_same
+from adk_secure_sessions.migration.sources import SessionContent, SourceEvent, UnreadableState
+from tests.maintenance.conftest import file_url, place, url
+from tests.maintenance.support import run_sql
+from tests.migration.memory_source import APP, START, MemorySource, event
+from tests.migration.support import append, copy, database, delete, service
+
+__all__ = ["file_url", "place", "url"]
+
+
+def filled() -> MemorySource:
+    source = MemorySource()
+    for user in ("ada", "bob"):
+        for number in range(4):
+            source.put(user, f"s{number}", events=number, state={"n": number})
+        source.users[APP, user] = {"name": user}
+    source.apps[APP] = {"motd": "hello"}
+    return source
+
+
+async def compared(source: Source, url: str, **options: Any) -> Comparison:
+    async with database(url) as db:
+        return await compare(source, db, **options)
+
+
+async def is_complete(url: str) -> bool:
+    async with database(url) as db:
+        return await (await db.store()).migration_is_complete()
+
+
+def numbers(done: Comparison) -> dict[str, int]:
+    return {name: value for name, value in done._asdict().items() if type(value) is int and value}
+
+
+async def test_equal_sides_end_the_migration(url: str) -> None:
+    source = filled()
+    await copy(source, url)
+    async with service(url) as made:
+        await made.create_session(app_name=APP, user_id="eve")
+    assert not await is_complete(url)
+    done = await compared(source, url)
+    assert numbers(done) == {"sessions": 8, "equal": 8, "events": 12, "states": 3, "new": 1}
+    assert done.clean
+    assert done.completed
+    assert await is_complete(url)
+
+
+async def test_part_of_a_source_does_not_end_the_migration(file_url: str) -> None:
+    source = filled()
+    await copy(source, file_url)
+    for scope in (Scope(APP), Scope(since=0)):
+        done = await compared(source, file_url, scope=scope)
+        assert (done.clean, done.completed, done.sessions) == (True, False, 8)
+    assert not await is_complete(file_url)
+
+
+async def test_empty_source_does_not_end_the_migration(file_url: str) -> None:
+    await copy(MemorySource(), file_url)
+    done = await compared(MemorySource(), file_url)
+    assert (done.clean, done.completed) == (True, False)
+
+
+async def test_sessions_that_services_continued_are_compared_up_to_the_copied_part(
+    url: str,
+) -> None:
+    source = filled()
+    await copy(source, url)
+    await append(url, "ada", "s0")
+    await append(url, "ada", "s1", number=1, delta={"n": 7})
+    await append(url, "bob", "s3", delta={"user:name": "changed"})
+    await delete(url, "bob", "s2")
+    done = await compared(source, url)
+    assert numbers(done) == {
+        "sessions": 8, "equal": 4, "moved_on": 3, "deleted": 1, "events": 12, "states": 3,
+    }  # fmt: skip
+    assert done.completed
+
+
+async def test_every_difference_is_found(file_url: str) -> None:
+    source = filled()
+    for number in range(4, 8):
+        source.put("ada", f"s{number}", events=number)
+    await copy(source, file_url)
+    assert (await compared(source, file_url, scope=Scope(APP))).clean
+    source.put("ada", "s0", events=0, state={"n": False})
+    source.put("ada", "s1", events=[event(0, "other")], state={"n": 1})
+    source.put("ada", "s2", events=[event(1), event(0)], state={"n": 2})
+    source.put("ada", "s3", events=2, state={"n": 3})
+    source.put("ada", "s4", events=4, updated_at=START * 1_000_000 + 1)
+    source.spoil("ada", "s5")
+    source.put("ada", "new")
+    source.remove("ada", "s6")
+    source.put("ada", "s7", events=8)
+    await append(file_url, "ada", "s7")
+    source.users[APP, "ada"] = {"name": "Ada"}
+    source.users[APP, "cleo"] = {"a": 1}
+    source.users[APP, "dora"] = {}
+    source.users[APP, "erik"] = UnreadableState("its state is not JSON")
+    done = await compared(source, file_url, show_ids=True)
+    assert numbers(done) == {
+        "sessions": 12, "equal": 4, "missing": 1, "different": 5, "conflicts": 1, "bad": 1,
+        "gone": 1, "events": done.events, "states": 3, "different_states": 3,
+    }  # fmt: skip
+    assert not done.clean
+    assert not done.completed
+    reasons = {one.session_id or one.user_id: one.reason for one in done.findings}
+    behind = "it has changed in the source since it was copied; different: "
+    assert reasons == {
+        "s0": f"{behind}state",
+        "s1": f"{behind}event 0",
+        "s2": f"{behind}updated_at, time of event 0",
+        "s3": f"{behind}updated_at, number of events (2, 3)",
+        "s4": f"{behind}updated_at",
+        "s5": "its state is not JSON",
+        "s6": "the source no longer has it",
+        "s7": "it has changed in the source and in the target since it was copied",
+        "new": "it was not copied",
+        "ada": "the state has changed in the source since it was copied",
+        "cleo": "the state was not copied",
+        "erik": "its state is not JSON",
+    }
+    hidden = await compared(source, file_url)
+    assert all(one.user_id is None and len(one.tag) == 32 for one in hidden.findings)
+
+
+async def test_unchanged_content_with_a_new_version_is_equal(file_url: str) -> None:
+    source = filled()
+    await copy(source, file_url)
+    source.put("ada", "s2", events=2, state={"n": 2})
+    assert (await compared(source, file_url)).clean
+
+
+async def test_rows_that_cannot_be_decrypted_are_named(file_url: str) -> None:
+    source = filled()
+    await copy(source, file_url)
+    place = sa.make_url(file_url).set(drivername="sqlite")
+    run_sql(place, "UPDATE secure_events SET event = x'00' WHERE seq = 2")
+    done = await compared(source, file_url)
+    assert (done.different, done.equal, done.clean) == (2, 6, False)
+    assert "secure_events row" in done.findings[0].reason
+
+
+async def test_changes_during_the_comparison_are_noticed(file_url: str) -> None:
+    source = filled()
+    await copy(source, file_url)
+
+    def write(_: object) -> None:
+        source.before_read = lambda _: None
+        source.put("ada", "new")
+        source.put("ada", "s0", events=1)
+
+    source.before_read = write
+    done = await compared(source, file_url)
+    assert (done.behind, done.different, done.clean, done.completed) == (2, 1, False, False)
+
+
+async def test_service_that_writes_during_the_comparison_makes_no_difference(
+    file_url: str,
+) -> None:
+    """The session is compared again."""
+    source = filled()
+    await copy(source, file_url)
+    again = filled()
+    original = again.read
+    written = False
+
+    async def read(sessions: Any) -> Any:
+        nonlocal written
+        if not written:
+            written = True
+            await append(file_url, "bob", "s1", delta={"n": 5})
+        return await original(sessions)
+
+    again.read = read  # type: ignore[method-assign]
+    done = await compared(again, file_url)
+    assert (done.clean, done.moved_on, done.equal) == (True, 1, 7)
+
+
+async def test_erased_source_is_no_difference_after_the_end_of_the_migration(
+    file_url: str,
+) -> None:
+    source = filled()
+    await copy(source, file_url)
+    assert (await compared(MemorySource(), file_url)).gone == 8
+    assert (await compared(source, file_url)).completed
+    assert (await compared(MemorySource(), file_url)).gone == 0
+    assert (await copy(MemorySource(), file_url)).gone is None
+
+
+# --- fields --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (1, 1.0),
+        (1, True),
+        (0, False),
+        (None, False),
+        ("", None),
+        ([], {}),
+        ([1, 2], [2, 1]),
+        ({"a": 1}, {"a": 1, "b": 2}),
+        ({"a": [{"b": 1}]}, {"a": [{"b": 1.0}]}),
+        (0.1, 0.2),
+    ],
+)
+def test_values_that_differ_are_not_the_same(one: object, other: object) -> None:
+    assert not is_same(one, other)
+    assert not is_same(other, one)
+    assert is_same(one, copying.deepcopy(one))
+
+
+def test_equal_values_are_the_same() -> None:
+    nan = float("nan")
+    assert is_same({"a": nan, "b": [1]}, {"b": [1], "a": float("nan")})
+    assert not is_same(nan, 0.0)
+    deep: Any = None
+    for _ in range(5000):
+        deep = [deep]
+    assert is_same(deep, [deep[0]])
+
+
+def test_event_of_another_version_of_google_adk_with_the_same_fields_is_equal() -> None:
+    one = event(0)
+    version, fields = json_text.read_event(one.plaintext)
+    other = b"9.9.9"
+    text = json_text.dumps(dict(reversed(fields.items())))
+    changed = SourceEvent(bytes([len(other)]) + other + text, one.time)
+    assert version != "9.9.9"
+    first, second = (SessionContent({}, [made], 0, 0) for made in (one, changed))
+    assert differences(first, second) == []

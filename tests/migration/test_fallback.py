@@ -1,0 +1,729 @@
+"""`PlaintextFallbackService`: a database and a plaintext source of which a part was copied.
+
+`opened` opens a service on the database of the test, like one more process that uses it.
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.adk.errors.already_exists_error import AlreadyExistsError
+from google.adk.errors.session_not_found_error import SessionNotFoundError
+from google.adk.events.event import Event
+from google.adk.events.event_actions import EventActions
+from google.adk.sessions import BaseSessionService, InMemorySessionService, Session
+from google.adk.sessions.base_session_service import GetSessionConfig
+
+from adk_secure_sessions import AesGcmBackend, ConfigurationError, EncryptedSessionService
+from adk_secure_sessions.maintenance import Database
+from adk_secure_sessions.migration.fallback import PlaintextFallbackService
+from adk_secure_sessions.service import StaleSessionError
+from adk_secure_sessions.storage import ImportResult
+from tests.migration.lookups import APP, START, MemoryLookup, said
+
+KEY = bytes(range(32))
+ADA: dict[str, Any] = {"app_name": APP, "user_id": "ada"}
+VISIT: dict[str, Any] = {**ADA, "session_id": "visit"}
+OTHER: dict[str, Any] = {**ADA, "session_id": "other"}
+Open = Callable[[], PlaintextFallbackService]
+
+
+@pytest.fixture
+def source() -> MemoryLookup:
+    """Two sessions of ada, with states."""
+    source = MemoryLookup()
+    source.put("ada", "visit", ["one", "two", "three"], step=3)
+    source.put("ada", "other", ["hello"], step=1)
+    source.users["ada"] = {"language": "en"}
+    source.app = {"greeting": "hi"}
+    return source
+
+
+@pytest.fixture
+async def encrypted(tmp_path: Path) -> AsyncIterator[Callable[[], EncryptedSessionService]]:
+    url = f"sqlite+aiosqlite:///{tmp_path}/sessions.db"
+    async with AsyncExitStack() as stack:
+
+        def open_service() -> EncryptedSessionService:
+            service = EncryptedSessionService(url, AesGcmBackend(KEY))
+            stack.push_async_callback(service.close)
+            return service
+
+        yield open_service
+
+
+@pytest.fixture
+def opened(encrypted: Callable[[], EncryptedSessionService], source: MemoryLookup) -> Open:
+    return lambda: PlaintextFallbackService(encrypted(), source)
+
+
+@pytest.fixture
+def service(opened: Open) -> PlaintextFallbackService:
+    return opened()
+
+
+def changing(text: str, seconds: float, **delta: object) -> Event:
+    """An event that also changes states."""
+    named = {key.replace("__", ":"): value for key, value in delta.items()}
+    return said(text, seconds, actions=EventActions(state_delta=named))
+
+
+async def get(service: BaseSessionService, ids: dict[str, Any] = VISIT, **config: Any) -> Session:
+    options = GetSessionConfig(**config) if config else None
+    found = await service.get_session(**ids, config=options)
+    assert found is not None, "the session is missing"
+    return found
+
+
+def texts(session: Session) -> list[str]:
+    return [event.content.parts[0].text for event in session.events]  # type: ignore[union-attr, index, misc]
+
+
+async def listed(service: BaseSessionService, user_id: str | None = "ada") -> list[str]:
+    response = await service.list_sessions(app_name=APP, user_id=user_id)
+    assert all(session.events == [] for session in response.sessions)
+    return [session.id for session in response.sessions]
+
+
+# --- Reading --------------------------------------------------------------------------------------
+
+
+async def test_session_that_was_not_copied_is_read_from_the_source(
+    service: PlaintextFallbackService, encrypted: Callable[[], EncryptedSessionService]
+) -> None:
+    session = await get(service)
+    assert texts(session) == ["one", "two", "three"]
+    assert session.state == {"step": 3, "user:language": "en", "app:greeting": "hi"}
+    assert session.last_update_time == START + 3
+    assert (session.app_name, session.user_id, session.id) == (APP, "ada", "visit")
+    assert await encrypted().get_session(**VISIT) is None, "a read must copy nothing"
+    assert await service.get_session(**{**VISIT, "session_id": "nobody's"}) is None
+
+
+CONFIGS: list[tuple[dict[str, Any], list[str]]] = [
+    ({"num_recent_events": 0}, []),
+    ({"num_recent_events": 2}, ["two", "three"]),
+    ({"num_recent_events": 9}, ["one", "two", "three"]),
+    ({"after_timestamp": START + 2}, ["two", "three"]),
+    ({"after_timestamp": START + 2.5}, ["three"]),
+    ({"after_timestamp": 0}, ["one", "two", "three"]),
+    ({"after_timestamp": START + 1, "num_recent_events": 1}, ["three"]),
+    ({"after_timestamp": START + 9, "num_recent_events": 1}, []),
+]
+
+
+@pytest.mark.parametrize(("config", "expected"), CONFIGS)
+async def test_config_selects_the_same_events_before_and_after_the_copy(
+    service: PlaintextFallbackService, config: dict[str, Any], expected: list[str]
+) -> None:
+    before = await get(service, **config)
+    assert texts(before) == expected
+    await service._copy((APP, "ada", "visit"))
+    after = await get(service, **config)
+    assert after.events == before.events
+    assert after.state == before.state
+    assert after.last_update_time == before.last_update_time
+
+
+async def test_probe_for_existence_reads_no_events_of_the_source(
+    service: PlaintextFallbackService, source: MemoryLookup
+) -> None:
+    await get(service, num_recent_events=0)
+    assert "read" not in source.queries
+
+
+async def test_values_from_the_source_are_not_shared_between_sessions(
+    service: PlaintextFallbackService, source: MemoryLookup
+) -> None:
+    source.users["ada"] = {"list": []}
+    response = await service.list_sessions(**ADA)
+    response.sessions[0].state["user:list"].append(1)
+    assert response.sessions[1].state["user:list"] == []
+
+
+async def test_user_state_is_read_from_the_source_until_it_is_copied(
+    service: PlaintextFallbackService, source: MemoryLookup
+) -> None:
+    assert await service.get_user_state(**ADA) == {"language": "en"}
+    await service.append_event(await get(service), said("four", 4))
+    source.users["ada"] = {"language": "fr"}
+    assert await service.get_user_state(**ADA) == {"language": "en"}
+    assert await service.get_user_state(app_name=APP, user_id="bob") == {}
+
+
+@pytest.mark.parametrize("user_id", ["ada", None])
+async def test_listing_merges_both_sides_without_doubles(
+    service: PlaintextFallbackService, source: MemoryLookup, user_id: str | None
+) -> None:
+    source.put("ada", "late", ["x"] * 5)
+    await service.append_event(await get(service, OTHER), said("two", 2))
+    await service.create_session(**ADA, session_id="new")
+    await service.delete_session(**VISIT)
+    assert await listed(service, user_id) == ["other", "late", "new"]
+    response = await service.list_sessions(app_name=APP, user_id=user_id)
+    for session in response.sessions:
+        assert session.state["user:language"] == "en"
+        assert session.state["app:greeting"] == "hi"
+    source.put("bob", "bobs")
+    source.users["bob"] = {"language": "pt"}
+    response = await service.list_sessions(app_name=APP)
+    assert response.sessions[0].state == {"user:language": "pt", "app:greeting": "hi"}
+    assert [one.id for one in response.sessions] == ["bobs", "other", "late", "new"]
+
+
+async def test_listing_reads_all_users_states_at_once(
+    service: PlaintextFallbackService, source: MemoryLookup
+) -> None:
+    for number in range(5):
+        source.put(f"user{number}", "s")
+        source.users[f"user{number}"] = {"n": number}
+    response = await service.list_sessions(app_name=APP)
+    found = {one.user_id: one.state.get("user:n") for one in response.sessions}
+    assert found == {"ada": None} | {f"user{number}": number for number in range(5)}
+    assert source.queries.count("user_states") == 1
+    assert "user_state" not in source.queries
+
+
+async def test_session_that_cannot_be_read_is_reported_and_can_be_skipped(
+    service: PlaintextFallbackService, source: MemoryLookup, tmp_path: Path
+) -> None:
+    source.unreadable.add(("ada", "visit"))
+    reason = "a session of the plaintext source cannot be read: its state is not JSON"
+    for call in (service.get_session(**VISIT), service.list_sessions(**ADA)):
+        with pytest.raises(ConfigurationError, match=reason):
+            await call
+    with pytest.raises(AlreadyExistsError):
+        await service.create_session(**VISIT)
+    url = f"sqlite+aiosqlite:///{tmp_path}/sessions.db"
+    skipping = EncryptedSessionService(url, AesGcmBackend(KEY), skip_unreadable_sessions=True)
+    async with PlaintextFallbackService(skipping, source) as second:
+        assert await listed(second) == ["other"]
+    await service.delete_session(**VISIT)
+    assert await listed(service) == ["other"]
+
+
+# --- Writing --------------------------------------------------------------------------------------
+
+
+async def test_first_append_copies_the_session_and_the_states(
+    service: PlaintextFallbackService, encrypted: Callable[[], EncryptedSessionService]
+) -> None:
+    session = await get(service)
+    event = changing("four", 4, step=4, user__language="de")
+    assert await service.append_event(session, event) is event
+    assert texts(session) == ["one", "two", "three", "four"]
+    assert session.state["step"] == 4
+    for reader in (service, encrypted()):
+        stored = await get(reader)
+        assert texts(stored) == ["one", "two", "three", "four"]
+        assert stored.state == {"step": 4, "user:language": "de", "app:greeting": "hi"}
+        assert stored == session
+    assert await encrypted().get_session(**OTHER) is None
+    await service.append_event(session, said("five", 5))  # with the marker of the copied session
+    assert len((await get(service)).events) == 5
+    assert service.copied_sessions == 1
+
+
+async def test_states_that_were_copied_count_for_sessions_of_the_source(
+    service: PlaintextFallbackService, opened: Open, source: MemoryLookup
+) -> None:
+    event = changing("four", 4, user__language="de", app__greeting="hallo")
+    await service.append_event(await get(service), event)
+    source.users["ada"] = {"language": "changed"}
+    source.app = {"greeting": "changed"}
+    for reader in (service, opened()):
+        other = await get(reader, OTHER)
+        assert other.state == {"step": 1, "user:language": "de", "app:greeting": "hallo"}
+        response = await reader.list_sessions(**ADA)
+        assert [one.state for one in response.sessions if one.id == "other"] == [other.state]
+
+
+async def test_states_are_copied_before_a_session_is_created(
+    service: PlaintextFallbackService, source: MemoryLookup
+) -> None:
+    created = await service.create_session(**ADA, session_id="new", state={"user:size": 1})
+    expected = {"user:language": "en", "user:size": 1, "app:greeting": "hi"}
+    assert created.state == expected
+    source.users["ada"] = {"language": "changed"}
+    assert (await get(service, {**ADA, "session_id": "new"})).state == expected
+    assert (await get(service)).state["user:size"] == 1
+
+
+async def test_copied_session_shows_states_that_were_not_copied(
+    service: PlaintextFallbackService, source: MemoryLookup
+) -> None:
+    """`migrate` copies the sessions first, and the states at its end."""
+    header = await source.find(APP, "ada", "visit")
+    content = (await source.read([header.session]))[header.session]  # type: ignore[union-attr]
+    result = await service._store.import_session(
+        APP, "ada", "visit", state=b'{"step": 3}', events=[], created_at=0,
+        updated_at=content.updated_at, source_version="1",  # type: ignore[union-attr]
+    )  # fmt: skip
+    assert result is ImportResult.CREATED
+    expected = {"step": 3, "user:language": "en", "app:greeting": "hi"}
+    session = await get(service)
+    assert session.state == expected
+    response = await service.list_sessions(**ADA)
+    assert [one.state for one in response.sessions if one.id == "visit"] == [expected]
+    assert await service.get_user_state(**ADA) == {"language": "en"}
+    await service.append_event(session, changing("one", 9, user__size=2))
+    assert await service.get_user_state(**ADA) == {"language": "en", "size": 2}
+
+
+async def test_object_that_missed_a_write_is_stale(
+    service: PlaintextFallbackService, opened: Open
+) -> None:
+    first, second, third = await get(service), await get(service), await get(opened())
+    await service.append_event(first, said("four", 4))
+    for stale, writer in ((second, service), (third, opened())):
+        with pytest.raises(StaleSessionError):
+            await writer.append_event(stale, said("late", 5))
+        assert texts(stale) == ["one", "two", "three"]
+    assert texts(await get(service)) == ["one", "two", "three", "four"]
+
+
+async def test_object_is_stale_if_the_source_changed_after_it_was_loaded(
+    service: PlaintextFallbackService, source: MemoryLookup
+) -> None:
+    session = await get(service)
+    source.put("ada", "visit", ["one", "two", "three", "from a plaintext writer"])
+    with pytest.raises(StaleSessionError):
+        await service.append_event(session, said("four", 4))
+    assert texts(await get(service))[-1] == "from a plaintext writer"
+
+
+async def test_object_loaded_before_another_process_copied_it_can_be_appended_to(
+    service: PlaintextFallbackService, opened: Open
+) -> None:
+    session = await get(service, num_recent_events=1)
+    await opened()._copy((APP, "ada", "visit"))
+    await service.append_event(session, said("four", 4))
+    assert texts(await get(service)) == ["one", "two", "three", "four"]
+
+
+async def test_object_of_another_service_is_stale(
+    service: PlaintextFallbackService,
+) -> None:
+    session = await get(service)
+    session._storage_update_marker = "2026-01-01T00:00:00"  # of google-adk
+    with pytest.raises(StaleSessionError):
+        await service.append_event(session, said("four", 4))
+
+
+@pytest.mark.parametrize("known", [["three"], ["two"]])
+async def test_rebuilt_object_is_compared_by_its_last_event(
+    service: PlaintextFallbackService, known: list[str]
+) -> None:
+    session = await get(service)
+    rebuilt = Session.model_validate_json(session.model_dump_json())
+    rebuilt.events = [event for event in rebuilt.events if event.id == f"id of {known[0]}"]
+    if known == ["three"]:
+        await service.append_event(rebuilt, changing("four", 4, user__size=1))
+        assert (await get(service)).state["user:language"] == "en"
+    else:
+        with pytest.raises(StaleSessionError):
+            await service.append_event(rebuilt, said("four", 4))
+
+
+async def test_rebuilt_object_of_a_new_session_keeps_the_users_state(
+    service: PlaintextFallbackService, encrypted: Callable[[], EncryptedSessionService]
+) -> None:
+    created = await encrypted().create_session(app_name=APP, user_id="bob", session_id="new")
+    service._source.users["bob"] = {"language": "pt"}  # type: ignore[attr-defined]
+    rebuilt = Session.model_validate_json(created.model_dump_json())
+    await service.append_event(rebuilt, changing("one", 1, user__size=1))
+    state = await service.get_user_state(app_name=APP, user_id="bob")
+    assert state == {"language": "pt", "size": 1}
+
+
+async def test_parallel_agents_share_one_object(service: PlaintextFallbackService) -> None:
+    session = await get(service)
+    await asyncio.gather(*(service.append_event(session, said(f"p{n}", n)) for n in range(4, 9)))
+    stored = await get(service)
+    assert sorted(texts(stored)[3:]) == [f"p{n}" for n in range(4, 9)]
+    assert service.copied_sessions == 1
+
+
+async def test_two_processes_copy_a_session_once(opened: Open) -> None:
+    services = [opened() for _ in range(4)]
+    objects = [await get(one) for one in services]
+    results = await asyncio.gather(
+        *(
+            one.append_event(session, said(f"p{n}", 10 + n))
+            for n, (one, session) in enumerate(zip(services, objects, strict=True))
+        ),
+        return_exceptions=True,
+    )
+    stored = await get(services[0])
+    appended = [result for result in results if isinstance(result, Event)]
+    assert all(isinstance(result, Event | StaleSessionError) for result in results)
+    assert [event.id for event in stored.events[3:]] == [event.id for event in appended]
+    assert len(appended) == 1
+    assert sum(one.copied_sessions for one in services) == 1
+
+
+async def test_partial_event_copies_nothing(
+    service: PlaintextFallbackService, source: MemoryLookup
+) -> None:
+    session = await get(service)
+    await service.append_event(session, said("part", 4, partial=True))
+    assert service.copied_sessions == 0
+
+
+async def test_temporary_keys_are_set_even_if_the_append_fails(
+    service: PlaintextFallbackService, source: MemoryLookup
+) -> None:
+    session = await get(service)
+    source.put("ada", "visit", ["changed"])
+    event = changing("four", 4, temp__x=1)
+    with pytest.raises(StaleSessionError):
+        await service.append_event(session, event)
+    assert session.state["temp:x"] == 1
+    assert event.actions.state_delta == {}
+
+
+async def test_create_rejects_an_id_that_the_source_has(
+    service: PlaintextFallbackService,
+) -> None:
+    with pytest.raises(AlreadyExistsError):
+        await service.create_session(**VISIT)
+    await service.delete_session(**VISIT)
+    created = await service.create_session(**VISIT)
+    assert created.events == []
+    assert (await get(service)) == created
+    await service.delete_session(**VISIT)
+    assert await service.get_session(**VISIT) is None
+
+
+async def test_state_that_a_plain_service_has_written_is_kept(
+    service: PlaintextFallbackService,
+    encrypted: Callable[[], EncryptedSessionService],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    plain = encrypted()
+    await plain.create_session(**ADA, session_id="new", state={"user:language": "pt"})
+    for _ in range(2):
+        assert (await get(service)).state["user:language"] == "pt"
+        assert await service.get_user_state(**ADA) == {"language": "pt"}
+        assert {
+            one.state["user:language"] for one in (await service.list_sessions(**ADA)).sessions
+        } == {"pt"}
+        await service.append_event(await get(service), said("four", 4))
+    assert "the state in the plaintext source is not used" in caplog.text
+
+
+# --- Deleting -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("copied", [False, True])
+async def test_deleted_session_stays_deleted(
+    service: PlaintextFallbackService, opened: Open, copied: bool
+) -> None:
+    session = await get(service)
+    if copied:
+        await service.append_event(session, said("four", 4))
+    await service.delete_session(**VISIT)
+    for reader in (service, opened()):
+        assert await reader.get_session(**VISIT) is None
+        assert await listed(reader) == ["other"]
+        with pytest.raises(SessionNotFoundError):
+            await reader.append_event(session, said("late", 5))
+        assert await reader._copy((APP, "ada", "visit")) is ImportResult.DELETED
+
+
+async def test_deleting_an_unknown_session_stores_nothing(
+    service: PlaintextFallbackService,
+) -> None:
+    ids = (APP, "ada", "unknown")
+    await service.delete_session(app_name=APP, user_id="ada", session_id="unknown")
+    assert await service._store.imported([ids]) == {}
+
+
+async def test_erased_user_is_not_read_from_the_source(
+    service: PlaintextFallbackService, opened: Open, source: MemoryLookup
+) -> None:
+    source.put("bob", "bobs")
+    session = await get(service)
+    await service.append_event(session, said("four", 4))
+    await service._store.tombstone(APP, "ada")
+    await service.service.delete_session(**VISIT)
+    for reader in (service, opened()):
+        assert await reader.get_session(**OTHER) is None
+        assert await listed(reader, None) == ["bobs"]
+        assert await listed(reader) == []
+    fresh = await opened().create_session(**OTHER)
+    assert fresh.events == []
+
+
+# --- Two processes --------------------------------------------------------------------------------
+
+
+def once(name: str, work: Callable[[], Awaitable[object]]) -> Callable[[str], Awaitable[None]]:
+    """Return a `before` that awaits *work* before the first query of the method *name*."""
+    done: list[str] = []
+
+    async def before(query: str) -> None:
+        if query == name and not done:
+            done.append(query)
+            await work()
+
+    return before
+
+
+@pytest.mark.parametrize("query", ["find", "read", "app_state", "user_state"])
+@pytest.mark.parametrize("is_deleted", [False, True])
+async def test_session_that_is_copied_during_a_read_is_read_again(
+    service: PlaintextFallbackService,
+    opened: Open,
+    source: MemoryLookup,
+    query: str,
+    is_deleted: bool,
+) -> None:
+    other = opened()
+
+    async def copy() -> None:
+        event = changing("four", 4, user__language="de")
+        await other.append_event(await get(other), event)
+        if is_deleted:
+            await other.delete_session(**VISIT)
+
+    source.before = once(query, copy)
+    found = await service.get_session(**VISIT)
+    if is_deleted:
+        assert found is None
+    else:
+        assert found is not None
+        assert texts(found) == ["one", "two", "three", "four"]
+        assert found.state["user:language"] == "de"
+        assert found == await get(other)
+
+
+@pytest.mark.parametrize("query", ["headers", "app_state", "user_state"])
+async def test_session_that_is_copied_during_a_listing_is_listed_once(
+    service: PlaintextFallbackService, opened: Open, source: MemoryLookup, query: str
+) -> None:
+    other = opened()
+
+    async def copy() -> None:
+        event = changing("four", 4, user__language="de")
+        await other.append_event(await get(other), event)
+
+    source.before = once(query, copy)
+    assert sorted(await listed(service)) == ["other", "visit"]
+    assert await listed(service) == ["other", "visit"]
+
+
+@pytest.mark.parametrize("query", ["find", "read", "app_state", "user_state"])
+async def test_session_that_is_deleted_during_its_copy_is_not_found(
+    service: PlaintextFallbackService, opened: Open, source: MemoryLookup, query: str
+) -> None:
+    other = opened()
+    session = await get(service)
+    source.before = once(query, lambda: other.delete_session(**VISIT))
+    with pytest.raises(SessionNotFoundError):
+        await service.append_event(session, said("four", 4))
+    assert await service.get_session(**VISIT) is None
+
+
+@pytest.mark.parametrize("query", ["app_state", "user_state"])
+async def test_states_are_copied_once(
+    service: PlaintextFallbackService, opened: Open, source: MemoryLookup, query: str
+) -> None:
+    other = opened()
+
+    async def write() -> None:
+        event = changing("two", 2, user__language="de", app__greeting="hallo")
+        await other.append_event(await get(other, OTHER), event)
+
+    session = await get(service)
+    source.before = once(query, write)
+    await service.append_event(session, said("four", 4))
+    assert (await get(service)).state == {
+        "step": 3,
+        "user:language": "de",
+        "app:greeting": "hallo",
+    }
+
+
+async def test_read_of_the_users_state_sees_a_state_that_is_being_copied(
+    service: PlaintextFallbackService, opened: Open, source: MemoryLookup
+) -> None:
+    other = opened()
+
+    async def write() -> None:
+        await other.append_event(await get(other), changing("four", 4, user__language="de"))
+
+    source.before = once("user_state", write)
+    assert await service.get_user_state(**ADA) == {"language": "de"}
+
+
+# --- The end of the migration ---------------------------------------------------------------------
+
+
+async def test_complete_migration_ends_fallback(
+    service: PlaintextFallbackService,
+    opened: Open,
+    source: MemoryLookup,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    before = await get(service)
+    await service._copy((APP, "ada", "visit"))
+    await service._store.complete_migration()
+    second = opened()
+    await second.prepare_tables()
+    assert "the migration is complete" in caplog.text
+    source.queries.clear()
+    assert await second.get_session(**OTHER) is None
+    assert await listed(second, None) == ["visit"]
+    await second.append_event(before, said("four", 4))
+    await second.create_session(**OTHER)
+    await second.delete_session(**OTHER)
+    assert await second.get_user_state(**ADA) == {"language": "en"}
+    assert (second.fallback_reads, source.queries) == (0, [])
+
+
+async def test_running_service_stops_reading_when_its_keyring_is_renewed(
+    service: PlaintextFallbackService, source: MemoryLookup
+) -> None:
+    await get(service)
+    await service._store.complete_migration()
+    unit = service._store.unit
+    await unit.renew_keyring((await unit.keys()).keyring)
+    source.queries.clear()
+    assert await service.get_session(**OTHER) is None
+    assert source.queries == []
+
+
+# --- What can be seen of it -----------------------------------------------------------------------
+
+
+async def test_reads_of_the_source_are_counted_and_logged(
+    service: PlaintextFallbackService, source: MemoryLookup, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "adk_secure_sessions")
+    await service.prepare_tables()
+    warnings = [one.message for one in caplog.records if one.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert "plaintext fallback is switched on" in warnings[0]
+    assert "a source in memory" in warnings[0]
+    assert service.fallback_reads == 0
+    await get(service)
+    assert service.fallback_reads == len(source.queries) == 4
+    await service.list_sessions(**ADA)
+    await service.append_event(await get(service), said("four", 4))
+    assert service.fallback_reads == len(source.queries)
+    reads = service.fallback_reads
+    await get(service)
+    assert service.fallback_reads == reads, "nothing of this session is read from the source"
+    assert caplog.text.count("plaintext fallback is switched on") == 1
+    assert caplog.text.count("reads of the source so far") == 1
+    for needle in ("ada", "visit", "language", "three"):
+        assert needle not in caplog.text
+
+
+def test_arguments_are_checked(source: MemoryLookup) -> None:
+    with pytest.raises(ConfigurationError, match="service must be an EncryptedSessionService"):
+        PlaintextFallbackService(InMemorySessionService(), source)  # type: ignore[arg-type]
+    service = EncryptedSessionService(":memory:", AesGcmBackend(KEY))
+    with pytest.raises(ConfigurationError, match="source must be able to find single sessions"):
+        PlaintextFallbackService(service, InMemorySessionService())  # type: ignore[arg-type]
+
+
+# --- Everything together --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "seed", [1, 2, *(pytest.param(n, marks=pytest.mark.soak) for n in range(3, 60))]
+)
+async def test_application_sees_no_difference_to_a_database_that_was_copied_before(
+    opened: Open, source: MemoryLookup, seed: int
+) -> None:
+    """Random operations of three processes, while sessions and states are copied."""
+    choice = random.Random(seed)
+    users = ["ada", "bob", "cyd"]
+    for user in users[1:]:
+        for number in range(3):
+            source.put(user, f"s{number}", ["x"] * number, n=number)
+        source.users[user] = {"name": user}
+    # The model: everything is copied before anything happens.
+    model = EncryptedSessionService(":memory:", AesGcmBackend(KEY))
+    first = PlaintextFallbackService(model, source)
+    for user, session_id in source.sessions_by_ids:
+        await first._copy((APP, user, session_id))
+    services = [opened() for _ in range(3)]
+    clock = START + 100
+    for _ in range(60):
+        service = choice.choice(services)
+        user = choice.choice(users)
+        session_id = choice.choice(["visit", "other", "s0", "s1", "s2", "new"])
+        ids: dict[str, Any] = {"app_name": APP, "user_id": user, "session_id": session_id}
+        clock += 1
+        operation = choice.choice(
+            ["append", "append", "create", "delete", "list", "list all", "state", "copy", "states"]
+        )
+        if operation == "append":
+            pair = [await one.get_session(**ids) for one in (service, model)]
+            assert _shown(pair[0]) == _shown(pair[1])
+            for one, session in zip((services[clock % 3], model), pair, strict=True):
+                if session is not None:
+                    delta = {"n": clock, f"user:k{clock % 3}": clock, f"app:k{clock % 2}": clock}
+                    event = said(f"at {clock}", clock, actions=EventActions(state_delta=delta))
+                    await one.append_event(session, event)
+        elif operation == "create":
+            results = []
+            for one in (service, model):
+                try:
+                    made = await one.create_session(**ids, state={"user:made": clock, "n": 1})
+                    results.append(made.state)
+                except AlreadyExistsError:
+                    results.append({})
+            assert results[0] == results[1]
+        elif operation == "delete":
+            for one in (service, model):
+                await one.delete_session(**ids)
+        elif operation in ("list", "list all"):
+            whose = user if operation == "list" else None
+            responses = [
+                await one.list_sessions(app_name=APP, user_id=whose) for one in (service, model)
+            ]
+            shown = [
+                sorted((one.user_id, one.id, str(_shown(one))) for one in response.sessions)
+                for response in responses
+            ]
+            assert shown[0] == shown[1]
+        elif operation == "state":
+            states = [
+                await one.get_user_state(app_name=APP, user_id=user) for one in (service, model)
+            ]
+            assert states[0] == states[1]
+        elif operation == "copy":  # as `migrate` does it: without the states
+            original = service._copy_states
+            service._copy_states = _nothing  # type: ignore[method-assign]
+            await service._copy((APP, user, session_id))
+            service._copy_states = original  # type: ignore[method-assign]
+        else:
+            await service._copy_states(APP, user)
+    await model.close()
+
+
+async def _nothing(app_name: str, user_id: str) -> None: ...
+
+
+def _shown(session: Session | None) -> object:
+    if session is None:
+        return None
+    state = dict(sorted(session.state.items()))
+    return session.user_id, session.id, state, [event.id for event in session.events]
+
+
+async def test_migrated_database_can_be_opened_by_commands(
+    service: PlaintextFallbackService, tmp_path: Path
+) -> None:
+    await service.append_event(await get(service), said("four", 4))
+    async with Database(f"sqlite+aiosqlite:///{tmp_path}/sessions.db", AesGcmBackend(KEY)) as db:
+        assert await (await db.store()).has_imports()

@@ -1,0 +1,417 @@
+"""`migrate` copies everything once, copies changes again, and overwrites nothing of a service."""
+
+import asyncio
+import logging
+import signal
+import sqlite3
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from adk_secure_sessions.errors import ConfigurationError, TamperedError
+from adk_secure_sessions.maintenance import verify
+from adk_secure_sessions.migration import Migration, Scope, compare, migrate
+from adk_secure_sessions.migration.sources import SessionContent, SourceSession, UnreadableState
+from tests.maintenance.conftest import file_url, place, url
+from tests.maintenance.dying import Statements, dying
+from tests.migration.memory_source import APP, START, MemorySource, event
+from tests.migration.support import append, copy, database, delete, service, stored
+from tests.processes import children
+
+__all__ = ["file_url", "place", "url"]
+
+ODD = ["", " ", "ü😀", "a" * 500, "x\u0000y", "%_'\"\\", "user:x", "👩‍👩‍👧", "\ud800"]
+STATES = {
+    "null": None,
+    "true": True,
+    "integer": 2**70,
+    "float": 0.1,
+    "text": "ü\u0000😀",
+    "list": [1, [2, [3, {}]], []],
+    "object": {"a": {"b": {"c": [None]}}},
+    "": "empty key",
+}
+
+
+def filled(sessions: int = 3, events: int = 3) -> MemorySource:
+    source = MemorySource()
+    for user in ("ada", "bob"):
+        for number in range(sessions):
+            source.put(user, f"s{number}", events=events, state={"n": number})
+        source.users[APP, user] = {"name": user}
+    source.apps[APP] = {"motd": "hello"}
+    return source
+
+
+def numbers(done: Migration) -> dict[str, int]:
+    """The counts that are not 0."""
+    return {
+        name: value
+        for name, value in done._asdict().items()
+        if type(value) is int and value and name != "seconds"
+    }
+
+
+# --- everything is copied ------------------------------------------------------------------------
+
+
+async def test_sessions_and_states_are_copied_exactly(url: str) -> None:
+    source = filled()
+    source.put("cleo", "long", events=[event(n, "x" * 5000) for n in range(400)])
+    source.put("cleo", "empty", updated_at=(START - 5) * 1_000_000 + 7)
+    done = await copy(source, url)
+    assert numbers(done) == {"sessions": 8, "copied": 8, "events": 418, "states": 3}
+    async with service(url) as made:
+        for (app, user, session), content in source.contents.items():
+            assert isinstance(content, SessionContent)
+            found = await made.get_session(app_name=app, user_id=user, session_id=session)
+            assert found is not None
+            assert [one.id for one in found.events] == [f"e{n}" for n in range(len(content.events))]
+            assert [one.timestamp * 1e6 for one in found.events] == [
+                one.time for one in content.events
+            ]
+            assert found.last_update_time == content.updated_at / 1e6
+            of_user = source.users.get((app, user), {})
+            assert isinstance(of_user, dict)
+            assert found.state == {
+                **content.state,
+                **{f"user:{key}": value for key, value in of_user.items()},
+                "app:motd": "hello",
+            }
+    async with database(url) as db:
+        checked = await verify(db)
+    assert (checked.bad, checked.unchecked, checked.sessions, checked.events) == (0, 0, 8, 418)
+
+
+async def test_odd_ids_and_states_of_every_type_are_copied(file_url: str) -> None:
+    source = MemorySource()
+    for number, name in enumerate(ODD):
+        source.put(name, ODD[-1 - number], events=number % 3, state=STATES)
+        source.users[APP, name] = STATES
+    done = await copy(source, file_url)
+    assert numbers(done) == {"sessions": 9, "copied": 9, "events": 9, "states": 9}
+    for number, name in enumerate(ODD):
+        found = await stored(file_url, name, ODD[-1 - number])
+        assert found is not None
+        assert found.state == STATES | {f"user:{key}": value for key, value in STATES.items()}
+
+
+async def test_expiry_is_copied(file_url: str) -> None:
+    source = MemorySource()
+    soon = time.time_ns() // 1000 + 500_000
+    source.put("ada", "s0", updated_at=soon - 1_000_000, expires_at=soon)
+    assert (await copy(source, file_url)).is_complete
+    async with database(file_url) as db:
+        assert (await compare(source, db)).clean
+        source.put("ada", "s0", updated_at=soon - 1_000_000)
+        assert (await compare(source, db)).different == 1
+    assert await stored(file_url, "ada", "s0") is not None
+    await asyncio.sleep(max(soon / 1e6 - time.time(), 0) + 0.01)
+    assert await stored(file_url, "ada", "s0") is None
+
+
+async def test_times_that_are_not_possible_are_bad(file_url: str) -> None:
+    source = MemorySource()
+    source.put("ada", "s0", updated_at=2**63)
+    source.put("ada", "s1")
+    done = await copy(source, file_url, skip_bad=True)
+    assert (done.copied, done.bad) == (1, 1)
+    assert "not a possible time" in done.findings[0].reason
+
+
+async def test_states_of_owners_without_sessions_are_copied(file_url: str) -> None:
+    source = MemorySource()
+    source.users[APP, "ada"] = {"a": 1}
+    source.apps["other"] = {"b": 2}
+    assert (await copy(source, file_url)).states == 2
+    async with service(file_url) as made:
+        session = await made.create_session(app_name="other", user_id="eve")
+        assert session.state == {"app:b": 2}
+        session = await made.create_session(app_name=APP, user_id="ada")
+        assert session.state == {"user:a": 1}
+
+
+async def test_empty_source_is_copied(file_url: str) -> None:
+    done = await copy(MemorySource(), file_url)
+    assert (numbers(done), done.behind, done.gone) == ({}, 0, 0)
+
+
+async def test_only_the_scope_is_copied(file_url: str) -> None:
+    source = filled()
+    source.put("ada", "s0", app="other")
+    source.put("ada", "new", updated_at=(START + 100) * 1_000_000)
+    source.apps["other"] = {}
+    done = await copy(source, file_url, Scope(since=(START + 50) * 1_000_000))
+    assert (done.copied, done.gone) == (1, None)
+    done = await copy(source, file_url, Scope("other"))
+    assert (done.sessions, done.copied, done.gone) == (1, 1, 0)
+    done = await copy(source, file_url, Scope(APP))
+    assert (done.copied, done.unchanged, done.gone) == (6, 1, 0)
+
+
+# --- a second run --------------------------------------------------------------------------------
+
+
+async def test_second_run_copies_only_what_is_new_or_changed(url: str) -> None:
+    source = filled()
+    await copy(source, url)
+    source.put("ada", "s0", events=5, state={"n": 9})
+    source.put("ada", "new", events=1)
+    source.users[APP, "ada"] = {"name": "Ada"}
+    source.reads = 0
+    done = await copy(source, url)
+    assert numbers(done) == {
+        "sessions": 7, "copied": 1, "updated": 1, "unchanged": 5, "events": 6, "states": 1,
+    }  # fmt: skip
+    assert source.reads == 2
+    found = await stored(url, "ada", "s0")
+    assert found is not None
+    assert (len(found.events), found.state["n"], found.state["user:name"]) == (5, 9, "Ada")
+    assert numbers(await copy(source, url)) == {"sessions": 7, "unchanged": 7}
+
+
+async def test_what_a_service_wrote_is_never_overwritten(url: str) -> None:
+    source = filled()
+    await copy(source, url)
+    async with service(url) as made:
+        await made.create_session(app_name=APP, user_id="bob", session_id="mine")
+    await append(url, "ada", "s0", delta={"mine": 1})
+    await append(url, "ada", "s1", delta={"user:name": "changed"})
+    await delete(url, "ada", "s2")
+    await delete(url, "bob", "s0")
+    source.put("ada", "s1", events=7)
+    source.put("bob", "s0", events=7)
+    source.put("bob", "mine", events=7)
+    source.users[APP, "ada"] = {"name": "too late"}
+    done = await copy(source, url)
+    assert numbers(done) == {
+        "sessions": 7, "unchanged": 2, "moved_on": 1, "conflicts": 3, "deleted": 2,
+    }  # fmt: skip
+    assert not done.is_complete
+    assert sorted(one.kind for one in done.findings) == ["session", "session", "user"]
+    assert all(len(one.tag) == 32 and one.user_id is None for one in done.findings)
+    for user, session, events in (("ada", "s0", 4), ("ada", "s1", 4), ("bob", "mine", 0)):
+        found = await stored(url, user, session)
+        assert found is not None
+        assert len(found.events) == events
+    found = await stored(url, "ada", "s1")
+    assert found is not None
+    assert found.state["user:name"] == "changed"
+    assert await stored(url, "ada", "s2") is None
+    assert await stored(url, "bob", "s0") is None
+    again = await copy(source, url, show_ids=True)
+    assert numbers(again) == numbers(done)
+    assert (APP, "bob", "mine") in [one[3:] for one in again.findings]
+
+
+async def test_gone_sessions_are_reported_and_deleted_only_if_requested(url: str) -> None:
+    source = filled()
+    await copy(source, url)
+    await append(url, "ada", "s0")
+    for user, session in (("ada", "s0"), ("ada", "s1"), ("bob", "s2")):
+        source.remove(user, session)
+    done = await copy(source, url, show_ids=True)
+    assert numbers(done) == {"sessions": 3, "unchanged": 3, "gone": 3}
+    assert {one.session_id for one in done.findings} == {"s0", "s1", "s2"}
+    dry = await copy(source, url, dry_run=True, delete_gone=True)
+    assert (dry.gone, dry.removed) == (3, 0)
+    done = await copy(source, url, delete_gone=True)
+    assert (done.gone, done.removed) == (3, 2)
+    assert await stored(url, "ada", "s0") is not None
+    assert await stored(url, "ada", "s1") is None
+    assert numbers(await copy(source, url)) == {"sessions": 3, "unchanged": 3, "gone": 1}
+
+
+async def test_gone_sessions_of_other_apps_are_not_counted(file_url: str) -> None:
+    source = filled()
+    source.put("ada", "s0", app="other")
+    await copy(source, file_url)
+    del source.contents["other", "ada", "s0"]
+    source.remove("ada", "s0")
+    assert (await copy(source, file_url, Scope(APP))).gone == 1
+    assert (await copy(source, file_url, Scope("other"))).gone == 1
+    assert (await copy(source, file_url)).gone == 2
+
+
+async def test_empty_source_deletes_nothing(file_url: str) -> None:
+    """The URL may be wrong."""
+    await copy(filled(), file_url)
+    with pytest.raises(ConfigurationError, match="has no sessions"):
+        await copy(MemorySource(), file_url, delete_gone=True)
+    with pytest.raises(ConfigurationError, match="since"):
+        await copy(filled(), file_url, Scope(since=1), delete_gone=True)
+    assert (await copy(MemorySource(), file_url)).gone == 6
+
+
+# --- the source is in use ------------------------------------------------------------------------
+
+
+async def test_run_says_how_many_sessions_it_is_behind(file_url: str) -> None:
+    source = filled(sessions=10)
+
+    def write(sessions: Sequence[SourceSession]) -> None:
+        source.before_read = lambda sessions: None
+        source.put("ada", "a new session, before those that were listed", events=1)
+        source.put("bob", "s9", events=4)
+        source.put("ada", "s0", events=4)  # it was listed with its old version
+        source.remove("ada", "s1")
+
+    source.before_read = write
+    done = await copy(source, file_url)
+    assert (done.behind, done.copied, done.gone) == (2, 19, 0)
+    done = await copy(source, file_url)
+    assert (done.behind, done.copied, done.updated) == (0, 1, 1)
+    found = await stored(file_url, "ada", "s0")
+    assert found is not None
+    assert len(found.events) == 4
+
+
+async def test_two_runs_at_once_copy_everything_once(url: str) -> None:
+    source = filled(sessions=20)
+    done = await asyncio.gather(*(copy(source, url) for _ in range(3)))
+    assert all(one.conflicts == one.bad == one.gone == 0 for one in done)
+    assert numbers(await copy(source, url)) == {"sessions": 40, "unchanged": 40}
+    async with database(url) as db:
+        assert (await verify(db)).bad == 0
+
+
+# --- bad rows ------------------------------------------------------------------------------------
+
+
+async def test_run_stops_at_a_bad_session_and_continues_when_it_is_repaired(file_url: str) -> None:
+    source = filled(sessions=30)
+    source.spoil("bob", "s3")
+    done = await copy(source, file_url)
+    assert (done.stopped, done.bad, done.behind) == (True, 1, None)
+    assert 30 <= done.copied < 60
+    (finding,) = done.findings
+    assert finding.reason == "its state is not JSON"
+    source.put("bob", "s3", events=1)
+    done = await copy(source, file_url)
+    assert (done.stopped, done.copied + done.unchanged, done.states) == (False, 60, 3)
+
+
+async def test_bad_rows_are_skipped_if_requested(file_url: str) -> None:
+    source = filled()
+    source.spoil("bob", "s0")
+    source.put("bob", "deep", state=deep(192))
+    source.users[APP, "bob"] = UnreadableState("its state is not JSON")
+    source.apps["large"] = {"x" * 9000: 1}
+    done = await copy(source, file_url, skip_bad=True)
+    assert numbers(done) == {"sessions": 7, "copied": 5, "events": 15, "states": 2, "bad": 4}
+    assert {one.kind for one in done.findings} == {"session", "user", "app"}
+    assert "x" * 100 not in str(done.findings)
+
+
+def deep(levels: int) -> dict[str, object]:
+    state: dict[str, object] = {}
+    for _ in range(levels):
+        state = {"a": state}
+    return state
+
+
+async def test_dry_run_changes_nothing_and_counts_what_would_happen(file_url: str) -> None:
+    source = filled()
+    source.spoil("bob", "s0")
+    dry = await copy(source, file_url, dry_run=True)
+    assert numbers(dry) == {"sessions": 6, "copied": 5, "events": 15, "states": 3, "bad": 1}
+    assert dry.estimate is not None
+    assert dry.estimate > 0
+    assert not Path(file_url.rpartition("///")[2]).exists()
+    source.put("bob", "s0", events=3)
+    await copy(source, file_url)
+    source.put("ada", "s0", events=5)
+    await append(file_url, "ada", "s1")
+    source.put("ada", "s1", events=6)
+    await delete(file_url, "ada", "s2")
+    dry = await copy(source, file_url, dry_run=True)
+    assert numbers(dry) == {
+        "sessions": 6, "updated": 1, "unchanged": 3, "conflicts": 1, "deleted": 1, "events": 5,
+    }  # fmt: skip
+    found = await stored(file_url, "ada", "s0")
+    assert found is not None
+    assert len(found.events) == 3
+
+
+# --- limits, progress, tampering -----------------------------------------------------------------
+
+
+async def test_rate_is_limited_and_progress_ends_at_the_total(file_url: str) -> None:
+    said: list[tuple[int, int]] = []
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    source = filled(sessions=5, events=4)
+    await copy(source, file_url, events_per_second=100, progress=lambda *pair: said.append(pair))
+    assert loop.time() - began >= 0.35
+    assert said[-1] == (50, 50)
+    assert [done for done, _ in said] == sorted(done for done, _ in said)
+    said.clear()
+    await copy(source, file_url, progress=lambda *pair: said.append(pair))
+    assert said[-2:] == [(50, 50), (50, 50)]
+
+
+async def test_modified_record_of_a_copy_is_rejected(file_url: str, tmp_path: Path) -> None:
+    await copy(filled(), file_url)
+    with sqlite3.connect(tmp_path / "sessions.db") as connection:
+        connection.execute("UPDATE secure_migrated SET number = number + 1")
+    with pytest.raises(TamperedError, match="secure_migrated"):
+        await copy(filled(), file_url)
+
+
+async def test_nothing_readable_is_logged_or_shown(
+    file_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = MemorySource()
+    source.put("Zanzibar", "Zanzibar", events=[event(0, "Zanzibar")], state={"Zanzibar": 1})
+    source.put("Zanzibar", "deep", state={"Zanzibar": deep(300)})
+    caplog.set_level(logging.DEBUG)
+    done = await copy(source, file_url, skip_bad=True)
+    assert done.bad == 1
+    assert "Zanzibar" not in repr(done) + caplog.text
+    done = await copy(source, file_url, skip_bad=True, show_ids=True)
+    assert "Zanzibar" not in repr(done)
+    assert done.findings[0].user_id == "Zanzibar"
+
+
+# --- a run that is killed ------------------------------------------------------------------------
+
+
+def migrate_and_die(say: Callable[[object], None], url: str, last: int) -> None:
+    db = dying(lambda: database(url), Statements(last), url)
+
+    async def main() -> None:
+        async with db:
+            await migrate(filled(), db)
+
+    asyncio.run(main())
+    say("ended")
+
+
+def killed(url: str, last: int) -> bool:
+    with children((migrate_and_die, url, last)) as (child,):
+        said = list(child.said())
+        child.process.join()
+        assert child.process.exitcode == (0 if said else -signal.SIGKILL)
+    return not said
+
+
+@pytest.mark.parametrize("step", [83, pytest.param(1, marks=pytest.mark.soak)])
+async def test_run_that_is_killed_is_continued(step: int, tmp_path: Path) -> None:
+    at, kills = 1, 0
+    while True:
+        url = f"sqlite:///{tmp_path}/{at}.db"
+        if not killed(url, at):
+            break
+        kills += 1
+        done = await copy(filled(), url)
+        assert done.conflicts == done.bad == 0
+        assert done.copied + done.unchanged == 6
+        async with database(url) as db:
+            found = await verify(db)
+        assert (found.bad, found.unchecked) == (0, 0)
+        assert (found.users, found.sessions, found.events) == (2, 6, 18)
+        assert numbers(await copy(filled(), url)) == {"sessions": 6, "unchanged": 6}
+        at += step
+    assert kills * step > 60
