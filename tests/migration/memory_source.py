@@ -57,11 +57,12 @@ class MemorySource(Source):
         events: int | Sequence[SourceEvent] = 0,
         state: JsonObject | None = None,
         updated_at: int | None = None,
+        expires_at: int | None = None,
     ) -> None:
         made = [event(n) for n in range(events)] if isinstance(events, int) else events
         last = made[-1].time if made else START * 1_000_000
         updated = last if updated_at is None else updated_at
-        content = SessionContent(state or {}, made, START * 1_000_000, updated)
+        content = SessionContent(state or {}, made, START * 1_000_000, updated, expires_at)
         self._set((app, user, session), content)
 
     def spoil(self, user: str, session: str, reason: str = "its state is not JSON") -> None:

@@ -185,6 +185,16 @@ async def test_version_changes_with_every_change(adk: Adk) -> None:
     assert len(versions) >= (5 if adk.kind == "v1-mariadb" else 6)
 
 
+@pytest.mark.parametrize("kind", ["v1-sqlite", "v1-postgresql"])
+async def test_tables_without_the_index_of_later_releases_are_read(adk: Adk) -> None:
+    for name in ("a", "b"):
+        await fill(adk.service, [said(at=START), said(at=START + 1)], session_id=name)
+    for index in ("idx_events_app_user_session_ts_id", "idx_events_app_user_session_ts"):
+        adk.run(f"DROP INDEX IF EXISTS {index}")
+    async with adk.source() as source:
+        assert await assert_same_as_adk(adk.service, source) == 4
+
+
 async def test_session_that_was_deleted_meanwhile_is_omitted(adk: Adk) -> None:
     for name in ("a", "b"):
         await fill(adk.service, [said()], session_id=name)
@@ -216,7 +226,8 @@ async def test_temporary_keys_of_early_releases_are_left_out(adk: Adk) -> None:
 @pytest.mark.parametrize("kind", ["sqlite-service"])
 async def test_file_that_both_services_of_google_adk_wrote_is_read(adk: Adk) -> None:
     for name in ("a", "b"):
-        await fill(adk.service, [said(at=START)], session_id=name)
+        state = {"app:a": 1, "user:u": 1}  # DatabaseSessionService demands rows of states
+        await fill(adk.service, [said(at=START)], session_id=name, state=state)
     service = DatabaseSessionService(adk.url.render_as_string())
     session = await service.get_session(app_name="app", user_id="user", session_id="a")
     assert session is not None

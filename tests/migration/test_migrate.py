@@ -4,6 +4,7 @@ import asyncio
 import logging
 import signal
 import sqlite3
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 from adk_secure_sessions.errors import ConfigurationError, TamperedError
 from adk_secure_sessions.maintenance import verify
-from adk_secure_sessions.migration import Migration, Scope, migrate
+from adk_secure_sessions.migration import Migration, Scope, compare, migrate
 from adk_secure_sessions.migration.sources import SessionContent, SourceSession, UnreadableState
 from tests.maintenance.conftest import file_url, place, url
 from tests.maintenance.dying import Statements, dying
@@ -95,6 +96,29 @@ async def test_odd_ids_and_states_of_every_type_are_copied(file_url: str) -> Non
         found = await stored(file_url, name, ODD[-1 - number])
         assert found is not None
         assert found.state == STATES | {f"user:{key}": value for key, value in STATES.items()}
+
+
+async def test_expiry_is_copied(file_url: str) -> None:
+    source = MemorySource()
+    soon = time.time_ns() // 1000 + 500_000
+    source.put("ada", "s0", updated_at=soon - 1_000_000, expires_at=soon)
+    assert (await copy(source, file_url)).is_complete
+    async with database(file_url) as db:
+        assert (await compare(source, db)).clean
+        source.put("ada", "s0", updated_at=soon - 1_000_000)
+        assert (await compare(source, db)).different == 1
+    assert await stored(file_url, "ada", "s0") is not None
+    await asyncio.sleep(max(soon / 1e6 - time.time(), 0) + 0.01)
+    assert await stored(file_url, "ada", "s0") is None
+
+
+async def test_times_that_are_not_possible_are_bad(file_url: str) -> None:
+    source = MemorySource()
+    source.put("ada", "s0", updated_at=2**63)
+    source.put("ada", "s1")
+    done = await copy(source, file_url, skip_bad=True)
+    assert (done.copied, done.bad) == (1, 1)
+    assert "not a possible time" in done.findings[0].reason
 
 
 async def test_states_of_owners_without_sessions_are_copied(file_url: str) -> None:

@@ -271,6 +271,8 @@ def copy_lines(done: "Migration", dry_run: bool) -> Iterator[str]:
         yield f"copied before, and no longer in the source: {done.gone:,}" + (
             f"{deleted}{done.removed:,}" if done.removed else ""
         )
+    if done.others:
+        yield f"artifacts and memories of users, which are not copied: {done.others:,}"
     if done.estimate is not None:
         seconds = duration(max(done.estimate, 1))
         yield f"copying takes {seconds}, if the target is as fast as a SQLite file on this machine"

@@ -66,6 +66,7 @@ _sessions = sa.table("sessions", *map(sa.column, ("app_name", "user_id", "id")))
 _events = sa.table("events", *map(sa.column, ("app_name", "user_id", "session_id")))
 TABLE_NAMES = ("sessions", "events", "app_states", "user_states")
 _SESSION_KEY = (_s.c.app_name, _s.c.user_id, _s.c.id)
+_EVENT_KEY = (_e.c.app_name, _e.c.user_id, _e.c.session_id)
 _JSON = {
     "event_data",
     "content",
@@ -96,7 +97,7 @@ USER_STATES = StateTable(
 
 def _of_session() -> sa.ColumnElement[bool]:
     """Join `events` to `sessions` in the database: MySQL may compare ids without their case."""
-    pairs = zip((_e.c.app_name, _e.c.user_id, _e.c.session_id), _SESSION_KEY, strict=True)
+    pairs = zip(_EVENT_KEY, _SESSION_KEY, strict=True)
     return sa.and_(*(one == other for one, other in pairs))
 
 
@@ -140,7 +141,13 @@ class Tables:
             self._events_zone = time_zone
             if self._dialect != "sqlite":
                 self.sessions_zone = time_zone
-        present = {column["name"] for column in sa.inspect(connection).get_columns("events")}
+        inspector = sa.inspect(connection)
+        # Databases that google-adk 1.28 or later has not opened yet have no such index.
+        self._has_index = self.kind is Kind.ADK_SQLITE or any(
+            index["column_names"][:3] == ["app_name", "user_id", "session_id"]
+            for index in inspector.get_indexes("events")
+        )
+        present = {column["name"] for column in inspector.get_columns("events")}
         self._columns: tuple[str, ...] = adk_rows.JSON_COLUMNS
         self._read_event: EventReader = adk_rows.event_of_json
         if self.kind is Kind.ADK_V0:
@@ -230,11 +237,13 @@ class Tables:
         if not keys:
             return 0
         of_events = (_events.c.app_name, _events.c.user_id, _events.c.session_id)
-        events = sa.delete(_events).where(self._is_one_of(keys, of_events))
-        number = connection.execute(events).rowcount
+        chosen = self._is_one_of(of_events, keys)
+        # Count the rows first: SQLite's driver counts none for a DELETE that begins with WITH.
+        number = connection.scalar(sa.select(sa.func.count()).select_from(_events).where(chosen))
+        connection.execute(sa.delete(_events).where(chosen))
         own = (_sessions.c.app_name, _sessions.c.user_id, _sessions.c.id)
-        connection.execute(sa.delete(_sessions).where(self._is_one_of(keys, own)))
-        return number
+        connection.execute(sa.delete(_sessions).where(self._is_one_of(own, keys)))
+        return int(number or 0)
 
     def delete_states(
         self, connection: sa.Connection, table: StateTable, names: Sequence[tuple[str, ...]]
@@ -269,7 +278,7 @@ class Tables:
         """Return the rows of the sessions *keys*."""
         query = sa.select(
             *_SESSION_KEY, self._json(_s.c.state), _s.c.create_time, _s.c.update_time
-        ).where(self._is_one_of(keys))
+        ).where(self._is_one_of(_SESSION_KEY, keys))
         return {tuple(row[:3]): Header(*row[3:]) for row in connection.execute(query)}
 
     def lookup(
@@ -335,9 +344,14 @@ class Tables:
     def events(self, connection: sa.Connection, keys: Sequence[tuple[str, ...]]) -> Sequence[Row]:
         """Return the events of the sessions *keys*, in google-adk's order: key, then columns."""
         second = _e.c.rowid if self.kind is Kind.ADK_SQLITE else _e.c.id
-        query = sa.select(*_SESSION_KEY, *self._selected).join_from(_s, _e, _of_session())
-        query = query.where(self._is_one_of(keys)).order_by(_e.c.timestamp, second)
-        return connection.execute(query).all()
+        if self._is_mysql:
+            query = sa.select(*_SESSION_KEY, *self._selected).join_from(_s, _e, _of_session())
+            query = query.where(self._is_one_of(_SESSION_KEY, keys))
+        else:
+            # With a join, SQLite would scan the whole index of `events`.
+            query = sa.select(*_EVENT_KEY, *self._selected)
+            query = query.where(self._is_one_of(_EVENT_KEY, keys))
+        return connection.execute(query.order_by(_e.c.timestamp, second)).all()
 
     def key(self, session: SourceSession) -> tuple[Any, ...]:
         """Return the key of *session* as the driver returns it."""
@@ -466,12 +480,19 @@ class Tables:
         return found
 
     def _is_one_of(
-        self,
-        keys: Sequence[tuple[str, ...]],
-        columns: Sequence[sa.ColumnElement[Any]] = _SESSION_KEY,
+        self, columns: Sequence[sa.ColumnElement[Any]], keys: Sequence[tuple[str, ...]]
     ) -> sa.ColumnElement[bool]:
-        if self._dialect != "postgresql":
+        if self._is_mysql or not (self._has_index or self._dialect == "postgresql"):
             return sa.tuple_(*columns).in_(keys)
+        if self._dialect == "sqlite":
+            # For a list of tuples, SQLite scans the whole table.  For a table expression, it uses
+            # the index; without an index, it would scan the table for each of the tuples.
+            text = sa.Text()
+            values = sa.values(
+                sa.column("a", text), sa.column("u", text), sa.column("i", text), name="k"
+            )
+            table = values.data([tuple(key) for key in keys]).cte("k")
+            return sa.tuple_(*columns).in_(sa.select(table.c.a, table.c.u, table.c.i))
         # For a list of tuples, PostgreSQL would plan a separate index scan for each of them.
         arrays = [
             sa.cast(sa.literal(list(names), sa.ARRAY(sa.Text())), sa.ARRAY(sa.Text()))

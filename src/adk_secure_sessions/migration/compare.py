@@ -371,6 +371,8 @@ def differences(
             fields.append("state")
         if content.updated_at != copy.updated_at:
             fields.append("updated_at")
+        if content.expires_at != copy.expires_at:
+            fields.append("expires_at")
     if content.created_at != copy.created_at:
         fields.append("created_at")
     if len(content.events) != copied:

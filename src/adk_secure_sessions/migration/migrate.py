@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import NamedTuple
 
 from adk_secure_sessions.backends import AesGcmBackend
-from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
 from adk_secure_sessions.formats import states
 from adk_secure_sessions.maintenance import Database, Progress, init
 from adk_secure_sessions.maintenance.engine import Meter
@@ -51,8 +51,11 @@ _REASONS = {
     Found.NOT_COPIED: "the target has a session with the same ids that was not copied",
 }
 _GONE = "it was copied before, and the source no longer has it"
+_TIME = "one of its times, or of the times of its events, is not a possible time"
 _STATE_CONFLICT = "the state was copied before, or existed, and has changed in the target since"
 _FOUND = {
+    ImportResult.UNCHANGED: Found.UNCHANGED,
+    ImportResult.MOVED_ON: Found.MOVED_ON,
     ImportResult.CONFLICT: Found.CONFLICT,
     ImportResult.SAME_ID: Found.NOT_COPIED,
     ImportResult.DELETED: Found.DELETED,
@@ -82,6 +85,8 @@ class Migration(NamedTuple):
         removed: How many of the sessions in `gone` were deleted in the target.
         events: How many events were copied.
         states: How many states of users and apps were copied.
+        others: How many artifacts and users' memories an encrypted source has.  They are not
+            copied.
         behind: How many sessions were created or changed in the source while this run copied it:
             the next run copies them.  None after a dry run, or if the run stopped.
         stopped: Whether the run stopped at a session or state that could not be read.
@@ -102,6 +107,7 @@ class Migration(NamedTuple):
     removed: int
     events: int
     states: int
+    others: int
     behind: int | None
     stopped: bool
     findings: tuple[Finding, ...]
@@ -186,7 +192,8 @@ async def migrate(
     except _Stop:
         stopped = True
     meter.finish()
-    return run.result(stopped, time.monotonic() - began)
+    others = (await source.others()).collections
+    return run.result(stopped, time.monotonic() - began, others)
 
 
 class Options(NamedTuple):
@@ -234,7 +241,7 @@ class _Run:
         self._trial = _Trial()
         self._estimate: float | None = None
 
-    def result(self, stopped: bool, seconds: float) -> Migration:
+    def result(self, stopped: bool, seconds: float, others: int) -> Migration:
         found, dry_run = self._found, self._options.dry_run
         conflicts = found[Found.CONFLICT] + found[Found.NOT_COPIED] + self._conflicting_states
         return Migration(
@@ -250,6 +257,7 @@ class _Run:
             removed=self._removed,
             events=self._events,
             states=self._states,
+            others=others,
             behind=None if dry_run or stopped else self._behind,
             stopped=stopped,
             findings=tuple(self._findings.kept),
@@ -330,8 +338,18 @@ class _Run:
             self._trial.add(_Sample(entry.session, content, state))
         else:
             sample = _Sample(entry.session, content, state)
-            async with self._owners.of(*who[:2]):
-                done = await sample.import_into(self._target.store, replace=found is Found.OLDER)
+            done = None
+            try:
+                async with self._owners.of(*who[:2]):
+                    done = await sample.import_into(
+                        self._target.store, replace=found is Found.OLDER
+                    )
+            except ValueError as error:
+                if isinstance(error, SecureSessionError):
+                    raise
+            if done is None:
+                await self._report_bad(entry.tag, _TIME, *who)
+                return
             found = _FOUND.get(done, found)
         if found in (Found.NEW, Found.OLDER):
             self._found[found] += 1
@@ -388,7 +406,7 @@ class _Run:
                 self._conflicting_states += 1
                 self._findings.add(tag, _STATE_CONFLICT, *owner)
                 return
-            if done is ImportResult.DELETED:
+            if done not in (ImportResult.CREATED, ImportResult.REPLACED):
                 return
         self._states += 1
 
@@ -499,6 +517,7 @@ class _Sample(NamedTuple):
             updated_at=self.content.updated_at,
             source_version=self.session.version,
             replace=replace,
+            expires_at=self.content.expires_at,
         )
 
 

@@ -15,6 +15,7 @@ from adk_secure_sessions.maintenance.identities import located_in
 from adk_secure_sessions.migration.sources import SessionContent, SourceEvent, SourceSession
 from adk_secure_sessions.storage import (
     COLLECTION,
+    NEVER,
     CheckApp,
     CheckSession,
     Imported,
@@ -172,7 +173,11 @@ class Target:
         snapshot = {} if stored.snapshot is None else loads(stored.snapshot)
         events = [SourceEvent(*pair) for pair in zip(found[1], operation.times, strict=True)]
         return SessionContent(
-            snapshot | loads(stored.overlay), events, stored.created_at, stored.updated_at
+            snapshot | loads(stored.overlay),
+            events,
+            stored.created_at,
+            stored.updated_at,
+            None if stored.expires_at == NEVER else stored.expires_at,
         )
 
     async def state(self, app_name: str, user_id: str | None = None) -> bytes:

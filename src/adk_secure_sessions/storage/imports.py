@@ -193,6 +193,7 @@ class ImportSession(Write[_Outcome]):
         updated_at: When the session was updated, in microseconds UTC.
         source: Identifies the version: see `Seals.source`.
         replace: Replace the session if it was imported before and no service has changed it since.
+        expires_at: When the session expires, in microseconds UTC.
 
     Raises:
         ValueError: A time is not possible.
@@ -209,6 +210,7 @@ class ImportSession(Write[_Outcome]):
         source: bytes,
         *,
         replace: bool,
+        expires_at: int = NEVER,
     ) -> None:
         super().__init__(who)
         times = [created_at, updated_at, *(event.time for event in events)]
@@ -219,6 +221,7 @@ class ImportSession(Write[_Outcome]):
         self._events = events
         self._created_at = created_at
         self._updated_at = updated_at
+        self._expires_at = expires_at
         self._source = source
         self._replace = replace
         self._spans = list(_spans(events))
@@ -353,7 +356,7 @@ class ImportSession(Write[_Outcome]):
         revision = len(links)
         session = StoredSession(
             new_row_key(), user_row, who.session_tag, who.session_id, revision, NO_SNAPSHOT,
-            self._created_at, self._updated_at, NEVER, self._state, b"{}",
+            self._created_at, self._updated_at, self._expires_at, self._state, b"{}",
             links[-1] if links else NO_LINK, NO_LINK, b"",
         )  # fmt: skip
         snapshot: Changes = []

@@ -261,6 +261,7 @@ class Store:
         updated_at: int,
         source_version: str,
         replace: bool = False,
+        expires_at: int | None = None,
     ) -> ImportResult:
         """Store a session of another database with all its events, in one transaction.
 
@@ -281,6 +282,7 @@ class Store:
             source_version: A text that differs after each change of the session in the source.
             replace: Replace the session if it was imported before from another version, and no
                 service has changed it since.
+            expires_at: When the session expires, in microseconds UTC; None if it does not.
 
         The caller checks that the ids are within the limits of services.
 
@@ -292,8 +294,18 @@ class Store:
         who = await self.unit.identify(app_name, user_id, session_id)
         seals = await self._seals()
         source = seals.source(who.session_tag, encode_text(source_version))
+        if expires_at is not None:
+            await self._expiry.ensure()
         operation = ImportSession(
-            who, seals, state, events, created_at, updated_at, source, replace=replace
+            who,
+            seals,
+            state,
+            events,
+            created_at,
+            updated_at,
+            source,
+            replace=replace,
+            expires_at=NEVER if expires_at is None else min(max(expires_at, 0), NEVER - 1),
         )
         return (await self.unit.run(operation)).result
 
