@@ -258,6 +258,7 @@ def test_every_command_with_a_database_prints_json(filled: str, tmp_path: Path) 
         "lookup": ["--app", "clinic"],
         "erase-user": ["--app", "clinic", "--user", "ada"],
         "inspect": ["secure_users"],
+        "export": ["--to", f"sqlite:///{tmp_path}/exported.db", "--decrypt"],
         "migrate": ["--from", f"sqlite:///{tmp_path}/adk.db"],
     }
     make_adk_tables(tmp_path / "adk.db")

@@ -77,7 +77,6 @@ def test_examples_in_the_help_work(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     run("keygen", "--output", "new.key")
     Path("artifacts").mkdir()
-    make_adk_tables(tmp_path / "adk.db")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("ADK_CAPTURE_MESSAGE_CONTENT_IN_SPANS", "false")
     shutil.copytree(ROOT / "examples" / "adk_agent", "agents")
@@ -90,6 +89,7 @@ def test_examples_in_the_help_work(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "separate",
         "migrate",
         "vacuum",
+        "export",
         "erase-user",
         "rotate root",
         "adk doctor",
@@ -98,6 +98,10 @@ def test_examples_in_the_help_work(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for name in order:
         if name == "separate":
             shutil.copy("sessions.db", "staging.db")
+        if name == "migrate":
+            make_adk_tables(tmp_path / "adk.db")
+        if name == "export":
+            Path("adk.db").unlink()  # it writes another file with this name
         program, *arguments = example(name)
         assert program == "adk-secure-sessions"
         said = run(*arguments)

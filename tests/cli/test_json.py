@@ -56,7 +56,10 @@ def options(name: str) -> set[str]:
 
 def arguments(name: str, url: str, key: str | None = "env:OLD_KEY") -> list[str]:
     key = key if "--key" in options(name) else None
-    return [*name.split(), *ARGUMENTS.get(name, []), *on(url, key, command=name), "--json"]
+    given = ARGUMENTS.get(name, [])
+    if name == "export":
+        given = ["--decrypt", "--verify", "--skip-bad", "--to", f"{url}-export"]
+    return [*name.split(), *given, *on(url, key, command=name), "--json"]
 
 
 @pytest.fixture(autouse=True)

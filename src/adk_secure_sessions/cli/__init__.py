@@ -6,6 +6,7 @@ from adk_secure_sessions.cli import (  # noqa: F401 - importing adds commands
     blobs,
     commands,
     erase,
+    export,
     migrate,
     rotate,
 )

@@ -1,10 +1,14 @@
 """Copy sessions into a database of this package, and out of it."""
 
 from adk_secure_sessions.migration.adk_tables import AdkTables
+from adk_secure_sessions.migration.adk_target import AdkTarget
 from adk_secure_sessions.migration.compare import Comparison, compare
 from adk_secure_sessions.migration.encrypted import EncryptedSource
 from adk_secure_sessions.migration.erase_source import Erased, SourceErasure, erase_source
+from adk_secure_sessions.migration.export import export_to_adk
+from adk_secure_sessions.migration.export_reader import Export, ExportProblem
 from adk_secure_sessions.migration.fallback import PlaintextFallbackService
+from adk_secure_sessions.migration.json_lines import export_lines
 from adk_secure_sessions.migration.migrate import Migration, migrate
 from adk_secure_sessions.migration.opening import open_source
 from adk_secure_sessions.migration.package_1x import Package1x
@@ -14,9 +18,12 @@ from adk_secure_sessions.migration.sources import LookupSource, Scope, Source
 
 __all__ = [
     "AdkTables",
+    "AdkTarget",
     "Comparison",
     "EncryptedSource",
     "Erased",
+    "Export",
+    "ExportProblem",
     "Finding",
     "LookupSource",
     "Migration",
@@ -28,6 +35,8 @@ __all__ = [
     "SourceErasure",
     "compare",
     "erase_source",
+    "export_lines",
+    "export_to_adk",
     "migrate",
     "open_source",
 ]

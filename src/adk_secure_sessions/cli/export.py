@@ -1,0 +1,212 @@
+"""The command that decrypts sessions into google-adk's own tables, or into lines of JSON."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from adk_secure_sessions.cli.options import on_database, with_keys
+from adk_secure_sessions.cli.output import counted, progress, show, without_controls
+from adk_secure_sessions.cli.program import (
+    AGAIN,
+    Failure,
+    Interrupted,
+    main,
+    one_line_errors,
+    opened,
+)
+from adk_secure_sessions.cli.wording import for_command_line
+
+if TYPE_CHECKING:
+    from adk_secure_sessions.maintenance import Database, Progress
+    from adk_secure_sessions.migration.export_reader import Export
+
+_STDOUT = "-"
+
+
+@main.command()
+@click.option("--to", metavar="URL", help="Write to google-adk's tables in this database.")
+@click.option(
+    "--jsonl",
+    metavar="FILE",
+    help="Write one line of JSON for each session to a new file; - stands for stdout.",
+)
+@click.option(
+    "--decrypt", is_flag=True, help="Required: confirms that the output contains plaintext."
+)
+@click.option("--app", metavar="NAME", help="Export only sessions of this app.")
+@click.option("--user", metavar="ID", help="Export only sessions of the users with this id.")
+@click.option(
+    "--skip-bad", is_flag=True, help="Continue after a session or state that cannot be exported."
+)
+@click.option(
+    "--verify",
+    is_flag=True,
+    help="With --to: afterwards, read both databases again and compare every field.",
+)
+@with_keys(required=True)
+@on_database
+def export(
+    db: Database,
+    as_json: bool,
+    to: str | None,
+    jsonl: str | None,
+    decrypt: bool,
+    app: str | None,
+    user: str | None,
+    skip_bad: bool,
+    verify: bool,
+) -> None:
+    """Decrypt sessions into google-adk's own database (--to), or into lines of JSON (--jsonl).
+
+    The output is plaintext.  Only you may read a file that the command creates, and it overwrites
+    nothing.  Exits 1 if a session or state was not exported, or differs.
+
+    \b
+    Example:
+      adk-secure-sessions export --db sqlite:///sessions.db --key file:root.key \\
+          --to sqlite:///adk.db --decrypt --verify
+    """
+    if (to is None) == (jsonl is None):
+        raise click.UsageError("give either --to URL or --jsonl FILE")
+    if not decrypt:
+        raise click.UsageError("the output contains all content as plaintext: add --decrypt")
+    if jsonl is not None and verify:
+        raise click.UsageError("--verify compares two databases: give it with --to")
+    if jsonl == _STDOUT and as_json:
+        raise click.UsageError("stdout has the sessions: give --json with --jsonl FILE")
+    if to is not None:
+        done = _to_adk(db, to, app=app, user=user, skip_bad=skip_bad, verify=verify)
+    else:
+        assert jsonl is not None
+        done = _to_lines(db, jsonl, app=app, user=user, skip_bad=skip_bad)
+    if jsonl == _STDOUT:
+        for line in _lines(done):
+            click.echo(without_controls(line), err=True)
+    else:
+        show(done, as_json, _lines(done))
+    if not done.is_complete:
+        sys.exit(1)
+
+
+def _to_adk(
+    db: Database, url: str, *, app: str | None, user: str | None, skip_bad: bool, verify: bool
+) -> Export:
+    from adk_secure_sessions.migration.adk_target import AdkTarget
+    from adk_secure_sessions.migration.export import export_to_adk
+
+    with one_line_errors():
+        target = AdkTarget(url)
+
+    async def work(report: Progress) -> Export:
+        async with target:
+            return await export_to_adk(
+                db,
+                target,
+                app_name=app,
+                user_id=user,
+                skip_bad=skip_bad,
+                verify=verify,
+                progress=report,
+            )
+
+    partial = "the target has only a part of the sessions, as plaintext"
+    with (
+        _naming_output(f"{partial}: {AGAIN}, or delete them", lambda: target.is_open),
+        progress("export", "sessions") as report,
+        opened(db, again=f"{AGAIN}; {partial}") as call,
+    ):
+        return call(work(report))
+
+
+def _to_lines(
+    db: Database, name: str, *, app: str | None, user: str | None, skip_bad: bool
+) -> Export:
+    begun = False
+    advice = f"delete {name!r}, which has a part of the sessions as plaintext, and {AGAIN}"
+    if name == _STDOUT:
+        advice = "stdout has only a part of the sessions"
+    with (
+        _naming_output(advice, lambda: begun),
+        progress("export", "sessions") as report,
+        opened(db, again=advice) as call,
+    ):
+        call(db.keys())  # a wrong key is reported before there is a file
+        with _output(name) as write:
+            begun = True
+            return call(_export_lines(db, write, app, user, skip_bad, report))
+
+
+async def _export_lines(
+    db: Database,
+    write: Callable[[bytes], object],
+    app: str | None,
+    user: str | None,
+    skip_bad: bool,
+    report: Progress,
+) -> Export:
+    from adk_secure_sessions.migration.json_lines import export_lines
+
+    return await export_lines(
+        db, write, app_name=app, user_id=user, skip_bad=skip_bad, progress=report
+    )
+
+
+@contextmanager
+def _output(name: str) -> Iterator[Callable[[bytes], object]]:
+    """Yield a function that writes to stdout, or to a new file that only its owner can read."""
+    if name == _STDOUT:
+        buffer = getattr(sys.stdout, "buffer", None)  # a stream that replaces stdout may have none
+        yield buffer.write if buffer else lambda line: sys.stdout.write(line.decode())
+        sys.stdout.flush()
+        return
+    from adk_secure_sessions.migration.adk_target import create_private_file
+
+    create_private_file(Path(name), must_be_new=True)
+    with open(name, "wb") as file:
+        yield file.write
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def _naming_output(advice: str, begun: Callable[[], bool]) -> Iterator[None]:
+    """Add *advice* to the message of a failure that leaves a part of the output."""
+    try:
+        yield
+        return
+    except Failure as failure:
+        if isinstance(failure, Interrupted) or not begun():
+            raise
+        message, error, retryable = failure.message, failure.error, failure.retryable
+    raise Failure(f"{message}; {advice}", error, retryable=retryable)
+
+
+def _lines(done: Export) -> Iterator[str]:
+    for one in done.problems:
+        tag = "" if one.tag is None else f" with the tag {one.tag}"
+        yield f"{one.kind}{tag}: {for_command_line(one.detail)}"
+    listed = done.bad + done.differences
+    if listed > len(done.problems):
+        yield f"and {listed - len(done.problems):,} more"
+    yield (
+        f"exported as plaintext: {counted(done.sessions, 'session')} with "
+        f"{counted(done.events, 'event')}"
+    )
+    if done.unchanged:
+        yield f"the target already had: {counted(done.unchanged, 'session')}, with equal content"
+    if done.bad:
+        yield f"sessions and states that were not exported: {done.bad:,}"
+    if done.stopped:
+        yield "stopped there: with --skip-bad, the command continues with the other sessions"
+    elif done.verified is not None:
+        yield (
+            f"compared: {counted(done.verified, 'session')}; different: {done.differences:,}; "
+            f"only in the target: {counted(done.extra or 0, 'session')}"
+        )

@@ -1,0 +1,649 @@
+"""Write sessions into the tables of google-adk's `DatabaseSessionService` (schema v1), and compare.
+
+google-adk's own code creates the tables, and its own classes convert rows back into events.
+"""
+
+import inspect
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+from functools import cached_property, partial
+from pathlib import Path
+from types import SimpleNamespace, TracebackType
+from typing import Any, NamedTuple, Self, TypeVar
+
+import sqlalchemy as sa
+from google.adk.events import Event
+from google.adk.sessions.migration import _schema_check_utils as schema_versions
+from google.adk.sessions.schemas import v1
+from sqlalchemy.dialects.postgresql import JSONB
+
+from adk_secure_sessions.db.connect import executors_for
+from adk_secure_sessions.db.protocol import UniqueViolation
+from adk_secure_sessions.errors import ConfigurationError, DatabaseError, DecryptionError
+from adk_secure_sessions.formats import events, json_text, states
+from adk_secure_sessions.formats.states import JsonObject
+from adk_secure_sessions.migration.export_reader import Ids, ids_of
+from adk_secure_sessions.migration.sources import SessionContent, SourceEvent, SourceSession
+from adk_secure_sessions.storage import repeated
+
+T = TypeVar("T")
+MISSING = "the target does not have it"
+
+_LONGEST_ID, _LONGEST_INVOCATION_ID = 128, 256  # characters, in the columns of google-adk
+_EPOCH = datetime(1970, 1, 1)
+_MICROSECOND = timedelta(microseconds=1)
+_FIRST_YEAR = {"mysql": 1000}
+# Codes of errors for a value that a column cannot hold: PostgreSQL's "data exception" and "program
+# limit exceeded"; MySQL's and MariaDB's codes for a wrong or too long value.
+_UNSUITABLE = ("22", "54", "1264", "1292", "1366", "1406", "4025", "SQLITE_TOOBIG")
+# From this number, PostgreSQL's JSONB returns a float as an integer.
+_FIRST_WITHOUT_FRACTION = 1e16
+_NON_ASCII = re.compile(r"[^\x00-\x7f]")
+_LARGE_NUMBER = re.compile(rb"[0-9][eE]\+?[0-9]")
+_JSON_COLUMNS = ("state", "event_data")
+_COMPARED = 200  # sessions in one statement that reads the target
+
+
+class UnsuitableSession(Exception):
+    """google-adk's database cannot hold a session or a state.  The text contains no content."""
+
+
+class SessionRows(NamedTuple):
+    """A session as rows of google-adk's tables: parameters of the statements that insert them."""
+
+    ids: Ids
+    session: dict[str, object]
+    events: list[dict[str, object]]
+
+
+class _Reading(NamedTuple):
+    """How the installed google-adk reads columns with times.
+
+    Later releases store UTC.  They read the time of an event from its JSON, and use the column only
+    to sort the events.
+
+    Attributes:
+        has_local_updates: `update_time` of a session contains local time.
+        has_local_events: `timestamp` of an event contains local time.
+        is_event_time: `timestamp` is the event's time.
+    """
+
+    has_local_updates: bool
+    has_local_events: bool
+    is_event_time: bool
+
+
+class AdkTarget:
+    """A database to which `export_to_adk` adds google-adk's tables; use it with `async with`.
+
+    The tables have schema v1.  Existing rows are never changed.
+
+    Args:
+        url: The URL of the database.
+
+    Attributes:
+        is_open: Whether `open` was called and found nothing that prevents writing.
+
+    Raises:
+        ConfigurationError: The URL cannot be used.
+    """
+
+    def __init__(self, url: str | sa.URL) -> None:
+        parsed = _parsed(url)
+        self.is_open: bool = False
+        self._file: Path | None = None
+        if parsed.get_backend_name() == "sqlite":
+            name = parsed.database or ""
+            if name in ("", ":memory:") or name.startswith("file:"):
+                raise ConfigurationError("the target must be a file: write sqlite:///adk.db")
+            self._file = Path(name)
+        self._executor = executors_for(parsed, None, None, None, {}).data
+        self._dialect = parsed.get_backend_name()
+
+    async def open(self) -> None:
+        """Create the tables that do not exist; create a SQLite file that only its owner can read.
+
+        Raises:
+            ConfigurationError: The database has tables of google-adk's older schema, or other users
+                can read the existing file.
+            DatabaseError: The database cannot be used.
+        """
+        if self._file is not None:
+            create_private_file(self._file, must_be_new=False)
+        version = await self._run(_create_tables, commit=True)
+        if version != schema_versions.LATEST_SCHEMA_VERSION:
+            raise ConfigurationError(
+                f"the target has tables of google-adk's older schema ({version}): give a new "
+                "database, or migrate the target with `adk migrate session`"
+            )
+        self.is_open = True
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._executor.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    # --- write -----------------------------------------------------------------------------------
+
+    def rows_of(self, session: SourceSession, content: SessionContent) -> SessionRows:
+        """Return the rows that google-adk reads as this session.
+
+        Raises:
+            UnsuitableSession: google-adk's database cannot hold the session.
+        """
+        app_name, user_id, session_id = ids = ids_of(session)
+        self._check_ids(ids)
+        row = {
+            "app_name": app_name,
+            "user_id": user_id,
+            "id": session_id,
+            "state": self._json("the state", states.dumps(content.state)),
+            "create_time": self._moment("the time of creation", content.created_at),
+            "update_time": self._update_moment(content.updated_at),
+        }
+        parent = {"app_name": app_name, "user_id": user_id, "session_id": session_id}
+        rows = [
+            {**parent, **self._event(event, number)} for number, event in enumerate(content.events)
+        ]
+        if len({one["id"] for one in rows}) < len(rows):
+            raise UnsuitableSession("two of its events have the same id")
+        self._sort(rows)
+        return SessionRows(ids, row, rows)
+
+    async def insert(self, batch: Sequence[SessionRows]) -> dict[Ids, str]:
+        """Insert sessions that the target does not have, each in whole or not at all.
+
+        Return the reasons why sessions were rejected, by their ids.
+        """
+        if not batch or await self._try(partial(self._insert, batch=batch)) is None:
+            return {}
+        rejected = {}
+        for rows in batch:
+            reason = await self._try(partial(self._insert, batch=[rows]))
+            if reason is not None:
+                rejected[rows.ids] = reason
+        return rejected
+
+    async def insert_state(self, owner: tuple[str, ...], state: JsonObject) -> bool:
+        """Insert a state; return False if the target already has the same state.
+
+        *owner* is the app's name; for the state of a user, the app's name and the user's id.
+
+        Raises:
+            UnsuitableSession: The target cannot hold the state, or has another one.
+        """
+        model = _state_model(owner)
+        key = dict(zip(("app_name", "user_id"), owner, strict=False))
+        self._check_ids(owner)
+        text = self._json("the state", states.dumps(state))
+        found = await self._state(model, owner)
+        if found is not None:
+            if same_json(found, state):
+                return False
+            raise UnsuitableSession("the target has another state, which was not changed")
+        now = datetime.now(UTC).replace(tzinfo=None)
+        row = {**key, "state": text, "update_time": now}
+        insert = self._inserting(model, "state")
+        reason = await self._try(lambda connection: connection.execute(insert, [row]).close())
+        if reason is not None:
+            raise UnsuitableSession(reason)
+        return True
+
+    # --- read ------------------------------------------------------------------------------------
+
+    async def existing(self, keys: Iterable[Ids]) -> set[Ids]:
+        """Return those of *keys* whose session the target has."""
+        table = self._table(v1.StorageSession)
+        found = await self._select(sa.select(*_id_columns(table, "id")), table, "id", [*keys])
+        return {tuple(row) for row in found} & set(keys)
+
+    async def differences(self, contents: Mapping[Ids, SessionContent]) -> dict[Ids, str | None]:
+        """Compare sessions of the target with *contents*.
+
+        Return, by ids, what differs first, or None if nothing does.  google-adk's own code converts
+        the rows.
+        """
+        keys = [ids for ids in contents if self._can_have(ids)]
+        session_rows, event_rows = self._table(v1.StorageSession), self._table(v1.StorageEvent)
+        found = {
+            (row.app_name, row.user_id, row.id): row
+            for row in await self._select(sa.select(session_rows), session_rows, "id", keys)
+        }
+        c = event_rows.c
+        order = (c.app_name, c.user_id, c.session_id, c.timestamp, c.id)
+        query = sa.select(event_rows).order_by(*order)
+        stored: dict[Ids, list[Any]] = {key: [] for key in keys}
+        for row in await self._select(query, event_rows, "session_id", keys):
+            stored.get((row.app_name, row.user_id, row.session_id), []).append(row)
+        return {
+            key: self._difference(content, found[key], stored[key]) if key in found else MISSING
+            for key, content in contents.items()
+        }
+
+    async def state_difference(self, owner: tuple[str, ...], state: JsonObject) -> str | None:
+        """Compare a state of the target, and return what differs; None if nothing does.
+
+        `insert_state` describes *owner*.
+        """
+        found = None
+        if self._can_have(owner):
+            found = await self._state(_state_model(owner), owner)
+        if found is None:
+            return MISSING
+        return None if same_json(found, state) else "its state differs"
+
+    async def count(self, app_name: str | None, user_id: str | None) -> int:
+        """Return how many sessions of an app or a user the target has; None stands for all."""
+        if not self._can_have(tuple(one for one in (app_name, user_id) if one is not None)):
+            return 0
+        table = self._table(v1.StorageSession)
+        query = sa.select(sa.func.count()).select_from(table)
+        for name, value in (("app_name", app_name), ("user_id", user_id)):
+            if value is not None:
+                query = query.where(table.c[name] == value)
+        return int(
+            await self._run(lambda connection: connection.execute(query).scalar_one(), commit=False)
+        )
+
+    # --- conversion ------------------------------------------------------------------------------
+
+    def _event(self, event: SourceEvent, number: int) -> dict[str, object]:
+        name = f"event {number + 1}"
+        parsed = _parsed_event(event, name)
+        if "id" not in parsed.model_fields_set or not parsed.id:
+            raise UnsuitableSession(f"{name} has no id")
+        self._check_text(f"the id of {name}", parsed.id)
+        invocation = f"the invocation id of {name}"
+        self._check_text(invocation, parsed.invocation_id, _LONGEST_INVOCATION_ID)
+        return {
+            "id": parsed.id,
+            "invocation_id": parsed.invocation_id,
+            "timestamp": self._event_moment(name, event.time),
+            "event_data": self._json(name, _json_of(event)),
+        }
+
+    def _sort(self, rows: list[dict[str, Any]]) -> None:
+        """Make google-adk, which sorts events by the column `timestamp`, keep the order of *rows*.
+
+        If the times of two events are equal, or not in the order of the events, the later event
+        gets a slightly later value in this column.  The event's own time does not change.
+        """
+        last: datetime | None = None
+        for row in rows:
+            if last is not None and row["timestamp"] <= last:
+                if self._reading.is_event_time:
+                    raise UnsuitableSession(
+                        "its events do not have increasing times, and the installed google-adk "
+                        "would change their order: install google-adk 2.13 or later"
+                    )
+                if last >= datetime.max:
+                    raise UnsuitableSession("the time of an event is out of range")
+                row["timestamp"] = last + _MICROSECOND
+            last = row["timestamp"]
+
+    def _json(self, name: str, text: bytes) -> str:
+        if self._dialect == "postgresql":
+            if _LARGE_NUMBER.search(text) and not _fits_jsonb(json_text.loads(text)):
+                raise UnsuitableSession(f"{name} has a number that PostgreSQL's JSONB would change")
+            return text.decode()
+        decoded = text.decode()
+        # Like google-adk, send only ASCII to MySQL: a column's character set may have nothing else.
+        if self._dialect == "mysql" and not decoded.isascii():
+            return _NON_ASCII.sub(lambda found: json.dumps(found[0])[1:-1], decoded)
+        return decoded
+
+    def _check_ids(self, ids: tuple[str, ...]) -> None:
+        """Raise UnsuitableSession if the columns cannot hold the ids of a session or an owner."""
+        names = ("the app name", "the user id", "the session id")
+        for name, value in zip(names, ids, strict=False):
+            self._check_text(name, value)
+
+    def _can_have(self, ids: tuple[str, ...]) -> bool:
+        with suppress(UnsuitableSession):
+            self._check_ids(ids)
+            return True
+        return False
+
+    def _check_text(self, name: str, value: str, longest: int = _LONGEST_ID) -> None:
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise UnsuitableSession(f"{name} has a lone surrogate") from None
+        if self._dialect == "sqlite":
+            return
+        if len(value) > longest:
+            raise UnsuitableSession(f"{name} has more than {longest} characters")
+        if self._dialect == "postgresql" and "\0" in value:
+            raise UnsuitableSession(f"{name} has a NUL character")
+
+    def _moment(self, name: str, microseconds: int) -> datetime:
+        try:
+            moment = _EPOCH + timedelta(microseconds=microseconds)
+        except OverflowError:
+            moment = datetime.min
+        if moment.year < _FIRST_YEAR.get(self._dialect, 1) or moment == datetime.min:
+            raise UnsuitableSession(f"{name} is out of range")
+        return moment
+
+    def _event_moment(self, name: str, microseconds: int) -> datetime:
+        moment = self._moment(f"the time of {name}", microseconds)
+        if not self._reading.has_local_events:
+            return moment
+        local = _local(moment)
+        if self._reading.is_event_time and _microseconds(local.timestamp()) != microseconds:
+            raise UnsuitableSession(
+                f"the time of {name} is in the hour that a clock change repeats, and the installed "
+                "google-adk would change it: install google-adk 2.13 or later"
+            )
+        return local
+
+    def _update_moment(self, microseconds: int) -> datetime:
+        moment = self._moment("the time of the last update", microseconds)
+        return _local(moment) if self._reading.has_local_updates else moment
+
+    @cached_property
+    def _reading(self) -> _Reading:
+        session: Any = SimpleNamespace(app_name="a", user_id="u", id="s")
+        local_updates = local_events = is_event_time = False
+        for seconds in (1_705_000_000.0, 1_720_000_000.0):  # in winter and in summer
+            moment = _EPOCH + timedelta(seconds=seconds)
+            event = Event(author="a", invocation_id="i", timestamp=seconds)
+            made: Any = v1.StorageEvent.from_event(session, event)
+            local_events |= made.timestamp.replace(tzinfo=None) != moment
+            made.timestamp, made.event_data = moment, {"author": "a", "timestamp": 1.0}
+            is_event_time |= made.to_event().timestamp != 1.0
+            row: Any = v1.StorageSession(update_time=moment)
+            is_sqlite = self._dialect == "sqlite"
+            # Releases that store UTC in each database have no argument for the database.
+            asks = "is_sqlite" in inspect.signature(row.get_update_timestamp).parameters
+            stored = row.get_update_timestamp(**({"is_sqlite": is_sqlite} if asks else {}))
+            local_updates |= stored != seconds
+        return _Reading(local_updates, local_events, is_event_time)
+
+    # --- comparison ------------------------------------------------------------------------------
+
+    def _difference(self, content: SessionContent, session: Any, rows: Sequence[Any]) -> str | None:
+        try:
+            return self._first_difference(content, session, rows)
+        except UnsuitableSession as error:
+            return str(error)
+
+    def _first_difference(
+        self, content: SessionContent, session: Any, rows: Sequence[Any]
+    ) -> str | None:
+        if not same_json(self._parsed(session.state), content.state):
+            return "its state differs"
+        if session.create_time != self._moment("", content.created_at):
+            return "the time of its creation differs"
+        if session.update_time != self._update_moment(content.updated_at):
+            return "the time of its last update differs"
+        if len(rows) != len(content.events):
+            return f"it has {len(rows)} events instead of {len(content.events)}"
+        for number, (row, event) in enumerate(zip(rows, content.events, strict=True), 1):
+            if not self._is_same_event(row, event):
+                return f"event {number} differs"
+        return None
+
+    def _is_same_event(self, row: Any, event: SourceEvent) -> bool:
+        text = json_text.loads(_json_of(event))
+        stored = self._parsed(row.event_data)
+        if not same_json(stored, text):
+            return False
+        ours = _parsed_event(event, "an event")
+        theirs = v1.StorageEvent(**{**row._mapping, "event_data": stored}).to_event()
+        if self._reading.is_event_time and abs(theirs.timestamp - ours.timestamp) <= 1e-6:
+            theirs.timestamp = ours.timestamp  # this release keeps no fractions of a microsecond
+        return theirs == ours or same_json(
+            theirs.model_dump(exclude_none=True), ours.model_dump(exclude_none=True)
+        )
+
+    # --- statements ------------------------------------------------------------------------------
+
+    def _table(self, model: Any) -> sa.TableClause:
+        """Return google-adk's table, with JSON columns of a type of SQLAlchemy.
+
+        In some releases of google-adk, SQLAlchemy warns about google-adk's own type.
+        """
+        json_type = JSONB() if self._dialect == "postgresql" else sa.Text()
+        columns = (
+            sa.column(column.name, json_type if column.name in _JSON_COLUMNS else column.type)
+            for column in model.__table__.columns
+        )
+        return sa.table(model.__tablename__, *columns)
+
+    def _parsed(self, value: Any) -> Any:
+        """Return the value of a JSON column as google-adk returns it; None if it is malformed."""
+        if self._dialect == "postgresql":
+            return value
+        with suppress(ValueError, TypeError):
+            return json.loads(value)
+        return None
+
+    def _insert(self, connection: sa.Connection, batch: Sequence[SessionRows]) -> None:
+        connection.execute(
+            self._inserting(v1.StorageSession, "state"), [one.session for one in batch]
+        )
+        rows = [row for one in batch for row in one.events]
+        if rows:
+            connection.execute(self._inserting(v1.StorageEvent, "event_data"), rows)
+
+    async def _state(self, model: Any, owner: tuple[str, ...]) -> JsonObject | None:
+        table = self._table(model)
+        columns = [table.c[name] for name in ("app_name", "user_id")[: len(owner)]]
+        query = sa.select(*columns, table.c.state).where(
+            *(column == value for column, value in zip(columns, owner, strict=True))
+        )
+        for row in await self._run(partial(_rows, query=query), commit=False):
+            *found, state = row
+            if tuple(found) == owner:  # the collation of MySQL also finds ids in another case
+                stored: JsonObject = self._parsed(state)
+                return stored
+        return None
+
+    def _inserting(self, model: Any, json_column: str) -> sa.Insert:
+        """Return the INSERT that stores the text of its parameter *json_column* as JSON."""
+        table = self._table(model)
+        text: sa.ColumnElement[Any] = sa.bindparam(json_column, type_=sa.Text())
+        if self._dialect == "postgresql":
+            text = sa.cast(text, JSONB)
+        values: dict[str, sa.ColumnElement[Any]] = {
+            column.name: sa.bindparam(column.name, type_=column.type) for column in table.columns
+        }
+        return sa.insert(table).values({**values, json_column: text})
+
+    async def _select(
+        self, query: sa.Select[Any], table: sa.TableClause, session_id: str, keys: Sequence[Ids]
+    ) -> list[Any]:
+        """Return the rows of *query* that belong to the sessions *keys*."""
+        rows: list[Any] = []
+        columns = sa.tuple_(*_id_columns(table, session_id))
+        for start in range(0, len(keys), _COMPARED):
+            part = query.where(columns.in_(keys[start : start + _COMPARED]))
+            rows += await self._run(partial(_rows, query=part), commit=False)
+        return rows
+
+    async def _try(self, work: Callable[[sa.Connection], None]) -> str | None:
+        """Run *work* in a transaction; return why the database rejects its rows, or None."""
+        try:
+            await self._run(work, commit=True)
+        except UniqueViolation:
+            return "the target already has it, or has an id that its collation takes for the same"
+        except DatabaseError as error:
+            if not str(error.code).startswith(_UNSUITABLE):
+                raise
+            return f"the target cannot hold one of its values (error {error.code})"
+        return None
+
+    async def _run(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
+        taken = False
+
+        def strictly(connection: sa.Connection) -> T:
+            if connection.dialect.name == "mysql":
+                # Without a strict mode, MySQL cuts off values that are too long.
+                connection.exec_driver_sql(
+                    "SET SESSION sql_mode = CONCAT(@@sql_mode, ',STRICT_ALL_TABLES')"
+                ).close()
+            return work(connection)
+
+        async def attempt() -> T | None:
+            nonlocal taken
+            try:
+                return await self._executor.define(strictly, commit=commit)
+            except UniqueViolation:  # `repeated` would try again
+                taken = True
+                return None
+
+        result: Any = await repeated(attempt, writes=commit)
+        if taken:
+            raise UniqueViolation
+        return result  # type: ignore[no-any-return]
+
+
+def create_private_file(path: Path, *, must_be_new: bool) -> None:
+    """Create an empty file that only its owner can read, before anything is written to it.
+
+    SQLite gives its other files, with the endings -wal and -journal, the same permissions.
+
+    Args:
+        path: The file.
+        must_be_new: If False, a file that exists is accepted if other users cannot read it.
+
+    Raises:
+        ConfigurationError: The file exists, and is not accepted.
+        OSError: The file cannot be created.
+    """
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        return
+    except FileExistsError:
+        pass  # raise after this block: the error would be chained otherwise
+    if must_be_new:
+        raise ConfigurationError(
+            f"{str(path)!r} exists already, and a file is not overwritten: give another name"
+        )
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode) or stat.S_IMODE(mode) & 0o077:
+        raise ConfigurationError(
+            f"{str(path)!r} exists, and other users may read it: run chmod 600 first, because "
+            "plaintext is written to it; or give another name"
+        )
+
+
+def same_json(one: Any, other: Any) -> bool:
+    """Return whether two JSON values are equal.
+
+    The number 1 equals 1.0, because PostgreSQL stores no difference, but not true.
+    """
+    if isinstance(one, dict):
+        return (
+            isinstance(other, dict)
+            and one.keys() == other.keys()
+            and all(same_json(value, other[key]) for key, value in one.items())
+        )
+    if isinstance(one, list):
+        return (
+            isinstance(other, list) and len(one) == len(other) and all(map(same_json, one, other))
+        )
+    if isinstance(one, bool) or isinstance(other, bool):
+        return one is other
+    return bool(one == other or (one != one and other != other))  # NaN does not equal itself
+
+
+def _fits_jsonb(value: Any) -> bool:
+    """Return whether JSONB keeps the numbers in *value*.
+
+    JSONB stores 1e23 as the integer 10**23, which is not the number that the float has.
+    """
+    if isinstance(value, dict):
+        return all(map(_fits_jsonb, value.values()))
+    if isinstance(value, list):
+        return all(map(_fits_jsonb, value))
+    if not isinstance(value, float) or not abs(value) >= _FIRST_WITHOUT_FRACTION:
+        return True
+    return math.isfinite(value) and int(Decimal(repr(value))) == value
+
+
+def _json_of(event: SourceEvent) -> bytes:
+    """Return the event as google-adk's JSON, without the version of google-adk before it."""
+    return event.plaintext[json_text.version_end(event.plaintext) :]
+
+
+def _parsed_event(event: SourceEvent, name: str) -> Event:
+    with suppress(ConfigurationError, DecryptionError):
+        return events.decode_in(event.plaintext, "", "")
+    raise UnsuitableSession(f"the installed google-adk cannot read {name}")
+
+
+def _local(moment: datetime) -> datetime:
+    """Convert UTC to the time zone of this process."""
+    return moment.replace(tzinfo=UTC).astimezone().replace(tzinfo=None)
+
+
+def _microseconds(seconds: float) -> int:
+    return round(seconds * 1_000_000)
+
+
+def _parsed(url: str | sa.URL) -> sa.URL:
+    """Return *url*; for MariaDB, with the dialect of MySQL.
+
+    With the dialect of MariaDB, google-adk creates columns that hold no fractions of a second and
+    at most 64 KiB of JSON.  With either URL, it can read the columns of the other dialect.
+    """
+    parsed: sa.URL | None = None
+    with suppress(sa.exc.ArgumentError, ValueError):
+        parsed = sa.make_url(url)
+    if parsed is None:
+        raise ConfigurationError(
+            "the target is not a database URL: write, for example, sqlite:///adk.db"
+        )
+    backend, _, driver = parsed.drivername.partition("+")
+    if backend == "mariadb":
+        parsed = parsed.set(drivername="+".join(filter(None, ["mysql", driver])))
+    if parsed.get_backend_name() not in ("sqlite", "postgresql", "postgres", "mysql"):
+        raise ConfigurationError(
+            f"the target {parsed.drivername}://... cannot be used: give a database of SQLite, "
+            "PostgreSQL, MySQL or MariaDB"
+        )
+    return parsed
+
+
+def _create_tables(connection: sa.Connection) -> str:
+    """Create google-adk's tables if there are none; return the version of their schema."""
+    version: str = schema_versions.get_db_schema_version_from_connection(connection)
+    if version != schema_versions.LATEST_SCHEMA_VERSION:
+        return version
+    v1.Base.metadata.create_all(connection)
+    table: sa.Table = v1.StorageMetadata.__table__  # type: ignore[assignment]
+    key = {"key": schema_versions.SCHEMA_VERSION_KEY}
+    if connection.execute(sa.select(table).filter_by(**key)).first() is None:
+        connection.execute(sa.insert(table), [{**key, "value": version}]).close()
+    return version
+
+
+def _rows(connection: sa.Connection, query: sa.Select[Any]) -> Sequence[Any]:
+    return connection.execute(query).all()
+
+
+def _state_model(owner: tuple[str, ...]) -> Any:
+    return v1.StorageAppState if len(owner) == 1 else v1.StorageUserState
+
+
+def _id_columns(table: sa.TableClause, session_id: str) -> list[sa.ColumnElement[Any]]:
+    return [table.c.app_name, table.c.user_id, table.c[session_id]]

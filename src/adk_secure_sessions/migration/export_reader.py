@@ -1,0 +1,210 @@
+"""Read the sessions and states to export, and list those that cannot be exported."""
+
+from collections.abc import AsyncIterator, Mapping
+from typing import NamedTuple
+
+from adk_secure_sessions.formats.states import JsonObject
+from adk_secure_sessions.maintenance.database import Database
+from adk_secure_sessions.maintenance.engine import Meter, Progress
+from adk_secure_sessions.migration.encrypted import EncryptedSource
+from adk_secure_sessions.migration.sources import (
+    Scope,
+    SessionContent,
+    Source,
+    SourceSession,
+    UnreadableSession,
+    UnreadableState,
+)
+
+_MAX_LISTED = 1000
+Ids = tuple[str, str, str]  # of a session: app name, user id, session id
+
+
+class ExportProblem(NamedTuple):
+    """A session or state that cannot be exported, or that differs in the target.
+
+    Attributes:
+        kind: `session`, `user` or `app`: whose content it is.
+        tag: The blind index of the session, user or app, as `lookup` shows it; None if the ids
+            cannot be decrypted.
+        detail: The reason, without content.
+    """
+
+    kind: str
+    tag: str | None
+    detail: str
+
+
+class Export(NamedTuple):
+    """The result of `export_to_adk` or `export_lines`.
+
+    Attributes:
+        sessions: How many sessions were written.
+        events: How many events these sessions have.
+        unchanged: How many sessions the target had already, with the same content.
+        states: How many states of apps and users were written; in lines, how many users without
+            sessions.
+        bad: How many sessions and states were not exported.  They cannot be decrypted, or
+            google-adk's database cannot hold them, or the target has other content for their ids.
+        stopped: Whether the run stopped at the first of these.
+        verified: How many sessions were compared after the export; None without `verify`.
+        differences: How many of these sessions, and of the states, differ in the target.
+        extra: How many sessions only the target has; None without `verify`.
+        problems: The first 1000 sessions and states that are bad or differ.
+        seconds: How long the run took.
+    """
+
+    sessions: int
+    events: int
+    unchanged: int
+    states: int
+    bad: int
+    stopped: bool
+    verified: int | None
+    differences: int
+    extra: int | None
+    problems: tuple[ExportProblem, ...]
+    seconds: float
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the output has everything that was to be exported, and nothing else."""
+        return not (self.bad or self.differences or self.extra)
+
+
+class StopExport(Exception):
+    """A session or state cannot be exported, and is not to be skipped."""
+
+
+class ExportReader:
+    """Reads what is to be exported, and lists what cannot be exported.
+
+    Attributes:
+        bad: How many sessions and states cannot be exported.
+        problems: The first 1000 of them, and of the differences that a comparison has found.
+    """
+
+    def __init__(
+        self,
+        db: Database,
+        source: Source,
+        app_name: str | None,
+        user_id: str | None,
+        skip_bad: bool,
+        meter: Meter,
+    ) -> None:
+        self.db = db
+        self.app_name = app_name
+        self.user_id = user_id
+        self.meter: Meter = meter
+        self.bad: int = 0
+        self.problems: list[ExportProblem] = []
+        self._source = source
+        self._skip_bad = skip_bad
+        self._app_names: set[str] = set()
+
+    @classmethod
+    async def of(
+        cls,
+        db: Database,
+        app_name: str | None,
+        user_id: str | None,
+        skip_bad: bool,
+        progress: Progress | None,
+        passes: int,
+    ) -> "ExportReader":
+        """Open the source, so that a wrong key is noticed before anything is written."""
+        source = EncryptedSource(db)
+        size = await source.size(Scope(app_name))
+        meter = Meter(progress, passes * size.sessions, None)
+        return cls(db, source, app_name, user_id, skip_bad, meter)
+
+    async def sessions(
+        self, *, reports: bool = True
+    ) -> AsyncIterator[Mapping[SourceSession, SessionContent]]:
+        """Yield the sessions in batches.
+
+        If *reports* is False, sessions that cannot be decrypted are skipped silently.
+
+        Raises:
+            StopExport: A session cannot be decrypted, and is not to be skipped.
+        """
+        async for batch in self._source.sessions(Scope(self.app_name)):
+            # A session whose ids cannot be decrypted may belong to this user.
+            wanted = [
+                one for one in batch if self.user_id in (None, one.user_id) or _has_unknown_ids(one)
+            ]
+            contents: dict[SourceSession, SessionContent] = {}
+            unreadable: dict[SourceSession, UnreadableSession] = {}
+            for one, found in (await self._source.read(wanted)).items():
+                if isinstance(found, UnreadableSession):
+                    unreadable[one] = found
+                else:
+                    contents[one] = found
+            yield contents
+            if reports:
+                for one, problem in unreadable.items():
+                    ids = () if _has_unknown_ids(one) else ids_of(one)
+                    await self.reject(("session", *ids), problem.reason)
+            await self.meter.advance(len(batch))
+
+    async def user_states(
+        self, *, reports: bool = True
+    ) -> AsyncIterator[tuple[str, str, JsonObject]]:
+        """Yield the app name, the user id and the state of each user; see `sessions`."""
+        async for batch in self._source.user_states(Scope(self.app_name)):
+            for (app_name, user_id), state in batch.items():
+                if isinstance(state, UnreadableState):  # its ids are not known
+                    if reports:
+                        await self.reject(("user",), state.reason)
+                elif self.user_id in (None, user_id):
+                    self._app_names.add(app_name)
+                    yield app_name, user_id, state
+
+    async def app_states(self, *, reports: bool = True) -> AsyncIterator[tuple[str, JsonObject]]:
+        """Yield the names and states of apps; see `sessions`.
+
+        If only one user is exported, yield only the apps of this user.  So call `user_states`
+        before.
+        """
+        async for batch in self._source.app_states(Scope(self.app_name)):
+            for app_name, state in batch.items():
+                if isinstance(state, UnreadableState):  # its name is not known
+                    if reports:
+                        await self.reject(("app",), state.reason)
+                elif self.user_id is None or app_name in self._app_names:
+                    yield app_name, state
+
+    async def reject(self, who: tuple[str, ...], detail: str) -> None:
+        """Count and list something that cannot be exported; *who* is its kind and its ids.
+
+        Raises:
+            StopExport: It is not to be skipped.
+        """
+        self.bad += 1
+        await self.report(who, detail)
+        if not self._skip_bad:
+            raise StopExport
+
+    async def report(self, who: tuple[str, ...], detail: str) -> None:
+        """Add to `problems`, unless it is full; *who* is the kind and the ids."""
+        if len(self.problems) == _MAX_LISTED:
+            return
+        kind, *ids = who
+        tag = None
+        if ids:
+            app_name, user_id, session_id = (*ids, "", "")[:3]
+            identity = await self.db.unit.identify(app_name, user_id, session_id)
+            tags = (identity.app_tag, identity.user_tag, identity.session_tag)
+            tag = tags[len(ids) - 1].hex()
+        self.problems.append(ExportProblem(kind, tag, detail))
+
+
+def _has_unknown_ids(session: SourceSession) -> bool:
+    """Return whether the ids could not be decrypted."""
+    return session.version.startswith("unreadable")
+
+
+def ids_of(session: SourceSession) -> Ids:
+    """Return the ids without the version."""
+    return session.app_name, session.user_id, session.session_id
