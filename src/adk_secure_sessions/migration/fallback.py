@@ -567,6 +567,7 @@ class PlaintextFallbackService(BaseSessionService):
             events=[ImportedEvent(*event) for event in content.events],
             created_at=content.created_at,
             updated_at=content.updated_at,
+            expires_at=content.expires_at,
             source_version=header.session.version,
         )
         self.copied_sessions += result is ImportResult.CREATED
