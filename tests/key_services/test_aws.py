@@ -116,13 +116,13 @@ async def test_region_is_that_of_the_arn_unless_another_is_given(
     elsewhere = ARN.replace(REGION, "us-east-1")
     assert await region(elsewhere) == "us-east-1"
     assert await region(elsewhere, region=REGION) == REGION
-    assert await region("alias/clinic") == REGION
+    assert await region("alias/unknown") == REGION
     monkeypatch.delenv("AWS_DEFAULT_REGION")
     monkeypatch.setenv("AWS_REGION", "eu-west-3")
-    assert await region("alias/clinic") == "eu-west-3"
+    assert await region("alias/unknown") == "eu-west-3"
     monkeypatch.delenv("AWS_REGION")
     with pytest.raises(ConfigurationError, match="AWS_REGION"):
-        await region("alias/clinic")
+        await region("alias/unknown")
 
 
 def test_profile_that_is_missing_is_a_configuration_error(kms: Kms) -> None:
