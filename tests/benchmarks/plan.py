@@ -68,3 +68,7 @@ MEMORY_OPERATIONS = (
 # Functions of pgcrypto: OpenPGP with a password, and AES-CBC without authentication.
 OPENPGP, AES_CBC = "pgp_sym_encrypt", "encrypt_iv"
 FIELD_SIZES = {size: SIZES[size] for size in ("1KB", "100KB")}
+
+# The sessions that are moved in and out, and the events of each.
+MIGRATED_SESSIONS, MIGRATED_EVENTS = 500, 20
+MIGRATION_GOAL = 2.0  # time relative to a plain copy of the same rows
