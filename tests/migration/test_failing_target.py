@@ -1,0 +1,92 @@
+"""A target whose disk is full or whose server stops loses nothing; the next run continues."""
+
+import sqlite3
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import URL
+
+from adk_secure_sessions import AesGcmBackend, DatabaseError
+from adk_secure_sessions.maintenance import Database
+from adk_secure_sessions.migration import compare, migrate
+from adk_secure_sessions.migration.sources import SourceSession
+from tests import servers
+from tests.migration.memory_source import MemorySource, event
+from tests.migration.support import KEY, copy, database, stored
+
+TEXT = "x" * 4000
+
+
+class AlmostFull(sqlite3.Connection):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.execute("PRAGMA max_page_count = 100").close()
+
+
+def filled(sessions: int = 20, events: int = 20) -> MemorySource:
+    source = MemorySource(batch=4)
+    for number in range(sessions):
+        source.put(f"u{number % 3}", f"s{number}", events=[event(n, TEXT) for n in range(events)])
+    return source
+
+
+async def is_equal(source: MemorySource, url: str) -> bool:
+    async with database(url) as db:
+        return (await compare(source, db)).clean
+
+
+async def test_full_disk_ends_the_run_and_the_next_one_continues(tmp_path: Path) -> None:
+    url, source = f"sqlite:///{tmp_path}/sessions.db", filled()
+    options: dict[str, Any] = {"connect_args": {"factory": AlmostFull}}
+    async with Database(url, AesGcmBackend(KEY), **options) as db:
+        with pytest.raises(DatabaseError, match="free space") as info:
+            await migrate(source, db)
+    assert info.value.code == "SQLITE_FULL"
+    done = await copy(source, url)
+    assert done.unchanged > 0
+    assert (done.copied + done.unchanged, done.conflicts) == (20, 0)
+    assert await is_equal(source, url)
+
+
+@pytest.fixture(scope="module")
+def private() -> Iterator[servers.Server]:
+    """A server for this module alone, on which committed data survives a crash."""
+    with servers.postgresql("-csynchronous_commit=on") as server:
+        yield server
+
+
+@pytest.fixture
+def server_url(private: servers.Server) -> Iterator[URL]:
+    with private.database() as url:
+        yield url.set(drivername="postgresql+asyncpg")
+
+
+async def test_server_restarted_during_the_copy_loses_nothing(
+    private: servers.Server, server_url: URL
+) -> None:
+    url, source = server_url.render_as_string(hide_password=False), filled()
+    restarts: list[int] = []
+
+    def restart(sessions: Sequence[SourceSession]) -> None:
+        if source.reads and not restarts:
+            private.stop()
+            private.start()
+            restarts.append(source.reads)
+
+    source.before_read = restart
+    done = await copy(source, url)
+    assert restarts
+    assert (done.copied, done.conflicts, done.bad) == (20, 0, 0)
+    assert await is_equal(source, url)
+
+
+async def test_session_of_5000_events_is_copied(tmp_path: Path) -> None:
+    url, source = f"sqlite:///{tmp_path}/sessions.db", MemorySource()
+    source.put("ada", "long", events=5000)
+    assert (await copy(source, url)).events == 5000
+    session = await stored(url, "ada", "long")
+    assert session is not None
+    assert [one.id for one in session.events] == [f"e{n}" for n in range(5000)]
+    assert await is_equal(source, url)
