@@ -54,8 +54,8 @@ class BlobEncryptor(KeyMaterial):
         self._pending = bytearray()  # at most one chunk, which may be the last chunk of the blob
         self._is_finished = False
 
-    def update(self, piece: Bytes) -> bytes:
-        """Encrypt *piece*, of any length; return the next bytes of the blob, which may be empty."""
+    def update(self, piece: Bytes) -> list[bytes]:
+        """Encrypt *piece*, of any length; return the next chunks of the blob, if any."""
         if self._is_finished:
             raise ValueError("the blob is finished")
         view = memoryview(piece).cast("B")
@@ -75,7 +75,7 @@ class BlobEncryptor(KeyMaterial):
                 sealed.append(self._seal(view[start : start + CHUNK_LENGTH], False))
             view = view[followed * CHUNK_LENGTH :]
         self._pending += view
-        return b"".join(sealed)
+        return sealed
 
     def finish(self) -> bytes:
         """Encrypt the last chunk, and return the last bytes of the blob."""
@@ -202,21 +202,20 @@ def _check_header(header: bytes) -> None:
 
 
 def encrypt_pieces(encryptor: BlobEncryptor, pieces: Iterable[Bytes]) -> Iterator[bytes]:
-    """Encrypt *pieces* of plaintext, and yield the blob in pieces of about 256 KiB or less."""
+    """Encrypt *pieces* of plaintext, and yield the blob in pieces of about 64 KiB or less."""
     for piece in pieces:
         for step in _steps(piece):
-            if sealed := encryptor.update(step):
-                yield sealed
+            yield from encryptor.update(step)
     yield encryptor.finish()
 
 
 async def encrypt_stream(
     encryptor: BlobEncryptor, pieces: AsyncIterable[Bytes]
 ) -> AsyncIterator[bytes]:
-    """Encrypt *pieces* of plaintext, and yield the blob in pieces of about 256 KiB or less."""
+    """Encrypt *pieces* of plaintext, and yield the blob in pieces of about 64 KiB or less."""
     async for piece in pieces:
         for step in _steps(piece):
-            if sealed := encryptor.update(step):
+            for sealed in encryptor.update(step):
                 yield sealed
     yield encryptor.finish()
 

@@ -103,16 +103,23 @@ class BlobStore:
         self, name: str, pieces: AsyncIterable[bytes], uploads: "set[asyncio.Task[None]]"
     ) -> int:
         size = number = 0
-        buffer = bytearray()
+        parts: list[memoryview] = []  # of the next object
+        missing = OBJECT_LENGTH  # bytes until the next object is complete
         async for piece in pieces:
             size += len(piece)
-            buffer += piece
-            while len(buffer) >= OBJECT_LENGTH:
-                await self._start_upload(name, number, bytes(buffer[:OBJECT_LENGTH]), uploads)
-                del buffer[:OBJECT_LENGTH]
+            view = memoryview(piece)
+            while len(view) >= missing:
+                parts.append(view[:missing])
+                view = view[missing:]
+                await self._start_upload(name, number, b"".join(parts), uploads)
+                parts.clear()
+                missing = OBJECT_LENGTH
                 number += 1
-        if buffer:
-            await self._start_upload(name, number, bytes(buffer), uploads)
+            if view:
+                parts.append(view)
+                missing -= len(view)
+        if parts:
+            await self._start_upload(name, number, b"".join(parts), uploads)
         while uploads:
             await _first_upload(uploads)
         return size
