@@ -123,7 +123,7 @@ async def test_every_difference_is_found(file_url: str) -> None:
         "s4": f"{behind}updated_at",
         "s5": "its state is not JSON",
         "s6": "the source no longer has it",
-        "s7": "it has changed in the source and in the target since it was copied",
+        "s7": "both sides have changed or deleted it since it was copied",
         "new": "it was not copied",
         "ada": "the state has changed in the source since it was copied",
         "cleo": "the state was not copied",

@@ -20,6 +20,7 @@ from adk_secure_sessions.migration import (
     AdkTables,
     Scope,
     SourceErasure,
+    compare,
     erase_source,
     migrate,
     open_source,
@@ -197,6 +198,11 @@ async def test_only_the_scope_is_deleted(tmp_path: Path, target_url: str) -> Non
     await fill(source_url)
     await fill(source_url, app="other")
     await copied(source_url, target_url)
+    with pytest.raises(ConfigurationError, match="without --app and --since"):
+        await erased(source_url, target_url, scope=Scope("other"))
+    assert rows(source_url) == [12, 36, 2, 4]
+    async with AdkTables(source_url) as source, database(target_url) as db:
+        assert (await compare(source, db)).clean
     done = await erased(source_url, target_url, scope=Scope("other"))
     assert done.erased == (6, 18, 3, 0, 27, ())
     assert rows(source_url) == [6, 18, 1, 2]

@@ -34,7 +34,7 @@ _READS = 4  # sessions of the target that are read at the same time
 _READ_BYTES = 16 * 2**20
 
 _MISSING = "it was not copied"
-_CONFLICT = "it has changed in the source and in the target since it was copied"
+_CONFLICT = "both sides have changed or deleted it since it was copied"
 _NOT_COPIED = "the target has a session with the same ids that was not copied"
 _BEHIND = "it has changed in the source since it was copied"
 _GONE = "the source no longer has it"

@@ -100,7 +100,8 @@ async def erase_source(
 
     Raises:
         ConfigurationError: *source* is neither an `AdkTables` nor a `Package1x`; or the source or
-            the target cannot be used.
+            the target cannot be used.  Or *scope* is a part of the source, and no clean comparison
+            of everything has been stored.
         WrongKeyError: The root keys do not decrypt the keyring.
         TamperedError: A record of what was copied was modified.
         DatabaseError: The source or the target raised an error.
@@ -109,6 +110,14 @@ async def erase_source(
         raise ConfigurationError(
             f"only tables of google-adk can be erased, and the source is {source.description}: "
             "delete it with its own tools"
+        )
+    store = await db.store()
+    if not (dry_run or scope == _EVERYTHING or await store.migration_is_complete()):
+        # Until the mark is stored, a later run with delete_gone would delete the copies of the
+        # sessions that are missing in the source.
+        raise ConfigurationError(
+            "before a part of the source is deleted, everything must be copied and compared: run "
+            "`migrate --verify` without --app and --since"
         )
     run = await Comparing.begin(source, db, scope, show_ids=show_ids, progress=progress)
     comparison = await run.run(completes=not dry_run)

@@ -47,7 +47,7 @@ _EVERYTHING = Scope()
 _KNOWN_OWNERS = 10_000
 
 _REASONS = {
-    Found.CONFLICT: "it was copied before, and has changed in the source and in the target since",
+    Found.CONFLICT: "both sides have changed or deleted it since it was copied",
     Found.NOT_COPIED: "the target has a session with the same ids that was not copied",
 }
 _GONE = "it was copied before, and the source no longer has it"

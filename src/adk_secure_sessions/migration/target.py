@@ -37,9 +37,11 @@ class Found(Enum):
     UNCHANGED = auto()  # a copy; neither side has changed since
     OLDER = auto()  # a copy; the source has changed since
     MOVED_ON = auto()  # a copy; a service has written to it since, the source has not changed
-    CONFLICT = auto()  # a copy; both sides have changed since
+    CONFLICT = (
+        auto()
+    )  # a copy; the source has changed since, and a service has changed or deleted it
     NOT_COPIED = auto()  # a session or state that was not copied
-    DELETED = auto()  # a service has deleted it, and may have created it again
+    DELETED = auto()  # a service has deleted a copy, and may have created it again
 
 
 class Entry(NamedTuple):
@@ -211,8 +213,12 @@ class Located(NamedTuple):
 
 def _found(copy: Imported, *, is_unchanged: bool) -> Found:
     """Return what the target has; *is_unchanged* says whether the source is as it was copied."""
-    if copy.stored is None or copy.is_tombstone or copy.stored[0] != copy.row:
-        return Found.DELETED  # if the row id differs, a service has created it again
+    if copy.is_tombstone:
+        return Found.DELETED
+    if copy.stored is None or copy.stored[0] != copy.row:
+        # A service has deleted the copy and, if another row is stored, created it again.  If the
+        # source has changed since the copy, the deletion did not concern the newer version.
+        return Found.DELETED if is_unchanged else Found.CONFLICT
     if copy.is_untouched:
         return Found.UNCHANGED if is_unchanged else Found.OLDER
     return Found.MOVED_ON if is_unchanged else Found.CONFLICT
