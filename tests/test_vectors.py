@@ -322,6 +322,8 @@ def test_mac_of_an_import_is_the_one_in_the_vector(case: Json) -> None:
         mac = index.migrated(database_id, tag, row_id, number, source)
     elif purpose == "migration source":
         mac = index.migration_source(database_id, *rest)
+    elif purpose == "source erased":
+        mac = index.source_erased(database_id)
     else:
         mac = index.migration_complete(database_id)
     assert mac.hex() == case["mac"]

@@ -338,6 +338,7 @@ def _migration() -> Iterator[Json]:
         ("seal of a copied session", ("migrated", database_id, tag, source), (2**62 + 5, 7)),
         ("seal of a tombstone", ("migrated", database_id, tag, bytes(16)), (0, 0)),
         ("mark of a complete migration", ("migration complete", database_id), ()),
+        ("mark that the source was erased", ("source erased", database_id), ()),
     )
     for name, parts, integers in cases:
         joined = records.context(parts, *integers)

@@ -453,6 +453,31 @@ async def test_old_copy_of_the_data_does_not_overwrite_or_delete_keys_in_use(
     assert keys_in(files.keys) == keys
 
 
+@pytest.mark.parametrize("to", [INTO, BACK])
+async def test_old_copy_of_the_data_does_not_overwrite_keys_of_an_unfinished_move(
+    files: Pair, tmp_path: Path, to: Any
+) -> None:
+    """Only the key database still has all keys."""
+    await prepare(files, INTO)
+    old = copy_of(files, tmp_path / "old")
+    if to == BACK:
+        await move(files, INTO)
+    await create_user(together(files) if to == BACK else alone(files))
+    db, faults = with_faults(lambda: database(files))
+    (faults.keys.before if to == INTO else faults.keys.after)(
+        Point.DEFINE,
+        Killed(),
+        when=lambda *_: marks(files.data).get("holds") == "data" and "moving" in features(files),
+    )
+    async with db:
+        with pytest.raises(Killed):
+            await move_keys(db, to)
+    keys = keys_in(files.keys)
+    with pytest.raises(ConfigurationError, match=r"old copy of the data|move-keys --to db"):
+        await move(Pair(old.data, files.keys), INTO)
+    assert keys_in(files.keys) == keys
+
+
 async def test_key_database_of_another_database_is_rejected(files: Pair, tmp_path: Path) -> None:
     await prepare(files, INTO)
     (tmp_path / "other").mkdir()

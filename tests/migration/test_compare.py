@@ -133,6 +133,26 @@ async def test_every_difference_is_found(file_url: str) -> None:
     assert all(one.user_id is None and len(one.tag) == 32 for one in hidden.findings)
 
 
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "DELETE FROM secure_sessions",
+        "UPDATE secure_sessions SET id = -id",
+        "UPDATE secure_users SET version = version + 1",
+        "UPDATE secure_apps SET version = version + 1, state = X'00'",
+    ],
+)
+async def test_row_that_was_tampered_with_is_no_deletion_and_no_change(
+    file_url: str, attack: str
+) -> None:
+    source = filled()
+    await copy(source, file_url)
+    assert run_sql(sa.make_url(file_url).set(drivername="sqlite"), attack)
+    done = await compared(source, file_url)
+    assert (done.deleted, done.clean, done.completed) == (0, False, False)
+    assert done.different == 8
+
+
 async def test_unchanged_content_with_a_new_version_is_equal(file_url: str) -> None:
     source = filled()
     await copy(source, file_url)

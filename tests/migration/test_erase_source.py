@@ -208,6 +208,22 @@ async def test_only_the_scope_is_deleted(tmp_path: Path, target_url: str) -> Non
     assert rows(source_url) == [6, 18, 1, 2]
 
 
+async def test_session_created_again_in_an_erased_source_replaces_nothing(
+    tmp_path: Path, target_url: str
+) -> None:
+    source_url = f"sqlite+aiosqlite:///{tmp_path}/adk.db"
+    await fill(source_url)
+    await copied(source_url, target_url)
+    await erased(source_url, target_url)
+    await fill(source_url, sessions=1)  # by a process that somebody has forgotten
+    async with AdkTables(source_url) as source, database(target_url) as db:
+        done = await migrate(source, db)
+        assert (done.copied, done.updated, done.conflicts) == (0, 0, 2)
+        with pytest.raises(ConfigurationError, match="omit delete_gone"):
+            await migrate(source, db, delete_gone=True)
+        assert not (await compare(source, db)).clean
+
+
 async def test_one_database_can_be_source_and_target(tmp_path: Path) -> None:
     url = f"sqlite+aiosqlite:///{tmp_path}/both.db"
     await fill(url)

@@ -504,6 +504,10 @@ def test_only_the_owner_can_read_the_files_of_an_export(
     (tmp_path / "adk.db").chmod(0o640)
     with pytest.raises(ConfigurationError, match="chmod 600"):
         asyncio.run(export(file_url, adk_file))
+    (tmp_path / "adk.db").rename(tmp_path / "elsewhere.db").chmod(0o600)
+    (tmp_path / "adk.db").symlink_to(tmp_path / "elsewhere.db")
+    with pytest.raises(ConfigurationError, match="is a link"):
+        asyncio.run(export(file_url, adk_file))
 
 
 # --- lines ---------------------------------------------------------------------------------------

@@ -76,6 +76,10 @@ class BlindIndex(KeyMaterial):
         """Return the 16-byte MAC of the mark that everything was imported."""
         return self._tag("migration complete", database_id)
 
+    def source_erased(self, database_id: bytes) -> bytes:
+        """Return the 16-byte MAC of the mark that rows of the source may have been deleted."""
+        return self._tag("source erased", database_id)
+
     def _tag(self, *parts: str | bytes, numbers: tuple[int, ...] = ()) -> bytes:
         mac = self._mac.copy()
         mac.update(context(parts, *numbers))

@@ -40,7 +40,13 @@ from adk_secure_sessions.keys.keyring import (
 )
 from adk_secure_sessions.maintenance.clearing import overwrite_deleted, rewrite
 from adk_secure_sessions.maintenance.database import Database, see_what_is_committed
-from adk_secure_sessions.maintenance.engine import Meter, Progress, first_rows
+from adk_secure_sessions.maintenance.engine import (
+    Meter,
+    Progress,
+    first_rows,
+    ranges,
+    select_data_keys,
+)
 from adk_secure_sessions.storage import (
     DATA_KEYS,
     DATABASE_ID,
@@ -169,7 +175,7 @@ class _Move:
                 "EncryptedSessionWrapper uses this database, and cannot use another one for its "
                 "keys: no key was moved"
             )
-        self._check_target(data, keys, opened)
+        await self._check_target(data, keys, opened)
         await self._db.change(partial(_claim, self._run, None))
         await self._count(self._db.read)
         names = (FORMAT, DATABASE_ID, PLAINTEXT, MIGRATION_MARK)
@@ -188,8 +194,12 @@ class _Move:
         empty_caches()
         return await self._end_in_key_database(await self._survey_data(), found, resumed=False)
 
-    def _check_target(self, data: Survey, keys: Survey, opened: Keyring) -> None:
-        """Reject a key database that is neither empty nor the target of an unfinished move."""
+    async def _check_target(self, data: Survey, keys: Survey, opened: Keyring) -> None:
+        """Reject a key database that is neither empty nor the target of an unfinished move.
+
+        Its keys are overwritten.  The data database may be an old copy, or an attacker may have
+        inserted its old rows again.  So each of these keys must also be in the data database.
+        """
         if keys.database_id is None:
             return
         if keys.database_id != data.database_id:
@@ -202,6 +212,16 @@ class _Move:
                 "the key database already has keys of this database, and may be in use: check "
                 "db_url, which may name an old copy of the data; or give an empty key database"
             )
+        if any(row.id < 0 for row in keys.keyring):
+            raise _other_way("db")
+        if not set(keys.keyring) <= set(data.keyring):
+            raise _newer_keys()
+        async for span in ranges(self._db, data_keys.c.id, _BATCH):
+            query = select_data_keys(span.bounds)
+            left = await self._db.read_keys(query, span.parameters)
+            here = await self._db.read(query, span.parameters)
+            if not {tuple(row) for row in left} <= {tuple(row) for row in here}:
+                raise _newer_keys()
 
     async def _end_in_key_database(
         self, data: Survey, keys: Survey, *, resumed: bool = True
@@ -369,6 +389,13 @@ def _other_way(to: KeyPlace) -> ConfigurationError:
     return ConfigurationError(
         "an earlier run has begun to move the keys the other way: run `adk-secure-sessions "
         f"move-keys --to {to}` again, until it has ended"
+    )
+
+
+def _newer_keys() -> ConfigurationError:
+    return ConfigurationError(
+        "the key database has keys that the database does not have: check db_url, which may name "
+        "an old copy of the data; or give an empty key database"
     )
 
 

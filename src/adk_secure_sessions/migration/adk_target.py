@@ -528,8 +528,13 @@ def create_private_file(path: Path, *, must_be_new: bool) -> None:
         raise ConfigurationError(
             f"{str(path)!r} exists already, and a file is not overwritten: give another name"
         )
-    mode = path.stat().st_mode
-    if not stat.S_ISREG(mode) or stat.S_IMODE(mode) & 0o077:
+    found = path.lstat()  # a link may name a file of somebody else
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        raise ConfigurationError(
+            f"{str(path)!r} exists, and is a link or belongs to another user: plaintext is not "
+            "written to it; give another name"
+        )
+    if stat.S_IMODE(found.st_mode) & 0o077:
         raise ConfigurationError(
             f"{str(path)!r} exists, and other users may read it: run chmod 600 first, because "
             "plaintext is written to it; or give another name"

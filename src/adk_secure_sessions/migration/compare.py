@@ -249,12 +249,13 @@ class Comparing:
         """Return the name of the count for a session, and a reason if the session is not equal."""
         if entry.found in _OUTCOMES:
             return _OUTCOMES[entry.found]
+        # Also read a session that is not stored: an attacker may have removed its row only.
         try:
             copy = await self._target.content(entry)
         except UNREADABLE as error:
             said = str(error) if isinstance(error, DecryptionError) else "it is malformed"
             return "different", f"the target cannot decrypt it: {said}"
-        if copy is None:
+        if copy is None or entry.found is Found.DELETED:
             return "deleted", ""
         moved_on = entry.found is Found.MOVED_ON
         fields = differences(content, copy, copied=entry.copied_events if moved_on else None)
@@ -288,10 +289,14 @@ class Comparing:
 
     async def _state_reason(self, owner: tuple[str, ...], data: bytes, kind: Found) -> str:
         """Return why the state of *owner* is not equal; empty if it is equal or has moved on."""
-        if kind in (Found.MOVED_ON, Found.DELETED):
-            return ""
-        stored = await self._target.state(*owner)
-        if is_same(states.loads(data), states.loads(stored)):
+        try:
+            stored = await self._target.state(*owner)
+        except UNREADABLE as error:
+            said = str(error) if isinstance(error, DecryptionError) else "it is malformed"
+            return f"the target cannot decrypt it: {said}"
+        if kind in (Found.MOVED_ON, Found.DELETED) or is_same(
+            states.loads(data), states.loads(stored)
+        ):
             return ""
         return _STATES[kind]
 
@@ -339,7 +344,6 @@ _OUTCOMES = {
     Found.NEW: ("missing", _MISSING),
     Found.CONFLICT: ("conflicts", _CONFLICT),
     Found.NOT_COPIED: ("conflicts", _NOT_COPIED),
-    Found.DELETED: ("deleted", ""),
 }
 
 _STATES = {

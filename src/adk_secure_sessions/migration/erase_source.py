@@ -113,8 +113,6 @@ async def erase_source(
         )
     store = await db.store()
     if not (dry_run or scope == _EVERYTHING or await store.migration_is_complete()):
-        # Until the mark is stored, a later run with delete_gone would delete the copies of the
-        # sessions that are missing in the source.
         raise ConfigurationError(
             "before a part of the source is deleted, everything must be copied and compared: run "
             "`migrate --verify` without --app and --since"
@@ -128,6 +126,8 @@ async def erase_source(
         deletable = comparison.sessions
         erased = Erased(deletable, comparison.events, comparison.states, 0, 0, ())
         return SourceErasure(comparison, erased)
+    # From now on, `migrate` replaces no copy and deletes none: it may be the only one.
+    await store.mark_source_erased()
     writer = source.writer()
     try:
         return SourceErasure(comparison, await _Eraser(writer, source, tables, scope, run).erase())

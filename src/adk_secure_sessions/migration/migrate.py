@@ -237,6 +237,7 @@ class _Run:
         self._sessions = self._events = self._states = self._removed = self._behind = 0
         self._bad = self._conflicting_states = 0
         self._gone: int | None = None
+        self._is_erased = False  # whether rows of the source may have been deleted
         self._stopped = False
         self._trial = _Trial()
         self._estimate: float | None = None
@@ -269,6 +270,8 @@ class _Run:
 
     async def copy_sessions(self) -> None:
         """Copy the sessions that are new or have changed in the source."""
+        if self._target is not None:
+            self._is_erased = await self._target.store.source_is_erased()
         async with await self._workers() as workers:
             to_read = Chunks()
             async for listed in self._source.sessions(self._options.scope):
@@ -334,7 +337,9 @@ class _Run:
             await self._report_bad(entry.tag, TOO_LARGE, *who)
             return
         found = entry.found
-        if self._target is None or self._options.dry_run:
+        if found is Found.OLDER and self._is_erased and not await self._has_copy(entry, content):
+            found = Found.CONFLICT
+        elif self._target is None or self._options.dry_run:
             self._trial.add(_Sample(entry.session, content, state))
         else:
             sample = _Sample(entry.session, content, state)
@@ -357,6 +362,17 @@ class _Run:
             await self._meter.advance(1 + len(content.events))
         else:
             await self._leave(entry._replace(found=found))
+
+    async def _has_copy(self, entry: Entry, content: SessionContent) -> bool:
+        """Return whether *content* is the copied session, with more events.
+
+        If rows of the source were deleted, the session may have been created again since.
+        """
+        assert self._target is not None
+        copy = await self._target.content(entry)
+        if copy is None or copy.created_at != content.created_at:
+            return copy is None
+        return list(content.events[: len(copy.events)]) == list(copy.events)
 
     async def _report_bad(self, tag: bytes, reason: str, *ids: str) -> None:
         self._bad += 1
@@ -401,7 +417,9 @@ class _Run:
         if self._target is not None and not self._options.dry_run:
             app_name, user_id = owner[0], owner[1] if len(owner) > 1 else None
             async with self._owners.of(*owner):
-                done = await self._target.store.import_state(app_name, user_id, data, replace=True)
+                done = await self._target.store.import_state(
+                    app_name, user_id, data, replace=not self._is_erased
+                )
             if done in (ImportResult.CONFLICT, ImportResult.SAME_ID):
                 self._conflicting_states += 1
                 self._findings.add(tag, _STATE_CONFLICT, *owner)

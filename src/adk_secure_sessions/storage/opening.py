@@ -485,32 +485,48 @@ def create_table_of(feature: str, connection: sa.Connection, *, may_create: bool
     )
 
 
-def mark_migration_complete(keyring: Keyring, connection: sa.Connection) -> None:
-    """Store the mark that everything was imported; replace a mark that was tampered with."""
-    connection.execute(sa.delete(meta).where(meta.c.name == MIGRATION_MARK))
-    mark = _migration_mark(keyring)
+class MigrationEnd(Enum):
+    """What the mark of a complete migration says."""
+
+    COMPLETE = "complete"  # everything was imported
+    SOURCE_ERASED = "erased"  # also, rows of the source may have been deleted since
+
+
+def mark_migration(end: MigrationEnd, keyring: Keyring, connection: sa.Connection) -> None:
+    """Store the mark; replace a mark that was tampered with, but not `SOURCE_ERASED`."""
+    where = meta.c.name == MIGRATION_MARK
+    stored = connection.scalar(sa.select(meta.c.value).where(where).with_for_update())
+    if stored == _migration_mark(MigrationEnd.SOURCE_ERASED, keyring):
+        return
+    connection.execute(sa.delete(meta).where(where))
+    mark = _migration_mark(end, keyring)
     connection.execute(sa.insert(meta).values(name=MIGRATION_MARK, value=mark))
 
 
-def migration_is_complete(keyring: Keyring, connection: sa.Connection) -> bool:
-    """Return whether `mark_migration_complete` has stored the mark.
+def migration_end(keyring: Keyring, connection: sa.Connection) -> MigrationEnd | None:
+    """Return what the mark says; None if there is no mark.
 
     Raises:
         WrongKeyError: The mark was tampered with.
     """
     value = connection.scalar(sa.select(meta.c.value).where(meta.c.name == MIGRATION_MARK))
     if value is None:
-        return False
-    if not hmac.compare_digest(str(value).encode(), _migration_mark(keyring).encode()):
-        raise WrongKeyError(
-            f"the row `{MIGRATION_MARK}` of secure_meta was tampered with: delete the row and run "
-            "`migrate` again"
-        )
-    return True
+        return None
+    for end in MigrationEnd:
+        if hmac.compare_digest(str(value).encode(), _migration_mark(end, keyring).encode()):
+            return end
+    raise WrongKeyError(
+        f"the row `{MIGRATION_MARK}` of secure_meta was tampered with: delete the row and run "
+        "`migrate` again"
+    )
 
 
-def _migration_mark(keyring: Keyring) -> str:
-    return f"complete {keyring.index.migration_complete(keyring.database_id).hex()}"
+def _migration_mark(end: MigrationEnd, keyring: Keyring) -> str:
+    mac_of = {
+        MigrationEnd.COMPLETE: keyring.index.migration_complete,
+        MigrationEnd.SOURCE_ERASED: keyring.index.source_erased,
+    }
+    return f"{end.value} {mac_of[end](keyring.database_id).hex()}"
 
 
 def has_rows_of(feature: str, connection: sa.Connection) -> bool:

@@ -25,12 +25,13 @@ from adk_secure_sessions.storage.opening import (
     COLLECTIONS,
     EXPIRY,
     MIGRATION,
+    MigrationEnd,
     add_feature,
     create_table_of,
     has_feature,
     has_rows_of,
-    mark_migration_complete,
-    migration_is_complete,
+    mark_migration,
+    migration_end,
 )
 from adk_secure_sessions.storage.queries import chunks, migrated_rows, numbered
 from adk_secure_sessions.storage.reads import (
@@ -398,7 +399,24 @@ class Store:
         """Store the mark that everything was imported; see `migration_is_complete`."""
         await self._migration.ensure()
         keyring = (await self.unit.keys()).keyring
-        await self.unit.change_keys(partial(mark_migration_complete, keyring))
+        await self.unit.change_keys(partial(mark_migration, MigrationEnd.COMPLETE, keyring))
+
+    async def mark_source_erased(self) -> None:
+        """Store the mark that rows of the source may be missing; it is never removed again.
+
+        Otherwise, a later migration from the same source would replace or delete the only copies.
+        """
+        await self._migration.ensure()
+        keyring = (await self.unit.keys()).keyring
+        await self.unit.change_keys(partial(mark_migration, MigrationEnd.SOURCE_ERASED, keyring))
+
+    async def source_is_erased(self) -> bool:
+        """Return whether `mark_source_erased` was called for this database.
+
+        Raises:
+            WrongKeyError: The mark was tampered with.
+        """
+        return await self._migration_end() is MigrationEnd.SOURCE_ERASED
 
     async def migration_is_complete(self) -> bool:
         """Return whether `complete_migration` was called for this database.
@@ -406,8 +424,11 @@ class Store:
         Raises:
             WrongKeyError: The mark was tampered with.
         """
+        return await self._migration_end() is not None
+
+    async def _migration_end(self) -> MigrationEnd | None:
         keyring = (await self.unit.keys()).keyring
-        return await self.unit.change_keys(partial(migration_is_complete, keyring), commit=False)
+        return await self.unit.change_keys(partial(migration_end, keyring), commit=False)
 
     async def _seals(self) -> Seals:
         return Seals((await self.unit.keys()).keyring)
