@@ -28,7 +28,7 @@ from adk_secure_sessions import (
 )
 from adk_secure_sessions.formats.events import decode
 from adk_secure_sessions.formats.times import microseconds
-from adk_secure_sessions.migration import adk_sql, adk_tables, package_1x
+from adk_secure_sessions.migration import adk_sql, adk_tables, open_source, package_1x
 from adk_secure_sessions.migration.package_1x import Package1x
 from adk_secure_sessions.migration.sources import (
     Scope,
@@ -489,3 +489,20 @@ async def test_unusable_database_or_key_is_rejected(tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match="contains no tables"):
             await of.size(ALL)
     assert not list(tmp_path.glob("missing*"))
+
+
+async def test_file_with_the_bytes_of_a_key_is_read(
+    file: Path, writer: Writer, tmp_path: Path
+) -> None:
+    writer.session("ada", "s")
+    key = tmp_path / "aes.key"
+    key.write_bytes(KEY)
+    key.chmod(0o600)
+    async with await open_source(f"sqlite:///{file}", [f"file:{key}"]) as source:
+        assert isinstance(source, Package1x)
+        assert (await source.size(ALL)).sessions == 1
+    key.write_bytes(b"\xf0" * 31)  # neither text nor a key
+    with pytest.raises(ConfigurationError) as info:
+        await open_source(f"sqlite:///{file}", [f"file:{key}"])
+    assert info.value.__context__ is None
+    assert "\\xf0" not in str(info.value)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from datetime import UTC, tzinfo
+from itertools import chain
 from pathlib import Path
 
 import sqlalchemy as sa
@@ -16,6 +17,8 @@ from adk_secure_sessions.migration.adk_tables import AdkTables, detect
 from adk_secure_sessions.migration.encrypted import EncryptedSource
 from adk_secure_sessions.migration.package_1x import Package1x
 from adk_secure_sessions.migration.sources import Source
+
+_AES_KEY_LENGTH = 32
 
 
 async def open_source(
@@ -49,7 +52,9 @@ async def open_source(
     has_keys = bool(keys) or NO_OP in backends
     if Kind.PACKAGE_1X in kinds and not (has_keys and Kind.ENCRYPTED in kinds and backends):
         _require(has_keys)
-        return Package1x(db_url, map(_secret, keys), time_zone=time_zone or UTC)
+        return Package1x(
+            db_url, chain.from_iterable(map(_secrets, keys)), time_zone=time_zone or UTC
+        )
     if Kind.ENCRYPTED in kinds and (has_keys or len(kinds) == 1):
         _require(has_keys)
         writer, others = backends_for(backends or [DEFAULT], keys)
@@ -72,17 +77,27 @@ def _require(has_keys: bool) -> None:
 
 
 @hides_frames
-def _secret(spec: str) -> str:
-    """Return the secret that *spec* names, a text that is not a root key of this package.
+def _secrets(spec: str) -> list[str | bytes]:
+    """Return the secret that *spec* names, which is not a root key of this package.
+
+    32 bytes in a file may be an AES key and, if they are text, also a passphrase: return both.
 
     Raises:
         ConfigurationError: *spec* is not `env:NAME` or `file:PATH`, or the secret cannot be read.
     """
     scheme, _, rest = spec.partition(":")
     if scheme == "env" and rest:
-        return read_environment(rest)
+        return [read_environment(rest)]
     if scheme == "file" and rest:
-        return read_private_file(Path(rest)).decode().removesuffix("\n")
+        content = read_private_file(Path(rest))
+        secrets: list[str | bytes] = [content] if len(content) == _AES_KEY_LENGTH else []
+        try:
+            secrets.append(content.decode().removesuffix("\n"))
+        except UnicodeDecodeError:
+            pass
+        if secrets:
+            return secrets
+        raise ConfigurationError(f"{rest!r} contains neither text nor an AES key of 32 bytes")
     raise ConfigurationError(
         "give the key of a database of adk-secure-sessions 1.x as env:NAME or file:PATH"
     )
