@@ -7,13 +7,15 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from adk_secure_sessions.errors import Reason, TamperedError, UnknownKeyError
-from adk_secure_sessions.formats.records import decode_text, split_id
+from adk_secure_sessions.formats.records import binary, decode_text, split_id
 from adk_secure_sessions.keys.data_keys import StagedKeys
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import Bounds, Range, ranges, within
 from adk_secure_sessions.maintenance.problems import UNREADABLE
 from adk_secure_sessions.storage import (
     COLLECTION,
+    CheckUser,
+    Owner,
     StoredSession,
     UserRow,
     apps,
@@ -137,6 +139,61 @@ def app_name_of(stored: object) -> str:
     if stored is None:
         raise TamperedError("its app's row was removed", reason=Reason.MISSING)
     return decode_text(stored)
+
+
+class OwnerTag(NamedTuple):
+    """The columns that identify an app or a user; they are not authenticated yet.
+
+    For a user, *app_name* is that of the app, or None if the app's row does not exist.  For an app,
+    *app_row* is 0.
+    """
+
+    id: int
+    tag: object
+    app_name: object
+    app_row: int = 0
+
+
+@functools.cache
+def app_tags(bounds: Bounds) -> sa.Select[Any]:
+    """Return the query for the apps, as `OwnerTag`, whose row ids are in a range."""
+    c = apps.c
+    return sa.select(c.id, c.tag, c.app_name).where(*within(c.id, bounds)).order_by(c.id)
+
+
+@functools.cache
+def user_tags(bounds: Bounds) -> sa.Select[Any]:
+    """Return the query for the users, as `OwnerTag`, whose row ids are in a range."""
+    c = users.c
+    query = sa.select(c.id, c.tag, apps.c.app_name, c.app_row)
+    query = query.select_from(users.outerjoin(apps, apps.c.id == c.app_row))
+    return query.where(*within(c.id, bounds)).order_by(c.id)
+
+
+async def read_tagged_user(db: Database, row: OwnerTag) -> tuple[str, Owner] | None:
+    """Read and decrypt the user with the tag in *row*; return the app's name and the user.
+
+    Return None if the user was deleted after *row* was read.
+
+    Raises:
+        TamperedError: The tag belongs to another user, or a row was tampered with.
+        UnicodeDecodeError: The app's name is not UTF-8.
+    """
+    with naming(users.name, row.id):
+        app_name = app_name_of(row.app_name)
+        tag = binary(row.tag)
+    who = await db.unit.identify(app_name)
+    user = await db.unit.run(CheckUser(who._replace(user_tag=tag)))
+    if user is None:
+        return None
+    if (await db.unit.identify(app_name, user.user_id)).user_tag != tag:
+        raise TamperedError(
+            "its tag belongs to another user",
+            reason=Reason.WRONG_OWNER,
+            table=users.name,
+            row=row.id,
+        )
+    return app_name, user
 
 
 class _SessionsAndOwners(NamedTuple):

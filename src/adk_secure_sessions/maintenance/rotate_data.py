@@ -1,9 +1,8 @@
 """Replace all data keys, for the same or another backend, and re-encrypt every record."""
 
-import functools
 from collections import Counter
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import sqlalchemy as sa
 
@@ -13,15 +12,13 @@ from adk_secure_sessions.formats.records import binary, pack
 from adk_secure_sessions.keys.data_keys import DataKey, StagedKeys
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import (
-    Bounds,
     Progress,
     count_events,
     count_records,
     count_rows,
     ranges,
-    within,
 )
-from adk_secure_sessions.maintenance.identities import app_name_of
+from adk_secure_sessions.maintenance.identities import OwnerTag, app_name_of, app_tags, user_tags
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
 from adk_secure_sessions.maintenance.records import (
     OwnerIds,
@@ -122,17 +119,6 @@ async def rotate_data(
     return run.result()
 
 
-class _OwnerTag(NamedTuple):
-    """The columns that identify an app or a user.
-
-    *app_name* is None if the row of the user's app does not exist.
-    """
-
-    id: int
-    tag: object
-    app_name: object
-
-
 class DataRotationRun(Rotation):
     """One run of `rotate_data`; a subclass may re-encrypt more after the records."""
 
@@ -179,15 +165,15 @@ class DataRotationRun(Rotation):
 
     async def _walk(self) -> None:
         self._reencryptor = Reencryptor(self._db, self._problems, dry_run=self._dry_run)
-        for table, query in ((apps, _apps), (users, _users)):
+        for table, query in ((apps, app_tags), (users, user_tags)):
             async for span in ranges(self._db, table.c.id, self._db.limits.rows):
                 found = await self._db.read(query(span.bounds), span.parameters)
-                for row in (_OwnerTag(*values) for values in found):
+                for row in (OwnerTag(*values) for values in found):
                     await self._rotate_row(table, row)
                 await self._checkpoints.check(self._since)
         self._reencrypted += self._reencryptor.count
 
-    async def _rotate_row(self, table: sa.Table, row: _OwnerTag) -> None:
+    async def _rotate_row(self, table: sa.Table, row: OwnerTag) -> None:
         """Re-encrypt the records of an app or user, and report bad rows.
 
         If a record names an unknown data key, process the owner a second time: a service with
@@ -204,7 +190,7 @@ class DataRotationRun(Rotation):
                 self._problems.extend(problems)
                 return
 
-    async def _rotate_owner(self, table: sa.Table, row: _OwnerTag, *, renews_key: bool) -> None:
+    async def _rotate_owner(self, table: sa.Table, row: OwnerTag, *, renews_key: bool) -> None:
         with naming(table.name, row.id):
             tag = binary(row.tag)
             app_name = app_name_of(row.app_name)
@@ -287,20 +273,3 @@ class DataRotationRun(Rotation):
 
 def _delete_keys(ids: list[int], connection: sa.Connection) -> None:
     connection.execute(sa.delete(data_keys).where(data_keys.c.id.in_(ids)))
-
-
-# --- statements ----------------------------------------------------------------------------------
-
-
-@functools.cache
-def _apps(bounds: Bounds) -> sa.Select[Any]:
-    c = apps.c
-    return sa.select(c.id, c.tag, c.app_name).where(*within(c.id, bounds)).order_by(c.id)
-
-
-@functools.cache
-def _users(bounds: Bounds) -> sa.Select[Any]:
-    c = users.c
-    query = sa.select(c.id, c.tag, apps.c.app_name)
-    query = query.select_from(users.outerjoin(apps, apps.c.id == c.app_row))
-    return query.where(*within(c.id, bounds)).order_by(c.id)

@@ -11,7 +11,7 @@ from adk_secure_sessions.errors import Reason, TamperedError, WrongKeyError
 from adk_secure_sessions.formats import memory_items
 from adk_secure_sessions.formats.json_text import read_event
 from adk_secure_sessions.formats.memory_items import MemoryItem
-from adk_secure_sessions.formats.records import binary, decode_text
+from adk_secure_sessions.formats.records import decode_text
 from adk_secure_sessions.formats.states import loads
 from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.keys.data_keys import DataKeyRow, unwrap_data_key
@@ -29,8 +29,11 @@ from adk_secure_sessions.maintenance.engine import (
 )
 from adk_secure_sessions.maintenance.identities import (
     LocatedSession,
-    app_name_of,
+    OwnerTag,
+    app_tags,
     located_sessions,
+    read_tagged_user,
+    user_tags,
 )
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
 from adk_secure_sessions.storage import (
@@ -40,7 +43,6 @@ from adk_secure_sessions.storage import (
     MIGRATION_MARK,
     CheckApp,
     CheckLocatedSession,
-    CheckUser,
     MigratedRow,
     Seals,
     StoredSession,
@@ -135,26 +137,6 @@ async def verify(
     return run.result()
 
 
-class _AppName(NamedTuple):
-    """The columns of an app's row that are needed to check the app."""
-
-    id: int
-    app_name: bytes
-    tag: bytes
-
-
-class _UserTag(NamedTuple):
-    """The columns of a user's row that are needed to check the user, and the app's name.
-
-    *app_name* is None if the app's row does not exist.
-    """
-
-    id: int
-    app_row: int
-    tag: bytes
-    app_name: bytes | None
-
-
 class _WitnessTag(NamedTuple):
     """A version witness.  *is_owned* is 1 if the app, user or session exists, otherwise 0."""
 
@@ -215,7 +197,7 @@ class _Verifier:
         )
 
     async def check_apps(self) -> None:
-        async for rows in batches(self._db, apps.c.id, _apps, _AppName, self._db.limits.rows):
+        async for rows in batches(self._db, apps.c.id, app_tags, OwnerTag, self._db.limits.rows):
             for row in rows:
                 try:
                     await self._check_app(row)
@@ -228,7 +210,7 @@ class _Verifier:
                 await self._meter.advance()
 
     async def check_users(self) -> None:
-        async for rows in batches(self._db, users.c.id, _users, _UserTag, self._db.limits.rows):
+        async for rows in batches(self._db, users.c.id, user_tags, OwnerTag, self._db.limits.rows):
             for row in rows:
                 await self._count_user(row)
                 await self._meter.advance()
@@ -239,7 +221,7 @@ class _Verifier:
                 await self._check_session(located)
             await _find_orphans_of_sessions(self._db, batch.span, self.problems)
 
-    async def _check_app(self, row: _AppName) -> None:
+    async def _check_app(self, row: OwnerTag) -> None:
         with naming(apps.name, row.id):
             app_name = decode_text(row.app_name)
         unit = self._db.unit
@@ -294,14 +276,14 @@ class _Verifier:
         except WrongKeyError as error:
             self.problems.add(meta.name, MIGRATION_MARK, Reason.MISMATCH, str(error))
 
-    def _has_own_name(self, row: _AppName) -> bool:
+    def _has_own_name(self, row: OwnerTag) -> bool:
         """Return whether the tag of the app's row is the blind index of the app's name."""
         try:
             return self._index.app(decode_text(row.app_name)) == row.tag
         except UNREADABLE:
             return False
 
-    async def _count_user(self, row: _UserTag) -> None:
+    async def _count_user(self, row: OwnerTag) -> None:
         try:
             self._users += await self._check_user(row)
         except UNREADABLE as error:
@@ -312,24 +294,13 @@ class _Verifier:
                 self.problems.add_error(error, users.name, row.id)
             self.problems.suppress(users.name, row.id)
 
-    async def _check_user(self, row: _UserTag) -> bool:
+    async def _check_user(self, row: OwnerTag) -> bool:
         """Check a user; return False if the user was deleted after *row* was read."""
-        with naming(users.name, row.id):
-            app_name = app_name_of(row.app_name)
-            tag = binary(row.tag)
-        who = await self._db.unit.identify(app_name)
-        user = await self._db.unit.run(CheckUser(who._replace(user_tag=tag)))
-        if user is None:
+        found = await read_tagged_user(self._db, row)
+        if found is None:
             return False
         with naming(users.name, row.id):
-            loads(user.state)
-        if self._index.user(app_name, user.user_id) != tag:
-            raise TamperedError(
-                "its tag belongs to another user",
-                reason=Reason.WRONG_OWNER,
-                table=users.name,
-                row=row.id,
-            )
+            loads(found[1].state)
         return True
 
     async def _check_session(self, located: LocatedSession) -> None:
@@ -465,20 +436,6 @@ async def _existing_owners(db: Database, tags: Iterable[object]) -> set[object]:
 
 
 # --- statements ----------------------------------------------------------------------------------
-
-
-@functools.cache
-def _apps(bounds: Bounds) -> sa.Select[Any]:
-    c = apps.c
-    return sa.select(c.id, c.app_name, c.tag).where(*within(c.id, bounds)).order_by(c.id)
-
-
-@functools.cache
-def _users(bounds: Bounds) -> sa.Select[Any]:
-    c = users.c
-    query = sa.select(c.id, c.app_row, c.tag, apps.c.app_name)
-    query = query.select_from(users.outerjoin(apps, apps.c.id == c.app_row))
-    return query.where(*within(c.id, bounds)).order_by(c.id)
 
 
 @functools.cache

@@ -4,21 +4,24 @@ import asyncio
 import functools
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import sqlalchemy as sa
 
 from adk_secure_sessions.errors import DecryptionError, Reason, TamperedError
 from adk_secure_sessions.formats.json_text import read_event
-from adk_secure_sessions.formats.records import binary, decode_text
+from adk_secure_sessions.formats.records import decode_text
 from adk_secure_sessions.formats.states import JsonObject, loads
 from adk_secure_sessions.formats.times import microseconds
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import Bounds, Range, batches, within
 from adk_secure_sessions.maintenance.identities import (
     LocatedSession,
-    app_name_of,
+    OwnerTag,
+    app_tags,
     located_sessions,
+    read_tagged_user,
+    user_tags,
 )
 from adk_secure_sessions.maintenance.problems import UNREADABLE
 from adk_secure_sessions.migration.sources import (
@@ -34,8 +37,8 @@ from adk_secure_sessions.migration.sources import (
 )
 from adk_secure_sessions.storage import (
     COLLECTION,
+    NEVER,
     CheckApp,
-    CheckUser,
     Store,
     StoredSession,
     apps,
@@ -49,7 +52,6 @@ from adk_secure_sessions.storage import (
 _BATCH = 8 * 2**20  # bytes of the stored records in one batch; a larger session is a batch alone
 _AT_ONCE = 8  # sessions to read at the same time; `Database` has at most 10 connections
 _MOST = 10**15  # sums of modified numbers may be larger
-_NEVER = 2**63 - 1  # the `expires_at` of a session that does not expire
 # The version of a row whose ids cannot be decrypted begins with this text, and the reason follows.
 _UNREADABLE = "unreadable: "
 
@@ -140,7 +142,7 @@ class EncryptedSource(Source):
 
         An app that cannot be decrypted has the table and the row id instead of a name.
         """
-        async for rows in batches(self._db, apps.c.id, _apps, _AppName, self._db.limits.rows):
+        async for rows in batches(self._db, apps.c.id, app_tags, OwnerTag, self._db.limits.rows):
             found: dict[str, JsonObject | UnreadableState] = {}
             for row in rows:
                 try:
@@ -161,7 +163,7 @@ class EncryptedSource(Source):
         A user who cannot be decrypted has the table and the row id instead of an id, and an empty
         app name.
         """
-        async for rows in batches(self._db, users.c.id, _users, _UserTag, self._db.limits.rows):
+        async for rows in batches(self._db, users.c.id, user_tags, OwnerTag, self._db.limits.rows):
             found: dict[tuple[str, str], JsonObject | UnreadableState] = {}
             for row in rows:
                 try:
@@ -194,7 +196,7 @@ class EncryptedSource(Source):
             sizes[row] = sizes.get(row, 0) + _count(size)
         return sizes
 
-    async def _app_state(self, row: "_AppName") -> tuple[str, JsonObject]:
+    async def _app_state(self, row: OwnerTag) -> tuple[str, JsonObject]:
         with naming(apps.name, row.id):
             app_name = decode_text(row.app_name)
         app = await self._db.unit.run(CheckApp(await self._db.unit.identify(app_name)))
@@ -203,18 +205,13 @@ class EncryptedSource(Source):
                 raise TamperedError("its app_name or its tag was modified", reason=Reason.MISMATCH)
             return app_name, loads(app.state, "the app's state")
 
-    async def _user_state(self, row: "_UserTag") -> tuple[tuple[str, str], JsonObject] | None:
+    async def _user_state(self, row: OwnerTag) -> tuple[tuple[str, str], JsonObject] | None:
         """Return the ids and the state of a user; None if the user was erased meanwhile."""
-        with naming(users.name, row.id):
-            app_name = app_name_of(row.app_name)
-            tag = binary(row.tag)
-        who = await self._db.unit.identify(app_name)
-        user = await self._db.unit.run(CheckUser(who._replace(user_tag=tag)))
-        if user is None:
+        found = await read_tagged_user(self._db, row)
+        if found is None:
             return None
+        app_name, user = found
         with naming(users.name, row.id):
-            if (await self._db.unit.identify(app_name, user.user_id)).user_tag != tag:
-                raise TamperedError("its tag belongs to another user", reason=Reason.WRONG_OWNER)
             return (app_name, user.user_id), loads(user.state, "the user's state")
 
 
@@ -247,7 +244,7 @@ async def _content(store: Store, one: SourceSession) -> SessionContent | Unreada
     if found is None:
         return None
     stored, history = found[0].session, found[1]
-    expires_at = None if stored.expires_at == _NEVER else stored.expires_at
+    expires_at = None if stored.expires_at == NEVER else stored.expires_at
     return SessionContent(_state(stored), history, stored.created_at, stored.updated_at, expires_at)
 
 
@@ -284,38 +281,6 @@ def _count(number: Any) -> int:
 # --- statements ----------------------------------------------------------------------------------
 
 _IS_COLLECTION = sessions.c.base_revision == sa.literal_column(str(COLLECTION))
-
-
-class _AppName(NamedTuple):
-    """The columns of an app's row with which the app is found."""
-
-    id: int
-    app_name: bytes
-
-
-class _UserTag(NamedTuple):
-    """The columns of a user's row with which the user is found.
-
-    *app_name* is None if the app's row does not exist.
-    """
-
-    id: int
-    tag: bytes
-    app_name: bytes | None
-
-
-@functools.cache
-def _apps(bounds: Bounds) -> sa.Select[Any]:
-    c = apps.c
-    return sa.select(c.id, c.app_name).where(*within(c.id, bounds)).order_by(c.id)
-
-
-@functools.cache
-def _users(bounds: Bounds) -> sa.Select[Any]:
-    c = users.c
-    query = sa.select(c.id, c.tag, apps.c.app_name)
-    query = query.select_from(users.outerjoin(apps, apps.c.id == c.app_row))
-    return query.where(*within(c.id, bounds)).order_by(c.id)
 
 
 @functools.cache

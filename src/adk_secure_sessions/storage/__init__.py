@@ -15,6 +15,7 @@ The modules, each of which imports only those above it:
 
 from adk_secure_sessions.storage.bindings import (
     Identity,
+    Owner,
     StoredSession,
     app_context,
     event_context,
@@ -161,6 +162,7 @@ __all__ = [
     "MigratedRow",
     "MissingSession",
     "NewEvent",
+    "Owner",
     "Part",
     "Position",
     "RenewKey",
