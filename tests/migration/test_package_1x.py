@@ -28,7 +28,7 @@ from adk_secure_sessions import (
 )
 from adk_secure_sessions.formats.events import decode
 from adk_secure_sessions.formats.times import microseconds
-from adk_secure_sessions.migration import adk_sql, adk_tables, open_source, package_1x
+from adk_secure_sessions.migration import adk_sql, adk_tables, open_source
 from adk_secure_sessions.migration.package_1x import Package1x
 from adk_secure_sessions.migration.sources import (
     Scope,
@@ -241,8 +241,7 @@ async def test_sessions_states_and_sizes_are_read(
 ) -> None:
     for module in (adk_sql, adk_tables):
         monkeypatch.setattr(module, "PAGE", 2)
-    for part in (adk_sql, package_1x):
-        monkeypatch.setattr(part, "STATES", 1)
+        monkeypatch.setattr(module, "STATES", 1)
     writer = Writer(place)
     for user, name, app in [
         ("ada", "s2", "shop"),

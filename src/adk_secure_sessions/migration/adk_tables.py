@@ -160,15 +160,14 @@ class AdkTables(LookupSource):
             history = histories.get((app_name, user_id, session_id))
             if history is not None:
                 history.append(columns)
-        found: dict[SourceSession, SessionContent | UnreadableSession] = {}
-        for session in sessions:
-            key = tables.key(session)
-            if key in headers:
-                try:
-                    found[session] = tables.content(session, headers[key], histories.pop(key))
-                except Unreadable as error:
-                    found[session] = UnreadableSession(str(error))
-        return found
+        stored = [(session, tables.key(session)) for session in sessions]
+        return await self._convert(
+            lambda: {
+                session: self._content(tables, session, headers[key], histories[key])
+                for session, key in stored
+                if key in headers
+            }
+        )
 
     async def app_states(
         self, scope: Scope
@@ -226,7 +225,7 @@ class AdkTables(LookupSource):
         if not tables.can_store(names):
             return {}
         row = await self._reader.run(partial(tables.state, table=table, names=names))
-        return {} if row is None else _state(names, row)
+        return {} if row is None else self._state(names, row)
 
     async def close(self) -> None:
         """Close the connections to the database."""
@@ -247,7 +246,35 @@ class AdkTables(LookupSource):
         self, rows: Sequence[Row]
     ) -> dict[tuple[str, ...], JsonObject | UnreadableState]:
         """Convert rows of `Tables.states` to states by name."""
-        return converted(rows)
+        states = {}
+        for *columns, state in rows:
+            names = tuple(map(text, columns))
+            states[names] = self._state(names, state)
+        return states
+
+    async def _convert(self, work: Callable[[], T]) -> T:
+        """Call *work*, which converts rows."""
+        return work()
+
+    def _content(
+        self, tables: Tables, session: SourceSession, header: Header, history: list[Row]
+    ) -> SessionContent | UnreadableSession:
+        try:
+            return tables.content(session, header, history)
+        except Unreadable as error:
+            return UnreadableSession(str(error))
+
+    def _state(self, names: tuple[str, ...], stored: object) -> JsonObject | UnreadableState:
+        """Convert the state of the app or user with these *names*."""
+        try:
+            check_names(*names)
+            return self._state_of_owner(stored)
+        except Unreadable as error:
+            return UnreadableState(str(error))
+
+    def _state_of_owner(self, stored: object) -> JsonObject:
+        """Convert the state of an app or a user; raise Unreadable."""
+        return state_of(stored, "its")
 
     async def _tables(self) -> "Tables":
         if self._found is None:
@@ -265,16 +292,15 @@ class AdkTables(LookupSource):
             rows = await self._reader.run(
                 partial(tables.states, scope=scope, table=table, after=after)
             )
-            batch = converted(rows)
+            batch = await self._convert(partial(self.convert_states, rows))
             if batch:
                 yield batch
             if len(rows) < STATES:
                 break
             after = list(batch)[-1]
         if tables.has_shared_states:
-            yield converted(
-                await self._reader.run(partial(tables.aliases, scope=scope, table=table))
-            )
+            rows = await self._reader.run(partial(tables.aliases, scope=scope, table=table))
+            yield await self._convert(partial(self.convert_states, rows))
 
 
 def _header(
@@ -284,23 +310,6 @@ def _header(
         return tables.header(session, row)
     except Unreadable as error:
         return UnreadableSession(str(error))
-
-
-def converted(rows: Sequence[Row]) -> dict[tuple[str, ...], JsonObject | UnreadableState]:
-    """Convert rows of names and a state to states by name."""
-    states = {}
-    for *columns, state in rows:
-        names = tuple(map(text, columns))
-        states[names] = _state(names, state)
-    return states
-
-
-def _state(names: tuple[str, ...], state: Any) -> JsonObject | UnreadableState:
-    try:
-        check_names(*names)
-        return state_of(state, "its")
-    except Unreadable as error:
-        return UnreadableState(str(error))
 
 
 # --- Connections ---------------------------------------------------------------------------------

@@ -5,10 +5,10 @@ stores them in tables like google-adk's.  `formats.envelopes_1x` describes the s
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from datetime import UTC, tzinfo
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 import sqlalchemy as sa
 from google.adk.events import Event
@@ -32,25 +32,23 @@ from adk_secure_sessions.migration.adk_rows import (
 )
 from adk_secure_sessions.migration.adk_sql import (
     APP_STATES,
-    STATES,
     USER_STATES,
     Header,
     Kind,
-    StateTable,
     Tables,
 )
 from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.sources import (
-    Scope,
     SessionContent,
     SourceEvent,
     SourceSession,
     UnreadableSession,
-    UnreadableState,
 )
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine  # this import takes a third of a second
+
+T = TypeVar("T")
 
 
 class Package1x(AdkTables):
@@ -103,38 +101,6 @@ class Package1x(AdkTables):
         """The kind of the source."""
         return Kind.PACKAGE_1X.value
 
-    async def read(
-        self, sessions: Sequence[SourceSession]
-    ) -> Mapping[SourceSession, SessionContent | UnreadableSession]:
-        """Return the contents of *sessions*; a session that was deleted meanwhile is omitted."""
-        tables = await self._tables()
-        if not sessions:
-            return {}
-        keys = [session[:3] for session in sessions]
-        headers, rows = await self._reader.run(
-            lambda connection: (tables.headers(connection, keys), tables.events(connection, keys))
-        )
-        histories: dict[Any, list[Row]] = {key: [] for key in headers}
-        for app_name, user_id, session_id, *columns in rows:
-            history = histories.get((app_name, user_id, session_id))
-            if history is not None:
-                history.append(columns)
-        stored = [(session, tables.key(session)) for session in sessions]
-        # Decrypting takes most of the time.  In a thread, it does not stop the event loop.
-        return await asyncio.to_thread(
-            lambda: {
-                session: self._content(tables, session, headers[key], histories[key])
-                for session, key in stored
-                if key in headers
-            }
-        )
-
-    def convert_states(
-        self, rows: Sequence[Row]
-    ) -> dict[tuple[str, ...], JsonObject | UnreadableState]:
-        """Convert rows of `Tables.states` to states by name."""
-        return self._shared_states(rows)
-
     async def _tables(self) -> Tables:
         if self._found is None:
             tables = await self._reader.inspect(partial(_Tables, time_zone=self._time_zone))
@@ -143,24 +109,9 @@ class Package1x(AdkTables):
             self._found = tables
         return self._found
 
-    async def _states(
-        self, scope: Scope, table: StateTable
-    ) -> AsyncIterator[dict[tuple[str, ...], JsonObject | UnreadableState]]:
-        tables = await self._tables()
-        after: tuple[str, ...] | None = None
-        while True:
-            rows = await self._reader.run(
-                partial(tables.states, scope=scope, table=table, after=after)
-            )
-            batch = await asyncio.to_thread(self._shared_states, rows)
-            if batch:
-                yield batch
-            if len(rows) < STATES:
-                break
-            after = list(batch)[-1]
-        if tables.has_shared_states:
-            rows = await self._reader.run(partial(tables.aliases, scope=scope, table=table))
-            yield await asyncio.to_thread(self._shared_states, rows)
+    async def _convert(self, work: Callable[[], T]) -> T:
+        # Decrypting takes most of the time.  In a thread, it does not stop the event loop.
+        return await asyncio.to_thread(work)
 
     # --- Conversion; these methods run in a thread ---
 
@@ -187,7 +138,7 @@ class Package1x(AdkTables):
             return self._keys.decrypt_fernet(envelope.body), envelope.is_base64
         return self._keys.decrypt_aes_256_gcm(envelope.body), envelope.is_base64
 
-    def _state(self, stored: object) -> tuple[JsonObject, bool]:
+    def _decrypted_state(self, stored: object) -> tuple[JsonObject, bool]:
         """Return a state, and whether it was stored as base64; raise Unreadable."""
         try:
             plaintext, is_base64 = self._opened(stored)
@@ -197,26 +148,15 @@ class Package1x(AdkTables):
             return state_of(plaintext, "its"), is_base64
         raise Unreadable(f"its state: {reason}")
 
-    def _shared_states(
-        self, rows: Sequence[Row]
-    ) -> dict[tuple[str, ...], JsonObject | UnreadableState]:
-        """Convert rows of names and a state of an app or a user."""
-        states: dict[tuple[str, ...], JsonObject | UnreadableState] = {}
-        for *columns, stored in rows:
-            names = tuple(map(text, columns))
-            try:
-                check_names(*names)
-                states[names] = self._state(stored)[0]
-            except Unreadable as error:
-                states[names] = UnreadableState(str(error))
-        return states
+    def _state_of_owner(self, stored: object) -> JsonObject:
+        return self._decrypted_state(stored)[0]
 
     def _content(
         self, tables: Tables, session: SourceSession, header: Header, history: list[Row]
     ) -> SessionContent | UnreadableSession:
         try:
             check_names(*session[:3])
-            state, is_base64 = self._state(header.state)
+            state, is_base64 = self._decrypted_state(header.state)
             if not is_base64:  # a release before 1.1
                 state = {key: state[key] for key in state if not key.startswith(TEMP_PREFIX)}
             found = [
