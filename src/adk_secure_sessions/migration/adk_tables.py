@@ -6,7 +6,6 @@ queries.  It only reads, and ends before the rows are converted, so that it does
 google-adk's writers for long.  `adk_sql` has the queries, and `adk_rows` converts the rows.
 """
 
-import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import tzinfo
@@ -19,7 +18,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.db.connect import executors_for
 from adk_secure_sessions.db.protocol import Executor
-from adk_secure_sessions.db.sqlite import is_in_memory
+from adk_secure_sessions.db.sqlite import is_in_memory, read_only_mode
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.states import JsonObject
 from adk_secure_sessions.migration.adk_rows import Row, Unreadable, check_names, state_of, text
@@ -354,14 +353,9 @@ def _read_only(db_url: str | sa.URL) -> str | sa.URL:
     path = Path(database)
     if not path.is_file():
         raise ConfigurationError("the SQLite file of the source does not exist: check its path")
-    # SQLite may have to create the index of the write-ahead log.  If the directory is not writable
-    # and there is no log, SQLite reads the file without a log and without locks.
-    has_log = path.with_name(f"{path.name}-wal").exists()
-    is_writable = os.access(path.resolve().parent, os.W_OK)
-    mode = {"mode": "ro"} if has_log or is_writable else {"immutable": "1"}
-    return url.set(
-        database=f"file:{quote(str(path.absolute()))}", query={**url.query, **mode, "uri": "true"}
-    )
+    name, value = read_only_mode(path)
+    query = {**url.query, name: value, "uri": "true"}
+    return url.set(database=f"file:{quote(str(path.absolute()))}", query=query)
 
 
 @contextmanager
