@@ -117,10 +117,18 @@ class AdkTables(LookupSource):
         """The kind of tables, after the first read."""
         return self._found.kind.value if self._found else "google-adk's tables"
 
+    @property
+    def place(self) -> str:
+        """The database, without user name, password and options."""
+        db_url, db_engine = self._place
+        if db_engine is None and db_url in (None, ":memory:"):
+            return self.description
+        url = sa.make_url(db_url or "") if db_engine is None else db_engine.url
+        return str(sa.URL.create(url.drivername, None, None, url.host, url.port, url.database))
+
     async def size(self, scope: Scope) -> SourceSize:
         """Return how many sessions and events *scope* contains."""
         tables = await self._tables()
-
         return await self._reader.run(partial(tables.size, scope=scope))
 
     async def sessions(self, scope: Scope) -> AsyncIterator[Sequence[SourceSession]]:
