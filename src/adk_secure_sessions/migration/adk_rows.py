@@ -300,8 +300,8 @@ def _model(value: object, kind: type[BaseModel]) -> BaseModel | None:
 def zone_of_sessions(dialect: str) -> tzinfo | None:
     """Return the time zone of times in `sessions`; None is the local zone of this process.
 
-    It is the zone that the installed google-adk reads.  Releases before 2.3 read and store local
-    time on servers.
+    It is the zone that the installed google-adk reads, and not always the zone that it stores: see
+    docs/migrate.md, Times.
     """
     major, minor = adk_version.split(".")[:2]
     return UTC if dialect == "sqlite" or (int(major), int(minor)) >= (2, 3) else None

@@ -91,9 +91,9 @@ class AdkTables(LookupSource):
             opened as read-only.
         db_engine: Your own engine for the database.
         time_zone: The time zone of the processes that wrote the database.  Give it if it was not
-            UTC, and if they used google-adk before 2.7, which stored some times in local time: the
-            times of events in schema v0, and the times of sessions on PostgreSQL, MySQL and
-            MariaDB.  By default, times are read as the installed google-adk reads them.
+            UTC, and if they used a release of google-adk that stored local times: docs/migrate.md,
+            Times, lists these releases.  By default, times are read as the installed google-adk
+            reads them.
 
     Raises:
         ConfigurationError: One of these arguments cannot be used, or the SQLite file does not
