@@ -20,8 +20,9 @@ _ASKS = ' data-md-component="source"'
 
 def on_config(config: Any, **_: object) -> None:
     """See https://www.mkdocs.org/user-guide/configuration/#hooks."""
-    project = tomllib.loads(Path(config.config_file_path).with_name("pyproject.toml").read_text())
-    config.extra["release"] = project["project"]["version"]
+    path = Path(config.config_file_path).with_name("pyproject.toml")
+    project = tomllib.loads(path.read_text(encoding="utf-8"))["project"]
+    config.extra["release"] = project["version"]
 
 
 def on_post_page(output: str, config: Any, **_: object) -> str:
