@@ -11,9 +11,11 @@ encoding of the event then take is proportional to the number of stored bytes.
 import pickletools
 import re
 from collections.abc import Callable, Sequence
+from hashlib import sha256
 from typing import NamedTuple
 
 from adk_secure_sessions.formats import json_text
+from adk_secure_sessions.lru import Lru
 
 # The content of a pickle, with every value counted as often as it occurs, may be so much larger
 # than the pickle, in bytes.  For pickles that google-adk 1.0 to 1.21 wrote, the ratio was 1 to 7.
@@ -30,6 +32,7 @@ _HASHED_BITS = 64
 _MAX_CHOSEN_HASHES = 100
 # With a larger exponent, the conversion of a Decimal to an integer takes too long.
 _DECIMAL = re.compile(r"[^eE]*([eE][+-]?\d{1,4})?", re.ASCII)
+_accepted: Lru[bytes, bool] = Lru(1000)
 
 
 class UnsafePickle(ValueError):
@@ -95,8 +98,15 @@ _BUILTINS = ("builtins", "collections", "datetime", "decimal")
 
 
 def check(data: bytes) -> None:
-    """Raise `UnsafePickle` if *data* must not be loaded; see the docstring of this module."""
-    _Checker(_ALLOWANCE + _FACTOR * len(data)).check(data)
+    """Raise `UnsafePickle` if *data* must not be loaded; see the docstring of this module.
+
+    Following the opcodes takes about as long as all the rest of reading an event.  Most events of a
+    database have the same empty actions, so the last accepted pickles are remembered by their hash.
+    """
+    digest = sha256(data).digest()
+    if _accepted.get(digest) is None:
+        _Checker(_ALLOWANCE + _FACTOR * len(data)).check(data)
+        _accepted.put(digest, True)
 
 
 class _Checker:
