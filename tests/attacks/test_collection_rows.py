@@ -94,8 +94,8 @@ async def victim(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Vi
     first = _built[0]
     for file in first.path.parent.iterdir():
         shutil.copy(file, tmp_path)
-    places = [tmp_path / path.name for path in (first.path, first.older, first.fork)]
-    return Victim(*places, first.tags)
+    older, fork = tmp_path / first.older.name, tmp_path / first.fork.name
+    return Victim(tmp_path / first.path.name, older, fork, first.tags)
 
 
 _built: list[Victim] = []
