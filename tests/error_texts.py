@@ -13,6 +13,7 @@ import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -29,6 +30,8 @@ _INTERNAL = {
 }
 _FAILURES = {"Failure", "Declined", "BadParameter"}
 _LOGGED = {"warning", "error", "warn"}
+# Sites that repeat the text of another error, or take it from a table.
+_SEEN_ELSEWHERE = {"...", "root key ...: ...; ...", "root key ...: ... (...); ..."}
 _DEPTH = 6  # how many variables, functions and parameters are followed, one after the other
 _MOST = 64  # texts of one expression
 
@@ -44,11 +47,13 @@ class Text(NamedTuple):
     place: str
 
 
+@cache
 def collect() -> list[Text]:
     """Return the texts of all errors and warnings; a text of several places several times."""
     return _Package().collect()
 
 
+@cache
 def printed() -> set[str]:
     """Return the lines that commands print as their result: some of them report a problem."""
     return _Package().printed()
@@ -99,7 +104,24 @@ class _Package:
                     if _is_logged(node):
                         text = re.sub(r"%[srd]", UNKNOWN, text)
                     found.append(Text(" ".join(text.split()), place))
-        return found
+        found += self._advice()
+        return [one for one in found if one.text not in _SEEN_ELSEWHERE]
+
+    def _advice(self) -> Iterator[Text]:
+        """Yield the texts that key services make from their tables `_ADVICE`."""
+        for value in self._constants["_ADVICE"]:
+            module, _ = self._scopes[value]
+            (path,) = (path for path, one in self._modules.items() if one is module)
+            named = [
+                self._nearest(one, self._constants.get(_name(one), []))
+                for one in ast.walk(value)
+                if isinstance(one, ast.Name)
+            ]
+            for node in itertools.chain(ast.walk(value), *named):
+                match node:
+                    case ast.Tuple(elts=[ast.Constant(value=str(what)), ast.Constant()]):
+                        place = f"{path.relative_to(SOURCE.parent)}:{node.lineno}"
+                        yield Text(f"root key ...: {what}", place)
 
     def printed(self) -> set[str]:
         return {
