@@ -74,6 +74,8 @@ class _Package:
             for statement in module.body:
                 for name, value in _assigned(statement):
                     self._constants[name].append(value)
+                if isinstance(statement, ast.AugAssign):  # a table that is extended
+                    self._constants[_name(statement.target)].append(statement.value)
 
     def _index(self, node: ast.AST, scope: Scope) -> None:
         for child in ast.iter_child_nodes(node):
@@ -96,7 +98,9 @@ class _Package:
         found = []
         for path, module in self._modules.items():
             for node in ast.walk(module):
-                expression = _message(node, path) if isinstance(node, ast.Call) else None
+                if not isinstance(node, ast.Call):
+                    continue
+                expression = _message(node, path)
                 if expression is None:
                     continue
                 place = f"{path.relative_to(SOURCE.parent)}:{node.lineno}"
@@ -278,7 +282,9 @@ def _files() -> Iterator[Path]:
 
 
 def _name(node: ast.expr) -> str:
-    return getattr(node, "attr", None) or getattr(node, "id", "")
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def _is_none(node: ast.expr) -> bool:
