@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import re
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -20,6 +21,7 @@ from adk_secure_sessions import (
 from adk_secure_sessions.integrations.artifact_blobs import check_blobs
 from adk_secure_sessions.maintenance import Database, status, verify
 from examples.freeze_release import described
+from tests.pages import DOCS, ROOT
 
 VECTORS = Path(__file__).parent / "vectors"
 # The folders that examples/freeze_release.py has written, each with the hash of its files.
@@ -125,3 +127,28 @@ async def test_commands_understand_an_earlier_release_and_change_nothing(
         blobs = await check_blobs(db, restored.directory / "artifacts")
         assert (blobs.blobs, blobs.missing) == (len(restored.contents["blobs"]), 0)
     assert restored.dump() == before
+
+
+# --- docs/upgrading.md ---------------------------------------------------------------------------
+
+PAGE = (DOCS / "upgrading.md").read_text("utf-8")
+
+
+def test_page_on_upgrading_names_every_frozen_database() -> None:
+    folders = {f"tests/vectors/{path.name}" for path in VECTORS.iterdir() if path.is_dir()}
+    assert set(re.findall(r"^\| `(tests/vectors/\w+)` \|", PAGE, re.MULTILINE)) == folders
+    assert {f"tests/vectors/{name}" for name in RELEASES} < folders
+
+
+def test_page_on_upgrading_names_every_feature_of_the_format() -> None:
+    table = (DOCS / "format.md").read_text("utf-8").split("Format 2 defines these features:")[1]
+    defined = re.findall(r"^\| \[`(\w+)`\]", table.split("\n1. ")[0], re.MULTILINE)
+    listed = PAGE.split("| feature | added when |")[1].split("\n\n")[0]
+    assert len(defined) >= 6
+    assert sorted(re.findall(r"`(\w+)`(?=[,\s].*\|.*\|)", listed)) == sorted(defined)
+
+
+def test_page_on_upgrading_says_which_names_are_deprecated() -> None:
+    source = ROOT / "src" / "adk_secure_sessions"
+    warned = [path for path in source.rglob("*.py") if "DeprecationWarning" in path.read_text()]
+    assert ("At present, no name is deprecated." in PAGE) == (not warned)
