@@ -26,7 +26,7 @@ def entries() -> list[str]:
             text, cause, remedy = row.strip("|").split(" | ")
             assert cause.strip(), row
             assert remedy.strip(), row
-            cells = text.strip().split("<br>")
+            cells = [one.removeprefix("• ") for one in text.strip().split("<br>")]
             assert all(re.fullmatch("`[^`]+`", one) for one in cells), row
             found += [one.strip("`") for one in cells]
     return found
