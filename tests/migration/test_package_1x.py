@@ -239,9 +239,8 @@ async def test_initial_state_of_a_release_before_1_1_stays_in_its_session(file: 
 async def test_sessions_states_and_sizes_are_read(
     place: sa.URL, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (adk_sql, adk_tables):
-        monkeypatch.setattr(module, "PAGE", 2)
-        monkeypatch.setattr(module, "STATES", 1)
+    monkeypatch.setattr(adk_sql, "PAGE", 2)
+    monkeypatch.setattr(adk_sql, "STATES", 1)
     writer = Writer(place)
     for user, name, app in [
         ("ada", "s2", "shop"),
