@@ -24,7 +24,7 @@ from adk_secure_sessions import (
     EncryptedSessionService,
     generate_key,
 )
-from adk_secure_sessions.migration import adk_sql
+from adk_secure_sessions.migration import Package1x, adk_sql, open_source
 from adk_secure_sessions.migration.adk_tables import AdkTables, Kind, detect
 from adk_secure_sessions.migration.sources import (
     Scope,
@@ -711,6 +711,46 @@ async def test_database_of_1_x_is_not_read(adk: Adk, state: object) -> None:
     async with adk.source() as source:
         with pytest.raises(ConfigurationError, match=r"adk-secure-sessions 1\.x"):
             await listed(source)
+
+
+@json_kinds
+async def test_plaintext_in_a_database_of_1_x_does_not_make_it_one_of_google_adk(
+    adk: Adk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise, the advice would be to omit the keys, and forged plaintext would be copied."""
+    monkeypatch.setenv("KEY_OF_1X", "passphrase")
+    insert_sessions(adk, 150)
+    first_and_last = "user_id IN ('u0', 'u6')"
+    adk.run(f"UPDATE sessions SET state = 'AQFnQUFBQUFC' WHERE NOT {first_and_last}")
+    assert await detect(adk.url) == {Kind.PACKAGE_1X}
+    async with await open_source(adk.url, ["env:KEY_OF_1X"]) as source:
+        assert isinstance(source, Package1x)
+    both = r"either it is a database of 1\.x, .* or it is a database of google-adk"
+    with pytest.raises(ConfigurationError, match=both):
+        await open_source(adk.url)
+    async with adk.source() as tables:
+        with pytest.raises(ConfigurationError, match=r"adk-secure-sessions 1\.x"):
+            await listed(tables)
+    adk.run("UPDATE sessions SET state = 'AQFnQUFBQUFC'")
+    with pytest.raises(ConfigurationError, match="is encrypted: give the root key"):
+        await open_source(adk.url)
+
+
+@json_kinds
+async def test_one_encrypted_state_forbids_the_advice_to_omit_the_keys(
+    adk: Adk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KEY_OF_1X", "passphrase")
+    insert_sessions(adk, 150)
+    with pytest.raises(ConfigurationError, match="is not encrypted: omit the keys"):
+        await open_source(adk.url, ["env:KEY_OF_1X"])
+    adk.run("UPDATE sessions SET state = 'AQFnQUFBQUFC' WHERE id = 's73'")
+    async with await open_source(adk.url, ["env:KEY_OF_1X"]) as source:
+        assert isinstance(source, Package1x)
+    async with await open_source(adk.url) as source:  # it is not among the samples
+        found = {one.session_id: content for one, content in (await contents(source)).items()}
+    assert isinstance(found.pop("s73"), UnreadableSession)
+    assert all(isinstance(content, SessionContent) for content in found.values())
 
 
 async def test_database_without_sessions_is_rejected(tmp_path: Path) -> None:

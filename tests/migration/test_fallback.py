@@ -21,6 +21,7 @@ from google.adk.sessions.base_session_service import GetSessionConfig
 
 from adk_secure_sessions import AesGcmBackend, ConfigurationError, EncryptedSessionService
 from adk_secure_sessions.maintenance import Database
+from adk_secure_sessions.migration import Package1x
 from adk_secure_sessions.migration.fallback import PlaintextFallbackService
 from adk_secure_sessions.service import StaleSessionError
 from adk_secure_sessions.storage import ImportResult
@@ -632,6 +633,9 @@ def test_arguments_are_checked(source: MemoryLookup) -> None:
     service = EncryptedSessionService(":memory:", AesGcmBackend(KEY))
     with pytest.raises(ConfigurationError, match="source must be able to find single sessions"):
         PlaintextFallbackService(service, InMemorySessionService())  # type: ignore[arg-type]
+    of_1x = Package1x("postgresql+asyncpg://unused.invalid/clinic", ["passphrase"])
+    with pytest.raises(ConfigurationError, match="is not plaintext: stop the application, and copy"):
+        PlaintextFallbackService(service, of_1x)
 
 
 # --- Everything together --------------------------------------------------------------------------

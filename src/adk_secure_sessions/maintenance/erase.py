@@ -40,8 +40,8 @@ class Erasure(NamedTuple):
         cleared: True if the database file contains no copy of the data keys any more, not even in
             free space.  Logs, replicas and backups are never cleared.
         obstacle: Why `cleared` is False; empty if `cleared` is True.
-        was_migrated: Whether the database has the table `secure_migrated`, so that sessions may
-            have been copied into it.  The source may then still contain the user.
+        was_migrated: Whether the database has the table for copied sessions, `secure_migrated`.
+            The source of a migration may then still contain the user.
     """
 
     data_keys: int

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.formats.envelopes_1x import is_envelope
 from adk_secure_sessions.migration import adk_rows
 from adk_secure_sessions.migration.adk_rows import EventReader, Row, Unreadable
 from adk_secure_sessions.migration.sources import (
@@ -28,6 +29,7 @@ HEADERS = 500  # sessions whose states are read at once
 STATES = 500  # states of apps or users that are read at once
 # PostgreSQL reports the compressed size of a value.
 _COMPRESSION = 3
+_SAMPLES = 50  # states from each end of a table by which a database of 1.x is recognized
 _FIRST_ROWID, _LAST_ROWID = -(2**63), 2**63 - 1  # of SQLite
 # A version that `_version` returns ends with a digit.
 _UNNAMED = "\n"
@@ -70,6 +72,7 @@ _e = _table(
     "rowid",
     *dict.fromkeys([*adk_rows.JSON_COLUMNS, *adk_rows.PICKLED_COLUMNS]),
 )
+SESSIONS: sa.FromClause = _s
 # The same tables without aliases, for DELETE.
 _sessions = sa.table("sessions", *map(sa.column, ("app_name", "user_id", "id")))
 _events = sa.table("events", *map(sa.column, ("app_name", "user_id", "session_id")))
@@ -103,6 +106,15 @@ USER_STATES = StateTable(
     _table("user_states", "u", "app_name", "user_id", "rowid", "state"),
     ("app_name", "user_id"),
     "user_states",
+)
+
+
+_STATE_KEYS = (
+    (_s, _SESSION_KEY),
+    *(
+        (one.table, tuple(one.table.c[name] for name in one.names))
+        for one in (APP_STATES, USER_STATES)
+    ),
 )
 
 
@@ -746,7 +758,8 @@ def kinds_in(connection: sa.Connection) -> frozenset[Kind]:
 
 
 def _kind_of_adk(connection: sa.Connection, tables: set[str], columns: Mapping[str, Any]) -> Kind:
-    if _is_encrypted_1x(connection):
+    """Return the kind of tables that have the names of google-adk's; see `detect` for the rule."""
+    if sampled_states(connection).encrypted:
         return Kind.PACKAGE_1X
     if "adk_internal_metadata" in tables:
         metadata = _table("adk_internal_metadata", "m", "key", "value")
@@ -765,17 +778,45 @@ def _kind_of_adk(connection: sa.Connection, tables: set[str], columns: Mapping[s
     return Kind.ADK_SQLITE if is_seconds else Kind.ADK_V1
 
 
-def _is_encrypted_1x(connection: sa.Connection) -> bool:
-    """Return whether states are encrypted: adk-secure-sessions 1.x uses google-adk's tables."""
-    for table in (_s, APP_STATES.table, USER_STATES.table):
-        state: Any = table.c.state
-        if connection.dialect.name == "postgresql":
-            state = sa.cast(state, sa.Text())
-        first = connection.scalar(sa.select(state).where(state.is_not(None)).limit(1))
-        if first is not None:
-            # The envelope begins with the byte 1, and its base64 with AQ.  JSON begins with "{".
-            return adk_rows.data(first).startswith((b"\x01", b"AQ"))
+class FoundStates(NamedTuple):
+    """Which states the tables `sessions`, `app_states` and `user_states` contain.
+
+    Attributes:
+        encrypted: Whether there are envelopes of adk-secure-sessions 1.x.
+        others: Whether there are other states, such as the plaintext of google-adk.
+    """
+
+    encrypted: bool
+    others: bool
+
+
+def sampled_states(connection: sa.Connection) -> FoundStates:
+    """Look at the first and the last states of each table, in the order of the primary key."""
+    starts: list[str | bytes] = []
+    for table, key in _STATE_KEYS:
+        for order in (key, [column.desc() for column in key]):
+            query = sa.select(start_of(table, connection)).order_by(*order).limit(_SAMPLES)
+            starts += (start for start in connection.scalars(query) if start is not None)
+    found = [is_envelope(start) for start in starts]
+    return FoundStates(any(found), not all(found))
+
+
+def has_encrypted_states(connection: sa.Connection) -> bool:
+    """Return whether any state is an envelope of adk-secure-sessions 1.x; read all states."""
+    for table, _ in _STATE_KEYS:
+        start = start_of(table, connection)
+        query = sa.select(start).where(sa.func.substr(start, 1, 1) != "{")
+        if any(is_envelope(found) for found in connection.scalars(query)):
+            return True
     return False
+
+
+def start_of(table: sa.FromClause, connection: sa.Connection) -> sa.ColumnElement[Any]:
+    """Return the first characters of a state, which are all that `is_envelope` needs."""
+    state: sa.ColumnElement[Any] = table.c.state
+    if connection.dialect.name == "postgresql":
+        state = sa.cast(state, sa.Text())
+    return sa.func.substr(state, 1, 4)
 
 
 def _names(names: Sequence[Any]) -> list[str]:

@@ -65,7 +65,10 @@ async def detect(
     """Return which kinds of tables a database contains; an empty set if it contains none of them.
 
     One database can contain the tables of this package and those of google-adk.  It cannot contain
-    the tables of google-adk and those of adk-secure-sessions 1.x, which have the same names.
+    the tables of google-adk and those of adk-secure-sessions 1.x, which have the same names.  Such
+    tables are those of 1.x if one of the first 50 or last 50 states of sessions, apps or users, in
+    the order of their ids, is encrypted by 1.x.  Otherwise, they are google-adk's.  So an attacker
+    who replaces some encrypted states by plaintext does not make them google-adk's.
 
     Args:
         db_url: The database URL; give exactly one of *db_url* and *db_engine*.
@@ -76,9 +79,22 @@ async def detect(
             google-adk's tables have a schema that this package does not know.
         DatabaseError: The database cannot be reached.
     """
+    return await inspect(kinds_in, db_url, db_engine=db_engine)
+
+
+async def inspect(
+    work: Callable[[sa.Connection], T],
+    db_url: str | sa.URL | None = None,
+    *,
+    db_engine: "AsyncEngine | None" = None,
+) -> T:
+    """Call *work*, which inspects a database and writes nothing, and return its result.
+
+    See `detect` for the other arguments and for the errors.
+    """
     reader = _Reader(db_url, db_engine)
     try:
-        return await reader.inspect(kinds_in)
+        return await reader.inspect(work)
     finally:
         await reader.close()
 
