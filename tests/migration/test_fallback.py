@@ -634,7 +634,7 @@ def test_arguments_are_checked(source: MemoryLookup) -> None:
     with pytest.raises(ConfigurationError, match="source must be able to find single sessions"):
         PlaintextFallbackService(service, InMemorySessionService())  # type: ignore[arg-type]
     of_1x = Package1x("postgresql+asyncpg://unused.invalid/clinic", ["passphrase"])
-    with pytest.raises(ConfigurationError, match="is not plaintext: stop the application, and copy"):
+    with pytest.raises(ConfigurationError, match="is not plaintext: stop the application"):
         PlaintextFallbackService(service, of_1x)
 
 
