@@ -21,17 +21,18 @@ from adk_secure_sessions.db.protocol import Executor
 from adk_secure_sessions.db.sqlite import is_in_memory, read_only_mode
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.states import JsonObject
-from adk_secure_sessions.migration.adk_rows import Row, Unreadable, check_names, state_of, text
+from adk_secure_sessions.migration.adk_rows import Row, Unreadable, check_names, state_of
 from adk_secure_sessions.migration.adk_sql import (
     APP_STATES,
-    PAGE,
-    STATES,
     USER_STATES,
     Header,
     Kind,
+    Positions,
+    StateRow,
     StateTable,
     Tables,
     kinds_in,
+    unnamed,
 )
 from adk_secure_sessions.migration.sources import (
     LookupSource,
@@ -63,7 +64,10 @@ async def detect(
     """Return which kinds of tables a database contains; an empty set if it contains none of them.
 
     One database can contain the tables of this package and those of google-adk.  It cannot contain
-    the tables of google-adk and those of adk-secure-sessions 1.x, which have the same names.
+    the tables of google-adk and those of adk-secure-sessions 1.x, which have the same names.  Such
+    tables are those of 1.x if one of the first 50 or last 50 states of sessions, apps or users, in
+    the order of their ids, is encrypted by 1.x.  Otherwise, they are google-adk's.  So an attacker
+    who replaces some encrypted states by plaintext does not make them google-adk's.
 
     Args:
         db_url: The database URL; give exactly one of *db_url* and *db_engine*.
@@ -74,9 +78,22 @@ async def detect(
             google-adk's tables have a schema that this package does not know.
         DatabaseError: The database cannot be reached.
     """
+    return await inspect(kinds_in, db_url, db_engine=db_engine)
+
+
+async def inspect(
+    work: Callable[[sa.Connection], T],
+    db_url: str | sa.URL | None = None,
+    *,
+    db_engine: "AsyncEngine | None" = None,
+) -> T:
+    """Call *work*, which inspects a database and writes nothing, and return its result.
+
+    See `detect` for the other arguments and for the errors.
+    """
     reader = _Reader(db_url, db_engine)
     try:
-        return await reader.inspect(kinds_in)
+        return await reader.inspect(work)
     finally:
         await reader.close()
 
@@ -132,11 +149,15 @@ class AdkTables(LookupSource):
         return await self._reader.run(partial(tables.size, scope=scope))
 
     async def sessions(self, scope: Scope) -> AsyncIterator[Sequence[SourceSession]]:
-        """Yield the sessions in *scope* by app name, user id and session id, in batches."""
+        """Yield the sessions in *scope* by app name, user id and session id, in batches.
+
+        In SQLite, a row may have names that are not text in UTF-8.  Such a session has the name of
+        the table and the row id instead of a session id, and `read` says that it is unreadable.
+        """
         tables = await self._tables()
-        after: tuple[str, str, str] | None = None
+        after, positions = None, Positions("sessions")
         while True:
-            page = await self._reader.run(partial(tables.page, scope=scope, after=after))
+            page, after = await self._reader.run(partial(tables.page, scope=scope, after=after))
             batch: list[SourceSession] = []
             total = 0
             for session, size in page:
@@ -147,18 +168,19 @@ class AdkTables(LookupSource):
                 total += size
             if batch:
                 yield batch
-            if len(page) < PAGE:
+            if after is None:
                 return
-            after = page[-1][0][:3]
+            positions.add(after)
 
     async def read(
         self, sessions: Sequence[SourceSession]
     ) -> Mapping[SourceSession, SessionContent | UnreadableSession]:
         """Return the contents of *sessions*; a session that was deleted meanwhile is omitted."""
         tables = await self._tables()
-        if not sessions:
-            return {}
-        keys = [session[:3] for session in sessions]
+        bad = {one: UnreadableSession(reason) for one in sessions if (reason := unnamed(one))}
+        keys = [session[:3] for session in sessions if session not in bad]
+        if not keys:
+            return bad
         headers, events = await self._reader.run(
             lambda connection: (tables.headers(connection, keys), tables.events(connection, keys))
         )
@@ -167,14 +189,15 @@ class AdkTables(LookupSource):
             history = histories.get((app_name, user_id, session_id))
             if history is not None:
                 history.append(columns)
-        stored = [(session, tables.key(session)) for session in sessions]
-        return await self._convert(
+        stored = [(session, tables.key(session)) for session in sessions if session not in bad]
+        found = await self._convert(
             lambda: {
                 session: self._content(tables, session, headers[key], histories[key])
                 for session, key in stored
                 if key in headers
             }
         )
+        return bad | found
 
     async def app_states(
         self, scope: Scope
@@ -209,13 +232,14 @@ class AdkTables(LookupSource):
         tables = await self._tables()
         if not tables.can_store(names):
             return
-        after: tuple[str, ...] | None = None
+        after, positions = None, Positions("sessions")
         while True:
             rows, after = await self._reader.run(partial(tables.lookup, names=names, after=after))
             if rows:
                 yield {session: _header(tables, session, row) for session, row in rows}
             if after is None:
                 return
+            positions.add(after)
 
     async def app_state(self, app_name: str) -> JsonObject | UnreadableState:
         """Return the state of an app; `{}` if there is none."""
@@ -250,14 +274,10 @@ class AdkTables(LookupSource):
         return await self._tables()
 
     def convert_states(
-        self, rows: Sequence[Row]
+        self, rows: Sequence[StateRow]
     ) -> dict[tuple[str, ...], JsonObject | UnreadableState]:
         """Convert rows of `Tables.states` to states by name."""
-        states = {}
-        for *columns, state in rows:
-            names = tuple(map(text, columns))
-            states[names] = self._state(names, state)
-        return states
+        return {row.names: self._state(*row) for row in rows}
 
     async def _convert(self, work: Callable[[], T]) -> T:
         """Call *work*, which converts rows."""
@@ -274,6 +294,8 @@ class AdkTables(LookupSource):
     def _state(self, names: tuple[str, ...], stored: object) -> JsonObject | UnreadableState:
         """Convert the state of the app or user with these *names*."""
         try:
+            if isinstance(stored, Unreadable):
+                raise stored
             check_names(*names)
             return self._state_of_owner(stored)
         except Unreadable as error:
@@ -294,17 +316,17 @@ class AdkTables(LookupSource):
         self, scope: Scope, table: StateTable
     ) -> AsyncIterator[dict[tuple[str, ...], JsonObject | UnreadableState]]:
         tables = await self._tables()
-        after: tuple[str, ...] | None = None
+        after, positions = None, Positions(table.name)
         while True:
-            rows = await self._reader.run(
+            rows, after = await self._reader.run(
                 partial(tables.states, scope=scope, table=table, after=after)
             )
             batch = await self._convert(partial(self.convert_states, rows))
             if batch:
                 yield batch
-            if len(rows) < STATES:
+            if after is None:
                 break
-            after = list(batch)[-1]
+            positions.add(after)
         if tables.has_shared_states:
             rows = await self._reader.run(partial(tables.aliases, scope=scope, table=table))
             yield await self._convert(partial(self.convert_states, rows))

@@ -36,6 +36,7 @@ from adk_secure_sessions.formats.states import APP_PREFIX, USER_PREFIX, JsonObje
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.loops import LoopLocks
 from adk_secure_sessions.lru import Lru
+from adk_secure_sessions.migration.package_1x import Package1x
 from adk_secure_sessions.migration.sources import (
     LookupSource,
     Scope,
@@ -94,7 +95,7 @@ class PlaintextFallbackService(BaseSessionService):
         copied_sessions: How many sessions this object has copied.
 
     Raises:
-        ConfigurationError: An argument has another type.
+        ConfigurationError: An argument has another type, or *source* is a `Package1x`.
     """
 
     def __init__(
@@ -112,6 +113,11 @@ class PlaintextFallbackService(BaseSessionService):
             raise ConfigurationError(
                 f"source must be able to find single sessions, as AdkTables: "
                 f"{type(source).__name__} cannot"
+            )
+        if isinstance(source, Package1x):  # its states are ciphertext
+            raise ConfigurationError(
+                "a database of adk-secure-sessions 1.x cannot be the source of a fallback, because "
+                "it is not plaintext: stop the application, and copy the database with `migrate`"
             )
         self.fallback_reads: int = 0
         self.copied_sessions: int = 0

@@ -32,10 +32,12 @@ from adk_secure_sessions.migration.adk_rows import (
 )
 from adk_secure_sessions.migration.adk_sql import (
     APP_STATES,
+    SESSIONS,
     USER_STATES,
     Header,
     Kind,
     Tables,
+    start_of,
 )
 from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.sources import (
@@ -230,9 +232,10 @@ class _Tables(Tables):
         self.kind = Kind.ADK_SQLITE if is_before_1_1 else Kind.ADK_V1
 
     def samples(self, connection: sa.Connection) -> list[object]:
-        """Return a few stored states."""
+        """Return a few stored states that are not plaintext."""
         found: list[object] = []
-        sessions = sa.table("sessions", sa.column("state"))
-        for table in (sessions, APP_STATES.table, USER_STATES.table):
-            found += connection.execute(sa.select(table.c.state).limit(2)).scalars()
+        for table in (SESSIONS, APP_STATES.table, USER_STATES.table):
+            is_plaintext = sa.func.substr(start_of(table, connection), 1, 1) == "{"
+            query = sa.select(table.c.state).where(~is_plaintext).limit(2)
+            found += connection.execute(query).scalars()
         return found

@@ -877,11 +877,18 @@ def _establish(
 
 async def _warn(executor: Executor, survey: Survey, writes_plaintext: bool) -> None:
     if survey.adk_tables:
-        if await executor.define(_are_of_1x, commit=False):
+        are_of_1x = await executor.define(_are_of_1x, commit=False)
+        if are_of_1x:
             logger.warning(
                 "this database also holds tables of adk-secure-sessions 1.x (sessions, events): "
                 "their states and events are encrypted with other keys, and their ids and times "
                 "are plaintext; `migrate` copies them"
+            )
+        elif are_of_1x is None:
+            logger.warning(
+                "this database also holds the tables sessions and events, in which some states are "
+                "encrypted by adk-secure-sessions 1.x and others are plaintext, as in ADK's own "
+                "tables; their ids and times are plaintext"
             )
         else:
             logger.warning(
@@ -893,10 +900,11 @@ async def _warn(executor: Executor, survey: Survey, writes_plaintext: bool) -> N
         )
 
 
-def _are_of_1x(connection: sa.Connection) -> bool:
+def _are_of_1x(connection: sa.Connection) -> bool | None:
     """Return whether adk-secure-sessions 1.x encrypted the first rows of the table `sessions`.
 
-    That distribution is another author's.  It uses the table names of ADK.
+    None if it encrypted some of them, and others are plaintext.  That distribution is another
+    author's.  It uses the table names of ADK.
     """
     start = sa.func.substr(sa.cast(sa.column("state"), sa.String), 1, 4)
     query = sa.select(start).select_from(sa.table("sessions")).limit(_SAMPLES)
@@ -904,4 +912,5 @@ def _are_of_1x(connection: sa.Connection) -> bool:
         starts = connection.execute(query).scalars().all()
     except sa.exc.DBAPIError:  # the table is of another program, or may not be read
         return False
-    return bool(starts) and all(is_envelope(start or "") for start in starts)
+    found = {is_envelope(start or "") for start in starts}
+    return None if len(found) == 2 else found == {True}

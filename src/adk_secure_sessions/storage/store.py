@@ -20,6 +20,7 @@ from adk_secure_sessions.storage.imports import (
     ImportSession,
     ImportState,
     Seals,
+    add_tombstone_of_user,
 )
 from adk_secure_sessions.storage.opening import (
     COLLECTIONS,
@@ -381,12 +382,16 @@ class Store:
         """Remember that a session must not be imported; or, without *session_id*, that nothing of
         the user may be.
 
-        Call this before deleting the session.  Otherwise, an import could restore it.
+        Call this before deleting the session, or the user's rows.  Otherwise, an import could
+        restore them.  The tombstone of a user waits for running imports.
         """
         await self._migration.ensure()
         who = await self.unit.identify(app_name, user_id, session_id or "")
-        of_user = session_id is None
-        await self.unit.run(AddTombstone(who, await self._seals(), of_user=of_user))
+        seals = await self._seals()
+        if session_id is not None:
+            await self.unit.run(AddTombstone(who, seals))
+            return
+        await self.unit.change(partial(add_tombstone_of_user, seals.tombstone(who.user_tag)))
 
     async def has_imports(self) -> bool:
         """Return whether the database has the feature `migration`.
