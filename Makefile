@@ -44,7 +44,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /|/' | \
-	  while IFS='|' read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
+	  while IFS='|' read -r name text; do printf '  make %-15s %s\n' "$$name" "$$text"; done
 
 demo: .venv/.installed ## run an ADK agent whose conversation is stored encrypted
 	$(BIN)/python examples/quickstart.py
