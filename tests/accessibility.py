@@ -19,7 +19,7 @@ import sys
 import tarfile
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,7 +63,8 @@ def load_axe() -> Path:
 
     with tempfile.TemporaryDirectory() as directory:
         command = ["pack", "--silent", "--pack-destination", directory, f"axe-core@{AXE_VERSION}"]
-        npm(command, return_completed_process=True, stdout=subprocess.DEVNULL, check=True)
+        if npm(command, stdout=subprocess.DEVNULL):
+            sys.exit(f"npm could not load axe-core {AXE_VERSION}: its messages are above.")
         [packed] = Path(directory).iterdir()
         if hashlib.sha512(packed.read_bytes()).hexdigest() != AXE_SHA512:
             sys.exit(f"The package axe-core {AXE_VERSION} has another hash than AXE_SHA512.")
@@ -172,7 +173,7 @@ class Checker:
         tab.wait_until("document.querySelector('.md-search-result__link') !== null")
         self.press("ArrowDown")
         tab.wait_until("document.activeElement.matches('.md-search-result__link')")
-        found = [problem for problem in tab.evaluate(f"{_WATCH_FOCUS}; focusedStop().problems")]
+        found: list[str] = tab.evaluate(f"{_WATCH_FOCUS}; focusedStop().problems")
         self.press("Enter", "\r")
         tab.wait_until("location.pathname != '/index.html'")
         return [f"search ({look}): {problem}" for problem in found]
@@ -225,8 +226,13 @@ window.focusedStop = () => {
 """
 
 
-def check(site: Path, pages: Sequence[str] = (), looks: Sequence[Look] = LOOKS) -> list[str]:
-    """Return the problems of these pages, or of all pages of the site."""
+def check(
+    site: Path,
+    pages: Sequence[str] = (),
+    looks: Sequence[Look] = LOOKS,
+    report: Callable[[str], None] = print,
+) -> list[str]:
+    """Return the problems of these pages, or of all pages of the site; *report* each at once."""
     names = list(pages) or sorted(
         path.relative_to(site).as_posix() for path in site.rglob("*.html")
     )
@@ -234,11 +240,16 @@ def check(site: Path, pages: Sequence[str] = (), looks: Sequence[Look] = LOOKS) 
     with served(site) as url, browser() as tab:
         checker = Checker(tab, url)
         for look in looks:
-            found += checker.search_problems(look)
-            if look.width < 1000:
-                found += checker.drawer_problems(look)
-            for name in names:
-                found += checker.problems(name, look)
+            checks = [functools.partial(checker.problems, name, look) for name in names]
+            if not pages:
+                checks.append(functools.partial(checker.search_problems, look))
+                if look.width < 1000:
+                    checks.append(functools.partial(checker.drawer_problems, look))
+            for one in checks:
+                problems = one()
+                found += problems
+                for problem in problems:
+                    report(problem)
     return found
 
 
@@ -248,7 +259,7 @@ def main() -> None:
     parser.add_argument("pages", nargs="*", help="file names; all pages if none is given")
     arguments = parser.parse_args()
     found = check(arguments.site, arguments.pages)
-    print("\n".join(found) or "No problem was found.")
+    print(f"{len(found)} problems" if found else "No problem was found.")
     sys.exit(bool(found))
 
 

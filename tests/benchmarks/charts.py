@@ -26,7 +26,7 @@ SIDE_LABELS = {
 DATABASE_LABELS = {"sqlite": "SQLite", "postgresql": "PostgreSQL"}
 _DATABASE_COLOURS = {"sqlite": "#2f86d1", "postgresql": "#8f7fd0"}
 # As wide as a telephone's page, on which the text is as large as the page's.
-_WIDTH, _SMALL = 4.3, 10
+_WIDTH, _SMALL = 3.5, 10
 _LEGEND: Any = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2), "fontsize": _SMALL}
 # Contrast of at least 3:1 on white and on Material's dark slate.
 _COLOURS = {
@@ -195,7 +195,7 @@ def _operations(results: Results) -> str:
         axes.set_xlim(0, 1.05)
         axes.set_xlabel("time relative to unencrypted ADK\n(lower is faster)")
         axes.grid(visible=False, axis="y")
-        axes.legend(**_LEGEND | {"bbox_to_anchor": (0.3, -0.13)}, ncols=2, columnspacing=1)
+        axes.legend(**_LEGEND | {"bbox_to_anchor": (0.3, -0.14)})
         return _svg(axes)
 
 

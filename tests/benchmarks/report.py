@@ -19,6 +19,8 @@ from tests.benchmarks.results import Results, changes, quantity
 _ROOT = Path(__file__).parents[2]
 RESULTS = _ROOT / "benchmarks" / "results.json"
 PAGE, CHARTS = _ROOT / "docs" / "benchmarks.md", _ROOT / "docs" / "charts"
+# The space between a number and its unit, and those around the slashes of percentiles.
+_UNBROKEN = re.compile(r"(?<=\d) (?=(?:[KM]?B|[mµn]?s|%|MB/s)\b|%)|(?<=/) | (?=/)")
 TEMPLATE = Path(__file__).with_name("page.md")
 _SIDES = (OURS, FERNET, NO_OP, ADK)
 
@@ -98,8 +100,8 @@ class Report:
         missed = [name for name, figure in figures.items() if not figure.is_met]
         assert figures, prefixes
         if not missed:
-            return "met" if len(figures) == 1 else f"met by all {len(figures)} figures"
-        texts = [f"{figures[name].text}, {name.replace('/', ', ')}" for name in missed]
+            return "met"
+        texts = [f"{name.replace('/', ', ')}: {figures[name].text}" for name in missed]
         return f"**missed** by {len(missed)} of {len(figures)} figures ({'; '.join(texts)})"
 
     def interval(self, name: str) -> str:
@@ -181,10 +183,8 @@ class Report:
             ]
             if self.has(f"{names[0]} rate"):
                 cells.append([SIDE_LABELS[side], *map(self._rate, names)])
-        counts = [
-            f"{count} conversation{'s' * (count > 1)}" for count in plan.CONVERSATION_ROUNDS
-        ]
-        return _markdown([DATABASE_LABELS[database], *counts], cells)
+        counts = [f"{count} at once" for count in plan.CONVERSATION_ROUNDS]
+        return _markdown([f"{DATABASE_LABELS[database]}: operations", *counts], cells)
 
     def _rate(self, name: str) -> str:
         errors = self._figures[f"{name} errors"].value
@@ -333,11 +333,8 @@ def _percent(shares: Iterable[float]) -> str:
 
 
 def _markdown(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    # A number stays on one line with its unit, and the interval begins on the next if it must.
-    unbroken = [
-        [row[0], *(re.sub(r"(?<=\d) (?=[^\d(])|(?<=/) | (?=/)", "&nbsp;", cell) for cell in row[1:])]
-        for row in rows
-    ]
+    # A number stays on one line with its unit.
+    unbroken = [[_UNBROKEN.sub("&nbsp;", cell) for cell in row] for row in rows]
     lines = [heading, ["---"] * len(heading), *unbroken]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
