@@ -77,7 +77,7 @@ class StopExport(Exception):
 
 
 class ExportReader:
-    """Reads what is to be exported, and lists what cannot be exported.
+    """Reads sessions and states for the export, and lists those that cannot be exported.
 
     Attributes:
         bad: How many sessions and states cannot be exported.

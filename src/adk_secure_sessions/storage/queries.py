@@ -19,6 +19,7 @@ from sqlalchemy import (
     Insert,
     LargeBinary,
     Select,
+    Table,
     and_,
     bindparam,
     case,
@@ -214,6 +215,16 @@ def _session_query(keys: bool, history: list[Select[Any]]) -> CompoundSelect[Any
     )
 
 
+def _owners_query(keys: bool, *more: Select[Any]) -> CompoundSelect[Any]:
+    return _members(
+        keys,
+        _app(),
+        _user().where(users.c.tag == _user_tag),
+        _witness().where(_among(witnesses.c.tag, _app_tag, _user_tag)),
+        *more,
+    )
+
+
 def _list_query(keys: bool, *, collections: bool = False) -> CompoundSelect[Any]:
     """Return the query for a user's sessions and collections, or for the collections only.
 
@@ -314,28 +325,13 @@ SESSION_WITH_LAST_EVENTS = _by_keys(_last_events())
 SESSION_WITHOUT_EVENTS = _by_keys()
 SESSIONS_OF_USER = {keys: _list_query(keys) for keys in (False, True)}
 COLLECTIONS_OF_USER = {keys: _list_query(keys, collections=True) for keys in (False, True)}
-OWNERS = {
-    keys: _members(
-        keys,
-        _app(),
-        _user().where(users.c.tag == _user_tag),
-        _witness().where(_among(witnesses.c.tag, _app_tag, _user_tag)),
-    )
-    for keys in (False, True)
-}
+OWNERS = {keys: _owners_query(keys) for keys in (False, True)}
 # These two queries also read rows of `secure_migrated`; see `imports`.
 IMPORTED_SESSION = {
     keys: _session_query(keys, _migrated(_user_tag, _session_tag)) for keys in (False, True)
 }
 IMPORTED_OWNERS = {
-    keys: _members(
-        keys,
-        _app(),
-        _user().where(users.c.tag == _user_tag),
-        _witness().where(_among(witnesses.c.tag, _app_tag, _user_tag)),
-        *_migrated(_app_tag, _user_tag),
-    )
-    for keys in (False, True)
+    keys: _owners_query(keys, *_migrated(_app_tag, _user_tag)) for keys in (False, True)
 }
 SESSIONS_OF_APP = {keys: _list_all_query(keys) for keys in (False, True)}
 EVENT_AT = _event().where(
@@ -351,12 +347,21 @@ def events_at(number: int) -> Select[Any]:
     )
 
 
+def _parameters(table: Table) -> list[BindParameter[Any]]:
+    return [bindparam(column.name, type_=column.type) for column in table.c]
+
+
+def _insert(table: Table, row: Select[Any]) -> Insert:
+    """Return an INSERT of *row*, which may select no row."""
+    return insert(table).from_select([column.name for column in table.c], row)
+
+
 # Inserts a data key only if the stored keyring still has the master key that wraps the data key,
 # and has the number of rows that this process has read.  Otherwise, another process has changed
 # the keyring.
-INSERT_KEY = insert(data_keys).from_select(
-    [column.name for column in data_keys.c],
-    select(*(bindparam(column.name, type_=column.type) for column in data_keys.c))
+INSERT_KEY = _insert(
+    data_keys,
+    select(*_parameters(data_keys))
     .select_from(keyring)
     .where(
         keyring.c.id == bindparam("master_id"),
@@ -394,40 +399,28 @@ def _session_of_user(*conditions: ColumnElement[bool]) -> Insert:
     The INSERT locks the user's row.  Therefore, a concurrent `erase_user` waits until the new
     session is visible, and then also erases that session.
     """
-    columns = (bindparam(column.name, type_=column.type) for column in sessions.c)
-    row = select(*columns).select_from(users).where(*_equal(users, "user"), *conditions)
-    return insert(sessions).from_select(
-        [column.name for column in sessions.c],
-        row.with_for_update(read=True, key_share=True, of=users),
-    )
+    row = select(*_parameters(sessions)).select_from(users)
+    row = row.where(*_equal(users, "user"), *conditions)
+    return _insert(sessions, row.with_for_update(read=True, key_share=True, of=users))
 
 
-INSERT_SESSION_OF_USER = _session_of_user()
-# This INSERT has more conditions than INSERT_SESSION_OF_USER: the app's row and the version
-# witnesses of the app and the user must be as this process has cached them.
-INSERT_SESSION_OF_KNOWN = _session_of_user(
+# The app's row and the version witnesses of the app and the user are as this process has cached
+# them.
+_owners_as_cached = (
     _same_row(apps, "app"),
     _same_row(witnesses.alias("app_witnesses"), "app_witness"),
     _same_row(witnesses.alias("user_witnesses"), "user_witness"),
 )
+INSERT_SESSION_OF_USER = _session_of_user()
+INSERT_SESSION_OF_KNOWN = _session_of_user(*_owners_as_cached)
 # A user who was erased has a row of `secure_migrated` without a row id.  Sessions of the user must
 # not be imported.  IMPORT_SESSION_OF_KNOWN requires that the user has no row at all, because nobody
 # has checked the seal of a row.
 _row_of_user: Select[Any] = select(literal_column("1")).where(migrated.c.tag == _user_tag)
 _is_not_erased = ~_row_of_user.where(migrated.c.row_id == _ZERO).exists()
-IMPORT_SESSION = insert(sessions).from_select(
-    [column.name for column in sessions.c],
-    select(*(bindparam(column.name, type_=column.type) for column in sessions.c)).where(
-        _is_not_erased
-    ),
-)
+IMPORT_SESSION = _insert(sessions, select(*_parameters(sessions)).where(_is_not_erased))
 IMPORT_SESSION_OF_USER = _session_of_user(_is_not_erased)
-IMPORT_SESSION_OF_KNOWN = _session_of_user(
-    _same_row(apps, "app"),
-    _same_row(witnesses.alias("app_witnesses"), "app_witness"),
-    _same_row(witnesses.alias("user_witnesses"), "user_witness"),
-    ~_row_of_user.exists(),
-)
+IMPORT_SESSION_OF_KNOWN = _session_of_user(*_owners_as_cached, ~_row_of_user.exists())
 INSERT_MIGRATED = insert(migrated)
 UPDATE_MIGRATED = (
     update(migrated)
