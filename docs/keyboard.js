@@ -31,6 +31,7 @@ function watchScrolling() {
 // A label that switches a hidden checkbox becomes a button, as long as `applies` matches.
 function makeButton(label, applies, name) {
   const toggle = document.getElementById(label.htmlFor)
+  if (!toggle) return  // a page without sections has a label for their list, but no list
   const update = () => {
     if (applies.matches) {
       label.setAttribute("role", "button")
@@ -69,6 +70,6 @@ function watchDrawer() {
 
 // The theme wraps tables when the page has been loaded.
 addEventListener("load", () => {
-  watchDrawer()
   watchScrolling()
+  watchDrawer()
 })
