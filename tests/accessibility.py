@@ -248,7 +248,10 @@ def check(
                 if look.width < 1000:
                     checks.append(functools.partial(checker.drawer_problems, look))
             for one in checks:
-                problems = one()
+                try:
+                    problems = one()
+                except AssertionError as error:  # something has not appeared
+                    problems = [f"{look}: {str(error)[:200]}"]
                 found += problems
                 for problem in problems:
                     report(problem)
