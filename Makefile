@@ -35,7 +35,7 @@ endef
 
 ACTIONLINT := github.com/rhysd/actionlint/cmd/actionlint@v1.7.12
 
-.PHONY: help demo test soak check lint lint-workflows types site docs test-adk test-matrix bench
+.PHONY: help demo test soak check lint lint-workflows types site docs a11y test-adk test-matrix bench
 .PHONY: dist dist-check sbom release-check release-notes clean
 
 # Silences the warning that mkdocs-material will not support mkdocs 2.
@@ -43,7 +43,7 @@ export NO_MKDOCS_2_WARNING := 1
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /|/' | \
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /|/' | \
 	  while IFS='|' read -r name text; do printf '  make %-15s %s\n' "$$name" "$$text"; done
 
 demo: .venv/.installed ## run an ADK agent whose conversation is stored encrypted
@@ -77,6 +77,10 @@ site: .venv/.installed ## build the documentation into site/; broken links are e
 
 docs: .venv/.installed ## serve the documentation at http://127.0.0.1:8000 and rebuild it on every change
 	$(BIN)/mkdocs serve --strict
+
+# With ARGS, only those pages: make a11y ARGS=benchmarks.html.
+a11y: site ## check every page of the site in Chromium: axe-core, keyboard, wide and narrow, light and dark
+	$(BIN)/python -m tests.accessibility site $(ARGS)
 
 test-adk: .venv-adk-$(ADK)/.installed ## run the tests with one google-adk release: make test-adk ADK=1.28.0
 	$(PYTEST_ENV) .venv-adk-$(ADK)/bin/python -m pytest $(PYTEST_FLAGS)

@@ -197,9 +197,9 @@ def test_no_page_or_message_installs_this_package_by_its_name() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_make_commands_in_the_pages_exist(page: Path) -> None:
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = set(re.findall(r"`make ([a-z-]+)", page.read_text()))
-    named |= set(re.findall(r"^ *make ([a-z-]+)", page.read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"`make ([a-z0-9-]+)", page.read_text()))
+    named |= set(re.findall(r"^ *make ([a-z0-9-]+)", page.read_text(), re.MULTILINE))
     assert named <= targets
 
 
