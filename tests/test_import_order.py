@@ -14,6 +14,7 @@ SOURCE = Path(__file__).parent.parent / "src" / PACKAGE
 # Lowest first.  A module imports from its own layer or from those below it.
 LAYERS = (
     {"errors", "loops", "lru"},
+    {"telemetry"},
     {"crypto"},
     {"formats"},
     {"keys"},

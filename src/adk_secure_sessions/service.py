@@ -44,6 +44,7 @@ from adk_secure_sessions.storage import (
     sessions,
     users,
 )
+from adk_secure_sessions.telemetry import count_rejected, measured
 
 try:
     from google.adk.errors import StaleSessionError as StaleSessionError
@@ -181,6 +182,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         """The collections, in which other services of this package store artifacts and memory."""
         return self._collections
 
+    @measured
     async def prepare_tables(self) -> None:
         """Open the database now, and create its tables if they do not exist.
 
@@ -194,6 +196,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         """
         await self._store.prepare()
 
+    @measured
     async def create_session(
         self,
         *,
@@ -255,6 +258,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         # Raise after the except block, so that the `__context__` is not DuplicateSession.
         raise AlreadyExistsError("A session with this id already exists.")
 
+    @measured
     async def get_session(
         self,
         *,
@@ -307,6 +311,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             history = history if limit is None else history[-limit:]
         return _session(app_name, view, history)
 
+    @measured
     async def list_sessions(
         self, *, app_name: str, user_id: str | None = None
     ) -> ListSessionsResponse:
@@ -330,6 +335,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         )
         return ListSessionsResponse(sessions=self._sessions(app_name, views))
 
+    @measured
     async def list_sessions_page(
         self,
         app_name: str,
@@ -397,9 +403,11 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             except DecryptionError as error:
                 if not self._skip:
                     raise
+                count_rejected(error)
                 logger.error("left out of a listing: %s", error)
         return listed
 
+    @measured
     async def delete_session(self, *, app_name: str, user_id: str, session_id: str) -> None:
         """Delete a session and its events, but not the user's or the app's state.
 
@@ -412,6 +420,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         check_ids(app_name, user_id, session_id)
         await self._store.delete(app_name, user_id, session_id)
 
+    @measured
     async def get_user_state(self, *, app_name: str, user_id: str) -> dict[str, Any]:
         """Return the user's state, whose keys have no prefix; `{}` for an unknown user.
 
@@ -422,6 +431,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         check_ids(app_name, user_id, "")
         return loads(await self._store.user_state(app_name, user_id), "the user's state")
 
+    @measured
     async def append_event(self, session: Session, event: Event) -> Event:
         """Store `event`, then apply it to `session`.
 

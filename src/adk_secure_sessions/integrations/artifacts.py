@@ -48,6 +48,7 @@ from adk_secure_sessions.integrations.artifact_versions import (
 from adk_secure_sessions.integrations.object_store import TIMEOUT, BlobStore, open_store
 from adk_secure_sessions.service import EncryptedSessionService, check_ids, reject_unknown_methods
 from adk_secure_sessions.storage import Collection
+from adk_secure_sessions.telemetry import measured
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -128,6 +129,7 @@ class EncryptedArtifactService(BaseArtifactService):
 
     # --- ADK's contract --------------------------------------------------------------------------
 
+    @measured
     async def save_artifact(
         self,
         *,
@@ -159,6 +161,7 @@ class EncryptedArtifactService(BaseArtifactService):
         pieces = None if content is None else _one(content)
         return await self._save(app_name, user_id, name, values, pieces, custom_metadata)
 
+    @measured
     async def load_artifact(
         self,
         *,
@@ -193,6 +196,7 @@ class EncryptedArtifactService(BaseArtifactService):
             f"The artifact refers to another one through more than {_MAX_REFERENCES} references."
         )
 
+    @measured
     async def list_artifact_keys(
         self, *, app_name: str, user_id: str, session_id: str | None = None
     ) -> list[str]:
@@ -208,6 +212,7 @@ class EncryptedArtifactService(BaseArtifactService):
                 names.append(found[1])
         return sorted(names)
 
+    @measured
     async def delete_artifact(
         self, *, app_name: str, user_id: str, filename: str, session_id: str | None = None
     ) -> None:
@@ -223,6 +228,7 @@ class EncryptedArtifactService(BaseArtifactService):
             if version.blob is not None:
                 await self._discard(version.blob)
 
+    @measured
     async def list_versions(
         self, *, app_name: str, user_id: str, filename: str, session_id: str | None = None
     ) -> list[int]:
@@ -231,6 +237,7 @@ class EncryptedArtifactService(BaseArtifactService):
         found = await self._collections.get(app_name, user_id, name, limit=1)
         return list(range(version_count(found))) if found else []
 
+    @measured
     async def list_artifact_versions(
         self, *, app_name: str, user_id: str, filename: str, session_id: str | None = None
     ) -> list[ArtifactVersion]:
@@ -239,6 +246,7 @@ class EncryptedArtifactService(BaseArtifactService):
         found = await self._collections.get(app_name, user_id, name)
         return [_described(version) for version in versions_of(found)] if found else []
 
+    @measured
     async def get_artifact_version(
         self,
         *,
@@ -254,6 +262,7 @@ class EncryptedArtifactService(BaseArtifactService):
 
     # --- streams ---------------------------------------------------------------------------------
 
+    @measured
     async def save_stream(
         self,
         *,

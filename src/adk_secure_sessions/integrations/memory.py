@@ -49,6 +49,7 @@ from adk_secure_sessions.service import (
     reject_unknown_methods,
 )
 from adk_secure_sessions.storage import Collection, Expected, MissingSession, StaleRevision, events
+from adk_secure_sessions.telemetry import measured
 
 _CONFLICTS = 100  # after this number of conflicts with other processes, a write fails
 # The maximum size of the entries of one item, in bytes of JSON.  Deleting one entry writes all
@@ -174,6 +175,7 @@ class EncryptedMemoryService(BaseMemoryService):
         self._reads = LoopLocks()
         self._writes = LoopLocks()
 
+    @measured
     async def add_session_to_memory(self, session: Session) -> None:
         """Replace the memory of a session by those events of *session* that have content.
 
@@ -214,6 +216,7 @@ class EncryptedMemoryService(BaseMemoryService):
 
         await self._write(session.app_name, session.user_id, difference)
 
+    @measured
     async def add_events_to_memory(
         self,
         *,
@@ -251,6 +254,7 @@ class EncryptedMemoryService(BaseMemoryService):
 
         await self._write(app_name, user_id, difference)
 
+    @measured
     async def add_memory(
         self,
         *,
@@ -299,6 +303,7 @@ class EncryptedMemoryService(BaseMemoryService):
         if new:
             await self._write(app_name, user_id, difference)
 
+    @measured
     async def search_memory(
         self, *, app_name: str, user_id: str, query: str
     ) -> SearchMemoryResponse:
@@ -325,6 +330,7 @@ class EncryptedMemoryService(BaseMemoryService):
         row = memory.at.session_row
         return SearchMemoryResponse(memories=[entry.memory(row) for entry in found])
 
+    @measured
     async def delete_memory(
         self, *, app_name: str, user_id: str, memory_id: str | None = None
     ) -> None:

@@ -66,6 +66,7 @@ from adk_secure_sessions.storage import (
     UseKeys,
     open_database,
 )
+from adk_secure_sessions.telemetry import measured
 
 T = TypeVar("T")
 
@@ -154,6 +155,7 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
         self._feature = Feature(self._unit, WRAPPER)
         self._locks = LoopLocks()
 
+    @measured
     async def prepare_tables(self) -> None:
         """Open the key database and create its tables; let the other service do the same.
 
@@ -162,6 +164,7 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
         await self._unit.keys()
         await _call(self._inner, "prepare_tables")
 
+    @measured
     async def create_session(
         self,
         *,
@@ -203,6 +206,7 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
         who = await self._unit.identify(app_name, user_id, stored.id)
         return await self._read(who, lambda reader: reader.open_session(stored))
 
+    @measured
     async def get_session(
         self,
         *,
@@ -233,6 +237,7 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
         who = await self._unit.identify(app_name, user_id, session_id)
         return await self._read(who, lambda reader: reader.open_session(stored, config))
 
+    @measured
     async def list_sessions(
         self, *, app_name: str, user_id: str | None = None
     ) -> ListSessionsResponse:
@@ -256,6 +261,7 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
                 logger.error("left out of a listing: %s", error)
         return ListSessionsResponse(sessions=listed)
 
+    @measured
     async def delete_session(self, *, app_name: str, user_id: str, session_id: str) -> None:
         """Let the other service delete a session; nothing is decrypted."""
         check_ids(app_name, user_id, session_id)
@@ -264,6 +270,7 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
                 app_name=app_name, user_id=user_id, session_id=session_id
             )
 
+    @measured
     async def get_user_state(self, *, app_name: str, user_id: str) -> dict[str, Any]:
         """Return the user's state, whose keys have no prefix.
 
@@ -283,6 +290,7 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
 
         return await self._read(who, work)
 
+    @measured
     async def append_event(self, session: Session, event: Event) -> Event:
         """Store `event`, then apply it to `session`; see `EncryptedSessionService.append_event`.
 

@@ -25,6 +25,7 @@ from adk_secure_sessions.storage import (
     users,
     witnesses,
 )
+from adk_secure_sessions.telemetry import measured
 
 
 class Erasure(NamedTuple):
@@ -62,6 +63,7 @@ class Erasure(NamedTuple):
         return sum(self[:6])
 
 
+@measured
 async def erase_user(
     db: Database, app_name: str, user_id: str, *, dry_run: bool = False, rewrite: bool = False
 ) -> Erasure:

@@ -12,6 +12,7 @@ from adk_secure_sessions.storage import (
     open_database,
     repeated,
 )
+from adk_secure_sessions.telemetry import measured
 
 
 class Initialisation(NamedTuple):
@@ -26,6 +27,7 @@ class Initialisation(NamedTuple):
     masters: tuple[int, ...]
 
 
+@measured
 async def init(db: Database) -> Initialisation:
     """Create missing tables and master keys, as a service does when it starts.
 

@@ -20,6 +20,7 @@ from adk_secure_sessions.storage import (
     users,
     witnesses,
 )
+from adk_secure_sessions.telemetry import measured
 
 
 class Location(NamedTuple):
@@ -80,6 +81,7 @@ _RECORDS = {
 TABLES = tuple(_RECORDS)
 
 
+@measured
 async def lookup(
     db: Database,
     app_name: str,
@@ -115,6 +117,7 @@ async def lookup(
     return tuple(found)
 
 
+@measured
 async def inspect(
     db: Database, table: str, row: str | int | None = None, *, limit: int = 20
 ) -> tuple[RecordHeader, ...]:

@@ -77,6 +77,7 @@ from adk_secure_sessions.storage import (
     survey_data,
     survey_keys,
 )
+from adk_secure_sessions.telemetry import measured
 
 KeyPlace: TypeAlias = Literal["key-db", "db"]
 
@@ -116,6 +117,7 @@ class KeyMove(NamedTuple):
     obstacles: tuple[str, ...]
 
 
+@measured
 async def move_keys(db: Database, to: KeyPlace, *, progress: Progress | None = None) -> KeyMove:
     """Move all keys into the key database, or from the key database into the database of the data.
 

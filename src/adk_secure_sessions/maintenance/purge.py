@@ -16,6 +16,7 @@ from adk_secure_sessions.storage import (
     Store,
     sessions,
 )
+from adk_secure_sessions.telemetry import measured
 
 
 class Purge(NamedTuple):
@@ -42,6 +43,7 @@ class Purge(NamedTuple):
     before: int | None
 
 
+@measured
 async def purge(
     db: Database,
     older_than: timedelta | None = None,

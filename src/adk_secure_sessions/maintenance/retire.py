@@ -50,6 +50,7 @@ from adk_secure_sessions.storage import (
     users,
     witnesses,
 )
+from adk_secure_sessions.telemetry import measured
 
 _MAX_EXAMPLES = 1000
 
@@ -86,6 +87,7 @@ class Retirement(NamedTuple):
     examples: tuple[KeptKey, ...]
 
 
+@measured
 async def retire(
     db: Database,
     *,

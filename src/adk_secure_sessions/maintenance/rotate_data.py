@@ -40,6 +40,7 @@ from adk_secure_sessions.storage import (
     sessions,
     users,
 )
+from adk_secure_sessions.telemetry import measured
 
 
 class DataRotation(NamedTuple):
@@ -78,6 +79,7 @@ class DataRotation(NamedTuple):
     bad_blobs: int = 0
 
 
+@measured
 async def rotate_data(
     db: Database,
     *,

@@ -39,6 +39,7 @@ from adk_secure_sessions.maintenance.rotation import (
     authentic_masters,
 )
 from adk_secure_sessions.storage import data_keys, keyring
+from adk_secure_sessions.telemetry import measured
 
 
 class MasterRotation(NamedTuple):
@@ -63,6 +64,7 @@ class MasterRotation(NamedTuple):
     problems: tuple[Problem, ...]
 
 
+@measured
 async def rotate_master(
     db: Database,
     *,

@@ -12,6 +12,7 @@ from adk_secure_sessions.keys.providers import PLAINTEXT_ROOT_KEY_ID
 from adk_secure_sessions.loops import at_once
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.storage import keyring, repeated
+from adk_secure_sessions.telemetry import measured
 
 _CHANGED = "secure_keyring was changed meanwhile, perhaps by another rotation: see `status`"
 
@@ -33,6 +34,7 @@ class RootRotation(NamedTuple):
     plaintext: tuple[int, ...]
 
 
+@measured
 async def rotate_root(db: Database, *, dry_run: bool = False) -> RootRotation:
     """Wrap the master keys with the new root key, which is the root key of `backend`.
 

@@ -46,6 +46,7 @@ from adk_secure_sessions.storage import (
     separation_marks,
     stored_features,
 )
+from adk_secure_sessions.telemetry import measured
 
 _MAX_MASTERS = 8  # the ids of the old data masters must fit into one row of `secure_meta`
 
@@ -73,6 +74,7 @@ class Separated(NamedTuple):
     kept: int
 
 
+@measured
 async def separate(
     db: Database, *, progress: Progress | None = None, rows_per_second: float | None = None
 ) -> Separated:

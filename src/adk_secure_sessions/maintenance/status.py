@@ -33,6 +33,7 @@ from adk_secure_sessions.storage import (
     users,
     witnesses,
 )
+from adk_secure_sessions.telemetry import measured
 
 
 class MasterKey(NamedTuple):
@@ -128,6 +129,7 @@ class Status(NamedTuple):
     migration: MigrationStatus | None
 
 
+@measured
 async def status(
     db: Database, *, progress: Progress | None = None, rows_per_second: float | None = None
 ) -> Status:

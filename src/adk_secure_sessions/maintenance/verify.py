@@ -62,6 +62,7 @@ from adk_secure_sessions.storage import (
     users,
     witnesses,
 )
+from adk_secure_sessions.telemetry import measured
 
 # 10 minutes, in microseconds.  With a key database, a data key is stored before its owner's row.
 # Therefore `verify` does not report a data key without an owner's row if it was created in the last
@@ -100,6 +101,7 @@ class Verification(NamedTuple):
     problems: tuple[Problem, ...]
 
 
+@measured
 async def verify(
     db: Database, *, progress: Progress | None = None, rows_per_second: float | None = None
 ) -> Verification:

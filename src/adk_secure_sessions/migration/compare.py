@@ -28,6 +28,7 @@ from adk_secure_sessions.migration.sources import (
     UnreadableSession,
 )
 from adk_secure_sessions.migration.target import Entry, Found, Target
+from adk_secure_sessions.telemetry import measured
 
 _EVERYTHING = Scope()
 _READS = 4  # sessions of the target that are read at the same time
@@ -93,6 +94,7 @@ class Comparison(NamedTuple):
     seconds: float
 
 
+@measured
 async def compare(
     source: Source,
     db: Database,

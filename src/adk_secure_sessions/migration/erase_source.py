@@ -23,6 +23,7 @@ from adk_secure_sessions.migration.compare import Comparing, Comparison
 from adk_secure_sessions.migration.pipeline import encode_states, packed
 from adk_secure_sessions.migration.sources import Scope, Source
 from adk_secure_sessions.storage import repeated
+from adk_secure_sessions.telemetry import measured
 
 T = TypeVar("T")
 
@@ -72,6 +73,7 @@ class SourceErasure(NamedTuple):
         return erased is not None and not erased.changed and not erased.obstacles
 
 
+@measured
 async def erase_source(
     source: Source,
     db: Database,

@@ -20,8 +20,10 @@ from adk_secure_sessions.migration.export_reader import (
     ids_of,
 )
 from adk_secure_sessions.migration.sources import SessionContent, SourceSession
+from adk_secure_sessions.telemetry import measured
 
 
+@measured
 async def export_to_adk(
     db: Database,
     target: AdkTarget,

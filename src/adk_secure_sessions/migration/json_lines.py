@@ -18,12 +18,14 @@ from adk_secure_sessions.migration.export_reader import (
 )
 from adk_secure_sessions.migration.sources import SessionContent, SourceEvent
 from adk_secure_sessions.storage import CheckApp
+from adk_secure_sessions.telemetry import measured
 
 LINE_FORMAT = 1  # the format of the lines: docs/export.md describes it
 _CACHED_STATES = 64
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
+@measured
 async def export_lines(
     db: Database,
     write: Callable[[bytes], object],

@@ -36,6 +36,7 @@ from adk_secure_sessions.migration.sources import (
 )
 from adk_secure_sessions.migration.target import Entry, Found, Target
 from adk_secure_sessions.storage import ImportedEvent, ImportResult, Store
+from adk_secure_sessions.telemetry import measured
 
 # Imports that run at the same time.  SQLite commits several at once.  On a server, each uses a
 # connection, and the pool has 10.
@@ -123,6 +124,7 @@ class Migration(NamedTuple):
         return not (self.stopped or self.bad or self.conflicts or (self.gone or 0) > self.removed)
 
 
+@measured
 async def migrate(
     source: Source,
     db: Database,
