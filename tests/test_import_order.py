@@ -15,6 +15,7 @@ SOURCE = Path(__file__).parent.parent / "src" / PACKAGE
 LAYERS = (
     {"errors", "loops", "lru"},
     {"telemetry"},
+    {"audit"},
     {"crypto"},
     {"formats"},
     {"keys"},

@@ -242,8 +242,6 @@ class _OperationSpan(_Span):
             _cipher_duration.record(seconds, {**attributes, SIZE: _size_class(size)})
         for (cache, hit), number in self._operation.lookups.items():
             _cache_lookups.add(number, {CACHE: cache, HIT: hit})
-        if isinstance(error, DecryptionError):
-            count_rejected(error)
 
 
 def _size_class(size: int) -> str:

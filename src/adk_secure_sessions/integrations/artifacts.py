@@ -17,6 +17,7 @@ from google.adk.errors.not_found_error import NotFoundError
 from google.adk.version import __version__ as adk_version
 from google.genai import types
 
+from adk_secure_sessions.audit import accessed
 from adk_secure_sessions.crypto.key_material import hides_frames
 from adk_secure_sessions.errors import (
     ArtifactStoreError,
@@ -48,7 +49,6 @@ from adk_secure_sessions.integrations.artifact_versions import (
 from adk_secure_sessions.integrations.object_store import TIMEOUT, BlobStore, open_store
 from adk_secure_sessions.service import EncryptedSessionService, check_ids, reject_unknown_methods
 from adk_secure_sessions.storage import Collection
-from adk_secure_sessions.telemetry import measured
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -122,6 +122,7 @@ class EncryptedArtifactService(BaseArtifactService):
             ConfigurationError: The store cannot be used as given.
         """
         self._collections = session_service.collections
+        self._access_ids = session_service._access_ids
         self._arguments = (store, dict(options or {}), allow_http, timeout)
         self._stores: dict[str, BlobStore] = {}
         self._store("0" * 32)  # if the store cannot be used, raise an error now, not at first use
@@ -129,7 +130,7 @@ class EncryptedArtifactService(BaseArtifactService):
 
     # --- ADK's contract --------------------------------------------------------------------------
 
-    @measured
+    @accessed("artifact.write")
     async def save_artifact(
         self,
         *,
@@ -161,7 +162,7 @@ class EncryptedArtifactService(BaseArtifactService):
         pieces = None if content is None else _one(content)
         return await self._save(app_name, user_id, name, values, pieces, custom_metadata)
 
-    @measured
+    @accessed("artifact.read")
     async def load_artifact(
         self,
         *,
@@ -196,7 +197,7 @@ class EncryptedArtifactService(BaseArtifactService):
             f"The artifact refers to another one through more than {_MAX_REFERENCES} references."
         )
 
-    @measured
+    @accessed("artifacts.list")
     async def list_artifact_keys(
         self, *, app_name: str, user_id: str, session_id: str | None = None
     ) -> list[str]:
@@ -212,7 +213,7 @@ class EncryptedArtifactService(BaseArtifactService):
                 names.append(found[1])
         return sorted(names)
 
-    @measured
+    @accessed("artifact.delete")
     async def delete_artifact(
         self, *, app_name: str, user_id: str, filename: str, session_id: str | None = None
     ) -> None:
@@ -228,7 +229,7 @@ class EncryptedArtifactService(BaseArtifactService):
             if version.blob is not None:
                 await self._discard(version.blob)
 
-    @measured
+    @accessed("artifacts.list")
     async def list_versions(
         self, *, app_name: str, user_id: str, filename: str, session_id: str | None = None
     ) -> list[int]:
@@ -237,7 +238,7 @@ class EncryptedArtifactService(BaseArtifactService):
         found = await self._collections.get(app_name, user_id, name, limit=1)
         return list(range(version_count(found))) if found else []
 
-    @measured
+    @accessed("artifacts.list")
     async def list_artifact_versions(
         self, *, app_name: str, user_id: str, filename: str, session_id: str | None = None
     ) -> list[ArtifactVersion]:
@@ -246,7 +247,7 @@ class EncryptedArtifactService(BaseArtifactService):
         found = await self._collections.get(app_name, user_id, name)
         return [_described(version) for version in versions_of(found)] if found else []
 
-    @measured
+    @accessed("artifacts.list")
     async def get_artifact_version(
         self,
         *,
@@ -262,7 +263,7 @@ class EncryptedArtifactService(BaseArtifactService):
 
     # --- streams ---------------------------------------------------------------------------------
 
-    @measured
+    @accessed("artifact.write")
     async def save_stream(
         self,
         *,
@@ -283,6 +284,7 @@ class EncryptedArtifactService(BaseArtifactService):
         part = {"inline_data": {"mime_type": mime_type}}
         return await self._save(app_name, user_id, name, part, pieces, custom_metadata)
 
+    @accessed("artifact.read")
     async def open_stream(
         self,
         *,

@@ -20,6 +20,7 @@ from google.adk.sessions import Session
 from google.adk.version import __version__ as adk_version
 from google.genai import types
 
+from adk_secure_sessions.audit import accessed
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError, SecureSessionError
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.events import encode_item
@@ -49,7 +50,6 @@ from adk_secure_sessions.service import (
     reject_unknown_methods,
 )
 from adk_secure_sessions.storage import Collection, Expected, MissingSession, StaleRevision, events
-from adk_secure_sessions.telemetry import measured
 
 _CONFLICTS = 100  # after this number of conflicts with other processes, a write fails
 # The maximum size of the entries of one item, in bytes of JSON.  Deleting one entry writes all
@@ -169,13 +169,14 @@ class EncryptedMemoryService(BaseMemoryService):
                 f"it one, not a {type(session_service).__name__}"
             )
         self._collections = session_service.collections
+        self._access_ids = session_service._access_ids
         self._cache_users = cache_users
         self._cache_entries = cache_entries
         self._ranker = ranker
         self._reads = LoopLocks()
         self._writes = LoopLocks()
 
-    @measured
+    @accessed("memory.write")
     async def add_session_to_memory(self, session: Session) -> None:
         """Replace the memory of a session by those events of *session* that have content.
 
@@ -216,7 +217,7 @@ class EncryptedMemoryService(BaseMemoryService):
 
         await self._write(session.app_name, session.user_id, difference)
 
-    @measured
+    @accessed("memory.write")
     async def add_events_to_memory(
         self,
         *,
@@ -254,7 +255,7 @@ class EncryptedMemoryService(BaseMemoryService):
 
         await self._write(app_name, user_id, difference)
 
-    @measured
+    @accessed("memory.write")
     async def add_memory(
         self,
         *,
@@ -303,7 +304,7 @@ class EncryptedMemoryService(BaseMemoryService):
         if new:
             await self._write(app_name, user_id, difference)
 
-    @measured
+    @accessed("memory.read")
     async def search_memory(
         self, *, app_name: str, user_id: str, query: str
     ) -> SearchMemoryResponse:
@@ -330,7 +331,7 @@ class EncryptedMemoryService(BaseMemoryService):
         row = memory.at.session_row
         return SearchMemoryResponse(memories=[entry.memory(row) for entry in found])
 
-    @measured
+    @accessed("memory.delete")
     async def delete_memory(
         self, *, app_name: str, user_id: str, memory_id: str | None = None
     ) -> None:

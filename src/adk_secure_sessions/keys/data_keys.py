@@ -178,7 +178,7 @@ class StagedKeys:
 
     Attributes:
         created: The argument *created*.
-        has_new_keys: True if `new` has created a data key.
+        new_rows: The rows of the data keys that `new` has created.
         operation: Counts encryption and decryption; None if nothing is measured.
     """
 
@@ -201,7 +201,7 @@ class StagedKeys:
         self._rejected: dict[int, DecryptionError] = {}  # by data key id
         self._rejected_of: dict[bytes, DecryptionError] = {}  # by the `owner` of the rejected row
         self._taken: dict[bytes, int] = {}  # highest generation by owner, including rejected rows
-        self.has_new_keys: bool = False
+        self.new_rows: list[DataKeyRow] = []
         self.operation: telemetry.Operation | None = telemetry.current_operation()
 
     def load(self, rows: Iterable[DataKeyRow], masters: Iterable[MasterMark]) -> None:
@@ -316,7 +316,7 @@ class StagedKeys:
         made = DataKey(row, master_id, writer.cipher(key))
         self._by_owner[owner] = OwnerKeys({**known.by_id, made.id: made}, made, generation)
         self._owners[made.id] = owner
-        self.has_new_keys = True
+        self.new_rows.append(row)
         return row
 
     def rows_are_authentic(self, owner: bytes, ids: Collection[int]) -> bool:

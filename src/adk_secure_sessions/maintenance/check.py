@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
+from adk_secure_sessions.audit import command
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.telemetry import measured
 
 
 class Check(NamedTuple):
@@ -28,7 +28,7 @@ class Check(NamedTuple):
     has_plaintext_records: bool
 
 
-@measured
+@command
 async def check(db: Database) -> Check:
     """Open the database and its keys as a service does when it starts, without writing.
 

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
+from adk_secure_sessions.audit import command
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.records import header
 from adk_secure_sessions.maintenance.database import Database
@@ -20,7 +21,6 @@ from adk_secure_sessions.storage import (
     users,
     witnesses,
 )
-from adk_secure_sessions.telemetry import measured
 
 
 class Location(NamedTuple):
@@ -81,7 +81,7 @@ _RECORDS = {
 TABLES = tuple(_RECORDS)
 
 
-@measured
+@command
 async def lookup(
     db: Database,
     app_name: str,
@@ -117,7 +117,7 @@ async def lookup(
     return tuple(found)
 
 
-@measured
+@command
 async def inspect(
     db: Database, table: str, row: str | int | None = None, *, limit: int = 20
 ) -> tuple[RecordHeader, ...]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
+from adk_secure_sessions.audit import command
 from adk_secure_sessions.errors import ConfigurationError, Reason, TamperedError
 from adk_secure_sessions.formats.records import pack, unpack
 from adk_secure_sessions.keys.data_keys import (
@@ -50,7 +51,6 @@ from adk_secure_sessions.storage import (
     users,
     witnesses,
 )
-from adk_secure_sessions.telemetry import measured
 
 _MAX_EXAMPLES = 1000
 
@@ -87,7 +87,7 @@ class Retirement(NamedTuple):
     examples: tuple[KeptKey, ...]
 
 
-@measured
+@command
 async def retire(
     db: Database,
     *,

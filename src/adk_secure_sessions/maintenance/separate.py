@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import sqlalchemy as sa
 
+from adk_secure_sessions.audit import command
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
 from adk_secure_sessions.keys.keyring import (
     DATA,
@@ -46,7 +47,6 @@ from adk_secure_sessions.storage import (
     separation_marks,
     stored_features,
 )
-from adk_secure_sessions.telemetry import measured
 
 _MAX_MASTERS = 8  # the ids of the old data masters must fit into one row of `secure_meta`
 
@@ -74,7 +74,7 @@ class Separated(NamedTuple):
     kept: int
 
 
-@measured
+@command
 async def separate(
     db: Database, *, progress: Progress | None = None, rows_per_second: float | None = None
 ) -> Separated:

@@ -2,10 +2,10 @@
 
 from typing import NamedTuple
 
+from adk_secure_sessions.audit import command
 from adk_secure_sessions.maintenance.clearing import rewrite
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.storage import DATA_TABLES, FEATURE_TABLES, KEY_TABLES, TABLES
-from adk_secure_sessions.telemetry import measured
 
 
 class Vacuum(NamedTuple):
@@ -22,7 +22,7 @@ class Vacuum(NamedTuple):
     obstacles: tuple[str, ...]
 
 
-@measured
+@command
 async def vacuum(db: Database) -> Vacuum:
     """Rewrite all tables, so that their files contain no bytes of deleted or replaced rows.
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
+from adk_secure_sessions.audit import command
 from adk_secure_sessions.errors import Reason, TamperedError, WrongKeyError
 from adk_secure_sessions.formats import memory_items
 from adk_secure_sessions.formats.json_text import read_event
@@ -62,7 +63,6 @@ from adk_secure_sessions.storage import (
     users,
     witnesses,
 )
-from adk_secure_sessions.telemetry import measured
 
 # 10 minutes, in microseconds.  With a key database, a data key is stored before its owner's row.
 # Therefore `verify` does not report a data key without an owner's row if it was created in the last
@@ -101,7 +101,7 @@ class Verification(NamedTuple):
     problems: tuple[Problem, ...]
 
 
-@measured
+@command
 async def verify(
     db: Database, *, progress: Progress | None = None, rows_per_second: float | None = None
 ) -> Verification:

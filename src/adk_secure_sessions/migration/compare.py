@@ -3,6 +3,7 @@
 import time
 from typing import Any, NamedTuple
 
+from adk_secure_sessions.audit import command
 from adk_secure_sessions.errors import DecryptionError
 from adk_secure_sessions.formats import json_text, states
 from adk_secure_sessions.maintenance import Database, Progress
@@ -28,7 +29,6 @@ from adk_secure_sessions.migration.sources import (
     UnreadableSession,
 )
 from adk_secure_sessions.migration.target import Entry, Found, Target
-from adk_secure_sessions.telemetry import measured
 
 _EVERYTHING = Scope()
 _READS = 4  # sessions of the target that are read at the same time
@@ -94,7 +94,7 @@ class Comparison(NamedTuple):
     seconds: float
 
 
-@measured
+@command
 async def compare(
     source: Source,
     db: Database,

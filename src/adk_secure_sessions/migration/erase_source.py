@@ -6,6 +6,7 @@ from typing import NamedTuple, TypeVar
 
 import sqlalchemy as sa
 
+from adk_secure_sessions.audit import command
 from adk_secure_sessions.db.protocol import Executor
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.maintenance import Database, Progress
@@ -23,7 +24,6 @@ from adk_secure_sessions.migration.compare import Comparing, Comparison
 from adk_secure_sessions.migration.pipeline import encode_states, packed
 from adk_secure_sessions.migration.sources import Scope, Source
 from adk_secure_sessions.storage import repeated
-from adk_secure_sessions.telemetry import measured
 
 T = TypeVar("T")
 
@@ -73,7 +73,7 @@ class SourceErasure(NamedTuple):
         return erased is not None and not erased.changed and not erased.obstacles
 
 
-@measured
+@command
 async def erase_source(
     source: Source,
     db: Database,

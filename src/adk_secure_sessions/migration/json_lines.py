@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
+from adk_secure_sessions.audit import command
 from adk_secure_sessions.errors import DecryptionError
 from adk_secure_sessions.formats import json_text, states
 from adk_secure_sessions.lru import Lru
@@ -18,14 +19,13 @@ from adk_secure_sessions.migration.export_reader import (
 )
 from adk_secure_sessions.migration.sources import SessionContent, SourceEvent
 from adk_secure_sessions.storage import CheckApp
-from adk_secure_sessions.telemetry import measured
 
 LINE_FORMAT = 1  # the format of the lines: docs/export.md describes it
 _CACHED_STATES = 64
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
-@measured
+@command
 async def export_lines(
     db: Database,
     write: Callable[[bytes], object],

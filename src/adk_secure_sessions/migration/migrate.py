@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import NamedTuple
 
+from adk_secure_sessions.audit import command
 from adk_secure_sessions.backends import AesGcmBackend
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
 from adk_secure_sessions.formats import states
@@ -36,7 +37,6 @@ from adk_secure_sessions.migration.sources import (
 )
 from adk_secure_sessions.migration.target import Entry, Found, Target
 from adk_secure_sessions.storage import ImportedEvent, ImportResult, Store
-from adk_secure_sessions.telemetry import measured
 
 # Imports that run at the same time.  SQLite commits several at once.  On a server, each uses a
 # connection, and the pool has 10.
@@ -124,7 +124,7 @@ class Migration(NamedTuple):
         return not (self.stopped or self.bad or self.conflicts or (self.gone or 0) > self.removed)
 
 
-@measured
+@command
 async def migrate(
     source: Source,
     db: Database,

@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 import sqlalchemy as sa
 
-from adk_secure_sessions import telemetry
+from adk_secure_sessions import audit, telemetry
 from adk_secure_sessions.backends.registry import Backends
 from adk_secure_sessions.db.protocol import (
     Apply,
@@ -338,6 +338,7 @@ class UnitOfWork:
                     owner, since = need.owner, need.not_before
                     row = await self._store_data_key(opened.keys, keys, owner, since, keyring_seen)
                     created.append(row.id)
+                    _record_data_key(opened.keys.keyring, row)
                     telemetry.count_retry("new_key")
                 except StaleKeyring:
                     await self._renew_keyring(opened.keys, keyring_seen)
@@ -346,11 +347,13 @@ class UnitOfWork:
                 except Conflict:
                     # A new data key is stored only if the keyring that we have read is current.
                     # So another process may have caused the conflict by changing the keyring.
-                    if keys.has_new_keys:
+                    if keys.new_rows:
                         await self._renew_keyring(opened.keys, keyring_seen)
                     raise
                 else:
                     keys.publish()
+                    for row in keys.new_rows:
+                        _record_data_key(opened.keys.keyring, row)
                     _cache_identity(opened, who)
                     return result
             except (UniqueViolation, Conflict, Disconnected) as error:
@@ -460,7 +463,12 @@ class UnitOfWork:
     async def _open(self) -> _Opened:
         async with self._locks.hold("open"):
             if self._opened is None:
-                keyring = await repeated(lambda: self._open_keyring(None))
+                try:
+                    keyring = await repeated(lambda: self._open_keyring(None))
+                except BaseException as error:
+                    audit.record_opened(None, type(error).__name__)
+                    raise
+                audit.record_opened(keyring.database_id, None)
                 self._rejected = None
                 self._opened = self._with_empty_caches(keyring)
             self._start_timer(self._opened)
@@ -510,6 +518,11 @@ def _cache_identity(opened: _Opened, who: Identity) -> None:
     owner = rows.users.get(who.user_tag) or (not who.user_id and rows.apps.get(who.app_tag))
     if owner and (not who.session_id or rows.sessions.get(who.session_tag)):
         opened.identities.put(ids, who)
+
+
+def _record_data_key(keyring: Keyring, row: DataKeyRow) -> None:
+    owner = row.owner.hex()
+    audit.record_new_key(keyring.database_id, "data key", row.id, owner=owner)
 
 
 def _apply_one(change: Change) -> Steps[bool]:

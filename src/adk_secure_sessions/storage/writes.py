@@ -676,7 +676,7 @@ class RenewKey(Write[bool]):
     def committed(self, attempt: Attempt, owners: OwnerChanges, result: bool) -> None:
         owners.cache()
         self.changed = result and bool(owners.changes)
-        self.created = self.changed and bool(attempt.keys.has_new_keys or self.stored_keys)
+        self.created = self.changed and bool(attempt.keys.new_rows or self.stored_keys)
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[bool]:
         self.stored_keys = attempt.keys.created
