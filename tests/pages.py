@@ -1,8 +1,8 @@
 """Runs the code blocks of a page, one after the other, as a reader does in a new directory.
 
-How it works.  A page is the README or a file of docs/.  Sybil finds its blocks; a `Page` is what
-one reader has: a directory, a Python namespace, an environment and, if needed, a PostgreSQL server.
-Each block runs in it as its language says:
+How it works.  A page is a file of the repository's root, such as the README, or of docs/.  Sybil
+finds its blocks; a `Page` is what one reader has: a directory, a Python namespace, an environment
+and, if needed, a PostgreSQL server.  Each block runs in it as its language says:
 
 - `python` runs in the page's one namespace; with `title="name.py"` it is saved as that file;
 - `yaml` and `toml` are saved as the file in their title;
@@ -45,7 +45,7 @@ from tests.servers import PostgreSQL
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 _INFO = re.compile(r'(?P<language>[\w-]*)(?: title="(?P<title>[\w./]+)")?[ \t]*\n')
@@ -57,6 +57,11 @@ _LEXERS = (
 )
 _ADDRESS = "127.0.0.1:8000"  # what pages show; here uvicorn listens on a free port
 _PATIENCE = 180.0  # seconds: a block may run pytest, which imports google-adk
+
+
+def name_of(path: Path) -> str:
+    """Return the page's path for the id of a test: two folders have files of one name."""
+    return path.relative_to(ROOT).as_posix()
 
 
 def blocks(path: Path) -> Document:
@@ -77,7 +82,7 @@ def run(path: Path, page: "Page") -> None:
         try:
             example.evaluate()
         except BaseException as error:
-            error.add_note(f"in the block at {path.name}:{example.line}")
+            error.add_note(f"in the block at {name_of(path)}:{example.line}")
             raise
 
 

@@ -13,7 +13,9 @@ from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.states import MAX_KEY_BYTES, MAX_STATE_LEVELS
 from adk_secure_sessions.keys import specs
 from adk_secure_sessions.service import MAX_ID_BYTES
-from tests.pages import DOCS, PAGES, ROOT, blocks, language
+from tests.benchmarks.report import RESULTS
+from tests.benchmarks.results import Results
+from tests.pages import DOCS, PAGES, PROJECT, ROOT, blocks, language
 
 ATTACKS = ROOT / "tests" / "attacks"
 INTEGRATIONS = ROOT / "tests" / "integrations"
@@ -151,22 +153,30 @@ def test_configuration_gives_every_message_that_is_logged() -> None:
 
 # --- the API -------------------------------------------------------------------------------------
 
+API = {path.name: path.read_text(encoding="utf-8") for path in (DOCS / "api").glob("*.md")}
+ENTRIES = re.findall(r"^::: (\S+)$", "\n".join(API.values()), re.MULTILINE)
+
 
 @pytest.mark.parametrize("name", adk_secure_sessions.__all__)
 def test_reference_has_the_public_name(name: str) -> None:
-    """Errors are on a page of their own, which the API page links."""
-    api, errors = ((DOCS / page).read_text(encoding="utf-8") for page in ("api.md", "errors.md"))
-    assert f"[`{name}`][adk_secure_sessions.{name}]" in api
-    page = errors if name.endswith("Error") or name == "Reason" else api
-    assert f"\n::: adk_secure_sessions.{name}\n" in page
+    assert f"[`{name}`][adk_secure_sessions.{name}]" in API["index.md"]
+    assert f"adk_secure_sessions.{name}" in ENTRIES
+
+
+def test_table_of_the_reference_names_every_page_of_it() -> None:
+    linked = re.findall(r"^\| \[[^]]+\]\(([\w-]+\.md)\)", API["index.md"], re.MULTILINE)
+    assert sorted([*linked, "index.md"]) == sorted(API)
+
+
+def test_no_name_has_two_entries() -> None:
+    assert [name for name in set(ENTRIES) if ENTRIES.count(name) > 1] == []
 
 
 def test_reference_has_every_public_name_outside_the_package_itself() -> None:
     """The names of `maintenance`, and those that a reader of another page imports."""
-    api = (DOCS / "api.md").read_text(encoding="utf-8")
-    entries = set(re.findall(r"^::: (\S+)$", api, re.MULTILINE))
     used = {("adk_secure_sessions.maintenance", name) for name in maintenance.__all__}
-    for page in (one for one in PAGES if one.name not in ("architecture.md", "format.md")):
+    internal = [DOCS / "architecture.md", DOCS / "format.md"]
+    for page in (one for one in PAGES if one not in internal):
         for _, block in blocks(page).regions:
             if language(block) == "python":
                 used |= imports(str(block.parsed["source"]))
@@ -176,9 +186,83 @@ def test_reference_has_every_public_name_outside_the_package_itself() -> None:
         f"{module}.{name}"
         for module, name in used - {("adk_secure_sessions.integrations", "adk")}  # a module
         if module != "adk_secure_sessions"
-        if not {f"{module}.{name}", f"{module}.{name}.{name}"} & entries
+        if not {f"{module}.{name}", f"{module}.{name}.{name}"} & set(ENTRIES)
     }
     assert missing == set()
+
+
+# Names of the API that need care, and words of the note beside each.
+DANGERS = [
+    ("EncryptedSessionService", "additional_backends"),
+    ("EncryptedSessionService", "skip_unreadable_sessions"),
+    ("EncryptedSessionWrapper", "removed or reordered"),
+    ("EncryptionBackend", "nonce"),
+    ("FernetBackend", "time of its encryption"),
+    ("KeyProvider", "associated_data"),
+    ("NoOpBackend", "authenticates nothing"),
+    ("PassphraseKey", "short or common"),
+    ("StaticKey", "memory of the process"),
+    ("VaultKey", "deleted in the key service"),
+    ("generate_key", "lose the root key"),
+    ("integrations.adk.register", "plaintext"),
+    ("integrations.blob_rotation.rotate_data_and_blobs", "deletes the old contents"),
+    ("integrations.memory.MemoryRanker", "decrypted texts"),
+    ("maintenance.erase_user", "backup"),
+    ("maintenance.move_keys.move_keys", "Stop all services"),
+    ("maintenance.retire.retire", "backup"),
+    ("maintenance.rotate_root.rotate_root", "old root key"),
+    ("maintenance.separate.separate", "only on a copy"),
+    ("migration.PlaintextFallbackService", "forge sessions"),
+    ("migration.open_source", "do not authenticate"),
+    ("migration.erase_source.erase_source", "deletes the plaintext"),
+    ("migration.export_lines", "plaintext"),
+    ("migration.export_to_adk", "plaintext"),
+]
+
+
+@pytest.mark.parametrize(("name", "word"), DANGERS, ids=lambda part: part)
+def test_danger_is_said_before_the_entry(name: str, word: str) -> None:
+    """In an admonition of its section, or at the start of its page."""
+    (page,) = (text for text in API.values() if f"\n::: adk_secure_sessions.{name}\n" in text)
+    before = page.partition(f"\n::: adk_secure_sessions.{name}\n")[0]
+    sections = re.split(r"^## ", before, flags=re.MULTILINE)
+    notes = re.findall(
+        r"^!!! (?:danger|warning)\n((?: {4}.*\n|\n)+)",
+        f"{sections[0]}\n{sections[-1]}\n",
+        re.MULTILINE,
+    )
+    assert any(word in " ".join(note.split()) for note in notes)
+
+
+def test_figures_of_the_faq_are_those_of_the_benchmarks() -> None:
+    faq = " ".join((DOCS / "faq.md").read_text(encoding="utf-8").split())
+    figures = Results.load(RESULTS).figures
+    operations = [
+        figure.value
+        for name, figure in figures.items()
+        if re.fullmatch(r"(sqlite|postgresql|remote)/(?!memory).*/relative to adk", name)
+    ]
+    assert len(operations) > 30
+    assert max(operations) < 0.5
+    assert "less than half the time of ADK's unencrypted" in faq
+    for backend, said, most in (
+        ("aesgcm", "less than 10 %", 1.1),
+        ("fernet", "less than 20 %", 1.2),
+    ):
+        found = [
+            figure.value
+            for name, figure in figures.items()
+            if name.startswith(f"round trip/{backend}/") and name.endswith("/overhead")
+        ]
+        assert len(found) == 4
+        assert max(found) < most
+        assert said in faq
+
+
+def test_every_extra_is_on_the_page_of_the_installation() -> None:
+    rows = [row[0] for row in cells("install.md")]
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert named == set(PROJECT["optional-dependencies"])
 
 
 def imports(code: str) -> set[tuple[str, str]]:

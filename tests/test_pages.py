@@ -10,7 +10,7 @@ from examples.vectors.page import worked_example
 from tests import pages
 from tests.benchmarks.report import RESULTS, Report
 from tests.benchmarks.results import Results
-from tests.pages import DOCS, PAGES, Page
+from tests.pages import PAGES, Page
 from tests.servers import PostgreSQL
 
 # google-adk warns of its own experimental and deprecated parts.
@@ -28,7 +28,7 @@ WITH_CODE = [page for page in PAGES if pages.blocks(page).regions]
 assert WITH_CODE, "no code found: an empty search must not pass as success"
 
 
-@pytest.mark.parametrize("path", WITH_CODE, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", WITH_CODE, ids=pages.name_of)
 def test_code_in_the_page_runs_and_prints_what_it_says(
     path: Path,
     tmp_path: Path,
@@ -44,7 +44,7 @@ def test_code_in_the_page_runs_and_prints_what_it_says(
         pages.run(path, page)
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", PAGES, ids=pages.name_of)
 def test_every_block_is_in_a_language_that_is_run(path: Path) -> None:
     document = pages.blocks(path)
     found = [pages.language(region) for _, region in document.regions]
@@ -54,12 +54,8 @@ def test_every_block_is_in_a_language_that_is_run(path: Path) -> None:
     assert len(fences) == 2 * (len(found) - hidden), "Sybil does not find every block"
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", PAGES, ids=pages.name_of)
 def test_no_page_has_an_indented_block(path: Path) -> None:
     """Markdown shows it as code, and no test would run it."""
     text = re.sub(r"^```.*?^```|<!--.*?-->", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
     assert re.findall(r"\n\n(?: {4}|\t).*", text) == []
-
-
-def test_pages_are_in_one_directory() -> None:
-    assert sorted(DOCS.rglob("*.md")) == sorted(DOCS.glob("*.md"))

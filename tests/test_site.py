@@ -1,8 +1,13 @@
 """The built site is complete, and its pages load nothing from other servers."""
 
+import functools
+import http.server
 import json
 import logging
+import posixpath
 import re
+import threading
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -10,7 +15,8 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 import adk_secure_sessions
-from tests.pages import DOCS, ROOT
+from tests import chromium
+from tests.pages import DOCS, PROJECT, ROOT
 
 # The environments that test one release of google-adk do not have it.
 pytest.importorskip("mkdocs", reason="the site needs the extra [docs]")
@@ -107,13 +113,18 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def html(site: Path) -> dict[str, Html]:
-    found = {path.name: Html(path.read_text(encoding="utf-8")) for path in site.glob("*.html")}
-    assert "index.html" in found
+    """The pages by address, such as `api/index.html`."""
+    found = {
+        path.relative_to(site).as_posix(): Html(path.read_text(encoding="utf-8"))
+        for path in site.rglob("*.html")
+    }
+    assert {"index.html", "api/index.html"} <= found.keys()
     return found
 
 
 def test_every_page_is_built(html: dict[str, Html]) -> None:
-    assert {path.stem for path in DOCS.glob("*.md")} | {"404"} == {Path(name).stem for name in html}
+    pages = {path.relative_to(DOCS).with_suffix(".html").as_posix() for path in DOCS.rglob("*.md")}
+    assert pages | {"404.html"} == html.keys()
 
 
 def test_nothing_is_loaded_from_other_servers(site: Path, html: dict[str, Html]) -> None:
@@ -129,7 +140,8 @@ def test_everything_that_is_loaded_exists(site: Path, html: dict[str, Html]) -> 
         if name == "404.html":  # it is served for any path, so its addresses begin at the root
             continue
         for url in page.loads:
-            assert urlsplit(url).scheme == "data" or (site / urlsplit(url).path).exists(), url
+            path = (site / name).parent / urlsplit(url).path
+            assert urlsplit(url).scheme == "data" or path.exists(), f"{name}: {url}"
 
 
 def test_links_lead_to_existing_pages_and_ids(site: Path, html: dict[str, Html]) -> None:
@@ -140,7 +152,9 @@ def test_links_lead_to_existing_pages_and_ids(site: Path, html: dict[str, Html])
             parts = urlsplit(link)
             if parts.scheme:
                 continue
-            target = parts.path or name
+            target = posixpath.normpath(posixpath.join(posixpath.dirname(name), parts.path))
+            if not parts.path:
+                target = name
             assert (site / target).exists(), f"{name}: {link}"
             if parts.fragment and target in html:
                 assert unquote(parts.fragment) in html[target].ids, f"{name}: {link}"
@@ -154,8 +168,96 @@ def test_search_index_holds_every_page(site: Path, html: dict[str, Html]) -> Non
 
 
 def test_api_has_an_entry_for_every_public_name(html: dict[str, Html]) -> None:
-    ids = html["api.html"].ids | html["errors.html"].ids
+    ids = {
+        name for address, page in html.items() if address.startswith("api/") for name in page.ids
+    }
     assert {f"adk_secure_sessions.{name}" for name in adk_secure_sessions.__all__} <= ids
+
+
+def test_long_signatures_are_broken_into_lines(site: Path) -> None:
+    """mkdocstrings needs a formatter, also if only the extra [docs] is installed."""
+    assert any(line.startswith("ruff") for line in PROJECT["optional-dependencies"]["docs"])
+    text = (site / "api" / "sessions.html").read_text(encoding="utf-8")
+    signature = text.partition('class="doc-signature')[2].partition("</pre>")[0]
+    lines = re.sub("<[^>]+>", "", signature).splitlines()
+    assert "    create_tables: bool = True," in [line.split("&para;")[-1] for line in lines]
+
+
+def test_every_page_says_the_version(site: Path, html: dict[str, Html]) -> None:
+    for name in html:
+        header = (site / name).read_text(encoding="utf-8").partition("</header>")[0]
+        assert f'<span class="release">{PROJECT["version"]}</span>' in header, name
+
+
+def test_links_to_the_repository_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody knows its address yet, so none is invented: RELEASING.md lists the variables."""
+    from mkdocs.config import load_config
+
+    monkeypatch.chdir(ROOT)
+    names = (
+        "ADK_SECURE_SESSIONS_SITE_URL",
+        "ADK_SECURE_SESSIONS_REPO_URL",
+        "ADK_SECURE_SESSIONS_EDIT_URI",
+    )
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    config = load_config("mkdocs.yml")
+    assert not any((config.site_url, config.repo_url, config.edit_uri))
+    values = ("https://docs.example.org/", "https://example.org/clinic/", "edit/main/docs/")
+    for name, value in zip(names, values, strict=True):
+        monkeypatch.setenv(name, value)
+    config = load_config("mkdocs.yml")
+    assert (config.site_url, config.repo_url, config.edit_uri) == values
+
+
+def test_header_with_a_link_to_the_repository_asks_no_other_server() -> None:
+    """The theme's script asks the repository's server for its stars, if it finds the mark."""
+    from mkdocs.config import load_config
+
+    from docs.hooks.version import on_config, on_post_page
+
+    config = load_config(str(ROOT / "mkdocs.yml"))
+    on_config(config)
+    partial = Path(str(config.theme.dirs[0])) / "partials" / "source.html"
+    theme = partial.read_text(encoding="utf-8")
+    assert 'data-md-component="source"' in theme, "the hook is not needed any more"
+    header = f'<span class="md-ellipsis"> {config.site_name} </span>{theme}'
+    assert 'data-md-component="source"' not in on_post_page(header, config)
+
+
+@pytest.mark.skipif(chromium.PROGRAM is None, reason="chromium is not installed")
+def test_search_works_on_any_static_server(site: Path) -> None:
+    handler = functools.partial(Quiet, directory=str(site))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            with chromium.browser() as tab:
+                tab.open(f"http://127.0.0.1:{server.server_port}/api/index.html")
+                tab.wait_until("Boolean(document.querySelector('.md-search__input'))")
+                deadline = time.monotonic() + 60
+                # The page ignores the first keys until its scripts have loaded.
+                while not tab.evaluate(FOUND):
+                    assert time.monotonic() < deadline, tab.text()
+                    tab.evaluate(TYPE)
+                    time.sleep(0.1)
+        finally:
+            server.shutdown()
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    """Serves files as `python -m http.server` does, but logs nothing."""
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+TYPE = """(() => {
+    const field = document.querySelector('.md-search__input');
+    field.focus();
+    field.value = 'crypto-shredding';
+    field.dispatchEvent(new KeyboardEvent('keyup', {bubbles: true}));
+})()"""
+FOUND = "Boolean(document.querySelector('.md-search-result__link[href*=\"erasure.html\"]'))"
 
 
 def test_changelog_page_has_every_heading_of_the_changelog(site: Path) -> None:
