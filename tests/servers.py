@@ -174,6 +174,8 @@ class PostgreSQL(Server):
     That takes a millisecond; CREATE DATABASE takes twenty.
     """
 
+    programs: Path | None = None  # of a private server: the directory of its pg_dump and psql
+
     def flush(self) -> None:
         with self.admin.connect() as connection:
             connection.exec_driver_sql("CHECKPOINT")
@@ -348,6 +350,7 @@ def _running_postgresql(
         "postgresql+psycopg", superuser, database="postgres", query={"host": str(data)}
     )
     server = PostgreSQL(url, directory)
+    server.programs = programs
     command += [*_POSTGRESQL_OPTIONS, *options]
     with _running(server, data / ".s.PGSQL.5432", command, user=user):
         yield server
