@@ -279,6 +279,22 @@ async def test_removed_mark_switches_the_fallback_on_again(
         assert await plain.get_session(**ADA, session_id="planted") is None
 
 
+async def test_replayed_mark_that_was_withdrawn_ends_the_fallback_again(target: Target) -> None:
+    """The sessions are then missing, and are neither forged nor overwritten."""
+    async with target.service() as service:
+        await service._store.complete_migration()
+    with closing(sqlite3.connect(target.path)) as connection:
+        query = "SELECT value FROM secure_meta WHERE name = 'migration'"
+        ((mark,),) = connection.execute(query).fetchall()
+    async with target.service() as service:
+        assert await service._store.withdraw_migration()
+    async with target.service() as service:
+        assert await service.get_session(**OTHER) is not None
+    target.run("INSERT INTO secure_meta VALUES ('migration', ?)", mark)
+    async with target.service() as service:
+        assert await service.get_session(**OTHER) is None
+
+
 async def test_removed_table_or_feature_is_rejected(target: Target) -> None:
     target.run("UPDATE secure_meta SET value = '-' || substr(value, instr(value, ' ')) "
                "WHERE name = 'features'")  # fmt: skip

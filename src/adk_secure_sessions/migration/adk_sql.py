@@ -14,6 +14,7 @@ import sqlalchemy as sa
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.migration import adk_rows
 from adk_secure_sessions.migration.adk_rows import EventReader, Row, Unreadable
+from adk_secure_sessions.migration.pickled_actions import UnsafePickle
 from adk_secure_sessions.migration.sources import (
     Scope,
     SessionContent,
@@ -367,15 +368,18 @@ class Tables:
         updated_at = adk_rows.time_of(header.updated_at, self.sessions_zone)
         events: list[SourceEvent] = []
         read, zone = self._read_event, self._events_zone
+        reason = f"cannot be read by {adk_rows.INSTALLED}, or exceeds a limit"
         for row in history:
             try:
                 events.append(read(row, zone))
+            except UnsafePickle as error:
+                reason = f"has actions that are not loaded: {error}"
+                break
             except Exception:
                 break  # raise after this block: otherwise `__context__` would hold the event
         if len(events) < len(history):
             raise Unreadable(
-                f"event {len(events) + 1} of {len(history)} cannot be read by {adk_rows.INSTALLED},"
-                " or exceeds a limit: see docs/limits.md, Sizes"
+                f"event {len(events) + 1} of {len(history)} {reason}: see docs/limits.md, Sizes"
             )
         return SessionContent(state, events, created_at, updated_at)
 

@@ -6,7 +6,6 @@ queries.  It only reads, and ends before the rows are converted, so that it does
 google-adk's writers for long.  `adk_sql` has the queries, and `adk_rows` converts the rows.
 """
 
-import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import tzinfo
@@ -19,7 +18,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.db.connect import executors_for
 from adk_secure_sessions.db.protocol import Executor
-from adk_secure_sessions.db.sqlite import is_in_memory
+from adk_secure_sessions.db.sqlite import is_in_memory, read_only_mode
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.states import JsonObject
 from adk_secure_sessions.migration.adk_rows import Row, Unreadable, check_names, state_of, text
@@ -92,9 +91,9 @@ class AdkTables(LookupSource):
             opened as read-only.
         db_engine: Your own engine for the database.
         time_zone: The time zone of the processes that wrote the database.  Give it if it was not
-            UTC, and if they used google-adk before 2.7, which stored some times in local time: the
-            times of events in schema v0, and the times of sessions on PostgreSQL, MySQL and
-            MariaDB.  By default, times are read as the installed google-adk reads them.
+            UTC, and if they used a release of google-adk that stored local times: docs/migrate.md,
+            Times, lists these releases.  By default, times are read as the installed google-adk
+            reads them.
 
     Raises:
         ConfigurationError: One of these arguments cannot be used, or the SQLite file does not
@@ -118,10 +117,18 @@ class AdkTables(LookupSource):
         """The kind of tables, after the first read."""
         return self._found.kind.value if self._found else "google-adk's tables"
 
+    @property
+    def place(self) -> str:
+        """The database, without user name, password and options."""
+        db_url, db_engine = self._place
+        if db_engine is None and db_url in (None, ":memory:"):
+            return self.description
+        url = sa.make_url(db_url or "") if db_engine is None else db_engine.url
+        return str(sa.URL.create(url.drivername, None, None, url.host, url.port, url.database))
+
     async def size(self, scope: Scope) -> SourceSize:
         """Return how many sessions and events *scope* contains."""
         tables = await self._tables()
-
         return await self._reader.run(partial(tables.size, scope=scope))
 
     async def sessions(self, scope: Scope) -> AsyncIterator[Sequence[SourceSession]]:
@@ -354,14 +361,9 @@ def _read_only(db_url: str | sa.URL) -> str | sa.URL:
     path = Path(database)
     if not path.is_file():
         raise ConfigurationError("the SQLite file of the source does not exist: check its path")
-    # SQLite may have to create the index of the write-ahead log.  If the directory is not writable
-    # and there is no log, SQLite reads the file without a log and without locks.
-    has_log = path.with_name(f"{path.name}-wal").exists()
-    is_writable = os.access(path.resolve().parent, os.W_OK)
-    mode = {"mode": "ro"} if has_log or is_writable else {"immutable": "1"}
-    return url.set(
-        database=f"file:{quote(str(path.absolute()))}", query={**url.query, **mode, "uri": "true"}
-    )
+    name, value = read_only_mode(path)
+    query = {**url.query, name: value, "uri": "true"}
+    return url.set(database=f"file:{quote(str(path.absolute()))}", query=query)
 
 
 @contextmanager

@@ -14,10 +14,11 @@ it, between two queries.  So a read that has used the source looks at `secure_mi
 is repeated if somebody has copied what it has read from the source.
 """
 
+import asyncio
 import logging
 import re
 import time
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping
 from copy import deepcopy
 from datetime import timedelta
 from types import TracebackType
@@ -30,7 +31,7 @@ from google.adk.sessions import BaseSessionService, Session
 from google.adk.sessions.base_session_service import GetSessionConfig, ListSessionsResponse
 
 from adk_secure_sessions import audit
-from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.formats import events, states
 from adk_secure_sessions.formats.states import APP_PREFIX, USER_PREFIX, JsonObject
 from adk_secure_sessions.keys.keyring import Keyring
@@ -65,6 +66,7 @@ Owner = tuple[str, str | None]  # an app, or a user of an app
 _OF_SOURCE = "plaintext source:"
 _OF_DATABASE = re.compile(r"[0-9a-f]+\.\d+")  # the markers of `EncryptedSessionService`
 _CACHED_OWNERS = 10_000
+_CANCEL_TIMEOUT = 5.0  # seconds to wait for a cancelled query of the source
 _LOG_PAUSE = 60.0  # seconds between two messages with the number of reads
 
 
@@ -85,6 +87,8 @@ class PlaintextFallbackService(BaseSessionService):
         service: The service of the encrypted database.  Other services, such as
             `EncryptedArtifactService`, take this service, too.
         source: The plaintext source, for example `AdkTables(url)`.
+        read_timeout: Seconds after which a query of the source is interrupted, and the operation
+            raises `DatabaseError`; None for no limit.  The limit of *service* is its own.
 
     Attributes:
         fallback_reads: How many queries this object has sent to the source.
@@ -94,7 +98,13 @@ class PlaintextFallbackService(BaseSessionService):
         ConfigurationError: An argument has another type.
     """
 
-    def __init__(self, service: EncryptedSessionService, source: LookupSource) -> None:
+    def __init__(
+        self,
+        service: EncryptedSessionService,
+        source: LookupSource,
+        *,
+        read_timeout: float | None = 60.0,
+    ) -> None:
         if not isinstance(service, EncryptedSessionService):
             raise ConfigurationError(
                 f"service must be an EncryptedSessionService, not {type(service).__name__}"
@@ -109,6 +119,8 @@ class PlaintextFallbackService(BaseSessionService):
         self._service = service
         self._store = service._store
         self._source = source
+        self._read_timeout = read_timeout
+        self._cancelled: set[asyncio.Future[Any]] = set()  # asyncio itself keeps no reference
         self._locks = LoopLocks()
         # Apps and users whose state was copied.  A state that was copied stays copied.
         self._moved: Lru[Owner, bool] = Lru(_CACHED_OWNERS)
@@ -303,7 +315,7 @@ class PlaintextFallbackService(BaseSessionService):
         try:
             await self._service.close()
         finally:
-            await self._source.close()
+            await self._in_time(self._source.close())
 
     async def __aenter__(self) -> Self:
         return self
@@ -362,7 +374,49 @@ class PlaintextFallbackService(BaseSessionService):
     async def _query(self, query: Awaitable[T]) -> T:
         """Count one query of the source, and return its result."""
         self._count()
-        return await query
+        return await self._in_time(query)
+
+    async def _batches(self, batches: AsyncIterator[T]) -> AsyncIterator[T]:
+        """Yield what queries of the source return, and count the queries."""
+        while (batch := await self._in_time(anext(batches, None))) is not None:
+            self._count()
+            yield batch
+
+    async def _in_time(self, query: Awaitable[T]) -> T:
+        """Return the result of *query*; cancel it if it takes too long, or if the caller is.
+
+        A server that does not answer does not react to a cancellation, either.  So this does not
+        wait long for the end of the cancelled query.
+
+        Raises:
+            DatabaseError: *query* did not end within `read_timeout`.
+        """
+        task = asyncio.ensure_future(query)
+        try:
+            done, _ = await asyncio.wait({task}, timeout=self._read_timeout)
+        except asyncio.CancelledError:
+            await self._cancel(task)
+            raise
+        if done:
+            return task.result()
+        await self._cancel(task)
+        raise DatabaseError(
+            f"a read of the plaintext source ({self._source.place}) did not end within "
+            f"{self._read_timeout:g} s and was interrupted: check that this database answers and "
+            "try again, or raise read_timeout of PlaintextFallbackService",
+            retryable=True,
+        )
+
+    async def _cancel(self, query: asyncio.Future[Any]) -> None:
+        query.cancel()
+        self._cancelled.add(query)
+        query.add_done_callback(self._forget)
+        await asyncio.wait({query}, timeout=_CANCEL_TIMEOUT)
+
+    def _forget(self, query: asyncio.Future[Any]) -> None:
+        self._cancelled.discard(query)
+        if not query.cancelled():
+            query.exception()  # asyncio would log an exception that nobody has looked at
 
     def _count(self) -> None:
         self.fallback_reads += 1
@@ -387,8 +441,7 @@ class PlaintextFallbackService(BaseSessionService):
     async def _headers(self, app_name: str, user_id: str | None) -> dict[SessionIds, SessionHeader]:
         """Return the sessions of the source that are not superseded."""
         found: dict[SessionIds, SessionHeader] = {}
-        async for batch in self._source.headers(app_name, user_id):
-            self._count()
+        async for batch in self._batches(self._source.headers(app_name, user_id)):
             by_ids = {session[:3]: header for session, header in batch.items()}
             superseded = await self._store.imported(by_ids)
             for ids, header in by_ids.items():
@@ -482,8 +535,7 @@ class PlaintextFallbackService(BaseSessionService):
         wanted = set(owners)
         found: dict[Owner, JsonObject] = {}
         if user_id is None and len(wanted) > 2:
-            async for batch in self._source.user_states(Scope(app_name)):
-                self._count()
+            async for batch in self._batches(self._source.user_states(Scope(app_name))):
                 for owner, state in batch.items():
                     if owner not in wanted:
                         continue

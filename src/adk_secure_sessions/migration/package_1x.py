@@ -52,7 +52,9 @@ T = TypeVar("T")
 
 
 class Package1x(AdkTables):
-    """A database of adk-secure-sessions 0.1 to 1.3, which is another author's distribution.
+    """A database of adk-secure-sessions 1.x, which is another author's distribution.
+
+    docs/from-1x.md names the releases.
 
     A value that cannot be decrypted makes its session or state unreadable.  So does an event whose
     id in the table differs from the encrypted id.
@@ -73,9 +75,9 @@ class Package1x(AdkTables):
             opened as read-only.
         keys: The keys that the application gave to its backends: see `Package1xKeys`.
         db_engine: Your own engine for the database.
-        time_zone: The time zone of `create_time` and `update_time` in a database on a server, which
-            adk-secure-sessions 1.x wrote in local time if it ran with google-adk before 2.4.  By
-            default, times are read as the installed google-adk reads them.
+        time_zone: The time zone of `create_time` and `update_time` in a database on a server, if
+            adk-secure-sessions 1.x ran with a release of google-adk that stored local times: see
+            `AdkTables`.  By default, times are read as the installed google-adk reads them.
 
     Raises:
         ConfigurationError: One of these arguments cannot be used, or the SQLite file does not

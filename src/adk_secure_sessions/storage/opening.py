@@ -504,6 +504,20 @@ def mark_migration(end: MigrationEnd, keyring: Keyring, connection: sa.Connectio
     connection.execute(sa.insert(meta).values(name=MIGRATION_MARK, value=mark))
 
 
+def withdraw_migration(keyring: Keyring, connection: sa.Connection) -> bool:
+    """Remove the mark `COMPLETE`, and return whether there was one.
+
+    Any other mark stays.  Without a mark, a migration is not complete, so the removal needs no mark
+    of its own.
+    """
+    where = meta.c.name == MIGRATION_MARK
+    stored = connection.scalar(sa.select(meta.c.value).where(where).with_for_update())
+    if stored != _migration_mark(MigrationEnd.COMPLETE, keyring):
+        return False
+    connection.execute(sa.delete(meta).where(where))
+    return True
+
+
 def migration_end(keyring: Keyring, connection: sa.Connection) -> MigrationEnd | None:
     """Return what the mark says; None if there is no mark.
 

@@ -32,6 +32,7 @@ from adk_secure_sessions.storage.opening import (
     has_rows_of,
     mark_migration,
     migration_end,
+    withdraw_migration,
 )
 from adk_secure_sessions.storage.queries import chunks, migrated_rows, numbered
 from adk_secure_sessions.storage.reads import (
@@ -401,6 +402,16 @@ class Store:
         keyring = (await self.unit.keys()).keyring
         await self.unit.change_keys(partial(mark_migration, MigrationEnd.COMPLETE, keyring))
 
+    async def withdraw_migration(self) -> bool:
+        """Remove the mark of `complete_migration`, and return whether there was one.
+
+        A mark of `mark_source_erased` stays.
+        """
+        keyring = (await self.unit.keys()).keyring
+        if await self._migration_end() is not MigrationEnd.COMPLETE:
+            return False  # do not begin to write: the account may only be able to read
+        return await self.unit.change_keys(partial(withdraw_migration, keyring))
+
     async def mark_source_erased(self) -> None:
         """Store the mark that rows of the source may be missing; it is never removed again.
 
@@ -419,7 +430,7 @@ class Store:
         return await self._migration_end() is MigrationEnd.SOURCE_ERASED
 
     async def migration_is_complete(self) -> bool:
-        """Return whether `complete_migration` was called for this database.
+        """Return whether `complete_migration` was called, and nothing has withdrawn its mark.
 
         Raises:
             WrongKeyError: The mark was tampered with.
