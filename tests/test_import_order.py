@@ -14,6 +14,8 @@ SOURCE = Path(__file__).parent.parent / "src" / PACKAGE
 # Lowest first.  A module imports from its own layer or from those below it.
 LAYERS = (
     {"errors", "loops", "lru"},
+    {"telemetry"},
+    {"audit"},
     {"crypto"},
     {"formats"},
     {"keys"},

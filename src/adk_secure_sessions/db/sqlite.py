@@ -31,6 +31,7 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import sqlalchemy as sa
 
+from adk_secure_sessions import telemetry
 from adk_secure_sessions.db.dialects import any_text, sqlite_sql, taking_any_text
 from adk_secure_sessions.db.failures import meaning, overdue, write_timeout
 from adk_secure_sessions.db.protocol import (
@@ -557,6 +558,7 @@ def _run_batch(connection: "SqliteConnection", batch: list[Job]) -> list[_Outcom
                 driver.execute("RELEASE one")
         commit = len(batch) > 1 or outcomes[0].error is None
         driver.execute("COMMIT" if commit else "ROLLBACK")
+        telemetry.record_group_commit(len(batch))
         return outcomes
     except BaseException as error:
         if driver.in_transaction:

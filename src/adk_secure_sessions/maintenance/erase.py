@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
+from adk_secure_sessions.audit import add_facts, command
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.records import pack
 from adk_secure_sessions.maintenance.clearing import clear, overwrite_deleted
@@ -60,6 +61,7 @@ class Erasure(NamedTuple):
         return sum(self[:6])
 
 
+@command
 async def erase_user(
     db: Database, app_name: str, user_id: str, *, dry_run: bool = False, rewrite: bool = False
 ) -> Erasure:
@@ -89,6 +91,7 @@ async def erase_user(
     if not (isinstance(app_name, str) and isinstance(user_id, str)):
         raise ConfigurationError("app_name and user_id must be text")
     tag = identify((await db.keys()).keyring.index, app_name, user_id).user_tag
+    add_facts(user=tag.hex(), app=app_name)
     was_migrated = await _may_have_imports(db)
     if was_migrated and not dry_run:
         await (await db.store()).tombstone(app_name, user_id)

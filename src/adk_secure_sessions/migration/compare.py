@@ -3,6 +3,7 @@
 import time
 from typing import Any, NamedTuple
 
+from adk_secure_sessions.audit import command
 from adk_secure_sessions.errors import DecryptionError
 from adk_secure_sessions.formats import json_text, states
 from adk_secure_sessions.maintenance import Database, Progress
@@ -97,6 +98,7 @@ class Comparison(NamedTuple):
     seconds: float
 
 
+@command
 async def compare(
     source: Source,
     db: Database,

@@ -6,6 +6,7 @@ from typing import NamedTuple, TypeVar
 
 import sqlalchemy as sa
 
+from adk_secure_sessions.audit import command
 from adk_secure_sessions.db.protocol import Executor
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.maintenance import Database, Progress
@@ -74,6 +75,7 @@ class SourceErasure(NamedTuple):
         return erased is not None and not erased.changed and not erased.obstacles
 
 
+@command
 async def erase_source(
     source: Source,
     db: Database,

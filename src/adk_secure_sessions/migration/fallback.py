@@ -30,6 +30,7 @@ from google.adk.events import Event
 from google.adk.sessions import BaseSessionService, Session
 from google.adk.sessions.base_session_service import GetSessionConfig, ListSessionsResponse
 
+from adk_secure_sessions import audit
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.formats import events, states
 from adk_secure_sessions.formats.states import APP_PREFIX, USER_PREFIX, JsonObject
@@ -426,6 +427,7 @@ class PlaintextFallbackService(BaseSessionService):
     def _count(self) -> None:
         self.fallback_reads += 1
         logger.debug("plaintext fallback: read %d of the source", self.fallback_reads)
+        audit.record("plaintext.read", source=self._source.description)
         now = time.monotonic()
         if now >= self._log_at:
             self._log_at = now + _LOG_PAUSE

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import NamedTuple
 
+from adk_secure_sessions.audit import command
 from adk_secure_sessions.backends import AesGcmBackend
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
 from adk_secure_sessions.formats import states
@@ -123,6 +124,7 @@ class Migration(NamedTuple):
         return not (self.stopped or self.bad or self.conflicts or (self.gone or 0) > self.removed)
 
 
+@command
 async def migrate(
     source: Source,
     db: Database,

@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeVar
 
 import sqlalchemy as sa
 
+from adk_secure_sessions.audit import record_new_key
 from adk_secure_sessions.backends import NoOpBackend
 from adk_secure_sessions.backends.registry import Backends
 from adk_secure_sessions.db.dialects import exclusively
@@ -679,6 +680,10 @@ async def open_database(
             if opened is None:
                 created = {**marks, FEATURES: feature_mark(fresh[0].key.index(), database_id)}
             await _make(executors.keys, part, keys, created, [made.row for made in fresh])
+            for made in fresh:
+                row = made.row
+                kind = f"{row.purpose} master"
+                record_new_key(database_id, kind, row.id, root_key=row.root_key_id)
         elif executors.has_key_database and not marks.keys() <= data.meta.keys():
             await _make(executors.data, Part.DATA, data, marks, [])
         else:
