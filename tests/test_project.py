@@ -211,7 +211,9 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("name", adk_secure_sessions.__all__)
 def test_public_name_has_a_docstring(name: str) -> None:
-    assert inspect.getdoc(getattr(adk_secure_sessions, name))
+    thing = getattr(adk_secure_sessions, name)
+    # Python does not keep the docstring of a variable; the site shows it.
+    assert not callable(thing) or inspect.getdoc(thing)
 
 
 @pytest.mark.parametrize("name", adk_secure_sessions.__all__)

@@ -7,19 +7,22 @@ To record a value takes 5 to 16 µs, longer than to encrypt an event, and an ope
 thousands.  Therefore an `Operation` adds its costs up, and they are recorded once, when it ends.
 """
 
+import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import ContextVar, Token
-from functools import wraps
+from functools import cache, wraps
 from importlib.metadata import PackageNotFoundError, version
 from threading import Lock
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar
-
-from opentelemetry import context, metrics, trace
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from adk_secure_sessions.errors import DecryptionError
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.metrics import Histogram
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -56,55 +59,71 @@ TABLE = "db.collection.name"
 CAUSE = f"{_NAME}.retry.cause"
 
 
-def _version() -> str:
-    try:
-        return version("adk-secure-sessions")
-    except PackageNotFoundError:
-        return ""
+class _Instruments:
+    """The tracer and the instruments of this package."""
+
+    def __init__(self) -> None:
+        from opentelemetry import context, metrics, trace
+
+        try:
+            release = version("adk-secure-sessions")
+        except PackageNotFoundError:
+            release = ""
+        meter = metrics.get_meter(_NAME, release)
+        self.context = context
+        self.trace = trace
+        self.tracer = trace.get_tracer(_NAME, release)
+        self.operation_duration = meter.create_histogram(
+            f"{_NAME}.operation.duration",
+            unit="s",
+            description="Duration of one call of a service or of one command",
+            explicit_bucket_boundaries_advisory=_SECONDS,
+        )
+        self.cipher_duration = meter.create_histogram(
+            f"{_NAME}.cipher.duration",
+            unit="s",
+            description="Time that one operation spends on encryption or on decryption",
+            explicit_bucket_boundaries_advisory=_CIPHER_SECONDS,
+        )
+        self.plaintext_io = meter.create_counter(
+            f"{_NAME}.plaintext.io",
+            unit="By",
+            description="Plaintext that was encrypted or decrypted",
+        )
+        self.cache_lookups = meter.create_counter(
+            f"{_NAME}.cache.lookups",
+            unit="{lookup}",
+            description="Lookups in the caches of a service",
+        )
+        self.key_service_duration = meter.create_histogram(
+            f"{_NAME}.key_service.duration",
+            unit="s",
+            description="Duration of one request to a key service",
+            explicit_bucket_boundaries_advisory=_SECONDS,
+        )
+        self.rejected = meter.create_counter(
+            f"{_NAME}.decryption.failures",
+            unit="{error}",
+            description="Stored values that were rejected",
+        )
+        self.retries = meter.create_counter(
+            f"{_NAME}.retries", unit="{retry}", description="Repeated attempts at an operation"
+        )
+        self.group_commits = meter.create_histogram(
+            f"{_NAME}.group_commit.size",
+            unit="{transaction}",
+            description="Transactions that one commit of SQLite stores",
+            explicit_bucket_boundaries_advisory=_BATCHES,
+        )
+        self.progress = meter.create_gauge(
+            f"{_NAME}.command.progress",
+            unit="1",
+            description="Part of a maintenance command that is done",
+        )
 
 
-_meter = metrics.get_meter(_NAME, _version())
-_tracer = trace.get_tracer(_NAME, _version())
-
-_operation_duration = _meter.create_histogram(
-    f"{_NAME}.operation.duration",
-    unit="s",
-    description="Duration of one call of a service",
-    explicit_bucket_boundaries_advisory=_SECONDS,
-)
-_cipher_duration = _meter.create_histogram(
-    f"{_NAME}.cipher.duration",
-    unit="s",
-    description="Time that one call of a service spends on encrypting or decrypting",
-    explicit_bucket_boundaries_advisory=_CIPHER_SECONDS,
-)
-_plaintext_io = _meter.create_counter(
-    f"{_NAME}.plaintext.io", unit="By", description="Plaintext that was encrypted or decrypted"
-)
-_cache_lookups = _meter.create_counter(
-    f"{_NAME}.cache.lookups", unit="{lookup}", description="Lookups in the caches of a service"
-)
-_key_service_duration = _meter.create_histogram(
-    f"{_NAME}.key_service.duration",
-    unit="s",
-    description="Duration of one call of a key service",
-    explicit_bucket_boundaries_advisory=_SECONDS,
-)
-_rejected = _meter.create_counter(
-    f"{_NAME}.decryption.failures", unit="{error}", description="Stored values that were rejected"
-)
-_retries = _meter.create_counter(
-    f"{_NAME}.retries", unit="{retry}", description="Repeated attempts at an operation"
-)
-_group_commits = _meter.create_histogram(
-    f"{_NAME}.group_commit.size",
-    unit="{transaction}",
-    description="Transactions that one commit of SQLite stores",
-    explicit_bucket_boundaries_advisory=_BATCHES,
-)
-_progress = _meter.create_gauge(
-    f"{_NAME}.command.progress", unit="1", description="Part of a maintenance command that is done"
-)
+# Importing OpenTelemetry takes 15 ms, which `--help` can do without.
+_instruments = cache(_Instruments)
 
 
 class _Switch:
@@ -118,9 +137,16 @@ class _Switch:
         now = time.monotonic()
         if now >= self._check_at:
             self._check_at = now + _RECHECK
-            providers = (metrics.get_meter_provider(), trace.get_tracer_provider())
-            self._is_on = any(map(_records, providers))
+            self._is_on = _has_providers()
         return self._is_on
+
+
+def _has_providers() -> bool:
+    if "opentelemetry" not in sys.modules:
+        return False
+    from opentelemetry import metrics, trace
+
+    return _records(metrics.get_meter_provider()) or _records(trace.get_tracer_provider())
 
 
 def _records(provider: object) -> bool:
@@ -175,26 +201,30 @@ class _Span:
     *attributes* are those of the span and of the duration.
     """
 
-    __slots__ = ("_attributes", "_began", "_duration", "_kind", "_name", "_span", "_token")
+    __slots__ = ("_attributes", "_began", "_duration", "_is_client", "_name", "_span", "_token")
 
     def __init__(
         self,
         name: str,
-        duration: metrics.Histogram,
+        duration: "Histogram",
         attributes: dict[str, str],
-        kind: trace.SpanKind = trace.SpanKind.INTERNAL,
+        *,
+        is_client: bool = False,
     ) -> None:
         self._name = name
         self._duration = duration
         self._attributes = attributes
-        self._kind = kind
+        self._is_client = is_client
 
     def __enter__(self) -> None:
-        self._span = _tracer.start_span(self._name, kind=self._kind, attributes=self._attributes)
+        otel = _instruments()
+        kinds = otel.trace.SpanKind
+        kind = kinds.CLIENT if self._is_client else kinds.INTERNAL
+        self._span = otel.tracer.start_span(self._name, kind=kind, attributes=self._attributes)
         # Without a tracer provider, no span needs to find its parent.
-        self._token: Token[context.Context] | None = None
+        self._token: Token[Context] | None = None
         if self._span.is_recording():
-            self._token = context.attach(trace.set_span_in_context(self._span))
+            self._token = otel.context.attach(otel.trace.set_span_in_context(self._span))
         self._began = time.perf_counter()
 
     def __exit__(
@@ -209,12 +239,12 @@ class _Span:
             attributes = {**attributes, ERROR: type(error).__qualname__}
         self._duration.record(seconds, attributes)
         if self._token is not None:
-            context.detach(self._token)
+            _instruments().context.detach(self._token)
             if error is not None:
                 # Not `record_exception`: an error may come from other code, whose text may
                 # contain anything.
                 self._span.set_attribute(ERROR, type(error).__qualname__)
-                self._span.set_status(trace.StatusCode.ERROR)
+                self._span.set_status(_instruments().trace.StatusCode.ERROR)
         self._span.end()
 
 
@@ -236,12 +266,13 @@ class _OperationSpan(_Span):
     ) -> None:
         super().__exit__(kind, error, traceback)
         _current.reset(self._reset)
+        otel = _instruments()
         for (backend, direction), (seconds, size) in self._operation.costs.items():
             attributes = {BACKEND: backend, DIRECTION: direction}
-            _plaintext_io.add(size, attributes)
-            _cipher_duration.record(seconds, {**attributes, SIZE: _size_class(size)})
-        for (cache, hit), number in self._operation.lookups.items():
-            _cache_lookups.add(number, {CACHE: cache, HIT: hit})
+            otel.plaintext_io.add(size, attributes)
+            otel.cipher_duration.record(seconds, {**attributes, SIZE: _size_class(size)})
+        for (name, hit), number in self._operation.lookups.items():
+            otel.cache_lookups.add(number, {CACHE: name, HIT: hit})
 
 
 def _size_class(size: int) -> str:
@@ -259,7 +290,7 @@ def measured(method: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, An
     async def call(*args: P.args, **kwargs: P.kwargs) -> T:
         if not _is_on():
             return await method(*args, **kwargs)
-        with _OperationSpan(name, _operation_duration, attributes):
+        with _OperationSpan(name, _instruments().operation_duration, attributes):
             return await method(*args, **kwargs)
 
     return call
@@ -277,29 +308,29 @@ async def key_service_call(provider: str, operation: str, call: Callable[[], Awa
         return await call()
     attributes = {PROVIDER: provider, OPERATION: operation}
     name = f"{provider}.{operation}"
-    with _Span(name, _key_service_duration, attributes, trace.SpanKind.CLIENT):
+    with _Span(name, _instruments().key_service_duration, attributes, is_client=True):
         return await call()
 
 
 def count_rejected(error: DecryptionError) -> None:
     """Count a stored value that was rejected."""
     if _is_on():
-        _rejected.add(1, {REASON: str(error.reason), TABLE: error.table or ""})
+        _instruments().rejected.add(1, {REASON: str(error.reason), TABLE: error.table or ""})
 
 
 def count_retry(cause: str) -> None:
     """Count an attempt that is about to be repeated."""
     if _is_on():
-        _retries.add(1, {CAUSE: cause})
+        _instruments().retries.add(1, {CAUSE: cause})
 
 
 def record_group_commit(transactions: int) -> None:
     """Record how many transactions one commit of SQLite stores."""
     if _is_on():
-        _group_commits.record(transactions)
+        _instruments().group_commits.record(transactions)
 
 
 def set_progress(part: float) -> None:
     """Record which part of the current operation, a maintenance command, is done: 0 to 1."""
     if (operation := _current.get()) is not None:
-        _progress.set(part, {OPERATION: operation.name})
+        _instruments().progress.set(part, {OPERATION: operation.name})

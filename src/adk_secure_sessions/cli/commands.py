@@ -149,8 +149,8 @@ def status(db: "Database", as_json: bool, rows_per_second: float | None) -> None
     """Count records by backend, and data keys by data master.  No root key is needed.
 
     With --key, the command also says which master keys can be unwrapped.  It exits 1 if a master
-    key cannot be unwrapped, or if the stored checkpoint of an unfinished rotation, or the mark of a
-    complete migration, was tampered with.
+    key cannot be unwrapped.  It also exits 1 if the stored checkpoint of an unfinished rotation was
+    tampered with, or the stored mark that says that a migration is complete.
 
     \b
     Example:

@@ -66,7 +66,8 @@ def _problem(name: str, value: object) -> str | None:
     }
     if not fits[kind]:
         return f"{name} must be {kind}"
-    # A command may delete sessions, so do not guess which of the two values is meant.
+    # If the file and the environment both have the setting, do not guess which value is meant: a
+    # command may delete sessions.
     if name in IN_ENVIRONMENT and os.environ.get(variable(name)):
         return f"it has {name}, and so has the environment, {variable(name)}: remove one of them"
     return None

@@ -65,8 +65,9 @@ def export(
 ) -> None:
     """Decrypt sessions into google-adk's own database (--to), or into lines of JSON (--jsonl).
 
-    The output is plaintext.  Only you may read a file that the command creates, and it overwrites
-    nothing.  Exits 1 if a session or state was not exported, or differs.
+    The output is plaintext.  Only you may read a file that the command creates.  The command
+    overwrites nothing.  It exits 1 if a session or state was not exported, or if --verify finds a
+    difference.
 
     \b
     Example:

@@ -1,4 +1,4 @@
-"""The command that copies sessions from another database."""
+"""The command that copies sessions from another database, compares both, or erases the source."""
 
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -117,13 +117,13 @@ def _zone(context: click.Context, parameter: click.Parameter, value: str | None)
 @click.option(
     "--yes",
     is_flag=True,
-    help="Do not ask before --erase-source deletes.  Only a terminal is asked.",
+    help="Do not ask before --erase-source deletes.  Required if stdin is not a terminal.",
 )
 @click.option("--skip-bad", is_flag=True, help="Continue after a session that cannot be read.")
 @click.option(
     "--delete-gone",
     is_flag=True,
-    help="Delete copied sessions that the source no longer has.",
+    help="Delete copied sessions in the target that the source no longer has.",
 )
 @click.option("--show-ids", is_flag=True, help="Print readable ids, not only blind indexes.")
 @click.option(
@@ -155,9 +155,11 @@ def migrate(
 ) -> None:
     """Copy sessions and states from another database.  Run it again to copy what has changed.
 
-    The source is only read, except by --erase-source.  Sessions to which a service has written in
-    the target are not overwritten.  --verify exits 1 unless both sides are equal.  Otherwise the
-    command exits 1 if it could not copy a session.
+    The source is only read, except by --erase-source.  Sessions and states that a service has
+    changed in the target are not overwritten.  --verify exits 1 unless both sides are equal.
+    --erase-source exits 1 unless all sessions were deleted and their bytes were removed.  Without
+    these options, the command exits 1 if it could not copy a session or state, or if the source no
+    longer has a copied session.
 
     \b
     Example:
@@ -174,7 +176,9 @@ def migrate(
         "--events-per-second": events_per_second,
     }
     if comparing and (wrong := [name for name, value in copying_only.items() if value]):
-        raise click.UsageError(f"{wrong[0]} is for copying, and this run only compares: omit it")
+        raise click.UsageError(
+            f"{wrong[0]} is for copying, and --verify and --erase-source copy nothing: omit it"
+        )
     if erase_source and not dry_run:
         _confirm(yes)
     options: dict[str, Any] = {"scope": migration.Scope(app, since), "show_ids": show_ids}

@@ -185,7 +185,7 @@ class AsyncpgExecutor(AsyncEngineExecutor):
         raise meant
 
     async def _acquire(self) -> PoolProxiedConnection:
-        """Take a slot and return a connection that the driver has not closed.
+        """Wait for a slot (see `_new_slots`); return a connection that the driver has not closed.
 
         Checking the connection with the server would take a round trip.  If the server has closed
         the connection, the first statement raises Disconnected, and the operation is repeated.

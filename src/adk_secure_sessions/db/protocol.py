@@ -120,8 +120,9 @@ class Executor(Protocol):
     ) -> T:
         """Run *transaction*, commit its changes and return its result.
 
-        A transaction may yield another Apply after the answer False, but not after the answer
-        True, because each Apply is committed separately on PostgreSQL.
+        If an Apply has changed nothing (its answer is False), the transaction may yield another
+        Apply.  After an Apply with the answer True, the transaction may not, unless *holds_locks*
+        is True: with asyncpg, each Apply is committed separately.
 
         Args:
             transaction: A function that returns the generator.  It is called once.

@@ -52,7 +52,8 @@ class Dropped(NamedTuple):
 class MemoryItem(NamedTuple):
     """One item of a memory collection.
 
-    The docstring of the module describes the fields.  In *add*, a dropped entry is None.
+    The docstring of the module describes the fields.  In the field `add`, None stands for an entry
+    that was dropped.
     """
 
     scope: Scope | None = None

@@ -184,8 +184,9 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
     ) -> Session:
         """Store a new session; see `EncryptedSessionService.create_session`.
 
-        If *session_id* is None and *state* has keys of the session itself, the id is `s-` and a new
-        UUID.  The other service cannot choose the id, because the encrypted values are bound to it.
+        If *session_id* is None and *state* has keys without the prefix `app:`, `user:` or `temp:`,
+        the id is `s-` and a new UUID.  The other service cannot choose the id, because the
+        encrypted values are bound to it.
 
         Raises:
             ValueError: An id is not a string, is too long, or begins or ends with spaces, which

@@ -11,8 +11,9 @@ place after the move:
 
 - Into a key database: the transaction that changes `holds` also compares all keys with the copy,
   and deletes the old ones.
-- Back: the first step changes the ids of the master keys in the key database (`_parked`), and a
-  data key is only inserted if the master key with the known id exists (`INSERT_KEY`).
+- Back: the first step changes the ids of the master keys in the key database (`_park`).  A service
+  inserts a data key only if the master key with the id that the service knows exists
+  (`INSERT_KEY`).
 """
 
 import hashlib
@@ -81,8 +82,8 @@ from adk_secure_sessions.storage import (
 
 KeyPlace: TypeAlias = Literal["key-db", "db"]
 
-# The row of `secure_meta` that contains a random id of the run that may write.  A run that was
-# stopped for a while finds the id of a later run, and does not write any more.
+# The row of `secure_meta` that contains a random id of the run that may write.  If a run was
+# suspended and a later run has begun, the first run finds the other id and stops.
 _RUN = "move"
 # The rows of `secure_meta` that are only in the database that has the keys.
 _BESIDE_KEYS = (FEATURES, MIGRATION_MARK)
@@ -103,7 +104,10 @@ class KeyMove(NamedTuple):
         to: Where the keys are now: "key-db" or "db".
         masters: The number of master keys there.
         data_keys: The number of data keys there.
-        resumed: True if this run continued, or found already completed, an earlier move.
+        resumed: True if this run continued an earlier move, or found it completed.  False if it
+            began from the start.  It also begins from the start if an earlier move was interrupted
+            before it changed `holds` (into the key database), or before it changed the ids of the
+            master keys (back).
         cleared: True if the file that had the keys before contains no copy of them any more.  Logs,
             replicas and backups are never cleared.
         obstacles: Why the tables could not be rewritten; empty if `cleared` is True.
@@ -199,8 +203,9 @@ class _Move:
     async def _check_target(self, data: Survey, keys: Survey, opened: Keyring) -> None:
         """Reject a key database that is neither empty nor the target of an unfinished move.
 
-        Its keys are overwritten.  The data database may be an old copy, or an attacker may have
-        inserted its old rows again.  So each of these keys must also be in the data database.
+        The move overwrites the keys in the key database.  If the data database is an old copy, or
+        an attacker has replayed its old rows, the key database may have keys that no other database
+        has.  So each key in the key database must also be in the data database.
         """
         if keys.database_id is None:
             return
@@ -228,7 +233,7 @@ class _Move:
     async def _end_in_key_database(
         self, data: Survey, keys: Survey, *, resumed: bool = True
     ) -> KeyMove:
-        """Clear the old place, after `holds` was changed; then let services start."""
+        """Remove the keys from the data database, after `holds` was changed; let services start."""
         check_together(data, keys)
         is_parked = any(row.id < 0 for row in keys.keyring)
         if is_parked:
@@ -288,7 +293,7 @@ class _Move:
     async def _end_in_data_database(
         self, data: Survey, keys: Survey, *, resumed: bool = True
     ) -> KeyMove:
-        """Delete and clear the keys in the old place; then let services start."""
+        """Remove the keys from the key database, after `holds` was changed; let services start."""
         reject_separating(data)
         opened = await self._open(data, data.keyring)
         features = stored_features(data)
@@ -310,8 +315,9 @@ class _Move:
     ) -> None:
         """Reject a key database whose keys must not be deleted.
 
-        The data database may be an old copy from the time of an unfinished move.  An attacker may
-        have inserted its rows again.  The key database may be in use, and have newer keys.
+        The data database may be an old copy from the time of an unfinished move, or an attacker may
+        have replayed its rows.  Then the key database may be in use, and have newer keys.  So its
+        keys may only be deleted if the move has parked them, and if both databases have equal keys.
         """
         check_features(keys, opened)
         was_left = MOVING in features and MOVING in stored_features(keys)
@@ -370,7 +376,7 @@ class _Move:
         self._meter.finish()
 
     async def _clear(self, executor: Executor, survey: Survey) -> list[str]:
-        """Rewrite the emptied tables, and return why this was not possible."""
+        """Rewrite the emptied tables; return the reasons why tables could not be rewritten."""
         emptied = (keyring, data_keys)
         tables = [table for table in emptied if table.name not in survey.missing_tables]
         return await rewrite(executor, tables, self._lock_wait) if tables else []
@@ -409,7 +415,8 @@ def _unparked(row: MasterKeyRow) -> MasterKeyRow:
 def _sound(row: DataKeyRow) -> DataKeyRow:
     """Return *row*; raise TamperedError if a column has a value that no service stores.
 
-    SQLite stores any type in any column, and other databases would reject such a row.
+    SQLite stores any type in any column, so a modified row may contain values that the other
+    database would reject.
     """
     numbers = (row.id, row.generation, row.backend_id, row.created_at)
     are_sound = all(isinstance(one, int) and 0 <= one < 2**63 for one in numbers)
@@ -491,7 +498,8 @@ def _fingerprint_now(connection: sa.Connection) -> _Fingerprint:
 
 
 # --- transactions --------------------------------------------------------------------------------
-# Each may be repeated after a lost connection, although the first attempt was committed.
+# After a lost connection, each of these functions may run again, even if its first run was
+# committed.
 
 
 def _reject_memory(connection: sa.Connection) -> None:
@@ -524,14 +532,19 @@ def _require_run(run: str, stored: dict[str, str]) -> None:
 
 
 def _claim(run: str, holds: str | None, connection: sa.Connection) -> None:
-    """Store the id of this run, if the database still has the part *holds*."""
+    """Store the id of this run.
+
+    Raises:
+        SecureSessionError: The row `holds` of `secure_meta` has another value than *holds*, so
+            another run has moved the keys.
+    """
     if _marks(connection).get(HOLDS) != holds:
         raise SecureSessionError(_OVERLAPPED, retryable=True)
     _set(connection, _RUN, run)
 
 
 def _lock_keys(lock_wait: int, connection: sa.Connection) -> None:
-    """Begin a transaction that no other process can disturb by changing the keys."""
+    """Prepare a transaction that changes keys, and lock the keys against other processes."""
     see_what_is_committed(connection)
     overwrite_deleted(connection)
     if connection.dialect.name == "postgresql":
@@ -606,12 +619,13 @@ def _switch_to_key_database(
     for name in marks:
         _set(connection, name, None)
     _set(connection, HOLDS, Part.DATA.value)
-    if _delete_all_keys(connection) != copy[:2]:  # a key was stored since it was compared
+    # If the numbers differ, another process has stored a key since the comparison above.
+    if _delete_all_keys(connection) != copy[:2]:
         raise SecureSessionError(_CHANGED, retryable=True)
 
 
 def _delete_inert_keys(run: str, connection: sa.Connection) -> None:
-    """Delete the keys in a data database whose key database has them."""
+    """Delete the keys in the data database, if the valid keys are in the key database."""
     overwrite_deleted(connection)
     if _marks(connection).get(HOLDS) != Part.DATA.value:
         raise SecureSessionError(_OVERLAPPED, retryable=True)
@@ -630,7 +644,9 @@ def _park(
     lock_wait: int,
     connection: sa.Connection,
 ) -> None:
-    """Change the ids of all master keys, so that no service can use the keyring; it stays stored.
+    """Change the ids of all master keys, so that no service can use the keyring any more.
+
+    The wrapped master keys stay stored.
 
     Args:
         run: The id of this run.
@@ -675,8 +691,8 @@ def _switch_to_data_database(
     Args:
         run: The id of this run.
         original: The fingerprint of the keys in the key database.
-        marks: The rows of `secure_meta` that move with the keys.  With these features, services do
-            not start yet.
+        marks: The rows of `secure_meta` that move with the keys.  The row `features` contains
+            `moving`, so services do not start yet.
         connection: The connection to the data database.
     """
     see_what_is_committed(connection)
@@ -705,7 +721,11 @@ def _delete_keys_and_marks(run: str, connection: sa.Connection) -> None:
 
 
 def _end(old: str | None, new: str | None, connection: sa.Connection) -> None:
-    """Replace the row `features` *old* by *new*, unless they are None; delete the id of the run."""
+    """Delete the id of the run and, if *old* is not None, replace the row `features` by *new*.
+
+    Raises:
+        SecureSessionError: The row `features` is neither *old* nor *new*.
+    """
     stored = _marks(connection)
     if old is not None and stored.get(FEATURES) != new:
         if stored.get(FEATURES) != old:

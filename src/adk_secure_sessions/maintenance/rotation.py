@@ -119,8 +119,9 @@ class Rotation(ABC):
     async def _walk(self) -> None:
         """Process all rows and replace their keys; a dry run replaces no keys.
 
-        Call `Checkpoints.check` after each batch.  Skip rows whose key is already new.  After a
-        killed run, the next run starts at the first row again: skipping rows is fast.
+        An implementation calls `Checkpoints.check` after each batch, and skips rows whose key is
+        already new.  After a killed run, the next run starts at the first row again: skipping rows
+        is fast.
         """
 
     @abstractmethod

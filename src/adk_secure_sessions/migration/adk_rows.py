@@ -1,8 +1,7 @@
 """Convert rows of google-adk's tables to sessions, events and states.
 
-The result is what google-adk's own `get_session` returns for the same rows.  Values come from the
-driver unconverted: text may be bytes (`text` decodes both), and times may be a datetime, a text or
-seconds.
+google-adk's own `get_session` returns the same values for these rows.  The driver returns values
+unconverted: a text is a str or bytes, and a time is a datetime, a text or a number of seconds.
 """
 
 import json
@@ -54,17 +53,22 @@ def _bytes(value: object) -> bytes:
 def data(value: object) -> bytes:
     """Return the bytes of a JSON text."""
     if isinstance(value, str):
-        # A lone surrogate is no UTF-8.  No driver returns one, but a caller's own engine may.
+        # UTF-8 cannot encode a lone surrogate.  No driver returns a lone surrogate, but a caller's
+        # own engine may.
         return value.encode("utf-8", "surrogatepass")
     return _bytes(value)
 
 
 def time_of(value: object, zone: tzinfo | None) -> int:
-    """Return *value*, a time, in microseconds since 1970, UTC; raise `Unreadable` if it is no time.
+    """Convert a time to microseconds since 1970, UTC.
 
     Args:
         value: A datetime; or text, as SQLite stores a datetime; or seconds since 1970.
-        zone: The time zone of a datetime without one.  None is the local zone of this process.
+        zone: The time zone of a datetime without a time zone.  None is the local zone of this
+            process.
+
+    Raises:
+        Unreadable: *value* is not a time.
     """
     try:
         return microseconds(seconds_of(value, zone))
@@ -74,7 +78,10 @@ def time_of(value: object, zone: tzinfo | None) -> int:
 
 
 def seconds_of(value: object, zone: tzinfo | None) -> float:
-    """Return *value* in seconds since 1970; raise ValueError if it is no time; see `time_of`."""
+    """Convert a time to seconds since 1970; see `time_of`.
+
+    Raises ValueError if *value* is not a time.
+    """
     if isinstance(value, int | float):
         return value
     if isinstance(value, str | bytes):
@@ -87,7 +94,12 @@ def seconds_of(value: object, zone: tzinfo | None) -> float:
 
 
 def state_of(value: object, whose: str) -> JsonObject:
-    """Parse the JSON of a state; *whose* begins the reason of an `Unreadable`."""
+    """Parse the JSON of a state.
+
+    Raises:
+        Unreadable: *value* is not a JSON object, or exceeds a limit.  The text of the error begins
+            with *whose*, such as `its`.
+    """
     try:
         state = json_text.loads(data(value))
     except (DecryptionError, ValueError):
@@ -104,7 +116,7 @@ def state_of(value: object, whose: str) -> JsonObject:
 
 
 def check_names(app_name: str, user_id: str = "", session_id: str = "") -> None:
-    """Raise `Unreadable` if a name is longer than this package can store."""
+    """Raise `Unreadable` if a name or an id is longer than this package can store."""
     try:
         check_ids(app_name, user_id, session_id)
     except ValueError as error:  # the text contains no name
@@ -116,14 +128,19 @@ def check_names(app_name: str, user_id: str = "", session_id: str = "") -> None:
 
 # --- Events --------------------------------------------------------------------------------------
 
-# Converts the columns of one event; raises ValueError or another error if that fails.
+# A function that converts the columns of one event.  If the event cannot be read, the function
+# raises any kind of error.
 EventReader = Callable[[Row, tzinfo | None], SourceEvent]
 
 JSON_COLUMNS = ("id", "invocation_id", "timestamp", "event_data")
 
 
 def event_of_json(row: Row, zone: tzinfo | None) -> SourceEvent:
-    """Convert `JSON_COLUMNS` of schema v1.  The columns override the fields of the JSON."""
+    """Convert the columns `JSON_COLUMNS` of google-adk's schema v1 to an event.
+
+    The columns `id` and `invocation_id` override the fields of the JSON.  The column `timestamp` is
+    used only if the JSON contains no timestamp.
+    """
     event_id, invocation_id, timestamp, event_data = row
     event_id, invocation_id = text(event_id), text(invocation_id)
     if event_data is not None:
@@ -151,17 +168,21 @@ def event_of_json(row: Row, zone: tzinfo | None) -> SourceEvent:
 
 
 def event_of_json_alone(row: Row, zone: tzinfo | None) -> SourceEvent:
-    """Convert `JSON_COLUMNS` of `SqliteSessionService`, which reads only the JSON."""
+    """Convert the columns `JSON_COLUMNS` of google-adk's `SqliteSessionService` to an event.
+
+    That service reads only the JSON.  Therefore, the columns `id` and `timestamp` are used only if
+    the JSON does not contain these fields.
+    """
     event_id, _, timestamp, event_data = row
     accepted = _accept(event_data)
     if accepted is not None:
         plaintext, event = accepted
-        # google-adk gives an event without an id a new id, so this is no proof that the JSON has
-        # an id, unless the column has the same.
+        # If the JSON contains no id, google-adk has just created one, which differs from the
+        # column.  So equal ids prove that the JSON contains the id.
         if event.id == text(event_id) and "timestamp" in event.model_fields_set:
             return SourceEvent(plaintext, microseconds(event.timestamp))
     values = _loads(event_data)
-    # If these fields are missing, google-adk returns a new id and the present time.
+    # If these fields are missing, google-adk would create a new id and use the present time.
     return _encoded(
         Event.model_validate(
             {
@@ -212,10 +233,11 @@ _MODELS: dict[str, type[BaseModel]] = {
 
 
 def pickle_reader() -> EventReader:
-    """Return the function that converts `PICKLED_COLUMNS` of schema v0.
+    """Return the function that converts the columns `PICKLED_COLUMNS` of google-adk's schema v0.
 
-    Its column `actions` is a pickle, which may run any code when it is loaded.  Only google-adk's
-    own unpickler is used, which rejects everything but the types of `EventActions`.  Before,
+    The column `actions` contains a pickle, which may run any code when it is loaded.  Therefore,
+    the function uses google-adk's own unpickler, which rejects all types except those that
+    `EventActions` needs.  Before,
     `pickled_actions.check` rejects pickles that would take much time or memory.
 
     Raises:
@@ -292,7 +314,7 @@ def _optional_flag(value: object) -> bool | None:
 
 
 def _model(value: object, kind: type[BaseModel]) -> BaseModel | None:
-    """Parse a column of JSON as a model.  As in google-adk, other JSON than an object is None."""
+    """Parse a column of JSON as a model; None if the JSON is not an object, as in google-adk."""
     decoded = _loads(value)
     return kind.model_validate(decoded) if isinstance(decoded, dict) else None
 

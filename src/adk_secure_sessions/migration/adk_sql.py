@@ -1,4 +1,4 @@
-"""The SQL to read google-adk's tables, and the recognition of session tables.
+"""The SQL that reads google-adk's tables and deletes rows, and the recognition of the tables.
 
 The queries select columns without types, so that neither SQLAlchemy nor the driver converts texts,
 times and JSON.
@@ -25,10 +25,11 @@ from adk_secure_sessions.migration.sources import (
     SourceSize,
 )
 
-PAGE = 5000  # sessions whose ids are read at once
-HEADERS = 500  # sessions whose states are read at once
-STATES = 500  # states of apps or users that are read at once
-# PostgreSQL reports the compressed size of a value.
+PAGE = 5000  # the maximum number of sessions that `Tables.page` returns at once
+HEADERS = 500  # the maximum number of sessions that `Tables.lookup` returns at once
+STATES = 500  # the maximum number of states that `Tables.states` returns at once
+# PostgreSQL returns the compressed size of a value.  The uncompressed size is estimated as this
+# multiple.
 _COMPRESSION = 3
 _SAMPLES = 50  # states from each end of a table by which a database of 1.x is recognized
 _FIRST_ROWID, _LAST_ROWID = -(2**63), 2**63 - 1  # of SQLite
@@ -93,7 +94,10 @@ _JSON = {
 
 
 class StateTable(NamedTuple):
-    """A table of states, and the columns of its primary key."""
+    """A table of states.
+
+    *names* are the columns of its primary key, and *name* is the name of the table.
+    """
 
     table: sa.FromClause
     names: tuple[str, ...]
@@ -120,7 +124,11 @@ _STATE_KEYS = (
 
 
 def _of_session() -> sa.ColumnElement[bool]:
-    """Join `events` to `sessions` in the database: MySQL may compare ids without their case."""
+    """Return the condition that joins `events` to `sessions`.
+
+    The database compares the ids, because the collation of MySQL may ignore case.  Python would
+    then not find the session of an event whose ids have another case.
+    """
     pairs = zip(_EVENT_KEY, _SESSION_KEY, strict=True)
     return sa.and_(*(one == other for one, other in pairs))
 
@@ -200,8 +208,8 @@ class Tables:
         if not found:
             others = ", ".join(kinds) or "no sessions"
             raise ConfigurationError(
-                f"the database contains no tables of google-adk's session services, but {others}: "
-                "check the URL of the source"
+                "the database contains no tables of google-adk's session services (found: "
+                f"{others}): check the URL of the source"
             )
         self.kind: Kind = found[0]
         self._dialect = connection.dialect.name
@@ -213,7 +221,7 @@ class Tables:
             if self._dialect != "sqlite":
                 self.sessions_zone = time_zone
         inspector = sa.inspect(connection)
-        # Databases that google-adk 1.28 or later has not opened yet have no such index.
+        # google-adk 1.28 and later create this index when they open a database.
         self._has_index = self.kind is Kind.ADK_SQLITE or any(
             index["column_names"][:3] == ["app_name", "user_id", "session_id"]
             for index in inspector.get_indexes("events")
@@ -239,7 +247,7 @@ class Tables:
 
     @property
     def has_shared_states(self) -> bool:
-        """Whether two names that differ, for example in case, share a row of state in google-adk.
+        """Whether several spellings of a name, for example in another case, share a row of state.
 
         MySQL and MariaDB compare names with a collation, which by default ignores case.
         """
@@ -435,7 +443,8 @@ class Tables:
     def state(self, connection: sa.Connection, table: StateTable, names: Sequence[str]) -> Any:
         """Return the state of an app or a user, unconverted; None if there is no row.
 
-        On MySQL, google-adk may use the row of a name that differs, for example in case.
+        On MySQL, the name in the row may have another spelling than *names*, for example in case.
+        google-adk uses the same row.
         """
         columns = [table.table.c[name] for name in table.names]
         query = sa.select(self._json(table.table.c.state))
@@ -452,7 +461,10 @@ class Tables:
         return self._dialect != "postgresql" or "\0" not in text
 
     def events(self, connection: sa.Connection, keys: Sequence[tuple[str, ...]]) -> Sequence[Row]:
-        """Return the events of the sessions *keys*, in google-adk's order: key, then columns."""
+        """Return the events of the sessions *keys*, in google-adk's order.
+
+        Each row contains the three ids of the session, followed by the columns of the event.
+        """
         second = _e.c.rowid if self.kind is Kind.ADK_SQLITE else _e.c.id
         if self._is_mysql:
             query = sa.select(*_SESSION_KEY, *self._selected).join_from(_s, _e, _of_session())
@@ -526,9 +538,9 @@ class Tables:
         return found, keys[-1] if len(rows) == STATES else self._after_text()
 
     def aliases(self, connection: sa.Connection, scope: Scope, table: StateTable) -> list[StateRow]:
-        """Return the states of apps or users whose sessions spell the name in another way.
+        """Return the states of owners whose names have another spelling in the table `sessions`.
 
-        See `has_shared_states`.
+        A row contains the names as in `sessions`, and the state.  See `has_shared_states`.
         """
         stored, names = table.table, table.names
         pairs = [(_s.c[name], stored.c[name]) for name in names]
@@ -637,7 +649,7 @@ class Tables:
         )
 
     def _json(self, column: sa.ColumnElement[Any]) -> sa.ColumnElement[Any]:
-        """Return *column*, which holds JSON, as text; on PostgreSQL it may be JSONB."""
+        """Return *column*, which contains JSON, as text.  On PostgreSQL, its type may be JSONB."""
         return sa.cast(column, sa.Text()) if self._dialect == "postgresql" else column
 
     def _size(self, column: sa.ColumnElement[Any]) -> sa.ColumnElement[Any]:
@@ -668,7 +680,11 @@ class Tables:
     def _beyond(
         self, columns: Sequence[sa.ColumnElement[Any]], key: After, *, allow_equal: bool
     ) -> sa.ColumnElement[bool]:
-        """Compare *columns* with *key*; MySQL uses no index to compare tuples."""
+        """Return the condition that the tuple *columns* is greater than *key*.
+
+        For MySQL, which uses no index to compare tuples, the condition compares single columns.  It
+        then also accepts an equal tuple if *allow_equal* is True.
+        """
         if not self._is_mysql:
             condition: sa.ColumnElement[bool] = sa.tuple_(*columns) > _tuple(key)
             return condition
@@ -738,7 +754,7 @@ def _is_at_least(column: sa.ColumnElement[Any], value: object) -> sa.ColumnEleme
 
 
 def _version(created_at: Any, updated_at: Any, number: int) -> str:
-    """Return the version of a session with so many events."""
+    """Return the version of a session: its two times, and the *number* of its events."""
     return f"{_shown(created_at)} {_shown(updated_at)} {number}"
 
 
@@ -751,6 +767,7 @@ def _shown(time: Any) -> str:
 
 
 def kinds_in(connection: sa.Connection) -> frozenset[Kind]:
+    """Return which kinds of session tables the database contains; see `detect`."""
     inspector = sa.inspect(connection)
     tables = set(_names(inspector.get_table_names()))
     kinds = {Kind.ENCRYPTED} if "secure_meta" in tables else set()

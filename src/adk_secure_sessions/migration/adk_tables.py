@@ -1,9 +1,10 @@
 """Read the tables of google-adk's `DatabaseSessionService` and `SqliteSessionService`.
 
-`AdkTables` runs its own SQL instead of google-adk's service, which makes four queries for each
-session and a model of SQLAlchemy for each event.  A transaction reads a batch of sessions with two
-queries.  It only reads, and ends before the rows are converted, so that it does not block
-google-adk's writers for long.  `adk_sql` has the queries, and `adk_rows` converts the rows.
+`AdkTables` does not use google-adk's service, which runs four queries for each session and creates
+a model of SQLAlchemy for each event.  Instead, `AdkTables` reads a batch of sessions with two
+queries, in one read-only transaction.  The transaction ends before the rows are converted, so that
+it does not block google-adk's writers for long.  `adk_sql` contains the queries, and `adk_rows`
+converts the rows.
 """
 
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -53,7 +54,8 @@ __all__ = ["AdkTables", "Kind", "detect"]
 
 T = TypeVar("T")
 
-# Limits for one batch of `AdkTables.sessions`.  A content is about twice as large as its rows.
+# Limits for one batch of `AdkTables.sessions`.  In memory, the content of a session is about twice
+# as large as its rows.
 _BATCH_SESSIONS = 500
 _BATCH_BYTES = 4 * 2**20
 
@@ -131,7 +133,7 @@ class AdkTables(LookupSource):
 
     @property
     def description(self) -> str:
-        """The kind of tables, after the first read."""
+        """The kind of the tables; before the first read, `google-adk's tables`."""
         return self._found.kind.value if self._found else "google-adk's tables"
 
     @property
@@ -390,9 +392,10 @@ def _read_only(db_url: str | sa.URL) -> str | sa.URL:
 
 @contextmanager
 def taking_bytes(connection: sa.Connection) -> Iterator[None]:
-    """Read SQLite's texts as bytes during the block: `adk_rows` decodes them, and JSON need not be.
+    """Make the driver of SQLite return texts as bytes during the block.
 
-    A text that is not UTF-8 then concerns only its own session.
+    `adk_rows` decodes ids, and parses JSON from bytes.  If the driver decoded the texts, content
+    that is not UTF-8 would make the query of a whole batch fail, not only of one session.
     """
     if connection.dialect.name != "sqlite":
         yield

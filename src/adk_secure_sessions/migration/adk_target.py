@@ -44,12 +44,12 @@ _FIRST_YEAR = {"mysql": 1000}
 # Codes of errors for a value that a column cannot hold: PostgreSQL's "data exception" and "program
 # limit exceeded"; MySQL's and MariaDB's codes for a wrong or too long value.
 _UNSUITABLE = ("22", "54", "1264", "1292", "1366", "1406", "4025", "SQLITE_TOOBIG")
-# From this number, PostgreSQL's JSONB returns a float as an integer.
+# PostgreSQL's JSONB returns a float of at least this size as an integer.
 _FIRST_WITHOUT_FRACTION = 1e16
 _NON_ASCII = re.compile(r"[^\x00-\x7f]")
 _LARGE_NUMBER = re.compile(rb"[0-9][eE]\+?[0-9]")
 _JSON_COLUMNS = ("state", "event_data")
-_COMPARED = 200  # sessions in one statement that reads the target
+_COMPARED = 200  # the number of sessions that one statement reads from the target
 
 
 class UnsuitableSession(Exception):
@@ -65,15 +65,15 @@ class SessionRows(NamedTuple):
 
 
 class _Reading(NamedTuple):
-    """How the installed google-adk reads columns with times.
+    """The way in which the installed google-adk reads columns with times.
 
-    Later releases store UTC.  They read the time of an event from its JSON, and use the column only
-    to sort the events.
+    Recent releases read the columns as UTC.  They read the time of an event from its JSON, and use
+    the column `timestamp` only to sort the events.
 
     Attributes:
-        has_local_updates: `update_time` of a session contains local time.
-        has_local_events: `timestamp` of an event contains local time.
-        is_event_time: `timestamp` is the event's time.
+        has_local_updates: The column `update_time` of a session contains local time.
+        has_local_events: The column `timestamp` of an event contains local time.
+        is_event_time: google-adk reads the time of an event from the column `timestamp`.
     """
 
     has_local_updates: bool
@@ -90,7 +90,7 @@ class AdkTarget(ClosedByWith):
         url: The URL of the database.
 
     Attributes:
-        is_open: Whether `open` was called and found nothing that prevents writing.
+        is_open: Whether `open` has succeeded.
 
     Raises:
         ConfigurationError: The URL cannot be used.
@@ -109,11 +109,11 @@ class AdkTarget(ClosedByWith):
         self._dialect = parsed.get_backend_name()
 
     async def open(self) -> None:
-        """Create the tables that do not exist; create a SQLite file that only its owner can read.
+        """Create the tables that do not exist.  A new SQLite file can be read only by its owner.
 
         Raises:
-            ConfigurationError: The database has tables of google-adk's older schema, or other users
-                can read the existing file.
+            ConfigurationError: The database has tables of google-adk's older schema, or
+                `create_private_file` rejects the existing file.
             DatabaseError: The database cannot be used.
         """
         if self._file is not None:
@@ -177,7 +177,7 @@ class AdkTarget(ClosedByWith):
         *owner* is the app's name; for the state of a user, the app's name and the user's id.
 
         Raises:
-            UnsuitableSession: The target cannot hold the state, or has another one.
+            UnsuitableSession: The target cannot hold the state, or already has another state.
         """
         model = _state_model(owner)
         key = dict(zip(("app_name", "user_id"), owner, strict=False))
@@ -199,16 +199,15 @@ class AdkTarget(ClosedByWith):
     # --- read ------------------------------------------------------------------------------------
 
     async def existing(self, keys: Iterable[Ids]) -> set[Ids]:
-        """Return those of *keys* whose session the target has."""
+        """Return the ids in *keys* of the sessions that the target already has."""
         table = self._table(v1.StorageSession)
         found = await self._select(sa.select(*_id_columns(table, "id")), table, "id", [*keys])
         return {tuple(row) for row in found} & set(keys)
 
     async def differences(self, contents: Mapping[Ids, SessionContent]) -> dict[Ids, str | None]:
-        """Compare sessions of the target with *contents*.
+        """Compare sessions of the target with *contents*.  google-adk's own code converts the rows.
 
-        Return, by ids, what differs first, or None if nothing does.  google-adk's own code converts
-        the rows.
+        Return the first difference of each session, by ids; None for a session without differences.
         """
         keys = [ids for ids in contents if self._can_have(ids)]
         session_rows, event_rows = self._table(v1.StorageSession), self._table(v1.StorageEvent)
@@ -228,7 +227,7 @@ class AdkTarget(ClosedByWith):
         }
 
     async def state_difference(self, owner: tuple[str, ...], state: JsonObject) -> str | None:
-        """Compare a state of the target, and return what differs; None if nothing does.
+        """Return how a state of the target differs from *state*; None if both are equal.
 
         `insert_state` describes *owner*.
         """
@@ -240,7 +239,11 @@ class AdkTarget(ClosedByWith):
         return None if same_json(found, state) else "its state differs"
 
     async def count(self, app_name: str | None, user_id: str | None) -> int:
-        """Return how many sessions of an app or a user the target has; None stands for all."""
+        """Return the number of sessions in the target.
+
+        If *app_name* is given, count only the sessions of this app.  If *user_id* is given, count
+        only the sessions of users with this id.
+        """
         if not self._can_have(tuple(one for one in (app_name, user_id) if one is not None)):
             return 0
         table = self._table(v1.StorageSession)
@@ -270,10 +273,15 @@ class AdkTarget(ClosedByWith):
         }
 
     def _sort(self, rows: list[dict[str, Any]]) -> None:
-        """Make google-adk, which sorts events by the column `timestamp`, keep the order of *rows*.
+        """Change the column `timestamp` so that google-adk keeps the order of *rows*.
 
-        If the times of two events are equal, or not in the order of the events, the later event
-        gets a slightly later value in this column.  The event's own time does not change.
+        google-adk sorts events by this column.  If the value of an event is not greater than that
+        of the event before it, the event gets the value of the event before it plus 1 microsecond.
+        The time in the event's JSON does not change.
+
+        Raises:
+            UnsuitableSession: The column must be changed, and the installed google-adk reads the
+                time of an event from this column; or the new value is out of range.
         """
         last: datetime | None = None
         for row in rows:
@@ -294,7 +302,8 @@ class AdkTarget(ClosedByWith):
                 raise UnsuitableSession(f"{name} has a number that PostgreSQL's JSONB would change")
             return text.decode()
         decoded = text.decode()
-        # Like google-adk, send only ASCII to MySQL: a column's character set may have nothing else.
+        # Like google-adk, send only ASCII to MySQL: the column's character set may lack other
+        # characters.
         if self._dialect == "mysql" and not decoded.isascii():
             return _NON_ASCII.sub(lambda found: json.dumps(found[0])[1:-1], decoded)
         return decoded
@@ -361,7 +370,8 @@ class AdkTarget(ClosedByWith):
             is_event_time |= made.to_event().timestamp != 1.0
             row: Any = v1.StorageSession(update_time=moment)
             is_sqlite = self._dialect == "sqlite"
-            # Releases that store UTC in each database have no argument for the database.
+            # In releases that store UTC in every database, the method has no parameter for the kind
+            # of the database.
             asks = "is_sqlite" in inspect.signature(row.get_update_timestamp).parameters
             stored = row.get_update_timestamp(**({"is_sqlite": is_sqlite} if asks else {}))
             local_updates |= stored != seconds
@@ -399,7 +409,8 @@ class AdkTarget(ClosedByWith):
         ours = _parsed_event(event, "an event")
         theirs = v1.StorageEvent(**{**row._mapping, "event_data": stored}).to_event()
         if self._reading.is_event_time and abs(theirs.timestamp - ours.timestamp) <= 1e-6:
-            theirs.timestamp = ours.timestamp  # this release keeps no fractions of a microsecond
+            # This release reads the time from the column, which has no fractions of a microsecond.
+            theirs.timestamp = ours.timestamp
         return theirs == ours or same_json(
             theirs.model_dump(exclude_none=True), ours.model_dump(exclude_none=True)
         )
@@ -407,7 +418,7 @@ class AdkTarget(ClosedByWith):
     # --- statements ------------------------------------------------------------------------------
 
     def _table(self, model: Any) -> sa.TableClause:
-        """Return google-adk's table, with JSON columns of a type of SQLAlchemy.
+        """Return google-adk's table, but with types of SQLAlchemy for the JSON columns.
 
         In some releases of google-adk, SQLAlchemy warns about google-adk's own type.
         """
@@ -562,7 +573,8 @@ def create_private_file(path: Path) -> None:
 def same_json(one: Any, other: Any) -> bool:
     """Return whether two JSON values are equal.
 
-    The number 1 equals 1.0, because PostgreSQL stores no difference, but not true.
+    An integer equals a float with the same value, because PostgreSQL's JSONB returns large floats
+    as integers.  The number 1 does not equal True.  NaN equals NaN.
     """
     if isinstance(one, dict):
         return (
@@ -582,7 +594,8 @@ def same_json(one: Any, other: Any) -> bool:
 def _fits_jsonb(value: Any) -> bool:
     """Return whether JSONB keeps the numbers in *value*.
 
-    JSONB stores 1e23 as the integer 10**23, which is not the number that the float has.
+    For example, JSONB stores the float 1e23 as the integer 10**23, which differs from the exact
+    value of the float.
     """
     if isinstance(value, dict):
         return all(map(_fits_jsonb, value.values()))
@@ -594,7 +607,7 @@ def _fits_jsonb(value: Any) -> bool:
 
 
 def _json_of(event: SourceEvent) -> bytes:
-    """Return the event as google-adk's JSON, without the version of google-adk before it."""
+    """Return the JSON of an event.  In the plaintext, the version of google-adk precedes it."""
     return event.plaintext[json_text.version_end(event.plaintext) :]
 
 
@@ -614,10 +627,14 @@ def _microseconds(seconds: float) -> int:
 
 
 def _parsed(url: str | sa.URL) -> sa.URL:
-    """Return *url*; for MariaDB, with the dialect of MySQL.
+    """Parse *url*; for MariaDB, replace the dialect by that of MySQL.
 
     With the dialect of MariaDB, google-adk creates columns that hold no fractions of a second and
-    at most 64 KiB of JSON.  With either URL, it can read the columns of the other dialect.
+    at most 64 KiB of JSON.  With each of the two dialects, google-adk can read the columns that it
+    has created with the other one.
+
+    Raises:
+        ConfigurationError: *url* is not a database URL, or is that of another kind of database.
     """
     parsed: sa.URL | None = None
     with suppress(sa.exc.ArgumentError, ValueError):
@@ -638,7 +655,10 @@ def _parsed(url: str | sa.URL) -> sa.URL:
 
 
 def _create_tables(connection: sa.Connection) -> str:
-    """Create google-adk's tables if there are none; return the version of their schema."""
+    """Create missing tables of google-adk, and return the version of their schema.
+
+    If the database has tables of an older schema, create no tables.
+    """
     version: str = schema_versions.get_db_schema_version_from_connection(connection)
     if version != schema_versions.LATEST_SCHEMA_VERSION:
         return version

@@ -31,7 +31,7 @@ from adk_secure_sessions.migration.sources import (
 from adk_secure_sessions.migration.target import Copy, Entry, Found, Target
 
 _EVERYTHING = Scope()
-_READS = 4  # sessions of the target that are read at the same time
+_READS = 4  # the number of sessions of the target that are read at the same time
 _READ_BYTES = 16 * 2**20
 
 _MISSING = "it was not copied"
@@ -51,7 +51,7 @@ class Comparison(NamedTuple):
         sessions: How many sessions of the source were examined.
         equal: How many sessions are equal in every field.
         moved_on: How many sessions have more events in the target, because services continued them
-            there.  What was copied is equal.
+            there.  The copied events are equal.
         deleted: How many sessions of the source were deleted in the target.
         missing: How many sessions were not copied.
         different: How many sessions differ, or cannot be decrypted in the target.
@@ -62,15 +62,15 @@ class Comparison(NamedTuple):
             0 if only recent sessions were compared, or after an earlier comparison has ended the
             migration.
         behind: How many sessions were created or changed in the source during the comparison.
-        new: How many sessions were created in the target, and not copied.
+        new: How many sessions of the target were not copied: services created them.
         events: How many events were compared.
-        states: How many states of users and apps are equal, or were changed in the target after
-            they were copied.
+        states: How many states of users and apps are equal, or were changed or deleted in the
+            target after they were copied.
         different_states: How many states of users and apps differ, or were not copied.
         clean: Whether no session and no state is missing, different, bad, gone, behind or in
             conflict.
-        completed: Whether the comparison was clean and included everything, so that the mark that
-            ends the migration is stored now.
+        completed: Whether this run has stored the mark that ends the migration, because the
+            comparison was clean and included everything.
         withdrawn: Whether the mark of an earlier comparison was withdrawn, because this one was
             not clean.
         findings: The first 1000 sessions and states that prevented a clean comparison.
@@ -129,7 +129,7 @@ async def compare(
     Raises:
         ConfigurationError: The source or the target cannot be used.
         WrongKeyError: The root keys do not decrypt the keyring.
-        TamperedError: A record of what was copied was modified.
+        TamperedError: A row of `secure_migrated` was modified.
         DatabaseError: The source or the target raised an error.
     """
     run = await Comparing.begin(source, db, scope, show_ids=show_ids, progress=progress)
@@ -260,7 +260,8 @@ class Comparing:
         """Return the name of the count for a session, and a reason if the session is not equal."""
         if entry.found in _OUTCOMES:
             return _OUTCOMES[entry.found]
-        # Also read a session that is not stored: an attacker may have removed its row only.
+        # Try to read the session even if its row is not stored.  If an attacker has removed only
+        # this row, the read raises an error.
         try:
             copy = await self._target.content(entry)
         except UNREADABLE as error:
@@ -299,7 +300,11 @@ class Comparing:
                 self.equal_states.add(packed(*owner) + encoded[owner])
 
     async def _state_reason(self, owner: tuple[str, ...], data: bytes, kind: Found) -> str:
-        """Return why the state of *owner* is not equal; empty if it is equal or has moved on."""
+        """Return why the state of *owner* is not equal.
+
+        The result is empty if the state is equal, or was changed or deleted in the target after it
+        was copied.
+        """
         try:
             stored = await self._target.state(*owner)
         except UNREADABLE as error:
@@ -376,8 +381,8 @@ def differences(
     Args:
         content: The session in the source.
         copy: The session in the target.
-        copied: If services have continued the copy, the number of events that were copied: only
-            these are compared, and `created_at`.  None to compare everything.
+        copied: If services have continued the copy, the number of copied events.  Then only these
+            events and `created_at` are compared.  None to compare everything.
     """
     fields = []
     if copied is None:

@@ -50,8 +50,9 @@ from adk_secure_sessions.storage import (
 )
 
 _BATCH = 8 * 2**20  # bytes of the stored records in one batch; a larger session is a batch alone
-_AT_ONCE = 8  # sessions to read at the same time; `Database` has at most 10 connections
-_MOST = 10**15  # sums of modified numbers may be larger
+# The number of sessions that are read at the same time.  `Database` has at most 10 connections.
+_AT_ONCE = 8
+_MOST = 10**15  # replaces larger sums, which only modified rows can produce
 # The version of a row whose ids cannot be decrypted begins with this text, and the reason follows.
 _UNREADABLE = "unreadable: "
 
@@ -87,7 +88,7 @@ class EncryptedSource(Source):
     async def size(self, scope: Scope) -> SourceSize:
         """Return how many sessions and events *scope* contains.
 
-        The numbers are those of the stored rows, which are not authenticated for this.
+        The numbers come from rows that are not authenticated.
         """
         await self._db.keys()
         parameters: dict[str, object] = {"now": _now()}
@@ -179,8 +180,8 @@ class EncryptedSource(Source):
     async def others(self) -> OtherContent:
         """Return how many collections (artifacts and memory) the database has, and their items.
 
-        `migrate` does not copy collections: the contents of artifacts are in an object store, with
-        keys of their own.
+        `migrate` does not copy collections, because the contents of artifacts may be in an object
+        store, encrypted with keys of their own.
         """
         await self._db.keys()
         ((number, items),) = await self._db.read(_collections(), {})
@@ -274,7 +275,10 @@ def _now() -> int:
 
 
 def _count(number: Any) -> int:
-    """Return the SUM *number* as an integer, which is within limits even after tampering."""
+    """Convert *number*, the result of a SUM, to an integer from 0 to `_MOST`.
+
+    The sum of modified rows may be outside this range.
+    """
     return int(min(max(number or 0, 0), _MOST))
 
 

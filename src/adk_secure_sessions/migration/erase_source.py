@@ -35,16 +35,17 @@ _LOCK_WAIT = 5  # seconds to wait for a lock to rewrite a table
 
 
 class Erased(NamedTuple):
-    """What was deleted in a source; after a dry run, what would be deleted.
+    """The numbers of rows that were deleted in a source or, in a dry run, that would be deleted.
 
     Attributes:
-        sessions: The number of sessions.
+        sessions: The number of deleted sessions.
         events: The number of events of these sessions.  After a dry run, the number of compared
             events.
-        states: The number of states of users and apps.
-        changed: How many sessions were created or changed after they were compared, and were kept.
-        left: How many rows the four tables of the source still have: rows of other apps, of changed
-            sessions, and events without a session.
+        states: The number of deleted states of users and apps.
+        changed: How many sessions were kept, because they were created or changed after the
+            comparison; 0 after a dry run.
+        left: How many rows remain in google-adk's four tables, for example rows of other apps, of
+            changed sessions, and events without a session; 0 after a dry run.
         obstacles: The reasons why the bytes of deleted rows could not be removed from the files of
             the database.
     """
@@ -62,7 +63,7 @@ class SourceErasure(NamedTuple):
 
     Attributes:
         comparison: The comparison of the source with its copy.
-        erased: What was deleted; None if the comparison was not clean.
+        erased: The numbers of deleted rows; None if the comparison was not clean.
     """
 
     comparison: Comparison
@@ -70,7 +71,10 @@ class SourceErasure(NamedTuple):
 
     @property
     def is_complete(self) -> bool:
-        """Whether everything in the scope was deleted, and its bytes were removed."""
+        """Whether all sessions in the scope were deleted, and the bytes of their rows removed.
+
+        After a dry run, whether the comparison was clean.
+        """
         erased = self.erased
         return erased is not None and not erased.changed and not erased.obstacles
 
@@ -87,8 +91,8 @@ async def erase_source(
 ) -> SourceErasure:
     """Compare *source* with its copy in *db*; if the comparison is clean, delete its rows.
 
-    A transaction deletes some sessions with their events.  It checks again that the sessions have
-    not changed since they were compared.  Then the states of users and apps without sessions are
+    Each transaction deletes up to 200 sessions with their events, except sessions that have changed
+    since they were compared.  After all sessions, the states of users and apps without sessions are
     deleted.  Finally, the bytes of the deleted rows are removed from the files of the database, as
     far as the database can do that: see docs/migrate.md.  The tables themselves are kept.
 
@@ -104,10 +108,10 @@ async def erase_source(
 
     Raises:
         ConfigurationError: *source* is neither an `AdkTables` nor a `Package1x`; or the source or
-            the target cannot be used.  Or *scope* is a part of the source, and no clean comparison
-            of everything has been stored.
+            the target cannot be used.  Or *dry_run* is False, *scope* is a part of the source, and
+            no clean comparison of everything has stored the mark that ends the migration.
         WrongKeyError: The root keys do not decrypt the keyring.
-        TamperedError: A record of what was copied was modified.
+        TamperedError: A row of `secure_migrated` was modified.
         DatabaseError: The source or the target raised an error.
     """
     if not isinstance(source, AdkTables):
@@ -130,7 +134,9 @@ async def erase_source(
         deletable = comparison.sessions
         erased = Erased(deletable, comparison.events, comparison.states, 0, 0, ())
         return SourceErasure(comparison, erased)
-    # From now on, `migrate` replaces no copy and deletes none: it may be the only one.
+    # The copies may soon be the only ones.  After this mark, `migrate` deletes no copy.  It also
+    # replaces no state, and it replaces a session only by a version that begins with all copied
+    # events.
     await store.mark_source_erased()
     writer = source.writer()
     try:
@@ -140,7 +146,7 @@ async def erase_source(
 
 
 class _Eraser:
-    """Deletes what a comparison has found to be equal."""
+    """Deletes the sessions and states that a comparison has found to be equal."""
 
     def __init__(
         self,
@@ -178,7 +184,7 @@ class _Eraser:
                     break
                 positions.add(after)
         left = await self._change(self._tables.rows_left)
-        # The tables only give their names to the functions that rewrite them.
+        # `rewrite` uses only the names of the tables.
         named = [sa.Table(name, sa.MetaData()) for name in TABLE_NAMES]
         obstacles = await rewrite(self._writer, named, _LOCK_WAIT)
         return Erased(sessions, events, states, changed, left, tuple(obstacles))

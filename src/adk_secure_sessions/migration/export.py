@@ -102,7 +102,7 @@ class _ToAdk:
     async def write_states(self) -> None:
         """Write the states of users and of apps, after all sessions.
 
-        google-adk needs a state, which may be empty, for each user and each app.
+        google-adk needs a row of state for each user and each app, even if the state is empty.
         """
         async for app_name, user_id, state in self._reader.user_states():
             await self._write_state((app_name, user_id), state)
@@ -143,7 +143,7 @@ class _ToAdk:
             await self._reader.reject(("app" if len(owner) == 1 else "user", *owner), reason)
 
     async def _write(self, batch: Mapping[Ids, tuple[SourceSession, SessionContent]]) -> None:
-        """Write the sessions that the target does not have; check the others."""
+        """Write the sessions that the target does not have; compare the others."""
         failed: dict[Ids, str] = {}
         suitable: dict[Ids, SessionRows] = {}
         for ids, (session, content) in batch.items():
@@ -158,7 +158,8 @@ class _ToAdk:
             if rows.ids not in rejected:
                 self.sessions += 1
                 self.events += len(rows.events)
-        # If a connection was lost after the commit, the target rejects what it has just stored.
+        # If the connection was lost after the commit, the repeated INSERT is rejected, although the
+        # sessions are stored.  So compare the rejected sessions, too.
         present = {ids: batch[ids][1] for ids in (*known, *rejected)}
         for ids, difference in (await self._target.differences(present)).items():
             if difference is None:

@@ -24,7 +24,7 @@ class ExportProblem(NamedTuple):
     """A session or state that cannot be exported, or that differs in the target.
 
     Attributes:
-        kind: `session`, `user` or `app`: whose content it is.
+        kind: `session`; or `user` or `app` for the state of a user or an app.
         tag: The blind index of the session, user or app, as `lookup` shows it; None if the ids
             cannot be decrypted.
         detail: The reason, without content.
@@ -42,11 +42,11 @@ class Export(NamedTuple):
         sessions: How many sessions were written.
         events: How many events these sessions have.
         unchanged: How many sessions the target had already, with the same content.
-        states: How many states of apps and users were written; in lines, how many users without
-            sessions.
+        states: How many states of apps and users were written.  For `export_lines`, the number of
+            lines of users without sessions.
         bad: How many sessions and states were not exported.  They cannot be decrypted, or
             google-adk's database cannot hold them, or the target has other content for their ids.
-        stopped: Whether the run stopped at the first of these.
+        stopped: Whether the run stopped at the first of these bad sessions and states.
         verified: How many sessions were compared after the export; None without `verify`.
         differences: How many of these sessions, and of the states, differ in the target.
         extra: How many sessions only the target has; None without `verify`.
@@ -68,12 +68,12 @@ class Export(NamedTuple):
 
     @property
     def is_complete(self) -> bool:
-        """Whether the output has everything that was to be exported, and nothing else."""
+        """Whether everything was exported; with `verify`, also whether both databases are equal."""
         return not (self.bad or self.differences or self.extra)
 
 
 class StopExport(Exception):
-    """A session or state cannot be exported, and is not to be skipped."""
+    """A session or state cannot be exported, and `skip_bad` is False."""
 
 
 class ExportReader:
@@ -127,7 +127,7 @@ class ExportReader:
         If *reports* is False, sessions that cannot be decrypted are skipped silently.
 
         Raises:
-            StopExport: A session cannot be decrypted, and is not to be skipped.
+            StopExport: A session cannot be decrypted, and `skip_bad` is False.
         """
         async for batch in self._source.sessions(Scope(self.app_name)):
             # A session whose ids cannot be decrypted may belong to this user.
@@ -164,8 +164,8 @@ class ExportReader:
     async def app_states(self, *, reports: bool = True) -> AsyncIterator[tuple[str, JsonObject]]:
         """Yield the names and states of apps; see `sessions`.
 
-        If only one user is exported, yield only the apps of this user.  So call `user_states`
-        before.
+        If only one user is exported, yield only the apps of this user, which `user_states` has
+        found.  Therefore, read `user_states` to the end first.
         """
         async for batch in self._source.app_states(Scope(self.app_name)):
             for app_name, state in batch.items():
@@ -176,10 +176,12 @@ class ExportReader:
                     yield app_name, state
 
     async def reject(self, who: tuple[str, ...], detail: str) -> None:
-        """Count and list something that cannot be exported; *who* is its kind and its ids.
+        """Count and list a session or state that cannot be exported.
+
+        *who* is its kind (see `ExportProblem`), followed by its ids if they are known.
 
         Raises:
-            StopExport: It is not to be skipped.
+            StopExport: `skip_bad` is False.
         """
         self.bad += 1
         await self.report(who, detail)
@@ -187,7 +189,7 @@ class ExportReader:
             raise StopExport
 
     async def report(self, who: tuple[str, ...], detail: str) -> None:
-        """Add to `problems`, unless it is full; *who* is the kind and the ids."""
+        """Add a problem to `problems`, unless the list is full; see `reject` for *who*."""
         if len(self.problems) == _MAX_LISTED:
             return
         kind, *ids = who

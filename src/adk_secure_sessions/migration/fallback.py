@@ -2,16 +2,16 @@
 
 The rules, which docs/zero-downtime.md explains:
 
-- A row in `secure_migrated` supersedes what the source has: a session, or the state of a user or an
-  app.  The row is written when a session or a state is copied, deleted or erased, and it stays.
+- A row in `secure_migrated` supersedes a session in the source, or the state of a user or an app.
+  The row is written when the session or the state is copied, deleted or erased.  The row stays.
 - A session without such a row, and without a row in the encrypted database, is read from the
   source.  The first write to it copies it.
 - The state of a user or an app is copied before the first write that concerns it.
 
-The source must not change any more.  Therefore a value from the source is as valid after a query of
-`secure_migrated` as it was before.  In contrast, another process may copy a session, and append to
-it, between two queries.  So a read that has used the source looks at `secure_migrated` again, and
-is repeated if somebody has copied what it has read from the source.
+The source must not change any more, so a value that was read from the source remains valid in the
+source.  But between two queries, another process may copy a session, and append to the copy.  So
+after a read has used the source, it queries `secure_migrated` again.  If the session or a state was
+copied meanwhile, the read is repeated.
 """
 
 import asyncio
@@ -61,9 +61,10 @@ T = TypeVar("T")
 logger: logging.Logger = logging.getLogger(__name__)
 
 SessionIds = tuple[str, str, str]
-Owner = tuple[str, str | None]  # an app, or a user of an app
+Owner = tuple[str, str | None]  # an app name; and a user id, or None for the app itself
 
-# A session object that was read from the source has this marker, with the version in the source.
+# The marker of a session object that was read from the source begins with this text.  The version
+# of the session in the source follows.
 _OF_SOURCE = "plaintext source:"
 _OF_DATABASE = re.compile(r"[0-9a-f]+\.\d+")  # the markers of `EncryptedSessionService`
 _CACHED_OWNERS = 10_000
@@ -72,7 +73,7 @@ _LOG_PAUSE = 60.0  # seconds between two messages with the number of reads
 
 
 class PlaintextFallbackService(BaseSessionService):
-    """Reads sessions that were not copied yet from a plaintext source; writes only encrypted.
+    """Reads sessions that were not copied yet from a plaintext source; writes only to *service*.
 
     Use this service while `adk-secure-sessions migrate` copies the sessions of an application that
     is in use.  **Nothing that it reads from the source is authenticated**: whoever can write to the
@@ -80,9 +81,9 @@ class PlaintextFallbackService(BaseSessionService):
     the forgery encrypted (docs/threats.md).  Every process that writes to the source must have
     ended before the first process with this service starts.
 
-    After `migrate --verify` has found no difference, it stores an authenticated mark in the
-    database.  A service that is opened afterwards does not read the source.  Then replace this
-    service by its *service*.
+    If `migrate --verify` finds no difference, it stores an authenticated mark in the database.  A
+    service that is opened afterwards does not read the source any more.  From then on, you can use
+    *service* itself instead of this object.
 
     Args:
         service: The service of the encrypted database.  Other services, such as
@@ -128,9 +129,10 @@ class PlaintextFallbackService(BaseSessionService):
         self._read_timeout = read_timeout
         self._cancelled: set[asyncio.Future[Any]] = set()  # asyncio itself keeps no reference
         self._locks = LoopLocks()
-        # Apps and users whose state was copied.  A state that was copied stays copied.
+        # Apps and users whose state was copied or erased.  This cannot be undone, so an entry never
+        # becomes wrong.
         self._moved: Lru[Owner, bool] = Lru(_CACHED_OWNERS)
-        # The keyring at which the mark of a complete migration was last read.
+        # The keyring that was current when the mark of a complete migration was last read.
         self._keyring: Keyring | None = None
         self._is_complete = False
         self._log_at = 0.0
@@ -191,7 +193,7 @@ class PlaintextFallbackService(BaseSessionService):
         See `EncryptedSessionService.get_session`.
 
         Raises:
-            ConfigurationError: The source has the session, and it cannot be read.
+            ConfigurationError: The session or a state in the source cannot be read.
         """
         ids = (app_name, user_id, session_id)
         check_ids(*ids)
@@ -241,7 +243,7 @@ class PlaintextFallbackService(BaseSessionService):
         check_ids(app_name, user_id or "", "")
         if not await self._falls_back():
             return await self._service.list_sessions(app_name=app_name, user_id=user_id)
-        # Look at the source first.  A session that is copied meanwhile is then found in both.
+        # Read the source first.  If a session is copied after that, both listings contain it.
         headers = await self._headers(app_name, user_id)
         owners: set[Owner] = {(app_name, None), *(ids[:2] for ids in headers)}
         moved = await self._among_moved(owners)
@@ -264,8 +266,9 @@ class PlaintextFallbackService(BaseSessionService):
     async def delete_session(self, *, app_name: str, user_id: str, session_id: str) -> None:
         """Delete a session from the database.
 
-        If the source has it, and it was not copied yet, store that it is deleted.  The source is
-        not changed: delete it there with `migrate --erase-source`.
+        If the session is in the source and was not copied yet, store a tombstone: a row that
+        forbids reading and copying the session.  The source is not changed.  The command
+        `migrate --erase-source` deletes the session there.
         """
         ids = (app_name, user_id, session_id)
         check_ids(*ids)
@@ -300,7 +303,7 @@ class PlaintextFallbackService(BaseSessionService):
         Raises:
             StaleSessionError: The stored session has changed since `session` was loaded.  Or
                 `session` was loaded from the source, and another version of it was copied.
-            ConfigurationError: The source has the session, and it cannot be read.
+            ConfigurationError: The session or a state in the source cannot be read.
         """
         if event.partial:
             return event
@@ -334,12 +337,12 @@ class PlaintextFallbackService(BaseSessionService):
     ) -> None:
         await self.close()
 
-    # --- What was copied --------------------------------------------------------------------------
+    # --- Copied sessions and states ---------------------------------------------------------------
 
     async def _falls_back(self) -> bool:
-        """Return whether the source is read: False if the migration is marked as complete.
+        """Return whether to read the source: False if the migration is marked as complete.
 
-        The mark is read when the database is opened, and when its keyring was read again.
+        The mark is read when the database is opened, and each time that its keyring was read again.
         """
         keyring = (await self._store.unit.keys()).keyring
         if keyring is not self._keyring:
@@ -440,8 +443,8 @@ class PlaintextFallbackService(BaseSessionService):
     async def _find(self, ids: SessionIds) -> SessionHeader | UnreadableSession | None:
         """Return a session of the source that is not superseded."""
         found = await self._query(self._source.find(*ids))
-        # Look at `secure_migrated` last.  Otherwise, the session may be copied and deleted before
-        # the source is read.
+        # Query `secure_migrated` last.  With the other order, somebody could copy and delete the
+        # session between the two queries, and the deleted session would be returned.
         return None if found is None or await self._is_superseded(ids) else found
 
     async def _headers(self, app_name: str, user_id: str | None) -> dict[SessionIds, SessionHeader]:
@@ -495,15 +498,17 @@ class PlaintextFallbackService(BaseSessionService):
         return found
 
     # --- States -----------------------------------------------------------------------------------
-    # A service that does not know this fallback may have written the state of an app or a user
-    # before the state was copied.  Then the encrypted state counts, as in `Store.import_state`.
+    # A service without this fallback may have written the state of an app or a user before the
+    # state was copied.  Then the encrypted state is used, and the state in the source is not, as in
+    # `Store.import_state`.
 
     async def _states(
         self, app_name: str, user_id: str, moved: set[Owner]
     ) -> tuple[JsonObject, JsonObject]:
         """Return the states of an app and a user.
 
-        An encrypted state counts if it is not empty, or if it is in *moved*.
+        If the encrypted state is not empty, or its owner is in *moved*, return the encrypted state.
+        Otherwise, return the state in the source.
         """
         app_json, user_json = await self._store.states(app_name, user_id)
         app = states.loads(app_json, "the app's state")
@@ -537,7 +542,11 @@ class PlaintextFallbackService(BaseSessionService):
     async def _states_of(
         self, app_name: str, user_id: str | None, owners: Iterable[Owner]
     ) -> Mapping[Owner, JsonObject]:
-        """Return the states of *owners* in the source; if *user_id* is None, of all users."""
+        """Return the states of *owners* in the source.
+
+        If *user_id* is None and there are several users, read the states of all users of the app
+        with few queries.
+        """
         wanted = set(owners)
         found: dict[Owner, JsonObject] = {}
         if user_id is None and len(wanted) > 2:
@@ -561,7 +570,10 @@ class PlaintextFallbackService(BaseSessionService):
         listed: list[Session],
         moved: set[Owner],
     ) -> list[Session]:
-        """Return sessions for *headers*.  *listed* are the sessions of the database."""
+        """Return the sessions of the source, *headers*, with all states and without events.
+
+        *listed* are the sessions of the database, which contain states of the app and of users.
+        """
         if not headers:
             return []
         app_and_users: dict[Owner, JsonObject] = {}
@@ -634,7 +646,7 @@ class PlaintextFallbackService(BaseSessionService):
         return result
 
     async def _prepare_write(self, session: Session, ids: SessionIds) -> None:
-        """Copy what an append to *session* needs.
+        """Copy the session and the states that an append to *session* needs.
 
         If *session* was read from the source, set its marker to that of the copied session.
         """
@@ -662,7 +674,8 @@ class PlaintextFallbackService(BaseSessionService):
                 raise SessionNotFoundError("Session not found.")
             if not imported.has_source(version):
                 raise StaleSessionError(STALE)
-            # `append_event` compares it with the stored session, which others may have changed.
+            # `append_event` compares the marker with the stored session, which other processes may
+            # have changed since it was copied.
             session._storage_update_marker = f"{imported.row:x}.{imported.number}"
         elif imported is None and result is None and await self._store.stored(*ids):
             await self._copy_states(*ids[:2])
@@ -684,7 +697,7 @@ def _has(session: Session, prefix: str) -> bool:
 
 
 def _add(session: Session, prefix: str, state: JsonObject) -> None:
-    """Add the state of an app or a user to *session*, which shares no value with *state*."""
+    """Add a deep copy of the state of an app or a user to the state of *session*."""
     session.state.update({prefix + key: deepcopy(value) for key, value in state.items()})
 
 

@@ -115,7 +115,14 @@ class _ToLines:
         ids: tuple[str, str, str | None],
         content: SessionContent | None,
     ) -> bool:
-        """Write a line, and return True; report *who* if the owners' states cannot be decrypted."""
+        """Write the line of a session or a user, and return True.
+
+        If the state of the app or of the user cannot be decrypted, list the problem and return
+        False; see `ExportReader.reject` for *who*.
+
+        Raises:
+            StopExport: A state cannot be decrypted, and `skip_bad` is False.
+        """
         line, reason = b"", None
         try:
             app_state = await self._app_state(ids[0])
@@ -154,7 +161,7 @@ def _line(
     user_state: bytes,
     content: SessionContent | None,
 ) -> bytes:
-    """Return the line of a session or, without *content*, of a user without sessions.
+    """Return the line of a session or, if *content* is None, of a user without sessions.
 
     The JSON of states and events is inserted as it is stored: parsing would take most of the time.
     """
@@ -181,7 +188,7 @@ def _on_one_line(text: bytes) -> bytes:
 
 
 def _time(microseconds: int | None) -> str | int | None:
-    """Return a time as text in ISO 8601; as the number itself if the year has not four digits."""
+    """Return a time as text in ISO 8601; or *microseconds* if `datetime` cannot represent it."""
     if microseconds is None:
         return None
     try:

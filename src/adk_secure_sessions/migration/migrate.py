@@ -38,11 +38,11 @@ from adk_secure_sessions.migration.sources import (
 from adk_secure_sessions.migration.target import Copy, Entry, Found, Target
 from adk_secure_sessions.storage import ImportedEvent, ImportResult, Store
 
-# Imports that run at the same time.  SQLite commits several at once.  On a server, each uses a
-# connection, and the pool has 10.
+# The number of imports that run at the same time.  SQLite commits several imports together.  On a
+# server, each import uses a connection of the pool, which has 10.
 _IMPORTS, _IMPORTS_ON_SQLITE = 8, 32
 _IMPORT_BYTES = 16 * 2**20  # the maximum size of the contents that imports hold at the same time
-# A dry run measures the speed with this many sessions, or with fewer if they have as many events.
+# A dry run measures the speed with the first sessions, until one of these limits is reached.
 _TRIAL_SESSIONS, _TRIAL_EVENTS, _TRIAL_BYTES = 64, 1000, 8 * 2**20
 _EVERYTHING = Scope()
 _KNOWN_OWNERS = 10_000
@@ -52,8 +52,8 @@ _REASONS = {
     Found.NOT_COPIED: "the target has a session with the same ids that was not copied",
 }
 _GONE = "it was copied before, and the source no longer has it"
-_TIME = "one of its times, or of the times of its events, is not a possible time"
-_STATE_CONFLICT = "the state was copied before, or existed, and has changed in the target since"
+_TIME = "one of its times, or the time of one of its events, is not a possible time"
+_STATE_CONFLICT = "the target has another state, which was changed after the copy, or never copied"
 _FOUND = {
     ImportResult.UNCHANGED: Found.UNCHANGED,
     ImportResult.MOVED_ON: Found.MOVED_ON,
@@ -76,9 +76,9 @@ class Migration(NamedTuple):
         unchanged: How many sessions had not changed since they were copied.
         moved_on: How many copied sessions have events that services appended in the target, and
             have not changed in the source.  They are never overwritten.
-        conflicts: How many sessions have changed in the source since they were copied, and also in
-            the target; and how many ids a session in the target has that was never copied.  They
-            were left unchanged, and so were states that changed on both sides.
+        conflicts: How many sessions and states have changed in the source since they were copied,
+            and were also changed or deleted in the target; or have the ids of a session or state of
+            the target that was never copied.  They were left unchanged.
         deleted: How many sessions were deleted in the target.  They are not copied again.
         bad: How many sessions and states could not be read, or exceed a limit.
         gone: How many copied sessions, except expired ones, the source no longer has; None if that
@@ -117,9 +117,9 @@ class Migration(NamedTuple):
 
     @property
     def is_complete(self) -> bool:
-        """Whether no session or state is bad or in conflict, and no session that is gone is left.
+        """Whether the run has ended, and left no session or state that is bad, in conflict or gone.
 
-        A source in use may be behind nevertheless.
+        If the source is in use, the copy may be behind nevertheless: see `behind`.
         """
         return not (self.stopped or self.bad or self.conflicts or (self.gone or 0) > self.removed)
 
@@ -139,10 +139,10 @@ async def migrate(
 ) -> Migration:
     """Copy sessions from *source* into *db*, and then the states of users and apps.
 
-    A second run copies only what is new or has changed in the source.  It never overwrites what a
-    service has written to the target.  If a run was interrupted, run it again: sessions that were
-    copied are skipped.  The source is only read.  Tables and keys of the target that do not exist
-    are created, except in a dry run.
+    A second run copies only sessions and states that are new or have changed in the source.  No run
+    overwrites a session or state that a service has changed in the target.  If a run was
+    interrupted, run it again: sessions that were copied are skipped.  The source is only read.
+    Tables and keys of the target that do not exist are created, except in a dry run.
 
     Args:
         source: The source.
@@ -159,10 +159,12 @@ async def migrate(
         events_per_second: The maximum number of events to copy per second.
 
     Raises:
-        ConfigurationError: The source or the target cannot be used; or *delete_gone* is given
-            for a part of the sessions, or for a source without sessions.
+        ConfigurationError: The source or the target cannot be used.  Or *delete_gone* is given
+            together with a scope that has `since`, for a source without sessions, or after a
+            comparison has ended the migration.
         WrongKeyError: The root keys do not decrypt the keyring.
-        TamperedError: A record of what was copied was modified.
+        TamperedError: A row of `secure_migrated`, or another row that an import reads, was
+            modified.
         DatabaseError: The source or the target raised an error.
     """
     if delete_gone and scope.since is not None:
@@ -209,7 +211,7 @@ class Options(NamedTuple):
 
 
 class _Stop(Exception):
-    """A session or state cannot be copied, and is not to be skipped."""
+    """A session or state cannot be copied, and `skip_bad` is False."""
 
 
 class _Run:
@@ -233,7 +235,8 @@ class _Run:
         self._findings = Findings(with_ids=options.show_ids)
         self._found: Counter[Found] = Counter()
         self._owners = _Owners()
-        # The ids, and the ids with the versions, of the sessions that the source had.
+        # The sessions in the first listing of the source: their blind indexes, and their ids with
+        # their versions.
         self._seen = Fingerprints()
         self._versions = Fingerprints()
         self._sessions = self._events = self._states = self._removed = self._behind = 0
@@ -304,7 +307,7 @@ class _Run:
         return await self._target.entries(listed)
 
     async def _leave(self, entry: Entry) -> None:
-        """Count a session that is not copied."""
+        """Count a session that this run does not copy, and list it if it is in conflict."""
         self._found[entry.found] += 1
         if entry.found in (Found.CONFLICT, Found.NOT_COPIED):
             self._findings.add(entry.tag, _REASONS[entry.found], *entry.session[:3])
@@ -366,9 +369,10 @@ class _Run:
             await self._leave(entry._replace(found=found))
 
     async def _has_copy(self, entry: Entry, content: SessionContent) -> bool:
-        """Return whether *content* is the copied session, with more events.
+        """Return whether *content* begins with the copied events, or there is no copy any more.
 
-        If rows of the source were deleted, the session may have been created again since.
+        If the source was erased, somebody may have created another session with the same ids since.
+        Such a session must not replace the copy.
         """
         assert self._target is not None
         copy = await self._target.content(entry)
@@ -384,7 +388,11 @@ class _Run:
         await self._meter.advance()
 
     async def _stop_if_bad(self, workers: Workers) -> None:
-        """End the run if a bad session or state was found, after the imports that have begun."""
+        """If a bad session or state was found, wait for the running imports, and end the run.
+
+        Raises:
+            _Stop: A session or state cannot be copied, and `skip_bad` is False.
+        """
         if self._stopped:
             await workers.finish()
             raise _Stop
@@ -466,7 +474,7 @@ class _Run:
         return missing
 
     async def _report_gone(self, missing: Mapping[bytes, Copy]) -> None:
-        """Count copied sessions that are gone, and delete them if that was requested."""
+        """Count the sessions in *missing* and list them; if `delete_gone` is True, delete them."""
         options, target = self._options, self._target
         assert target is not None
         self._gone = 0
@@ -492,8 +500,8 @@ class _Run:
 class _Owners:
     """Lets the first import of each app and of each user run alone.
 
-    The first import creates the row and the data key of the owner.  If several imports try that at
-    the same time, all but one begin again.
+    The first import creates the row and the data key of the owner.  If several imports tried to
+    create them at the same time, all except one would have to begin again.
     """
 
     def __init__(self) -> None:
@@ -562,7 +570,10 @@ class _Trial:
                 self._bytes += size
 
     async def seconds_per_row(self) -> float:
-        """Return the average time to import a session or an event; 0 without sessions."""
+        """Return the average time to import one row, in seconds; 0 if there are no sessions.
+
+        The rows are those of the sessions and of their events.
+        """
         if not self._samples:
             return 0.0
         with tempfile.TemporaryDirectory() as directory:

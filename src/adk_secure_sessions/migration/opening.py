@@ -37,8 +37,12 @@ async def open_source(
 ) -> Source:
     """Recognize the tables of a database, and return the source that reads them.
 
-    If the database contains both google-adk's tables and those of this package, the source is
-    google-adk's tables, unless *keys* or *backends* are given.
+    One database may contain the tables of this package and other session tables:
+
+    - google-adk's tables and those of this package: the source is google-adk's tables, unless
+      *keys* or the backend `no-op` are given.
+    - The tables of adk-secure-sessions 1.x and those of this package: the source is the tables of
+      1.x, unless both *backends* and *keys*, or the backend `no-op`, are given.
 
     google-adk and adk-secure-sessions 1.x use the same names for their tables.  If some of the
     states are encrypted by 1.x (see `detect`), or if *keys* are given and any state is, the source
@@ -47,7 +51,8 @@ async def open_source(
     Args:
         db_url: The database URL.
         keys: Key specs of the root keys of the source.  For a database of adk-secure-sessions 1.x,
-            `env:NAME` or `file:PATH` names what the application gave to its backend.
+            `env:NAME` or `file:PATH` names the key or passphrase that the application gave to its
+            backend.
         backends: The names of the backends that encrypted the source; by default `aesgcm`.
         key_db_url: The key database of the source, if there is one.
         time_zone: The time zone of the processes that wrote the source: see `AdkTables` and
@@ -99,9 +104,9 @@ def _require(has_keys: bool) -> None:
 
 @hides_frames
 def _secrets(spec: str) -> list[str | bytes]:
-    """Return the secret that *spec* names, which is not a root key of this package.
+    """Return the key or the passphrase of adk-secure-sessions 1.x that *spec* names.
 
-    32 bytes in a file may be an AES key and, if they are text, also a passphrase: return both.
+    If a file contains 32 bytes of text, they may be an AES key or a passphrase: return both.
 
     Raises:
         ConfigurationError: *spec* is not `env:NAME` or `file:PATH`, or the secret cannot be read.

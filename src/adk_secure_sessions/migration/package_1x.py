@@ -67,10 +67,11 @@ class Package1x(AdkTables):
     events to other sessions, and removed or replayed rows.  Such changes cannot be detected.
     Events are sorted by their encrypted timestamps.
 
-    In the releases before 1.1, `create_session` stored the keys `app:` and `user:` of the initial
-    state in the session only.  They stay there, so that they do not become visible in other
-    sessions, and keys with `temp:` are omitted.  These releases returned the states of the app and
-    the user without the prefixes, which google-adk and this package add.
+    In the releases before 1.1, `create_session` stored keys of the initial state that begin with
+    `app:` or `user:` only in the session.  These keys stay in the session, so that other sessions
+    do not get them.  Keys that begin with `temp:` are omitted.  These releases also returned the
+    states of the app and the user without the prefixes `app:` and `user:`, which google-adk and
+    this package add.
 
     Args:
         db_url: The database URL; give exactly one of *db_url* and *db_engine*.  A SQLite file is
@@ -114,7 +115,7 @@ class Package1x(AdkTables):
         return self._found
 
     async def _convert(self, work: Callable[[], T]) -> T:
-        # Decrypting takes most of the time.  In a thread, it does not stop the event loop.
+        # Decryption takes most of the time.  In a thread, it does not block the event loop.
         return await asyncio.to_thread(work)
 
     # --- Conversion; these methods run in a thread ---
@@ -167,8 +168,8 @@ class Package1x(AdkTables):
                 self._event(row, f"event {number} of {len(history)}")
                 for number, row in enumerate(history, 1)
             ]
-            # The rows are in the order of their column `timestamp`, which is not authenticated, and
-            # in which one release stored local time and another one UTC.
+            # The rows are sorted by their column `timestamp`.  This column is not authenticated,
+            # and some releases stored local time in it, others UTC.
             found.sort(key=lambda event: event.time)
             created_at = time_of(header.created_at, tables.sessions_zone)
             updated_at = time_of(header.updated_at, tables.sessions_zone)
@@ -190,10 +191,10 @@ class Package1x(AdkTables):
 
 
 def _event(plaintext: bytes, event_id: str, invocation_id: str, timestamp: object) -> SourceEvent:
-    """Convert an event, whose fields win over the columns, which only replace missing fields.
+    """Convert an event.  A column is used only if the decrypted event lacks the field.
 
     Raises:
-        TamperedError: A column differs from the field.
+        TamperedError: The column `id` or `invocation_id` differs from the field.
         ValueError: The installed google-adk cannot read the event, or it exceeds a limit.
     """
     accepted = events.accept(plaintext)
@@ -217,11 +218,12 @@ def _event(plaintext: bytes, event_id: str, invocation_id: str, timestamp: objec
 class _Tables(Tables):
     """The SQL of one database.
 
-    Releases since 1.1 have no index on the session of an event.  Therefore, each query for events
-    may read the whole table, and reads the events of many sessions.
+    Releases since 1.1 create no index on the session ids of events.  Therefore, each query for
+    events may scan the whole table.  To limit the number of queries, each query reads the events of
+    many sessions.
     """
 
-    # Empty tables look like google-adk's.
+    # If the tables contain no states, they look like google-adk's.
     kinds = (Kind.PACKAGE_1X, Kind.ADK_V1, Kind.ADK_SQLITE)
 
     def __init__(self, connection: sa.Connection, time_zone: tzinfo | None) -> None:

@@ -33,8 +33,9 @@ _MAX_CHUNK = 256
 class Workers:
     """Runs coroutines at the same time: at most *number*, which together take at most *size* bytes.
 
-    Use it with `async with`.  The end of the block waits for all coroutines.  The first error of a
-    coroutine is raised by the next `start` or at the end of the block, and cancels all others.
+    Use it with `async with`.  The end of the block waits for all coroutines.  If a coroutine fails,
+    the next call of `start` or `finish`, or the end of the block, raises its error.  If the block
+    ends with an error, all other coroutines are cancelled.
     """
 
     def __init__(self, number: int, size: int) -> None:
@@ -44,9 +45,9 @@ class Workers:
         self._bytes = 0
 
     async def start(self, coroutine: Coroutine[Any, Any, None], size: int) -> None:
-        """Run *coroutine*, which takes *size* bytes, as soon as there is room.
+        """Wait until the limits allow another coroutine of *size* bytes, then start *coroutine*.
 
-        A coroutine that alone exceeds the limit runs alone.
+        If *size* alone exceeds the limit, the coroutine runs alone.
         """
         try:
             while self._running and (
@@ -124,7 +125,7 @@ class Fingerprints:
 
 
 def packed(*texts: str) -> bytes:
-    """Return *texts* as bytes that no other texts give."""
+    """Encode *texts* as bytes.  Different lists of texts have different encodings."""
     encoded = [encode_text(text) for text in texts]
     return b"".join(len(data).to_bytes(8, "big") + data for data in encoded)
 
@@ -132,8 +133,8 @@ def packed(*texts: str) -> bytes:
 class Chunks:
     """Divides sessions into parts whose contents take about 4 MiB.
 
-    The sizes of contents are not known before they are read.  So a part has as many sessions as
-    would have fitted according to the sizes of the previous parts.
+    The size of a content is not known before the content is read.  So the number of sessions in a
+    part is calculated from the average size of previous contents.
     """
 
     def __init__(self) -> None:

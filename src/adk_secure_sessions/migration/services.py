@@ -24,10 +24,11 @@ from adk_secure_sessions.migration.sources import (
 )
 from adk_secure_sessions.service import check_ids
 
-_AT_ONCE = 8  # calls of the service at the same time
+_AT_ONCE = 8  # the number of calls of the service at the same time
 _BATCH_SESSIONS = 32
 _BATCH_BYTES = 4 * 2**20
-_SAMPLE = 16  # sessions whose events `size` counts
+# `size` reads at least this many sessions to estimate the number of events, if there are so many.
+_SAMPLE = 16
 _LIMITS = "see docs/limits.md, Sizes"
 
 _Content = SessionContent | UnreadableSession
@@ -42,23 +43,24 @@ class _Listed(NamedTuple):
 
 
 class ServiceSource(Source):
-    """The sessions of a session service object, of the given apps.
+    """The sessions of the given apps in a session service object.
 
     Use it for services whose storage this package cannot read itself, such as Vertex AI, Redis or
     Firestore.  For google-adk's database tables, `AdkTables` is much faster.  The methods raise the
     errors of the service unchanged.
 
-    The states of apps and users come from the state of their most recently updated session, and
-    from `get_user_state` if the service implements it.  So the state of a user without sessions is
-    only read if the user is in *user_ids* and the service implements `get_user_state`.
+    The state of an app comes from the app's most recently updated session.  The state of a user
+    comes from `get_user_state` if the service implements it, and otherwise from the user's most
+    recently updated session.  So the state of a user without sessions is only read if the user is
+    in *user_ids* and the service implements `get_user_state`.
 
     Args:
         service: The service.  `close` does not close it.
         app_names: The names of the apps to read: a service cannot list its apps.
         user_ids: The user ids of each app, by app name, for a service that cannot list the
             sessions of all users at once.
-        compares_events: Whether a later run notices that a session has more events although its
-            `last_update_time` is the same.  This reads every session in every run.  If False, a
+        compares_events: If True, a later run notices that a session has more events although its
+            `last_update_time` is the same.  To do so, every run reads every session.  If False, a
             later run reads only sessions whose `last_update_time` has changed.
 
     Raises:
@@ -255,7 +257,10 @@ def _content(key: SourceSession, session: Session) -> _Content:
 
 
 def _without_temporary(event: Event) -> Event:
-    """Return *event* as google-adk stores it; a copy if it must be changed."""
+    """Return *event*, with an id and without `temp:` keys, as google-adk stores it.
+
+    If *event* must be changed, return a changed copy.
+    """
     delta = event.actions.state_delta
     if event.id and not any(key.startswith(states.TEMP_PREFIX) for key in delta or ()):
         return event
@@ -265,7 +270,7 @@ def _without_temporary(event: Event) -> Event:
 
 
 def _state(state: JsonObject) -> JsonObject | UnreadableState:
-    """Return *state* as JSON values."""
+    """Return a copy of *state* that consists of JSON values."""
     try:
         return states.loads(states.encode(state))
     except ValueError:

@@ -1,4 +1,4 @@
-"""What `migrate` reads from: the interface of a source of sessions."""
+"""The interface of a source: an object from which `migrate` reads sessions and states."""
 
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -9,7 +9,7 @@ from adk_secure_sessions.loops import ClosedByWith
 
 
 class Scope(NamedTuple):
-    """Which sessions of a source to read.
+    """The part of a source that is read.
 
     Attributes:
         app_name: Only sessions of this app; None for all apps.
@@ -52,7 +52,8 @@ class SessionContent(NamedTuple):
         state: The session's own state, without the states of its app and its user.
         events: All events, in the order in which google-adk returns them.
         created_at: When the session was created, in microseconds since 1970, UTC.  If the source
-            does not store it, the time of the first event or of the last update.
+            does not store this time: the time of the first event or of the last update, whichever
+            is earlier.
         updated_at: `Session.last_update_time`, in microseconds since 1970, UTC.
         expires_at: When the session expires, in microseconds since 1970, UTC; None if it does not.
     """
@@ -99,7 +100,7 @@ class SourceSize(NamedTuple):
 
 
 class OtherContent(NamedTuple):
-    """What a source has beside sessions and states.  `migrate` does not copy it.
+    """The content of a source that is neither sessions nor states.  `migrate` does not copy it.
 
     Attributes:
         collections: The number of artifacts and of users' memories.
@@ -150,7 +151,7 @@ class Source(ClosedByWith):
         """Yield the states of all users of the apps in *scope* by app name and user id."""
 
     async def others(self) -> OtherContent:
-        """Return how much content that is neither a session nor a state the source has."""
+        """Return the numbers of collections and of their items; `migrate` copies neither."""
         return OtherContent()
 
     async def close(self) -> None:
@@ -160,7 +161,7 @@ class Source(ClosedByWith):
 class LookupSource(Source):
     """A source that can find one session, user or app by its ids, with an indexed query.
 
-    Many tasks may call these methods, and `read`, of one object at the same time.
+    Several tasks may call these methods and `read` of one object at the same time.
     """
 
     @property

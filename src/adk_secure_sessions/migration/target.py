@@ -1,4 +1,4 @@
-"""The database that `migrate` writes to: what it already has of a source's sessions and states."""
+"""Find out which sessions and states of a source the target of `migrate` already has."""
 
 import functools
 import time
@@ -32,27 +32,34 @@ from adk_secure_sessions.storage import (
 
 
 class Found(Enum):
-    """What the target has of a session or state of the source."""
+    """The status of a session or state of the source in the target."""
 
-    NEW = auto()  # nothing
-    UNCHANGED = auto()  # a copy; neither side has changed since
-    OLDER = auto()  # a copy; the source has changed since
-    MOVED_ON = auto()  # a copy; a service has written to it since, the source has not changed
-    CONFLICT = (
-        auto()
-    )  # a copy; the source has changed since, and a service has changed or deleted it
-    NOT_COPIED = auto()  # a session or state that was not copied
-    DELETED = auto()  # a service has deleted a copy, and may have created it again
+    # The target does not have it.
+    NEW = auto()
+    # It was copied, and has changed on neither side since.
+    UNCHANGED = auto()
+    # It was copied, and only the source has changed since.
+    OLDER = auto()
+    # It was copied, and only a service has changed it since, in the target.
+    MOVED_ON = auto()
+    # It was copied.  Since then, the source has changed, and a service has changed or deleted the
+    # copy.
+    CONFLICT = auto()
+    # The target has a session with the same ids, which was not copied.
+    NOT_COPIED = auto()
+    # It was copied, and a service has deleted the copy since, and may have created the session
+    # again; or a tombstone forbids copying it.
+    DELETED = auto()
 
 
 class Entry(NamedTuple):
-    """A session of the source, and what the target has of it.
+    """A session of the source, and its status in the target.
 
     Attributes:
         session: The session.
         tag: Its blind index in the target; empty if the target does not exist yet.
-        found: What the target has.
-        copied_events: The number of events that were copied before.
+        found: Its status.
+        copied_events: The number of its events that were copied before.
     """
 
     session: SourceSession
@@ -62,10 +69,10 @@ class Entry(NamedTuple):
 
 
 class Target:
-    """Answers for many sessions at once what the target has of them.
+    """Finds the status of many sessions and states in the target with few queries.
 
-    The revisions of sessions and the versions of states are read without decrypting the rows.
-    The methods of `Store` that write check them again.
+    The queries read the revisions of sessions and the versions of states, but decrypt no rows.  The
+    methods of `Store` that write check the revisions and versions again.
 
     Args:
         db: The database.
@@ -92,7 +99,7 @@ class Target:
         return index.user(app_name, *ids) if len(ids) == 1 else index.session(app_name, *ids)
 
     async def entries(self, listed: Sequence[SourceSession]) -> list[Entry]:
-        """Return what the target has of each of the sessions in *listed*."""
+        """Return an entry with the status for each session in *listed*."""
         copies = await self.store.imported([one[:3] for one in listed])
         tags = {one: self.tag(*one[:3]) for one in listed}
         others = await self._stored(tags[one] for one in listed if one[:3] not in copies)
@@ -122,12 +129,13 @@ class Target:
     async def states(
         self, encoded: Mapping[tuple[str, ...], bytes]
     ) -> dict[tuple[str, ...], tuple[bytes, Found]]:
-        """Return the tags of the owners in *encoded*, and what the target has of their states.
+        """Return, for each owner in *encoded*, the owner's tag and the status of the owner's state.
 
-        The keys of *encoded* are the ids of users, or of apps, and the values are JSON.
+        A key of *encoded* is the app name and, for the state of a user, the user id.  A value is
+        the state in the source as JSON; it is empty if the state cannot be stored.
 
-        A rotation of keys changes the versions of owners.  So `MOVED_ON` and `CONFLICT` can also
-        mean that the state has not changed in the target.
+        A rotation of keys also changes the versions of owners.  So if the status is `MOVED_ON` or
+        `CONFLICT`, the state in the target may nevertheless be unchanged.
         """
         owners = {ids: (ids[0], ids[1] if len(ids) > 1 else None) for ids in encoded}
         copies = await self.store.imported_states(owners.values())
@@ -200,7 +208,10 @@ class Target:
         return int(number)
 
     async def delete(self, found: "Located") -> bool:
-        """Delete a copied session, unless a service has written to it; return whether it was."""
+        """Delete a copied session, unless a service has written to it.
+
+        Return whether the session was deleted.
+        """
         copy = found.copy
         return await self.store.delete(
             *found.ids, condition=lambda now: (now.id, now.revision) == (copy.row, copy.number)
@@ -220,7 +231,7 @@ class Copy(NamedTuple):
 
 
 class Located(NamedTuple):
-    """A copied session that is still stored: what was copied, and its ids."""
+    """A copied session that is still stored: its row in `secure_migrated`, and its ids."""
 
     copy: Imported
     ids: tuple[str, str, str]
@@ -231,12 +242,16 @@ def _is_past(expires_at: object) -> bool:
 
 
 def _found(copy: Imported, *, is_unchanged: bool) -> Found:
-    """Return what the target has; *is_unchanged* says whether the source is as it was copied."""
+    """Return the status of a copied session or state.
+
+    *is_unchanged* says whether the session or state has not changed in the source since the copy.
+    """
     if copy.is_tombstone:
         return Found.DELETED
     if copy.stored is None or copy.stored[0] != copy.row:
-        # A service has deleted the copy and, if another row is stored, created it again.  If the
-        # source has changed since the copy, the deletion did not concern the newer version.
+        # A service has deleted the copy.  If another row is stored, a service has then created the
+        # session again.  If the source has changed since the copy, this is a conflict: the service
+        # deleted an older version.
         return Found.DELETED if is_unchanged else Found.CONFLICT
     if copy.is_untouched:
         return Found.UNCHANGED if is_unchanged else Found.OLDER

@@ -64,8 +64,8 @@ class Identity(NamedTuple):
     """The ids that ADK uses for an app, user and session, and their tags (blind indexes).
 
     If *is_collection* is True, *session_id* is the name of a collection: see `store.Collections`.
-    *session_parts* and *event_parts* are the encoded texts in the contexts of the session's row and
-    of its events.  They are encoded once and kept, because every append needs both.
+    *session_parts* is the encoded beginning of the context of the session's row, and *event_parts*
+    that of the contexts of its events.  Both are encoded once, because every append needs both.
     """
 
     app_name: str

@@ -4,8 +4,8 @@
 not be imported (a tombstone).  A row stays when the session is deleted.  Therefore, a later import
 never restores a deleted session, and never replaces one that a service has changed since.
 
-A row cannot be modified: its *seal* is a keyed MAC of all its columns and of the database id.  See
-docs/format.md, "Migration".
+Each row has a *seal*: a keyed MAC of its other columns and of the database id.  A row whose seal is
+wrong is rejected.  See docs/format.md, "Migration".
 """
 
 import hmac
@@ -49,7 +49,7 @@ from adk_secure_sessions.storage.writes import (
     user_columns,
 )
 
-# One request inserts at most this many events, unless it inserts only one event.
+# One request inserts at most this many events and bytes.  A larger event is inserted alone.
 _EVENTS_AT_ONCE = 5000
 _BYTES_AT_ONCE = 4 * 1024 * 1024
 _LATEST = 9 * 10**18  # the latest time that the stored format allows, in microseconds
@@ -59,7 +59,7 @@ _LOCK_WAIT = 5  # seconds for which a tombstone waits for imports on PostgreSQL
 
 
 class ImportResult(Enum):
-    """What an import did.  Only `CREATED` and `REPLACED` have changed the session or the state."""
+    """The result of an import.  Only `CREATED` and `REPLACED` have stored the session or state."""
 
     CREATED = "it was imported for the first time"
     REPLACED = "it replaced an earlier import, which no service had changed"
@@ -71,7 +71,10 @@ class ImportResult(Enum):
 
 
 class ImportedEvent(NamedTuple):
-    """An event to import: its plaintext, as `events.encode` returns it, and microseconds UTC."""
+    """An event to import: its plaintext, as `events.encode` returns it, and its time.
+
+    The time is in microseconds since 1970, UTC.
+    """
 
     plaintext: bytes
     time: int
@@ -100,19 +103,23 @@ class Imported:
 
     @property
     def is_tombstone(self) -> bool:
-        """Whether nothing was imported, and nothing may be."""
+        """Whether the row is a tombstone, which forbids the import of the session or user."""
         return self.row == _NO_ROW
 
     @property
     def is_untouched(self) -> bool:
         """Whether a session is stored and no service has changed it since the import.
 
-        For a user or app, a rotation of keys also changes the version: use `import_state`.
+        Do not use this property for a user or an app: a rotation of keys changes the version, too.
+        `import_state` compares the states instead.
         """
         return self.stored == (self.row, self.number)
 
     def has_source(self, version: str) -> bool:
-        """Return whether *version* of the session was imported (its *source_version*)."""
+        """Return whether *version* is the version of the session that was imported.
+
+        It is the argument *source_version* of `import_session`.
+        """
         return hmac.compare_digest(self._source_of(self.tag, encode_text(version)), self.source)
 
     def has_state(self, state: bytes) -> bool:
@@ -121,7 +128,7 @@ class Imported:
 
 
 class Seals(NamedTuple):
-    """Computes the MACs of the rows of one database."""
+    """Computes and checks the MACs in the table `secure_migrated` of one database."""
 
     keyring: Keyring
 
@@ -135,11 +142,11 @@ class Seals(NamedTuple):
         return MigratedRow(tag, row_id, number, source, seal)
 
     def tombstone(self, tag: bytes) -> MigratedRow:
-        """Return the row of something that was not imported, and must not be."""
+        """Return a row that forbids the import of the session or user with *tag*."""
         return self.row(tag, _NO_ROW, 0, _NO_SOURCE)
 
     def check(self, row: MigratedRow) -> None:
-        """Raise TamperedError unless the row is as it was written, for this database."""
+        """Raise TamperedError if the row was modified, or was written for another database."""
         with bindings.naming(migrated.name, row.tag.hex() if type(row.tag) is bytes else "?"):
             expected = self.row(*row[:4])
             if type(row.seal) is not bytes or not hmac.compare_digest(expected.seal, row.seal):
@@ -149,7 +156,7 @@ class Seals(NamedTuple):
                 )
 
     def checked(self, found: Found, tag: bytes) -> MigratedRow | None:
-        """Return the row with *tag*, after checking it; None if there is none."""
+        """Check the row with *tag*, and return it; None if there is no such row."""
         row = found.migrated.get(tag)
         if row is not None:
             self.check(row)
@@ -182,7 +189,7 @@ class _Outcome(NamedTuple):
 class ImportSession(Write[_Outcome]):
     """Store a session of another database with all its events, and remember it.
 
-    Store its app and its user with empty states if they are not stored yet.  See `ImportResult` for
+    If its app or its user is not stored yet, store them with empty states.  See `ImportResult` for
     the cases in which nothing is stored.
 
     Args:
@@ -191,11 +198,12 @@ class ImportSession(Write[_Outcome]):
         state: The session's own state, as JSON.
         events: All events, oldest first.
         times: The columns `created_at`, `updated_at` and `expires_at`, in microseconds UTC.
-        source: Identifies the version: see `Seals.source`.
-        replace: Replace the session if it was imported before and no service has changed it since.
+        source: The MAC that identifies the version: see `Seals.source`.
+        replace: Replace the session if another version was imported before, and no service has
+            changed it since.
 
     Raises:
-        ValueError: A time is not possible.
+        ValueError: A time is outside the range that the stored format allows.
     """
 
     def __init__(
@@ -220,7 +228,8 @@ class ImportSession(Write[_Outcome]):
         self._source = source
         self._replace = replace
         self._spans = list(_spans(events))
-        # The outcomes of the attempts that were sent, by row id: see `CreateSession`.
+        # The result of each attempt, by the row id that the attempt has chosen for the session.  An
+        # attempt that lost its connection may have been committed: see `CreateSession`.
         self._sent: dict[int, ImportResult] = {}
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> _Outcome:
@@ -331,7 +340,7 @@ class ImportSession(Write[_Outcome]):
         return new.outcome
 
     def _reason_to_keep(self, session: StoredSession, row: MigratedRow) -> ImportResult | None:
-        """Return why the stored session must not be replaced; None if it must be."""
+        """Return why the stored session must not be replaced; None if it is to be replaced."""
         if row.row_id == _NO_ROW:
             return ImportResult.DELETED
         if session.id == row.row_id and session.revision < row.number:
@@ -395,7 +404,8 @@ class _NewSession(NamedTuple):
     def apply(self, attempt: Attempt, changes: Changes) -> Steps[bool]:
         """Apply *changes* and insert the events; return False if the first change matched no row.
 
-        If there are several spans of events, each is inserted by a request of its own.
+        The first request contains *changes* and the first span of events.  Each further span is
+        inserted by a request of its own.
         """
         first = self._rows(attempt, self.spans[0]) if self.spans else []
         inserted = [Change(sql.INSERT_EVENT, {}, must_match_row=False, rows=first)] if first else []
@@ -442,7 +452,8 @@ class ImportState(Write[ImportResult]):
         seals: The MACs of the database.
         state: The state, as JSON.
         of_user: Whether the state is the user's.  Otherwise, the user id of *who* is not used.
-        replace: Replace the state if it was imported before and no service has changed it since.
+        replace: Replace the state if another state was imported before, and no service has changed
+            it since.
     """
 
     def __init__(
@@ -505,7 +516,7 @@ class ImportState(Write[ImportResult]):
         return owners.set_state(found, user, self._state)
 
     def _reason_to_keep(self, owner: Owner, row: MigratedRow) -> ImportResult | None:
-        """Return why the stored state must not be replaced; None if it must be.
+        """Return why the stored state must not be replaced; None if it is to be replaced.
 
         A service may have changed other fields of the row, such as the ids of its data keys.
         Therefore, compare the states and not the versions.

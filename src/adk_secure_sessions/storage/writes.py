@@ -330,8 +330,8 @@ class AppendEvent(Write[StoredSession]):
         self._expected = expected
         self._event = event
         self._stored = stored
-        # The updated sessions that our attempts have sent, by the record of the event.  Each
-        # attempt makes a different record.  An attempt that lost its connection may have been
+        # The updated session that each attempt has sent.  The key is the record of the event, which
+        # is different in each attempt.  An attempt that lost its connection may have been
         # committed.  If the next attempt finds one of these records, the event is already stored.
         self._sent: dict[bytes, StoredSession] = {}
 
