@@ -25,6 +25,9 @@ export PYTHONDONTWRITEBYTECODE :=
 # $(call make-venv,directory,requirements,options of uv): installs with uv, which is faster, or with
 # pip if uv cannot be installed.
 define make-venv
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { echo "$(PYTHON) \
+	is not Python 3.11 or later: install one, and name it, for example with \
+	\`make PYTHON=python3.13 $(MAKECMDGOALS)\`" >&2; exit 1; }
 	rm -rf $(1)
 	$(PYTHON) -m venv $(1)
 	if $(1)/bin/python -m pip install --quiet uv; \

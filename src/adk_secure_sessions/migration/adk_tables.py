@@ -13,13 +13,12 @@ from datetime import tzinfo
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import quote
 
 import sqlalchemy as sa
 
 from adk_secure_sessions.db.connect import executors_for
 from adk_secure_sessions.db.protocol import Executor
-from adk_secure_sessions.db.sqlite import is_in_memory
+from adk_secure_sessions.db.sqlite import file_uri, is_in_memory
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.states import JsonObject
 from adk_secure_sessions.migration.adk_rows import Row, Unreadable, check_names, state_of, text
@@ -359,9 +358,7 @@ def _read_only(db_url: str | sa.URL) -> str | sa.URL:
     has_log = path.with_name(f"{path.name}-wal").exists()
     is_writable = os.access(path.resolve().parent, os.W_OK)
     mode = {"mode": "ro"} if has_log or is_writable else {"immutable": "1"}
-    return url.set(
-        database=f"file:{quote(str(path.absolute()))}", query={**url.query, **mode, "uri": "true"}
-    )
+    return url.set(database=file_uri(path.absolute()), query={**url.query, **mode, "uri": "true"})
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import math
 import os
 import re
 import stat
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
@@ -529,12 +530,14 @@ def create_private_file(path: Path, *, must_be_new: bool) -> None:
             f"{str(path)!r} exists already, and a file is not overwritten: give another name"
         )
     found = path.lstat()  # a link may name a file of somebody else
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+    # On Windows, files have no mode and no owner of this kind.
+    is_others = sys.platform != "win32" and found.st_uid != os.geteuid()
+    if not stat.S_ISREG(found.st_mode) or is_others:
         raise ConfigurationError(
             f"{str(path)!r} exists, and is a link or belongs to another user: plaintext is not "
             "written to it; give another name"
         )
-    if stat.S_IMODE(found.st_mode) & 0o077:
+    if sys.platform != "win32" and stat.S_IMODE(found.st_mode) & 0o077:
         raise ConfigurationError(
             f"{str(path)!r} exists, and other users may read it: run chmod 600 first, because "
             "plaintext is written to it; or give another name"
