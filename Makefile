@@ -46,8 +46,8 @@ help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /|/' | \
 	  while IFS='|' read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
 
-demo: .venv/.installed ## run an ADK agent whose conversation is stored encrypted
-	$(BIN)/python examples/quickstart.py
+demo: .venv/.installed ## run an ADK agent whose conversation is stored encrypted, and look at its file
+	$(BIN)/python examples/demo.py
 
 test: .venv/.installed ## run all tests except those marked soak or benchmark
 	$(PYTEST_ENV) $(BIN)/python -m pytest $(PYTEST_FLAGS)
