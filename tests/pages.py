@@ -14,7 +14,8 @@ and, if needed, a PostgreSQL server.  Each block runs in it as its language says
 - `text` is the expected output of the block before it; `...` stands for what differs between runs.
 
 A comment `<!--- invisible-code: python` holds code that readers do not see.  In a block, the line
-`--8<-- "FILE:NAME"` stands for this section of a file of the repository, as on the site.
+`FILE:NAME` between two lines `--8<--` stands for a section of a file of the repository, as on the
+site.  (ruff formats the form in one line as if it were Python.)
 """
 
 import contextlib
@@ -56,7 +57,7 @@ _LEXERS = (
         "invisible-code", r"\w+", {"arguments": "language", "source": "source"}
     ),
 )
-_SECTION = re.compile(r'^--8<-- "(?P<file>[\w./]+):(?P<name>\w+)"\n', re.MULTILINE)
+_SECTION = re.compile(r"^--8<--\n(?P<file>[\w./]+):(?P<name>\w+)\n--8<--\n", re.MULTILINE)
 _ADDRESS = "127.0.0.1:8000"  # what pages show; here uvicorn listens on a free port
 _PATIENCE = 180.0  # seconds: a block may run pytest, which imports google-adk
 
