@@ -29,6 +29,7 @@ STAND_IN = {
     "AWS_ACCESS_KEY_ID": "example",
     "AWS_SECRET_ACCESS_KEY": "example",
     "AWS_DEFAULT_REGION": "eu-central-1",
+    "NO_PROXY": "127.0.0.1",  # a proxy could not reach this machine
 }
 
 

@@ -78,11 +78,14 @@ OF_DEVELOPMENT = {"make_screenshot.py", "make_sql.py", "make_vectors.py"}
 
 @pytest.fixture(autouse=True)
 def _environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A new directory, no settings of this machine, and none of a program that ran before."""
+    """A new directory, no settings of this machine, and a proxy that does not answer."""
     monkeypatch.chdir(tmp_path)
     kept = dict(os.environ)
     for name in ("GOOGLE_API_KEY", "GEMINI_API_KEY", "DATABASE_URL", "SESSION_KEY"):
         os.environ.pop(name, None)
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"):
+        os.environ.pop(name.lower(), None)
+        os.environ[name] = "" if name == "NO_PROXY" else "http://127.0.0.1:9"
     yield
     os.environ.clear()
     os.environ.update(kept)
