@@ -37,15 +37,18 @@ define make-venv
 	touch $(1)/.installed
 endef
 
-.PHONY: help demo test soak check lint types site docs test-adk test-matrix bench clean
+ACTIONLINT := github.com/rhysd/actionlint/cmd/actionlint@v1.7.12
+
+.PHONY: help demo test soak check lint lint-workflows types site docs a11y test-adk test-matrix bench
+.PHONY: dist dist-check sbom release-check release-notes clean
 
 # Silences the warning that mkdocs-material will not support mkdocs 2.
 export NO_MKDOCS_2_WARNING := 1
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /|/' | \
-	  while IFS='|' read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /|/' | \
+	  while IFS='|' read -r name text; do printf '  make %-15s %s\n' "$$name" "$$text"; done
 
 demo: .venv/.installed ## run an ADK agent whose conversation is stored encrypted, and look at its file
 	$(BIN)/python examples/demo.py
@@ -59,9 +62,14 @@ soak: .venv/.installed ## run the slow tests: all attacks on both database serve
 check: lint types site ## run lint, types and site, then the tests with coverage
 	$(PYTEST_ENV) $(BIN)/python -m pytest $(PYTEST_FLAGS) --cov --cov-report=term
 
-lint: .venv/.installed ## check rules and formatting with ruff
+lint: .venv/.installed ## check rules and formatting with ruff, workflows with zizmor, .ci with shellcheck
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/zizmor --quiet --offline --persona=pedantic .github
+	$(BIN)/shellcheck .ci/*
+
+lint-workflows: $(BIN)/actionlint ## check the workflows with actionlint, which needs Go
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/actionlint -color
 
 types: .venv/.installed ## mypy --strict on all Python files; every public name has a known type
 	$(BIN)/mypy
@@ -73,6 +81,10 @@ site: .venv/.installed ## build the documentation into site/; broken links are e
 
 docs: .venv/.installed ## serve the documentation at http://127.0.0.1:8000 and rebuild it on every change
 	$(BIN)/mkdocs serve --strict
+
+# With ARGS, only those pages: make a11y ARGS=benchmarks.html.
+a11y: site ## check every page of the site in Chromium: axe-core, keyboard, wide and narrow, light and dark
+	$(BIN)/python -m tests.accessibility site $(ARGS)
 
 test-adk: .venv-adk-$(ADK)/.installed ## run the tests with one google-adk release: make test-adk ADK=1.28.0
 	$(PYTEST_ENV) .venv-adk-$(ADK)/bin/python -m pytest $(PYTEST_FLAGS)
@@ -90,13 +102,34 @@ bench: .venv/.installed ## measure speed, memory and storage; write benchmarks/r
 	  --log-cli-format='%(message)s' $(or $(ARGS),--results benchmarks/results.json)
 	$(if $(ARGS),,$(BIN)/python -m tests.benchmarks.report)
 
+dist: .venv/.installed ## build the source distribution and the wheel into dist/, twice: equal bytes
+	rm -rf dist
+	$(BIN)/python -m release.build dist
+	$(BIN)/twine check --strict dist/*
+
+dist-check: .venv/.installed ## install both in clean environments, with each extra alone, and try them
+	$(PYTEST_ENV) $(BIN)/python -m pytest tests/test_packaging.py tests/test_installing.py \
+	  -m 'soak or not soak' $(ARGS)
+
+sbom: dist ## write dist.cdx.json (CycloneDX): the packages that the wheel brings; check their licences
+	$(BIN)/python -m release.sbom dist/*.whl dist.cdx.json
+
+release-check: .venv/.installed ## say what prevents a release
+	$(BIN)/python -m release.check
+
+release-notes: .venv/.installed ## write the changelog of this version to release-notes.md
+	$(BIN)/python -m release.check --notes release-notes.md
+
 clean: ## remove environments, caches and reports
-	rm -rf .venv .venv-adk-* .coverage .coverage.* htmlcov build dist site
+	rm -rf .venv .venv-adk-* .coverage .coverage.* htmlcov build dist dist.cdx.json release-notes.md site
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find src tests examples typing_tests -name __pycache__ -prune -exec rm -rf {} +
+	find src tests examples release typing_tests -name __pycache__ -prune -exec rm -rf {} +
 
 .venv/.installed: pyproject.toml
 	$(call make-venv,.venv,-e '.[dev]')
+
+$(BIN)/actionlint: | .venv/.installed
+	GOBIN=$(CURDIR)/$(BIN) go install $(ACTIONLINT)
 
 .venv-adk-%/.installed: pyproject.toml
 	$(call make-venv,.venv-adk-$*,-e '.[test]' 'google-adk$(if $(filter newest,$*),<3,==$*)')

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from typing import Any
 
 PROGRAM = shutil.which("chromium") or shutil.which("chromium-browser")
-_PATIENCE = 60.0  # seconds
+_PATIENCE = 180.0  # seconds
 _OPTIONS = (
     "--headless",
     "--no-sandbox",  # CI runs as root

@@ -27,7 +27,9 @@ import os
 import re
 import runpy
 import shlex
+import shutil
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -307,6 +309,15 @@ class Page:
             time.sleep(0.05)
         self._addresses[_ADDRESS] = f"127.0.0.1:{port}"
 
+    def _sqlite3(self, command: list[str], line: str) -> None:
+        """Run statements; with Python's own SQLite where the program is not installed."""
+        if shutil.which("sqlite3"):
+            self._shell(command, line)
+            return
+        _, file, statements = command
+        with contextlib.closing(sqlite3.connect(self.directory / file)) as connection:
+            connection.executescript(statements)
+
     def _adks_own(self, command: list[str], line: str) -> None:
         """Check the options; tests/integrations/test_adk_commands.py runs such commands."""
         from google.adk.cli.cli_tools_click import main as adk
@@ -356,5 +367,6 @@ _COMMANDS: dict[str, Callable[[Page, list[str], str], None]] = {
     "pip": Page._pip,
     "pytest": Page._pytest,
     "python": Page._python,
+    "sqlite3": Page._sqlite3,
     "uvicorn": Page._uvicorn,
 }

@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from adk_secure_sessions.audit import audit_actor
 from adk_secure_sessions.backends import (
     AesGcmBackend,
     EncryptionBackend,
@@ -75,6 +76,7 @@ __all__ = [
     "UnknownKeyError",
     "VaultKey",
     "WrongKeyError",
+    "audit_actor",
     "generate_key",
     "key_provider",
 ]

@@ -17,6 +17,7 @@ from google.adk.sessions import BaseSessionService, Session
 from google.adk.sessions.base_session_service import GetSessionConfig, ListSessionsResponse
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from adk_secure_sessions.audit import ReadIds, accessed, record_rejected
 from adk_secure_sessions.backends import EncryptionBackend
 from adk_secure_sessions.backends.registry import register
 from adk_secure_sessions.crypto.key_material import KeyMaterial, hides_frames
@@ -44,6 +45,7 @@ from adk_secure_sessions.storage import (
     sessions,
     users,
 )
+from adk_secure_sessions.telemetry import measured
 
 try:
     from google.adk.errors import StaleSessionError as StaleSessionError
@@ -120,6 +122,9 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         expires_after: How long after its last update a session expires, for sessions that this
             service creates; None if they do not expire.  The last update is the timestamp of the
             last event.  An expired session acts like a deleted one.  `purge` deletes it.
+        audit_accesses: Write a record of each access to the audit log (docs/audit.md), with keyed
+            hashes of the ids (`blind`) or with the ids themselves (`readable`); None for no such
+            records.  The services for artifacts and memory that use this service do the same.
         engine_kwargs: Options of `sqlalchemy.create_engine` for the engine of `db_url`.
 
     Raises:
@@ -143,6 +148,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         cache_seconds: float = 300.0,
         read_timeout: float | None = 60.0,
         expires_after: timedelta | None = None,
+        audit_accesses: Literal["blind", "readable"] | None = None,
         **engine_kwargs: Any,
     ) -> None:
         # google-adk passes `uri` to a class that services.yaml names.
@@ -170,6 +176,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         self._skip = skip_unreadable_sessions
         self._lifetime = _lifetime(expires_after)
         self._locks = LoopLocks()
+        self._access_ids = ids_for_audit(unit, audit_accesses)
 
     @property
     def backend(self) -> EncryptionBackend:
@@ -181,6 +188,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         """The collections, in which other services of this package store artifacts and memory."""
         return self._collections
 
+    @measured
     async def prepare_tables(self) -> None:
         """Open the database now, and create its tables if they do not exist.
 
@@ -194,6 +202,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         """
         await self._store.prepare()
 
+    @accessed("session.create")
     async def create_session(
         self,
         *,
@@ -255,6 +264,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         # Raise after the except block, so that the `__context__` is not DuplicateSession.
         raise AlreadyExistsError("A session with this id already exists.")
 
+    @accessed("session.read")
     async def get_session(
         self,
         *,
@@ -307,6 +317,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             history = history if limit is None else history[-limit:]
         return _session(app_name, view, history)
 
+    @accessed("sessions.list")
     async def list_sessions(
         self, *, app_name: str, user_id: str | None = None
     ) -> ListSessionsResponse:
@@ -330,6 +341,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         )
         return ListSessionsResponse(sessions=self._sessions(app_name, views))
 
+    @accessed("sessions.list")
     async def list_sessions_page(
         self,
         app_name: str,
@@ -397,9 +409,11 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             except DecryptionError as error:
                 if not self._skip:
                     raise
+                record_rejected(error)
                 logger.error("left out of a listing: %s", error)
         return listed
 
+    @accessed("session.delete")
     async def delete_session(self, *, app_name: str, user_id: str, session_id: str) -> None:
         """Delete a session and its events, but not the user's or the app's state.
 
@@ -412,6 +426,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         check_ids(app_name, user_id, session_id)
         await self._store.delete(app_name, user_id, session_id)
 
+    @accessed("user.read")
     async def get_user_state(self, *, app_name: str, user_id: str) -> dict[str, Any]:
         """Return the user's state, whose keys have no prefix; `{}` for an unknown user.
 
@@ -422,6 +437,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         check_ids(app_name, user_id, "")
         return loads(await self._store.user_state(app_name, user_id), "the user's state")
 
+    @accessed("session.write")
     async def append_event(self, session: Session, event: Event) -> Event:
         """Store `event`, then apply it to `session`.
 
@@ -563,6 +579,33 @@ def check_ids(app_name: object, user_id: object, session_id: object, **more: obj
             raise ValueError(f"{name} must be a string, not {type(value).__name__}")
         if len(value) > MAX_ID_BYTES // 4 and len(encode_text(value)) > MAX_ID_BYTES:
             raise ValueError(f"{name} has more than {MAX_ID_BYTES} bytes in UTF-8")
+
+
+def ids_for_audit(unit: UnitOfWork, ids: str | None) -> ReadIds | None:
+    """Return the function that returns the ids of an access as the audit log shows them.
+
+    Args:
+        unit: Computes the keyed hashes.
+        ids: The argument *audit_accesses* of a service.
+
+    Raises:
+        ConfigurationError: *ids* has another value.
+    """
+
+    async def readable(app_name: str, user_id: str, session_id: str) -> dict[str, object]:
+        return {"app": app_name, "user": user_id or None, "session": session_id or None}
+
+    async def blind(app_name: str, user_id: str, session_id: str) -> dict[str, object]:
+        who = await unit.identify(app_name, user_id, session_id)
+        user = who.user_tag.hex() if user_id else None
+        session = who.session_tag.hex() if session_id else None
+        return {"app": app_name, "user": user, "session": session}
+
+    if ids is None:
+        return None
+    if ids not in ("blind", "readable"):
+        raise ConfigurationError('audit_accesses must be "blind", "readable" or None')
+    return blind if ids == "blind" else readable
 
 
 def _lifetime(expires_after: timedelta | None) -> int | None:

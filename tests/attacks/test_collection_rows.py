@@ -87,8 +87,22 @@ def copied(path: Path, name: str) -> Path:
 
 
 @pytest.fixture
-async def victim(tmp_path: Path) -> Victim:
-    path = tmp_path / "sessions.db"
+async def victim(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Victim:
+    """A copy of files that are built once: that takes longer than an attack."""
+    if not _built:
+        _built.append(await build(tmp_path_factory.mktemp("collections")))
+    first = _built[0]
+    for file in first.path.parent.iterdir():
+        shutil.copy(file, tmp_path)
+    older, fork = tmp_path / first.older.name, tmp_path / first.fork.name
+    return Victim(tmp_path / first.path.name, older, fork, first.tags)
+
+
+_built: list[Victim] = []
+
+
+async def build(directory: Path) -> Victim:
+    path = directory / "sessions.db"
 
     def service(path: Path) -> EncryptedSessionService:
         return EncryptedSessionService(f"sqlite:///{path}", AesGcmBackend(OLD))

@@ -11,7 +11,7 @@ from tests.attacks.databases import also_on
 from tests.attacks.support import Database
 from tests.attacks.world import VISIT
 
-pytestmark = also_on("postgresql", "mariadb")
+pytestmark = also_on("mariadb")
 EXPIRED = "UPDATE secure_sessions SET expires_at = 5 WHERE id = :visit"
 
 

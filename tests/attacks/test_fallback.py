@@ -57,6 +57,13 @@ class Target:
         assert changed, "the attack changed nothing"
         return changed
 
+    def features(self) -> str:
+        """The stored list of features, with its MAC."""
+        with closing(sqlite3.connect(self.path)) as connection:
+            query = "SELECT value FROM secure_meta WHERE name = 'features'"
+            ((found,),) = connection.execute(query).fetchall()
+        return str(found)
+
     async def forget(self, *ids: str) -> None:
         """Delete the row of `secure_migrated` of a user or a session."""
         async with Database(self.url, BACKEND) as db:
@@ -156,6 +163,32 @@ async def test_forged_source_does_not_bring_back_an_erased_user(
         assert await service.get_user_state(**ADA) == {}
         created = await service.create_session(**VISIT)
         assert created.state == {}
+
+
+@pytest.mark.parametrize("is_empty", [False, True])
+async def test_replayed_list_of_features_does_not_hide_the_source_from_an_erasure(
+    tmp_path: Path, source: MemoryLookup, is_empty: bool
+) -> None:
+    """The attacker replays it while `erase-user` runs, and restores the newer list afterwards."""
+    target = Target(tmp_path / "erased.db", source)
+    async with target.plain_service() as plain:
+        await plain.prepare_tables()
+    older = target.features()
+    async with target.service() as service:
+        if is_empty:
+            await service._store.prepare_imports()
+        else:
+            session = await service.get_session(**OTHER)
+            assert session is not None
+            await service.append_event(session, said("more", 2))
+    newer = target.features()
+    assert older != newer
+    target.run("UPDATE secure_meta SET value = ? WHERE name = 'features'", older)
+    async with Database(target.url, BACKEND) as db:
+        assert (await erase_user(db, APP, "ada")).was_migrated
+    assert target.features() == newer  # the erasure has added the feature again
+    async with target.service() as service:
+        assert (await service.list_sessions(app_name=APP)).sessions == []
 
 
 # --- An attacker who can also write to the encrypted database -------------------------------------
@@ -277,6 +310,22 @@ async def test_removed_mark_switches_the_fallback_on_again(
         assert texts(await service.get_session(**VISIT)) == ["one", "two"]
     async with target.plain_service() as plain:
         assert await plain.get_session(**ADA, session_id="planted") is None
+
+
+async def test_replayed_mark_that_was_withdrawn_ends_the_fallback_again(target: Target) -> None:
+    """The sessions are then missing, and are neither forged nor overwritten."""
+    async with target.service() as service:
+        await service._store.complete_migration()
+    with closing(sqlite3.connect(target.path)) as connection:
+        query = "SELECT value FROM secure_meta WHERE name = 'migration'"
+        ((mark,),) = connection.execute(query).fetchall()
+    async with target.service() as service:
+        assert await service._store.withdraw_migration()
+    async with target.service() as service:
+        assert await service.get_session(**OTHER) is not None
+    target.run("INSERT INTO secure_meta VALUES ('migration', ?)", mark)
+    async with target.service() as service:
+        assert await service.get_session(**OTHER) is None
 
 
 async def test_removed_table_or_feature_is_rejected(target: Target) -> None:

@@ -7,7 +7,7 @@ from tests.attacks.databases import also_on
 from tests.attacks.support import Database, OlderCopy
 from tests.attacks.world import VISIT
 
-pytestmark = also_on("postgresql", "mariadb")
+pytestmark = also_on("postgresql")
 ATTACKS = [
     "UPDATE secure_sessions SET state = substr(state, 1, length(state) - 1) WHERE id = :visit",
     "UPDATE secure_sessions SET revision = revision - 1 WHERE id = :visit",

@@ -24,6 +24,10 @@ SIDE_LABELS = {
     ADK_SQLITE: "ADK's SQLite service",
 }
 DATABASE_LABELS = {"sqlite": "SQLite", "postgresql": "PostgreSQL"}
+_DATABASE_COLOURS = {"sqlite": "#2f86d1", "postgresql": "#8f7fd0"}
+# As wide as a telephone's page, on which the text is as large as the page's.
+_WIDTH, _SMALL = 3.5, 10
+_LEGEND: Any = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2), "fontsize": _SMALL}
 # Contrast of at least 3:1 on white and on Material's dark slate.
 _COLOURS = {
     OURS: "#2f86d1",
@@ -73,14 +77,14 @@ def charts(results: Results) -> dict[str, str]:
 
 
 def _round_trip(results: Results) -> str:
-    with _titled_axes("Round trip: time relative to no encryption (lower is faster)") as axes:
+    with _titled_axes("Round trip: time relative to no encryption (lower is faster)", 3.2) as axes:
         _plot_backends(axes, results, "round trip/{side}/{label}/overhead", list(PAYLOADS))
         limit = f"limit for AES-256-GCM: {LIMIT:.2f}x"
         axes.axhline(LIMIT, color=_PAGE_COLOUR, linestyle="--", linewidth=1, label=limit)
         axes.axhline(1, color=_PAGE_COLOUR, linewidth=0.8)
         axes.set_ylim(bottom=min(0.9, axes.get_ylim()[0]))
-        axes.set_ylabel("relative time (1 = unencrypted)")
-        axes.legend(loc="upper left", fontsize=9)
+        axes.set_ylabel("time relative to no encryption")
+        axes.legend(**_LEGEND)
         return _svg(axes)
 
 
@@ -90,7 +94,7 @@ def _plot_backends(axes: Axes, results: Results, name: str, labels: Sequence[str
         positions = [number + shift for number in range(len(labels))]
         _plot_points(axes, positions, figures, side, line="")
     axes.set_xlabel("size of the state as JSON")
-    axes.set_xticks(range(len(labels)), [label.replace("{}", "empty") for label in labels])
+    axes.set_xticks(range(len(labels)), [size_label(label) for label in labels])
     axes.set_xlim(-0.5, len(labels) - 0.5)
 
 
@@ -127,9 +131,9 @@ def _ciphers(results: Results) -> str:
                 _plot_points(axes, list(SIZES.values()), figures, side, line, label=label)
         _log_sizes(axes)
         axes.set_yscale("log")
-        axes.set_ylabel("time")
+        axes.set_ylabel("time for one value")
         axes.yaxis.set_major_formatter(_seconds)
-        axes.legend(loc="upper left", fontsize=9)
+        axes.legend(**_LEGEND)
         return _svg(axes)
 
 
@@ -138,7 +142,8 @@ def _log_sizes(axes: Axes) -> None:
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel("size of the value")
     axes.set_xticks(
-        list(SIZES.values()), ["" if size in ("350B", "5KB") else size for size in SIZES]
+        list(SIZES.values()),
+        ["" if size in ("350B", "5KB", "100KB") else size_label(size) for size in SIZES],
     )
 
 
@@ -149,8 +154,8 @@ def _fernet(results: Results) -> str:
             _plot_points(axes, list(SIZES.values()), figures, FERNET, line, label=direction)
         _log_sizes(axes)
         axes.set_ylim(bottom=0)
-        axes.set_ylabel("relative time (1 = AES-256-GCM)")
-        axes.legend(loc="lower right")
+        axes.set_ylabel("time relative to AES-256-GCM")
+        axes.legend(loc="lower right", fontsize=_SMALL)
         return _svg(axes)
 
 
@@ -169,26 +174,28 @@ OPERATIONS = (
 
 
 def _operations(results: Results) -> str:
-    with _titled_axes("Time relative to unencrypted ADK (lower is faster)", height=4.2) as axes:
-        for shift, database, side in ((-0.13, "sqlite", OURS), (0.13, "postgresql", FERNET)):
+    title = "Time relative to unencrypted ADK (lower is faster)"
+    with _titled_axes(title, height=5.6) as axes:
+        for shift, database in ((-0.19, "sqlite"), (0.19, "postgresql")):
             figures = [
                 results.figures[f"{database}/{operation}/relative to {ADK}"]
                 for operation in OPERATIONS
             ]
-            axes.barh(
+            bars = axes.barh(
                 [number + shift for number in range(len(OPERATIONS))],
                 [figure.value for figure in figures],
-                height=0.26,
-                color=_COLOURS[side],
+                height=0.36,
+                color=_DATABASE_COLOURS[database],
                 label=DATABASE_LABELS[database],
             )
-        axes.set_yticks(range(len(OPERATIONS)), OPERATIONS)
+            axes.bar_label(bars, [figure.text for figure in figures], padding=3, fontsize=9)
+        axes.set_yticks(range(len(OPERATIONS)), OPERATIONS, fontsize=_SMALL)
         axes.invert_yaxis()
-        axes.axvline(1, color=_PAGE_COLOUR, linewidth=0.8)
+        axes.axvline(1, color=_PAGE_COLOUR, linewidth=1.5, label="ADK, unencrypted")
         axes.set_xlim(0, 1.05)
-        axes.set_xlabel("relative time (1 = ADK)")
+        axes.set_xlabel("time relative to unencrypted ADK\n(lower is faster)")
         axes.grid(visible=False, axis="y")
-        axes.legend(loc="lower right", bbox_to_anchor=(0.98, 0.3))
+        axes.legend(**_LEGEND | {"bbox_to_anchor": (0.3, -0.14)})
         return _svg(axes)
 
 
@@ -212,7 +219,7 @@ def _conversation(results: Results, database: str) -> str:
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=2, fontsize=9)
+        axes.legend(**_LEGEND)
         return _svg(axes)
 
 
@@ -227,21 +234,27 @@ def _growth(results: Results) -> str:
         axes.set_xscale("log")
         axes.xaxis.set_minor_locator(NullLocator())
         axes.set_xlabel("events in the session")
-        axes.set_ylabel("time")
+        axes.set_ylabel("time to append an event")
         axes.set_xticks(EVENTS, [f"{count:,}" for count in EVENTS])
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(_seconds)
         axes.yaxis.set_minor_formatter(NullFormatter())
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=2, fontsize=9)
+        axes.legend(**_LEGEND)
         return _svg(axes)
 
 
+def size_label(size: str) -> str:
+    """Write `10KB` as "10 KB", and the state `{}` as "empty"."""
+    return re.sub(r"(?<=\d)(?=[KM]?B\b)", " ", size.replace("{}", "empty"))
+
+
 @contextmanager
-def _titled_axes(title: str, height: float = 3.3) -> Iterator[Axes]:
+def _titled_axes(title: str, height: float = 3.6) -> Iterator[Axes]:
+    """Yield axes whose title is the text for those who do not see the chart."""
     with mpl.rc_context(_STYLE):
-        axes = Canvas(figsize=(5.6, height)).subplots()
-        axes.set_title(title, fontsize=12, loc="left")
+        axes = Canvas(figsize=(_WIDTH, height)).subplots()
+        axes.set_title(title).set_visible(False)
         yield axes
 
 
@@ -262,7 +275,7 @@ def _svg(axes: Axes) -> str:
     body = body[body.index("<defs>") :]  # drops width and height: the page sets the size
     body = body.replace("*{", ".chart *{").replace(_PAGE_COLOUR, "currentColor")
     body = re.sub(r"\n\s*", "\n", body).strip()
-    head = f'<svg class="picture chart" role="img" aria-label="{axes.get_title(loc="left")}"'
+    head = f'<svg class="picture chart" role="img" aria-label="{axes.get_title()}"'
     return (
         f"{head}{view[0]} {_NAMESPACES}>\n<!-- matplotlib {mpl.__version__} -->\n"
         f"{_STANDALONE_STYLE}\n{body}\n"

@@ -35,11 +35,14 @@ _POSTGRESQL_OPTIONS = (
 
 
 @asynccontextmanager
-async def opened(side: str, url: sa.URL) -> AsyncIterator[BaseSessionService]:
-    """Open the service of *side* on its own database, with its tables created."""
+async def opened(
+    side: str, url: sa.URL, *, prepare: bool = True
+) -> AsyncIterator[BaseSessionService]:
+    """Open the service of *side* on its own database, and *prepare* its tables and connection."""
     service = await _open(side, url)
     try:
-        await service.list_sessions(app_name="", user_id="")
+        if prepare:
+            await service.list_sessions(app_name="", user_id="")
         yield service
     finally:
         if hasattr(service, "close"):  # ADK's SqliteSessionService has none

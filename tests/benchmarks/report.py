@@ -4,13 +4,14 @@ python -m tests.benchmarks.report [--compare OLD] [RESULTS]
 """
 
 import argparse
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
 
 from tests.benchmarks import budgets, overhead, plan
-from tests.benchmarks.charts import DATABASE_LABELS, SIDE_LABELS, charts
+from tests.benchmarks.charts import DATABASE_LABELS, OPERATIONS, SIDE_LABELS, charts, size_label
 from tests.benchmarks.ciphers import cipher_line, comparison_line
 from tests.benchmarks.databases import ADK, ADK_SQLITE, FERNET, FLOOR, NO_OP, OURS
 from tests.benchmarks.results import Results, changes, quantity
@@ -18,6 +19,8 @@ from tests.benchmarks.results import Results, changes, quantity
 _ROOT = Path(__file__).parents[2]
 RESULTS = _ROOT / "benchmarks" / "results.json"
 PAGE, CHARTS = _ROOT / "docs" / "benchmarks.md", _ROOT / "docs" / "charts"
+# The space between a number and its unit, and those around the slashes of percentiles.
+_UNBROKEN = re.compile(r"(?<=\d) (?=(?:[KM]?B|[mµn]?s|%|MB/s)\b|%)|(?<=/) | (?=/)")
 TEMPLATE = Path(__file__).with_name("page.md")
 _SIDES = (OURS, FERNET, NO_OP, ADK)
 
@@ -34,8 +37,9 @@ def render(results: Results) -> str:
     return template.render(
         figures=Report(results),
         plan=plan,
+        budgets=budgets,
         limit=quantity(overhead.LIMIT, unit="x"),
-        calls=budgets.KEY_SERVICE_CALLS,
+        to_adk=f"relative to {ADK}",
     )
 
 
@@ -57,6 +61,48 @@ class Report:
     def text(self, name: str) -> str:
         """Return the rounded value of a figure, with its unit."""
         return self._figures[name].text
+
+    def added(self, backend: str) -> str:
+        """Return how much a backend adds to a round trip: `2 to 5 %`."""
+        names = [f"round trip/{backend}/{label}/overhead" for label in plan.PAYLOADS]
+        return _percent(max(0.0, self._figures[name].value - 1) for name in names)
+
+    def time_of_adk(self, *databases: str) -> str:
+        """Return the time of the charted operations as a share of ADK's time: `14 to 38 %`."""
+        return _percent(self._ratios_to_adk(databases))
+
+    def is_faster_than_adk(self, *databases: str) -> bool:
+        """Whether each charted operation takes less time than with ADK."""
+        return max(self._ratios_to_adk(databases)) < 1
+
+    def _ratios_to_adk(self, databases: Sequence[str]) -> list[float]:
+        return [
+            self._figures[f"{database}/{operation}/relative to {ADK}"].value
+            for database in databases
+            for operation in OPERATIONS
+        ]
+
+    def share(self, part: str, whole: str) -> str:
+        """Return one figure as a share of another: `9 %`."""
+        return _percent([self._figures[part].value / self._figures[whole].value])
+
+    def saved(self, part: str, whole: str) -> str:
+        """Return by how much one figure is smaller than another: `91 %`."""
+        return _percent([1 - self._figures[part].value / self._figures[whole].value])
+
+    def verdict(self, *prefixes: str) -> str:
+        """Return whether the goals of all figures whose names begin so are met, in bold if not."""
+        figures = {
+            name: figure
+            for name, figure in self._figures.items()
+            if name.startswith(prefixes) and figure.goal is not None
+        }
+        missed = [name for name, figure in figures.items() if not figure.is_met]
+        assert figures, prefixes
+        if not missed:
+            return "met"
+        texts = [f"{name.replace('/', ', ')}: {figures[name].text}" for name in missed]
+        return f"**missed** by {len(missed)} of {len(figures)} figures ({'; '.join(texts)})"
 
     def interval(self, name: str) -> str:
         """Return the rounded value of a figure, with its unit and its confidence interval."""
@@ -91,44 +137,71 @@ class Report:
         """Return a table with a row for each database."""
         return self.table("database", columns, list(DATABASE_LABELS))
 
-    def operations(self, database: str, heading: str) -> str:
-        """Return the table of all operations on one deployment, relative to ADK and the floor."""
+    def operations(self, database: str) -> str:
+        """Return the table of all operations on one deployment, with ADK's times."""
+        rows = [name for name in budgets.BUDGETS["postgresql"] if self.has(_to_adk(database, name))]
+        return self.compared("operation", f"{database}/{{}}", rows)
+
+    def goals(self, database: str) -> str:
+        """Return the table of all operations, relative to ADK and the floor, with their goals."""
         cells = []
         for operation in budgets.BUDGETS["postgresql"]:
-            name = f"{database}/{operation}"
-            if f"{name}/relative to {ADK}" in self._figures:
-                sides = [self.text(f"{name}/{side}") for side in (OURS, ADK)]
-                to_adk, to_floor = f"{name}/relative to {ADK}", f"{name}/relative to {FLOOR}"
-                ratios = [self.text(to_adk), self.goal(to_adk)]
-                if to_floor in self._figures:
-                    ratios += [self.text(to_floor), self.goal(to_floor)]
-                else:
-                    ratios += ["", ""]
-                cells.append([operation, *sides, *ratios])
-        columns = ["encrypted", "ADK", "relative to ADK", "goal", "relative to floor", "goal"]
-        return _markdown([heading, *columns], cells)
+            if self.has(to_adk := _to_adk(database, operation)):
+                to_floor = f"{database}/{operation}/relative to {FLOOR}"
+                floor = self.text(f"{database}/{operation}/{FLOOR}")
+                relative = [self.text(to_adk), self.goal(to_adk)]
+                relative += [floor, self.text(to_floor), self.goal(to_floor)]
+                cells.append([operation, *relative])
+        columns = ["relative to ADK", "goal", "floor", "relative to floor", "goal"]
+        return _markdown(["operation", *columns], cells)
+
+    def met(self, database: str) -> str:
+        """Return how many goals of the operations are met: `17 of 32`."""
+        goals = [
+            figure.is_met
+            for name, figure in self._figures.items()
+            if name.rpartition("/")[0] in {f"{database}/{one}" for one in budgets.BUDGETS["sqlite"]}
+            and figure.goal is not None
+        ]
+        return f"{sum(map(bool, goals))} of {len(goals)}"
 
     def goal(self, name: str) -> str:
-        """Return the goal of a figure, or an empty text if it has none."""
+        """Return the goal of a figure, marked if it is missed, or an empty text without a goal."""
         figure = self._figures[name]
-        return "" if figure.goal is None else quantity(figure.goal, unit=figure.unit)
+        if figure.goal is None:
+            return ""
+        text = quantity(figure.goal, unit=figure.unit)
+        return text if figure.is_met else f"{text}, **missed**"
 
-    def conversations(self, database: str) -> str:
-        """Return the table of rates and latencies for each number of concurrent conversations."""
+    def rates(self, database: str) -> str:
+        """Return the table of operations per second for each number of concurrent conversations."""
         cells = []
-        for count in plan.CONVERSATION_ROUNDS:
-            for side in (*_SIDES, ADK_SQLITE):
-                name = f"{database}/conversations, {count} concurrent/{side}"
-                if f"{name} rate" not in self._figures:
-                    continue
-                latencies = [
-                    self._percentiles(f"{name} {step}") for step in plan.CONVERSATION_OPERATIONS
-                ]
-                rate, errors = (self.text(f"{name} {what}") for what in ("rate", "errors"))
-                cells.append([str(count), SIDE_LABELS[side], rate, *latencies, errors])
-        latencies = [f"{step} p50 / p95 / p99" for step in plan.CONVERSATION_OPERATIONS]
-        columns = ["service", "operations", *latencies, "errors"]
-        return _markdown([DATABASE_LABELS[database], *columns], cells)
+        for side in (*_SIDES, ADK_SQLITE):
+            names = [
+                f"{database}/conversations, {count} concurrent/{side}"
+                for count in plan.CONVERSATION_ROUNDS
+            ]
+            if self.has(f"{names[0]} rate"):
+                cells.append([SIDE_LABELS[side], *map(self._rate, names)])
+        counts = [f"{count} at once" for count in plan.CONVERSATION_ROUNDS]
+        return _markdown([f"{DATABASE_LABELS[database]}: operations", *counts], cells)
+
+    def _rate(self, name: str) -> str:
+        errors = self._figures[f"{name} errors"].value
+        return self.text(f"{name} rate") + (f", {errors:.0f} errors" if errors else "")
+
+    def latencies(self, database: str, operation: str) -> str:
+        """Return the table of latencies of one operation of the conversations."""
+        cells = []
+        for side in (*_SIDES, ADK_SQLITE):
+            names = [
+                f"{database}/conversations, {count} concurrent/{side} {operation}"
+                for count in plan.CONVERSATION_ROUNDS
+            ]
+            if self.has(f"{names[0]} p50"):
+                cells.append([SIDE_LABELS[side], *map(self._percentiles, names)])
+        counts = [f"{count} at once" for count in plan.CONVERSATION_ROUNDS]
+        return _markdown([f"{DATABASE_LABELS[database]}: {operation}", *counts], cells)
 
     def _percentiles(self, name: str) -> str:
         figures = [self._figures[f"{name} p{part}"] for part in (50, 95, 99)]
@@ -174,7 +247,7 @@ class Report:
                     return "In this run, PostgreSQL with `pgcrypto` was not installed."
                 times = [self.text(f"{name}/{side}") for side in (OURS, *others)]
                 ratios = [self.interval(f"{name}/relative to {side}") for side in others]
-                cells.append([f"{operation} {size}", *times, *ratios])
+                cells.append([f"{operation} {size_label(size)}", *times, *ratios])
         names = [f"`{name}`" for name in others]
         ratios = [f"application relative to {name}" for name in names]
         return _markdown(["operation", "application", *names, *ratios], cells)
@@ -194,7 +267,7 @@ class Report:
                 shares = [quantity(share, unit="%") for share in (encryption, hashing, rest)]
                 ratio = f"{name}/relative to plaintext"
                 times = [self.text(ours), self.text(f"{name}/plaintext"), self.interval(ratio)]
-                cells.append([f"{direction}, {size}", *times, *shares])
+                cells.append([f"{direction}, {size_label(size)}", *times, *shares])
         columns = ["encrypted", "plaintext", "relative to plaintext"]
         shares = ["encryption", "hashing", "transfer"]
         return _markdown([plan.BLOB_STORES[store], *columns, *shares], cells)
@@ -246,15 +319,22 @@ class Report:
 
 
 def _label(row: object) -> str:
-    return DATABASE_LABELS.get(str(row), str(row)).replace("{}", "empty")
+    return size_label(DATABASE_LABELS.get(str(row), str(row)))
+
+
+def _to_adk(database: str, operation: str) -> str:
+    return f"{database}/{operation}/relative to {ADK}"
+
+
+def _percent(shares: Iterable[float]) -> str:
+    percent = [round(100 * share) for share in shares]
+    low, high = min(percent), max(percent)
+    return f"{high} %" if low == high else f"{low} to {high} %"
 
 
 def _markdown(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    # Keep a number on one line with its unit and its interval.
-    unbroken = [
-        [cell.replace(" ", "&nbsp;") if cell[:1].isdigit() else cell for cell in row]
-        for row in rows
-    ]
+    # A number stays on one line with its unit.
+    unbroken = [[_UNBROKEN.sub("&nbsp;", cell) for cell in row] for row in rows]
     lines = [heading, ["---"] * len(heading), *unbroken]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 

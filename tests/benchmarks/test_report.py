@@ -56,9 +56,46 @@ def test_page_has_sections_for_artifacts_memory_and_the_wrapper(results: Results
     """The results in the repository may be older than these benchmarks."""
     versions = {**results.versions, "S3 server": "name of the server"}
     page = render(Results(results.machine, versions, _AnyFigure(results.figures)))
-    headings = ("## Blobs of artifacts", "## Search in ADK's memory", "## Wrapper of another")
-    for text in (*headings, "name of the server", "repeated read", "| a rare word |"):
+    headings = ("## Artifacts", "## Search in ADK's memory", "## Wrapper of another")
+    cold = ("Importing ADK's session service takes", "| new service |")
+    for text in (*headings, *cold, "name of the server", "repeated read", "| a rare word |"):
         assert text in page
+
+
+def changed(results: Results, **values: float) -> str:
+    """Return the page with other values; a name has `__` for a slash."""
+    figures = dict(results.figures)
+    for key, value in values.items():
+        name = key.replace("__", "/")
+        figures[name] = replace(figures[name], value=value)
+    return render(Results(results.machine, results.versions, figures))
+
+
+def test_first_lines_say_what_the_results_say(results: Results) -> None:
+    page = changed(
+        results,
+        **{f"round trip__aesgcm__{size}__overhead": 1.03 for size in ("{}", "1KB", "10KB")},
+        **{"round trip__aesgcm__100KB__overhead": 0.98},
+        **{"sqlite__get, 20 events__relative to adk": 0.02},
+    )
+    first = page.partition("\n## ")[0]
+    assert "AES-256-GCM adds 0 to 3 % to" in first
+    assert "2 to 38 % of the time of ADK's" in first
+    assert "are faster than ADK's" in first
+    slow = changed(results, **{"postgresql__list, 10 sessions__relative to adk": 1.2})
+    assert "are faster than ADK's" not in slow
+    assert "to 120 % of the time of ADK's" in slow
+
+
+def test_missed_goals_are_marked(results: Results) -> None:
+    page = changed(
+        results,
+        **{"round trip__fernet__100KB__overhead": 1.5},
+        **{"sqlite__delete, 20 events__relative to adk": 0.99},
+    )
+    assert "**missed** by 1 of 4 figures (round trip, fernet, 100KB, overhead: 1.50x)" in page
+    [row] = [line for line in page.splitlines() if line.startswith("| delete, 20 events | 0.99x")]
+    assert row.startswith("| delete, 20 events | 0.99x | 0.15x, **missed** |")
 
 
 def test_template_holds_no_measured_number() -> None:

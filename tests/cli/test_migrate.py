@@ -114,6 +114,16 @@ def test_differences_are_named_and_nothing_is_deleted() -> None:
     assert migrate("--verify").code == 0
 
 
+def test_mark_that_is_withdrawn_is_named() -> None:
+    migrate()
+    assert migrate("--verify").code == 0
+    asyncio.run(write("s3"))
+    said = migrate("--verify")
+    assert said.code == 1
+    assert "the mark that ends the migration: it was withdrawn" in said.stdout
+    assert "withdrawn" not in migrate("--verify").stdout
+
+
 def test_conflicts_gone_and_bad_sessions_are_reported_with_exit_status_1() -> None:
     asyncio.run(write("s2", "s3", "s4", "s5"))
     url = "sqlite:///sessions.db"

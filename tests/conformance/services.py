@@ -184,8 +184,8 @@ WRAPPERS: dict[str, Kind] = {
 MAIN_KINDS = ["adk", "encrypted-file", "encrypted-postgresql", "encrypted-mariadb"]
 POOLED_KINDS = ["encrypted-pgbouncer", "encrypted-pgbouncer-psycopg"]
 OTHER_KINDS = [name for name in KINDS if name not in MAIN_KINDS]
-# By default, these run every case of a parametrized test, the others the first one.
-ALL_CASES = ["adk", "encrypted-file", "wrapped-memory"]
+# Of a parametrized test, these run every nth case by default, the others the first one.
+NTH_CASES = {"adk": 4, "encrypted-file": 1, "wrapped-memory": 4}
 ENGINES = [name for name, kind in KINDS.items() if kind.open is encrypted_engine]
 
 

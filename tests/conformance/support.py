@@ -26,7 +26,7 @@ from google.adk.sessions import BaseSessionService, Session
 from google.adk.sessions.base_session_service import GetSessionConfig
 from google.genai import types
 
-from tests.conformance.services import ALL_CASES, KINDS, MAIN_KINDS, WRAPPERS, Kind
+from tests.conformance.services import KINDS, MAIN_KINDS, NTH_CASES, WRAPPERS, Kind
 
 APP = "app"
 USER = "user"
@@ -100,10 +100,10 @@ def choose(items: Iterable[pytest.Item]) -> None:
     """Mark with `soak` which tests of this folder a kind does not run by default.
 
     1. Tests that the file does not list for a kind of `some`.
-    2. All cases of a parametrized test but the first, except on the kinds of `ALL_CASES`.
+    2. All cases of a parametrized test but the first, or but every nth on the kinds of `NTH_CASES`.
     3. Tests that the reference is expected to fail.
     """
-    firsts: dict[tuple[str, str, str], str] = {}
+    cases: dict[tuple[str, str, str], int] = {}
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
         name = params.get("kind") or params.get("_kind")
@@ -112,11 +112,11 @@ def choose(items: Iterable[pytest.Item]) -> None:
         listed = item.get_closest_marker("some_tests")
         unknown = [test for test in listed.args if not hasattr(item.module, test)] if listed else []
         assert not unknown, f"{item.path}: {unknown}"
-        case = item.callspec.id.replace(name, "")
-        first = firsts.setdefault((item.path.name, item.originalname, name), case)
+        case = cases.get(test := (item.path.name, item.originalname, name), 0)
+        cases[test] = case + 1
         if (
             (listed and item.originalname not in listed.args)
-            or (name not in ALL_CASES and case != first)
+            or (case % NTH_CASES[name] if name in NTH_CASES else case)
             or ({**KINDS, **WRAPPERS}[name].is_reference and _is_expected_to_fail(item, name))
         ):
             item.add_marker(pytest.mark.soak)

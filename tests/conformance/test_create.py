@@ -8,10 +8,12 @@ import pytest
 from google.adk.errors.already_exists_error import AlreadyExistsError
 from google.adk.sessions import BaseSessionService, Session
 
+from tests.conformance.services import OTHER_KINDS
 from tests.conformance.support import (
     APP,
     USER,
     create,
+    each_kind,
     event,
     ids,
     listed,
@@ -19,6 +21,20 @@ from tests.conformance.support import (
     reference_lacks,
     reload,
     together,
+)
+
+kind = each_kind(
+    *("adk", "encrypted-file", "encrypted-mariadb"),
+    some={
+        "encrypted-postgresql": [
+            "test_creating_an_existing_id_is_rejected_and_leaves_the_session_alone",
+            "test_exactly_one_of_many_creators_of_one_id_wins",
+            "test_new_session_has_the_ids_and_the_state_it_was_given",
+            "test_odd_id_is_kept_wherever_it_stands",
+            "test_rejected_creation_leaves_no_app_or_user_state",
+        ]
+    },
+    soak=OTHER_KINDS,
 )
 
 ODD_IDS = {

@@ -4,11 +4,13 @@ import pytest
 from google.adk.sessions import BaseSessionService, Session
 from google.adk.sessions.base_session_service import GetSessionConfig
 
+from tests.conformance.services import OTHER_KINDS
 from tests.conformance.support import (
     APP,
     START,
     USER,
     create,
+    each_kind,
     event,
     find,
     ids,
@@ -18,6 +20,26 @@ from tests.conformance.support import (
     reload,
 )
 
+kind = each_kind(
+    *("encrypted-file", "encrypted-postgresql"),
+    some={
+        "adk": [
+            "test_append_to_a_partly_loaded_session_is_accepted",
+            "test_config_selects_events_by_time_then_the_last_ones",
+            "test_event_at_exactly_the_bound_is_selected",
+            "test_no_recent_events_means_no_events",
+            "test_session_is_none_before_anything_was_stored",
+        ],
+        "encrypted-mariadb": [
+            "test_append_to_a_partly_loaded_session_is_accepted",
+            "test_config_selects_events_by_time_then_the_last_ones",
+            "test_event_before_1970_is_selected",
+            "test_history_of_more_than_a_hundred_events_comes_back_whole",
+            "test_unknown_session_is_none",
+        ],
+    },
+    soak=OTHER_KINDS,
+)
 TIMES = [START + n for n in range(5)]
 
 

@@ -30,8 +30,24 @@ from tests.conformance.support import (
 
 # Their drivers and engines are tested by other kinds.
 LATER = ["encrypted-pgbouncer-psycopg", "encrypted-mariadb-engine"]
+# These share an executor with a kind that runs all tests.
+ALSO = [
+    "encrypted-fallback",
+    "encrypted-key-database",
+    "encrypted-pgbouncer",
+    "encrypted-postgresql-engine",
+    "encrypted-psycopg",
+]
+BY_DRIVER = (
+    "test_closing_before_use_is_harmless",
+    "test_conversation_goes_on_in_a_new_service",
+    "test_preparing_tables_ahead_is_harmless_however_often",
+    "test_service_serves_event_loops_in_several_threads_at_once",
+    "test_service_serves_one_event_loop_after_the_other",
+)
 kind = each_kind(
-    *(name for name in KINDS if name not in LATER),
+    *(name for name in KINDS if name not in LATER + ALSO),
+    some=dict.fromkeys(ALSO, BY_DRIVER),
     soak=LATER,
 )
 

@@ -7,12 +7,14 @@ import asyncio
 import gc
 import importlib
 import os
+import shutil
 import sqlite3
 import stat
 import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -332,3 +334,60 @@ async def test_file_that_cannot_be_written_can_be_read(is_open: bool) -> None:
         await executor.close()
         assert (rows, tables) == ([1], ["numbers"])
         assert str(code).startswith("SQLITE_READONLY")
+
+
+def write_half_of_a_transaction(path: Path) -> None:
+    """Make a file with the numbers 1 to 3000, and a journal: half of the rows are overwritten."""
+    original = path.with_name("original.db")
+    with closing(sqlite3.connect(original, isolation_level=None)) as connection:
+        connection.execute("CREATE TABLE numbers (n INTEGER, filler TEXT)")
+        connection.execute("BEGIN")
+        rows = [(n, "x" * 1000) for n in range(1, 3001)]
+        connection.executemany("INSERT INTO numbers VALUES (?, ?)", rows)
+        connection.execute("COMMIT")
+        connection.execute("PRAGMA cache_size = 5")
+        connection.execute("BEGIN IMMEDIATE")
+        connection.execute("UPDATE numbers SET n = 0")
+        for ending in ("", "-journal"):
+            shutil.copy(f"{original}{ending}", f"{path}{ending}")
+        connection.execute("ROLLBACK")
+    original.unlink()
+
+
+def read_as_somebody_else(say: Callable[[object], None], path: str) -> None:
+    if os.geteuid() == 0:
+        importlib.import_module("concurrent.futures.thread")
+        os.setgid(65534)
+        os.setuid(65534)
+
+    async def use() -> None:
+        executor = sqlite_executor(sa.URL.create("sqlite", database=path), {})
+        try:
+            say(len(await stored(executor)))
+        except DatabaseError as error:
+            say((error.code, str(error)))
+        await executor.close()
+
+    asyncio.run(use())
+
+
+@pytest.mark.parametrize("name", ["n.db", "link.db"])
+async def test_file_with_half_of_a_transaction_is_not_read(name: str) -> None:
+    with tempfile.TemporaryDirectory() as place:  # tmp_path is closed to other accounts
+        directory = Path(place)
+        write_half_of_a_transaction(directory / "n.db")
+        (directory / "link.db").symlink_to(directory / "n.db")
+        if name == "link.db":  # the transaction has also switched the write-ahead log on
+            with open(directory / "n.db", "r+b") as file:
+                file.seek(18)
+                file.write(b"\2\2")
+        for one in directory.iterdir():
+            one.chmod(0o444)
+        directory.chmod(0o555)
+        ((found,),) = await asyncio.to_thread(
+            results, (read_as_somebody_else, str(directory / name))
+        )
+        directory.chmod(0o755)
+    code, message = found
+    assert code == "SQLITE_READONLY_ROLLBACK"
+    assert "copy the file, and the files beside it" in message

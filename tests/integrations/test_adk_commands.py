@@ -135,19 +135,22 @@ def go_on(client: httpx.Client) -> None:
     assert answer["content"]["parts"][0]["text"].endswith(f"'{needle('text')}'.{2 * earlier}")
 
 
-def test_services_yaml_makes_adk_api_server_store_ciphertext_only(place: Place) -> None:
+def test_services_yaml_or_py_makes_adk_api_server_store_ciphertext_only(place: Place) -> None:
     (place.agents / "services.yaml").write_text(SERVICES_YAML)
     command = ("adk", "api_server", *OPTIONS, "agents")
     with place.serve(*command) as client:
         begin(client)
     assert place.status == -signal.SIGTERM
     assert place.names() == STORED
+    (place.agents / "services.yaml").unlink()
+    (place.agents / "services.py").write_text(SERVICES_PY)
     with place.serve(*command, end=signal.SIGINT) as client:
         go_on(client)
     assert place.names() == STORED
     assert place.needles() == IN_ACCESS_LOG
 
 
+@pytest.mark.soak
 def test_services_py_makes_adk_run_store_ciphertext_only(place: Place) -> None:
     (place.agents / AGENT / "services.py").write_text(SERVICES_PY)
     said = f"{needle('text')}\nonce more\nexit\n"

@@ -132,10 +132,18 @@ CONTENT = {needle("text"), needle("argument"), needle("response")}
 
 
 @tries("span-content", "genai-content", "mcp-bodies", "telemetry-exporter", "sqlite-spans")
+@tries("auto-tracing-plugin")
 def test_telemetry_has_content_until_each_setting_is_off(tmp_path: Path) -> None:
     first = {"ADK_TELEMETRY_SCHEMA_VERSION_OPT_IN": "1"}
     file = tmp_path / "spans.db"
-    on, off, live, live_off, both, logs, mcp, mcp_off = traced(
+    given = SPANS_OFF | {"capture": "SPAN_AND_EVENT"}
+    newer = [
+        given,
+        given | {"ADK_TELEMETRY_IGNORE_RUN_CONFIG": "true"},
+        SPANS_OFF | {"kind": "auto"},
+    ]
+    # One process for all of them: it takes seconds to import google-adk.
+    on, off, live, live_off, both, logs, mcp, mcp_off, *others = traced(
         first,
         first | SPANS_OFF,
         {"kind": "live"},
@@ -144,6 +152,7 @@ def test_telemetry_has_content_until_each_setting_is_off(tmp_path: Path) -> None
         SPANS_OFF | {GENAI: "true"},
         SPANS_OFF | {"kind": "mcp", "ADK_CAPTURE_MCP_HTTP_BODIES": "true"},
         SPANS_OFF | {"kind": "mcp"},
+        *(newer if HAS_RUN_CONFIG and HAS_AUTO_TRACING else []),
         file=file,
     )
     assert on.spans >= CONTENT | ALWAYS
@@ -166,6 +175,15 @@ def test_telemetry_has_content_until_each_setting_is_off(tmp_path: Path) -> None
     assert mcp_off.records == set()
     assert found_in(file.read_bytes()) >= CONTENT | {SESSION}
     assert "sqlite-spans" in names(check_files(tmp_path))
+    if others:  # google-adk has a run configuration and a plugin that add content to spans
+        by_run, ignored, auto = others
+        assert by_run.spans == CONTENT | ALWAYS
+        assert by_run.records == CONTENT | {SESSION, USER}
+        assert by_run.leaks == {"genai-content", "sqlite-spans", "telemetry-exporter"}
+        assert (ignored.spans, ignored.records) == (ALWAYS, {SESSION})
+        assert ignored.leaks == {"sqlite-spans", "telemetry-exporter"}
+        assert auto.spans >= CONTENT | {USER}
+        assert auto.leaks == {"auto-tracing-plugin", "sqlite-spans", "telemetry-exporter"}
 
 
 @tries("telemetry-exporter", "sqlite-spans")
@@ -174,24 +192,6 @@ def test_disabled_sdk_of_opentelemetry_exports_nothing(tmp_path: Path) -> None:
     (one,) = traced({GENAI: "true"}, file=file, OTEL_SDK_DISABLED="true")
     assert (one.spans, one.records, one.leaks) == (set(), set(), set())
     assert found_in(file.read_bytes()) == set()
-
-
-@tries("genai-content", "auto-tracing-plugin")
-@pytest.mark.skipif(not (HAS_RUN_CONFIG and HAS_AUTO_TRACING), reason="google-adk has neither yet")
-def test_run_config_and_plugin_add_content_to_spans() -> None:
-    given = SPANS_OFF | {"capture": "SPAN_AND_EVENT"}
-    on, ignored, auto = traced(
-        given,
-        given | {"ADK_TELEMETRY_IGNORE_RUN_CONFIG": "true"},
-        SPANS_OFF | {"kind": "auto"},
-    )
-    assert on.spans == CONTENT | ALWAYS
-    assert on.records == CONTENT | {SESSION, USER}
-    assert on.leaks == {"genai-content", "telemetry-exporter"}
-    assert (ignored.spans, ignored.records) == (ALWAYS, {SESSION})
-    assert ignored.leaks == {"telemetry-exporter"}
-    assert auto.spans >= CONTENT | {USER}
-    assert auto.leaks == {"auto-tracing-plugin", "telemetry-exporter"}
 
 
 @tries("telemetry-exporter")

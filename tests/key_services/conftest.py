@@ -77,7 +77,7 @@ def aws_service(kms: aws.Kms) -> Iterator[Service]:
         [aws.ACCESS["aws_secret_access_key"]],
         lambda: len(kms.operations),
         kms.stop,
-        every=24,  # the server authenticates each byte, which tests nothing of the provider
+        every=48,  # the server authenticates each byte, which tests nothing of the provider
     )
     kms.start()
 

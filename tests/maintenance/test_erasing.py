@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -19,15 +20,18 @@ from adk_secure_sessions import (
     SecureSessionError,
     WrongKeyError,
 )
+from adk_secure_sessions.formats.events import encode
 from adk_secure_sessions.maintenance import (
     Database,
     Erasure,
     erase_user,
+    init,
     lookup,
     status,
     verify,
 )
 from adk_secure_sessions.maintenance.database import Limits
+from adk_secure_sessions.storage import ImportedEvent
 from adk_secure_sessions.storage.schema import metadata
 from tests.faults import Point, with_faults
 from tests.maintenance.conftest import DRIVERS
@@ -337,7 +341,8 @@ async def test_session_that_is_made_while_an_erasure_commits_waits_for_it(
 
         async with db:
             await db.keys()
-            plan = faults.data.after(Point.WORK, hold_the_transaction)
+            # The first work looks for `secure_migrated`.
+            plan = faults.data.after(Point.WORK, hold_the_transaction, nth=2)
             await erase_user(db, APP, "ada")
         assert plan.happened
         assert await asyncio.to_thread(list, said) == []
@@ -367,6 +372,60 @@ async def test_event_whose_append_is_running_when_an_erasure_begins_is_erased(
         assert counts(await erasure) == (1, 1, 1, 0, 4, 2)
     engine.dispose()
     await assert_clean(url)
+
+
+@pytest.mark.parametrize(
+    ("driver", "stops_at"),
+    [
+        ("postgresql+asyncpg", "the second request"),  # the first one inserts all but some events
+        ("postgresql+psycopg", "the row of the session"),
+        ("mariadb+asyncmy", "the row of the session"),
+    ],
+)
+async def test_user_whose_first_session_is_being_imported_is_erased(
+    request: pytest.FixtureRequest, driver: str, stops_at: str
+) -> None:
+    erasures: list[Future[Erasure]] = []
+
+    async def erase() -> Erasure:
+        async with Database(url, BACKEND) as db:
+            return await erase_user(db, APP, "ada")
+
+    def begin_erasure() -> None:
+        if not erasures:
+            erasures.append(another_process.submit(asyncio.run, erase()))
+            wait(erasures, timeout=1)  # until it has ended, or waits for the import
+
+    def after_statement(_connection: Any, _cursor: Any, statement: str, *_: object) -> None:
+        if statement.startswith("INSERT INTO secure_sessions"):
+            begin_erasure()
+
+    server: Server = request.getfixturevalue(driver.partition("+")[0])
+    with server.database(reused=True) as place, ThreadPoolExecutor(1) as another_process:
+        url = place.set(drivername=driver).render_as_string(hide_password=False)
+        engine = create_async_engine(url)
+        db, faults = with_faults(lambda: Database(db_engine=engine, backend=BACKEND))
+        async with db:
+            await init(db)
+            store = await db.store()
+            await store.prepare_imports()
+            if stops_at == "the second request":
+                faults.data.before(Point.APPLY, begin_erasure, nth=2)
+            else:
+                sa.event.listen(engine.sync_engine, "after_cursor_execute", after_statement)
+            large = ImportedEvent(encode(event(0)) + b" " * 3_000_000, 1)
+            await store.import_session(
+                APP, "ada", "s", state=b"{}", events=[large, large],
+                created_at=1, updated_at=1, source_version="1",
+            )  # fmt: skip
+        await engine.dispose()
+        assert (await asyncio.wrap_future(erasures[0])).was_migrated
+        left = {name: len(found) for name, found in rows(place).items()}
+        assert (left["secure_users"], left["secure_sessions"], left["secure_events"]) == (0, 0, 0)
+        await assert_clean(url)
+        async with Database(url, BACKEND) as db:
+            imported = await (await db.store()).imported([(APP, "ada", "other")])
+            assert imported[APP, "ada", "other"].is_tombstone
 
 
 STATES: list[dict[str, Any]] = [{"k": 1}, {"user:k": 1}, {"k": LARGE}, {"user:k": 1, "app:k": 1}]
@@ -498,7 +557,8 @@ async def test_keys_in_a_key_database_are_deleted_first_and_for_good(tmp_path: P
     db, faults = with_faults(lambda: Database(**both))
     async with db:
         await db.keys()
-        faults.data.before(Point.WORK, RuntimeError("the process ends"))
+        # The first work on the data looks for `secure_migrated`.
+        faults.data.before(Point.WORK, RuntimeError("the process ends"), nth=2)
         with pytest.raises(RuntimeError, match="the process ends"):
             await erase_user(db, APP, "ada")
         assert query(keys, "SELECT count(*) FROM secure_data_keys") == [(2,)]

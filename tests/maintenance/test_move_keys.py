@@ -55,13 +55,23 @@ class Killed(Exception):
     """Ends a run of the command, as if its process had been killed."""
 
 
+LATER = ["mariadb mariadb", "sqlite postgresql", "postgresql mariadb"]
+# The commands on keys in another database are tested on servers in tests/key_database.
+in_files = pytest.mark.parametrize(
+    "pair",
+    [
+        "sqlite sqlite",
+        *(pytest.param(n, marks=pytest.mark.soak) for n in ["postgresql postgresql", *LATER]),
+    ],
+    indirect=True,
+)
+
+
 @pytest.fixture(
     params=[
         "sqlite sqlite",
         "postgresql postgresql",
-        pytest.param("mariadb mariadb", marks=pytest.mark.soak),
-        pytest.param("sqlite postgresql", marks=pytest.mark.soak),
-        pytest.param("postgresql mariadb", marks=pytest.mark.soak),
+        *(pytest.param(name, marks=pytest.mark.soak) for name in LATER),
     ]
 )
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
@@ -186,6 +196,7 @@ async def test_keys_move_into_a_key_database_and_back(pair: Pair) -> None:
     await assert_moved(pair, INTO, keys, before)
 
 
+@in_files
 @pytest.mark.parametrize("to", [INTO, BACK])
 async def test_commands_work_after_the_move(pair: Pair, to: str) -> None:
     await prepare(pair, to)
@@ -222,10 +233,13 @@ async def assert_no_key_is_lost(pair: Pair, to: str, keys: set[tuple[Any, ...]])
                 assert keys_in(place) == keys
 
 
-@pytest.mark.parametrize("fault", [Killed, pytest.param(lost, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    ("fault", "step"),
+    [(Killed, 3), *(pytest.param(fault, 1, marks=pytest.mark.soak) for fault in (Killed, lost))],
+)
 @pytest.mark.parametrize("to", [INTO, BACK])
 async def test_move_that_is_interrupted_anywhere_loses_no_key_and_is_continued(
-    files: Pair, tmp_path: Path, to: Any, fault: Callable[[], Exception]
+    files: Pair, tmp_path: Path, to: Any, fault: Callable[[], Exception], step: int
 ) -> None:
     """After a lost connection, the same run continues; another error ends the run."""
     await prepare(files, to)
@@ -233,7 +247,7 @@ async def test_move_that_is_interrupted_anywhere_loses_no_key_and_is_continued(
     before = await content(service_in(files, BACK if to == INTO else INTO))
     number = 0
     for part in Faults._fields:
-        for nth in range(1, 100):
+        for nth in range(1, 100, step):
             number += 1
             one = copy_of(files, tmp_path / str(number))
             db, faults = with_faults(lambda one=one: database(one))  # type: ignore[misc]
@@ -248,7 +262,7 @@ async def test_move_that_is_interrupted_anywhere_loses_no_key_and_is_continued(
             new, old = (one.keys, one.data) if to == INTO else (one.data, one.keys)
             assert (keys_in(new), keys_in(old)) == (keys, set())
         assert await content(service_in(one, to)) == before  # type: ignore[possibly-undefined]
-    assert number > 12
+    assert number > 12 // step
 
 
 def move_and_die(say: Callable[[object], None], pair: Pair, to: Any, last: int) -> None:
@@ -392,13 +406,14 @@ async def test_key_that_is_created_during_the_move_is_not_lost(pair: Pair, to: s
         assert "are being moved" in str(outcomes)
 
 
+@pytest.mark.parametrize("step", [2, pytest.param(1, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("to", [INTO, BACK])
 async def test_run_that_was_overtaken_by_another_one_changes_nothing_any_more(
-    files: Pair, tmp_path: Path, to: Any
+    files: Pair, tmp_path: Path, to: Any, step: int
 ) -> None:
     await prepare(files, to)
     keys = keys_in(files.keys if to == BACK else files.data)
-    for nth in range(1, 30):
+    for nth in range(1, 30, step):
         one = copy_of(files, tmp_path / str(nth))
         db, faults = with_faults(lambda one=one: database(one))  # type: ignore[misc]
         target = faults.data if to == INTO else faults.keys
@@ -415,6 +430,7 @@ async def test_run_that_was_overtaken_by_another_one_changes_nothing_any_more(
     assert nth > 4
 
 
+@in_files
 async def test_erasure_that_knows_the_old_place_fails_and_deletes_nothing(pair: Pair) -> None:
     """Otherwise the data key would stay in the key database, and no row would name the user."""
     await prepare(pair, INTO)

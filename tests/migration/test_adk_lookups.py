@@ -145,3 +145,32 @@ async def test_unreadable_row_is_reported(adk: DatabaseSessionService, source: A
     for found in (header, state):
         assert "is not a JSON object" in found.reason  # type: ignore[union-attr]
         assert "secret" not in found.reason  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("form", ["CAST({} AS BLOB)", "CAST(x'ff' || {} AS TEXT)"])
+async def test_rows_whose_names_are_not_text_are_reported(
+    adk: DatabaseSessionService, source: AdkTables, form: str
+) -> None:
+    await add(adk, "ada", "visit", 1)
+    number = adk_sql.HEADERS + 1
+    async with adk.db_engine.begin() as connection:
+        await connection.execute(
+            sa.text(
+                "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < :number) "
+                f"INSERT INTO sessions SELECT app_name, user_id, {form.format('i')}, state, "
+                "create_time, update_time FROM sessions, n"
+            ),
+            {"number": number},
+        )
+    for user in ("ada", None):
+        found = await listed(source, user)
+        bad = {one: header for one, header in found.items() if one.session_id != "visit"}
+        assert (len(bad), len(found)) == (number, number + 1)
+        for session, header in bad.items():
+            assert session[:2] == (APP, "ada")
+            assert isinstance(header, UnreadableSession)
+            assert "not text in UTF-8" in header.reason
+    assert await listed(source, "bob") == {}
+    assert isinstance(await source.find(APP, "ada", "visit"), SessionHeader)
+    assert await source.find(APP, "ada", "1") is None

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 from google.adk.events import EventActions
 from google.adk.sessions import DatabaseSessionService
 from sqlalchemy.ext.asyncio import create_async_engine
@@ -23,7 +24,7 @@ from adk_secure_sessions import (
     EncryptedSessionService,
     generate_key,
 )
-from adk_secure_sessions.migration import adk_sql
+from adk_secure_sessions.migration import Package1x, adk_sql, open_source
 from adk_secure_sessions.migration.adk_tables import AdkTables, Kind, detect
 from adk_secure_sessions.migration.sources import (
     Scope,
@@ -35,6 +36,7 @@ from adk_secure_sessions.migration.sources import (
 from tests.conformance import samples, values
 from tests.conformance.support import ADK
 from tests.migration.adk_sources import (
+    ALL,
     ORDERS_TIES,
     READS_V0,
     START,
@@ -61,6 +63,15 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 LONG = ["v1-postgresql", "v1-mysql", "sqlite-service"]
 SERVERS = ["v1-mysql", "v1-mariadb", "v1-psycopg", "v0-postgresql", "v0-mysql"]
 kind = each_kind("v1-sqlite", "v1-postgresql", "v0-sqlite", "sqlite-service", soak=SERVERS)
+# Another database or schema makes no difference to these tests.
+in_files = pytest.mark.parametrize(
+    "kind",
+    [
+        *("v1-sqlite", "sqlite-service"),
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ["v1-postgresql", "v0-sqlite"]),
+        *(pytest.param(name, marks=pytest.mark.soak) for name in SERVERS),
+    ],
+)
 json_kinds = pytest.mark.parametrize("kind", ["v1-sqlite", "sqlite-service"])
 
 IDS = ["", " padded", "Grüße 世界 🎉", "o'%_\\\"\n", "x" * 128, "null", "\u00e9", "e\u0301"]
@@ -125,6 +136,7 @@ async def test_events_are_in_the_order_of_google_adk(adk: Adk) -> None:
         assert await assert_same_as_adk(adk.service, source) == len(history)
 
 
+@in_files
 async def test_sessions_without_events_and_states_without_sessions_are_read(adk: Adk) -> None:
     await fill(adk.service)
     gone = await fill(adk.service, app_name="gone", state={"app:a": 1, "user:u": 2})
@@ -142,6 +154,7 @@ async def test_sessions_without_events_and_states_without_sessions_are_read(adk:
         assert [one.app_name for one in await listed(source, Scope("other"))] == ["other"]
 
 
+@in_files
 async def test_final_states_of_interleaved_sessions_are_read(adk: Adk) -> None:
     one, two = await fill(adk.service), await fill(adk.service)
     for number in range(3):
@@ -195,6 +208,7 @@ async def test_tables_without_the_index_of_later_releases_are_read(adk: Adk) -> 
         assert await assert_same_as_adk(adk.service, source) == 4
 
 
+@in_files
 async def test_session_that_was_deleted_meanwhile_is_omitted(adk: Adk) -> None:
     for name in ("a", "b"):
         await fill(adk.service, [said()], session_id=name)
@@ -466,27 +480,108 @@ async def test_state_that_cannot_be_read_is_reported(adk: Adk, data: bytes) -> N
 
 @json_kinds
 async def test_other_unreadable_rows_are_reported(adk: Adk) -> None:
-    for name in ("a time", "x" * 1025, "good"):
+    for name in ("x" * 1025, "good"):
         await fill(adk.service, session_id=name)
-    adk.run("UPDATE sessions SET update_time = 'never' WHERE id = 'a time'")
+    for name, value in (("a time", "'never'"), ("another time", "CAST(x'ff' AS TEXT)")):
+        await fill(adk.service, session_id=name)
+        adk.run(f"UPDATE sessions SET update_time = {value} WHERE id = :id", {"id": name})
     async with adk.source() as source:
         found = {one.session_id: content for one, content in (await contents(source)).items()}
-    time, long = found["a time"], found["x" * 1025]
-    assert isinstance(time, UnreadableSession)
-    assert "time" in time.reason
+    long = found["x" * 1025]
+    for name in ("a time", "another time"):
+        time = found[name]
+        assert isinstance(time, UnreadableSession)
+        assert "time" in time.reason
     assert isinstance(long, UnreadableSession)
     assert "session_id has more than 1024 bytes" in long.reason
     assert isinstance(found["good"], SessionContent)
 
 
+NAMES = {"a BLOB": "CAST({} AS BLOB)", "a text in another encoding": "CAST(x'ff' || {} AS TEXT)"}
+
+
 @json_kinds
-async def test_id_that_is_not_utf_8_is_an_error(adk: Adk) -> None:
+@pytest.mark.parametrize("form", NAMES.values(), ids=NAMES)
+async def test_rows_whose_names_are_not_text_are_reported(adk: Adk, form: str) -> None:
+    """SQLite sorts each BLOB after each text, so no text finds the rows behind it."""
+    await fill(adk.service, [said()], session_id="good", state={"user:u": 1, "app:a": 1})
+    await fill(adk.service, app_name="another", session_id="good")
+    number = adk_sql.PAGE + 1
+    insert_sessions(adk, number)
+    adk.run(f"UPDATE sessions SET id = {form.format('id')} WHERE id LIKE 's%'")
+    states = adk_sql.STATES + 1
+    numbered = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < :n) "
+    for name, key in (("app_states", form), ("user_states", f"'app', {form}")):
+        adk.run(
+            f"{numbered} INSERT INTO {name} SELECT {key.format('i')}, '{{}}', 0 FROM n",
+            {"n": states},
+        )
+    async with adk.source() as source:
+        listing = await listed(source)
+        assert [one.session_id for one in listing if one.session_id == "good"] == ["good"] * 2
+        assert len(listing) == len({one[:3] for one in listing}) == number + 2
+        unreadable = [one for one in await contents(source) if one.session_id != "good"]
+        read = await source.read([one for one in listing if one.session_id != "good"])
+        assert len(read) == len(unreadable) == number
+        for one, content in read.items():
+            assert isinstance(content, UnreadableSession)
+            rowid = one.session_id.rpartition(" ")[2]
+            assert content.reason.startswith(f"row {rowid} of the table")
+            assert "not text in UTF-8" in content.reason
+        apps, users = await states_of(source)
+        assert (apps["app"], users["app", "user"]) == ({"a": 1}, {"u": 1})
+        for found in (apps, users):
+            bad = [state for state in found.values() if isinstance(state, UnreadableState)]
+            assert len(bad) == states
+        of_other_app = await listed(source, Scope("another"))
+        assert [one.session_id for one in of_other_app] == ["good"]
+
+
+@json_kinds
+async def test_row_whose_app_name_is_not_text_belongs_to_every_app(adk: Adk) -> None:
     await fill(adk.service, session_id="good")
     insert_sessions(adk, 1)
-    adk.run("UPDATE sessions SET id = CAST(:id AS TEXT) WHERE id = 's0'", {"id": b"\xff"})
+    adk.run("UPDATE sessions SET app_name = CAST(x'ff' AS BLOB) WHERE id = 's0'")
     async with adk.source() as source:
-        with pytest.raises(ConfigurationError, match="not text in UTF-8"):
-            await listed(source)
+        for scope in (Scope(), Scope("app"), Scope("another")):
+            bad = [one for one in await listed(source, scope) if one.session_id != "good"]
+            assert [one.session_id.partition(" ")[0] for one in bad] == ["sessions"]
+
+
+async def test_listing_that_does_not_advance_is_an_error(tmp_path: Path) -> None:
+    """An attacker may replace the tables, so that no name is before another."""
+    engine = create_async_engine(f"sqlite+aiosqlite:///{tmp_path}/sessions.db")
+
+    def add_collation(connection: Any, _record: object) -> None:
+        connection.driver_connection._connection.create_collation("odd", lambda one, other: 1)
+
+    sa.event.listen(engine.sync_engine, "connect", add_collation)
+    try:
+        service = DatabaseSessionService(db_engine=engine)
+        await fill(service, session_id="s")
+        n = max(adk_sql.STATES, adk_sql.HEADERS)
+        async with engine.begin() as connection:
+            for statement in (
+                "DROP TABLE user_states",
+                "CREATE TABLE user_states (app_name TEXT, user_id TEXT COLLATE odd, state TEXT)",
+                "INSERT INTO user_states WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 "
+                f"FROM n WHERE i < {n}) SELECT 'app', 'user' || i, '{{}}' FROM n",
+                "ALTER TABLE sessions RENAME TO old",
+                "CREATE TABLE sessions (app_name TEXT, user_id TEXT, id TEXT COLLATE odd, "
+                "state TEXT, create_time TEXT, update_time TEXT)",
+                "INSERT INTO sessions SELECT o.app_name, o.user_id, u.user_id, o.state, "
+                "create_time, update_time FROM old o, user_states u",
+            ):
+                await connection.exec_driver_sql(statement)
+        async with AdkTables(db_engine=engine) as source:
+            with pytest.raises(ConfigurationError, match="user_states of the source does not end"):
+                async for _ in source.user_states(ALL):
+                    pass
+            with pytest.raises(ConfigurationError, match="sessions of the source does not end"):
+                async for _ in source.headers("app", None):
+                    pass
+    finally:
+        await engine.dispose()
 
 
 # --- schema v0 -----------------------------------------------------------------------------------
@@ -628,6 +723,46 @@ async def test_database_of_1_x_is_not_read(adk: Adk, state: object) -> None:
     async with adk.source() as source:
         with pytest.raises(ConfigurationError, match=r"adk-secure-sessions 1\.x"):
             await listed(source)
+
+
+@json_kinds
+async def test_plaintext_in_a_database_of_1_x_does_not_make_it_one_of_google_adk(
+    adk: Adk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise, the advice would be to omit the keys, and forged plaintext would be copied."""
+    monkeypatch.setenv("KEY_OF_1X", "passphrase")
+    insert_sessions(adk, 150)
+    first_and_last = "user_id IN ('u0', 'u6')"
+    adk.run(f"UPDATE sessions SET state = 'AQFnQUFBQUFC' WHERE NOT {first_and_last}")
+    assert await detect(adk.url) == {Kind.PACKAGE_1X}
+    async with await open_source(adk.url, ["env:KEY_OF_1X"]) as source:
+        assert isinstance(source, Package1x)
+    both = r"either it is a database of 1\.x, .* or it is a database of google-adk"
+    with pytest.raises(ConfigurationError, match=both):
+        await open_source(adk.url)
+    async with adk.source() as tables:
+        with pytest.raises(ConfigurationError, match=r"adk-secure-sessions 1\.x"):
+            await listed(tables)
+    adk.run("UPDATE sessions SET state = 'AQFnQUFBQUFC'")
+    with pytest.raises(ConfigurationError, match="is encrypted: give the root key"):
+        await open_source(adk.url)
+
+
+@json_kinds
+async def test_one_encrypted_state_forbids_the_advice_to_omit_the_keys(
+    adk: Adk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KEY_OF_1X", "passphrase")
+    insert_sessions(adk, 150)
+    with pytest.raises(ConfigurationError, match="is not encrypted: omit the keys"):
+        await open_source(adk.url, ["env:KEY_OF_1X"])
+    adk.run("UPDATE sessions SET state = 'AQFnQUFBQUFC' WHERE id = 's73'")
+    async with await open_source(adk.url, ["env:KEY_OF_1X"]) as source:
+        assert isinstance(source, Package1x)
+    async with await open_source(adk.url) as source:  # it is not among the samples
+        found = {one.session_id: content for one, content in (await contents(source)).items()}
+    assert isinstance(found.pop("s73"), UnreadableSession)
+    assert all(isinstance(content, SessionContent) for content in found.values())
 
 
 async def test_database_without_sessions_is_rejected(tmp_path: Path) -> None:

@@ -1,11 +1,13 @@
 """`compare` finds every difference, shows no content, and ends a migration that is complete."""
 
 import copy as copying
+import time
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
 
+from adk_secure_sessions.errors import TamperedError
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.migration import Comparison, Scope, Source, compare
 from adk_secure_sessions.migration.compare import differences, is_same
@@ -62,6 +64,62 @@ async def test_part_of_a_source_does_not_end_the_migration(file_url: str) -> Non
         done = await compared(source, file_url, scope=scope)
         assert (done.clean, done.completed, done.sessions) == (True, False, 8)
     assert not await is_complete(file_url)
+
+
+async def test_session_that_has_expired_on_both_sides_is_not_gone(url: str) -> None:
+    source = filled()
+    past = int(START * 1_000_000) + 5
+    source.put("ada", "expired", expires_at=past)
+    source.put("ada", "expires later", expires_at=time.time_ns() // 1000 + 3600 * 1_000_000)
+    await copy(source, url)
+    source.remove("ada", "expired")  # as an encrypted source lists it no more
+    assert (await copy(source, url)).gone == 0
+    source.remove("ada", "expires later")
+    assert (await copy(source, url)).gone == 1
+    done = await compared(source, url)
+    assert (done.gone, done.clean) == (1, False)
+    source.put("ada", "expires later")
+    await copy(source, url)
+    assert (await compared(source, url)).completed
+
+
+async def test_copy_that_an_attacker_lets_expire_is_rejected(file_url: str) -> None:
+    source = filled()
+    await copy(source, file_url)
+    source.remove("ada", "s0")
+    run_sql(
+        sa.make_url(file_url).set(drivername="sqlite"), "UPDATE secure_sessions SET expires_at = 1"
+    )
+    with pytest.raises(TamperedError):
+        await compared(MemorySource(), file_url)
+
+
+async def test_later_difference_withdraws_the_mark(url: str) -> None:
+    source = filled()
+    await copy(source, url)
+    backup = copying.deepcopy(source)
+    source.put("carol", "later")
+    assert (await compared(backup, url)).completed
+    done = await compared(source, url)
+    assert (done.clean, done.withdrawn, done.missing) == (False, True, 1)
+    assert not await is_complete(url)
+    assert not (await compared(source, url)).withdrawn, "there was no mark"
+    await copy(source, url)
+    done = await compared(source, url)
+    assert (done.completed, done.withdrawn) == (True, False)
+    source.put("ada", "s0", events=9)
+    assert (await compared(source, url, scope=Scope(APP))).withdrawn, "of a part, too"
+
+
+async def test_mark_of_an_erased_source_is_not_withdrawn(file_url: str) -> None:
+    source = filled()
+    await copy(source, file_url)
+    async with database(file_url) as db:
+        await (await db.store()).mark_source_erased()
+    source.put("carol", "later")
+    done = await compared(source, file_url)
+    assert (done.clean, done.withdrawn) == (False, False)
+    assert await is_complete(file_url)
 
 
 async def test_empty_source_does_not_end_the_migration(file_url: str) -> None:

@@ -250,6 +250,28 @@ async def test_events_without_a_session_are_reported(tmp_path: Path, target_url:
     assert done.erased == (5, 15, 3, 0, 3, ())
 
 
+@pytest.mark.parametrize("form", ["CAST('s' AS BLOB)", "CAST(x'73ff' AS TEXT)"])
+async def test_session_whose_id_is_not_text_is_bad_and_stays(
+    tmp_path: Path, target_url: str, form: str
+) -> None:
+    """No query finds it by its id as text, as if it had been deleted meanwhile."""
+    url = f"sqlite+aiosqlite:///{tmp_path}/adk.db"
+    await fill(url)
+    place = sa.URL.create("sqlite", database=f"{tmp_path}/adk.db")
+    run_sql(place, f"UPDATE sessions SET id = {form} WHERE id = 's1' AND user_id = 'ada'")
+    async with AdkTables(url) as source, database(target_url) as db:
+        stopped = await migrate(source, db)
+        assert (stopped.stopped, stopped.is_complete, stopped.bad) == (True, False, 1)
+        done = await migrate(source, db, skip_bad=True)
+        assert (done.copied + done.unchanged, done.bad, done.is_complete) == (5, 1, False)
+        (finding,) = done.findings
+        assert (finding.kind, finding.reason[:23]) == ("session", "row 2 of the table sess")
+        compared = await compare(source, db)
+        assert (compared.equal, compared.bad, compared.clean) == (5, 1, False)
+    assert (await erased(url, target_url)).erased is None
+    assert rows(url)[0] == 6
+
+
 async def test_source_that_cannot_be_erased_is_rejected(target_url: str) -> None:
     async with database(target_url) as db:
         with pytest.raises(ConfigurationError, match="a source in memory"):

@@ -19,8 +19,15 @@ from google.adk.events.event_actions import EventActions
 from google.adk.sessions import BaseSessionService, InMemorySessionService, Session
 from google.adk.sessions.base_session_service import GetSessionConfig
 
-from adk_secure_sessions import AesGcmBackend, ConfigurationError, EncryptedSessionService
+from adk_secure_sessions import (
+    AesGcmBackend,
+    ConfigurationError,
+    DatabaseError,
+    EncryptedSessionService,
+)
 from adk_secure_sessions.maintenance import Database
+from adk_secure_sessions.migration import Package1x
+from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.fallback import PlaintextFallbackService
 from adk_secure_sessions.service import StaleSessionError
 from adk_secure_sessions.storage import ImportResult
@@ -205,6 +212,54 @@ async def test_session_that_cannot_be_read_is_reported_and_can_be_skipped(
         assert await listed(second) == ["other"]
     await service.delete_session(**VISIT)
     assert await listed(service) == ["other"]
+
+
+async def test_plaintext_database_that_hangs_is_an_error_without_its_password(
+    encrypted: Callable[[], EncryptedSessionService],
+) -> None:
+    async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()  # until the client gives up
+        writer.close()
+
+    server = await asyncio.start_server(hang, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    url = f"postgresql+asyncpg://reader:needle@127.0.0.1:{port}/adk?ssl=disable"
+    async with PlaintextFallbackService(encrypted(), AdkTables(url), read_timeout=0.2) as service:
+        async with asyncio.timeout(20):
+            for call in (
+                service.get_session(**VISIT),
+                service.list_sessions(**ADA),
+                service.create_session(**VISIT),
+                service.delete_session(**VISIT),
+                service.get_user_state(**ADA),
+            ):
+                with pytest.raises(DatabaseError) as raised:
+                    await call
+                assert raised.value.retryable
+                assert f"(postgresql+asyncpg://127.0.0.1:{port}/adk)" in str(raised.value)
+                assert "needle" not in str(raised.value)
+    server.close()
+    await server.wait_closed()
+
+
+async def test_time_out_interrupts_a_listing_of_the_source(
+    opened: Open, source: MemoryLookup
+) -> None:
+    ended = asyncio.Event()
+
+    async def hang(name: str) -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    source.before = hang
+    service = PlaintextFallbackService(opened().service, source, read_timeout=0.1)
+    with pytest.raises(DatabaseError, match="a source in memory"):
+        await service.list_sessions(**ADA)
+    assert ended.is_set()
+    source.before = None
+    assert await listed(service) == ["other", "visit"]
 
 
 # --- Writing --------------------------------------------------------------------------------------
@@ -632,6 +687,9 @@ def test_arguments_are_checked(source: MemoryLookup) -> None:
     service = EncryptedSessionService(":memory:", AesGcmBackend(KEY))
     with pytest.raises(ConfigurationError, match="source must be able to find single sessions"):
         PlaintextFallbackService(service, InMemorySessionService())  # type: ignore[arg-type]
+    of_1x = Package1x("postgresql+asyncpg://unused.invalid/clinic", ["passphrase"])
+    with pytest.raises(ConfigurationError, match="is not plaintext: stop the application"):
+        PlaintextFallbackService(service, of_1x)
 
 
 # --- Everything together --------------------------------------------------------------------------

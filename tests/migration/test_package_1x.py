@@ -239,9 +239,8 @@ async def test_initial_state_of_a_release_before_1_1_stays_in_its_session(file: 
 async def test_sessions_states_and_sizes_are_read(
     place: sa.URL, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (adk_sql, adk_tables):
-        monkeypatch.setattr(module, "PAGE", 2)
-        monkeypatch.setattr(module, "STATES", 1)
+    monkeypatch.setattr(adk_sql, "PAGE", 2)
+    monkeypatch.setattr(adk_sql, "STATES", 1)
     writer = Writer(place)
     for user, name, app in [
         ("ada", "s2", "shop"),
@@ -313,7 +312,11 @@ async def test_service_does_not_take_a_plaintext_state_for_one_of_1x(
     writer.session("ada", "s1", events=0)
     writer.run(f"UPDATE sessions SET state = {state} WHERE id = 's1'")
     (message,) = await warnings_of_service(f"sqlite+aiosqlite:///{file}", caplog)
-    assert "ADK's own tables" in message
+    assert "some states are encrypted by adk-secure-sessions 1.x" in message
+    caplog.clear()
+    writer.run(f"UPDATE sessions SET state = {state}")
+    (message,) = await warnings_of_service(f"sqlite+aiosqlite:///{file}", caplog)
+    assert "ADK's own tables (sessions, events), which are plaintext" in message
 
 
 async def test_service_opens_beside_a_table_of_another_program(
@@ -470,6 +473,18 @@ async def test_wrong_key_is_reported_before_anything_is_read(file: Path, writer:
             with pytest.raises(WrongKeyError, match="give the keys of its backends") as caught:
                 await of.size(ALL)
             assert "short" not in str(caught.value)
+
+
+async def test_plaintext_in_front_does_not_make_the_key_wrong(file: Path, writer: Writer) -> None:
+    for name in ("a", "b", "c", "s"):
+        writer.session("ada", name, events=1)
+    writer.run("UPDATE sessions SET state = '{}' WHERE id <> 's'")
+    async with Package1x(f"sqlite:///{file}", [KEY]) as of:
+        found = {ids[2]: content for ids, content in (await contents(of)).items()}
+    assert isinstance(found.pop("s"), SessionContent)
+    for bad in found.values():
+        assert isinstance(bad, UnreadableSession)
+        assert "not encrypted" in bad.reason
 
 
 async def test_database_without_rows_is_empty(file: Path, writer: Writer) -> None:

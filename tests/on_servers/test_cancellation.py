@@ -69,7 +69,7 @@ async def cancelled(operation: Awaitable[object], moment: int) -> None:
         pass
 
 
-@pytest.mark.parametrize("session_id", ["the same", None])
+@pytest.mark.parametrize("session_id", ["the same", pytest.param(None, marks=pytest.mark.soak)])
 async def test_cancelled_creation_makes_a_whole_session_or_none(
     service: BaseSessionService, session_id: str | None
 ) -> None:
@@ -106,7 +106,7 @@ async def test_cancelled_reads_do_not_end_the_query_of_another_read(
     service: BaseSessionService,
 ) -> None:
     session = await create(service, state={"k": LARGE})
-    for moment in range(60):
+    for moment in range(0, 60, 2):
         reads = [asyncio.ensure_future(reload(service, session)) for _ in range(POOL_SIZE)]
         for _ in range(moment % 40):
             await asyncio.sleep(0)

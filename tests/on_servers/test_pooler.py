@@ -59,6 +59,11 @@ async def test_services_share_the_connections_of_a_pooler(url: URL) -> None:
         await together(*(converse((one, other)[n % 2], n) for n in range(16)))
 
 
+@pytest.mark.parametrize(
+    "driver",
+    ["postgresql+asyncpg", pytest.param("postgresql+psycopg", marks=pytest.mark.soak)],
+    indirect=True,
+)
 async def test_maintenance_works_behind_a_pooler(url: URL) -> None:
     backend = AesGcmBackend(KEY)
     async with EncryptedSessionService(url, backend) as service:

@@ -166,10 +166,9 @@ def _output(name: str) -> Iterator[Callable[[bytes], object]]:
         yield buffer.write if buffer else lambda line: sys.stdout.write(line.decode())
         sys.stdout.flush()
         return
-    from adk_secure_sessions.migration.adk_target import create_private_file
+    from adk_secure_sessions.migration.adk_target import new_private_file
 
-    create_private_file(Path(name), must_be_new=True)
-    with open(name, "wb") as file:
+    with new_private_file(Path(name)) as file:
         yield file.write
         file.flush()
         os.fsync(file.fileno())

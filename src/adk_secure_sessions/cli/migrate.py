@@ -313,6 +313,11 @@ def comparison_lines(done: "Comparison", dry_run: bool = False) -> Iterator[str]
             yield f"{text}: {number:,}"
     if not done.clean:
         yield "the two sides are not equal; next: run this without --verify, then compare again"
+        if done.withdrawn:
+            yield (
+                "an earlier comparison had stored the mark that ends the migration: it was "
+                "withdrawn, so services with a fallback read the source again"
+            )
     elif done.completed:
         yield (
             "everything was copied: the database now has the mark that ends the migration, so "

@@ -87,8 +87,19 @@ _KINDS = (
         retryable=True,
     ),
     _Kind(
-        ("SQLITE_READONLY", "SQLITE_PERM", "SQLITE_AUTH", "SQLITE_CANTOPEN"),
+        ("SQLITE_READONLY_ROLLBACK", "SQLITE_READONLY_RECOVERY", "SQLITE_READONLY_CANTINIT"),
+        "a process stopped while it wrote to the file, and its transaction must be undone first: "
+        "copy the file, and the files beside it that end in -journal and -wal, to a directory "
+        "where you can write; open the copy once with `sqlite3 COPY .schema`, and use the copy",
+    ),
+    _Kind(
+        ("SQLITE_READONLY", "SQLITE_PERM", "SQLITE_AUTH"),
         "check the path, its directory and permissions",
+    ),
+    _Kind(
+        ("SQLITE_CANTOPEN",),
+        "check the path, its directory and permissions; if you cannot write to the directory, and "
+        "a file that ends in -wal is beside the database, copy both to a directory where you can",
     ),
     _Kind(("28", 1045, 1044, 1698), "check the user and the password in the database URL"),
     _Kind(("3D", 1049), "create the database, or correct its name in the URL"),

@@ -31,6 +31,7 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import sqlalchemy as sa
 
+from adk_secure_sessions import telemetry
 from adk_secure_sessions.db.dialects import any_text, sqlite_sql, taking_any_text
 from adk_secure_sessions.db.failures import meaning, overdue, write_timeout
 from adk_secure_sessions.db.protocol import (
@@ -119,12 +120,8 @@ def _prepare_file(
     if not path.exists():
         _create(name)
     elif not os.access(path, os.W_OK) or not os.access(path.resolve().parent, os.W_OK):
-        # If no process has the file open, there is no write-ahead log.  To read the file, SQLite
-        # would create a log, which fails in a directory that is not writable.  With `immutable=1`,
-        # SQLite reads the file without a log and without locks.
-        has_log = path.with_name(f"{path.name}-wal").exists()
-        needs_log = has_log or os.access(path.resolve().parent, os.W_OK)
-        args[0] = f"{file_uri(path.absolute())}?{'mode=ro' if needs_log else 'immutable=1'}"
+        name, value = read_only_mode(path)
+        args[0] = f"{file_uri(path.absolute())}?{name}={value}"
         options["uri"] = True
 
 
@@ -135,6 +132,37 @@ def file_uri(path: PurePath) -> str:
     """
     name = path.as_posix()  # begins with a slash, or on Windows with a drive letter
     return f"file://{'' if name.startswith('/') else '/'}{quote(name, safe='/:')}"
+
+
+def read_only_mode(path: Path) -> tuple[str, str]:
+    """Return the parameter of a SQLite URI with which the file *path* is opened as read-only.
+
+    If a file uses a write-ahead log and no process has it open, there is no log.  To read the file,
+    SQLite would create a log, which fails in a directory that is not writable.  With `immutable=1`,
+    SQLite reads the file without a log and without locks.
+
+    `immutable=1` also ignores a rollback journal.  The file may then have half of a transaction
+    that a process is writing, or that was interrupted.  So if there is a journal or a log, SQLite
+    opens the file with `mode=ro`, and reads it correctly or raises an error.
+    """
+    path = path.resolve()  # the journal is beside the file, and not beside a link
+    beside = [path.with_name(f"{path.name}-{ending}") for ending in ("journal", "wal")]
+    if (
+        os.access(path.parent, os.W_OK)
+        or any(one.exists() and one.stat().st_size for one in beside)
+        or not _has_write_ahead_log(path)
+    ):
+        return "mode", "ro"
+    return "immutable", "1"
+
+
+def _has_write_ahead_log(path: Path) -> bool:
+    """Return whether the header of a SQLite file says that the file uses a write-ahead log."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(20)[18:] == b"\2\2"
+    except OSError:
+        return False  # SQLite will raise an error that says more
 
 
 def _create(name: str) -> None:
@@ -539,6 +567,7 @@ def _run_batch(connection: "SqliteConnection", batch: list[Job]) -> list[_Outcom
                 driver.execute("RELEASE one")
         commit = len(batch) > 1 or outcomes[0].error is None
         driver.execute("COMMIT" if commit else "ROLLBACK")
+        telemetry.record_group_commit(len(batch))
         return outcomes
     except BaseException as error:
         if driver.in_transaction:

@@ -17,6 +17,7 @@ from google.adk.errors.not_found_error import NotFoundError
 from google.adk.version import __version__ as adk_version
 from google.genai import types
 
+from adk_secure_sessions.audit import accessed
 from adk_secure_sessions.crypto.key_material import hides_frames
 from adk_secure_sessions.errors import (
     ArtifactStoreError,
@@ -121,6 +122,7 @@ class EncryptedArtifactService(BaseArtifactService):
             ConfigurationError: The store cannot be used as given.
         """
         self._collections = session_service.collections
+        self._access_ids = session_service._access_ids
         self._arguments = (store, dict(options or {}), allow_http, timeout)
         self._stores: dict[str, BlobStore] = {}
         self._store("0" * 32)  # if the store cannot be used, raise an error now, not at first use
@@ -128,6 +130,7 @@ class EncryptedArtifactService(BaseArtifactService):
 
     # --- ADK's contract --------------------------------------------------------------------------
 
+    @accessed("artifact.write")
     async def save_artifact(
         self,
         *,
@@ -159,6 +162,7 @@ class EncryptedArtifactService(BaseArtifactService):
         pieces = None if content is None else _one(content)
         return await self._save(app_name, user_id, name, values, pieces, custom_metadata)
 
+    @accessed("artifact.read")
     async def load_artifact(
         self,
         *,
@@ -193,6 +197,7 @@ class EncryptedArtifactService(BaseArtifactService):
             f"The artifact refers to another one through more than {_MAX_REFERENCES} references."
         )
 
+    @accessed("artifacts.list")
     async def list_artifact_keys(
         self, *, app_name: str, user_id: str, session_id: str | None = None
     ) -> list[str]:
@@ -208,6 +213,7 @@ class EncryptedArtifactService(BaseArtifactService):
                 names.append(found[1])
         return sorted(names)
 
+    @accessed("artifact.delete")
     async def delete_artifact(
         self, *, app_name: str, user_id: str, filename: str, session_id: str | None = None
     ) -> None:
@@ -223,6 +229,7 @@ class EncryptedArtifactService(BaseArtifactService):
             if version.blob is not None:
                 await self._discard(version.blob)
 
+    @accessed("artifacts.list")
     async def list_versions(
         self, *, app_name: str, user_id: str, filename: str, session_id: str | None = None
     ) -> list[int]:
@@ -231,6 +238,7 @@ class EncryptedArtifactService(BaseArtifactService):
         found = await self._collections.get(app_name, user_id, name, limit=1)
         return list(range(version_count(found))) if found else []
 
+    @accessed("artifacts.list")
     async def list_artifact_versions(
         self, *, app_name: str, user_id: str, filename: str, session_id: str | None = None
     ) -> list[ArtifactVersion]:
@@ -239,6 +247,7 @@ class EncryptedArtifactService(BaseArtifactService):
         found = await self._collections.get(app_name, user_id, name)
         return [_described(version) for version in versions_of(found)] if found else []
 
+    @accessed("artifacts.list")
     async def get_artifact_version(
         self,
         *,
@@ -254,6 +263,7 @@ class EncryptedArtifactService(BaseArtifactService):
 
     # --- streams ---------------------------------------------------------------------------------
 
+    @accessed("artifact.write")
     async def save_stream(
         self,
         *,
@@ -274,6 +284,7 @@ class EncryptedArtifactService(BaseArtifactService):
         part = {"inline_data": {"mime_type": mime_type}}
         return await self._save(app_name, user_id, name, part, pieces, custom_metadata)
 
+    @accessed("artifact.read")
     async def open_stream(
         self,
         *,

@@ -20,6 +20,7 @@ from google.adk.sessions import Session
 from google.adk.version import __version__ as adk_version
 from google.genai import types
 
+from adk_secure_sessions.audit import accessed
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError, SecureSessionError
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.events import encode_item
@@ -168,12 +169,14 @@ class EncryptedMemoryService(BaseMemoryService):
                 f"it one, not a {type(session_service).__name__}"
             )
         self._collections = session_service.collections
+        self._access_ids = session_service._access_ids
         self._cache_users = cache_users
         self._cache_entries = cache_entries
         self._ranker = ranker
         self._reads = LoopLocks()
         self._writes = LoopLocks()
 
+    @accessed("memory.write")
     async def add_session_to_memory(self, session: Session) -> None:
         """Replace the memory of a session by those events of *session* that have content.
 
@@ -214,6 +217,7 @@ class EncryptedMemoryService(BaseMemoryService):
 
         await self._write(session.app_name, session.user_id, difference)
 
+    @accessed("memory.write")
     async def add_events_to_memory(
         self,
         *,
@@ -251,6 +255,7 @@ class EncryptedMemoryService(BaseMemoryService):
 
         await self._write(app_name, user_id, difference)
 
+    @accessed("memory.write")
     async def add_memory(
         self,
         *,
@@ -299,6 +304,7 @@ class EncryptedMemoryService(BaseMemoryService):
         if new:
             await self._write(app_name, user_id, difference)
 
+    @accessed("memory.read")
     async def search_memory(
         self, *, app_name: str, user_id: str, query: str
     ) -> SearchMemoryResponse:
@@ -325,6 +331,7 @@ class EncryptedMemoryService(BaseMemoryService):
         row = memory.at.session_row
         return SearchMemoryResponse(memories=[entry.memory(row) for entry in found])
 
+    @accessed("memory.delete")
     async def delete_memory(
         self, *, app_name: str, user_id: str, memory_id: str | None = None
     ) -> None:

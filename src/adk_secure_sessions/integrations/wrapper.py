@@ -19,7 +19,7 @@ import logging
 import re
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 from google.adk.errors.session_not_found_error import SessionNotFoundError
@@ -31,6 +31,7 @@ from google.genai import types
 from pydantic import PrivateAttr
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from adk_secure_sessions.audit import accessed
 from adk_secure_sessions.backends import EncryptionBackend
 from adk_secure_sessions.backends.registry import register
 from adk_secure_sessions.crypto.key_material import KeyMaterial, hides_frames
@@ -56,7 +57,12 @@ from adk_secure_sessions.formats.states import (
 from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.keys.data_keys import StagedKeys
 from adk_secure_sessions.loops import ClosedByWith, LoopLocks
-from adk_secure_sessions.service import StaleSessionError, check_ids, reject_unknown_methods
+from adk_secure_sessions.service import (
+    StaleSessionError,
+    check_ids,
+    ids_for_audit,
+    reject_unknown_methods,
+)
 from adk_secure_sessions.storage import (
     WRAPPER,
     EnsureOwners,
@@ -66,6 +72,7 @@ from adk_secure_sessions.storage import (
     UseKeys,
     open_database,
 )
+from adk_secure_sessions.telemetry import measured
 
 T = TypeVar("T")
 
@@ -109,6 +116,7 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
         data_key_cache_size: Maximum number of users and apps whose data keys are cached.
         cache_seconds: How long data keys are cached for reading, in seconds.  If another process
             erases a user, this process can still read the user's records for this time.
+        audit_accesses: See `EncryptedSessionService`.
 
     Raises:
         ConfigurationError: An argument cannot be used as given.
@@ -127,6 +135,7 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
         skip_unreadable_sessions: bool = False,
         data_key_cache_size: int = 10_000,
         cache_seconds: float = 300.0,
+        audit_accesses: Literal["blind", "readable"] | None = None,
     ) -> None:
         if not isinstance(inner, BaseSessionService):
             raise ConfigurationError(
@@ -151,9 +160,11 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
             cache_seconds=cache_seconds,
         )
         self._skip = skip_unreadable_sessions
+        self._access_ids = ids_for_audit(self._unit, audit_accesses)
         self._feature = Feature(self._unit, WRAPPER)
         self._locks = LoopLocks()
 
+    @measured
     async def prepare_tables(self) -> None:
         """Open the key database and create its tables; let the other service do the same.
 
@@ -162,6 +173,7 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
         await self._unit.keys()
         await _call(self._inner, "prepare_tables")
 
+    @accessed("session.create")
     async def create_session(
         self,
         *,
@@ -203,6 +215,7 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
         who = await self._unit.identify(app_name, user_id, stored.id)
         return await self._read(who, lambda reader: reader.open_session(stored))
 
+    @accessed("session.read")
     async def get_session(
         self,
         *,
@@ -233,6 +246,7 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
         who = await self._unit.identify(app_name, user_id, session_id)
         return await self._read(who, lambda reader: reader.open_session(stored, config))
 
+    @accessed("sessions.list")
     async def list_sessions(
         self, *, app_name: str, user_id: str | None = None
     ) -> ListSessionsResponse:
@@ -256,6 +270,7 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
                 logger.error("left out of a listing: %s", error)
         return ListSessionsResponse(sessions=listed)
 
+    @accessed("session.delete")
     async def delete_session(self, *, app_name: str, user_id: str, session_id: str) -> None:
         """Let the other service delete a session; nothing is decrypted."""
         check_ids(app_name, user_id, session_id)
@@ -264,6 +279,7 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
                 app_name=app_name, user_id=user_id, session_id=session_id
             )
 
+    @accessed("user.read")
     async def get_user_state(self, *, app_name: str, user_id: str) -> dict[str, Any]:
         """Return the user's state, whose keys have no prefix.
 
@@ -283,6 +299,7 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
 
         return await self._read(who, work)
 
+    @accessed("session.write")
     async def append_event(self, session: Session, event: Event) -> Event:
         """Store `event`, then apply it to `session`; see `EncryptedSessionService.append_event`.
 

@@ -18,8 +18,10 @@ docs/format.md, "Which data key encrypts", defines three more terms:
 
 import time
 from collections.abc import Collection, Iterable, Mapping
+from time import perf_counter
 from typing import NamedTuple, Protocol
 
+from adk_secure_sessions import telemetry
 from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.errors import (
     ConfigurationError,
@@ -43,6 +45,8 @@ class CipherFactory(Protocol):
 
     @property
     def backend_id(self) -> int: ...
+    @property
+    def name(self) -> str: ...
     def new_key(self) -> bytes: ...
     def cipher(self, key: bytes, /) -> Cipher: ...
 
@@ -174,7 +178,8 @@ class StagedKeys:
 
     Attributes:
         created: The argument *created*.
-        has_new_keys: True if `new` has created a data key.
+        new_rows: The rows of the data keys that `new` has created.
+        operation: Counts encryption and decryption; None if nothing is measured.
     """
 
     def __init__(
@@ -196,7 +201,8 @@ class StagedKeys:
         self._rejected: dict[int, DecryptionError] = {}  # by data key id
         self._rejected_of: dict[bytes, DecryptionError] = {}  # by the `owner` of the rejected row
         self._taken: dict[bytes, int] = {}  # highest generation by owner, including rejected rows
-        self.has_new_keys: bool = False
+        self.new_rows: list[DataKeyRow] = []
+        self.operation: telemetry.Operation | None = telemetry.current_operation()
 
     def load(self, rows: Iterable[DataKeyRow], masters: Iterable[MasterMark]) -> None:
         """Unwrap *rows*, which must be all rows of each owner that occurs in them.
@@ -310,7 +316,7 @@ class StagedKeys:
         made = DataKey(row, master_id, writer.cipher(key))
         self._by_owner[owner] = OwnerKeys({**known.by_id, made.id: made}, made, generation)
         self._owners[made.id] = owner
-        self.has_new_keys = True
+        self.new_rows.append(row)
         return row
 
     def rows_are_authentic(self, owner: bytes, ids: Collection[int]) -> bool:
@@ -372,7 +378,12 @@ class StagedKeys:
         """
         key = self.current(owner)
         assert key is not None
-        return records.seal(key.cipher, key.backend_id, key.id, context, plaintext)
+        began = perf_counter()
+        record = records.seal(key.cipher, key.backend_id, key.id, context, plaintext)
+        if self.operation is not None:
+            name = self.backend_name(key.backend_id)
+            self.operation.add_cost(name, "encrypt", len(plaintext), began)
+        return record
 
     def open(self, owner: bytes, context: bytes, stored: bytes) -> bytes:
         """Decrypt *stored*, a record of *owner*, and return the plaintext.
@@ -381,7 +392,28 @@ class StagedKeys:
             DecryptionError: The data key cannot be used (see the method `cipher`), or the record
                 cannot be decrypted (see `records.open_record`).
         """
-        return records.open_record(stored, context, self.cipher(owner, stored))
+        cipher = self.cipher(owner, stored)
+        began = perf_counter()
+        plaintext = records.open_record(stored, context, cipher)
+        if self.operation is not None:
+            self.count_decrypted(stored, len(plaintext), began)
+        return plaintext
+
+    def count_decrypted(self, stored: bytes, size: int, began: float) -> None:
+        """Count the decryption of records with the header of *stored*, if anything is measured.
+
+        Args:
+            stored: One of the records.
+            size: The bytes of their plaintexts.
+            began: `time.perf_counter()` before the decryption.
+        """
+        if self.operation is not None:
+            name = self.backend_name(records.unpack(stored)[0])
+            self.operation.add_cost(name, "decrypt", size, began)
+
+    def backend_name(self, backend_id: int) -> str:
+        """Return the name of a listed backend."""
+        return self._keys.backends[backend_id].name
 
     def cipher(self, owner: bytes, stored: bytes) -> Cipher:
         """Return the cipher of the data key that the header of the record *stored* names.

@@ -7,9 +7,11 @@ import random
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
+from functools import partial
 from typing import ClassVar
 from urllib.parse import urlsplit
 
+from adk_secure_sessions import telemetry
 from adk_secure_sessions.crypto.key_material import KeyMaterial, hides_frames
 from adk_secure_sessions.errors import (
     ConfigurationError,
@@ -91,7 +93,7 @@ class RemoteKey(KeyMaterial):
             KeyServiceError: The service failed.  The message says what to check.
         """
         bound = self._kind + associated_data
-        return self._kind + await self._with_retries(lambda: self._encrypt(key, bound))
+        return self._kind + await self._with_retries("wrap", lambda: self._encrypt(key, bound))
 
     @hides_frames
     async def unwrap(self, wrapped: bytes, associated_data: bytes) -> bytes:
@@ -107,7 +109,7 @@ class RemoteKey(KeyMaterial):
                 "not a key wrapped by this kind of key service", reason=Reason.MALFORMED
             )
         bound = self._kind + associated_data
-        return await self._with_retries(lambda: self._decrypt(wrapped[1:], bound))
+        return await self._with_retries("unwrap", lambda: self._decrypt(wrapped[1:], bound))
 
     @abstractmethod
     async def _encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
@@ -117,18 +119,22 @@ class RemoteKey(KeyMaterial):
     async def _decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
         """Call the service once to decrypt *sealed*; `unwrap` retries temporary errors."""
 
-    async def _with_retries(self, call_once: Callable[[], Awaitable[bytes]]) -> bytes:
+    async def _with_retries(
+        self, operation: str, call_once: Callable[[], Awaitable[bytes]]
+    ) -> bytes:
+        call = partial(self._with_timeout, call_once)
+        attempt = partial(telemetry.key_service_call, type(self).__name__, operation, call)
         pause = self.pause
         for _ in range(self._attempts - 1):
             try:
-                return await self._with_timeout(call_once)
+                return await attempt()
             except KeyServiceError as error:
                 if not error.retryable:
                     raise
             # A random pause, so that processes that start together do not retry together.
             await asyncio.sleep(pause * random.uniform(0.5, 1))  # noqa: S311
             pause = min(2 * pause, self.longest_pause)
-        return await self._with_timeout(call_once)
+        return await attempt()
 
     async def _with_timeout(self, call_once: Callable[[], Awaitable[bytes]]) -> bytes:
         _silence_libraries()

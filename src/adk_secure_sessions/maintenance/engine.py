@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 
+from adk_secure_sessions import telemetry
 from adk_secure_sessions.errors import DecryptionError
 from adk_secure_sessions.formats.records import HEADER_LENGTH, header
 from adk_secure_sessions.keys.data_keys import DataKeyRow, unwrap_data_key
@@ -29,6 +30,7 @@ from adk_secure_sessions.storage import (
 
 R = TypeVar("R")
 Progress = Callable[[int, int], None]
+_METRIC_PAUSE = 1.0  # seconds
 
 # --- ranges and batches --------------------------------------------------------------------------
 
@@ -152,6 +154,7 @@ class Meter:
         self._rate = rows_per_second
         self._began = time.monotonic()
         self._done = 0
+        self._next_metric = 0.0
 
     async def advance(self, rows: int = 1) -> None:
         """Count and report *rows* more rows; pause if more than *rows_per_second* were counted."""
@@ -160,6 +163,10 @@ class Meter:
             # Services keep writing, so there may be more rows than were counted at the start.
             self._total = max(self._total, self._done)
             self._progress(self._done, self._total)
+        if self._total and (now := time.monotonic()) >= self._next_metric:
+            # `advance` may be called for each of a million rows, and a metric is read each minute.
+            self._next_metric = now + _METRIC_PAUSE
+            telemetry.set_progress(min(self._done / self._total, 1.0))
         if self._rate:
             ahead = self._done / self._rate - (time.monotonic() - self._began)
             if ahead > 0:
@@ -169,6 +176,7 @@ class Meter:
         """Report that all rows are done, even if `advance` has counted fewer rows than *total*."""
         if self._progress is not None:
             self._progress(self._done, self._done)
+        telemetry.set_progress(1.0)
 
 
 # --- counting ------------------------------------------------------------------------------------

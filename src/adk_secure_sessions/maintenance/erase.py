@@ -6,21 +6,20 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
+from adk_secure_sessions.audit import add_facts, command
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.records import pack
 from adk_secure_sessions.maintenance.clearing import clear, overwrite_deleted
 from adk_secure_sessions.maintenance.database import Database, Limits, see_what_is_committed
 from adk_secure_sessions.maintenance.engine import header_of
 from adk_secure_sessions.storage import (
-    FEATURES,
-    MIGRATION,
     bases,
     data_keys,
     empty_caches,
     events,
     identify,
     keyring,
-    meta,
+    migrated,
     sessions,
     users,
     witnesses,
@@ -42,8 +41,8 @@ class Erasure(NamedTuple):
         cleared: True if the database file contains no copy of the data keys any more, not even in
             free space.  Logs, replicas and backups are never cleared.
         obstacle: Why `cleared` is False; empty if `cleared` is True.
-        was_migrated: Whether sessions were copied into the database, or a service with
-            `PlaintextFallbackService` has used it.  The source may then still contain the user.
+        was_migrated: Whether the database has the table for copied sessions, `secure_migrated`.
+            The source of a migration may then still contain the user.
     """
 
     data_keys: int
@@ -62,6 +61,7 @@ class Erasure(NamedTuple):
         return sum(self[:6])
 
 
+@command
 async def erase_user(
     db: Database, app_name: str, user_id: str, *, dry_run: bool = False, rewrite: bool = False
 ) -> Erasure:
@@ -71,8 +71,9 @@ async def erase_user(
     data keys, and a second transaction deletes the rows.  Nothing is decrypted, so rows that were
     tampered with are also deleted.  Services can keep running.  If the same user id is used again
     later, the service creates a new user with a new data key.  A second erasure finds no rows.
-    If the database has imported sessions, it stores a tombstone for the user first: afterwards,
-    `migrate` copies nothing of the user, and a service with fallback reads nothing of the user.
+    If the database has the table `secure_migrated`, it stores a tombstone for the user first:
+    afterwards, `migrate` copies nothing of the user, and a service with fallback reads nothing of
+    the user.  On PostgreSQL, the tombstone waits for imports that are running.
 
     Args:
         db: The database.
@@ -90,7 +91,8 @@ async def erase_user(
     if not (isinstance(app_name, str) and isinstance(user_id, str)):
         raise ConfigurationError("app_name and user_id must be text")
     tag = identify((await db.keys()).keyring.index, app_name, user_id).user_tag
-    was_migrated = await _has_imports(db)
+    add_facts(user=tag.hex(), app=app_name)
+    was_migrated = await _may_have_imports(db)
     if was_migrated and not dry_run:
         await (await db.store()).tombstone(app_name, user_id)
     find, keys, rows = _Deletion.find_keys, _Deletion.delete_keys, _Deletion.delete_rows
@@ -118,13 +120,15 @@ async def erase_user(
     )
 
 
-_FEATURES = sa.select(meta.c.value).where(meta.c.name == sa.bindparam("name"))
+async def _may_have_imports(db: Database) -> bool:
+    """Return whether `secure_migrated` exists.
 
-
-async def _has_imports(db: Database) -> bool:
-    """Return whether the list of features, which is not authenticated here, has `migration`."""
-    rows = await db.read_keys(_FEATURES, {"name": FEATURES})
-    return any(MIGRATION in str(names).partition(" ")[0].split(",") for (names,) in rows)
+    The list of features is no proof that nothing was imported: an attacker may have replayed an
+    older list for the time of the erasure.
+    """
+    return await db.change(
+        lambda connection: sa.inspect(connection).has_table(migrated.name), commit=False
+    )
 
 
 # --- deleting ------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from functools import partial
 from typing import NamedTuple
 
+from adk_secure_sessions.audit import command
 from adk_secure_sessions.db.protocol import Executor
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.storage import (
@@ -26,6 +27,7 @@ class Initialisation(NamedTuple):
     masters: tuple[int, ...]
 
 
+@command
 async def init(db: Database) -> Initialisation:
     """Create missing tables and master keys, as a service does when it starts.
 

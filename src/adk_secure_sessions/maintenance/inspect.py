@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
+from adk_secure_sessions.audit import command
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.records import header
 from adk_secure_sessions.maintenance.database import Database
@@ -80,6 +81,7 @@ _RECORDS = {
 TABLES = tuple(_RECORDS)
 
 
+@command
 async def lookup(
     db: Database,
     app_name: str,
@@ -115,6 +117,7 @@ async def lookup(
     return tuple(found)
 
 
+@command
 async def inspect(
     db: Database, table: str, row: str | int | None = None, *, limit: int = 20
 ) -> tuple[RecordHeader, ...]:

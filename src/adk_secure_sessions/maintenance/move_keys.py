@@ -23,6 +23,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import sqlalchemy as sa
 
+from adk_secure_sessions.audit import command
 from adk_secure_sessions.db.dialects import exclusively
 from adk_secure_sessions.db.protocol import Executor, Parameters, Read, Row, Steps, run_in_turn
 from adk_secure_sessions.errors import (
@@ -116,6 +117,7 @@ class KeyMove(NamedTuple):
     obstacles: tuple[str, ...]
 
 
+@command
 async def move_keys(db: Database, to: KeyPlace, *, progress: Progress | None = None) -> KeyMove:
     """Move all keys into the key database, or from the key database into the database of the data.
 

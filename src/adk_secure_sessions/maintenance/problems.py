@@ -3,6 +3,7 @@
 import struct
 from typing import NamedTuple
 
+from adk_secure_sessions.audit import record_rejected
 from adk_secure_sessions.errors import DecryptionError, Reason
 from adk_secure_sessions.storage import (
     apps,
@@ -83,6 +84,7 @@ class Problems:
             reason, detail = error.reason, error.detail
             if error.table is not None and error.row is not None:
                 table, row = error.table, error.row
+            record_rejected(error.located(table, row))
         is_shared = table in _SHARED
         self.add(table, row, reason, detail, once=is_shared)
         return is_shared

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
+from adk_secure_sessions.audit import command
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import Meter, Progress
@@ -42,6 +43,7 @@ class Purge(NamedTuple):
     before: int | None
 
 
+@command
 async def purge(
     db: Database,
     older_than: timedelta | None = None,

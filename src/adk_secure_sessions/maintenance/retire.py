@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
+from adk_secure_sessions.audit import command
 from adk_secure_sessions.errors import ConfigurationError, Reason, TamperedError
 from adk_secure_sessions.formats.records import pack, unpack
 from adk_secure_sessions.keys.data_keys import (
@@ -86,6 +87,7 @@ class Retirement(NamedTuple):
     examples: tuple[KeptKey, ...]
 
 
+@command
 async def retire(
     db: Database,
     *,

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import sqlalchemy as sa
 
+from adk_secure_sessions.audit import command
 from adk_secure_sessions.backends import NoOpBackend
 from adk_secure_sessions.errors import ConfigurationError, Reason
 from adk_secure_sessions.formats.records import binary, pack
@@ -78,6 +79,7 @@ class DataRotation(NamedTuple):
     bad_blobs: int = 0
 
 
+@command
 async def rotate_data(
     db: Database,
     *,

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import sqlalchemy as sa
 
+from adk_secure_sessions.audit import command, record_new_key
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
 from adk_secure_sessions.formats.records import header
 from adk_secure_sessions.keys.data_keys import (
@@ -63,6 +64,7 @@ class MasterRotation(NamedTuple):
     problems: tuple[Problem, ...]
 
 
+@command
 async def rotate_master(
     db: Database,
     *,
@@ -131,6 +133,7 @@ class _MasterRotationRun(Rotation):
         """
         root = self._db.backends.writer.root_key
         database_id = (await self._db.keys()).keyring.database_id
+        fresh: MasterKeyRow | None = None
         while True:
             survey = await self._db.survey()
             masters = await authentic_masters(self._db, survey)
@@ -139,6 +142,9 @@ class _MasterRotationRun(Rotation):
             if newest is not None and newest.created_at >= self._since:
                 await self._db.renew_keyring()
                 self._master_id = newest.id
+                if newest == fresh:
+                    kind = f"{DATA} master"
+                    record_new_key(database_id, kind, newest.id, root_key=root.key_id)
                 return
             if self._dry_run:
                 return

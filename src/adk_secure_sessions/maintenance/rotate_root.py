@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import sqlalchemy as sa
 
+from adk_secure_sessions.audit import command
 from adk_secure_sessions.db.protocol import Apply, Change, Conflict, Steps
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
 from adk_secure_sessions.keys.keyring import MasterKeyRow, rewrap_master_key, unwrap_master_key
@@ -33,6 +34,7 @@ class RootRotation(NamedTuple):
     plaintext: tuple[int, ...]
 
 
+@command
 async def rotate_root(db: Database, *, dry_run: bool = False) -> RootRotation:
     """Wrap the master keys with the new root key, which is the root key of `backend`.
 

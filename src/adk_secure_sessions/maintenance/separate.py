@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import sqlalchemy as sa
 
+from adk_secure_sessions.audit import command
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
 from adk_secure_sessions.keys.keyring import (
     DATA,
@@ -73,6 +74,7 @@ class Separated(NamedTuple):
     kept: int
 
 
+@command
 async def separate(
     db: Database, *, progress: Progress | None = None, rows_per_second: float | None = None
 ) -> Separated:

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from adk_secure_sessions.audit import command
 from adk_secure_sessions.maintenance.clearing import rewrite
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.storage import DATA_TABLES, FEATURE_TABLES, KEY_TABLES, TABLES
@@ -21,6 +22,7 @@ class Vacuum(NamedTuple):
     obstacles: tuple[str, ...]
 
 
+@command
 async def vacuum(db: Database) -> Vacuum:
     """Rewrite all tables, so that their files contain no bytes of deleted or replaced rows.
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
+from adk_secure_sessions.audit import command
 from adk_secure_sessions.errors import Reason, TamperedError, WrongKeyError
 from adk_secure_sessions.formats import memory_items
 from adk_secure_sessions.formats.json_text import read_event
@@ -100,6 +101,7 @@ class Verification(NamedTuple):
     problems: tuple[Problem, ...]
 
 
+@command
 async def verify(
     db: Database, *, progress: Progress | None = None, rows_per_second: float | None = None
 ) -> Verification:

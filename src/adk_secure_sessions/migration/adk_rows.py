@@ -20,6 +20,7 @@ from adk_secure_sessions.errors import ConfigurationError, DecryptionError
 from adk_secure_sessions.formats import events, json_text, states
 from adk_secure_sessions.formats.states import JsonObject
 from adk_secure_sessions.formats.times import microseconds, of_datetime
+from adk_secure_sessions.migration import pickled_actions
 from adk_secure_sessions.migration.sources import SourceEvent
 from adk_secure_sessions.service import check_ids
 
@@ -39,8 +40,15 @@ class Unreadable(Exception):
 
 
 def text(value: str | bytes) -> str:
-    """Decode *value*, if it is not a str; raise ValueError if it is not UTF-8."""
-    return value if isinstance(value, str) else bytes(value).decode()
+    """Decode *value*, if it is not a str; raise ValueError if it is no text in UTF-8."""
+    return value if isinstance(value, str) else _bytes(value).decode()
+
+
+def _bytes(value: object) -> bytes:
+    # SQLite may have a number in any column, and `bytes(10**9)` would allocate so many bytes.
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
+    raise ValueError("a column of text or bytes holds another type")
 
 
 def data(value: object) -> bytes:
@@ -48,9 +56,7 @@ def data(value: object) -> bytes:
     if isinstance(value, str):
         # A lone surrogate is no UTF-8.  No driver returns one, but a caller's own engine may.
         return value.encode("utf-8", "surrogatepass")
-    if isinstance(value, bytes | bytearray | memoryview):
-        return bytes(value)
-    raise ValueError("a column of JSON holds neither text nor bytes")
+    return _bytes(value)
 
 
 def time_of(value: object, zone: tzinfo | None) -> int:
@@ -209,7 +215,8 @@ def pickle_reader() -> EventReader:
     """Return the function that converts `PICKLED_COLUMNS` of schema v0.
 
     Its column `actions` is a pickle, which may run any code when it is loaded.  Only google-adk's
-    own unpickler is used, which rejects everything but the types of `EventActions`.
+    own unpickler is used, which rejects everything but the types of `EventActions`.  Before,
+    `pickled_actions.check` rejects pickles that would take much time or memory.
 
     Raises:
         ConfigurationError: The installed google-adk has no such unpickler.
@@ -228,7 +235,7 @@ def pickle_reader() -> EventReader:
     def event_of_pickle(row: Row, zone: tzinfo | None) -> SourceEvent:
         fields = dict(zip(PICKLED_COLUMNS, row, strict=True))
         pickled = fields["actions"]
-        actions = None if pickled is None else loads(bytes(pickled))
+        actions = None if pickled is None else _load(_bytes(pickled), loads)
         ids = fields.pop("long_running_tool_ids_json")
         custom = fields["custom_metadata"]
         fields |= {name: _optional_text(fields[name]) for name in _TEXTS}
@@ -245,6 +252,11 @@ def pickle_reader() -> EventReader:
         return _encoded(Event(**fields))
 
     return event_of_pickle
+
+
+def _load(pickled: bytes, loads: Callable[[bytes], Any]) -> Any:
+    pickled_actions.check(pickled)
+    return loads(pickled)
 
 
 def _encoded(event: Event) -> SourceEvent:
@@ -288,8 +300,8 @@ def _model(value: object, kind: type[BaseModel]) -> BaseModel | None:
 def zone_of_sessions(dialect: str) -> tzinfo | None:
     """Return the time zone of times in `sessions`; None is the local zone of this process.
 
-    It is the zone that the installed google-adk reads.  Releases before 2.3 read and store local
-    time on servers.
+    It is the zone that the installed google-adk reads, and not always the zone that it stores: see
+    docs/migrate.md, Times.
     """
     major, minor = adk_version.split(".")[:2]
     return UTC if dialect == "sqlite" or (int(major), int(minor)) >= (2, 3) else None

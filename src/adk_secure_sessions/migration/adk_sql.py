@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.formats.envelopes_1x import is_envelope
 from adk_secure_sessions.migration import adk_rows
 from adk_secure_sessions.migration.adk_rows import EventReader, Row, Unreadable
+from adk_secure_sessions.migration.pickled_actions import UnsafePickle
 from adk_secure_sessions.migration.sources import (
     Scope,
     SessionContent,
@@ -28,6 +30,14 @@ HEADERS = 500  # sessions whose states are read at once
 STATES = 500  # states of apps or users that are read at once
 # PostgreSQL reports the compressed size of a value.
 _COMPRESSION = 3
+_SAMPLES = 50  # states from each end of a table by which a database of 1.x is recognized
+_FIRST_ROWID, _LAST_ROWID = -(2**63), 2**63 - 1  # of SQLite
+# A version that `_version` returns ends with a digit.
+_UNNAMED = "\n"
+_NOT_TEXT = (
+    "its app_name, user_id or id is not text in UTF-8, so that google-adk cannot read it, either: "
+    "correct or delete the row in the source"
+)
 
 
 class Kind(StrEnum):
@@ -51,7 +61,9 @@ def _table(name: str, alias: str, *columns: str) -> sa.FromClause:
     return sa.table(name, *(sa.column(column) for column in columns)).alias(alias)
 
 
-_s = _table("sessions", "s", "app_name", "user_id", "id", "state", "create_time", "update_time")
+_s = _table(
+    "sessions", "s", "app_name", "user_id", "id", "rowid", "state", "create_time", "update_time"
+)
 _e = _table(
     "events",
     "e",
@@ -61,6 +73,7 @@ _e = _table(
     "rowid",
     *dict.fromkeys([*adk_rows.JSON_COLUMNS, *adk_rows.PICKLED_COLUMNS]),
 )
+SESSIONS: sa.FromClause = _s
 # The same tables without aliases, for DELETE.
 _sessions = sa.table("sessions", *map(sa.column, ("app_name", "user_id", "id")))
 _events = sa.table("events", *map(sa.column, ("app_name", "user_id", "session_id")))
@@ -87,11 +100,22 @@ class StateTable(NamedTuple):
     name: str
 
 
-APP_STATES = StateTable(_table("app_states", "a", "app_name", "state"), ("app_name",), "app_states")
+APP_STATES = StateTable(
+    _table("app_states", "a", "app_name", "rowid", "state"), ("app_name",), "app_states"
+)
 USER_STATES = StateTable(
-    _table("user_states", "u", "app_name", "user_id", "state"),
+    _table("user_states", "u", "app_name", "user_id", "rowid", "state"),
     ("app_name", "user_id"),
     "user_states",
+)
+
+
+_STATE_KEYS = (
+    (_s, _SESSION_KEY),
+    *(
+        (one.table, tuple(one.table.c[name] for name in one.names))
+        for one in (APP_STATES, USER_STATES)
+    ),
 )
 
 
@@ -101,12 +125,59 @@ def _of_session() -> sa.ColumnElement[bool]:
     return sa.and_(*(one == other for one, other in pairs))
 
 
+class FromRow(NamedTuple):
+    """A position in a listing of the rows whose names are not text: from this rowid on."""
+
+    rowid: int
+
+
+# The names of the last row that was listed, which are bytes if they are text, but not in UTF-8.
+After = tuple[str | bytes, ...]
+Position = After | FromRow
+
+
+class Positions:
+    """The positions that a listing of a table has reached; a listing reaches none of them twice.
+
+    Otherwise, it would never end.  A page begins where the previous page has ended, so this happens
+    if the database does not compare names as it sorts them.
+    """
+
+    def __init__(self, table: str) -> None:
+        self._table = table
+        self._reached: set[Position] = set()
+
+    def add(self, position: Position) -> None:
+        """Add *position*; raise ConfigurationError if the listing was there before."""
+        if position in self._reached:
+            raise ConfigurationError(
+                f"the listing of the table {self._table} of the source does not end: its rows come "
+                "again and again; check that it is a table as google-adk creates it, with the same "
+                "types and collations of its columns"
+            )
+        self._reached.add(position)
+
+
 class Header(NamedTuple):
     """The columns of a session's row, unconverted."""
 
     state: Any
     created_at: Any
     updated_at: Any
+
+
+_NO_HEADER = Header(None, None, None)
+
+
+class StateRow(NamedTuple):
+    """The names of an app or a user, and the unconverted state.
+
+    If the names of the row are not text in UTF-8, the last name is the table and the row id, and
+    *state* is an `Unreadable`.
+    """
+
+    names: tuple[str, ...]
+    state: Any
 
 
 class Tables:
@@ -193,18 +264,41 @@ class Tables:
         self,
         connection: sa.Connection,
         scope: Scope,
-        after: tuple[str, str, str] | None,
+        after: Position | None,
         *,
-        limit: int = PAGE,
+        limit: int | None = None,
         lock: bool = False,
-    ) -> list[tuple[SourceSession, int]]:
+    ) -> tuple[list[tuple[SourceSession, int]], Position | None]:
         """Return the next *limit* sessions, and about how many bytes their rows have.
 
-        If *lock* is True, nobody can change the sessions until the transaction ends.  The caller
-        has begun a transaction that writes; see `erase_source`.
+        A session whose names are not text in UTF-8 has the name of the table and the row id instead
+        of a session id: see `unnamed`.  Such sessions may belong to every scope.
+
+        Args:
+            connection: The connection, in a transaction.
+            scope: Which sessions to list.
+            after: The position that the last call has returned; None for the first page.
+            limit: The maximum number of sessions; by default `PAGE`.
+            lock: Nobody can change the sessions until the transaction ends.  The caller has begun a
+                transaction that writes; see `erase_source`.
+
+        Returns:
+            The sessions, and the position of the next page; None if this page is the last.
         """
+        limit = limit or PAGE
+        if isinstance(after, FromRow):
+            since = [] if scope.since is None else [self._since(scope.since)]
+            of_app = [] if scope.app_name is None else [_s.c.app_name == scope.app_name]
+            bad, position = self._not_text(
+                connection, _s, _SESSION_KEY, of_app, since, after, limit
+            )
+            return [(self._unnamed("sessions", *row), 0) for row in bad], position
         chosen = sa.select(
-            *_SESSION_KEY, _s.c.create_time, _s.c.update_time, self._size(_s.c.state)
+            *_SESSION_KEY,
+            self._rowid(_s),
+            _s.c.create_time,
+            _s.c.update_time,
+            self._size(_s.c.state),
         )
         chosen = chosen.where(*self._within(scope), *self._after(_SESSION_KEY, after))
         chosen = chosen.order_by(*_SESSION_KEY).limit(limit)
@@ -212,8 +306,8 @@ class Tables:
             chosen = chosen.with_for_update()
         rows = connection.execute(chosen).all()
         if not rows:
-            return []
-        keys = [self._checked(row[:3]) for row in rows]
+            return [], self._after_text()
+        keys = [self._key(row[:3]) for row in rows]
         events = (
             sa.func.count(),
             sum(
@@ -228,9 +322,10 @@ class Tables:
         found = []
         for key, row in zip(keys, rows, strict=True):
             number, size = counts.get(tuple(row[:3]), (0, 0))
-            version = _version(*row[3:5], number)
-            found.append((SourceSession(*key, version), int(size) + int(row[5] or 0)))
-        return found
+            version = _version(row[4], row[5], number)
+            session = self._session(key, row[3], version)
+            found.append((session, int(size) + int(row[6] or 0)))
+        return found, keys[-1] if len(rows) == limit else self._after_text()
 
     def delete(self, connection: sa.Connection, keys: Sequence[tuple[str, ...]]) -> int:
         """Delete the sessions *keys* with their events, and return the number of events."""
@@ -282,23 +377,34 @@ class Tables:
         return {tuple(row[:3]): Header(*row[3:]) for row in connection.execute(query)}
 
     def lookup(
-        self, connection: sa.Connection, names: Sequence[str], after: tuple[str, ...] | None = None
-    ) -> tuple[list[tuple[SourceSession, Header]], tuple[str, ...] | None]:
+        self, connection: sa.Connection, names: Sequence[str], after: Position | None = None
+    ) -> tuple[list[tuple[SourceSession, Header]], Position | None]:
         """Return the next sessions of an app, of a user or with all three ids, by their rows.
 
-        *names* are an app name, an app name and a user id, or these and a session id.
+        *names* are an app name, an app name and a user id, or these and a session id.  See `page`
+        for sessions whose names are not text.
 
         Returns:
-            Sessions without events, and the key of the last row; None if no row follows it.
+            Sessions without events, and the position of the next page; None if no row follows.
         """
         of_names = [column == name for column, name in zip(_SESSION_KEY, names, strict=False)]
+        if isinstance(after, FromRow):
+            others = _SESSION_KEY[len(names) :]
+            bad, position = self._not_text(connection, _s, others, [], of_names, after, HEADERS)
+            listed = [self._unnamed("sessions", *row, names=names) for row in bad]
+            return [(session, _NO_HEADER) for session in listed], position
         query = sa.select(
-            *_SESSION_KEY, self._json(_s.c.state), _s.c.create_time, _s.c.update_time
+            *_SESSION_KEY,
+            self._rowid(_s),
+            self._json(_s.c.state),
+            _s.c.create_time,
+            _s.c.update_time,
         ).where(*of_names, *self._after(_SESSION_KEY, after))
         rows = connection.execute(query.order_by(*_SESSION_KEY).limit(HEADERS)).all()
+        is_one = len(names) == len(_SESSION_KEY)
         if not rows:
-            return [], None
-        keys = [self._checked(row[:3]) for row in rows]
+            return [], None if is_one else self._after_text()
+        keys = [self._key(row[:3]) for row in rows]
         counting = sa.select(*_SESSION_KEY, sa.func.count()).join_from(_s, _e, _of_session())
         counting = counting.where(*of_names, *self._between(keys[0], keys[-1]))
         counts = {
@@ -308,12 +414,16 @@ class Tables:
         for key, row in zip(keys, rows, strict=True):
             # MySQL may find rows whose names differ from *names*, for example in case.
             if key[: len(names)] == tuple(names):
-                version = _version(*row[4:6], counts.get(tuple(row[:3]), 0))
-                found.append((SourceSession(*key, version), Header(*row[3:])))
-        return found, keys[-1] if len(rows) == HEADERS else None
+                version = _version(*row[5:7], counts.get(tuple(row[:3]), 0))
+                found.append((self._session(key, row[3], version), Header(*row[4:])))
+        if len(rows) == HEADERS:
+            return found, keys[-1]
+        return found, None if is_one else self._after_text()
 
     def header(self, session: SourceSession, header: Header) -> SessionHeader:
         """Convert the row of a session; raise `Unreadable` if it cannot be converted."""
+        if reason := unnamed(session):
+            raise Unreadable(reason)
         adk_rows.check_names(*session[:3])
         return SessionHeader(
             session,
@@ -367,15 +477,18 @@ class Tables:
         updated_at = adk_rows.time_of(header.updated_at, self.sessions_zone)
         events: list[SourceEvent] = []
         read, zone = self._read_event, self._events_zone
+        reason = f"cannot be read by {adk_rows.INSTALLED}, or exceeds a limit"
         for row in history:
             try:
                 events.append(read(row, zone))
+            except UnsafePickle as error:
+                reason = f"has actions that are not loaded: {error}"
+                break
             except Exception:
                 break  # raise after this block: otherwise `__context__` would hold the event
         if len(events) < len(history):
             raise Unreadable(
-                f"event {len(events) + 1} of {len(history)} cannot be read by {adk_rows.INSTALLED},"
-                " or exceeds a limit: see docs/limits.md, Sizes"
+                f"event {len(events) + 1} of {len(history)} {reason}: see docs/limits.md, Sizes"
             )
         return SessionContent(state, events, created_at, updated_at)
 
@@ -384,23 +497,35 @@ class Tables:
         connection: sa.Connection,
         scope: Scope,
         table: StateTable,
-        after: tuple[str, ...] | None,
+        after: Position | None,
         *,
         lock: bool = False,
-    ) -> Sequence[Row]:
-        """Return the next rows of a table of states: its primary key, and the state.
+    ) -> tuple[list[StateRow], Position | None]:
+        """Return the next rows of a table of states; see `page` for *after* and *lock*.
 
-        See `page` for *lock*.
+        Returns:
+            The rows, and the position of the next rows; None if no row follows.
         """
         stored, names = table.table, table.names
         columns = [stored.c[name] for name in names]
-        query = sa.select(*columns, self._json(stored.c.state)).where(*self._after(columns, after))
-        if scope.app_name is not None:
-            query = query.where(stored.c.app_name == scope.app_name)
+        of_app = [] if scope.app_name is None else [stored.c.app_name == scope.app_name]
+        if isinstance(after, FromRow):
+            bad, position = self._not_text(connection, stored, columns, of_app, [], after, STATES)
+            return [self._unnamed_state(table, *row) for row in bad], position
+        query = sa.select(*columns, self._rowid(stored), self._json(stored.c.state))
+        query = query.where(*of_app, *self._after(columns, after))
         query = query.order_by(*columns).limit(STATES)
-        return connection.execute(query.with_for_update() if lock else query).all()
+        rows = connection.execute(query.with_for_update() if lock else query).all()
+        keys = [self._key(row[: len(names)], table.name) for row in rows]
+        found = [
+            StateRow(key, row[-1])  # type: ignore[arg-type]
+            if all(isinstance(name, str) for name in key)
+            else self._unnamed_state(table, row[-2], *key)
+            for key, row in zip(keys, rows, strict=True)
+        ]
+        return found, keys[-1] if len(rows) == STATES else self._after_text()
 
-    def aliases(self, connection: sa.Connection, scope: Scope, table: StateTable) -> Sequence[Row]:
+    def aliases(self, connection: sa.Connection, scope: Scope, table: StateTable) -> list[StateRow]:
         """Return the states of apps or users whose sessions spell the name in another way.
 
         See `has_shared_states`.
@@ -414,21 +539,88 @@ class Tables:
             .where(sa.or_(*(sa.func.hex(one) != sa.func.hex(other) for one, other in pairs)))
             .group_by(*map(sa.func.hex, spelled))
         )
-        return connection.execute(query.where(*self._of_app(scope))).all()
+        rows = connection.execute(query.where(*self._of_app(scope)))
+        return [StateRow(tuple(map(adk_rows.text, names)), state) for *names, state in rows]
 
     def _of_app(self, scope: Scope) -> list[sa.ColumnElement[bool]]:
         return [] if scope.app_name is None else [_s.c.app_name == scope.app_name]
 
-    def _checked(self, names: Sequence[Any]) -> tuple[str, str, str]:
-        try:
-            app_name, user_id, session_id = map(adk_rows.text, names)
-            return app_name, user_id, session_id
-        except (TypeError, ValueError):
-            pass  # raise after this block: otherwise `__context__` would hold the name
-        raise ConfigurationError(
-            "the table sessions contains a row whose app_name, user_id or id is not text in UTF-8; "
-            "google-adk cannot read it, either: correct or delete the row"
-        )
+    # --- rows whose names are not text ---
+    # In SQLite, a column may hold values of any type, and a text may have any bytes.  A BLOB is
+    # greater than every text, so no text finds the row behind it.  Therefore, these rows are listed
+    # last, in the order of their rowid.
+
+    def _key(self, names: Sequence[Any], table: str = "sessions") -> After:
+        """Return *names* of a row as text; on SQLite, those that are not in UTF-8 as bytes."""
+        key: list[str | bytes] = []
+        for name in names:
+            try:
+                key.append(adk_rows.text(name))
+                continue
+            except (TypeError, ValueError):
+                pass  # raise after this block: otherwise `__context__` would hold the name
+            if self._dialect != "sqlite":
+                raise ConfigurationError(f"the table {table} contains a row: {_NOT_TEXT}")
+            key.append(bytes(name))
+        return tuple(key)
+
+    def _session(self, key: After, rowid: int, version: str) -> SourceSession:
+        app_name, user_id, session_id = key
+        if isinstance(app_name, str) and isinstance(user_id, str) and isinstance(session_id, str):
+            return SourceSession(app_name, user_id, session_id, version)
+        return self._unnamed("sessions", rowid, *key)
+
+    def _unnamed(
+        self, table: str, rowid: int, *key: object, names: Sequence[str] = ()
+    ) -> SourceSession:
+        """Return a session whose names are not text; *names* are its first names, if known."""
+        known = [*names, *(name if isinstance(name, str) else "" for name in key)]
+        app_name, user_id = known[:2]
+        reason = _reason(table, rowid)
+        return SourceSession(app_name, user_id, f"{table} row {rowid}", reason + _UNNAMED)
+
+    def _unnamed_state(self, table: StateTable, rowid: int, *key: object) -> StateRow:
+        names = [name if isinstance(name, str) else "" for name in key]
+        names[-1] = f"{table.name} row {rowid}"
+        return StateRow(tuple(names), Unreadable(_reason(table.name, rowid)))
+
+    def _rowid(self, table: sa.FromClause) -> sa.ColumnElement[Any]:
+        return table.c.rowid if self._dialect == "sqlite" else sa.null()
+
+    def _after_text(self) -> FromRow | None:
+        """Return the position after all rows whose names are text."""
+        return FromRow(_FIRST_ROWID) if self._dialect == "sqlite" else None
+
+    def _not_text(
+        self,
+        connection: sa.Connection,
+        table: sa.FromClause,
+        columns: Sequence[sa.ColumnElement[Any]],
+        of_app: Sequence[sa.ColumnElement[bool]],
+        conditions: Sequence[sa.ColumnElement[bool]],
+        position: FromRow,
+        limit: int,
+    ) -> tuple[list[tuple[Any, ...]], FromRow | None]:
+        """Return rows that have another type than text in one of *columns*.
+
+        *of_app* is the condition on the app, which does not apply to a row whose app name is not
+        text.
+
+        Returns:
+            The rowid of each row, and its values of *columns*, which are None unless they are text;
+            and the position of the next rows; None if no row follows.
+        """
+        other = [sa.func.typeof(column) != "text" for column in columns]
+        query = sa.select(table.c.rowid, *columns)
+        query = query.where(sa.or_(*other), *conditions, table.c.rowid >= position.rowid)
+        if of_app:
+            query = query.where(sa.or_(*of_app, sa.func.typeof(columns[0]) != "text"))
+        rows = connection.execute(query.order_by(table.c.rowid).limit(limit)).all()
+        # `taking_bytes` reads texts and BLOBs as bytes.
+        found = [(row[0], *(_decoded(value) for value in row[1:])) for row in rows]
+        if len(rows) < limit or rows[-1][0] == _LAST_ROWID:
+            return found, None
+        return found, FromRow(rows[-1][0] + 1)
 
     def _since(self, since: int) -> sa.ColumnElement[bool]:
         time = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=since)
@@ -454,25 +646,31 @@ class Tables:
         return sa.func.length(column)
 
     def _after(
-        self, columns: Sequence[sa.ColumnElement[Any]], key: tuple[str, ...] | None
+        self, columns: Sequence[sa.ColumnElement[Any]], key: After | None
     ) -> list[sa.ColumnElement[bool]]:
-        return [] if key is None else [self._beyond(columns, key, allow_equal=False)]
+        """Return the conditions that a row is after *key*, and that its names are text."""
+        are_text: list[sa.ColumnElement[bool]] = []
+        if self._dialect == "sqlite":
+            are_text = [sa.func.typeof(column) == "text" for column in columns]
+        return (
+            are_text if key is None else [*are_text, self._beyond(columns, key, allow_equal=False)]
+        )
 
-    def _between(self, first: tuple[str, ...], last: tuple[str, ...]) -> Any:
+    def _between(self, first: After, last: After) -> Any:
         if not self._is_mysql:
             key = sa.tuple_(*_SESSION_KEY)
-            return [key >= sa.tuple_(*first), key <= sa.tuple_(*last)]
+            return [key >= _tuple(first), key <= _tuple(last)]
         return [
             self._beyond(_SESSION_KEY, first, allow_equal=True),
             sa.not_(self._beyond(_SESSION_KEY, last, allow_equal=False)),
         ]
 
     def _beyond(
-        self, columns: Sequence[sa.ColumnElement[Any]], key: tuple[str, ...], *, allow_equal: bool
+        self, columns: Sequence[sa.ColumnElement[Any]], key: After, *, allow_equal: bool
     ) -> sa.ColumnElement[bool]:
         """Compare *columns* with *key*; MySQL uses no index to compare tuples."""
         if not self._is_mysql:
-            condition: sa.ColumnElement[bool] = sa.tuple_(*columns) > sa.tuple_(*key)
+            condition: sa.ColumnElement[bool] = sa.tuple_(*columns) > _tuple(key)
             return condition
         found = columns[-1] >= key[-1] if allow_equal else columns[-1] > key[-1]
         for column, value in zip(columns[-2::-1], key[-2::-1], strict=True):
@@ -502,6 +700,38 @@ class Tables:
         return sa.tuple_(*columns).in_(sa.select(listed.c.a, listed.c.u, listed.c.i))
 
 
+def _tuple(key: After) -> sa.Tuple:
+    """Return *key* as an expression; in SQLite, texts that are not UTF-8 are bound as bytes."""
+    return sa.tuple_(
+        *(
+            name
+            if isinstance(name, str)
+            else sa.cast(sa.literal(name, sa.LargeBinary()), sa.Text())
+            for name in key
+        )
+    )
+
+
+def unnamed(session: SourceSession) -> str:
+    """Return the reason if the names of *session*'s row are not text; otherwise ""."""
+    return session.version.removesuffix(_UNNAMED) if session.version.endswith(_UNNAMED) else ""
+
+
+def _reason(table: str, rowid: int) -> str:
+    return f"row {rowid} of the table {table}: {_NOT_TEXT}"
+
+
+def _decoded(value: object) -> str | None:
+    """Return a name as text; None if it has another type or is not UTF-8.
+
+    A BLOB in UTF-8 is taken for text here: the caller knows that one of the names is not text.
+    """
+    try:
+        return adk_rows.text(value) if isinstance(value, str | bytes) else None
+    except ValueError:
+        return None
+
+
 def _is_at_least(column: sa.ColumnElement[Any], value: object) -> sa.ColumnElement[bool]:
     condition: sa.ColumnElement[bool] = column >= value
     return condition
@@ -513,7 +743,8 @@ def _version(created_at: Any, updated_at: Any, number: int) -> str:
 
 
 def _shown(time: Any) -> str:
-    return adk_rows.text(time) if isinstance(time, str | bytes) else str(time)
+    # Bytes that are not UTF-8 are no time: `adk_rows.time_of` says so.
+    return time.decode(errors="backslashreplace") if isinstance(time, bytes) else str(time)
 
 
 # --- Recognition ---------------------------------------------------------------------------------
@@ -531,7 +762,8 @@ def kinds_in(connection: sa.Connection) -> frozenset[Kind]:
 
 
 def _kind_of_adk(connection: sa.Connection, tables: set[str], columns: Mapping[str, Any]) -> Kind:
-    if _is_encrypted_1x(connection):
+    """Return the kind of tables that have the names of google-adk's; see `detect` for the rule."""
+    if sampled_states(connection).encrypted:
         return Kind.PACKAGE_1X
     if "adk_internal_metadata" in tables:
         metadata = _table("adk_internal_metadata", "m", "key", "value")
@@ -550,17 +782,45 @@ def _kind_of_adk(connection: sa.Connection, tables: set[str], columns: Mapping[s
     return Kind.ADK_SQLITE if is_seconds else Kind.ADK_V1
 
 
-def _is_encrypted_1x(connection: sa.Connection) -> bool:
-    """Return whether states are encrypted: adk-secure-sessions 1.x uses google-adk's tables."""
-    for table in (_s, APP_STATES.table, USER_STATES.table):
-        state: Any = table.c.state
-        if connection.dialect.name == "postgresql":
-            state = sa.cast(state, sa.Text())
-        first = connection.scalar(sa.select(state).where(state.is_not(None)).limit(1))
-        if first is not None:
-            # The envelope begins with the byte 1, and its base64 with AQ.  JSON begins with "{".
-            return adk_rows.data(first).startswith((b"\x01", b"AQ"))
+class FoundStates(NamedTuple):
+    """Which states the tables `sessions`, `app_states` and `user_states` contain.
+
+    Attributes:
+        encrypted: Whether there are envelopes of adk-secure-sessions 1.x.
+        others: Whether there are other states, such as the plaintext of google-adk.
+    """
+
+    encrypted: bool
+    others: bool
+
+
+def sampled_states(connection: sa.Connection) -> FoundStates:
+    """Look at the first and the last states of each table, in the order of the primary key."""
+    starts: list[str | bytes] = []
+    for table, key in _STATE_KEYS:
+        for order in (key, [column.desc() for column in key]):
+            query = sa.select(start_of(table, connection)).order_by(*order).limit(_SAMPLES)
+            starts += (start for start in connection.scalars(query) if start is not None)
+    found = [is_envelope(start) for start in starts]
+    return FoundStates(any(found), not all(found))
+
+
+def has_encrypted_states(connection: sa.Connection) -> bool:
+    """Return whether any state is an envelope of adk-secure-sessions 1.x; read all states."""
+    for table, _ in _STATE_KEYS:
+        start = start_of(table, connection)
+        query = sa.select(start).where(sa.func.substr(start, 1, 1) != "{")
+        if any(is_envelope(found) for found in connection.scalars(query)):
+            return True
     return False
+
+
+def start_of(table: sa.FromClause, connection: sa.Connection) -> sa.ColumnElement[Any]:
+    """Return the first characters of a state, which are all that `is_envelope` needs."""
+    state: sa.ColumnElement[Any] = table.c.state
+    if connection.dialect.name == "postgresql":
+        state = sa.cast(state, sa.Text())
+    return sa.func.substr(state, 1, 4)
 
 
 def _names(names: Sequence[Any]) -> list[str]:

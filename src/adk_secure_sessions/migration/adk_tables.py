@@ -6,7 +6,6 @@ queries.  It only reads, and ends before the rows are converted, so that it does
 google-adk's writers for long.  `adk_sql` has the queries, and `adk_rows` converts the rows.
 """
 
-import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import tzinfo
@@ -18,20 +17,21 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.db.connect import executors_for
 from adk_secure_sessions.db.protocol import Executor
-from adk_secure_sessions.db.sqlite import file_uri, is_in_memory
+from adk_secure_sessions.db.sqlite import file_uri, is_in_memory, read_only_mode
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.states import JsonObject
-from adk_secure_sessions.migration.adk_rows import Row, Unreadable, check_names, state_of, text
+from adk_secure_sessions.migration.adk_rows import Row, Unreadable, check_names, state_of
 from adk_secure_sessions.migration.adk_sql import (
     APP_STATES,
-    PAGE,
-    STATES,
     USER_STATES,
     Header,
     Kind,
+    Positions,
+    StateRow,
     StateTable,
     Tables,
     kinds_in,
+    unnamed,
 )
 from adk_secure_sessions.migration.sources import (
     LookupSource,
@@ -63,7 +63,10 @@ async def detect(
     """Return which kinds of tables a database contains; an empty set if it contains none of them.
 
     One database can contain the tables of this package and those of google-adk.  It cannot contain
-    the tables of google-adk and those of adk-secure-sessions 1.x, which have the same names.
+    the tables of google-adk and those of adk-secure-sessions 1.x, which have the same names.  Such
+    tables are those of 1.x if one of the first 50 or last 50 states of sessions, apps or users, in
+    the order of their ids, is encrypted by 1.x.  Otherwise, they are google-adk's.  So an attacker
+    who replaces some encrypted states by plaintext does not make them google-adk's.
 
     Args:
         db_url: The database URL; give exactly one of *db_url* and *db_engine*.
@@ -74,9 +77,22 @@ async def detect(
             google-adk's tables have a schema that this package does not know.
         DatabaseError: The database cannot be reached.
     """
+    return await inspect(kinds_in, db_url, db_engine=db_engine)
+
+
+async def inspect(
+    work: Callable[[sa.Connection], T],
+    db_url: str | sa.URL | None = None,
+    *,
+    db_engine: "AsyncEngine | None" = None,
+) -> T:
+    """Call *work*, which inspects a database and writes nothing, and return its result.
+
+    See `detect` for the other arguments and for the errors.
+    """
     reader = _Reader(db_url, db_engine)
     try:
-        return await reader.inspect(kinds_in)
+        return await reader.inspect(work)
     finally:
         await reader.close()
 
@@ -91,9 +107,9 @@ class AdkTables(LookupSource):
             opened as read-only.
         db_engine: Your own engine for the database.
         time_zone: The time zone of the processes that wrote the database.  Give it if it was not
-            UTC, and if they used google-adk before 2.7, which stored some times in local time: the
-            times of events in schema v0, and the times of sessions on PostgreSQL, MySQL and
-            MariaDB.  By default, times are read as the installed google-adk reads them.
+            UTC, and if they used a release of google-adk that stored local times: docs/migrate.md,
+            Times, lists these releases.  By default, times are read as the installed google-adk
+            reads them.
 
     Raises:
         ConfigurationError: One of these arguments cannot be used, or the SQLite file does not
@@ -117,18 +133,30 @@ class AdkTables(LookupSource):
         """The kind of tables, after the first read."""
         return self._found.kind.value if self._found else "google-adk's tables"
 
+    @property
+    def place(self) -> str:
+        """The database, without user name, password and options."""
+        db_url, db_engine = self._place
+        if db_engine is None and db_url in (None, ":memory:"):
+            return self.description
+        url = sa.make_url(db_url or "") if db_engine is None else db_engine.url
+        return str(sa.URL.create(url.drivername, None, None, url.host, url.port, url.database))
+
     async def size(self, scope: Scope) -> SourceSize:
         """Return how many sessions and events *scope* contains."""
         tables = await self._tables()
-
         return await self._reader.run(partial(tables.size, scope=scope))
 
     async def sessions(self, scope: Scope) -> AsyncIterator[Sequence[SourceSession]]:
-        """Yield the sessions in *scope* by app name, user id and session id, in batches."""
+        """Yield the sessions in *scope* by app name, user id and session id, in batches.
+
+        In SQLite, a row may have names that are not text in UTF-8.  Such a session has the name of
+        the table and the row id instead of a session id, and `read` says that it is unreadable.
+        """
         tables = await self._tables()
-        after: tuple[str, str, str] | None = None
+        after, positions = None, Positions("sessions")
         while True:
-            page = await self._reader.run(partial(tables.page, scope=scope, after=after))
+            page, after = await self._reader.run(partial(tables.page, scope=scope, after=after))
             batch: list[SourceSession] = []
             total = 0
             for session, size in page:
@@ -139,18 +167,19 @@ class AdkTables(LookupSource):
                 total += size
             if batch:
                 yield batch
-            if len(page) < PAGE:
+            if after is None:
                 return
-            after = page[-1][0][:3]
+            positions.add(after)
 
     async def read(
         self, sessions: Sequence[SourceSession]
     ) -> Mapping[SourceSession, SessionContent | UnreadableSession]:
         """Return the contents of *sessions*; a session that was deleted meanwhile is omitted."""
         tables = await self._tables()
-        if not sessions:
-            return {}
-        keys = [session[:3] for session in sessions]
+        bad = {one: UnreadableSession(reason) for one in sessions if (reason := unnamed(one))}
+        keys = [session[:3] for session in sessions if session not in bad]
+        if not keys:
+            return bad
         headers, events = await self._reader.run(
             lambda connection: (tables.headers(connection, keys), tables.events(connection, keys))
         )
@@ -159,14 +188,15 @@ class AdkTables(LookupSource):
             history = histories.get((app_name, user_id, session_id))
             if history is not None:
                 history.append(columns)
-        stored = [(session, tables.key(session)) for session in sessions]
-        return await self._convert(
+        stored = [(session, tables.key(session)) for session in sessions if session not in bad]
+        found = await self._convert(
             lambda: {
                 session: self._content(tables, session, headers[key], histories[key])
                 for session, key in stored
                 if key in headers
             }
         )
+        return bad | found
 
     async def app_states(
         self, scope: Scope
@@ -201,13 +231,14 @@ class AdkTables(LookupSource):
         tables = await self._tables()
         if not tables.can_store(names):
             return
-        after: tuple[str, ...] | None = None
+        after, positions = None, Positions("sessions")
         while True:
             rows, after = await self._reader.run(partial(tables.lookup, names=names, after=after))
             if rows:
                 yield {session: _header(tables, session, row) for session, row in rows}
             if after is None:
                 return
+            positions.add(after)
 
     async def app_state(self, app_name: str) -> JsonObject | UnreadableState:
         """Return the state of an app; `{}` if there is none."""
@@ -242,14 +273,10 @@ class AdkTables(LookupSource):
         return await self._tables()
 
     def convert_states(
-        self, rows: Sequence[Row]
+        self, rows: Sequence[StateRow]
     ) -> dict[tuple[str, ...], JsonObject | UnreadableState]:
         """Convert rows of `Tables.states` to states by name."""
-        states = {}
-        for *columns, state in rows:
-            names = tuple(map(text, columns))
-            states[names] = self._state(names, state)
-        return states
+        return {row.names: self._state(*row) for row in rows}
 
     async def _convert(self, work: Callable[[], T]) -> T:
         """Call *work*, which converts rows."""
@@ -266,6 +293,8 @@ class AdkTables(LookupSource):
     def _state(self, names: tuple[str, ...], stored: object) -> JsonObject | UnreadableState:
         """Convert the state of the app or user with these *names*."""
         try:
+            if isinstance(stored, Unreadable):
+                raise stored
             check_names(*names)
             return self._state_of_owner(stored)
         except Unreadable as error:
@@ -286,17 +315,17 @@ class AdkTables(LookupSource):
         self, scope: Scope, table: StateTable
     ) -> AsyncIterator[dict[tuple[str, ...], JsonObject | UnreadableState]]:
         tables = await self._tables()
-        after: tuple[str, ...] | None = None
+        after, positions = None, Positions(table.name)
         while True:
-            rows = await self._reader.run(
+            rows, after = await self._reader.run(
                 partial(tables.states, scope=scope, table=table, after=after)
             )
             batch = await self._convert(partial(self.convert_states, rows))
             if batch:
                 yield batch
-            if len(rows) < STATES:
+            if after is None:
                 break
-            after = list(batch)[-1]
+            positions.add(after)
         if tables.has_shared_states:
             rows = await self._reader.run(partial(tables.aliases, scope=scope, table=table))
             yield await self._convert(partial(self.convert_states, rows))
@@ -353,12 +382,9 @@ def _read_only(db_url: str | sa.URL) -> str | sa.URL:
     path = Path(database)
     if not path.is_file():
         raise ConfigurationError("the SQLite file of the source does not exist: check its path")
-    # SQLite may have to create the index of the write-ahead log.  If the directory is not writable
-    # and there is no log, SQLite reads the file without a log and without locks.
-    has_log = path.with_name(f"{path.name}-wal").exists()
-    is_writable = os.access(path.resolve().parent, os.W_OK)
-    mode = {"mode": "ro"} if has_log or is_writable else {"immutable": "1"}
-    return url.set(database=file_uri(path.absolute()), query={**url.query, **mode, "uri": "true"})
+    name, value = read_only_mode(path)
+    query = {**url.query, name: value, "uri": "true"}
+    return url.set(database=file_uri(path.absolute()), query=query)
 
 
 @contextmanager

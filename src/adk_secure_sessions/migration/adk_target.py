@@ -17,7 +17,7 @@ from decimal import Decimal
 from functools import cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 from google.adk.events import Event
@@ -118,7 +118,7 @@ class AdkTarget(ClosedByWith):
             DatabaseError: The database cannot be used.
         """
         if self._file is not None:
-            create_private_file(self._file, must_be_new=False)
+            create_private_file(self._file)
         version = await self._run(_create_tables, commit=True)
         if version != schema_versions.LATEST_SCHEMA_VERSION:
             raise ConfigurationError(
@@ -507,28 +507,46 @@ class AdkTarget(ClosedByWith):
         return result  # type: ignore[no-any-return]
 
 
-def create_private_file(path: Path, *, must_be_new: bool) -> None:
+def new_private_file(path: Path) -> BinaryIO:
+    """Create a file that only its owner can read, and return it open for writing.
+
+    Do not open it again by its name: whoever can write to the directory may have replaced it by a
+    link.
+
+    Raises:
+        ConfigurationError: The file exists.
+        OSError: The file cannot be created.
+    """
+    created = _create(path)
+    if created is None:
+        raise ConfigurationError(
+            f"{str(path)!r} exists already, and a file is not overwritten: give another name"
+        )
+    return os.fdopen(created, "wb")
+
+
+def _create(path: Path) -> int | None:
+    """Create a file with mode 0600, and return its descriptor; None if the file exists."""
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        return None
+
+
+def create_private_file(path: Path) -> None:
     """Create an empty file that only its owner can read, before anything is written to it.
 
-    SQLite gives its other files, with the endings -wal and -journal, the same permissions.
-
-    Args:
-        path: The file.
-        must_be_new: If False, a file that exists is accepted if other users cannot read it.
+    A file that exists is accepted if other users cannot read it.  SQLite gives its other files,
+    with the endings -wal and -journal, the same permissions.
 
     Raises:
         ConfigurationError: The file exists, and is not accepted.
         OSError: The file cannot be created.
     """
-    try:
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    created = _create(path)
+    if created is not None:
+        os.close(created)
         return
-    except FileExistsError:
-        pass  # raise after this block: the error would be chained otherwise
-    if must_be_new:
-        raise ConfigurationError(
-            f"{str(path)!r} exists already, and a file is not overwritten: give another name"
-        )
     found = path.lstat()  # a link may name a file of somebody else
     # On Windows, files have no mode and no owner of this kind.
     is_others = sys.platform != "win32" and found.st_uid != os.geteuid()

@@ -3,6 +3,7 @@
 import time
 from typing import Any, NamedTuple
 
+from adk_secure_sessions.audit import command
 from adk_secure_sessions.errors import DecryptionError
 from adk_secure_sessions.formats import json_text, states
 from adk_secure_sessions.maintenance import Database, Progress
@@ -27,7 +28,7 @@ from adk_secure_sessions.migration.sources import (
     SourceEvent,
     UnreadableSession,
 )
-from adk_secure_sessions.migration.target import Entry, Found, Target
+from adk_secure_sessions.migration.target import Copy, Entry, Found, Target
 
 _EVERYTHING = Scope()
 _READS = 4  # sessions of the target that are read at the same time
@@ -57,8 +58,9 @@ class Comparison(NamedTuple):
         conflicts: How many sessions have changed on both sides, or have the ids of a session in
             the target that was not copied.
         bad: How many sessions of the source cannot be read.
-        gone: How many copied sessions the source no longer has; 0 if only recent sessions were
-            compared, or after an earlier comparison has ended the migration.
+        gone: How many copied sessions the source no longer has, without those that have expired;
+            0 if only recent sessions were compared, or after an earlier comparison has ended the
+            migration.
         behind: How many sessions were created or changed in the source during the comparison.
         new: How many sessions were created in the target, and not copied.
         events: How many events were compared.
@@ -69,6 +71,8 @@ class Comparison(NamedTuple):
             conflict.
         completed: Whether the comparison was clean and included everything, so that the mark that
             ends the migration is stored now.
+        withdrawn: Whether the mark of an earlier comparison was withdrawn, because this one was
+            not clean.
         findings: The first 1000 sessions and states that prevented a clean comparison.
         seconds: How long the comparison took.
     """
@@ -89,10 +93,12 @@ class Comparison(NamedTuple):
     different_states: int
     clean: bool
     completed: bool
+    withdrawn: bool
     findings: tuple[Finding, ...]
     seconds: float
 
 
+@command
 async def compare(
     source: Source,
     db: Database,
@@ -108,8 +114,10 @@ async def compare(
     compared.
 
     If *scope* is everything and the comparison is clean, an authenticated mark is stored in the
-    target.  The mark ends the migration: a service with a fallback no longer reads the source.
-    Nothing else is changed.
+    target.  The mark ends the migration: a service with a fallback no longer reads the source.  It
+    says nothing about another source, such as the newer database of an older backup.  If a later
+    comparison is not clean, it withdraws the mark, unless rows of the source were erased
+    meanwhile.  Nothing else is changed.
 
     Args:
         source: The source.
@@ -172,7 +180,8 @@ class Comparing:
         """Compare everything in the scope, and store the mark that ends the migration.
 
         The mark is stored only if *completes* is True, the scope is everything, and the comparison
-        is clean.
+        is clean.  If the comparison is not clean and *completes* is True, an earlier mark is
+        withdrawn.
         """
         began, counts = time.monotonic(), self._counts
         await self._compare_sessions()
@@ -184,11 +193,13 @@ class Comparing:
         completed = completes and clean and is_everything
         if completed:
             await self._target.store.complete_migration()
+        withdrawn = completes and not clean and await self._target.store.withdraw_migration()
         self._meter.finish()
         return Comparison(
             **vars(counts),
             clean=clean,
             completed=completed,
+            withdrawn=withdrawn,
             findings=tuple(self._findings.kept),
             seconds=time.monotonic() - began,
         )
@@ -305,10 +316,10 @@ class Comparing:
     async def _compare_listings(self) -> None:
         """Find sessions that only one side has."""
         target = self._target
-        missing: dict[bytes, int] = {}
+        missing: dict[bytes, Copy] = {}
         if self._scope.since is None and not await target.store.migration_is_complete():
             async for copies in target.copies(self._scope.app_name):
-                missing |= {tag: row for tag, row in copies if tag not in self._seen}
+                missing |= {one.tag: one for one in copies if one.tag not in self._seen}
         async for listed in self._source.sessions(self._scope):
             for one in listed:
                 tag = target.tag(*one[:3])
@@ -316,8 +327,8 @@ class Comparing:
                 if packed(*one) not in self._versions:
                     self._counts.behind += 1
                     self._findings.add(tag, _BEHIND, *one[:3])
-        for tag, row in missing.items():
-            found = await target.located(tag, row)
+        for tag, copy in missing.items():
+            found = await target.located(copy)
             if found is not None and found.copy.is_untouched:
                 self._counts.gone += 1
                 self._findings.add(tag, _GONE, *found.ids)

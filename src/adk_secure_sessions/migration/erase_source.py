@@ -6,6 +6,7 @@ from typing import NamedTuple, TypeVar
 
 import sqlalchemy as sa
 
+from adk_secure_sessions.audit import command
 from adk_secure_sessions.db.protocol import Executor
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.maintenance import Database, Progress
@@ -15,6 +16,8 @@ from adk_secure_sessions.migration.adk_sql import (
     APP_STATES,
     TABLE_NAMES,
     USER_STATES,
+    Position,
+    Positions,
     StateTable,
     Tables,
 )
@@ -72,6 +75,7 @@ class SourceErasure(NamedTuple):
         return erased is not None and not erased.changed and not erased.obstacles
 
 
+@command
 async def erase_source(
     source: Source,
     db: Database,
@@ -154,23 +158,25 @@ class _Eraser:
 
     async def erase(self) -> Erased:
         sessions = events = changed = states = 0
-        after: tuple[str, str, str] | None = None
+        after, positions = None, Positions("sessions")
         while True:
             page = await self._change(partial(self._page, after=after))
             sessions += page.deleted
             events += page.events
             changed += page.kept
-            if page.last is None:
-                break
             after = page.last
+            if after is None:
+                break
+            positions.add(after)
         for table in (USER_STATES, APP_STATES):
-            names: tuple[str, ...] | None = None
+            after, positions = None, Positions(table.name)
             while True:
-                work = partial(self._states, table=table, after=names)
-                deleted, names = await self._change(work)
+                work = partial(self._states, table=table, after=after)
+                deleted, after = await self._change(work)
                 states += deleted
-                if names is None:
+                if after is None:
                     break
+                positions.add(after)
         left = await self._change(self._tables.rows_left)
         # The tables only give their names to the functions that rewrite them.
         named = [sa.Table(name, sa.MetaData()) for name in TABLE_NAMES]
@@ -187,27 +193,25 @@ class _Eraser:
 
         return await repeated(lambda: self._writer.define(in_transaction, commit=True), writes=True)
 
-    def _page(self, connection: sa.Connection, after: tuple[str, str, str] | None) -> "_Page":
-        found = self._tables.page(connection, self._scope, after, limit=_PAGE, lock=True)
+    def _page(self, connection: sa.Connection, after: Position | None) -> "_Page":
+        found, last = self._tables.page(connection, self._scope, after, limit=_PAGE, lock=True)
         listed = [session for session, _size in found]
         equal = [one[:3] for one in listed if packed(*one) in self._equal.equal_sessions]
         events = self._tables.delete(connection, equal)
-        last = listed[-1][:3] if len(listed) == _PAGE else None
         return _Page(len(equal), events, len(listed) - len(equal), last)
 
     def _states(
-        self, connection: sa.Connection, table: StateTable, after: tuple[str, ...] | None
-    ) -> tuple[int, tuple[str, ...] | None]:
-        """Delete states of *table*; return their number, and the names of the last row if any."""
-        rows = self._tables.states(connection, self._scope, table, after, lock=True)
+        self, connection: sa.Connection, table: StateTable, after: Position | None
+    ) -> tuple[int, Position | None]:
+        """Delete states of *table*; return their number, and the position of the next rows."""
+        rows, last = self._tables.states(connection, self._scope, table, after, lock=True)
         encoded, bad = encode_states(self._source.convert_states(rows))
         equal = [
             names
             for names, state in encoded.items()
             if names not in bad and packed(*names) + state in self._equal.equal_states
         ]
-        number = self._tables.delete_states(connection, table, equal)
-        return number, list(encoded)[-1] if encoded else None
+        return self._tables.delete_states(connection, table, equal), last
 
 
 class _Page(NamedTuple):
@@ -217,10 +221,10 @@ class _Page(NamedTuple):
         deleted: The number of sessions.
         events: The number of their events.
         kept: How many sessions were kept.
-        last: The ids of the last session; None if no session follows.
+        last: The position of the next page; None if no session follows.
     """
 
     deleted: int
     events: int
     kept: int
-    last: tuple[str, str, str] | None
+    last: Position | None

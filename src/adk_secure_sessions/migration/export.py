@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping
 
+from adk_secure_sessions.audit import command
 from adk_secure_sessions.formats.states import JsonObject
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import Progress
@@ -22,6 +23,7 @@ from adk_secure_sessions.migration.export_reader import (
 from adk_secure_sessions.migration.sources import SessionContent, SourceSession
 
 
+@command
 async def export_to_adk(
     db: Database,
     target: AdkTarget,

@@ -14,10 +14,11 @@ it, between two queries.  So a read that has used the source looks at `secure_mi
 is repeated if somebody has copied what it has read from the source.
 """
 
+import asyncio
 import logging
 import re
 import time
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping
 from copy import deepcopy
 from datetime import timedelta
 from types import TracebackType
@@ -29,12 +30,14 @@ from google.adk.events import Event
 from google.adk.sessions import BaseSessionService, Session
 from google.adk.sessions.base_session_service import GetSessionConfig, ListSessionsResponse
 
-from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions import audit
+from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.formats import events, states
 from adk_secure_sessions.formats.states import APP_PREFIX, USER_PREFIX, JsonObject
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.loops import LoopLocks
 from adk_secure_sessions.lru import Lru
+from adk_secure_sessions.migration.package_1x import Package1x
 from adk_secure_sessions.migration.sources import (
     LookupSource,
     Scope,
@@ -64,6 +67,7 @@ Owner = tuple[str, str | None]  # an app, or a user of an app
 _OF_SOURCE = "plaintext source:"
 _OF_DATABASE = re.compile(r"[0-9a-f]+\.\d+")  # the markers of `EncryptedSessionService`
 _CACHED_OWNERS = 10_000
+_CANCEL_TIMEOUT = 5.0  # seconds to wait for a cancelled query of the source
 _LOG_PAUSE = 60.0  # seconds between two messages with the number of reads
 
 
@@ -84,16 +88,24 @@ class PlaintextFallbackService(BaseSessionService):
         service: The service of the encrypted database.  Other services, such as
             `EncryptedArtifactService`, take this service, too.
         source: The plaintext source, for example `AdkTables(url)`.
+        read_timeout: Seconds after which a query of the source is interrupted, and the operation
+            raises `DatabaseError`; None for no limit.  The limit of *service* is its own.
 
     Attributes:
         fallback_reads: How many queries this object has sent to the source.
         copied_sessions: How many sessions this object has copied.
 
     Raises:
-        ConfigurationError: An argument has another type.
+        ConfigurationError: An argument has another type, or *source* is a `Package1x`.
     """
 
-    def __init__(self, service: EncryptedSessionService, source: LookupSource) -> None:
+    def __init__(
+        self,
+        service: EncryptedSessionService,
+        source: LookupSource,
+        *,
+        read_timeout: float | None = 60.0,
+    ) -> None:
         if not isinstance(service, EncryptedSessionService):
             raise ConfigurationError(
                 f"service must be an EncryptedSessionService, not {type(service).__name__}"
@@ -103,11 +115,18 @@ class PlaintextFallbackService(BaseSessionService):
                 f"source must be able to find single sessions, as AdkTables: "
                 f"{type(source).__name__} cannot"
             )
+        if isinstance(source, Package1x):  # its states are ciphertext
+            raise ConfigurationError(
+                "a database of adk-secure-sessions 1.x cannot be the source of a fallback, because "
+                "it is not plaintext: stop the application, and copy the database with `migrate`"
+            )
         self.fallback_reads: int = 0
         self.copied_sessions: int = 0
         self._service = service
         self._store = service._store
         self._source = source
+        self._read_timeout = read_timeout
+        self._cancelled: set[asyncio.Future[Any]] = set()  # asyncio itself keeps no reference
         self._locks = LoopLocks()
         # Apps and users whose state was copied.  A state that was copied stays copied.
         self._moved: Lru[Owner, bool] = Lru(_CACHED_OWNERS)
@@ -302,7 +321,7 @@ class PlaintextFallbackService(BaseSessionService):
         try:
             await self._service.close()
         finally:
-            await self._source.close()
+            await self._in_time(self._source.close())
 
     async def __aenter__(self) -> Self:
         return self
@@ -361,11 +380,54 @@ class PlaintextFallbackService(BaseSessionService):
     async def _query(self, query: Awaitable[T]) -> T:
         """Count one query of the source, and return its result."""
         self._count()
-        return await query
+        return await self._in_time(query)
+
+    async def _batches(self, batches: AsyncIterator[T]) -> AsyncIterator[T]:
+        """Yield what queries of the source return, and count the queries."""
+        while (batch := await self._in_time(anext(batches, None))) is not None:
+            self._count()
+            yield batch
+
+    async def _in_time(self, query: Awaitable[T]) -> T:
+        """Return the result of *query*; cancel it if it takes too long, or if the caller is.
+
+        A server that does not answer does not react to a cancellation, either.  So this does not
+        wait long for the end of the cancelled query.
+
+        Raises:
+            DatabaseError: *query* did not end within `read_timeout`.
+        """
+        task = asyncio.ensure_future(query)
+        try:
+            done, _ = await asyncio.wait({task}, timeout=self._read_timeout)
+        except asyncio.CancelledError:
+            await self._cancel(task)
+            raise
+        if done:
+            return task.result()
+        await self._cancel(task)
+        raise DatabaseError(
+            f"a read of the plaintext source ({self._source.place}) did not end within "
+            f"{self._read_timeout:g} s and was interrupted: check that this database answers and "
+            "try again, or raise read_timeout of PlaintextFallbackService",
+            retryable=True,
+        )
+
+    async def _cancel(self, query: asyncio.Future[Any]) -> None:
+        query.cancel()
+        self._cancelled.add(query)
+        query.add_done_callback(self._forget)
+        await asyncio.wait({query}, timeout=_CANCEL_TIMEOUT)
+
+    def _forget(self, query: asyncio.Future[Any]) -> None:
+        self._cancelled.discard(query)
+        if not query.cancelled():
+            query.exception()  # asyncio would log an exception that nobody has looked at
 
     def _count(self) -> None:
         self.fallback_reads += 1
         logger.debug("plaintext fallback: read %d of the source", self.fallback_reads)
+        audit.record("plaintext.read", source=self._source.description)
         now = time.monotonic()
         if now >= self._log_at:
             self._log_at = now + _LOG_PAUSE
@@ -385,8 +447,7 @@ class PlaintextFallbackService(BaseSessionService):
     async def _headers(self, app_name: str, user_id: str | None) -> dict[SessionIds, SessionHeader]:
         """Return the sessions of the source that are not superseded."""
         found: dict[SessionIds, SessionHeader] = {}
-        async for batch in self._source.headers(app_name, user_id):
-            self._count()
+        async for batch in self._batches(self._source.headers(app_name, user_id)):
             by_ids = {session[:3]: header for session, header in batch.items()}
             superseded = await self._store.imported(by_ids)
             for ids, header in by_ids.items():
@@ -480,8 +541,7 @@ class PlaintextFallbackService(BaseSessionService):
         wanted = set(owners)
         found: dict[Owner, JsonObject] = {}
         if user_id is None and len(wanted) > 2:
-            async for batch in self._source.user_states(Scope(app_name)):
-                self._count()
+            async for batch in self._batches(self._source.user_states(Scope(app_name))):
                 for owner, state in batch.items():
                     if owner not in wanted:
                         continue

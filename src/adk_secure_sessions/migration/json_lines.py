@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
+from adk_secure_sessions.audit import command
 from adk_secure_sessions.errors import DecryptionError
 from adk_secure_sessions.formats import json_text, states
 from adk_secure_sessions.lru import Lru
@@ -24,6 +25,7 @@ _CACHED_STATES = 64
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
+@command
 async def export_lines(
     db: Database,
     write: Callable[[bytes], object],

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import NamedTuple
 
+from adk_secure_sessions.audit import command
 from adk_secure_sessions.backends import AesGcmBackend
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
 from adk_secure_sessions.formats import states
@@ -34,7 +35,7 @@ from adk_secure_sessions.migration.sources import (
     SourceSession,
     UnreadableSession,
 )
-from adk_secure_sessions.migration.target import Entry, Found, Target
+from adk_secure_sessions.migration.target import Copy, Entry, Found, Target
 from adk_secure_sessions.storage import ImportedEvent, ImportResult, Store
 
 # Imports that run at the same time.  SQLite commits several at once.  On a server, each uses a
@@ -80,8 +81,8 @@ class Migration(NamedTuple):
             were left unchanged, and so were states that changed on both sides.
         deleted: How many sessions were deleted in the target.  They are not copied again.
         bad: How many sessions and states could not be read, or exceed a limit.
-        gone: How many copied sessions the source no longer has; None if that is unknown, because
-            only recent sessions were read.
+        gone: How many copied sessions, except expired ones, the source no longer has; None if that
+            is unknown, because only recent sessions were read.
         removed: How many of the sessions in `gone` were deleted in the target.
         events: How many events were copied.
         states: How many states of users and apps were copied.
@@ -123,6 +124,7 @@ class Migration(NamedTuple):
         return not (self.stopped or self.bad or self.conflicts or (self.gone or 0) > self.removed)
 
 
+@command
 async def migrate(
     source: Source,
     db: Database,
@@ -447,15 +449,15 @@ class _Run:
         if self._gone is not None:
             await self._report_gone(missing)
 
-    async def _not_seen(self) -> dict[bytes, int]:
-        """Return the tags and row ids of copied sessions that the first listing did not have."""
-        missing: dict[bytes, int] = {}
+    async def _not_seen(self) -> dict[bytes, Copy]:
+        """Return the copied sessions that the first listing did not have, by their tags."""
+        missing: dict[bytes, Copy] = {}
         target, scope = self._target, self._options.scope
         if target is None or scope.since is not None or await target.store.migration_is_complete():
             return missing
         self._gone = 0
         async for copies in target.copies(scope.app_name):
-            missing |= {tag: row for tag, row in copies if tag not in self._seen}
+            missing |= {one.tag: one for one in copies if one.tag not in self._seen}
         if missing and not self._seen and self._options.delete_gone:
             raise ConfigurationError(
                 "the source has no sessions, although sessions were copied before: nothing was "
@@ -463,17 +465,17 @@ class _Run:
             )
         return missing
 
-    async def _report_gone(self, missing: Mapping[bytes, int]) -> None:
+    async def _report_gone(self, missing: Mapping[bytes, Copy]) -> None:
         """Count copied sessions that are gone, and delete them if that was requested."""
         options, target = self._options, self._target
         assert target is not None
         self._gone = 0
-        for tag, row in missing.items():
+        for tag, copy in missing.items():
             ids: tuple[str, ...] = ("", "", "")
-            if options.delete_gone or options.show_ids:
-                found = await target.located(tag, row)
+            if options.delete_gone or options.show_ids or copy.seems_expired:
+                found = await target.located(copy)
                 if found is None:
-                    continue  # it was deleted in the target meanwhile
+                    continue  # it was deleted in the target meanwhile, or has expired
                 ids = found.ids
                 if options.delete_gone and not options.dry_run:
                     self._removed += await target.delete(found)

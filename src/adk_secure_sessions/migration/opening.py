@@ -12,13 +12,19 @@ from adk_secure_sessions.crypto.key_material import hides_frames
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.keys.providers import read_environment, read_private_file
 from adk_secure_sessions.maintenance import Database
-from adk_secure_sessions.migration.adk_sql import Kind
-from adk_secure_sessions.migration.adk_tables import AdkTables, detect
+from adk_secure_sessions.migration.adk_sql import Kind, has_encrypted_states, sampled_states
+from adk_secure_sessions.migration.adk_tables import AdkTables, detect, inspect
 from adk_secure_sessions.migration.encrypted import EncryptedSource
 from adk_secure_sessions.migration.package_1x import Package1x
 from adk_secure_sessions.migration.sources import Source
 
 _AES_KEY_LENGTH = 32
+_MIXED = (
+    "the source has states that adk-secure-sessions 1.x has encrypted, and states that are not: "
+    "either it is a database of 1.x, into which somebody has written plaintext (give the key of "
+    "1.x, and the plaintext is reported as unreadable), or it is a database of google-adk, into "
+    "which 1.x has written (move the encrypted rows to another database)"
+)
 
 
 async def open_source(
@@ -34,6 +40,10 @@ async def open_source(
     If the database contains both google-adk's tables and those of this package, the source is
     google-adk's tables, unless *keys* or *backends* are given.
 
+    google-adk and adk-secure-sessions 1.x use the same names for their tables.  If some of the
+    states are encrypted by 1.x (see `detect`), or if *keys* are given and any state is, the source
+    is a `Package1x`, and plaintext in it is unreadable.
+
     Args:
         db_url: The database URL.
         keys: Key specs of the root keys of the source.  For a database of adk-secure-sessions 1.x,
@@ -45,11 +55,22 @@ async def open_source(
 
     Raises:
         ConfigurationError: The database contains no sessions that can be read; or it is encrypted,
-            and *keys* are missing; or it is not encrypted, and *keys* are given.
+            or encrypted in part, and *keys* are missing; or it is not encrypted, and *keys* are
+            given.
         DatabaseError: The database cannot be reached.
     """
     kinds = await detect(db_url)
     has_keys = bool(keys) or NO_OP in backends
+    if (
+        has_keys
+        and Kind.ENCRYPTED not in kinds
+        and kinds
+        and await inspect(has_encrypted_states, db_url)
+    ):
+        # Nobody who gives keys may be told to omit them because some states are plaintext.
+        kinds = frozenset([Kind.PACKAGE_1X])
+    if Kind.PACKAGE_1X in kinds and not has_keys and (await inspect(sampled_states, db_url)).others:
+        raise ConfigurationError(_MIXED)
     if Kind.PACKAGE_1X in kinds and not (has_keys and Kind.ENCRYPTED in kinds and backends):
         _require(has_keys)
         return Package1x(

@@ -32,10 +32,12 @@ from adk_secure_sessions.migration.adk_rows import (
 )
 from adk_secure_sessions.migration.adk_sql import (
     APP_STATES,
+    SESSIONS,
     USER_STATES,
     Header,
     Kind,
     Tables,
+    start_of,
 )
 from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.sources import (
@@ -52,7 +54,9 @@ T = TypeVar("T")
 
 
 class Package1x(AdkTables):
-    """A database of adk-secure-sessions 0.1 to 1.3, which is another author's distribution.
+    """A database of adk-secure-sessions 1.x, which is another author's distribution.
+
+    docs/from-1x.md names the releases.
 
     A value that cannot be decrypted makes its session or state unreadable.  So does an event whose
     id in the table differs from the encrypted id.
@@ -73,9 +77,9 @@ class Package1x(AdkTables):
             opened as read-only.
         keys: The keys that the application gave to its backends: see `Package1xKeys`.
         db_engine: Your own engine for the database.
-        time_zone: The time zone of `create_time` and `update_time` in a database on a server, which
-            adk-secure-sessions 1.x wrote in local time if it ran with google-adk before 2.4.  By
-            default, times are read as the installed google-adk reads them.
+        time_zone: The time zone of `create_time` and `update_time` in a database on a server, if
+            adk-secure-sessions 1.x ran with a release of google-adk that stored local times: see
+            `AdkTables`.  By default, times are read as the installed google-adk reads them.
 
     Raises:
         ConfigurationError: One of these arguments cannot be used, or the SQLite file does not
@@ -228,9 +232,10 @@ class _Tables(Tables):
         self.kind = Kind.ADK_SQLITE if is_before_1_1 else Kind.ADK_V1
 
     def samples(self, connection: sa.Connection) -> list[object]:
-        """Return a few stored states."""
+        """Return a few stored states that are not plaintext."""
         found: list[object] = []
-        sessions = sa.table("sessions", sa.column("state"))
-        for table in (sessions, APP_STATES.table, USER_STATES.table):
-            found += connection.execute(sa.select(table.c.state).limit(2)).scalars()
+        for table in (SESSIONS, APP_STATES.table, USER_STATES.table):
+            is_plaintext = sa.func.substr(start_of(table, connection), 1, 1) == "{"
+            query = sa.select(table.c.state).where(~is_plaintext).limit(2)
+            found += connection.execute(query).scalars()
         return found

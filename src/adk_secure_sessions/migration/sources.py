@@ -163,6 +163,11 @@ class LookupSource(Source):
     Many tasks may call these methods, and `read`, of one object at the same time.
     """
 
+    @property
+    def place(self) -> str:
+        """Which database it is, for messages: without user name, password and options."""
+        return self.description
+
     @abstractmethod
     async def find(
         self, app_name: str, user_id: str, session_id: str

@@ -1,6 +1,7 @@
 """The database that `migrate` writes to: what it already has of a source's sessions and states."""
 
 import functools
+import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from enum import Enum, auto
 from typing import Any, NamedTuple
@@ -139,24 +140,26 @@ class Target:
             found[ids] = self.tag(*ids), kind
         return found
 
-    async def copies(self, app_name: str | None) -> AsyncIterator[Sequence[tuple[bytes, int]]]:
-        """Yield the tags and row ids of all copied sessions that are still stored, in batches."""
+    async def copies(self, app_name: str | None) -> AsyncIterator[Sequence["Copy"]]:
+        """Yield all copied sessions that are still stored, in batches."""
         if not await self.store.has_imports():
             return
         parameters = {} if app_name is None else {"app_tag": self.tag(app_name)}
         async for span in ranges(self.db, migrated.c.tag, self.db.limits.headers):
             query = _copies(span.bounds, app_name is not None)
             rows = await self.db.read(query, span.parameters | parameters)
-            yield [(bytes(tag), int(row)) for tag, row in rows]
+            yield [Copy(bytes(tag), int(row), _is_past(expiry)) for tag, row, expiry in rows]
 
-    async def located(self, tag: bytes, row: int) -> "Located | None":
-        """Return the copied session with this *tag* and row id; None if it was deleted.
+    async def located(self, one: "Copy") -> "Located | None":
+        """Return a copied session; None if it was deleted, or has expired.
 
         Raises DecryptionError if its ids cannot be decrypted.
         """
-        for one in await located_in(self.db, Range(row - 1, row)):
-            if one.tag == tag:
-                ids = one.known_ids()[:3]
+        for found in await located_in(self.db, Range(one.row - 1, one.row)):
+            if found.tag == one.tag:
+                ids = found.known_ids()[:3]
+                if found.columns is not None and _is_past(found.columns.expires_at):
+                    return None
                 copy = (await self.store.imported([ids])).get(ids)
                 return None if copy is None or copy.stored is None else Located(copy, ids)
         return None
@@ -204,11 +207,27 @@ class Target:
         )
 
 
+class Copy(NamedTuple):
+    """A copied session that is still stored; its row was not authenticated.
+
+    A session that expires in an encrypted source is no longer listed there.  Its copy expires at
+    the same time, so it is not a session that the source no longer has: see `located`.
+    """
+
+    tag: bytes
+    row: int
+    seems_expired: bool
+
+
 class Located(NamedTuple):
     """A copied session that is still stored: what was copied, and its ids."""
 
     copy: Imported
     ids: tuple[str, str, str]
+
+
+def _is_past(expires_at: object) -> bool:
+    return isinstance(expires_at, int) and expires_at <= time.time_ns() // 1000
 
 
 def _found(copy: Imported, *, is_unchanged: bool) -> Found:
@@ -234,7 +253,8 @@ def _copies(bounds: Bounds, of_app: bool) -> sa.Select[Any]:
     source = migrated.join(
         sessions, sa.and_(sessions.c.id == migrated.c.row_id, sessions.c.tag == migrated.c.tag)
     )
-    query = sa.select(migrated.c.tag, migrated.c.row_id).where(*within(migrated.c.tag, bounds))
+    columns = migrated.c.tag, migrated.c.row_id, sessions.c.expires_at
+    query = sa.select(*columns).where(*within(migrated.c.tag, bounds))
     if of_app:
         source = source.join(users, users.c.id == sessions.c.user_row)
         source = source.join(apps, apps.c.id == users.c.app_row)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from enum import Enum
 from functools import partial
+from time import perf_counter
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from sqlalchemy import CompoundSelect
@@ -601,6 +602,8 @@ def open_events(
     parts = who.event_parts
     header, cipher = None, None
     opened = []
+    record = b""
+    began = perf_counter()
     for row in history:
         seq, record = row[EVENT_SEQ], row[EVENT_RECORD]
         try:
@@ -618,6 +621,8 @@ def open_events(
         else:
             continue
         raise failure
+    if opened and attempt.keys.operation is not None:
+        attempt.keys.count_decrypted(record, sum(map(len, opened)), began)
     return opened, previous
 
 

@@ -55,6 +55,7 @@ _BYTES_AT_ONCE = 4 * 1024 * 1024
 _LATEST = 9 * 10**18  # the latest time that the stored format allows, in microseconds
 _NO_ROW = 0  # the row id of a tombstone
 _NO_SOURCE = bytes(TAG_LENGTH)
+_LOCK_WAIT = 5  # seconds for which a tombstone waits for imports on PostgreSQL
 
 
 class ImportResult(Enum):
@@ -296,8 +297,10 @@ class ImportSession(Write[_Outcome]):
         if found.user and changed == user:
             # The user's row is not updated, so the INSERT must require that the row is unchanged.
             row = Change(sql.IMPORT_SESSION_OF_USER, columns | user_columns(found.user))
+        # The mark comes first: on PostgreSQL, its INSERT is what `add_tombstone_of_user` waits for,
+        # and *row* looks for the tombstone.
         mark = Change(sql.INSERT_MIGRATED, new.row._asdict())
-        yield from new.apply_or_conflict(attempt, [*owners.changes, row, *new.inserts(), mark])
+        yield from new.apply_or_conflict(attempt, [mark, *owners.changes, row, *new.inserts()])
         return new.outcome
 
     def _replace_session(
@@ -525,38 +528,57 @@ class ImportState(Write[ImportResult]):
 
 
 class AddTombstone(Write[None]):
-    """Remember that a session, or everything of a user, must not be imported.
+    """Remember that a session must not be imported.
 
     If the session was imported before, its row of `secure_migrated` already says so, and stays.
 
     Args:
-        who: The ids of the session, or of the user.
+        who: The ids of the session.
         seals: The MACs of the database.
-        of_user: Whether the tombstone is the user's.  Otherwise, it is the session's.
     """
 
-    def __init__(self, who: Identity, seals: Seals, *, of_user: bool) -> None:
+    def __init__(self, who: Identity, seals: Seals) -> None:
         super().__init__(who)
         self._seals = seals
-        self._of_user = of_user
 
     def contended(self) -> list[sa.Executable]:
         return []
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[None]:
-        tag = self.who.user_tag if self._of_user else self.who.session_tag
-        table = users if self._of_user else sessions
-        new = self._seals.tombstone(tag)
-        rows = yield Read(sql.migrated_rows(table.name, 2), sql.numbered([tag, tag]))
-        if not rows:
-            yield from apply_changes([Change(sql.INSERT_MIGRATED, new._asdict())])
+        tag = self.who.session_tag
+        rows = yield Read(sql.migrated_rows(sessions.name, 2), sql.numbered([tag, tag]))
+        if rows:
+            self._seals.check(MigratedRow(*rows[0][:5]))
             return
-        row = MigratedRow(*rows[0][:5])
-        if not self._of_user:
-            self._seals.check(row)
-        elif row != new:
-            # Nothing forbids more than this row, so it may replace one that was tampered with.
-            yield from apply_changes([_update(row, new)])
+        new = self._seals.tombstone(tag)
+        yield from apply_changes([Change(sql.INSERT_MIGRATED, new._asdict())])
+
+
+def add_tombstone_of_user(tombstone: MigratedRow, connection: sa.Connection) -> None:
+    """Remember that nothing of a user must be imported; *tombstone* is `Seals.tombstone`.
+
+    Run this function in a transaction of its own.  After the commit, every import of the user has
+    either been committed, or finds the tombstone and stores nothing.
+
+    - On PostgreSQL, no query sees the rows of an import that is not committed yet.  Therefore, this
+      function waits for all running imports, and later imports wait for the tombstone.
+    - MySQL, MariaDB and SQLite need no such lock.  SQLite runs one write at a time.  On the others,
+      the deletion of the user's version witness waits for an import that has inserted it, and an
+      import inserts it before it looks for the tombstone.
+    """
+    if connection.dialect.name == "postgresql":
+        # While this statement waits, the imports that come later wait, too.  After the limit, the
+        # transaction is repeated, and they run before it.
+        connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{_LOCK_WAIT}s'").close()
+        connection.exec_driver_sql(
+            f"LOCK TABLE {migrated.name} IN SHARE ROW EXCLUSIVE MODE"
+        ).close()
+    has_tag = migrated.c.tag == tombstone.tag
+    if connection.scalar(sa.select(sa.func.count()).select_from(migrated).where(has_tag)):
+        # Nothing forbids more than a tombstone, so it may replace a row that was tampered with.
+        connection.execute(sa.update(migrated).where(has_tag).values(**tombstone._asdict()))
+    else:
+        connection.execute(sa.insert(migrated).values(**tombstone._asdict()))
 
 
 def _update(old: MigratedRow, new: MigratedRow) -> Change:

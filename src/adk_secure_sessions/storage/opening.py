@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeVar
 
 import sqlalchemy as sa
 
+from adk_secure_sessions.audit import record_new_key
 from adk_secure_sessions.backends import NoOpBackend
 from adk_secure_sessions.backends.registry import Backends
 from adk_secure_sessions.db.dialects import exclusively
@@ -503,6 +504,20 @@ def mark_migration(end: MigrationEnd, keyring: Keyring, connection: sa.Connectio
     connection.execute(sa.insert(meta).values(name=MIGRATION_MARK, value=mark))
 
 
+def withdraw_migration(keyring: Keyring, connection: sa.Connection) -> bool:
+    """Remove the mark `COMPLETE`, and return whether there was one.
+
+    Any other mark stays.  Without a mark, a migration is not complete, so the removal needs no mark
+    of its own.
+    """
+    where = meta.c.name == MIGRATION_MARK
+    stored = connection.scalar(sa.select(meta.c.value).where(where).with_for_update())
+    if stored != _migration_mark(MigrationEnd.COMPLETE, keyring):
+        return False
+    connection.execute(sa.delete(meta).where(where))
+    return True
+
+
 def migration_end(keyring: Keyring, connection: sa.Connection) -> MigrationEnd | None:
     """Return what the mark says; None if there is no mark.
 
@@ -665,6 +680,10 @@ async def open_database(
             if opened is None:
                 created = {**marks, FEATURES: feature_mark(fresh[0].key.index(), database_id)}
             await _make(executors.keys, part, keys, created, [made.row for made in fresh])
+            for made in fresh:
+                row = made.row
+                kind = f"{row.purpose} master"
+                record_new_key(database_id, kind, row.id, root_key=row.root_key_id)
         elif executors.has_key_database and not marks.keys() <= data.meta.keys():
             await _make(executors.data, Part.DATA, data, marks, [])
         else:
@@ -863,11 +882,18 @@ def _establish(
 
 async def _warn(executor: Executor, survey: Survey, writes_plaintext: bool) -> None:
     if survey.adk_tables:
-        if await executor.define(_are_of_1x, commit=False):
+        are_of_1x = await executor.define(_are_of_1x, commit=False)
+        if are_of_1x:
             logger.warning(
                 "this database also holds tables of adk-secure-sessions 1.x (sessions, events): "
                 "their states and events are encrypted with other keys, and their ids and times "
                 "are plaintext; `migrate` copies them"
+            )
+        elif are_of_1x is None:
+            logger.warning(
+                "this database also holds the tables sessions and events, in which some states are "
+                "encrypted by adk-secure-sessions 1.x and others are plaintext, as in ADK's own "
+                "tables; their ids and times are plaintext"
             )
         else:
             logger.warning(
@@ -879,10 +905,11 @@ async def _warn(executor: Executor, survey: Survey, writes_plaintext: bool) -> N
         )
 
 
-def _are_of_1x(connection: sa.Connection) -> bool:
+def _are_of_1x(connection: sa.Connection) -> bool | None:
     """Return whether adk-secure-sessions 1.x encrypted the first rows of the table `sessions`.
 
-    That distribution is another author's.  It uses the table names of ADK.
+    None if it encrypted some of them, and others are plaintext.  That distribution is another
+    author's.  It uses the table names of ADK.
     """
     start = sa.func.substr(sa.cast(sa.column("state"), sa.String), 1, 4)
     query = sa.select(start).select_from(sa.table("sessions")).limit(_SAMPLES)
@@ -890,4 +917,5 @@ def _are_of_1x(connection: sa.Connection) -> bool:
         starts = connection.execute(query).scalars().all()
     except sa.exc.DBAPIError:  # the table is of another program, or may not be read
         return False
-    return bool(starts) and all(is_envelope(start or "") for start in starts)
+    found = {is_envelope(start or "") for start in starts}
+    return None if len(found) == 2 else found == {True}

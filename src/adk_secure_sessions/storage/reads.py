@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Generic, NamedTuple, TypeVar
 
+from adk_secure_sessions.audit import record_rejected
 from adk_secure_sessions.db.protocol import Executors
 from adk_secure_sessions.errors import DecryptionError, Reason, TamperedError
 from adk_secure_sessions.formats.records import HEADER_LENGTH, NO_LINK
@@ -525,4 +526,5 @@ def _listed(
 def _skip_or_raise(error: DecryptionError, *, skip: bool) -> None:
     if not skip:
         raise error
+    record_rejected(error)
     logger.error("left out of a listing: %s", error)

@@ -20,6 +20,7 @@ from adk_secure_sessions.storage.imports import (
     ImportSession,
     ImportState,
     Seals,
+    add_tombstone_of_user,
 )
 from adk_secure_sessions.storage.opening import (
     COLLECTIONS,
@@ -32,6 +33,7 @@ from adk_secure_sessions.storage.opening import (
     has_rows_of,
     mark_migration,
     migration_end,
+    withdraw_migration,
 )
 from adk_secure_sessions.storage.queries import chunks, migrated_rows, numbered
 from adk_secure_sessions.storage.reads import (
@@ -380,12 +382,16 @@ class Store:
         """Remember that a session must not be imported; or, without *session_id*, that nothing of
         the user may be.
 
-        Call this before deleting the session.  Otherwise, an import could restore it.
+        Call this before deleting the session, or the user's rows.  Otherwise, an import could
+        restore them.  The tombstone of a user waits for running imports.
         """
         await self._migration.ensure()
         who = await self.unit.identify(app_name, user_id, session_id or "")
-        of_user = session_id is None
-        await self.unit.run(AddTombstone(who, await self._seals(), of_user=of_user))
+        seals = await self._seals()
+        if session_id is not None:
+            await self.unit.run(AddTombstone(who, seals))
+            return
+        await self.unit.change(partial(add_tombstone_of_user, seals.tombstone(who.user_tag)))
 
     async def has_imports(self) -> bool:
         """Return whether the database has the feature `migration`.
@@ -400,6 +406,16 @@ class Store:
         await self._migration.ensure()
         keyring = (await self.unit.keys()).keyring
         await self.unit.change_keys(partial(mark_migration, MigrationEnd.COMPLETE, keyring))
+
+    async def withdraw_migration(self) -> bool:
+        """Remove the mark of `complete_migration`, and return whether there was one.
+
+        A mark of `mark_source_erased` stays.
+        """
+        keyring = (await self.unit.keys()).keyring
+        if await self._migration_end() is not MigrationEnd.COMPLETE:
+            return False  # do not begin to write: the account may only be able to read
+        return await self.unit.change_keys(partial(withdraw_migration, keyring))
 
     async def mark_source_erased(self) -> None:
         """Store the mark that rows of the source may be missing; it is never removed again.
@@ -419,7 +435,7 @@ class Store:
         return await self._migration_end() is MigrationEnd.SOURCE_ERASED
 
     async def migration_is_complete(self) -> bool:
-        """Return whether `complete_migration` was called for this database.
+        """Return whether `complete_migration` was called, and nothing has withdrawn its mark.
 
         Raises:
             WrongKeyError: The mark was tampered with.

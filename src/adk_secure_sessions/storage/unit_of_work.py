@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 import sqlalchemy as sa
 
+from adk_secure_sessions import audit, telemetry
 from adk_secure_sessions.backends.registry import Backends
 from adk_secure_sessions.db.protocol import (
     Apply,
@@ -120,6 +121,7 @@ class Retries:
             pause = next(self._pauses, None)
             if pause is None:
                 raise error.error from None
+            telemetry.count_retry("disconnected")
             await asyncio.sleep(pause)
             return
         self._conflicts += 1
@@ -129,6 +131,7 @@ class Retries:
                 "try again",
                 retryable=True,
             ) from None
+        telemetry.count_retry("conflict")
         await asyncio.sleep(random.uniform(0, 0.005 * self._conflicts))  # noqa: S311 - no secret
 
 
@@ -287,7 +290,10 @@ class UnitOfWork:
         opened = await self._current()
         who, retries = operation.who, Retries(writes=operation.writes)
         separate = self.executors.has_key_database
-        reads_keys = operation.reads_keys or not opened.keys.knows(who.app_tag, who.user_tag)
+        are_cached = opened.keys.knows(who.app_tag, who.user_tag)
+        reads_keys = operation.reads_keys or not are_cached
+        if measured := telemetry.current_operation():
+            measured.add_lookup("data_keys", hit=are_cached)
         # With a key database, the data keys are read before the rows.  Between the two reads, a
         # data key may have been created or retired.  So if a key is missing, read both again.
         missing_is_final = not separate
@@ -321,6 +327,7 @@ class UnitOfWork:
                         raise
                     missing_is_final = missing_is_final or reads_keys
                     reads_keys = True
+                    telemetry.count_retry("unknown_key")
                 except NeedsDataKey as need:
                     if len(created) == _NEW_KEYS:
                         raise SecureSessionError(
@@ -331,17 +338,22 @@ class UnitOfWork:
                     owner, since = need.owner, need.not_before
                     row = await self._store_data_key(opened.keys, keys, owner, since, keyring_seen)
                     created.append(row.id)
+                    _record_data_key(opened.keys.keyring, row)
+                    telemetry.count_retry("new_key")
                 except StaleKeyring:
                     await self._renew_keyring(opened.keys, keyring_seen)
                     keyring_is_current = True
+                    telemetry.count_retry("keyring")
                 except Conflict:
                     # A new data key is stored only if the keyring that we have read is current.
                     # So another process may have caused the conflict by changing the keyring.
-                    if keys.has_new_keys:
+                    if keys.new_rows:
                         await self._renew_keyring(opened.keys, keyring_seen)
                     raise
                 else:
                     keys.publish()
+                    for row in keys.new_rows:
+                        _record_data_key(opened.keys.keyring, row)
                     _cache_identity(opened, who)
                     return result
             except (UniqueViolation, Conflict, Disconnected) as error:
@@ -451,7 +463,12 @@ class UnitOfWork:
     async def _open(self) -> _Opened:
         async with self._locks.hold("open"):
             if self._opened is None:
-                keyring = await repeated(lambda: self._open_keyring(None))
+                try:
+                    keyring = await repeated(lambda: self._open_keyring(None))
+                except BaseException as error:
+                    audit.record_opened(None, type(error).__name__)
+                    raise
+                audit.record_opened(keyring.database_id, None)
                 self._rejected = None
                 self._opened = self._with_empty_caches(keyring)
             self._start_timer(self._opened)
@@ -501,6 +518,11 @@ def _cache_identity(opened: _Opened, who: Identity) -> None:
     owner = rows.users.get(who.user_tag) or (not who.user_id and rows.apps.get(who.app_tag))
     if owner and (not who.session_id or rows.sessions.get(who.session_tag)):
         opened.identities.put(ids, who)
+
+
+def _record_data_key(keyring: Keyring, row: DataKeyRow) -> None:
+    owner = row.owner.hex()
+    audit.record_new_key(keyring.database_id, "data key", row.id, owner=owner)
 
 
 def _apply_one(change: Change) -> Steps[bool]:

@@ -354,7 +354,9 @@ class AppendEvent(Write[StoredSession]):
         if known := self._usable_without_read(attempt):
             step = self._advance(attempt, known)
             if step and (yield Apply(step.changes)):
+                self._count_lookup(attempt, hit=True)
                 return step.session
+        self._count_lookup(attempt, hit=False)
         found, user, session = yield from _read_proven(attempt)
         if session.has_expired and not self._sent:  # an event in `_sent` may be stored already
             raise MissingSession
@@ -375,6 +377,11 @@ class AppendEvent(Write[StoredSession]):
         assert step is not None, "its snapshot was read"
         yield from apply_changes(step.changes + owners.changes)
         return step.session
+
+    @staticmethod
+    def _count_lookup(attempt: Attempt, *, hit: bool) -> None:
+        if attempt.keys.operation is not None:
+            attempt.keys.operation.add_lookup("sessions", hit=hit)
 
     def _usable_without_read(self, attempt: Attempt) -> StoredSession | None:
         """Return the cached session if the event can be appended without a read, or None."""
@@ -669,7 +676,7 @@ class RenewKey(Write[bool]):
     def committed(self, attempt: Attempt, owners: OwnerChanges, result: bool) -> None:
         owners.cache()
         self.changed = result and bool(owners.changes)
-        self.created = self.changed and bool(attempt.keys.has_new_keys or self.stored_keys)
+        self.created = self.changed and bool(attempt.keys.new_rows or self.stored_keys)
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[bool]:
         self.stored_keys = attempt.keys.created

@@ -1,0 +1,211 @@
+"""The audit log: who did what with the encrypted data, and what was rejected; docs/audit.md.
+
+Each record is one line of JSON, the message of a record of the logger `adk_secure_sessions.audit`
+with level INFO.  No record contains plaintext or a key.
+"""
+
+import getpass
+import inspect
+import json
+import logging
+import os
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from functools import cache, wraps
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+from adk_secure_sessions.errors import DecryptionError, SecureSessionError
+from adk_secure_sessions.telemetry import count_rejected, measured
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+audit_actor: ContextVar[str | None] = ContextVar("audit_actor", default=None)
+"""The person or system on whose behalf the current task runs, for the audit log.
+
+The application sets it, for example in the middleware that authenticates a request.
+"""
+
+# What the running command adds to its record.
+_facts: ContextVar[dict[str, object] | None] = ContextVar("audit_facts", default=None)
+
+
+def is_on() -> bool:
+    """Return whether anybody receives the audit log."""
+    return logger.isEnabledFor(logging.INFO)
+
+
+def record(event: str, **facts: object) -> None:
+    """Write one record of the audit log.
+
+    Args:
+        event: What happened, for example `record.rejected`.
+        **facts: Values for JSON, without plaintext and keys.  None values are omitted.
+    """
+    if not is_on():
+        return
+    entry: dict[str, object] = {
+        "time": datetime.now(UTC).isoformat(timespec="microseconds"),
+        "event": event,
+        "actor": audit_actor.get(),
+        "process": os.getpid(),
+        **{name: value for name, value in facts.items() if value is not None},
+    }
+    # `audit` has the same facts for handlers that do not want to parse the message.
+    logger.info("%s", json.dumps(entry), extra={"audit": entry})
+
+
+def record_rejected(error: DecryptionError) -> None:
+    """Count a stored value that was rejected, and write a record of it."""
+    count_rejected(error)
+    record(
+        "record.rejected",
+        table=error.table,
+        row=error.row,
+        reason=str(error.reason),
+        error=type(error).__name__,
+    )
+
+
+def record_opened(database_id: bytes | None, error: str | None) -> None:
+    """Write a record of a database that this process has opened, or could not open."""
+    database = database_id.hex() if database_id else None
+    outcome = "failure" if error else "success"
+    record("database.opened", database=database, account=account(), outcome=outcome, error=error)
+
+
+def record_new_key(database_id: bytes, kind: str, key_id: int, **facts: object) -> None:
+    """Write a record of a new key after it was stored; *kind* is its purpose."""
+    record("key.created", database=database_id.hex(), kind=kind, key=key_id, **facts)
+
+
+@cache
+def account() -> str | None:
+    """Return the name of the operating system's account that runs this process, if it has one."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError, ImportError):
+        return None
+
+
+def add_facts(**facts: object) -> None:
+    """Add *facts* to the record of the command that runs in this task."""
+    if (known := _facts.get()) is not None:
+        known.update(facts)
+
+
+def command(function: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+    """Decorate the function of a command: measure each call, and write a record when it ends.
+
+    The record contains the numbers of the result and what the function has passed to `add_facts`.
+    """
+
+    @wraps(function)
+    async def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        facts: dict[str, object] = {"command": function.__name__, "account": account()}
+        if kwargs.get("dry_run"):
+            facts["dry_run"] = True
+        token = _facts.set(facts)
+        try:
+            result = await function(*args, **kwargs)
+        except BaseException as error:
+            if isinstance(error, DecryptionError):
+                record_rejected(error)
+            record("command", **facts, outcome="failure", error=type(error).__name__)
+            raise
+        finally:
+            _facts.reset(token)
+        record("command", **facts, outcome="success", result=_numbers(result))
+        return result
+
+    return measured(call)
+
+
+def _numbers(result: object) -> dict[str, object] | None:
+    """Return the fields of a named tuple that are numbers or truth values."""
+    fields: dict[str, object] = getattr(result, "_asdict", dict)()
+    return {name: value for name, value in fields.items() if isinstance(value, int)} or None
+
+
+# --- Accesses -------------------------------------------------------------------------------------
+
+ReadIds = Callable[[str, str, str], Awaitable[dict[str, object]]]
+
+
+class Audited(Protocol):
+    """A service whose accesses can be recorded."""
+
+    @property
+    def _access_ids(self) -> ReadIds | None:
+        """Returns the ids as the record shows them; None to write no records."""
+        ...
+
+
+A = TypeVar("A", bound=Audited)
+
+
+def accessed(
+    action: str,
+) -> Callable[
+    [Callable[Concatenate[A, P], Awaitable[T]]], Callable[Concatenate[A, P], Coroutine[Any, Any, T]]
+]:
+    """Decorate a method of a service: measure each call and, on request, write a record of it.
+
+    Args:
+        action: The event, for example `session.read`.
+    """
+
+    def decorate(
+        method: Callable[Concatenate[A, P], Awaitable[T]],
+    ) -> Callable[Concatenate[A, P], Coroutine[Any, Any, T]]:
+        signature = inspect.signature(method)
+
+        @wraps(method)
+        async def call(service: A, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            read_ids = service._access_ids
+            if read_ids is None or not is_on():
+                try:
+                    return await method(service, *args, **kwargs)
+                except DecryptionError as error:
+                    record_rejected(error)
+                    raise
+            ids = _ids_of(signature.bind(service, *args, **kwargs).arguments)
+            try:
+                result = await method(service, *args, **kwargs)
+            except BaseException as error:
+                if isinstance(error, DecryptionError):
+                    record_rejected(error)
+                outcome: dict[str, object] = {"outcome": "failure", "error": type(error).__name__}
+                await _record_access(action, read_ids, ids, outcome)
+                raise
+            if not ids[2]:  # of a new session
+                ids = (*ids[:2], str(getattr(result, "id", "") or ""))
+            found = "missing" if result is None and action.endswith(".read") else "success"
+            await _record_access(action, read_ids, ids, {"outcome": found})
+            return result
+
+        return measured(call)
+
+    return decorate
+
+
+async def _record_access(
+    action: str, read_ids: ReadIds, ids: tuple[str, str, str], outcome: dict[str, object]
+) -> None:
+    try:
+        shown = await read_ids(*ids)
+    except SecureSessionError:  # the database could not be opened, so nothing was accessed
+        shown = {"app": ids[0]}
+    record(action, **shown, **outcome)
+
+
+def _ids_of(arguments: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Return the app, the user and the session of a call; empty for one that it does not have."""
+    session = arguments.get("session")
+    if session is not None:
+        return session.app_name, session.user_id, session.id
+    app, user = arguments.get("app_name"), arguments.get("user_id")
+    return str(app or ""), str(user or ""), str(arguments.get("session_id") or "")

@@ -1,0 +1,175 @@
+"""Pickles of google-adk's schema v0: those that google-adk writes are read, hostile ones rejected.
+
+Each hostile pickle names only types that google-adk's own unpickler allows.
+"""
+
+import pickle
+import struct
+import uuid
+from collections import OrderedDict, defaultdict
+from datetime import UTC, date, datetime, time, timedelta, timezone
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from google.adk.auth.auth_credential import AuthCredentialTypes
+from google.adk.events import EventActions
+
+from adk_secure_sessions.formats import events
+from adk_secure_sessions.migration.sources import SessionContent, UnreadableSession
+from tests.migration.adk_sources import Adk, adk, contents, decoded, each_kind, fill, said
+
+__all__ = ["adk"]
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+kind = each_kind("v0-sqlite")
+
+
+def pickled(value: Any, protocol: int = 5) -> bytes:
+    return pickle.dumps(EventActions(state_delta={"k": value}), protocol=protocol)
+
+
+SHARED = ["shared", {"list": [1, 2.5]}]
+WRITTEN: dict[str, Any] = {
+    "json": {"list": [1, 2.5, None, True, {}, []], "text": "Grüße 🌱", "negative": -5},
+    "bytes": [b"x" * 300, bytearray(b"abc"), bytearray()],
+    "sets and tuples": [{1}, frozenset({"a"}), (), (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4)],
+    "times": [
+        date(2020, 1, 1),
+        datetime(2020, 1, 1),
+        datetime(2020, 1, 1, tzinfo=UTC),
+        datetime(2020, 1, 1, tzinfo=timezone(timedelta(hours=-5), "New York")),
+        time(1, 2),
+        timedelta(1, 2, 3),
+    ],
+    "numbers": [Decimal("1.50E+3"), Decimal("-0"), 10**4299],
+    "other types": [uuid.UUID(int=5), AuthCredentialTypes.HTTP],
+    "dictionaries": [OrderedDict(a=1), defaultdict(list, a=[1]), defaultdict(None, a=1)],
+    "keys": {1: 2, None: 3, 1.5: 2, (1, 2): 3, date(2020, 1, 1): 4},
+    "shared values": [SHARED, SHARED, {"again": SHARED}],
+    "many rows": [{"id": n, "a name that is repeated": "a value"} for n in range(2000)],
+    "long text": "x" * 70_000,
+    "one text many times": ["v" * 100] * 2000,
+}
+
+
+async def test_types_that_google_adk_writes_are_read(adk: Adk) -> None:
+    written = {name: pickled(value) for name, value in WRITTEN.items()}
+    # On MySQL, google-adk used Python's default protocol, which was 4.
+    written |= {name + " (4)": pickled(WRITTEN[name], 4) for name in ("bytes", "json")}
+    for name in written:
+        await fill(adk.service, [said()], session_id=name)
+    adk.run(
+        "UPDATE events SET actions = :pickled WHERE session_id = :name",
+        *({"name": name, "pickled": value} for name, value in written.items()),
+    )
+    async with adk.source() as source:
+        found = {one.session_id: content for one, content in (await contents(source)).items()}
+    for name in written:
+        session = await adk.service.get_session(app_name="app", user_id="user", session_id=name)
+        assert session is not None
+        (event,) = session.events
+        assert decoded(found[name]) == [events.decode(events.encode(event), 0, 0)], name
+
+
+def program(*parts: bytes) -> bytes:
+    """A pickle: *parts* put one value on the stack."""
+    return b"\x80\x04" + b"".join(parts) + b"."
+
+
+def text(value: str) -> bytes:
+    encoded = value.encode()
+    return b"\x8c" + bytes([len(encoded)]) + encoded
+
+
+def named(module: str, name: str) -> bytes:
+    return text(module) + text(name) + b"\x93"
+
+
+def called(module: str, name: str, argument: bytes) -> bytes:
+    return named(module, name) + argument + b"\x85R"
+
+
+def number(value: int) -> bytes:
+    encoded = value.to_bytes(9, "little", signed=True)
+    return b"\x8a" + bytes([len(encoded)]) + encoded
+
+
+def nested(depth: int, width: int) -> Any:
+    value: Any = "A"
+    for _ in range(depth):
+        value = [value] * width
+    return value
+
+
+def tuples(depth: int) -> bytes:
+    """A tuple that contains a tuple twice, and so on; as a key, its hash takes 2**depth steps."""
+    return b")\x94" + b"".join(b"h%c\x86\x94" % n for n in range(depth))
+
+
+MODEL = named("google.adk.events.event_actions", "EventActions") + b")\x81"
+# Integers with one hash, because Python's hash of an integer is its remainder by this number.
+EQUAL_HASHES = b"".join(number(n * (2**61 - 1)) + b"N" for n in range(1, 200))
+LIST_OF_ITSELF: list[Any] = []
+LIST_OF_ITSELF.append(LIST_OF_ITSELF)
+ENUM_MEMBER = called("google.adk.auth.auth_credential", "AuthCredentialTypes", text("http"))
+
+HOSTILE = {
+    "a list of lists of lists": pickled(nested(7, 12)),
+    "an array of 300 MB": program(
+        called("builtins", "list", called("builtins", "bytearray", b"J" + struct.pack("<i", 3**18)))
+    ),
+    "one array that is copied many times": program(
+        b"B" + struct.pack("<i", 100_000) + bytes(100_000) + b"\x94](",
+        called("builtins", "bytearray", b"h\x00") * 1000,
+        b"e",
+    ),
+    "a memo of 2**31 entries": program(b"Nr" + struct.pack("<I", 2**31 - 1)),
+    "bytes that are missing": program(b"\x8e" + struct.pack("<Q", 2**40)),
+    "a key that takes long to hash": program(b"}", tuples(40), b"Ns"),
+    "keys with equal hashes": program(b"}(", EQUAL_HASHES, b"u"),
+    "a set of values with equal hashes": program(b"\x8f(", EQUAL_HASHES, b"\x90"),
+    "10,000 levels": program(b"]" * 10_000 + b"a" * 9_999),
+    "a list that contains itself": pickled(LIST_OF_ITSELF),
+    "a list that grows after it was used": program(b"]\x94]h\x00ah\x00Na0"),
+    "an integer of a million digits": pickled(10**1_000_000),
+    "a number with a large exponent": pickled(Decimal("1E+99999999")),
+    "a change of an enum": program(ENUM_MEMBER, b"}", text("_value_"), text("evil"), b"sb"),
+    "a change of a class": program(named("uuid", "UUID"), b"N}", text("a"), b"Ns\x86b"),
+    "an object with arguments": program(named("builtins", "bytes"), b"K\x05\x85\x81"),
+    "an opcode of protocol 0": b"cbuiltins\nlist\n(tR.",
+    "something that is called, and no global": program(b"N)R"),
+    "too few values": program(b"a"),
+    "a mark without end": program(b"N(N"),
+    "no end": b"\x80\x04N",
+}
+
+
+async def test_hostile_pickle_makes_only_its_session_unreadable(adk: Adk) -> None:
+    await fill(adk.service, [said()], session_id="good")
+    for name in HOSTILE:
+        await fill(adk.service, [said()], session_id=name)
+    adk.run(
+        "UPDATE events SET actions = :pickled WHERE session_id = :name",
+        *({"name": name, "pickled": value} for name, value in HOSTILE.items()),
+    )
+    async with adk.source() as source:
+        found = {one.session_id: content for one, content in (await contents(source)).items()}
+    assert isinstance(found.pop("good"), SessionContent)
+    assert found.keys() == HOSTILE.keys()
+    for name, content in found.items():
+        assert isinstance(content, UnreadableSession), name
+        assert "event 1 of 1 has actions that are not loaded: " in content.reason, name
+    assert AuthCredentialTypes.HTTP.value == "http"
+    assert not hasattr(uuid.UUID, "a")
+
+
+async def test_number_in_a_column_of_text_or_bytes_allocates_nothing(adk: Adk) -> None:
+    adk.run("ALTER TABLE events DROP COLUMN branch")
+    adk.run("ALTER TABLE events ADD COLUMN branch")  # without a type, SQLite converts no number
+    for column in ("actions", "branch"):
+        await fill(adk.service, [said()], session_id=column)
+        adk.run(f"UPDATE events SET {column} = 10000000000000 WHERE session_id = '{column}'")
+    async with adk.source() as source:
+        found = (await contents(source)).values()
+    assert [type(content) for content in found] == [UnreadableSession] * 2

@@ -1,0 +1,283 @@
+"""The audit log: its records, and what they never contain."""
+
+import json
+import logging
+import sqlite3
+from collections.abc import AsyncIterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.adk.errors.session_not_found_error import SessionNotFoundError
+from google.adk.events import Event
+from google.adk.sessions import DatabaseSessionService
+from google.genai import types
+
+from adk_secure_sessions import (
+    AesGcmBackend,
+    ConfigurationError,
+    DecryptionError,
+    EncryptedArtifactService,
+    EncryptedMemoryService,
+    EncryptedSessionService,
+    WrongKeyError,
+    audit_actor,
+    generate_key,
+)
+from adk_secure_sessions.maintenance import (
+    Database,
+    erase_user,
+    lookup,
+    rotate_data,
+    rotate_master,
+    verify,
+)
+from adk_secure_sessions.migration import AdkTables, PlaintextFallbackService
+
+NEEDLE = "penicillin"
+IDS: Any = {"app_name": "clinic", "user_id": "ada-lovelace", "session_id": "session-of-ada"}
+KEY = generate_key()
+
+
+class Log:
+    """The records of the audit log, as a handler received them."""
+
+    def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
+        self._caplog = caplog
+
+    @property
+    def text(self) -> str:
+        return self._caplog.text
+
+    def records(self, *events: str) -> list[dict[str, Any]]:
+        found = []
+        for record in self._caplog.records:
+            if record.name == "adk_secure_sessions.audit":
+                entry = json.loads(record.getMessage())
+                assert entry == record.__dict__["audit"]
+                found.append(entry)
+        return [entry for entry in found if not events or entry["event"] in events]
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> Log:
+    caplog.set_level(logging.INFO, "adk_secure_sessions.audit")
+    return Log(caplog)
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"sqlite+aiosqlite:///{tmp_path}/s.db"
+
+
+def service_of(url: str, **options: Any) -> EncryptedSessionService:
+    return EncryptedSessionService(url, AesGcmBackend(KEY), **options)
+
+
+@pytest.fixture
+async def service(url: str) -> AsyncIterator[EncryptedSessionService]:
+    async with service_of(url, audit_accesses="readable") as service:
+        yield service
+
+
+def event() -> Event:
+    return Event(author="user", content=types.Content(role="user", parts=[types.Part(text=NEEDLE)]))
+
+
+async def test_new_database_and_its_keys_are_recorded(log: Log, url: str) -> None:
+    async with service_of(url) as service:
+        await service.create_session(**IDS)
+        await service.create_session(app_name="clinic", user_id="ada-lovelace")
+    (opened,) = log.records("database.opened")
+    assert opened["outcome"] == "success"
+    created = log.records("key.created")
+    assert {entry["database"] for entry in created} == {opened["database"]}
+    assert [entry["kind"] for entry in created] == [
+        "index master",
+        "data master",
+        "data key",  # of the app
+        "data key",  # of the user
+    ]
+
+
+async def test_actor_is_the_one_of_the_task(log: Log, service: EncryptedSessionService) -> None:
+    token = audit_actor.set("dr. house")
+    await service.create_session(**IDS)
+    audit_actor.reset(token)
+    await service.get_session(**IDS)
+    assert [
+        (entry["event"], entry["actor"]) for entry in log.records("session.create", "session.read")
+    ] == [
+        ("session.create", "dr. house"),
+        ("session.read", None),
+    ]
+
+
+async def test_each_access_is_recorded_with_its_outcome(
+    log: Log, service: EncryptedSessionService
+) -> None:
+    session = await service.create_session(**IDS, state={"user:a": NEEDLE})
+    await service.append_event(session, event())
+    await service.get_session(**IDS)
+    await service.list_sessions(app_name="clinic")
+    await service.list_sessions_page("clinic", "ada-lovelace", limit=10)
+    await service.get_user_state(app_name="clinic", user_id="ada-lovelace")
+    await service.delete_session(**IDS)
+    await service.get_session(**IDS)
+    with pytest.raises(SessionNotFoundError):
+        await service.append_event(session, event())
+    accesses = [
+        (one["event"], one.get("user"), one.get("session"), one["outcome"], one.get("error"))
+        for one in log.records()
+        if one["event"].startswith(("session", "user"))
+    ]
+    user, name = IDS["user_id"], IDS["session_id"]
+    assert accesses == [
+        ("session.create", user, name, "success", None),
+        ("session.write", user, name, "success", None),
+        ("session.read", user, name, "success", None),
+        ("sessions.list", None, None, "success", None),
+        ("sessions.list", user, None, "success", None),
+        ("user.read", user, None, "success", None),
+        ("session.delete", user, name, "success", None),
+        ("session.read", user, name, "missing", None),
+        ("session.write", user, name, "failure", "SessionNotFoundError"),
+    ]
+    assert NEEDLE not in log.text
+
+
+async def test_new_session_is_recorded_with_the_id_that_it_got(
+    log: Log, service: EncryptedSessionService
+) -> None:
+    session = await service.create_session(app_name="clinic", user_id="ada-lovelace")
+    (created,) = log.records("session.create")
+    assert created["session"] == session.id
+
+
+async def test_blind_ids_are_those_of_lookup(log: Log, url: str) -> None:
+    async with service_of(url, audit_accesses="blind") as service:
+        await service.create_session(**IDS)
+    (created,) = log.records("session.create")
+    async with Database(url, AesGcmBackend(KEY)) as db:
+        tags = {one.kind: one.tag for one in await lookup(db, *IDS.values())}
+    assert (created["user"], created["session"]) == (tags["user"], tags["session"])
+    assert IDS["user_id"] not in log.text
+    assert IDS["session_id"] not in log.text
+
+
+async def test_accesses_are_recorded_only_on_request(log: Log, url: str) -> None:
+    async with service_of(url) as service:
+        await service.create_session(**IDS)
+        await service.get_session(**IDS)
+    assert {entry["event"] for entry in log.records()} == {"database.opened", "key.created"}
+
+
+def test_other_value_for_the_ids_is_rejected(url: str) -> None:
+    with pytest.raises(ConfigurationError, match="audit_accesses"):
+        service_of(url, audit_accesses="plain")
+
+
+async def test_artifacts_and_memory_are_recorded_like_sessions(
+    log: Log, service: EncryptedSessionService, tmp_path: Path
+) -> None:
+    session = await service.create_session(**IDS)
+    await service.append_event(session, event())
+    artifacts = EncryptedArtifactService(service, tmp_path / "blobs")
+    await artifacts.save_artifact(**IDS, filename="scan", artifact=types.Part(text=NEEDLE))
+    await artifacts.load_artifact(**IDS, filename="scan")
+    stream = await artifacts.open_stream(**IDS, filename="scan")
+    assert stream is None or stream.size
+    memory = EncryptedMemoryService(service)
+    await memory.add_session_to_memory(session)
+    await memory.search_memory(app_name="clinic", user_id="ada-lovelace", query=NEEDLE)
+    found = [
+        entry["event"]
+        for entry in log.records()
+        if entry["event"].startswith(("artifact", "memory"))
+    ]
+    assert found == [
+        "artifact.write",
+        "artifact.read",
+        "artifact.read",
+        "memory.write",
+        "memory.read",
+    ]
+    assert NEEDLE not in log.text
+
+
+# --- What was rejected ---
+
+
+async def test_rejected_record_is_recorded_with_its_row_and_reason(
+    log: Log, url: str, tmp_path: Path
+) -> None:
+    async with service_of(url) as service:
+        session = await service.create_session(**IDS)
+        await service.append_event(session, event())
+    with closing(sqlite3.connect(tmp_path / "s.db")) as connection, connection:
+        connection.execute("UPDATE secure_events SET event = substr(event, 1, 40)")
+    async with service_of(url) as service:
+        with pytest.raises(DecryptionError) as caught:
+            await service.get_session(**IDS)
+    (rejected,) = log.records("record.rejected")
+    assert (rejected["table"], rejected["row"]) == (caught.value.table, caught.value.row)
+    assert rejected["reason"] == "authentication"
+    async with Database(url, AesGcmBackend(KEY)) as db:
+        await verify(db)
+    assert [one["row"] for one in log.records("record.rejected")] == [rejected["row"]] * 2
+
+
+async def test_wrong_key_is_recorded(log: Log, url: str) -> None:
+    async with service_of(url) as service:
+        await service.prepare_tables()
+    async with EncryptedSessionService(url, AesGcmBackend(generate_key())) as other:
+        with pytest.raises(WrongKeyError):
+            await other.prepare_tables()
+    outcomes = [(one["outcome"], one.get("error")) for one in log.records("database.opened")]
+    assert outcomes == [("success", None), ("failure", "WrongKeyError")]
+
+
+# --- Commands ---
+
+
+async def test_commands_are_recorded_with_their_counts(log: Log, url: str) -> None:
+    async with service_of(url) as service:
+        await service.create_session(**IDS)
+    async with Database(url, AesGcmBackend(KEY)) as db:
+        await rotate_master(db)
+        await rotate_data(db)
+        tags = {one.kind: one.tag for one in await lookup(db, *IDS.values())}
+        await erase_user(db, "clinic", "ada-lovelace", dry_run=True)
+        await erase_user(db, "clinic", "ada-lovelace")
+        with pytest.raises(ConfigurationError):
+            await erase_user(db, "clinic", 7)  # type: ignore[arg-type]
+    commands = log.records("command")
+    assert [(one["command"], one["outcome"]) for one in commands] == [
+        ("rotate_master", "success"),
+        ("rotate_data", "success"),
+        ("lookup", "success"),
+        ("erase_user", "success"),
+        ("erase_user", "success"),
+        ("erase_user", "failure"),
+    ]
+    trial, erased = commands[3:5]
+    assert trial["dry_run"] is True
+    assert "dry_run" not in erased
+    assert erased["user"] == tags["user"]
+    assert erased["result"]["sessions"] == 1
+    kinds = [entry["kind"] for entry in log.records("key.created")]
+    assert kinds[4:] == ["data master", "data key", "data key"]  # of the two rotations
+    assert "ada-lovelace" not in log.text
+
+
+async def test_reads_of_the_plaintext_source_are_recorded(
+    log: Log, url: str, tmp_path: Path
+) -> None:
+    source = f"sqlite+aiosqlite:///{tmp_path}/adk.db"
+    async with DatabaseSessionService(source) as adk:
+        await adk.create_session(**IDS)
+    async with PlaintextFallbackService(service_of(url), AdkTables(source)) as fallback:
+        assert await fallback.get_session(**IDS)
+    assert log.records("plaintext.read")
+    assert "session-of-ada" not in log.text

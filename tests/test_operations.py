@@ -1,0 +1,183 @@
+"""What docs/operations.md says of backups, restores and capacity.
+
+tests/test_pages.py runs the page's drills for SQLite and PostgreSQL.  MariaDB's is run here, since
+its programs are not on every machine, and so is what the page says without a command.
+"""
+
+import asyncio
+import os
+import re
+import shlex
+import shutil
+import sqlite3
+import subprocess
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.adk.events import Event
+
+from adk_secure_sessions import (
+    AesGcmBackend,
+    EncryptedSessionService,
+    Reason,
+    TamperedError,
+)
+from adk_secure_sessions.maintenance import Database, Verification, verify
+from tests.benchmarks.report import RESULTS
+from tests.benchmarks.results import Results
+from tests.servers import MariaDB, unavailable
+
+PAGE = (Path(__file__).parent.parent / "docs" / "operations.md").read_text("utf-8")
+KEY = bytes(32)
+IDS: dict[str, Any] = {"app_name": "clinic", "user_id": "ada", "session_id": "first"}
+
+
+async def append(service: EncryptedSessionService, **ids: Any) -> None:
+    """Append an event to a session, which is created if it does not exist."""
+    ids = IDS | ids
+    session = await service.get_session(**ids) or await service.create_session(**ids)
+    await service.append_event(session, Event(author="user", invocation_id="i"))
+
+
+async def fill(db_url: str, key_db_url: str | None = None, **ids: Any) -> None:
+    async with EncryptedSessionService(
+        db_url, AesGcmBackend(KEY), key_db_url=key_db_url
+    ) as service:
+        await append(service, **ids)
+
+
+async def verified(db_url: str, key_db_url: str | None = None) -> Verification:
+    async with Database(db_url, AesGcmBackend(KEY), key_db_url=key_db_url) as db:
+        return await verify(db)
+
+
+def vacuumed(source: Path, target: Path) -> Path:
+    with closing(sqlite3.connect(source)) as connection:
+        connection.execute("VACUUM INTO ?", [str(target)])
+    return target
+
+
+# --- backups -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["VACUUM INTO", ".backup"])
+async def test_backup_made_while_a_service_writes_is_intact(tmp_path: Path, how: str) -> None:
+    source, target = tmp_path / "sessions.db", tmp_path / "backup.db"
+    async with EncryptedSessionService(f"sqlite:///{source}", AesGcmBackend(KEY)) as service:
+        await append(service)
+
+        async def write() -> None:
+            for _ in range(20):
+                await append(service)
+
+        def copy() -> None:
+            if how == "VACUUM INTO":
+                vacuumed(source, target)
+                return
+            with closing(sqlite3.connect(source)) as old, closing(sqlite3.connect(target)) as new:
+                old.backup(new)
+
+        await asyncio.gather(write(), asyncio.to_thread(copy))
+    found = await verified(f"sqlite:///{target}")
+    assert found.bad == found.unchecked == 0
+    assert found.sessions == 1
+
+
+async def test_running_service_says_to_restart_after_a_restore(tmp_path: Path) -> None:
+    database = tmp_path / "sessions.db"
+    async with EncryptedSessionService(f"sqlite:///{database}", AesGcmBackend(KEY)) as service:
+        await append(service)
+        backup = vacuumed(database, tmp_path / "backup.db")
+        session = await service.get_session(**IDS)
+        assert session is not None
+        event = Event(author="user", invocation_id="i")
+        event.actions.state_delta["user:key"] = 1
+        await service.append_event(session, event)
+        with closing(sqlite3.connect(backup)) as older, closing(sqlite3.connect(database)) as now:
+            older.backup(now)
+        with pytest.raises(TamperedError, match="restored from a backup, restart the service"):
+            await service.get_session(**IDS)
+    await fill(f"sqlite:///{database}")  # a new service
+    assert (await verified(f"sqlite:///{database}")).bad == 0
+
+
+async def test_key_database_must_not_be_older_than_the_data(tmp_path: Path) -> None:
+    data, keys = tmp_path / "data.db", tmp_path / "keys.db"
+    await fill(f"sqlite:///{data}", f"sqlite:///{keys}")
+    older = {path: vacuumed(path, path.with_suffix(".old")) for path in (data, keys)}
+    await fill(f"sqlite:///{data}", f"sqlite:///{keys}", user_id="bob")
+
+    newer_keys = await verified(f"sqlite:///{older[data]}", f"sqlite:///{keys}")
+    assert newer_keys.bad == 0
+    older_keys = await verified(f"sqlite:///{data}", f"sqlite:///{older[keys]}")
+    assert [one.reason for one in older_keys.problems] == [Reason.UNKNOWN_KEY]
+    assert re.search("its data key .* is not known", older_keys.problems[0].detail)
+
+
+@pytest.mark.soak
+async def test_drill_for_mariadb(mariadb: MariaDB, tmp_path: Path) -> None:
+    for program in ("mariadb-dump", "mariadb-admin", "mariadb"):
+        if shutil.which(program) is None:
+            unavailable(f"no {program} here: on Debian, apt-get install mariadb-client")
+    with mariadb.database() as url:
+        source = url.set(drivername="mariadb+asyncmy").render_as_string(hide_password=False)
+        await fill(source)
+        assert url.database is not None
+        restored = f"{url.database}_restored"
+        section = PAGE.split("### MySQL and MariaDB")[1].split("###")[0]
+        commands = re.findall(r"^\| (?:back up|restore) \| `([^`]+)` \|$", section, re.MULTILINE)
+        assert len(commands) == 3
+        options = ["--defaults-extra-file=options"]
+        client = {
+            "host": url.host,
+            "port": url.port,
+            "user": url.username,
+            "password": url.password,
+            "socket": url.query.get("unix_socket"),
+        }
+        lines = [f"{name}={value}\n" for name, value in client.items() if value is not None]
+        (tmp_path / "options").write_text("[client]\n" + "".join(lines))
+        try:
+            for command in commands:
+                program, *arguments = shlex.split(
+                    re.sub(r"\bclinic\b(?!\.)", url.database, command).replace(
+                        "clinic_restored", restored
+                    )
+                )
+                subprocess.run(
+                    [program, *options, *arguments],
+                    cwd=tmp_path,
+                    env={**os.environ},
+                    check=True,
+                    capture_output=True,
+                )
+            await fill(source, session_id="second")
+            target = url.set(drivername="mariadb+asyncmy", database=restored)
+            found = await verified(target.render_as_string(hide_password=False))
+            assert found.bad == found.unchecked == 0
+            assert found.sessions == found.events == 1
+        finally:
+            with mariadb.admin.connect() as connection:
+                connection.exec_driver_sql(f"DROP DATABASE IF EXISTS {restored}")
+
+
+# --- capacity ------------------------------------------------------------------------------------
+
+
+def test_planned_sizes_are_not_below_the_measured_ones() -> None:
+    """The rules of the page's table, for the sizes that the benchmarks have measured."""
+    assert "| an event | the length of its JSON, and 300 |" in PAGE
+    assert "| the length of the JSON of its state, 10 % of it, and 700 |" in PAGE
+    figures = Results.load(RESULTS).figures
+    checked = 0
+    for name, figure in figures.items():
+        found = re.fullmatch(r"(\w+)/stored/(event|session, .*)/(aesgcm|fernet)", name)
+        if found is None:
+            continue
+        json = figures[f"{found[1]}/stored/{found[2]}/JSON"].value
+        planned = json + 300 if found[2] == "event" else 1.1 * json + 700
+        assert figure.value <= planned, name
+        checked += 1
+    assert checked >= 20

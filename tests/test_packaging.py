@@ -1,0 +1,161 @@
+"""The wheel and the source distribution hold the right files, and an index can show the README."""
+
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email.message import Message
+from email.parser import Parser
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+# The environments that test one release of google-adk do not have it.
+pytest.importorskip("hatchling", reason="building the package needs the extra [dev]")
+
+from hatch_build import description
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PACKAGE = ROOT / "src" / "adk_secure_sessions"
+
+
+class Built(NamedTuple):
+    sdist: Path
+    wheel: Path
+    wheel_of_sdist: Path
+
+
+def hatchling(source: Path, target: Path, kind: str) -> Path:
+    command = [sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", str(target)]
+    subprocess.run(command, cwd=source, check=True, capture_output=True)
+    (path,) = target.iterdir()
+    return path
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """Both distributions; the second wheel is built from the sdist, whose files get other modes."""
+    folder = tmp_path_factory.mktemp("built")
+    sdist = hatchling(ROOT, folder / "sdist", "sdist")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder / "source", filter="data")
+    (source,) = (folder / "source").iterdir()
+    for path in source.rglob("*"):
+        path.chmod(0o700 if path.is_dir() else 0o600)
+    wheel = hatchling(ROOT, folder / "wheel", "wheel")
+    return Built(sdist, wheel, hatchling(source, folder / "again", "wheel"))
+
+
+@pytest.fixture(scope="module")
+def metadata(built: Built) -> Message:
+    with zipfile.ZipFile(built.wheel) as archive:
+        (name,) = (one for one in archive.namelist() if one.endswith(".dist-info/METADATA"))
+        return Parser().parsestr(archive.read(name).decode())
+
+
+def files_of_git() -> set[str]:
+    """Tracked files, and new ones that are not ignored."""
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        pytest.skip("the list of the repository's files needs git and a clone")
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    return {name for name in listed.stdout.splitlines() if (ROOT / name).is_file()}
+
+
+def test_wheel_holds_the_package_and_nothing_else(built: Built) -> None:
+    with zipfile.ZipFile(built.wheel) as archive:
+        names = set(archive.namelist())
+    info = {name for name in names if ".dist-info/" in name}
+    assert {name.split(".dist-info/")[1] for name in info} == {
+        "METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE",
+    }  # fmt: skip
+    package = {path for path in PACKAGE.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    assert names - info == {str(path.relative_to(PACKAGE.parent)) for path in package}
+    assert "adk_secure_sessions/py.typed" in names
+    assert {Path(name).suffix for name in names - info} == {".py", ".typed"}
+
+
+def test_source_distribution_holds_the_files_of_the_repository(built: Built) -> None:
+    with tarfile.open(built.sdist) as archive:
+        members = archive.getmembers()
+    assert all(member.isfile() for member in members), "a link or a device"
+    names = {member.name.partition("/")[2] for member in members}
+    assert names - {"PKG-INFO"} == files_of_git()
+
+
+def test_source_distribution_builds_the_same_wheel(built: Built) -> None:
+    assert built.wheel_of_sdist.read_bytes() == built.wheel.read_bytes()
+
+
+def test_metadata_is_of_a_version_that_installers_know(metadata: Message) -> None:
+    assert metadata["Metadata-Version"] == "2.4"
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Description-Content-Type"] == "text/markdown"
+
+
+def links(markdown: str) -> list[str]:
+    return re.findall(r"\]\(([^)]+)\)", markdown)
+
+
+def test_description_is_the_readme_without_links_that_lead_nowhere(metadata: Message) -> None:
+    shown = metadata.get_payload()
+    assert isinstance(shown, str)
+    assert [link for link in links(shown) if not link.startswith("https://")] == []
+    assert "[start:" not in shown
+    # The text of the links, and the blocks of code, stay.
+    assert "[tutorial](docs/tutorial.md)" in README
+    assert ", tutorial, " in shown
+    code = re.findall(r"^```.*?^```$", README, re.MULTILINE | re.DOTALL)
+    assert len(code) >= 3
+    assert [block for block in code if block not in shown] == []
+
+
+def test_links_of_the_description_lead_to_the_tag_of_the_version() -> None:
+    top = "https://git.test/team/project"
+    shown = description(README, f"{top}/", "7.8.9")
+    of_files = [link for link in links(README) if "://" not in link]
+    assert len(of_files) >= 20
+    assert [link for link in links(shown) if link.startswith(top)] == [
+        f"{top}/blob/v7.8.9/{link}" for link in of_files
+    ]
+    assert [link for link in links(shown) if not link.startswith("https://")] == []
+
+
+def test_links_in_code_stay_as_they_are() -> None:
+    text = "[a](b.md)\n```python\nx = y[0](z)\n```\n[c](https://d.test)\n"
+    assert description(text, None, "1") == "a\n```python\nx = y[0](z)\n```\n[c](https://d.test)\n"
+
+
+class Html(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.addresses: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.addresses += [value or "" for name, value in attributes if name in ("href", "src")]
+
+
+# Of the renderer's own dependencies.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("repository", [None, "https://git.test/team/project"])
+def test_index_renders_the_description(repository: str | None) -> None:
+    """With the library that indexes use; it removes what they do not allow."""
+    from readme_renderer.markdown import render
+
+    rendered = render(description(README, repository, "2.0.0"))
+    assert rendered is not None
+    html = Html(rendered)
+    assert html.tags.count("table") == 1
+    assert html.tags.count("pre") == 3
+    # The renderer gives each heading a link to itself.
+    addresses = [one for one in html.addresses if not one.startswith("#user-content-")]
+    assert len(addresses) >= (1 if repository is None else 20)
+    assert [one for one in addresses if not one.startswith("https://")] == []
