@@ -71,8 +71,9 @@ lint: .venv/.installed ## check rules and formatting with ruff, workflows with z
 lint-workflows: $(BIN)/actionlint ## check the workflows with actionlint, which needs Go
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/actionlint -color
 
-types: .venv/.installed ## mypy --strict on all Python files; every public name has a known type
+types: .venv/.installed ## mypy --strict on all Python files, also as on Windows; every public name has a known type
 	$(BIN)/mypy
+	$(BIN)/mypy --platform win32 --cache-dir .mypy_cache/win32 src
 	report=$$(PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pyright --verifytypes adk_secure_sessions --ignoreexternal) || \
 	  { echo "$$report" | grep error; exit 1; }
 

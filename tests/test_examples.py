@@ -73,7 +73,7 @@ PROGRAMS = {
         "adk_secure_sessions adk web",
     ],
 }
-OF_DEVELOPMENT = {"make_screenshot.py", "make_sql.py", "make_vectors.py"}
+OF_DEVELOPMENT = {"freeze_release.py", "make_screenshot.py", "make_sql.py", "make_vectors.py"}
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,7 @@ from adk_secure_sessions.cli import main
 from adk_secure_sessions.db.sqlite import file_uri
 from adk_secure_sessions.integrations import adk
 from adk_secure_sessions.integrations.object_store import open_store
-from adk_secure_sessions.migration.adk_target import create_private_file
+from adk_secure_sessions.migration.adk_target import create_private_file, new_private_file
 from tests.pages import ROOT
 
 WINDOWS_PATHS = [r"C:\data\clinic", "C:/data/clinic", r"\\server\share\clinic", r"data\clinic"]
@@ -144,8 +144,9 @@ def test_mode_of_a_file_means_nothing_on_windows() -> None:
         Path("any.key").write_text(generate_key())
         Path("any.key").chmod(mode)
         FileKey("any.key")
-        create_private_file(Path("any.key"), must_be_new=False)
+        create_private_file(Path("any.key"))
         Path("any.key").unlink()
+    new_private_file(Path("export.jsonl")).close()
 
 
 @pytest.mark.usefixtures("on_windows")

@@ -528,7 +528,7 @@ def new_private_file(path: Path) -> BinaryIO:
 def _create(path: Path) -> int | None:
     """Create a file with mode 0600, and return its descriptor; None if the file exists."""
     try:
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
         return None
 
