@@ -271,7 +271,11 @@ class AdkTables(LookupSource):
         return executors_for(*self._place, None, None, {}).data
 
     async def tables(self) -> Tables:
-        """Return the SQL of the tables, which must exist."""
+        """Return the statements for the source's tables.
+
+        Raises:
+            ConfigurationError: The tables do not exist or cannot be read: see `Tables`.
+        """
         return await self._tables()
 
     def convert_states(

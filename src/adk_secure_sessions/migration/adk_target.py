@@ -1,6 +1,7 @@
-"""Write sessions into the tables of google-adk's `DatabaseSessionService` (schema v1), and compare.
+"""Write sessions into google-adk's tables, and compare the stored rows with the sessions.
 
-google-adk's own code creates the tables, and its own classes convert rows back into events.
+The tables are those of `DatabaseSessionService`, schema v1.  google-adk's own code creates them,
+and its own classes convert rows back into events.
 """
 
 import inspect
