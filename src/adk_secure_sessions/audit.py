@@ -197,8 +197,9 @@ def accessed(
 @cache
 def _warn_that_it_is_off() -> None:
     """Log a warning, once in this process, that accesses are not recorded."""
-    # Not to the audit log, whose records are JSON.
-    logging.getLogger("adk_secure_sessions").warning(
+    # This is not a record of the audit log, whose messages are JSON.
+    logger = logging.getLogger("adk_secure_sessions")
+    logger.warning(
         "audit_accesses is set, but no access is recorded: switch the logger "
         "adk_secure_sessions.audit on with setLevel(logging.INFO)"
     )
