@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.crypto.key_material import hides_frames
 from adk_secure_sessions.audit import command
+from adk_secure_sessions.crypto.key_material import hides_frames
 from adk_secure_sessions.errors import (
     ArtifactStoreError,
     DatabaseError,
