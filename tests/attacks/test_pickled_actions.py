@@ -135,6 +135,11 @@ HOSTILE = {
     "a list that grows after it was used": program(b"]\x94]h\x00ah\x00Na0"),
     "an integer of a million digits": pickled(10**1_000_000),
     "a number with a large exponent": pickled(Decimal("1E+99999999")),
+    "exponents that become digits": pickle.dumps(
+        EventActions.model_construct(
+            artifact_delta={str(n): Decimal(f"{n + 1}E4000") for n in range(1000)}
+        )
+    ),
     "a change of an enum": program(ENUM_MEMBER, b"}", text("_value_"), text("evil"), b"sb"),
     "a change of a class": program(named("uuid", "UUID"), b"N}", text("a"), b"Ns\x86b"),
     "an object with arguments": program(named("builtins", "bytes"), b"K\x05\x85\x81"),
