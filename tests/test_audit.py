@@ -7,6 +7,7 @@ import sqlite3
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import closing
+from contextvars import copy_context
 from pathlib import Path
 from typing import Any
 
@@ -357,7 +358,7 @@ async def test_accesses_with_fallback_are_recorded_once_and_with_their_outcome(
 
 
 async def test_cancelled_access_ends_at_once_and_is_recorded(
-    log: Log, url: str, monkeypatch: pytest.MonkeyPatch
+    log: Log, url: str, source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with service_of(url, audit_accesses="blind") as service:
         monkeypatch.setattr(service._store.unit, "_open_keyring", lambda _: asyncio.sleep(60))
@@ -367,11 +368,13 @@ async def test_cancelled_access_ends_at_once_and_is_recorded(
         done, _ = await asyncio.wait({read}, timeout=5)
         assert done
         assert read.cancelled()
-        abandoned = service.get_session(**IDS)
-        abandoned.send(None)
-        abandoned.close()  # raises RuntimeError if the coroutine waits for anything
+        fallback = PlaintextFallbackService(service, AdkTables(source))
+        for each in (service, fallback):
+            abandoned = each.get_session(**IDS)
+            copy_context().run(abandoned.send, None)
+            abandoned.close()  # raises RuntimeError if the coroutine waits for anything
     errors = [(one["app"], one["error"]) for one in log.records("session.read")]
-    assert errors == [("clinic", "CancelledError"), ("clinic", "GeneratorExit")]
+    assert errors == [("clinic", "CancelledError"), *[("clinic", "GeneratorExit")] * 2]
 
 
 async def test_actor_that_is_no_text_is_recorded_as_text(

@@ -199,11 +199,12 @@ def accessed(
                 return await method(service, *args, **kwargs)
             if covers is None:
                 return await recorded(service, *args, **kwargs)
-            token = _covered.set(covers(service))
+            before = _covered.get()
+            _covered.set(covers(service))
             try:
                 return await recorded(service, *args, **kwargs)
             finally:
-                _covered.reset(token)
+                _covered.set(before)  # `reset` raises an error if another context ends the call
 
         return measured(call) if covers is None else call
 
