@@ -241,8 +241,8 @@ class _Span:
         if self._token is not None:
             _instruments().context.detach(self._token)
             if error is not None:
-                # Not `record_exception`: an error may come from other code, whose text may
-                # contain anything.
+                # Do not call `record_exception`, which records the text of the error: an error
+                # from other code may contain plaintext.
                 self._span.set_attribute(ERROR, type(error).__qualname__)
                 self._span.set_status(_instruments().trace.StatusCode.ERROR)
         self._span.end()
