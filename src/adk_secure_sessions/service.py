@@ -1,4 +1,4 @@
-"""`EncryptedSessionService`, which implements ADK's `BaseSessionService` with `storage`."""
+"""`EncryptedSessionService`, which implements ADK's `BaseSessionService`."""
 
 import logging
 import re

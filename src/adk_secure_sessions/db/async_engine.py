@@ -503,8 +503,8 @@ class LoopBinding:
     def _move(self, pid: int) -> None:
         """Discard the connections of the previous event loop or of the parent process.
 
-        Raises ConfigurationError if they are in use, or if the application created the engine: then we
-        must not discard its connections.
+        Raises ConfigurationError if the previous event loop may still use these connections, or if
+        the application created the engine: its connections must not be discarded here.
         """
         keeps = self._connections_need_loop and not isinstance(self._engine.pool, NullPool)
         alive = self._loop is not None and pid == self._pid and not self._loop.is_closed()

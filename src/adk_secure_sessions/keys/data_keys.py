@@ -200,7 +200,7 @@ class StagedKeys:
         # Data keys from the cache, which may remove or replace them during the transaction.
         self._cached: dict[bytes, OwnerKeys] = {}
         self._owners: dict[int, bytes] = {}  # the owner's tag, by data key id
-        self._rejected: dict[int, DecryptionError] = {}  # by data key id
+        self._rejected: dict[int, DecryptionError] = {}  # errors of rejected rows, by data key id
         self._rejected_of: dict[bytes, DecryptionError] = {}  # by the column `owner` of the row
         self._taken: dict[bytes, int] = {}  # highest generation by owner, including rejected rows
         self.new_rows: list[DataKeyRow] = []

@@ -147,8 +147,8 @@ class Keyring(KeyMaterial):
         database_id: The id of the database, 16 bytes.
         index: The index master, as the object that computes blind indexes.
         masters: The data masters by id.
-        current_id: The id of the data master that wraps new data keys; None if the keyring
-            has no usable data master yet.
+        current_id: The id of the data master that wraps new data keys; None if the keyring has only
+            data masters that are stored as plaintext, and this process writes encrypted records.
         rows: The accepted rows by id: the rows of `masters` and the row of the index master.
         separation: The state of an unfinished `separate`; None if there is none.
         former: Data masters by id that are not used any more, because their rows have changed and
@@ -368,8 +368,8 @@ async def open_keyring(
 
     The newest data master (by `created_at`) under the writer's root key wraps new data keys.  If
     there is no such data master, the newest one under another root key wraps them: a process does
-    not create master keys only because its writing backend has a new root key.  A master key that
-    is stored as plaintext is usable only if the writing backend is `NoOpBackend`.
+    not create master keys only because its writing backend has a new root key.  A data master that
+    is stored as plaintext wraps new data keys only if the writing backend is `NoOpBackend`.
 
     Without *known*, a row that is not valid raises an error that names the row.  With *known*, such
     a row is logged and rejected, so that an attacker cannot stop a running service by inserting a

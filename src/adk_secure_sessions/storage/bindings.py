@@ -587,7 +587,7 @@ def open_events(
     """Decrypt the events in *history*; check that each contains the link of the event before it.
 
     A history may have thousands of events.  Therefore, the parts of the context and the cipher,
-    which are the same for many events, are computed once.
+    which many events have in common, are computed once.
 
     Args:
         attempt: Contains the data keys and the ids of the session.
@@ -632,8 +632,9 @@ def open_events(
 def check_head(attempt: Attempt, session: StoredSession, last: bytes | None) -> None:
     """Check that *last*, the link of the last event, is the link that the session's row contains.
 
-    If *last* is None, the last event was not read, and nothing is checked.  If the links are equal,
-    set `has_proven_head` of the cached session.  Otherwise, raise TamperedError.
+    If *last* is None, the last event was not read, and nothing is checked.  If the links differ,
+    raise TamperedError.  If the links are equal, set `has_proven_head` of the cached session, so
+    that the next append needs no read.
     """
     if last is None:
         return

@@ -606,7 +606,7 @@ class Collections:
         """Replace all items of a collection by *items*, in one transaction.
 
         The collection gets a new row id.  If another process has read the old items, and then
-        appends to them, it gets StaleRevision.
+        appends an item with their *expected* value, its append raises StaleRevision.
 
         Raises:
             StaleRevision: The stored collection has another row id or revision than *expected*.

@@ -515,7 +515,8 @@ class RewriteItems(Write[StoredSession]):
 
     The collection's row gets a new row id, as if the collection had been deleted and created again.
     Therefore the record of an old item cannot be decrypted as one of the new items.  If another
-    process has read the old items, and then appends to them, it gets StaleRevision.
+    process has read the old items, and then appends an item to them, its append raises
+    StaleRevision.
 
     `attempt` returns the updated row.  It raises MissingSession if the collection does not exist,
     and StaleRevision if its row id or revision differs from that in *expected*.
