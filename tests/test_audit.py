@@ -22,6 +22,7 @@ from adk_secure_sessions import (
     EncryptedMemoryService,
     EncryptedSessionService,
     WrongKeyError,
+    audit,
     audit_actor,
     generate_key,
 )
@@ -171,6 +172,34 @@ async def test_accesses_are_recorded_only_on_request(log: Log, url: str) -> None
         await service.create_session(**IDS)
         await service.get_session(**IDS)
     assert {entry["event"] for entry in log.records()} == {"database.opened", "key.created"}
+
+
+async def test_accesses_that_are_not_recorded_are_a_warning(
+    caplog: pytest.LogCaptureFixture, url: str
+) -> None:
+    audit._warn_that_it_is_off.cache_clear()
+    async with service_of(url, audit_accesses="blind") as service:
+        await service.create_session(**IDS)
+        await service.get_session(**IDS)
+    (warning,) = caplog.records
+    assert (warning.levelname, "no access is recorded" in warning.message) == ("WARNING", True)
+
+
+async def test_handler_that_raises_stops_the_call(
+    log: Log, service: EncryptedSessionService
+) -> None:
+    class Full(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise OSError("no space left")
+
+    handler = Full()
+    audit.logger.addHandler(handler)
+    try:
+        with pytest.raises(OSError, match="no space left"):
+            await service.create_session(**IDS)
+    finally:
+        audit.logger.removeHandler(handler)
+    assert log.records("session.create") == []
 
 
 def test_other_value_for_the_ids_is_rejected(url: str) -> None:

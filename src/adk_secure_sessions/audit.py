@@ -185,6 +185,8 @@ def accessed(
         @wraps(method)
         async def call(service: A, /, *args: P.args, **kwargs: P.kwargs) -> T:
             read_ids = service._access_ids
+            if read_ids is not None and not is_on():
+                _warn_that_it_is_off()
             if read_ids is None or not is_on():
                 try:
                     return await method(service, *args, **kwargs)
@@ -209,6 +211,17 @@ def accessed(
         return measured(call)
 
     return decorate
+
+
+@cache
+def _warn_that_it_is_off() -> None:
+    """Log a warning, once in this process, that accesses are not recorded."""
+    # This is not a record of the audit log, whose messages are JSON.
+    logger = logging.getLogger("adk_secure_sessions")
+    logger.warning(
+        "audit_accesses is set, but no access is recorded: switch the logger "
+        "adk_secure_sessions.audit on with setLevel(logging.INFO)"
+    )
 
 
 async def _record_access(

@@ -596,14 +596,19 @@ def ids_for_audit(unit: UnitOfWork, ids: str | None) -> ReadIds | None:
         ConfigurationError: *ids* is not `blind`, `readable` or None.
     """
 
+    async def database() -> str:
+        return (await unit.keys()).keyring.database_id.hex()
+
     async def readable(app_name: str, user_id: str, session_id: str) -> dict[str, object]:
-        return {"app": app_name, "user": user_id or None, "session": session_id or None}
+        ids = {"app": app_name, "user": user_id or None, "session": session_id or None}
+        return {"database": await database(), **ids}
 
     async def blind(app_name: str, user_id: str, session_id: str) -> dict[str, object]:
         who = await unit.identify(app_name, user_id, session_id)
         user = who.user_tag.hex() if user_id else None
         session = who.session_tag.hex() if session_id else None
-        return {"app": app_name, "user": user, "session": session}
+        ids = {"app": app_name, "user": user, "session": session}
+        return {"database": await database(), **ids}
 
     if ids is None:
         return None
