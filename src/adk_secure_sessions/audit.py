@@ -87,7 +87,7 @@ def record_opened(database_id: bytes | None, error: str | None) -> None:
 def record_new_key(database_id: bytes, kind: str, key_id: int, **facts: object) -> None:
     """Write an audit record of a new key, after the key was stored.
 
-    *kind* is `data key`, or the kind of the master key.
+    *kind* is `data key`, `data master` or `index master`.
     """
     record("key.created", database=database_id.hex(), kind=kind, key=key_id, **facts)
 

@@ -27,7 +27,7 @@ class ClosedByWith(ABC):
 class LoopLocks:
     """Asyncio locks, one for each event loop and key, created on first use.
 
-    A lock that no task holds or waits for is removed, so unused keys take no memory.
+    A lock that no task holds or waits for is removed, so unused locks take no memory.
     """
 
     def __init__(self) -> None:

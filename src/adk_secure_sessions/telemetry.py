@@ -42,7 +42,8 @@ _SECONDS = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5,
     5.0, 10.0,
 )  # fmt: skip
-# The same for encryption and decryption: encrypting one record takes some microseconds.
+# The upper limits for the time of encryption and decryption, in seconds.  Encrypting one record
+# takes some microseconds.
 _CIPHER_SECONDS = (
     0.000005, 0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01,
     0.025, 0.05, 0.1, 0.25, 1.0,

@@ -1,11 +1,11 @@
-"""Decrypt what the backends of the distribution adk-secure-sessions 1.x have encrypted.
+"""Decrypt values that the backends of the distribution adk-secure-sessions 1.x have encrypted.
 
 That distribution is another author's, with the same name.  Only `migration.package_1x` uses this
 module, and nothing is encrypted with it.
 
 `FernetBackend` of 1.x takes a Fernet key or a passphrase.  From a passphrase, it derives keys with
 PBKDF2, and since release 1.2 also with HKDF and a salt for each value.  `AesGcmBackend` takes 32
-bytes.  Neither has associated data.
+bytes.  Neither backend uses associated data.
 """
 
 import hashlib

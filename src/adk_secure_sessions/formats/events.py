@@ -27,7 +27,7 @@ _serializer = Event.__pydantic_serializer__
 
 
 def prepare(event: Event, state: JsonObject) -> None:
-    """Change *event* into what is stored: move the `temp:` keys of its state delta to *state*.
+    """Prepare *event* for `encode`: move the `temp:` keys of its state delta to *state*.
 
     An event without an id gets one.  Otherwise, google-adk would give it a new id each time that
     the stored event is read.

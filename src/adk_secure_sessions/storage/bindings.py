@@ -340,7 +340,8 @@ def witness_context(app_name: str, tag: bytes, number: int) -> bytes:
 def session_context(app_name: str, user_id: str, tag: bytes, *numbers: int) -> bytes:
     """Return the context of a session's row.
 
-    *numbers* are the columns id, user_row, revision, base_revision, created_at and updated_at.
+    *numbers* are the columns id, user_row, revision, base_revision, created_at, updated_at and
+    expires_at.
     """
     return records.context(("session", app_name, user_id, tag), *numbers)
 

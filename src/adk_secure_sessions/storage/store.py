@@ -655,7 +655,7 @@ class Feature:
     async def ensure(self) -> None:
         """Add the feature to the database if it is missing.
 
-        Only the first call of this method accesses the database, and each first call after this
+        A call accesses the database only if it is the first call, or the first call after this
         process has read the keyring again.
         """
         keyring = (await self._unit.keys()).keyring

@@ -281,9 +281,9 @@ class UnitOfWork:
         """Attempt *operation* until it succeeds, and return its result.
 
         Afterwards, cache the data keys that the operation has read or created.  Cached data keys
-        are read again only if a record names a data key that is not cached.  The keyring is read
-        again if the marks of its rows have changed, or if a transaction that stores a new data key
-        meets a conflict.
+        are read again if a record names a data key that is not cached, or if the operation may need
+        a new data key.  The keyring is read again if another process has changed it, or if a
+        transaction that stores a new data key meets a conflict.
 
         Raises the errors of the operation, of *open_keyring* and of `Retries.wait`.
         """
