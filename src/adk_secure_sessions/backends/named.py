@@ -40,7 +40,7 @@ def backends_for(
     for name in dict.fromkeys(names):
         if name == NO_OP:
             with warnings.catch_warnings():
-                # Whoever gives the name `no-op` has read the same warning in its documentation.
+                # Do not warn again: the documentation of the name `no-op` contains this warning.
                 warnings.simplefilter("ignore")
                 made.append(NoOpBackend())
         else:
