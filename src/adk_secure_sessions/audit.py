@@ -1,7 +1,9 @@
 """The audit log: who did what with the encrypted data, and what was rejected; docs/audit.md.
 
-Each record is one line of JSON, the message of a record of the logger `adk_secure_sessions.audit`
-with level INFO.  No record contains plaintext or a key.
+The log consists of audit records.  Each is one line of JSON, which the logger
+`adk_secure_sessions.audit` writes with level INFO.  No audit record contains a key, a state or the
+content of an event.  Ids of users and sessions are hashed, unless a service was created with
+`audit_accesses="readable"`.
 """
 
 import getpass
@@ -30,12 +32,12 @@ audit_actor: ContextVar[str | None] = ContextVar("audit_actor", default=None)
 The application sets it, for example in the middleware that authenticates a request.
 """
 
-# What the running command adds to its record.
+# The facts that the running command adds to its audit record; None if no command runs.
 _facts: ContextVar[dict[str, object] | None] = ContextVar("audit_facts", default=None)
 
 
 def is_on() -> bool:
-    """Return whether anybody receives the audit log."""
+    """Return whether the logger of the audit log is enabled."""
     return logger.isEnabledFor(logging.INFO)
 
 
@@ -94,12 +96,12 @@ def record(event: str, **facts: object) -> None:
         "process": os.getpid(),
         **{name: value for name, value in facts.items() if value is not None},
     }
-    # `audit` has the same facts for handlers that do not want to parse the message.
+    # The attribute `audit` contains the same facts, for log handlers that do not parse the message.
     logger.info("%s", json.dumps(entry), extra={"audit": entry})
 
 
 def record_rejected(error: DecryptionError) -> None:
-    """Count a stored value that was rejected, and write a record of it."""
+    """Count a stored value that was rejected with *error*, and write an audit record of it."""
     count_rejected(error)
     record(
         "record.rejected",
@@ -111,14 +113,22 @@ def record_rejected(error: DecryptionError) -> None:
 
 
 def record_opened(database_id: bytes | None, error: str | None) -> None:
-    """Write a record of a database that this process has opened, or could not open."""
+    """Write an audit record: this process has opened a database, or could not open it.
+
+    Args:
+        database_id: The id of the database; None if it could not be opened.
+        error: The name of the error's class; None if the database was opened.
+    """
     database = database_id.hex() if database_id else None
     outcome = "failure" if error else "success"
     record("database.opened", database=database, account=account(), outcome=outcome, error=error)
 
 
 def record_new_key(database_id: bytes, kind: str, key_id: int, **facts: object) -> None:
-    """Write a record of a new key after it was stored; *kind* is its purpose."""
+    """Write an audit record of a new key, after the key was stored.
+
+    *kind* is `data key`, `data master` or `index master`.
+    """
     record("key.created", database=database_id.hex(), kind=kind, key=key_id, **facts)
 
 
@@ -132,15 +142,16 @@ def account() -> str | None:
 
 
 def add_facts(**facts: object) -> None:
-    """Add *facts* to the record of the command that runs in this task."""
+    """Add *facts* to the audit record of the command that runs in this task."""
     if (known := _facts.get()) is not None:
         known.update(facts)
 
 
 def command(function: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """Decorate the function of a command: measure each call, and write a record when it ends.
+    """Decorate the function of a command: measure each call, and write an audit record at its end.
 
-    The record contains the numbers of the result and what the function has passed to `add_facts`.
+    The audit record contains the numbers in the function's result (a named tuple), and the facts
+    that were passed to `add_facts`.
     """
 
     @wraps(function)
@@ -165,7 +176,10 @@ def command(function: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, A
 
 
 def _numbers(result: object) -> dict[str, object] | None:
-    """Return the fields of a named tuple that are numbers or truth values."""
+    """Return the fields of *result* that are integers or booleans; None if there are none.
+
+    An object that is not a named tuple has no fields.
+    """
     fields: dict[str, object] = getattr(result, "_asdict", dict)()
     return {name: value for name, value in fields.items() if isinstance(value, int)} or None
 
@@ -185,7 +199,10 @@ class Audited(Protocol):
 
     @property
     def _access_ids(self) -> ReadIds | None:
-        """Returns the ids as the record shows them; None to write no records."""
+        """A function that converts ids to the form that audit records show.
+
+        None if accesses are not recorded.
+        """
         ...
 
 
@@ -197,12 +214,14 @@ def accessed(
 ) -> Callable[
     [Callable[Concatenate[A, P], Awaitable[T]]], Callable[Concatenate[A, P], Coroutine[Any, Any, T]]
 ]:
-    """Decorate a method of a service: measure each call and, on request, write a record of it.
+    """Decorate a method of a service: measure each call, and write an audit record of it.
+
+    If `_access_ids` of the service is None, only rejected values are recorded.
 
     Args:
-        action: The event, for example `session.read`.
+        action: The event in the audit record, for example `session.read`.
         covers: Returns another service that the method calls.  Only the outer call is recorded,
-            because the inner call does not have the outcome; and only the inner one is measured.
+            because the inner call does not have the outcome.  Only the inner call is measured.
     """
 
     def decorate(
@@ -228,7 +247,7 @@ def accessed(
                     record_rejected(error)
                 record(action, **read_ids(*ids), outcome="failure", error=type(error).__name__)
                 raise
-            if not ids[2]:  # of a new session
+            if not ids[2]:  # the service has chosen the id of a new session
                 ids = (*ids[:2], str(getattr(result, "id", "") or ""))
             found = "missing" if result is None and action.endswith(".read") else "success"
             record(action, **read_ids(*ids), outcome=found)
@@ -264,7 +283,10 @@ def _warn_that_it_is_off() -> None:
 
 
 def _ids_of(arguments: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Return the app, the user and the session of a call; empty for one that it does not have."""
+    """Return the app name, the user id and the session id among the arguments of a call.
+
+    An id that is not among the arguments is empty.
+    """
     session = arguments.get("session")
     if session is not None:
         return session.app_name, session.user_id, session.id

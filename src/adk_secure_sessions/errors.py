@@ -71,12 +71,13 @@ class DatabaseError(SecureSessionError):
 class ArtifactStoreError(SecureSessionError):
     """The object store of artifacts cannot be reached, denies access, is full, or failed.
 
-    The message says what to do.  It contains no credentials, and does not quote the store.
+    The message says what to do.  It contains no credentials, and does not quote the error of
+    the object store.
     """
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs what the extra *extra* of this package needs.
+    """Return the command that installs the packages of the extra *extra* of this package.
 
     The command does not name this package: on the package index, another package has the same name
     (see RELEASING.md).
@@ -113,13 +114,13 @@ class Reason(StrEnum):
     """The value belongs to another app, user or session."""
 
     PLAINTEXT = "plaintext"
-    """The value is not encrypted, and `NoOpBackend` is not listed."""
+    """The value is not encrypted, and the service was not given `NoOpBackend`."""
 
     UNKNOWN_KEY = "unknown key"
     """The value names a data key or a master key that does not exist."""
 
     UNKNOWN_BACKEND = "unknown backend"
-    """The value names a backend that is not listed."""
+    """The value names a backend that the service was not given."""
 
     UNKNOWN_FLAGS = "unknown flags"
     """A later release wrote the value, with flags that this release does not know."""
@@ -208,7 +209,7 @@ class TamperedError(DecryptionError):
 
 
 class PlaintextRefusedError(DecryptionError):
-    """The value is stored as plaintext where an encrypted one is required.
+    """The value is stored as plaintext where an encrypted value is required.
 
     If `NoOpBackend` wrote it on purpose, list `NoOpBackend` in `additional_backends`.
     """

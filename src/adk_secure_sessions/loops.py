@@ -27,7 +27,7 @@ class ClosedByWith(ABC):
 class LoopLocks:
     """Asyncio locks, one for each event loop and key, created on first use.
 
-    A lock that no task holds or waits for is removed, so unused keys take no memory.
+    A lock that no task holds or waits for is removed, so unused locks take no memory.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,9 @@ async def await_to_end(
     on_result_after_cancel: Callable[[T], None] | None,
     on_cancel: Callable[[], None] = lambda: None,
 ) -> T:
-    """Await *task*; if the caller is cancelled, wait until *task* has ended, then raise.
+    """Await *task*, and return its result.
+
+    If the caller is cancelled, wait until *task* has ended, and then raise CancelledError.
 
     Args:
         task: The work to wait for.

@@ -1,4 +1,4 @@
-"""`EncryptedSessionService`, which implements ADK's `BaseSessionService` with `storage`."""
+"""`EncryptedSessionService`, which implements ADK's `BaseSessionService`."""
 
 import logging
 import re
@@ -109,8 +109,8 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         key_db_engine: Your own `AsyncEngine` for the key database, instead of `key_db_url`.
         create_tables: Create missing tables.  If False, a missing table raises
             `ConfigurationError` when the database is opened.
-        skip_unreadable_sessions: If True, `list_sessions` omits a session that cannot be
-            decrypted, and logs the error.  If False, it raises `DecryptionError`.
+        skip_unreadable_sessions: If True, `list_sessions` and `list_sessions_page` omit a session
+            that cannot be decrypted, and log the error.  If False, they raise `DecryptionError`.
         session_cache_size: Maximum number of sessions to cache.  Appending to a cached session
             needs no read.
         data_key_cache_size: Maximum number of users and apps whose data keys are cached.
@@ -151,7 +151,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         audit_accesses: Literal["blind", "readable"] | None = None,
         **engine_kwargs: Any,
     ) -> None:
-        # google-adk passes `uri` to a class that services.yaml names.
+        # If services.yaml names this class, google-adk creates it with the argument `uri`.
         if backend is None and "uri" in engine_kwargs:
             raise ConfigurationError(
                 "in services.yaml, the class of this service is "
@@ -514,7 +514,9 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         raise error
 
     async def _expected_of_unmarked(self, session: Session) -> Expected:
-        """Return the row id and revision of the stored session, for an object without a marker.
+        """Return the row id and the revision of the stored session.
+
+        Call this if `_storage_update_marker` of *session*, which contains them, is None.
 
         Raises:
             SessionNotFoundError: The session is not stored.
@@ -530,8 +532,8 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         view, last = found
         known, stored = session.events[-1:], view.session
         same_end = [event.id for event in known] == [event.id for event in last]
-        # A session object that was read without events loses its marker if the application
-        # converts it to JSON and back.
+        # If the application converts a session object to JSON and back, the object loses its
+        # marker.  If the object was read without events, compare the time of the last update.
         same_time = not known and stored.updated_at == microseconds(session.last_update_time)
         if not (same_end or same_time):
             raise StaleSessionError(STALE)
@@ -582,14 +584,16 @@ def check_ids(app_name: object, user_id: object, session_id: object, **more: obj
 
 
 def ids_for_audit(unit: UnitOfWork, ids: str | None) -> ReadIds | None:
-    """Return the function that returns the ids of an access as the audit log shows them.
+    """Return a function that converts the ids of an access to the form that the audit log shows.
+
+    Return None if *ids* is None: accesses are then not recorded.
 
     Args:
         unit: Computes the keyed hashes.
         ids: The argument *audit_accesses* of a service.
 
     Raises:
-        ConfigurationError: *ids* has another value.
+        ConfigurationError: *ids* is not `blind`, `readable` or None.
     """
 
     def database() -> str | None:

@@ -1,10 +1,11 @@
 """Metrics and spans through OpenTelemetry's API, which google-adk requires; docs/telemetry.md.
 
-The application decides whether anything is measured: nothing is before it has set a meter provider
-or a tracer provider.  No name, attribute or span contains an id, a key or plaintext.
+Nothing is measured until the application has set a meter provider or a tracer provider.  No name,
+attribute or span contains an id, a key or plaintext.
 
-To record a value takes 5 to 16 µs, longer than to encrypt an event, and an operation may encrypt
-thousands.  Therefore an `Operation` adds its costs up, and they are recorded once, when it ends.
+Recording one value takes 5 to 16 µs.  This is longer than encrypting one event, and one operation
+may encrypt thousands of events.  Therefore an `Operation` object adds up the times and the sizes,
+and the sums are recorded once, at the end of the operation.
 """
 
 import sys
@@ -31,15 +32,18 @@ _NAME = "adk_secure_sessions"
 # Asking OpenTelemetry whether a provider was set takes 4 µs, as much as encrypting two events.  The
 # application may set a provider at any time, so the question is repeated after this time.
 _RECHECK = 1.0  # seconds
-# Upper limits in bytes of the plaintext of one operation, with the value of the attribute.
+# The values of the attribute `SIZE`, each with its upper limit: the bytes of plaintext that one
+# operation encrypts or decrypts.
 _SIZES = ((1024, "1KiB"), (16 * 1024, "16KiB"), (256 * 1024, "256KiB"), (4096 * 1024, "4MiB"))
 _LARGER = "larger"
-# The upper limits of the buckets, in seconds: from a cached append to a slow database.
+# The upper limits of the buckets of a histogram, in seconds.  They reach from the duration of an
+# append without a read to that of an operation on a slow database.
 _SECONDS = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5,
     5.0, 10.0,
 )  # fmt: skip
-# Encrypting one record takes some microseconds.
+# The upper limits for the time of encryption and decryption, in seconds.  Encrypting one record
+# takes some microseconds.
 _CIPHER_SECONDS = (
     0.000005, 0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01,
     0.025, 0.05, 0.1, 0.25, 1.0,
@@ -122,7 +126,7 @@ class _Instruments:
         )
 
 
-# Importing OpenTelemetry takes 15 ms, which `--help` can do without.
+# Created on first use: importing OpenTelemetry takes 15 ms, which would delay `--help`.
 _instruments = cache(_Instruments)
 
 
@@ -150,7 +154,10 @@ def _has_providers() -> bool:
 
 
 def _records(provider: object) -> bool:
-    """Return whether *provider* records; those that the API itself defines do nothing."""
+    """Return whether *provider* records anything.
+
+    The providers that OpenTelemetry's API itself defines record nothing.
+    """
     module = type(provider).__module__
     return not module.startswith(("opentelemetry.metrics", "opentelemetry.trace"))
 
@@ -159,9 +166,9 @@ _is_on = _Switch().is_on
 
 
 class Operation:
-    """What one call of a service or one maintenance command does, added up until it ends.
+    """The measured times, sizes and lookups of one call of a service or one maintenance command.
 
-    Threads of SQLite and the event loop may add at the same time.
+    The values are added up until the call ends.  Several threads may add values at the same time.
 
     Attributes:
         name: The name of the method or the command.
@@ -178,27 +185,40 @@ class Operation:
         self._lock = Lock()
 
     def add_cost(self, backend: str, direction: str, size: int, began: float) -> None:
-        """Add the encryption or decryption of *size* bytes, which *began* at this perf_counter."""
+        """Add an encryption or decryption of *size* bytes of plaintext, which ends now.
+
+        Args:
+            backend: The name of the backend.
+            direction: `encrypt` or `decrypt`.
+            size: The number of bytes.
+            began: `time.perf_counter()` at the beginning.
+        """
         seconds = time.perf_counter() - began
         with self._lock:
             before = self.costs.get((backend, direction), (0.0, 0))
             self.costs[backend, direction] = before[0] + seconds, before[1] + size
 
     def add_lookup(self, cache: str, *, hit: bool) -> None:
-        """Add a lookup in a cache."""
+        """Count a lookup in the cache named *cache*; *hit* says whether the cache had the value."""
         with self._lock:
             self.lookups[cache, hit] += 1
 
 
 _current: ContextVar[Operation | None] = ContextVar(f"{_NAME}_operation", default=None)
-# The operation that the current task runs; None if nothing is measured.
+# Returns the operation that the current task runs; None if nothing is measured.
 current_operation: Callable[[], Operation | None] = _current.get
 
 
 class _Span:
-    """A context manager: a span, which is the current one in its block, and a duration.
+    """A context manager that records a span and a duration for its block.
 
-    *attributes* are those of the span and of the duration.
+    Spans that begin in the block become children of this span.
+
+    Args:
+        name: The name of the span.
+        duration: The histogram that receives the duration.
+        attributes: The attributes of both the span and the duration.
+        is_client: Whether the block sends a request to another service.
     """
 
     __slots__ = ("_attributes", "_began", "_duration", "_is_client", "_name", "_span", "_token")
@@ -221,7 +241,7 @@ class _Span:
         kinds = otel.trace.SpanKind
         kind = kinds.CLIENT if self._is_client else kinds.INTERNAL
         self._span = otel.tracer.start_span(self._name, kind=kind, attributes=self._attributes)
-        # Without a tracer provider, no span needs to find its parent.
+        # Make this span the parent of other spans only if a tracer provider records it.
         self._token: Token[Context] | None = None
         if self._span.is_recording():
             self._token = otel.context.attach(otel.trace.set_span_in_context(self._span))
@@ -241,15 +261,15 @@ class _Span:
         if self._token is not None:
             _instruments().context.detach(self._token)
             if error is not None:
-                # Do not call `record_exception`, which records the text of the error: an error
-                # from other code may contain plaintext.
+                # Do not call `record_exception`, which records the text of the error: the text of
+                # an error that other code raised may contain plaintext.
                 self._span.set_attribute(ERROR, type(error).__qualname__)
                 self._span.set_status(_instruments().trace.StatusCode.ERROR)
         self._span.end()
 
 
 class _OperationSpan(_Span):
-    """The span and the duration of an operation; at its end, records what the operation did."""
+    """Records the span and the duration of an operation, and the sums of its `Operation` object."""
 
     __slots__ = ("_operation", "_outer")
 
@@ -283,7 +303,8 @@ def _size_class(size: int) -> str:
 def measured(method: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
     """Decorate a public method of a service, or the function of a command: measure each call.
 
-    If one calls another, both are measured, and encryption counts for the inner one.
+    If one decorated function calls another, both are measured.  The encryption and decryption of
+    the inner call count for the inner call only.
     """
     name, attributes = method.__qualname__, {OPERATION: method.__name__}
 
@@ -320,7 +341,7 @@ def count_rejected(error: DecryptionError) -> None:
 
 
 def count_retry(cause: str) -> None:
-    """Count an attempt that is about to be repeated."""
+    """Count an attempt that is about to be repeated; *cause* is the reason, such as `conflict`."""
     if _is_on():
         _instruments().retries.add(1, {CAUSE: cause})
 
@@ -332,6 +353,6 @@ def record_group_commit(transactions: int) -> None:
 
 
 def set_progress(part: float) -> None:
-    """Record which part of the current operation, a maintenance command, is done: 0 to 1."""
+    """Record which part of the running maintenance command is done, from 0 to 1."""
     if (operation := _current.get()) is not None:
         _instruments().progress.set(part, {OPERATION: operation.name})

@@ -28,8 +28,8 @@ async def check_key_provider(
     """Check that a key provider follows the rules of `KeyProvider`.
 
     The check wraps and unwraps keys as `EncryptedSessionService` does, and tests that the provider
-    rejects modified wrapped keys.  It modifies each byte of a wrapped key in two ways, so it makes
-    a few hundred calls.
+    rejects modified wrapped keys.  By default, the check modifies each byte of a wrapped key in two
+    ways, so it makes a few hundred calls.
 
     Args:
         make: Returns a new provider in each call, always for the same root key.
@@ -37,7 +37,7 @@ async def check_key_provider(
             tests that neither provider unwraps the keys of the other.
         hidden: Secrets that the provider holds, such as keys, tokens and passwords.  The check
             tests that they do not appear in its `repr`, its `str`, its `key_id` or a pickle.
-        every: The distance between two modified bytes.  A larger distance makes fewer calls.
+        every: Modify only every *every*-th byte.  A larger number makes fewer calls.
 
     Raises:
         AssertionError: The provider breaks a rule.  The message states the first such rule.

@@ -37,8 +37,8 @@ class FernetCipher(KeyMaterial):
     so a modified text could still be accepted.
 
     The class `Fernet` of `cryptography` handles only base64 text.  Converting this text to bytes
-    and back would take more than half of the total time.  Therefore, this module assembles the
-    tokens, as the specification says.
+    and back would take more than half of the time of an encryption.  Therefore, this module
+    assembles the tokens itself, as the specification says.
     """
 
     __slots__ = ("_key",)
@@ -61,7 +61,7 @@ class FernetCipher(KeyMaterial):
         """
         try:
             return self._token_key(associated_data).decrypt(sealed)
-        # ValueError: an owner of the key has made a token with wrong padding.
+        # ValueError: the padding is wrong.  Only a program that has the key can make such a token.
         except (InvalidSignature, ValueError):
             pass
         raise TamperedError()
@@ -71,7 +71,10 @@ class FernetCipher(KeyMaterial):
 
 
 class TokenKey(KeyMaterial):
-    """The key of one Fernet token: 16 bytes for HMAC, then 16 bytes for AES.  Use it once."""
+    """The key of one Fernet token: 16 bytes for HMAC, then 16 bytes for AES.
+
+    An object can encrypt or decrypt only one token.
+    """
 
     __slots__ = ("_aes", "_hmac")
 
@@ -98,7 +101,12 @@ class TokenKey(KeyMaterial):
         return token + self._hmac.finalize()
 
     def decrypt(self, token: bytes) -> bytes:
-        """Return the plaintext.  Raises InvalidSignature or ValueError."""
+        """Return the plaintext of *token*.
+
+        Raises:
+            InvalidSignature: The key is wrong, or *token* was modified or is no token.
+            ValueError: *token* is authentic, but its padding or its length is wrong.
+        """
         if len(token) < _START + _BLOCK + _MAC_LENGTH or not token.startswith(_VERSION):
             raise InvalidSignature
         signed = memoryview(token)[:-_MAC_LENGTH]

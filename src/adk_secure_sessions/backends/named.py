@@ -40,13 +40,13 @@ def backends_for(
     for name in dict.fromkeys(names):
         if name == NO_OP:
             with warnings.catch_warnings():
-                # The documentation of the name `no-op` gives the same warning as `NoOpBackend`.
+                # Do not warn again: the documentation of the name `no-op` contains this warning.
                 warnings.simplefilter("ignore")
                 made.append(NoOpBackend())
         else:
             made += [_CIPHERS[name](root) for root in roots]
-    # If no-op is the only backend, the root keys must still unwrap master keys.  Backends with any
-    # cipher can do that.
+    # A service has only the root keys of its backends.  If no-op is the only name, add a backend
+    # for each root key, so that the service can unwrap the master keys.  Any cipher would do.
     if not set(names) - {NO_OP}:
         made += [AesGcmBackend(root) for root in roots]
     return made[0], made[1:]

@@ -1,8 +1,9 @@
 """AES-256-GCM for the numbered chunks of one long value, as in STREAM.
 
 STREAM: Hoang, Reyhanitabar, Rogaway and Vizár, "Online Authenticated-Encryption and its Nonce-Reuse
-Misuse-Resistance", CRYPTO 2015.  The nonce is `chunk number (11 bytes) ‖ last (1 byte)`, so a chunk
-decrypts only at its own position, and the value cannot be shortened.
+Misuse-Resistance", CRYPTO 2015.  The nonce is `chunk number (11 bytes) ‖ last (1 byte)`.  The
+byte `last` is 1 for the last chunk and 0 for all others.  Therefore a chunk decrypts only at its
+own position, and a value whose last chunks were removed is rejected.
 """
 
 from cryptography.exceptions import InvalidTag
@@ -17,6 +18,8 @@ TAG_LENGTH = 16
 
 class ChunkCipher(KeyMaterial):
     """Encrypts and decrypts the chunks of one value.
+
+    Chunks are numbered from 0.  *is_last* is True for the last chunk of the value.
 
     Use a key for one value only, and encrypt each chunk only once.  The nonces are not random, so a
     second encryption would use a nonce twice.
@@ -39,7 +42,7 @@ class ChunkCipher(KeyMaterial):
         """Return the plaintext of chunk *number*.
 
         Raises:
-            TamperedError: The chunk was modified or moved, or the key is wrong.
+            TamperedError: The chunk was modified or moved, *is_last* is wrong, or the key is wrong.
         """
         try:
             return self._aead.decrypt(_nonce(number, is_last), sealed, self._associated_data)

@@ -39,14 +39,15 @@ def hides_frames(function: Callable[P, T]) -> Callable[P, T]:
     """Decorate *function*, whose arguments or local variables contain keys.
 
     If *function* raises an error, the traceback of the error includes no frame of *function* or of
-    a function that it calls.  See `without_frames` for the reason.
+    the functions that *function* calls.  See `without_frames` for the reason.
     """
     if inspect.iscoroutinefunction(function):
 
         @wraps(function)
         async def hidden_coroutine(*args: P.args, **kwargs: P.kwargs) -> Any:
             call = function(*args, **kwargs)
-            del args, kwargs  # the traceback of an error includes this frame
+            # The arguments may contain keys, and the traceback of an error includes this frame.
+            del args, kwargs
             try:
                 return await call
             # Also catch CancelledError.  `asyncio.timeout` makes the CancelledError the cause of a

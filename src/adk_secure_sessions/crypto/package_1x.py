@@ -1,11 +1,11 @@
-"""Decrypt what the backends of the distribution adk-secure-sessions 1.x have encrypted.
+"""Decrypt values that the backends of the distribution adk-secure-sessions 1.x have encrypted.
 
 That distribution is another author's, with the same name.  Only `migration.package_1x` uses this
 module, and nothing is encrypted with it.
 
 `FernetBackend` of 1.x takes a Fernet key or a passphrase.  From a passphrase, it derives keys with
 PBKDF2, and since release 1.2 also with HKDF and a salt for each value.  `AesGcmBackend` takes 32
-bytes.  Neither has associated data.
+bytes.  Neither backend uses associated data.
 """
 
 import hashlib
@@ -33,7 +33,8 @@ _ITERATIONS = 600_000
 _ITERATIONS_BEFORE_1_2 = 480_000
 _HKDF_INFO = b"adk-fernet-v2"
 _HKDF_SALT_LENGTH = 16
-# A ciphertext of `FernetBackend` is a token as base64url, or marker, salt and such a token.
+# A ciphertext of `FernetBackend` is a Fernet token as base64url text.  If there is a salt, the byte
+# `_SALTED` and the salt come before the token.
 _SALTED = 0x01
 _LEAST_BASE64URL = 0x2B
 _LEAST_TOKEN = 100  # characters
@@ -49,7 +50,10 @@ class _Passphrase(KeyMaterial):
         self._lock = threading.Lock()
 
     def derived(self, iterations: int) -> bytes:
-        """Derive 32 bytes with PBKDF2, which takes about 0.2 s the first time."""
+        """Return the 32 bytes that PBKDF2 derives with this number of *iterations*.
+
+        The first call for each number takes about 0.2 s.  Later calls return the stored result.
+        """
         with self._lock:
             if iterations not in self._derived:
                 self._derived[iterations] = hashlib.pbkdf2_hmac(
@@ -62,15 +66,15 @@ class Package1xKeys(KeyMaterial):
     """The keys of an application that used adk-secure-sessions 1.x.
 
     A database may contain values of several keys, even of one backend: an interrupted rotation
-    leaves such a database.  Each key is tried for each value that it fits.
+    leaves such a database.  Decryption tries all keys of the kind that a value needs.
 
     Args:
-        keys: What the application gave to `FernetBackend` (a Fernet key or a passphrase) or to
-            `AesGcmBackend` (32 bytes, which may be given as base64 or hexadecimal text here).  A
-            text is used exactly as given: a newline at its end would be a part of a passphrase.
+        keys: The keys that the application gave to `FernetBackend` (a Fernet key or a passphrase)
+            or to `AesGcmBackend` (32 bytes, which may be given as base64 or hexadecimal text here).
+            A text is used exactly as given: a newline at its end would be a part of a passphrase.
 
     Raises:
-        ConfigurationError: There are no keys, or a key is empty, or neither text nor bytes.
+        ConfigurationError: *keys* is empty, a key is empty, or a key is neither text nor bytes.
     """
 
     @hides_frames
@@ -131,7 +135,8 @@ class Package1xKeys(KeyMaterial):
             raise ConfigurationError("a key of adk-secure-sessions 1.x is empty")
         raw = [data, _from_hex(data)]
         try:
-            # 1.x uses the same test, which accepts any text that base64 decodes to 32 bytes.
+            # Distinguish a Fernet key from a passphrase as 1.x does: any text that base64 decodes
+            # to 32 bytes is a Fernet key.
             self._fernets.append(Fernet(data))
             raw.append(urlsafe_b64decode(data))
         except ValueError:

@@ -71,8 +71,8 @@ class AsyncEngineExecutor:
         self._read_timeout = read_timeout
         self._is_sqlite = engine.dialect.name == "sqlite"
         self._is_psycopg = engine.dialect.driver == "psycopg"
-        # With a StaticPool, all tasks share one connection.  Without a lock, one transaction could
-        # contain the statements of several tasks.
+        # With a StaticPool, all tasks share one connection.  `_turn` then returns a lock.
+        # Otherwise, one transaction could contain the statements of several tasks.
         self._has_one_connection = isinstance(engine.pool, StaticPool)
         self._locks = LoopLocks()
         self._binding = LoopBinding(
@@ -82,7 +82,9 @@ class AsyncEngineExecutor:
         # The driver's connection of each task, except of tasks that still wait for a connection.
         # None if the task is about to return its connection to the pool.
         self._begun: dict[asyncio.Task[Any], Any] = {}
-        self._interrupted: set[asyncio.Task[Any]] = set()  # those whose query the server may end
+        # The tasks whose query we have asked a server to end.
+        self._interrupted: set[asyncio.Task[Any]] = set()
+        # The tasks that send these requests to the server.
         self._interrupting: set[asyncio.Task[Any]] = set()
 
     async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
@@ -180,8 +182,9 @@ class AsyncEngineExecutor:
                 return result
             finally:
                 if self._mark_ended():
-                    # The request to end the query may still be on its way to the server.  In the
-                    # pool, the connection could already run the query of another task.
+                    # The request to end the query may still be on its way to the server.  If the
+                    # connection returned to the pool, the request could end the query of another
+                    # task.
                     await connection.invalidate()
 
     def _turn(self, exclusive: bool) -> AbstractAsyncContextManager[None]:
@@ -267,8 +270,8 @@ class AsyncEngineExecutor:
     def _interrupt(self, task: asyncio.Task[Any]) -> None:
         """Interrupt the statement that *task* has sent to the database.
 
-        Do not change a setting of the connection or the server: behind a pooler, the setting would
-        also apply to other clients.
+        A time limit of the connection or the server is not used instead: behind a pooler, this
+        setting would also apply to other clients.
         """
         driver = self._begun[task]
         if driver is None:
@@ -311,7 +314,10 @@ class AsyncEngineExecutor:
             self._begun[task] = driver
 
     def _mark_ended(self) -> bool:
-        """Exclude later interrupts of the current task; return whether one has happened before."""
+        """Prevent later interrupts of the current task; return whether one may be under way.
+
+        An interrupt may be under way if a server was asked to end the query of this task.
+        """
         task = asyncio.current_task()
         if task not in self._begun:
             return False
@@ -375,7 +381,7 @@ def rejected_option(error: Exception) -> Exception:
 def _prepare_nothing_behind_pooler(connection: sa.Connection) -> None:
     """Keep psycopg from preparing statements if this connection is behind a pooler.
 
-    In transaction mode, a pooler runs each transaction on another connection to the server.  All
+    In transaction mode, a pooler may run each transaction on another connection to the server.  All
     psycopg processes use the same names for prepared statements.  So an EXECUTE could run the
     statement of another client.
 
@@ -497,7 +503,8 @@ class LoopBinding:
     def _move(self, pid: int) -> None:
         """Discard the connections of the previous event loop or of the parent process.
 
-        Raises ConfigurationError if they are in use, or if we must not discard them.
+        Raises ConfigurationError if the previous event loop may still use these connections, or if
+        the application created the engine: its connections must not be discarded here.
         """
         keeps = self._connections_need_loop and not isinstance(self._engine.pool, NullPool)
         alive = self._loop is not None and pid == self._pid and not self._loop.is_closed()

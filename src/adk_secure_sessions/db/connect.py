@@ -30,11 +30,12 @@ _ASYNC_DRIVERS = {
 }
 # The extra of this package that installs a driver.
 _EXTRAS = {"asyncpg": "postgresql", "asyncmy": "mysql"}
-# The package to install if another driver is missing, and the package has another name.
+# The packages that install other drivers, if a package does not have the name of its driver.
 _PACKAGES = {"psycopg": "psycopg[binary]"}
 _POOL_SIZE = 10
 _POOL_TIMEOUT = 30.0  # seconds to wait for a connection; the same as SQLAlchemy's default
-# With one of these options, `AsyncpgExecutor` leaves all connections to SQLAlchemy's pool.
+# If the application gives one of these options of `create_engine`, `AsyncpgExecutor` returns each
+# connection to SQLAlchemy's pool after its operation.
 _POOL_OPTIONS = {"poolclass", "pool_recycle", "pool_pre_ping", "max_overflow"}
 
 Wrap = Callable[[Executor], Executor]
@@ -202,7 +203,7 @@ def _for_url(url: sa.URL, engine_kwargs: dict[str, Any], read_timeout: float | N
                 f"names a synchronous driver: write {backend}+{known[0]}://, and "
                 f"{_install(known[0])}"
             )
-    except (TypeError, sa.exc.ArgumentError) as error:  # the text names options, but no values
+    except (TypeError, sa.exc.ArgumentError) as error:  # its text names options, but no values
         problem = f"cannot be used with these options: {error}"
     except ValueError:
         problem = "cannot be used with these options: a value is not valid"
@@ -223,7 +224,8 @@ def _for_server(url: sa.URL, engine_kwargs: dict[str, Any], read_timeout: float 
     options = {**engine_kwargs, "hide_parameters": True}
     keep: dict[str, Any] = {}
     if not options.keys() & _POOL_OPTIONS:
-        # Allow no overflow connections: SQLAlchemy closes each after a single transaction.
+        # Allow no overflow connections: when one is returned to the pool, SQLAlchemy closes it, so
+        # each transaction would have to open another connection.
         options = {"pool_size": _POOL_SIZE, "max_overflow": 0, **options}
         timeout = options.get("pool_timeout", _POOL_TIMEOUT)
         keep = {"keep": options["pool_size"], "timeout": timeout}

@@ -186,7 +186,7 @@ def write_timeout(read_timeout: float | None) -> float | None:
 def overdue(seconds: float, what: str = "a read") -> DatabaseError:
     """Return the error for an operation that was interrupted after *seconds*.
 
-    *what* names the operation at the start of the error's text.
+    The error's text begins with *what*, a name of the operation.
     """
     return DatabaseError(
         f"{what} did not end within {seconds:g} s and was interrupted: try again, or raise "

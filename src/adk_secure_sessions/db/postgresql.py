@@ -8,7 +8,8 @@ may run each transaction on another connection to the server.  On that connectio
 statement may be missing, or another client may have prepared a statement with the same name.
 Therefore, the name of a statement is a hash of its text, so that statements with the same name are
 the same.  If a statement is missing, the server rejects the request without executing anything.
-After the first such rejection, the executor prepares no more statements (`_Pooler`).
+After the first such rejection, the executor gives names to no more statements: `_Pooler` tells how
+they run then.
 """
 
 import asyncio
@@ -64,9 +65,8 @@ class AsyncpgExecutor(AsyncEngineExecutor):
     """Runs transactions with asyncpg on connections from SQLAlchemy's pool.
 
     If this package created the engine, the executor keeps connections checked out of the pool
-    between operations.  Otherwise, each operation would check out a connection and return it.
-    Checking out adds 20 to 31% to the CPU time of an operation, for two greenlets, the pool's
-    bookkeeping and the pool's events.
+    between operations.  If each operation checked out a connection and returned it, its CPU time
+    would be 20 to 31% longer, for two greenlets, the pool's bookkeeping and the pool's events.
 
     The table compares an operation that checks out its connection with one that does not: 1.20
     means 20% more time.  The figures are medians of 300 interleaved pairs with PostgreSQL 18, on
@@ -77,8 +77,8 @@ class AsyncpgExecutor(AsyncEngineExecutor):
     | append | 1.31 | 1.17 | 1.28 | 1.07 |
     | get, 20 events | 1.20 | 1.16 | 1.20 | 1.06 |
 
-    If the pool has an idle connection, it can be checked out without greenlets.  The CPU time would
-    still be 1.07 to 1.12 times as long.
+    An idle connection of the pool could be checked out without greenlets.  The CPU time of an
+    operation would then still be 1.07 to 1.12 times as long.
 
     An application's own engine may have any kind of pool, so its connections are returned to the
     pool after each operation.
@@ -120,8 +120,8 @@ class AsyncpgExecutor(AsyncEngineExecutor):
             self._binding.leave()
 
     async def close(self) -> None:
-        # Each operation holds a slot.  So when this method has taken all slots, all operations have
-        # ended.
+        # Each operation holds a slot (see `_new_slots`).  So when this method has taken all slots,
+        # no operation is running.
         for _ in range(self._keep):
             await self._slots.acquire()
         for _ in range(self._keep):

@@ -106,7 +106,8 @@ def _changing(statement: sa.Executable, has_rows: bool) -> _Statement:
     """Return *statement* in a form to which `_only_if` can add a WHERE clause.
 
     INSERT ... VALUES has no WHERE clause, so it becomes INSERT ... SELECT of the same parameters.
-    If *has_rows*, it selects from arrays.
+    If *has_rows* is True, each parameter is an array, and the SELECT returns one row for each
+    position in these arrays.
     """
     if not isinstance(statement, sa.Insert | sa.Update | sa.Delete):
         raise TypeError(f"a change is an INSERT, UPDATE or DELETE, not {type(statement).__name__}")

@@ -137,13 +137,13 @@ def file_uri(path: PurePath) -> str:
 def read_only_mode(path: Path) -> tuple[str, str]:
     """Return the parameter of a SQLite URI with which the file *path* is opened as read-only.
 
-    If a file uses a write-ahead log and no process has it open, there is no log.  To read the file,
-    SQLite would create a log, which fails in a directory that is not writable.  With `immutable=1`,
-    SQLite reads the file without a log and without locks.
+    A file may use a write-ahead log.  While no process has the file open, the log does not exist.
+    To read the file, SQLite would create the log, which fails in a directory that is not writable.
+    With `immutable=1`, SQLite reads the file without a log and without locks.
 
-    `immutable=1` also ignores a rollback journal.  The file may then have half of a transaction
-    that a process is writing, or that was interrupted.  So if there is a journal or a log, SQLite
-    opens the file with `mode=ro`, and reads it correctly or raises an error.
+    `immutable=1` also ignores a rollback journal.  A journal shows that the file may contain only a
+    part of a transaction, which is running or was interrupted.  So if there is a journal or a log,
+    use `mode=ro`: SQLite then reads the file correctly, or raises an error.
     """
     path = path.resolve()  # the journal is beside the file, and not beside a link
     beside = [path.with_name(f"{path.name}-{ending}") for ending in ("journal", "wal")]
@@ -370,8 +370,8 @@ class _Inbox:
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
-        # An item that `take` has removed from the queue, but that could not join the batch.  The
-        # next call of `take` begins with this item.
+        # At most one item, which `take` has removed from the queue: a job that needs its own
+        # transaction, or None.  The next call of `take` begins with this item.
         self._next: list[Job | None] = []
         self._busy = False
 
@@ -431,8 +431,8 @@ def _stop(threads: list[WorkerThread]) -> None:
     After `_EXIT_TIMEOUT` seconds, interrupt the reads that are still running.  After the same time
     again, return even if a thread has not ended.
     """
-    # SQLite removes the `-wal` file when the last connection is closed.  Of two connections that
-    # are closed at the same time, each can find the other one still open, and the file stays.
+    # SQLite removes the `-wal` file when the last connection is closed.  If two connections were
+    # closed at the same time, each could find the other one still open, and the file would stay.
     for interrupts in (False, True):
         deadline = time.monotonic() + _EXIT_TIMEOUT
         for thread in reversed(threads):
@@ -489,10 +489,12 @@ def _must_stop() -> bool:
 
 
 def _read(job: Job, work: Callable[..., T], *arguments: object, writes: bool = False) -> T:
-    """Call *work*; interrupt its queries if they take too long or if *job* is abandoned.
+    """Call *work*, and return its result.
 
-    If *writes* is True, *work* is one statement that writes; it is interrupted only if it takes too
-    long, and SQLite then rolls the transaction back.
+    The queries of *work* are interrupted if they take too long, if the caller of *job* was
+    cancelled, or if this thread must end.  If *writes* is True, *work* must be one statement that
+    writes.  Such a statement is interrupted only if it takes too long, and SQLite then rolls the
+    transaction back.
 
     Raises:
         DatabaseError: *work* took longer than the job's `read_timeout`.  If *writes* is True, the
@@ -555,7 +557,8 @@ def _run_batch(connection: "SqliteConnection", batch: list[Job]) -> list[_Outcom
             outcome = _run(connection, job)
             outcomes.append(outcome)
             if not driver.in_transaction:  # SQLite rolled back, for example on a full disk
-                # Only *job* took too long.  The callers of the other jobs repeat their jobs.
+                # Only *job* took too long.  After a Conflict, the callers of the other jobs
+                # repeat their jobs.
                 if _current.is_overdue():
                     return [
                         outcome if one is job else _Outcome(one, None, Conflict()) for one in batch

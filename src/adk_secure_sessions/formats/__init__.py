@@ -1,1 +1,4 @@
-"""The byte formats of records, contexts, states and events.  Nothing here uses a database."""
+"""The byte formats of records, contexts, states, events, items and blobs.
+
+Nothing here uses a database.
+"""

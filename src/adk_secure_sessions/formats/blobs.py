@@ -21,8 +21,8 @@ CHUNK_LENGTH = 65536  # bytes of plaintext
 SEALED_LENGTH = CHUNK_LENGTH + TAG_LENGTH
 MAX_SIZE = 2**48
 # The functions at the end of this module process longer pieces in steps of this many bytes.  With
-# larger steps, the system would have to provide new pages of memory for each step: encrypting 10 MB
-# in steps of 8 MiB took four times as long.
+# larger steps, the operating system must provide new pages of memory for each step: encrypting
+# 10 MB in steps of 8 MiB took four times as long.
 _STEP = 1 << 18
 
 
@@ -126,7 +126,9 @@ class BlobDecryptor(KeyMaterial):
         chunk_end = chunk_count(stop)  # number of the chunk after the last chunk to read
         self.first: int = 0 if self._next == 0 else len(HEADER) + self._next * SEALED_LENGTH
         self.end: int = min(len(HEADER) + chunk_end * SEALED_LENGTH, encrypted_size(size))
-        if start == stop and size > 0:  # no chunk is needed; but the chunk of an empty blob is read
+        # For an empty range, no chunk is needed.  But the only chunk of an empty blob must be
+        # read: it authenticates that the blob is empty.
+        if start == stop and size > 0:
             self.end = self.first
         self._skip = start % CHUNK_LENGTH  # bytes of plaintext before *start*
         self._left = stop - start

@@ -1,8 +1,9 @@
 """The envelopes in which the distribution adk-secure-sessions 1.x stores states and events.
 
 That distribution is another author's, with the same name.  An envelope is
-`0x01 ‖ backend id ‖ ciphertext`.  Releases 0.1 and 1.0 store its bytes, later ones its base64 text.
-An envelope has no associated data: it does not name its row or its key.
+`0x01 ‖ backend id ‖ ciphertext`.  Releases 0.1 and 1.0 store the bytes of the envelope, and later
+releases store them as base64 text.  The ciphertext has no associated data.  An envelope does not
+name its row or its key.
 """
 
 import binascii
@@ -50,7 +51,7 @@ def parse_envelope(stored: object) -> Envelope:
     Raises:
         PlaintextRefusedError: *stored* is JSON.
         TamperedError: *stored* is empty, or not an envelope.
-        DecryptionError: A backend wrote it that adk-secure-sessions 1.x does not contain.
+        DecryptionError: *stored* has a backend id that adk-secure-sessions 1.x does not use.
     """
     if isinstance(stored, str):
         stored = stored.encode("utf-8", "surrogatepass")

@@ -16,9 +16,10 @@ Parsing 1000 events of a conversation, 418 bytes each, takes 9.0 ms with the fas
 
 The faster parser needs a private flag of pydantic-core, `_use_prebuilt=False`.  Without the flag,
 nested models keep their own validators with these hooks, and parsing takes 27.4 ms.  A private flag
-may change, so `EventParser` first compares the two parsers on the installed versions (17 ms).  Both
-parse sample events that together hold every field of every model in the schema.  If a result
-differs, or if the faster parser cannot be built, the public call parses every event.
+may change, so `EventParser` first compares the two parsers on the installed versions (17 ms).  For
+the comparison, both parse sample events that together hold every field of every model in the
+schema.  If a result differs, or if the faster parser cannot be built, the public call parses every
+event.
 """
 
 import json
@@ -47,8 +48,8 @@ _LEAVES = {"any": {}, "bool": True, "bytes": "AAEC_w==", "float": 1.5, "int": 1,
 # comparison of the two parsers proves too little, and the faster parser is not used.
 _LEAST_ACCEPTED = 0.9
 _DEPTH = 2  # the number of nested references to follow: some models contain themselves
-# Fields of each sample.  If the id or the timestamp were missing, ADK would generate it, and the
-# events of the two parsers would differ.
+# Fields of each sample.  If the id or the timestamp were missing, ADK would generate a new value in
+# each call, and the events of the two parsers would differ.
 _START = {"author": "agent", "invocation_id": "i", "id": "e", "timestamp": 1700000000.25}
 
 

@@ -1,6 +1,6 @@
 """Encode and decode stored events: `length of the version ‖ google-adk version ‖ JSON`.
 
-The format is described in docs/format.md, "Events".
+docs/format.md, "Events", describes the format.
 """
 
 import logging
@@ -27,7 +27,7 @@ _serializer = Event.__pydantic_serializer__
 
 
 def prepare(event: Event, state: JsonObject) -> None:
-    """Change *event* into what is stored: move the `temp:` keys of its state delta to *state*.
+    """Prepare *event* for `encode`: move the `temp:` keys of its state delta to *state*.
 
     An event without an id gets one.  Otherwise, google-adk would give it a new id each time that
     the stored event is read.
@@ -51,7 +51,7 @@ def encode(event: Event, *, replaces: bool = True) -> bytes:
 
     Args:
         event: The event.
-        replaces: If False, raise ValueError instead of storing the text of a value.
+        replaces: If False, and the text of a value would be stored, raise ValueError instead.
 
     Raises:
         ValueError: The event could not be read back: it is too large, or the type of a field's
@@ -93,13 +93,11 @@ def accept(data: bytes) -> tuple[bytes, Event] | None:
 
 
 def encode_item(values: JsonObject) -> bytes:
-    """Return the bytes to store for an item of a collection.
-
-    *values* must be JSON values within the limits of `json_text`.
+    """Return the bytes to store for *values*, an item of a collection.
 
     Raises:
-        ValueError: A value cannot be converted to JSON, or exceeds a limit; or the JSON is too
-            large for one record.
+        ValueError: A value cannot be converted to JSON, or exceeds a limit of `json_text`; or the
+            JSON is too large for one record.
     """
     try:
         data = to_json(values, inf_nan_mode="constants")

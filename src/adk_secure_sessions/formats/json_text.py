@@ -1,9 +1,8 @@
 """The JSON of states and events: its limits, the checks before writing, and parsing.
 
-docs/limits.md lists the limits in "Sizes".  Every process can parse JSON that is within the limits.
-Two limits are those of pydantic's parser: 200 nested lists and objects, and 4300 digits in an
-integer.  They are the same in every process.  The limits of the module `json` depend on the stack
-and on a setting of the process.
+docs/limits.md, "Sizes", lists the limits.  Every process can parse JSON that is within the limits:
+pydantic's parser accepts 200 nested lists and objects, and 4300 digits in an integer, in every
+process.  The limits of Python's module `json` depend on the stack and on a setting of the process.
 """
 
 import json
@@ -23,7 +22,7 @@ MAX_DIGITS = 4300  # in one integer
 MAX_BYTES = 256 * 2**20  # JSON in one record
 
 _FIRST_TOO_LARGE = 10**MAX_DIGITS
-# Converting a larger integer to decimal text takes seconds.
+# Converting an integer with more bits to decimal text takes seconds.
 _MAX_DECIMAL_BITS = 2**20
 # Parses any JSON object without creating Python values.
 _PARSER = SchemaValidator(core_schema.model_fields_schema({}, extra_behavior="ignore"))
@@ -130,8 +129,9 @@ def to_values(
 ) -> tuple[JsonObject, bool]:
     """Return *root* as JSON values within the limits, and whether a value was replaced by its text.
 
-    A value that cannot be converted to JSON is replaced.  So is a value that exceeds a limit,
-    unless *reject* is given.  The function is not recursive, so values may be nested to any depth.
+    A value that cannot be converted to JSON is replaced by its text.  A value that exceeds a limit
+    is also replaced by its text, unless *reject* is given.  The function is not recursive, so
+    *root* may be nested to any depth.
 
     Args:
         root: Keys and values of any type.
@@ -227,8 +227,8 @@ def loads(data: bytes, name: str = "the plaintext") -> JsonObject:
     """Parse *data*, which must be authenticated, and return a new dict.
 
     Raises:
-        DecryptionError: *data* is not a JSON object in UTF-8, or exceeds a limit.  The message
-            calls *data* *name*.
+        DecryptionError: *data* is not a JSON object in UTF-8, or exceeds a limit.  In the message,
+            *name* stands for *data*.
     """
     value: Any = None
     try:

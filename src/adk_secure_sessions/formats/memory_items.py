@@ -9,8 +9,8 @@ of an item are optional:
   has `id` and `content`, and may have `author`, `timestamp` and `metadata`.  The timestamp of an
   event is a number, and that of a memory is a text.
 - `drop`: The earlier items whose entries this item drops, by number: `places` are the positions of
-  the entries in the field `add` of the earlier item.  The transaction that stores this item also
-  replaces the earlier item, and stores the random value `replacement` in both items.
+  the dropped entries in the field `add` of the earlier item.  The transaction that stores this item
+  also replaces the earlier item, and stores the random value `replacement` in both items.
 - `deleted`: Ids that must not be added again.
 - `replacement`: The random value in the field `drop` of the latest item that dropped entries of
   this item.

@@ -1,6 +1,6 @@
 """The format of all records: `magic ‖ version ‖ backend id ‖ key id ‖ backend's output`.
 
-docs/format.md describes the format in "Records".  A record is bound to its context: the kind of the
+docs/format.md, "Records", describes the format.  A record is bound to its context: the kind of the
 record, its row, and the ids of its owner.  The associated data of a record is its header, followed
 by the bytes that `context` returns.  If a record is moved to another row, it cannot be decrypted
 there.
@@ -30,7 +30,7 @@ _PREFIX = MAGIC + bytes([VERSION])
 _HEADER = Struct(">4sBq")  # magic and version, backend id, key id
 HEADER_LENGTH = _HEADER.size
 FLAGS = b"\x00"  # the first byte of every plaintext; reserved for later releases
-NOOP_BACKEND_ID = 3  # a record with this id holds plaintext: `NoOpBackend` wrote it
+NOOP_BACKEND_ID = 3  # the backend id of `NoOpBackend`, whose records contain plaintext
 _LENGTH = Struct(">I")
 _NUMBERS = [Struct(f">I{count}q") for count in range(8)]
 
@@ -181,8 +181,8 @@ def unpack(stored: bytes) -> tuple[int, int]:
 def header(stored: object) -> tuple[int, int] | None:
     """Return the backend id and the key id in a header; None if *stored* has no valid header.
 
-    Use it only for counting, since nothing is authenticated.  *stored* may be a whole record or
-    its first `HEADER_LENGTH` bytes.
+    *stored* may be a whole record or its first `HEADER_LENGTH` bytes.  The header is not
+    authenticated here, so use this function only to count records.
     """
     if not isinstance(stored, bytes) or len(stored) < HEADER_LENGTH:
         return None
@@ -201,14 +201,14 @@ def open_record(stored: bytes, context: bytes, cipher: Cipher) -> bytes:
 def open_with_flags(stored: bytes, context: bytes, cipher: Cipher) -> bytes:
     """Decrypt a record whose header `unpack` accepted; return its plaintext, including `FLAGS`.
 
-    Use it for events, of which a read may have thousands.  The caller takes slices of each
-    plaintext, so removing the flags here would only add a copy.
+    Use this function for events, of which a read may have thousands.  The caller takes slices of
+    each plaintext, so removing the flags here would only add a copy.
 
     Raises:
         DecryptionError: The cipher raised DecryptionError, or the record has flags of a later
             release.
-        TamperedError: The cipher raised another exception, whose text is not repeated, or the
-            result is not bytes, or it is empty.
+        TamperedError: The cipher raised another exception, whose text is not repeated; or the
+            plaintext is empty or not bytes.
     """
     try:
         plaintext = cipher.decrypt(stored[HEADER_LENGTH:], stored[:HEADER_LENGTH] + context)

@@ -13,8 +13,8 @@ logger: logging.Logger = logging.getLogger(__name__)
 JsonObject = json_text.JsonObject
 
 # The maximum depth of nested lists and objects.  The state itself is level 1.  In an event, the
-# state delta is at level 3 (event, actions, delta), so its values reach at most level 193 there.
-# The limit of events, `json_text.MAX_LEVELS`, is 200.
+# state delta is at level 3 (event, actions, delta), so the values in the delta reach at most level
+# 193.  This is less than the limit of events, `json_text.MAX_LEVELS`.
 MAX_STATE_LEVELS = 191
 MAX_KEY_BYTES = 8192
 
@@ -57,7 +57,7 @@ def merge(app: JsonObject, user: JsonObject, session: JsonObject) -> JsonObject:
 
 
 def dumps(state: JsonObject) -> bytes:
-    """Return the JSON of *state*, whose values are JSON values within the limits.
+    """Return the JSON of *state*, whose values are JSON values within the limits of `json_text`.
 
     Raises:
         ValueError: The JSON is too large for one record.
@@ -69,14 +69,14 @@ def loads(data: bytes, name: str = "the state") -> JsonObject:
     """Parse *data*, which must be authenticated, and return the state as a new dict.
 
     Raises:
-        DecryptionError: *data* is not a JSON object within the limits.  The message calls *data*
-            *name*.
+        DecryptionError: *data* is not a JSON object, or exceeds a limit of `json_text`.  In the
+            message, *name* stands for *data*.
     """
     return {} if data == b"{}" else json_text.loads(data, name)
 
 
 def encode(state: JsonObject, prefix: str = "") -> bytes:
-    """Check that *state*, which comes from the application, is within the limits; return its JSON.
+    """Check that *state*, which the application gave, is within the limits, and return its JSON.
 
     As in ADK, a value that cannot be converted to JSON is replaced by its text, and a warning is
     logged.

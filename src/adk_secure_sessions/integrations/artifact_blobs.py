@@ -94,7 +94,7 @@ async def check_blobs(
                 continue
             named.add(blob.name)
             size = stored.get(blob.name)
-            if blob.prefix != prefix:  # written by the database that this one was copied from
+            if blob.prefix != prefix:  # the blob of a database of which this one is a copy
                 size = await opened_at(store, blob.prefix, options, allow_http).size(blob.name)
             elif size is None:  # the blob may have been stored after the listing
                 size = await opened.size(blob.name)

@@ -177,7 +177,7 @@ def _check_directory(path: Path) -> None:
 
 @contextmanager
 def _root(directory: Path) -> Iterator[_Folder]:
-    """Open the parent of *directory*.  Follow links in its path: the operator has chosen it."""
+    """Open the parent of *directory*.  Follow links in the path, which the operator has chosen."""
     if not _HAS_DESCRIPTORS:
         yield _Folder(directory.parent, None)
         return

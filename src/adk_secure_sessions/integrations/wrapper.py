@@ -78,7 +78,7 @@ T = TypeVar("T")
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-# Error messages name one of these as the table of a rejected value.
+# In error messages, one of these texts stands for the table of a rejected value.
 EVENTS, STATES = "inner events", "inner states"
 
 _IDS = ("app_name", "user_id", "id")

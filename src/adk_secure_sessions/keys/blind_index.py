@@ -41,9 +41,9 @@ class BlindIndex(KeyMaterial):
         return self._tag("collection", app_name, user_id, name)
 
     def wrapped_state_key(self, *parts: str) -> bytes:
-        """Return the tag of a state key that another session service stores.
+        """Return the tag that `EncryptedSessionWrapper` stores instead of a key of a state.
 
-        *parts* are the scope, its ids and the key.
+        *parts* are the scope of the state, its ids, and the key.
         """
         return self._tag("wrapped state key", *parts)
 
@@ -56,13 +56,13 @@ class BlindIndex(KeyMaterial):
         return self._tag("features", database_id, names)
 
     def separation(self, database_id: bytes, text: str) -> bytes:
-        """Return the 16-byte MAC of *text*, the stored state of an unfinished separation."""
+        """Return the 16-byte MAC of *text*, the stored state of an unfinished run of `separate`."""
         return self._tag("separation", database_id, text)
 
     def migration_source(self, database_id: bytes, tag: bytes, version: bytes) -> bytes:
-        """Return the 16-byte MAC of *version*, which identifies what was imported.
+        """Return the 16-byte MAC of *version*, an imported version of a session or a state.
 
-        *tag* is the tag of the session, user or app.
+        *tag* is the tag of the session, or of the user or the app that has the state.
         """
         return self._tag("migration source", database_id, tag, version)
 
@@ -73,11 +73,11 @@ class BlindIndex(KeyMaterial):
         return self._tag("migrated", database_id, tag, source, numbers=(row_id, number))
 
     def migration_complete(self, database_id: bytes) -> bytes:
-        """Return the 16-byte MAC of the mark that everything was imported."""
+        """Return the 16-byte MAC of the mark in `secure_meta` that everything was imported."""
         return self._tag("migration complete", database_id)
 
     def source_erased(self, database_id: bytes) -> bytes:
-        """Return the 16-byte MAC of the mark that rows of the source may have been deleted."""
+        """Return the 16-byte MAC of the mark that the source of an import may lack rows by now."""
         return self._tag("source erased", database_id)
 
     def _tag(self, *parts: str | bytes, numbers: tuple[int, ...] = ()) -> bytes:

@@ -111,11 +111,12 @@ class OwnerKeys(KeyMaterial):
     """All known data keys of one owner.
 
     Attributes:
-        by_id: The data keys by id; None for a data key whose backend is not listed.
-        current: The owner's current data key; None if the owner's row names no usable data key, or
-            if the owner's row has not been decrypted yet.
-        newest_generation: The generation of the owner's newest data key, even if its backend is
-            not listed; -1 if the owner has no data key.
+        by_id: The data keys by id; None for a data key whose backend this process was not given.
+        current: The owner's current data key, which encrypts new records; None if the owner's row
+            names no data key that this process may encrypt with, or if the owner's row has not been
+            decrypted yet.
+        newest_generation: The highest generation of the owner's data keys, including those whose
+            backend this process was not given; -1 if the owner has no data key.
     """
 
     __slots__ = ("by_id", "current", "newest_generation")
@@ -137,8 +138,8 @@ class DataKeys(KeyMaterial):
     Attributes:
         keyring: The unwrapped master keys.  A new object replaces it when the keyring is read
             again.
-        backends: All listed backends, by backend id.
-        writer: The writing backend.
+        backends: All backends that this process was given, by backend id.
+        writer: The backend that encrypts new records.
         by_owner: The data keys of the most recently used owners, by the owner's tag.
         owners: The tags of the owners of the most recently used data keys, by data key id.
     """
@@ -169,8 +170,9 @@ class StagedKeys:
 
     Args:
         keys: The cache.
-        keyring_is_complete: True if this operation has already read the keyring again.  If False,
-            `load` raises StaleKeyring if another process has changed the stored keyring.
+        keyring_is_complete: True if this operation has already read the keyring again, so that no
+            further comparison is needed.  If False, `load` raises StaleKeyring if another process
+            has changed the stored keyring.
         uses_cache: If False, the transaction does not use cached data keys, because a data key may
             have been deleted since it was cached.
         created: The ids of data keys that this operation has stored in a key database, before it
@@ -198,8 +200,8 @@ class StagedKeys:
         # Data keys from the cache, which may remove or replace them during the transaction.
         self._cached: dict[bytes, OwnerKeys] = {}
         self._owners: dict[int, bytes] = {}  # the owner's tag, by data key id
-        self._rejected: dict[int, DecryptionError] = {}  # by data key id
-        self._rejected_of: dict[bytes, DecryptionError] = {}  # by the `owner` of the rejected row
+        self._rejected: dict[int, DecryptionError] = {}  # errors of rejected rows, by data key id
+        self._rejected_of: dict[bytes, DecryptionError] = {}  # by the column `owner` of the row
         self._taken: dict[bytes, int] = {}  # highest generation by owner, including rejected rows
         self.new_rows: list[DataKeyRow] = []
         self.operation: telemetry.Operation | None = telemetry.current_operation()
@@ -238,11 +240,12 @@ class StagedKeys:
             self._owners.update(dict.fromkeys(keys, owner))
 
     def adopt(self, owner: bytes, key_ids: Collection[int]) -> None:
-        """Determine the current data key of *owner*; call this before `current`, `seal`, `names`.
+        """Determine the current data key of *owner*, which encrypts new records.
 
-        The current data key is the newest usable data key that the owner's row names.  (The
-        module's docstring defines *usable*.)  If the row names no usable data key, the current data
-        key is the newest usable one that this operation has created, if any.
+        Call this method before `current`, `seal` and `names`.  The current data key is the newest
+        data key that the owner's row names and that this process may encrypt with.  If there is no
+        such data key, the current data key is the newest one that this operation has created, if
+        any.
 
         Args:
             owner: A tag.
@@ -266,12 +269,13 @@ class StagedKeys:
     def names(self, owner: bytes, key_ids: Collection[int]) -> tuple[int, ...]:
         """Return the key ids to store in the next version of the owner's row.
 
-        The current data key replaces the other keys of its backend.  The keys of other backends
-        are kept if they still exist.  If the data keys of *owner* come from the cache, all keys are
-        assumed to exist: another process may have created a key after they were cached.
+        The current data key, which encrypts new records, replaces the other keys of its backend.
+        The keys of other backends are kept if they still exist.  If the data keys of *owner* come
+        from the cache, all keys in *key_ids* are assumed to exist: another process may have created
+        a key after the keys were cached.
 
         Args:
-            owner: A tag.  Its current data key must be known.
+            owner: A tag.  `adopt` must have found the owner's current data key.
             key_ids: The ids of the data keys that the owner's row names now.
         """
         known = self._of(owner)
@@ -342,23 +346,30 @@ class StagedKeys:
         return owner in self._by_owner
 
     def current(self, owner: bytes) -> DataKey | None:
-        """Return the owner's current data key; None before `adopt`, or if there is none."""
+        """Return the owner's current data key, which encrypts new records.
+
+        Return None if `adopt` was not called for the owner, or has found no such data key.
+        """
         known = self._of(owner)
         return known.current if known else None
 
     def current_is_newest(self, owner: bytes) -> bool:
-        """Return True if the owner's current data key is known and is also the newest data key."""
+        """Return whether the data key that encrypts new records of *owner* is also the newest one.
+
+        Return False if the data key that encrypts new records is not known.
+        """
         known = self._of(owner)
         return bool(known and known.current and known.current.generation == known.newest_generation)
 
     def is_as_new_as(self, owner: bytes, *stored: bytes) -> bool:
-        """Return True if the current data key is at least as new as the keys that encrypt *stored*.
+        """Return whether the current data key is at least as new as the keys that encrypt *stored*.
 
-        If the result is False, the caller reads the owner's data keys again: another process may
-        have created a newer data key, or retired the current data key.
+        The current data key of *owner* is the data key that encrypts new records.  If the result is
+        False, the caller reads the owner's data keys again: another process may have created a
+        newer data key, or retired the current data key.
 
         Args:
-            owner: A tag.  If its current data key is not known, the result is False.
+            owner: A tag.  If `adopt` has found no current data key, the result is False.
             *stored: Records of *owner*.
 
         Raises:
@@ -374,7 +385,7 @@ class StagedKeys:
     def seal(self, owner: bytes, context: bytes, plaintext: bytes) -> bytes:
         """Encrypt *plaintext* with the owner's current data key, and return the record.
 
-        The current data key must be known.
+        `adopt` must have found the current data key.
         """
         key = self.current(owner)
         assert key is not None
@@ -412,7 +423,7 @@ class StagedKeys:
             self.operation.add_cost(name, "decrypt", size, began)
 
     def backend_name(self, backend_id: int) -> str:
-        """Return the name of the backend with this id, which must be listed."""
+        """Return the name of the backend with this id; this process must have the backend."""
         return self._keys.backends[backend_id].name
 
     def cipher(self, owner: bytes, stored: bytes) -> Cipher:
@@ -421,11 +432,11 @@ class StagedKeys:
         No other data key is tried.
 
         Raises:
-            UnknownKeyError: The data key is not known, or the backend is not listed.
+            UnknownKeyError: The data key is not known, or this process was not given the backend.
             TamperedError: The data key belongs to another owner or backend, or the header is
                 malformed.
-            PlaintextRefusedError: *stored* is not a record; or `NoOpBackend` wrote *stored* and is
-                not listed.
+            PlaintextRefusedError: *stored* is not a record; or `NoOpBackend` wrote *stored*, and
+                this process was not given `NoOpBackend`.
             DecryptionError: `load` rejected the row of the data key.
         """
         known = self._of(owner)
@@ -471,9 +482,9 @@ class StagedKeys:
         return key.backend_id == writer.backend_id and keyring.is_usable(key.master_id)
 
     def _unwrap(self, row: DataKeyRow) -> DataKey | None:
-        """Authenticate and unwrap *row*; return None if its backend is not listed.
+        """Authenticate and unwrap *row*; return None if this process was not given its backend.
 
-        This raises no error for such a backend.  `cipher` raises one if a record names the backend.
+        A missing backend is no error here.  `cipher` raises an error if a record names the backend.
         """
         keyring, backend = self._keys.keyring, self._keys.backends.get(row.backend_id)
         key = unwrap_data_key(row, keyring)

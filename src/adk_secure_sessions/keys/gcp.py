@@ -179,7 +179,8 @@ def _checksum(data: bytes) -> int:
 
 
 def _has_tls_proxy() -> bool:
-    # Without this check, gRPC would also use `http_proxy`, although it always connects with TLS.
+    # Without this check, gRPC would also use the proxy that `http_proxy` names.  That is the proxy
+    # for plain HTTP, but gRPC always connects with TLS.
     return any(os.environ.get(name) for name in ("grpc_proxy", "https_proxy"))
 
 
@@ -187,8 +188,8 @@ def _find_credentials(given: Any) -> Any:
     """Return *given*, or the application default credentials if *given* is None.
 
     The credentials of a cloud machine come from the machine's metadata service, through plain HTTP.
-    google-auth would send requests to this service to the proxy for HTTP, which could then read the
-    token.  The returned credentials use no proxy for these requests.
+    If a proxy for HTTP is configured, google-auth would send these requests to the proxy, which
+    could then read the access token.  The returned credentials use no proxy for these requests.
     """
     from urllib.request import getproxies  # this module imports 20 others
 
@@ -213,7 +214,8 @@ def _find_credentials(given: Any) -> Any:
         return found
     if {"http", "all"}.isdisjoint(getproxies()):
         return found
-    # Set the domain here.  Otherwise, *found* would request the domain through the proxy.
+    # Set the "universe domain", the domain of Google's services.  Otherwise, *found* would request
+    # this domain through the proxy.
     if isinstance(found, compute_engine.Credentials):
         domain = _metadata.get_universe_domain(send)  # type: ignore[no-untyped-call]
         found = found.with_universe_domain(domain)

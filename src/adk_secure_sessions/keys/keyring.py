@@ -46,8 +46,8 @@ def new_key_id() -> int:
 class MasterKey(KeyMaterial):
     """An unwrapped master key.  Comparing two master keys takes constant time.
 
-    Only this module reads the bytes of the key.  Its functions do not store them in local
-    variables, because error reports may contain the local variables of a traceback.
+    Only this module reads the bytes of the key.  The functions of this module do not store these
+    bytes in local variables, because error reports may contain the local variables of a traceback.
     """
 
     __slots__ = ("_key",)
@@ -147,8 +147,8 @@ class Keyring(KeyMaterial):
         database_id: The id of the database, 16 bytes.
         index: The index master, as the object that computes blind indexes.
         masters: The data masters by id.
-        current_id: The id of the data master that wraps new data keys; None if the keyring
-            has no usable data master yet.
+        current_id: The id of the data master that wraps new data keys; None if the keyring has only
+            data masters that are stored as plaintext, and this process writes encrypted records.
         rows: The accepted rows by id: the rows of `masters` and the row of the index master.
         separation: The state of an unfinished `separate`; None if there is none.
         former: Data masters by id that are not used any more, because their rows have changed and
@@ -228,8 +228,8 @@ class Keyring(KeyMaterial):
     def has_marks(self, marks: Iterable[MasterMark]) -> bool:
         """Return whether *marks* equal the marks of the rows that this keyring was read from.
 
-        Also return False if it is time to try the pending rows again, or if there were too many
-        rows to compare.
+        Also return False if it is time to unwrap the pending rows again (rows whose key service
+        failed), or if there were more than `MAX_ROWS` rows.
         """
         if self.has_too_many_rows or (self.retry_is_due and not self.is_being_renewed):
             return False
@@ -240,7 +240,10 @@ class Keyring(KeyMaterial):
         return _typed(row) in self._rejected
 
     def has_pending(self, row: MasterKeyRow) -> bool:
-        """Return whether an identical row was pending when this keyring was read."""
+        """Return whether an identical row was pending when this keyring was read.
+
+        A row is pending if its key service failed.
+        """
         return _typed(row) in self._pending
 
     @property
@@ -250,7 +253,7 @@ class Keyring(KeyMaterial):
 
     @property
     def retry_is_due(self) -> bool:
-        """Whether it is time to try the pending rows again."""
+        """Whether it is time to unwrap the pending rows (whose key service failed) again."""
         return time.monotonic() >= self.retry_at
 
     def is_usable(self, key_id: int) -> bool:
@@ -337,7 +340,9 @@ async def rewrap_master_key(
 
 
 def check_row_count(number: int) -> None:
-    """Reject a keyring of more than `MAX_ROWS` rows: unwrapping each would call the key service.
+    """Reject a keyring of more than `MAX_ROWS` rows.
+
+    An attacker may have inserted rows, and unwrapping each row would call the key service.
 
     Raises:
         WrongKeyError: *number* is greater than `MAX_ROWS`.
@@ -363,8 +368,8 @@ async def open_keyring(
 
     The newest data master (by `created_at`) under the writer's root key wraps new data keys.  If
     there is no such data master, the newest one under another root key wraps them: a process does
-    not create master keys only because its writing backend has a new root key.  A master key that
-    is stored as plaintext is usable only if the writing backend is `NoOpBackend`.
+    not create master keys only because its writing backend has a new root key.  A data master that
+    is stored as plaintext wraps new data keys only if the writing backend is `NoOpBackend`.
 
     Without *known*, a row that is not valid raises an error that names the row.  With *known*, such
     a row is logged and rejected, so that an attacker cannot stop a running service by inserting a
@@ -391,7 +396,8 @@ async def open_keyring(
         WrongKeyError: There are more than `MAX_ROWS` rows; or a row is malformed; or a row's root
             key is not in *roots* or does not unwrap the row; or the keyring has no index master or
             no data master.
-        PlaintextRefusedError: A master key is stored as plaintext, and `NoOpBackend` is not listed.
+        PlaintextRefusedError: A master key is stored as plaintext, and the service was not given
+            `NoOpBackend`.
         KeyServiceError: A provider failed, and *known* is None, or *leaves_pending* is False, or no
             data master can be used.
     """
@@ -462,7 +468,8 @@ class _Opening:
         self.pending: list[MasterKeyRow] = []
         self.failure: SecureSessionError | None = None  # the error of the first pending row
         self._ids: set[int] = set()
-        self._failing: set[str] = set()  # root keys whose service gave no answer
+        # The ids of root keys for which a call of the key service has failed temporarily.
+        self._failing: set[str] = set()
 
     def order(self, row: MasterKeyRow) -> int:
         """Return the sort key of *row*.
@@ -501,10 +508,10 @@ class _Opening:
         return False
 
     async def index_master(self, rows: list[MasterKeyRow]) -> BlindIndex | None:
-        """Return the index master of the known keyring; if none is known, unwrap it from *rows*.
+        """Return the index master of the known keyring.  Without a known keyring, unwrap *rows*.
 
-        *rows* are the rows of index masters.  Each of them is accepted, rejected or left pending.
-        If no keyring is known and no row is accepted, return None.
+        *rows* are the rows of index masters.  Each row is accepted, rejected or left pending.  If
+        no keyring is known and no row is accepted, return None.
         """
         known = self._known
         if len(rows) > 1:
@@ -602,7 +609,10 @@ class _Opening:
             logger.error("a row of secure_keyring is not used until it can be unwrapped: %s", error)
 
     def _reject(self, row: MasterKeyRow, error: SecureSessionError) -> None:
-        """Raise *error* when a process starts; in a running service, log it once for each row."""
+        """Raise *error* if no keyring is known, because the process is starting.
+
+        Otherwise, reject the row, and log *error* unless the same row was rejected before.
+        """
         if self._known is None:
             raise error
         self.rejected.append(row)
@@ -652,8 +662,8 @@ async def unwrap_master_key(
     Raises:
         WrongKeyError: The row is malformed; or its root key is not in *roots*, or does not unwrap
             the master key.
-        PlaintextRefusedError: The master key is stored as plaintext, and `NoOpBackend` is not
-            listed.
+        PlaintextRefusedError: The master key is stored as plaintext, and the service was not given
+            `NoOpBackend`.
         KeyServiceError: The provider failed.
     """
     fault = _fault(row)
@@ -692,9 +702,10 @@ async def unwrap_master_key(
 
 
 async def _answer_of(root: KeyProvider, answer: Awaitable[bytes]) -> MasterKey:
-    """Await *answer*, a call of *root*, and return its result: a plain or wrapped master key.
+    """Await *answer*, a call of `wrap` or `unwrap` of *root*, and return its result.
 
-    Errors are raised without the provider's frames, because their local variables contain keys.
+    The returned object contains the result: a wrapped or an unwrapped master key.  Errors are
+    raised without the provider's frames, because the local variables of these frames contain keys.
 
     Raises:
         SecureSessionError: The provider has raised this error.

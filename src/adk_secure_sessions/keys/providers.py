@@ -242,7 +242,7 @@ def _fault(name: str, status: os.stat_result) -> str | None:
     """Return why the file *name* must not contain a secret; None if nothing is wrong."""
     if not stat.S_ISREG(status.st_mode):
         return f"the key file {name} is not a regular file"
-    if sys.platform != "win32":  # where the mode does not contain the access rights
+    if sys.platform != "win32":  # on Windows, the mode does not contain the access rights
         if status.st_uid not in (0, os.geteuid()):
             return (
                 f"the key file {name} belongs to another user (uid {status.st_uid}), who can "

@@ -24,7 +24,7 @@ from adk_secure_sessions.keys.providers import check_key_id
 
 TIMEOUT = 5.0  # seconds for each attempt
 ATTEMPTS = 3
-# The loggers of the libraries that our providers call directly or indirectly.
+# The names of the loggers of the libraries that our providers call directly or indirectly.
 _LOGGERS = (
     "botocore",
     "google",
@@ -158,7 +158,10 @@ class RemoteKey(KeyMaterial):
 
 
 def _silence_libraries() -> None:
-    """Add `_quiet` to every logger of the libraries; a filter does not apply to child loggers."""
+    """Add the filter `_quiet` to every logger of the libraries in `_LOGGERS`.
+
+    A filter does not apply to child loggers, so each logger needs it.
+    """
     for name in list(logging.root.manager.loggerDict):
         if name.partition(".")[0] in _LOGGERS:
             logging.getLogger(name).addFilter(_quiet)

@@ -127,8 +127,8 @@ class VaultKey(RemoteKey):
         self._logging_in = LoopLocks()
 
     async def _encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
-        # Servers before 1.13 ignore associated_data.  So append the hash of associated_data to the
-        # plaintext, and let `_decrypt` check the hash.
+        # Servers before 1.13, which are not supported, ignore associated_data without an error.  So
+        # append the hash of associated_data to the plaintext, and let `_decrypt` check the hash.
         content = plaintext + hashlib.sha256(associated_data).digest()
         answer = await self._transit(
             "encrypt", plaintext=_text(content), associated_data=_text(associated_data)

@@ -293,7 +293,11 @@ class _Move:
     async def _end_in_data_database(
         self, data: Survey, keys: Survey, *, resumed: bool = True
     ) -> KeyMove:
-        """Remove the keys from the key database, after `holds` was changed; let services start."""
+        """Remove the keys from the key database, and end the run, so that services can start.
+
+        Before this call, `_switch_to_data_database` has stored that the valid keys are in the data
+        database.
+        """
         reject_separating(data)
         opened = await self._open(data, data.keyring)
         features = stored_features(data)
@@ -629,7 +633,9 @@ def _delete_inert_keys(run: str, connection: sa.Connection) -> None:
     overwrite_deleted(connection)
     if _marks(connection).get(HOLDS) != Part.DATA.value:
         raise SecureSessionError(_OVERLAPPED, retryable=True)
-    _set(connection, _RUN, run)  # a run in the other direction must not use what is deleted here
+    # Store the id of this run, so that a concurrent run in the other direction ends with an error.
+    # Otherwise, it could use the keys that are deleted here.
+    _set(connection, _RUN, run)
     present = set(sa.inspect(connection).get_table_names())
     for table in (keyring, data_keys):
         if table.name in present:

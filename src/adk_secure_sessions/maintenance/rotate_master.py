@@ -127,9 +127,9 @@ class _MasterRotationRun(Rotation):
     async def _begin(self) -> None:
         """Find the data master that this rotation has created; if there is none, create it.
 
-        It is the newest data master (by time of creation) under the root key of `backend`, if it
-        was created at `since` or later.  After each attempt to add a data master, search again:
-        another process may have been faster.
+        This data master is the newest one (by time of creation) under the root key of `backend`,
+        provided that it was created at `since` or later.  After each attempt to add a data master,
+        search again: another process may have been faster.
         """
         root = self._db.backends.writer.root_key
         database_id = (await self._db.keys()).keyring.database_id

@@ -188,9 +188,9 @@ async def _finish_ids(db: Database) -> None:
 
 
 async def _drop_imports(db: Database) -> None:
-    """Delete the rows of `secure_migrated`, which are sealed for the id of the original.
+    """Delete the rows of `secure_migrated`, whose MACs contain the id of the original database.
 
-    The copy starts without a history of imports.  `_end` removes the feature.
+    The copy starts without a history of imports.  `_end` removes the feature `migration`.
     """
     if migrated.name in (await db.survey()).feature_tables:
         await db.change(lambda connection: connection.execute(sa.delete(migrated)).close())

@@ -466,7 +466,7 @@ class Tables:
         return connection.execute(query.order_by(_e.c.timestamp, second)).all()
 
     def key(self, session: SourceSession) -> tuple[Any, ...]:
-        """Return the key of *session* as the driver returns it."""
+        """Return the three ids of *session* in the form in which the driver returns them."""
         if self._dialect == "sqlite":
             return tuple(name.encode() for name in session[:3])
         return session[:3]

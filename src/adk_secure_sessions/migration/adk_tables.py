@@ -285,7 +285,7 @@ class AdkTables(LookupSource):
         return {row.names: self._state(*row) for row in rows}
 
     async def _convert(self, work: Callable[[], T]) -> T:
-        """Call *work*, which converts rows."""
+        """Return the result of *work*, which converts rows."""
         return work()
 
     def _content(

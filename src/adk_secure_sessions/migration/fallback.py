@@ -659,7 +659,8 @@ class PlaintextFallbackService(BaseSessionService):
     async def _prepare_write(self, session: Session, ids: SessionIds) -> None:
         """Copy the session and the states that an append to *session* needs.
 
-        If *session* was read from the source, set its marker to that of the copied session.
+        If *session* was read from the source, set its `_storage_update_marker` to the row id and
+        revision of the copied session.
         """
         marker = session._storage_update_marker
         version = (marker or "").partition(_OF_SOURCE)[2]

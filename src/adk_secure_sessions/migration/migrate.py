@@ -369,10 +369,10 @@ class _Run:
             await self._leave(entry._replace(found=found))
 
     async def _has_copy(self, entry: Entry, content: SessionContent) -> bool:
-        """Return whether *content* begins with the copied events, or there is no copy any more.
+        """Return whether *content* contains all copied events, so that it may replace the copy.
 
-        If the source was erased, somebody may have created another session with the same ids since.
-        Such a session must not replace the copy.
+        Also return True if there is no copy any more.  If the source was erased, somebody may have
+        created another session with the same ids since.  Such a session must not replace the copy.
         """
         assert self._target is not None
         copy = await self._target.content(entry)

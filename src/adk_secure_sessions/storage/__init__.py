@@ -1,16 +1,16 @@
 """Read and write the encrypted tables.  Other packages import only names in `__all__`.
 
-The modules, each of which imports only those above it:
+The modules, each of which imports only modules above it:
 
 - `schema`: the tables.
 - `queries`: the statements and the typed rows that they return.
+- `opening`: checks a database, and creates missing tables and keys.
 - `bindings`: encrypts and decrypts rows, and checks that they belong together.
 - `unit_of_work`: keys, caches and retries.
 - `owner_changes`: changes of apps and users.
 - `writes`, `reads`: the operations, each of which is one transaction or one query.
 - `imports`: importing sessions and states from another database.
 - `store`: the operations with ADK's ids as arguments.
-- `opening`: checks a database and creates what is missing.
 """
 
 from adk_secure_sessions.storage.bindings import (

@@ -64,8 +64,9 @@ class Identity(NamedTuple):
     """The ids that ADK uses for an app, user and session, and their tags (blind indexes).
 
     If *is_collection* is True, *session_id* is the name of a collection: see `store.Collections`.
-    *session_parts* is the encoded beginning of the context of the session's row, and *event_parts*
-    that of the contexts of its events.  Both are encoded once, because every append needs both.
+    *session_parts* is the encoded beginning of the context of the session's row.  *event_parts* is
+    the encoded beginning of the contexts of the session's events.  Every append needs both, so they
+    are encoded only once.
     """
 
     app_name: str
@@ -210,8 +211,8 @@ class RowCache:
     """The rows that this process has read or written last, by tag: at most *limit* of each kind.
 
     Attributes:
-        time: A counter that each new entry increases by one, and not a time of a clock.  It tells
-            whether an entry was made before an attempt began.
+        time: A counter that each new entry increases by one; it is not a time of a clock.  A
+            comparison of two values tells whether an entry was made before an attempt began.
     """
 
     def __init__(self, limit: int) -> None:
@@ -277,7 +278,7 @@ class Attempt(NamedTuple):
     the write has read; they are called after the commit.  On SQLite, one transaction contains
     several writes, and a write reads rows that earlier writes of the transaction have changed.  If
     such a row were cached before the commit, a concurrent read would find an older stored row, and
-    would reject the older row as replayed.
+    would reject this older row as replayed.
     """
 
     who: Identity
@@ -339,7 +340,8 @@ def witness_context(app_name: str, tag: bytes, number: int) -> bytes:
 def session_context(app_name: str, user_id: str, tag: bytes, *numbers: int) -> bytes:
     """Return the context of a session's row.
 
-    *numbers* are the columns id, user_row, revision, base_revision, created_at and updated_at.
+    *numbers* are the columns id, user_row, revision, base_revision, created_at, updated_at and
+    expires_at.
     """
     return records.context(("session", app_name, user_id, tag), *numbers)
 
@@ -472,8 +474,10 @@ def open_session_row(
 ) -> StoredSession:
     """Return the decrypted session in *row*, which may be any session of *user*.
 
-    If the row is unchanged and no snapshot is needed, the cached session is returned.  If
-    *with_snapshot* is False, the query has not read snapshots.
+    If the row equals the cached row, the cached session is returned, unless the caller needs its
+    snapshot, which is never cached.  If *with_snapshot* is False, the query has not read snapshots.
+
+    Raises DecryptionError if the row, its version witness or its snapshot was tampered with.
     """
     cache, witness = attempt.cache, found.witnesses.get(row.tag)
     seen = cache.sessions.get(row.tag)
@@ -584,7 +588,7 @@ def open_events(
     """Decrypt the events in *history*; check that each contains the link of the event before it.
 
     A history may have thousands of events.  Therefore, the parts of the context and the cipher,
-    which are the same for many events, are computed once.
+    which many events have in common, are computed once.
 
     Args:
         attempt: Contains the data keys and the ids of the session.
@@ -629,8 +633,9 @@ def open_events(
 def check_head(attempt: Attempt, session: StoredSession, last: bytes | None) -> None:
     """Check that *last*, the link of the last event, is the link that the session's row contains.
 
-    If *last* is None, the last event was not read, and nothing is checked.  If the links are equal,
-    set `has_proven_head` of the cached session.  Otherwise, raise TamperedError.
+    If *last* is None, the last event was not read, and nothing is checked.  If the links differ,
+    raise TamperedError.  If the links are equal, set `has_proven_head` of the cached session, so
+    that the next append needs no read.
     """
     if last is None:
         return

@@ -1,8 +1,9 @@
 """Import sessions and states from another database, and remember what was imported.
 
-`secure_migrated` has a row for each session, user and app that was imported, and for each that must
-not be imported (a tombstone).  A row stays when the session is deleted.  Therefore, a later import
-never restores a deleted session, and never replaces one that a service has changed since.
+`secure_migrated` has a row for each session that was imported, and for each user and app whose
+state was imported.  It also has a row for each session and user that must not be imported: such a
+row is called a *tombstone*.  A row stays when the session is deleted.  Therefore, a later import
+never restores a deleted session, and never replaces a session that a service has changed since.
 
 Each row has a *seal*: a keyed MAC of its other columns and of the database id.  A row whose seal is
 wrong is rejected.  See docs/format.md, "Migration".
@@ -90,8 +91,8 @@ class Imported:
         number: The revision of the session, or the version of the user or app, right after the
             import; 0 for a tombstone.
         source: A keyed MAC that identifies the imported version; see `has_source`.
-        stored: The row id and the revision or version that are stored now; None if the session,
-            user or app is not stored.  These columns were not authenticated.
+        stored: The row id, and the revision or version, that the session, user or app has now; None
+            if it is not stored.  These two numbers were not authenticated.
     """
 
     tag: bytes
@@ -103,7 +104,7 @@ class Imported:
 
     @property
     def is_tombstone(self) -> bool:
-        """Whether the row is a tombstone, which forbids the import of the session or user."""
+        """Whether the row is a tombstone: the session or the user must not be imported."""
         return self.row == _NO_ROW
 
     @property
@@ -118,7 +119,7 @@ class Imported:
     def has_source(self, version: str) -> bool:
         """Return whether *version* is the version of the session that was imported.
 
-        It is the argument *source_version* of `import_session`.
+        *version* is compared with the argument *source_version* of `Store.import_session`.
         """
         return hmac.compare_digest(self._source_of(self.tag, encode_text(version)), self.source)
 
@@ -133,7 +134,7 @@ class Seals(NamedTuple):
     keyring: Keyring
 
     def source(self, tag: bytes, version: bytes) -> bytes:
-        """Return the value of the column `source`."""
+        """Return the value of the column `source`: a MAC of *version*, bound to *tag*."""
         return self.keyring.index.migration_source(self.keyring.database_id, tag, version)
 
     def row(self, tag: bytes, row_id: int, number: int, source: bytes) -> MigratedRow:
@@ -233,8 +234,8 @@ class ImportSession(Write[_Outcome]):
         self._sent: dict[int, ImportResult] = {}
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> _Outcome:
-        # Each span of events is inserted by a separate request.  Several requests run in one
-        # transaction of the database only if `locks_rows` is True.
+        # Each span of events is inserted by a separate request to the database.  With asyncpg, each
+        # request commits separately, unless `locks_rows` is True.
         if len(self._spans) > 1:
             attempt = attempt._replace(locks_rows=True)
         return await super().attempt(attempt, executors)
@@ -305,10 +306,12 @@ class ImportSession(Write[_Outcome]):
         columns = session_columns(new.session) | {"user_tag": self.who.user_tag}
         row = Change(sql.IMPORT_SESSION, columns)
         if found.user and changed == user:
-            # The user's row is not updated, so the INSERT must require that the row is unchanged.
+            # No change of this transaction updates the user's row.  So the INSERT itself must
+            # require that this row is unchanged.
             row = Change(sql.IMPORT_SESSION_OF_USER, columns | user_columns(found.user))
-        # The mark comes first: on PostgreSQL, its INSERT is what `add_tombstone_of_user` waits for,
-        # and *row* looks for the tombstone.
+        # *mark* comes before *row*.  On PostgreSQL, the INSERT of *mark* and
+        # `add_tombstone_of_user` cannot run at the same time.  Afterwards, *row* checks that there
+        # is no tombstone.
         mark = Change(sql.INSERT_MIGRATED, new.row._asdict())
         yield from new.apply_or_conflict(attempt, [mark, *owners.changes, row, *new.inserts()])
         return new.outcome
@@ -341,7 +344,10 @@ class ImportSession(Write[_Outcome]):
         return new.outcome
 
     def _reason_to_keep(self, session: StoredSession, row: MigratedRow) -> ImportResult | None:
-        """Return why the stored session must not be replaced; None if it is to be replaced."""
+        """Return why the stored session must not be replaced; None if it must be replaced.
+
+        Raises TamperedError if the stored session is older than the imported one.
+        """
         if row.row_id == _NO_ROW:
             return ImportResult.DELETED
         if session.id == row.row_id and session.revision < row.number:
@@ -517,10 +523,11 @@ class ImportState(Write[ImportResult]):
         return owners.set_state(found, user, self._state)
 
     def _reason_to_keep(self, owner: Owner, row: MigratedRow) -> ImportResult | None:
-        """Return why the stored state must not be replaced; None if it is to be replaced.
+        """Return why the stored state must not be replaced; None if it must be replaced.
 
         A service may have changed other fields of the row, such as the ids of its data keys.
-        Therefore, compare the states and not the versions.
+        Therefore, the states are compared and not the versions.  Raises TamperedError if the stored
+        row is older than the imported state.
         """
         if owner.id == row.row_id and owner.version < row.number:
             raise TamperedError(
@@ -542,7 +549,8 @@ class ImportState(Write[ImportResult]):
 class AddTombstone(Write[None]):
     """Remember that a session must not be imported.
 
-    If the session was imported before, its row of `secure_migrated` already says so, and stays.
+    If the session was imported before, its row of `secure_migrated` is kept.  This row is enough: a
+    session that was imported and is not stored any more is not imported again.
 
     Args:
         who: The ids of the session.
@@ -567,27 +575,30 @@ class AddTombstone(Write[None]):
 
 
 def add_tombstone_of_user(tombstone: MigratedRow, connection: sa.Connection) -> None:
-    """Remember that nothing of a user must be imported; *tombstone* is `Seals.tombstone`.
+    """Remember that nothing of a user must be imported; `Seals.tombstone` returns *tombstone*.
 
     Run this function in a transaction of its own.  After the commit, every import of the user has
     either been committed, or finds the tombstone and stores nothing.
 
     - On PostgreSQL, no query sees the rows of an import that is not committed yet.  Therefore, this
       function waits for all running imports, and later imports wait for the tombstone.
-    - MySQL, MariaDB and SQLite need no such lock.  SQLite runs one write at a time.  On the others,
-      the deletion of the user's version witness waits for an import that has inserted it, and an
-      import inserts it before it looks for the tombstone.
+    - SQLite needs no such lock, because it runs one write at a time.
+    - MySQL and MariaDB need no such lock, either.  An import inserts the user's version witness
+      before it looks for the tombstone.  The erasure deletes this version witness, and its deletion
+      waits until that import has ended.
     """
     if connection.dialect.name == "postgresql":
-        # While this statement waits, the imports that come later wait, too.  After the limit, the
-        # transaction is repeated, and they run before it.
+        # While LOCK TABLE waits for running imports, later imports wait for LOCK TABLE.  If it
+        # waits longer than `_LOCK_WAIT`, it fails, and the later imports run.  The caller then
+        # repeats the transaction.
         connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{_LOCK_WAIT}s'").close()
         connection.exec_driver_sql(
             f"LOCK TABLE {migrated.name} IN SHARE ROW EXCLUSIVE MODE"
         ).close()
     has_tag = migrated.c.tag == tombstone.tag
     if connection.scalar(sa.select(sa.func.count()).select_from(migrated).where(has_tag)):
-        # Nothing forbids more than a tombstone, so it may replace a row that was tampered with.
+        # A tombstone forbids all imports of the user, so it may replace any row, even one that was
+        # tampered with.
         connection.execute(sa.update(migrated).where(has_tag).values(**tombstone._asdict()))
     else:
         connection.execute(sa.insert(migrated).values(**tombstone._asdict()))

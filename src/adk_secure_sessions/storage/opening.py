@@ -91,8 +91,8 @@ _SEPARATION_FORM = re.compile(
 )
 _FEATURES_FORM = re.compile(r"(?P<names>[-a-z0-9_.]+(?:,[-a-z0-9_.]+)*) (?P<mac>[0-9a-f]{32})")
 _REPLACED = "the database was replaced by another one: restart the service"
-# The maximum length of a value and the maximum number of rows that are read from `secure_meta`.  An
-# attacker may have stored more, and every start of a service reads this table.
+# The maximum length of a value, and the maximum number of rows, to read from `secure_meta`.  An
+# attacker may have stored longer values or more rows, and every start of a service reads the table.
 _MAX_TEXT, _MAX_META = 2000, 100
 _NAMES = (FORMAT, DATABASE_ID, PLAINTEXT, HOLDS, FEATURES, SEPARATION, MIGRATION_MARK)
 _META = (
@@ -418,8 +418,9 @@ def add_feature(feature: str, keyring: Keyring, connection: sa.Connection) -> No
 
     Raises:
         WrongKeyError: The stored features were modified.
-        ConfigurationError: The row `features` is missing or malformed, a separation has not ended,
-            the keys were moved, or *keyring* is the keyring of another database.
+        ConfigurationError: The row `features` is missing or malformed; or a run of `separate` or
+            `move-keys` has not ended; or the keys are in a key database, and *connection* is not;
+            or *keyring* is the keyring of another database.
         Conflict: Another process has changed the stored features at the same time.
     """
     survey = look(connection)
@@ -444,7 +445,10 @@ def add_feature(feature: str, keyring: Keyring, connection: sa.Connection) -> No
 def has_feature(feature: str, keyring: Keyring, connection: sa.Connection) -> bool:
     """Return whether the authenticated list of features contains *feature*.
 
-    Raises the errors of `add_feature`, except Conflict.
+    Raises:
+        WrongKeyError: The stored features were modified.
+        ConfigurationError: The row `features` is missing or malformed, or *keyring* is the keyring
+            of another database.
     """
     survey = look(connection)
     if survey.meta.get(DATABASE_ID) != keyring.database_id.hex():
@@ -456,8 +460,8 @@ def has_feature(feature: str, keyring: Keyring, connection: sa.Connection) -> bo
 def create_table_of(feature: str, connection: sa.Connection, *, may_create: bool) -> None:
     """Create the table of *feature* in the data database, if the table does not exist.
 
-    Call this before `add_feature`.  If a process stops between the two, an empty table is left, and
-    no release reads it.
+    Call this before `add_feature`.  If a process stops before it calls `add_feature`, an empty
+    table is left, and no release reads it.
 
     Raises:
         ConfigurationError: The table does not exist, and *may_create* is False or the account may
@@ -487,14 +491,17 @@ def create_table_of(feature: str, connection: sa.Connection, *, may_create: bool
 
 
 class MigrationEnd(Enum):
-    """What the mark of a complete migration says."""
+    """The values of the mark that a migration stores in row `migration` of `secure_meta`."""
 
     COMPLETE = "complete"  # everything was imported
-    SOURCE_ERASED = "erased"  # also, rows of the source may have been deleted since
+    SOURCE_ERASED = "erased"  # and since then, rows of the source may have been deleted
 
 
 def mark_migration(end: MigrationEnd, keyring: Keyring, connection: sa.Connection) -> None:
-    """Store the mark; replace a mark that was tampered with, but not `SOURCE_ERASED`."""
+    """Store the mark *end*, which replaces a stored mark, even one that was tampered with.
+
+    Only the mark `SOURCE_ERASED` is not replaced.
+    """
     where = meta.c.name == MIGRATION_MARK
     stored = connection.scalar(sa.select(meta.c.value).where(where).with_for_update())
     if stored == _migration_mark(MigrationEnd.SOURCE_ERASED, keyring):
@@ -507,8 +514,8 @@ def mark_migration(end: MigrationEnd, keyring: Keyring, connection: sa.Connectio
 def withdraw_migration(keyring: Keyring, connection: sa.Connection) -> bool:
     """Remove the mark `MigrationEnd.COMPLETE`, and return whether it was stored.
 
-    The mark `SOURCE_ERASED` and a mark that was tampered with are not removed.  If no mark is
-    stored, the migration counts as not complete.
+    If it was stored, the migration counts as not complete afterwards.  The mark `SOURCE_ERASED` and
+    a mark that was tampered with are not removed.
     """
     where = meta.c.name == MIGRATION_MARK
     stored = connection.scalar(sa.select(meta.c.value).where(where).with_for_update())
@@ -519,7 +526,7 @@ def withdraw_migration(keyring: Keyring, connection: sa.Connection) -> bool:
 
 
 def migration_end(keyring: Keyring, connection: sa.Connection) -> MigrationEnd | None:
-    """Return what the mark says; None if there is no mark.
+    """Return the stored mark of a migration; None if no mark is stored.
 
     Raises:
         WrongKeyError: The mark was tampered with.
@@ -647,7 +654,7 @@ async def open_database(
         backends: The backends, whose root keys unwrap the keyring.
         create_tables: Create missing tables; if False, they must exist (see docs/sql).
         known: A keyring opened earlier.  If given, nothing is created.  If a key service fails, the
-            keyring rows that need this service are left pending (see `Keyring`).
+            keyring rows that need this service are left out until a later call.
 
     Raises:
         ConfigurationError: A database cannot be used; it was left unchanged.
@@ -697,8 +704,9 @@ async def open_database(
 async def survey_existing(executors: Executors, known: Collection[int] = ()) -> Survey:
     """Check and survey a database that already exists, without changing it.
 
-    With a key database, return the survey of the data database with the key database's keyring.
-    A service that is running passes the ids of the keyring rows that it has accepted.
+    With a key database, return the survey of the data database, but with the keyring and the
+    features of the key database.  A service that is running passes, as *known*, the ids of the
+    keyring rows that it has accepted.
 
     Raises:
         ConfigurationError: The database cannot be used, or is new.
@@ -908,14 +916,14 @@ async def _warn(executor: Executor, survey: Survey, writes_plaintext: bool) -> N
 def _are_of_1x(connection: sa.Connection) -> bool | None:
     """Return whether adk-secure-sessions 1.x encrypted the first rows of the table `sessions`.
 
-    None if it encrypted some of them, and others are plaintext.  That distribution is another
-    author's.  It uses the table names of ADK.
+    Return None if some of these rows are encrypted and others are plaintext.  adk-secure-sessions
+    1.x is another author's distribution, which uses the table names of ADK.
     """
     start = sa.func.substr(sa.cast(sa.column("state"), sa.String), 1, 4)
     query = sa.select(start).select_from(sa.table("sessions")).limit(_SAMPLES)
     try:
         starts = connection.execute(query).scalars().all()
-    except sa.exc.DBAPIError:  # the table is of another program, or may not be read
+    except sa.exc.DBAPIError:  # another program created the table, or we may not read it
         return False
     found = {is_envelope(start or "") for start in starts}
     return None if len(found) == 2 else found == {True}

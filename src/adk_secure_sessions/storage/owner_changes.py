@@ -40,9 +40,14 @@ class OwnerChanges:
     ) -> Owner:
         """Merge *delta* into the app's state: add the changes to `changes`, and return the app.
 
-        If *app* is None, add the changes that insert the app's row and its version witness.  If
-        *needs_key*, also ensure that the app has a current data key and that the app's row names
-        this key.
+        If *app* is None, add the changes that insert the app's row and its version witness.
+
+        Args:
+            found: The rows that this attempt has read.
+            app: The decrypted app; None if the app is not stored.
+            delta: The entries to add to the app's state.
+            needs_key: Also ensure that the app's row names a data key with which this process may
+                encrypt new records.
         """
         if app is None:
             who = self._attempt.who
@@ -66,7 +71,13 @@ class OwnerChanges:
         """Merge *delta* into the user's state: add the changes to `changes`, and return the user.
 
         If *user* is None, add the changes that insert the user's row and its version witness.  Also
-        ensure that the user has a current data key and that the user's row names this key.
+        ensure that the user's row names a data key with which this process may encrypt new records.
+
+        Args:
+            found: The rows that this attempt has read.
+            user: The decrypted user; None if the user is not stored.
+            app_row: The row id of the user's app.
+            delta: The entries to add to the user's state.
         """
         if user is None:
             who = self._attempt.who
@@ -197,8 +208,9 @@ class OwnerChanges:
         has removed the owner's row.
 
         With a key database, such a data key is no error.  A process stores the data key before the
-        owner's row, and the process may have stopped between the two.  But the data key may also be
-        an erased key that an attacker inserted again.  Therefore, create a new data key.
+        owner's row, and the process may have stopped before it stored the row.  But the data key
+        may also be an erased key that an attacker inserted again.  Therefore, create a new data
+        key.
         """
         self._require_read_keys()
         separate = self._attempt.key_source is KeySource.KEY_DATABASE
@@ -215,14 +227,15 @@ class OwnerChanges:
     def _ensure_key(self, owner: bytes, *stored: bytes) -> None:
         """Ensure that *owner* has a current data key that `retire` cannot delete before the commit.
 
-        `retire` deletes a data key only if no record is encrypted with that key or an older one.
-        The changes require that the records *stored* are unchanged.  Therefore, `retire` keeps the
-        current data key if it is at least as new as the keys of *stored*.
+        The current data key encrypts the new records of the owner.  `retire` deletes a data key
+        only if no record is encrypted with that key or an older one.  The transaction requires that
+        the records *stored* are unchanged.  Therefore, `retire` keeps the current data key if it is
+        at least as new as the keys that encrypt *stored*.
 
-        If the current data key is older, because the newest key belongs to another backend, a
-        change locks the row of the current data key.  With a key database, no change can lock that
-        row, so a new data key is created.  A new data key is also created if the owner has no
-        current data key.
+        The current data key may be older, because the newest data key belongs to another backend.
+        A change then locks the row of the current data key.  With a key database, no change can
+        lock that row, so a new data key is created.  A new data key is also created if the owner
+        has no current data key.
         """
         keys = self._keys
         if keys.is_as_new_as(owner, *stored):
@@ -234,7 +247,7 @@ class OwnerChanges:
                 return
         for record in stored:
             # Raise an error if the record's key does not exist.  Otherwise, `is_as_new_as` would
-            # stay False, and each attempt would create another key.
+            # return False in every attempt, and each attempt would create another key.
             keys.cipher(owner, record)
         current = keys.current(owner)
         if current is None or self._attempt.key_source is KeySource.KEY_DATABASE:

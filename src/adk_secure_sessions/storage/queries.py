@@ -53,7 +53,8 @@ from adk_secure_sessions.storage.schema import (
 
 # The kinds of rows.
 _APP, _USER, _WITNESS, _KEY, _MASTER, _SESSION, _SNAPSHOT, _EVENT = range(8)
-# A row of `secure_migrated` has three binary columns, so it is read as two rows.
+# A row of `secure_migrated` has three binary columns, but a row of a read has only two.  Therefore
+# a read returns two rows for it.
 _MIGRATED, _MIGRATED_SEAL = 8, 9
 _NUMBERS, _BLOBS = 8, 2
 # The positions of an event's values in its row.  A history may have thousands of events, and
@@ -79,10 +80,10 @@ _after_row = bindparam("after_row", type_=BigInteger)
 
 
 def bounded(column: ColumnElement[Any]) -> ColumnElement[Any]:
-    """Return *column* of a table of keys, or NULL instead of a value that no service stores.
+    """Return *column* of a table of keys, with NULL instead of a value that no service stores.
 
-    An attacker may have stored values of any size and, on SQLite, of any type.  Every start and
-    every read of keys would load these values.
+    An attacker may have stored values of any size and, on SQLite, of any type.  Without this
+    function, every start and every read of keys would load these values.
     """
     # SQLite compares any text or blob as greater than any number, so BETWEEN excludes both.
     if isinstance(column.type, BigInteger):
@@ -92,7 +93,7 @@ def bounded(column: ColumnElement[Any]) -> ColumnElement[Any]:
     return case((is_valid, column)).label(column.key)
 
 
-# The columns of the keyring, as MasterKeyRow.
+# Query for all rows of `secure_keyring`; its columns are the fields of MasterKeyRow.
 MASTER_KEYS = select(keyring.c.id, *(bounded(keyring.c[name]) for name in MasterKeyRow._fields[1:]))
 
 
@@ -141,12 +142,12 @@ def _keys_of(owner: BindParameter[bytes], *conditions: ColumnElement[bool]) -> S
 def _master() -> Select[Any]:
     c = keyring.c
     masters = _member(_MASTER, [c.id, bounded(c.created_at)], [bounded(c.wrapped)])
-    # If there are too many rows, one row more than a keyring may have is enough to detect it.
+    # To detect a keyring with too many rows, read one row more than a keyring may have.
     return _first(MAX_ROWS + 1, masters, "masters")
 
 
 def _first(number: int, rows: Select[Any], name: str) -> Select[Any]:
-    """Return the first *number* of *rows*, as a member of a UNION ALL."""
+    """Return a SELECT of the first *number* rows of *rows*, for use in a UNION ALL."""
     # Without an offset, SQLAlchemy would add a parameter for the offset on SQLite.  No caller has a
     # value for this parameter.
     limited = rows.limit(literal_column(str(number))).offset(_ZERO)
@@ -326,7 +327,7 @@ SESSION_WITHOUT_EVENTS = _by_keys()
 SESSIONS_OF_USER = {keys: _list_query(keys) for keys in (False, True)}
 COLLECTIONS_OF_USER = {keys: _list_query(keys, collections=True) for keys in (False, True)}
 OWNERS = {keys: _owners_query(keys) for keys in (False, True)}
-# These two queries also read rows of `secure_migrated`; see `imports`.
+# These two queries also read the rows of `secure_migrated` with the given tags; see `imports`.
 IMPORTED_SESSION = {
     keys: _session_query(keys, _migrated(_user_tag, _session_tag)) for keys in (False, True)
 }
@@ -404,8 +405,8 @@ def _session_of_user(*conditions: ColumnElement[bool]) -> Insert:
     return _insert(sessions, row.with_for_update(read=True, key_share=True, of=users))
 
 
-# The app's row and the version witnesses of the app and the user are as this process has cached
-# them.
+# Conditions: the stored row of the app, and the stored version witnesses of the app and the user,
+# are equal to those that this process has cached.
 _owners_as_cached = (
     _same_row(apps, "app"),
     _same_row(witnesses.alias("app_witnesses"), "app_witness"),
@@ -413,9 +414,9 @@ _owners_as_cached = (
 )
 INSERT_SESSION_OF_USER = _session_of_user()
 INSERT_SESSION_OF_KNOWN = _session_of_user(*_owners_as_cached)
-# A user who was erased has a row of `secure_migrated` without a row id.  Sessions of the user must
-# not be imported.  IMPORT_SESSION_OF_KNOWN requires that the user has no row at all, because nobody
-# has checked the seal of a row.
+# If a user was erased, `secure_migrated` may have a row of this user whose `row_id` is 0.  Then no
+# session of the user may be imported.  IMPORT_SESSION_OF_KNOWN requires that `secure_migrated` has
+# no row of the user at all: it runs without a read, so the MAC of such a row was not checked.
 _row_of_user: Select[Any] = select(literal_column("1")).where(migrated.c.tag == _user_tag)
 _is_not_erased = ~_row_of_user.where(migrated.c.row_id == _ZERO).exists()
 IMPORT_SESSION = _insert(sessions, select(*_parameters(sessions)).where(_is_not_erased))
@@ -441,9 +442,10 @@ UPDATE_EVENT = (
 
 
 def _lock(table: FromClause, tag: BindParameter[bytes]) -> Select[Any]:
-    """Return a query that locks a row against changes, but not against new rows that refer to it.
+    """Return a query that locks the row of *table* with *tag* against changes by others.
 
-    SQLite has no such locks and needs none: it runs one write at a time.
+    Others can still insert rows that refer to the locked row.  SQLite has no such locks and needs
+    none: it runs one write at a time.
     """
     return select(table.c.id).where(table.c.tag == tag).with_for_update(key_share=True)
 
@@ -484,7 +486,8 @@ UPDATE_SESSION = (
         state=bindparam("state"),
     )
 )
-# Replaces a session by another one with the same ids, which has no event in common with it.
+# Replaces a session by another session with the same id.  The row gets another row id, so the
+# events of the old session belong to no row.
 REPLACE_SESSION = (
     update(sessions)
     .where(*_equal(sessions, "at"))
@@ -498,7 +501,7 @@ REPLACE_SESSION = (
         state=bindparam("state"),
     )
 )
-# Gives the row of a collection a new id, so that the old items belong to no row.
+# Gives the row of a collection a new row id, so that the old items belong to no row.
 MOVE_COLLECTION = (
     update(sessions)
     .where(*_equal(sessions, "at"))

@@ -178,7 +178,7 @@ class ListUserSessions(_Read):
 
 
 class ListCollections(_Read):
-    """Read the collections of a user, without items."""
+    """Read the collections of a user, without their items."""
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> list[StoredSession]:
         found = await self._read(attempt, executors, sql.COLLECTIONS_OF_USER)
@@ -249,8 +249,8 @@ class ListPage(_Read):
     """Read at most *limit* sessions of a user, or of an app, without events.
 
     The sessions are in order of creation.  Sessions of an app are sorted by the creation of their
-    user first.  `attempt` may return fewer than *limit* sessions, because the rows of
-    collections and expired sessions count, but are omitted.
+    user first.  `attempt` may return fewer than *limit* sessions even if more follow: collections
+    and expired sessions count towards *limit*, but are omitted.
 
     Args:
         who: The ids of the app and the user.  If *of_app* is True, the user is not used.
@@ -299,8 +299,9 @@ class ListPage(_Read):
             user = bindings.open_user(attempt, found)
             users = [user] if user else []
         app = bindings.open_app(attempt, found)
-        # Sort the rows, because a UNION ALL guarantees no order.  The ids are numbers, because the
-        # query has compared them with numbers.
+        # Sort the rows, because a UNION ALL guarantees no order.  Even in a modified database,
+        # these ids are integers: `id` is an integer primary key, and `user_row` equals the `id` of
+        # a user.
         found.sessions.sort(key=lambda row: (row.user_row, row.id), reverse=self._newest)
         after = None
         if len(found.sessions) > self._limit:
@@ -332,14 +333,15 @@ class GetStates(_Read):
 
 
 class UseKeys(_Read, Generic[E]):
-    """Decrypt records that another store holds, with the data keys of the app and the user.
+    """Decrypt records that are stored outside this database, with data keys of this database.
 
     `attempt` returns the result of *work*.
 
     Args:
-        who: The ids of the app and the user, who need not be stored.
+        who: The ids of the app and the user whose data keys are used.  The database need not have
+            rows of this app and this user.
         work: Called with the data keys, and with True if they were just read, or False if they
-            come from the cache.  If *work* raises UnknownKeyError with cached data keys, it is
+            come from the cache.  If *work* raises UnknownKeyError with cached data keys, *work* is
             called again with all stored data keys.
     """
 
@@ -360,10 +362,11 @@ Headers = Counter[tuple[str, bytes]]  # number of records, by table and record h
 
 
 class CheckApp(_Read):
-    """Read an app without the cache, and count its records; None if the app has no row.
+    """Read an app without the row cache, and count its records.
 
-    The classes `CheckApp`, `CheckUser` and `CheckSession` do not use the row cache: `verify` must
-    detect a data key that was tampered with after the row was cached.
+    `attempt` returns the app; None if the app has no row.  The classes `CheckApp`, `CheckUser` and
+    `CheckSession` do not use the row cache: `verify` must detect a data key that was tampered with
+    after the row was cached.
 
     Attributes:
         headers: The number of decrypted records, by table and record header.
@@ -383,10 +386,10 @@ class CheckApp(_Read):
 
 
 class CheckUser(_Read):
-    """Read a user without the row cache, and count the records; see `CheckApp`.
+    """Read a user without the row cache, and count the user's records; see `CheckApp`.
 
-    Only the user's tag in *who* is used to find the user.  The result is None if no row has this
-    tag.
+    `attempt` returns the user; None if no row has the user's tag.  Of *who*, only the app and the
+    user's tag (the blind index) are used.
 
     Attributes:
         headers: The number of decrypted records, by table and record header.
@@ -469,7 +472,7 @@ class CheckLocatedSession(_Read, Generic[E]):
 
 
 def _view(session: StoredSession, user: Owner, app: Owner | None) -> View:
-    """Return *session* together with the id of its user and the states of its user and its app.
+    """Return *session* with the id of its user, and the states of its user and its app.
 
     Raises TamperedError if *app* is None or is not the app that the user's row refers to.
     """

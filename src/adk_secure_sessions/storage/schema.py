@@ -1,6 +1,7 @@
 """The tables and their row ids (see docs/format.md).  Times are microseconds since 1970, UTC.
 
-If a single row is replayed or removed, another row shows it:
+If only one row is replayed or removed, the service detects this, because another row contains its
+version or its id:
 
 - A session's row contains the revision, which is the number of the session's events.
 - A version witness is a row of `secure_witnesses`.  It contains the version of an app's or a user's
@@ -91,7 +92,7 @@ apps: Table = Table(
     metadata,
     _key_column("id"),
     Column("tag", _TAG, nullable=False, unique=True),
-    Column("app_name", LargeBinary, nullable=False),  # UTF-8 bytes: no collation, NUL allowed
+    Column("app_name", LargeBinary, nullable=False),  # as UTF-8: any text, without collation
     Column("version", BigInteger, nullable=False),
     Column("state", _RECORD, nullable=False),
 )
@@ -182,7 +183,8 @@ def _store_external(table: Table) -> None:
 def _use_innodb(table: Table, connection: Connection, **_: object) -> None:
     """Create *table* in InnoDB: the server's default engine may have no transactions.
 
-    This option in the definition of the table would import SQLAlchemy's dialects of MySQL.
+    If this option were in the definition of the table, SQLAlchemy would import its dialects of
+    MySQL each time this module is imported.
     """
     if connection.dialect.name in ("mysql", "mariadb"):
         table.kwargs[f"{connection.dialect.name}_engine"] = "InnoDB"

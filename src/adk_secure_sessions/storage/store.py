@@ -243,12 +243,11 @@ class Store:
         return await self.unit.run(GetStates(await self.unit.identify(app_name, user_id)))
 
     async def prepare_imports(self) -> None:
-        """Create the table `secure_migrated` and add its feature, if they are missing.
+        """Create the table `secure_migrated` and add the feature `migration`, if they are missing.
 
         `import_session`, `import_state` and `tombstone` do the same.
 
-        Raises ConfigurationError if the account of the database may not create the table, and
-        nobody has created it.
+        Raises ConfigurationError if the table is missing, and this process may not create it.
         """
         await self._migration.ensure()
 
@@ -268,11 +267,12 @@ class Store:
     ) -> ImportResult:
         """Store a session of another database with all its events, in one transaction.
 
-        Create the rows of its app and its user, with empty states, if they are missing.  Import the
-        states after the sessions.  Call this method from several tasks at the same time: it is then
-        several times as fast.
+        If the rows of its app and its user are missing, they are created with empty states.  Call
+        `import_state` after all sessions were imported.  Several tasks may call this method at the
+        same time, which is several times as fast.
 
-        If the session is stored already, or was deleted, `ImportResult` says what happens.
+        If the session is stored already, or was deleted, the session may be left unchanged:
+        `ImportResult` lists the cases.
 
         Args:
             app_name: The app.
@@ -287,7 +287,7 @@ class Store:
             replace: Replace the session if it was imported before from another version, and no
                 service has changed it since.
 
-        The caller checks that the ids are within the limits of services.
+        The caller must check that the ids are within the limits of services.
 
         Raises:
             ValueError: A time is not possible.
@@ -323,9 +323,11 @@ class Store:
         return await self.unit.run(operation)
 
     async def imported(self, ids: Iterable[SessionIds]) -> dict[SessionIds, Imported]:
-        """Return which of the sessions were imported, or must not be; others are omitted.
+        """Return the rows of `secure_migrated` for those of the sessions *ids* that have a row.
 
-        If a session's user was erased, the result for the session is a tombstone.
+        These are the sessions that were imported, and those that must not be imported.  If a
+        session's user was erased, the session must not be imported: the result for the session is
+        then a tombstone (see `Imported.is_tombstone`).
 
         Raises:
             TamperedError: A row of `secure_migrated` was tampered with.
@@ -353,10 +355,11 @@ class Store:
     async def imported_states(
         self, owners: Iterable[tuple[str, str | None]]
     ) -> dict[tuple[str, str | None], Imported]:
-        """Return which states of users and apps were imported, or must not be.
+        """Return the rows of `secure_migrated` for those of the *owners* that have a row.
 
-        An element of *owners* is an app name and a user id; the user id is None for the state of
-        the app.
+        These are the users and apps whose state was imported, and the users whose state must not be
+        imported.  An element of *owners* is an app name and a user id; the user id is None for the
+        state of the app.
 
         Raises:
             TamperedError: A row of `secure_migrated` was tampered with.
@@ -379,11 +382,13 @@ class Store:
         return found
 
     async def tombstone(self, app_name: str, user_id: str, session_id: str | None = None) -> None:
-        """Remember that a session must not be imported; or, without *session_id*, that nothing of
-        the user may be.
+        """Store a tombstone: the session must not be imported any more.
+
+        If *session_id* is None, nothing of the user must be imported any more.
 
         Call this before deleting the session, or the user's rows.  Otherwise, an import could
-        restore them.  The tombstone of a user waits for running imports.
+        restore them.  After this call for a user, every running import of the user has either been
+        committed, or stores nothing.
         """
         await self._migration.ensure()
         who = await self.unit.identify(app_name, user_id, session_id or "")
@@ -394,7 +399,7 @@ class Store:
         await self.unit.change(partial(add_tombstone_of_user, seals.tombstone(who.user_tag)))
 
     async def has_imports(self) -> bool:
-        """Return whether the database has the feature `migration`.
+        """Return whether the database has the feature `migration`, which the first import adds.
 
         Raises:
             WrongKeyError: The list of features was tampered with.
@@ -408,9 +413,9 @@ class Store:
         await self.unit.change_keys(partial(mark_migration, MigrationEnd.COMPLETE, keyring))
 
     async def withdraw_migration(self) -> bool:
-        """Remove the mark of `complete_migration`, and return whether there was one.
+        """Remove the mark that `complete_migration` has stored; return whether there was one.
 
-        A mark of `mark_source_erased` stays.
+        A mark that `mark_source_erased` has stored is not removed.
         """
         keyring = (await self.unit.keys()).keyring
         if await self._migration_end() is not MigrationEnd.COMPLETE:
@@ -418,9 +423,10 @@ class Store:
         return await self.unit.change_keys(partial(withdraw_migration, keyring))
 
     async def mark_source_erased(self) -> None:
-        """Store the mark that rows of the source may be missing; it is never removed again.
+        """Store the mark that sessions of the source may have been deleted after their import.
 
-        Otherwise, a later migration from the same source would replace or delete the only copies.
+        Without this mark, a later migration from the same source could replace or delete the only
+        copies of these sessions.  The mark is never removed again.
         """
         await self._migration.ensure()
         keyring = (await self.unit.keys()).keyring
@@ -435,7 +441,7 @@ class Store:
         return await self._migration_end() is MigrationEnd.SOURCE_ERASED
 
     async def migration_is_complete(self) -> bool:
-        """Return whether `complete_migration` was called, and nothing has withdrawn its mark.
+        """Return whether a mark of `complete_migration` or of `mark_source_erased` is stored.
 
         Raises:
             WrongKeyError: The mark was tampered with.
@@ -549,13 +555,15 @@ class Collections:
             app_name: The app.
             user_id: The user.
             name: The name of the collection, at most `MAX_NAME_BYTES` long.
-            item: The plaintext; or a function that returns it.  The function is called with the
-                collection and its last item, or with a collection without items, before each
-                attempt to append.  It cannot be combined with *expected*.
+            item: The plaintext; or a function that returns the plaintext.  Before each attempt to
+                append, the function is called with the collection and its last item; if the
+                collection is empty, without an item.  A function cannot be combined with
+                *expected*.
             expected: The row id and the revision that the collection had when the caller read it.
-                If None, the item is appended whatever the revision is.
+                If None, the item is appended at any revision.
             replaced: New contents for earlier items, by number; *expected* must be given.  The
-                appended item must name the replaced items: see `ReplaceItems`.
+                appended item must name the replaced items, so that a replay of their old records
+                can be detected: see `ReplaceItems`.
 
         Raises:
             ValueError: The name is too long; or *replaced* has a number that is not the number of
@@ -597,8 +605,8 @@ class Collections:
     ) -> None:
         """Replace all items of a collection by *items*, in one transaction.
 
-        The collection gets a new row id, so another process that has read the collection reads it
-        again: see `RewriteItems`.
+        The collection gets a new row id.  If another process has read the old items, and then
+        appends an item with their *expected* value, its append raises StaleRevision.
 
         Raises:
             StaleRevision: The stored collection has another row id or revision than *expected*.
@@ -647,7 +655,8 @@ class Feature:
     async def ensure(self) -> None:
         """Add the feature to the database if it is missing.
 
-        A process checks this once, and again each time after it has read the keyring again.
+        A call accesses the database only if it is the first call, or the first call after this
+        process has read the keyring again.
         """
         keyring = (await self._unit.keys()).keyring
         if self._ensured is keyring:
@@ -669,7 +678,8 @@ class Feature:
         keyring = (await self._unit.keys()).keyring
         if self._ensured is keyring:
             return True
-        # Read the table before the list: another process may be adding the feature.
+        # Read the table before the list of features.  Another process may be adding the feature: it
+        # changes the list before it stores rows in the table.
         has_rows = await self._unit.change(partial(has_rows_of, self._name), commit=False)
         work = partial(has_feature, self._name, keyring)
         if await self._unit.change_keys(work, commit=False):
@@ -685,7 +695,7 @@ class Feature:
     async def _add_with_table(self, keyring: Keyring) -> None:
         """Create the table, and then add the feature, if they are missing.
 
-        If the process stops between the two, the table is empty, and the next call continues.
+        If the process stops after it has created the table, the next call adds the feature.
         """
         look_for = partial(has_feature, self._name, keyring)
         if not await self._unit.change_keys(look_for, commit=False):

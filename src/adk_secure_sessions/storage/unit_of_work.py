@@ -183,8 +183,8 @@ class UnitOfWork:
 
     Args:
         executors: The executors of the data database and of the key database.
-        backends: The backends that may be used, and the one that encrypts new records.  If None,
-            only `read`, `read_keys`, `change` and `change_keys` can be used.
+        backends: All backends of the service; one of them encrypts new records.  If None, only the
+            methods `read`, `read_keys`, `change` and `change_keys` can be used.
         open_keyring: A function that reads the keyring and unwraps its keys.  Its argument is None,
             or a keyring that was opened earlier and whose keys need not be unwrapped again.
         cached_rows: Maximum number of cached rows of each kind: sessions, users and apps.
@@ -241,10 +241,10 @@ class UnitOfWork:
         return (await self._current()).keys
 
     async def attached(self, key: object, make: Callable[[], T]) -> T:
-        """Return the object that *make* returned for *key*, such as a cache of decrypted values.
+        """Return the object that is kept for *key*, such as a cache of decrypted values.
 
-        When the cache of decrypted rows is emptied, this object is discarded, too.  The next call
-        then calls *make* again.
+        If no object is kept for *key*, keep the object that *make* returns.  When the cache of
+        decrypted rows is emptied, the kept objects are discarded, too.
         """
         opened = await self._current()
         made: T = opened.attached.setdefault(key, make())
@@ -291,9 +291,9 @@ class UnitOfWork:
         """Attempt *operation* until it succeeds, and return its result.
 
         Afterwards, cache the data keys that the operation has read or created.  Cached data keys
-        are read again only if a record names a data key that is not cached.  The keyring is read
-        again if the marks of its rows have changed, or if a transaction that stores a new data key
-        meets a conflict.
+        are read again if a record names a data key that is not cached, or if the operation may need
+        a new data key.  The keyring is read again if another process has changed it, or if a
+        transaction that stores a new data key meets a conflict.
 
         Raises the errors of the operation, of *open_keyring* and of `Retries.wait`.
         """
@@ -304,8 +304,9 @@ class UnitOfWork:
         reads_keys = operation.reads_keys or not are_cached
         if measured := telemetry.current_operation():
             measured.add_lookup("data_keys", hit=are_cached)
-        # With a key database, the data keys are read before the rows.  Between the two reads, a
-        # data key may have been created or retired.  So if a key is missing, read both again.
+        # With a key database, the data keys are read before the rows.  Between the two reads,
+        # another process may have created or retired a data key.  So if a key is missing the first
+        # time, read both the keys and the rows again.
         missing_is_final = not separate
         keyring_is_current = False
         is_first = True
@@ -393,8 +394,8 @@ class UnitOfWork:
     async def data_keys_of(self, *owners: object) -> StagedKeys:
         """Read and return the data keys of *owners*, which are tags.
 
-        If a data key was tampered with, this call raises no error.  Every later use of the keys of
-        its owner raises DecryptionError.
+        If the row of a data key was tampered with, this method raises no error.  The method
+        `StagedKeys.cipher` raises DecryptionError for a record that names this data key.
         """
         keys = await self.keys()
         found = await read_data_keys(self.read_keys, owners)
@@ -442,7 +443,10 @@ class UnitOfWork:
             keys.keyring = renewed
 
     async def _current(self) -> _Opened:
-        """Return the keys and caches; open the database on first use, and empty expired caches."""
+        """Return the keys and the caches.
+
+        If the database is not open yet, open it.  If the caches have expired, empty them.
+        """
         opened = self._opened
         if opened is None:
             return await self._open()
@@ -454,8 +458,8 @@ class UnitOfWork:
     def _start_timer(self, opened: _Opened) -> None:
         """Empty the caches when they expire, even if no operation follows.
 
-        Each event loop that uses the unit of work has a timer: the loop that used it first may end
-        before the others.  The timer of a loop that has ended never fires.
+        Each event loop that uses the unit of work has a timer of its own.  One timer would not be
+        enough: if its event loop ended before the other loops, the timer would never fire.
         """
         loop = asyncio.get_running_loop()
         started = self._timers.get(loop)
@@ -497,7 +501,7 @@ class UnitOfWork:
     async def _store_data_key(
         self, known: DataKeys, keys: StagedKeys, owner: bytes, not_before: int, seen: Keyring
     ) -> DataKeyRow:
-        """Store a new data key of *owner* in the key database; the next attempt reads it.
+        """Store a new data key of *owner* in the key database, and return its row.
 
         Raises UniqueViolation if another process has stored a data key of the same owner and
         generation first, and Conflict if another process has changed the keyring.

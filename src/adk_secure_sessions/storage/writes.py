@@ -227,7 +227,8 @@ class CreateSession(Write[Created]):
         session, rest = self._new_session(attempt, changed.id)
         row = Change(sql.INSERT_SESSION, session_columns(session))
         if found.user and changed == user:
-            # The user's row is not updated, so the INSERT must require that the row is unchanged.
+            # No change of this transaction updates the user's row.  So the INSERT itself must
+            # require that this row is unchanged.
             columns = session_columns(session) | user_columns(found.user)
             row = Change(sql.INSERT_SESSION_OF_USER, columns)
         yield from apply_changes([*owners.changes, row, *rest])
@@ -286,7 +287,7 @@ class KnownOwners(NamedTuple):
 def known_owners(attempt: Attempt) -> KnownOwners | None:
     """Return the cached app and user, for whom a session can be created without a read.
 
-    Return None if a row is not cached, or if the user needs a new data key.
+    Return None if a row is not cached, or if the user's data keys must be read again.
     """
     who = attempt.who
     app, user = attempt.cache.apps.get(who.app_tag), attempt.cache.users.get(who.user_tag)
@@ -512,9 +513,10 @@ class ReplaceItems(AppendEvent):
 class RewriteItems(Write[StoredSession]):
     """Replace all items of a collection by *items*, in one transaction.
 
-    The collection's row gets a new id, as if the collection had been deleted and created again.
-    Therefore no record of an old item decrypts in the new row.  If another process has read the old
-    items, and then writes at the position that it has read, it gets StaleRevision.
+    The collection's row gets a new row id, as if the collection had been deleted and created again.
+    Therefore the record of an old item cannot be decrypted as one of the new items.  If another
+    process has read the old items, and then appends an item to them, its append raises
+    StaleRevision.
 
     `attempt` returns the updated row.  It raises MissingSession if the collection does not exist,
     and StaleRevision if its row id or revision differs from that in *expected*.
@@ -536,8 +538,8 @@ class RewriteItems(Write[StoredSession]):
         self._sent: set[int] = set()
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> StoredSession:
-        # The number of items has no limit, so several requests insert them.  These requests are one
-        # transaction only if `locks_rows` is True.
+        # The number of items has no limit, so several requests to the database insert them.  With
+        # asyncpg, each request commits separately, unless `locks_rows` is True.
         return await super().attempt(attempt._replace(locks_rows=True), executors)
 
     def contended(self) -> list[sa.Executable]:
@@ -633,8 +635,8 @@ class DeleteSession(Write[bool]):
 def _deletions(session: StoredSession) -> Changes:
     """Return the changes to make after deleting the session's row.
 
-    The session's row must be deleted before its events.  A concurrent append that waits for the
-    row's lock then finds no row, and adds no event.
+    The session's row must be deleted before its events.  A concurrent append waits for the lock of
+    the deleted row, then finds no row, and adds no event.
     """
     at_row = {"at_id": session.id}
     changes = [
@@ -655,8 +657,8 @@ class RenewKey(Write[bool]):
 
     Attributes:
         created: Whether a data key was created.
-        changed: Whether the owner's row and version witness were changed; if so, the current data
-            key encrypts both.
+        changed: Whether the owner's row and version witness were changed.  If so, both are now
+            encrypted with the data key that encrypts new records.
         stored_keys: The ids of data keys that were stored in the key database.
     """
 
@@ -684,7 +686,8 @@ class RenewKey(Write[bool]):
         row = found.user if self._of_user else found.app
         if row is None:
             return False
-        # Do not use the cached row: the data key of the stored row may have been deleted.
+        # Do not use the cached row, so that the stored row is decrypted: its data key may have been
+        # deleted.
         uncached = attempt._replace(cache=RowCache(0))
         owner = bindings.open_app(uncached, found)
         if found.user and self._of_user:
@@ -698,8 +701,9 @@ class RenewKey(Write[bool]):
 class EnsureOwners(Write[StagedKeys]):
     """Store the rows and the data keys of the app and the user of *who*, if they are missing.
 
-    `attempt` returns the data keys, and each owner has a current data key.  Use the data keys at
-    once: a data key that was erased or rotated meanwhile must not encrypt new records.
+    `attempt` returns the data keys.  They contain a data key that may encrypt new records of the
+    app, and another for the user.  Use the data keys at once: a data key that was erased or rotated
+    meanwhile must not encrypt new records.
     """
 
     def contended(self) -> list[sa.Executable]:
