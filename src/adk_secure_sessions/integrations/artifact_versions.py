@@ -166,7 +166,7 @@ def _values(blob: Blob) -> JsonObject:
 
 
 class _Described(NamedTuple):
-    """What one item says: a version, and how many versions there were after it."""
+    """The content of one item: a version, and the number of versions when the item was added."""
 
     version: Version
     versions: int

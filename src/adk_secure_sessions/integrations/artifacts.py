@@ -1,6 +1,7 @@
 """An artifact service for ADK, which stores encrypted rows in a database, and encrypted blobs.
 
-`artifact_versions` defines the rows.  docs/format.md, "Blobs", describes the blobs.
+A row describes a version of an artifact: see `artifact_versions`.  A blob in a directory or a
+bucket contains the content of a version: see docs/format.md, "Blobs".
 """
 
 import logging
@@ -242,7 +243,7 @@ class EncryptedArtifactService(BaseArtifactService):
     async def list_artifact_versions(
         self, *, app_name: str, user_id: str, filename: str, session_id: str | None = None
     ) -> list[ArtifactVersion]:
-        """Return all versions with their metadata, without contents."""
+        """Return all versions with their metadata, without contents; [] if there is no artifact."""
         name = _collection_name(app_name, user_id, filename, session_id)
         found = await self._collections.get(app_name, user_id, name)
         return [_described(version) for version in versions_of(found)] if found else []
@@ -278,7 +279,7 @@ class EncryptedArtifactService(BaseArtifactService):
         """Store *pieces* as the content of a new version, and return the version's number.
 
         The memory used does not grow with the content.  Raises the errors of `save_artifact`, and
-        the errors of *pieces*.  After an error of *pieces*, nothing is stored.
+        the errors that *pieces* raises.  If *pieces* raises an error, nothing is stored.
         """
         name = _collection_name(app_name, user_id, filename, session_id)
         part = {"inline_data": {"mime_type": mime_type}}

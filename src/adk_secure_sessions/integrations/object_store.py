@@ -83,8 +83,8 @@ class BlobStore:
     async def put_stream(self, name: str, pieces: AsyncIterable[bytes]) -> int:
         """Store *pieces* as the blob *name*, and return the number of bytes.
 
-        When this returns, the blob is durable.  If *pieces* or the store fails, or the caller is
-        cancelled, the objects that were stored are deleted.
+        When this method returns, the blob is durable.  If *pieces* or the store fails, or if the
+        caller is cancelled, the objects that were already stored are deleted.
 
         Raises:
             ArtifactStoreError: The store failed.

@@ -89,7 +89,9 @@ WITNESSES = RecordColumn(witnesses, witnesses.c.seal, (witnesses.c.tag,), witnes
 class Record(NamedTuple):
     """A stored record, still encrypted.
 
-    *context* is a function that returns the record's context, or raises DecryptionError.
+    *key* is the primary key of the row.  *version* is the value of the row's version column
+    (`RecordColumn.version`), or 0 for an event.  *context* is a function that returns the record's
+    context, or raises DecryptionError.
     """
 
     column: RecordColumn

@@ -154,7 +154,7 @@ class DataRotationRun(Rotation):
         )
 
     async def _count_rows(self) -> int:
-        # Each app, user and session has one version witness.
+        # Each app, user and session has one row of its own and one version witness.
         own = 2 * await count_rows(self._db, apps, users, sessions)
         # The progress includes each row twice: `_walk` re-encrypts it, and `_count_left` counts it.
         return 2 * (own + await count_events(self._db))
@@ -249,9 +249,9 @@ class DataRotationRun(Rotation):
     def _target(self, keys: StagedKeys, owner: bytes) -> DataKey | None:
         """Return the data key with which to re-encrypt the owner's records, or None.
 
-        This key is the owner's current data key.  It must be the owner's newest data key, and must
-        have been created at `since` or later.  If there is no such key, return None: a dry run does
-        not create the key.
+        It is the owner's current data key, which encrypts new records.  Return None if this key is
+        not the owner's newest data key, or was created before `since`.  This is so in a dry run,
+        which does not create the new data key.
         """
         current = keys.current(owner)
         if current is None or not keys.current_is_newest(owner):

@@ -1,9 +1,9 @@
 """Run a rotation in passes over all rows; a killed rotation continues from its checkpoint.
 
-The clocks of different machines may differ.  Therefore the time at which a rotation begins, called
-*since*, is always later than the stored time of creation of every existing key.  Each key that the
-rotation creates gets *since* or a later time as its time of creation.  So the stored time alone
-tells whether a key is older than the rotation.
+The time at which a rotation begins is called *since*.  The clocks of different machines may differ.
+Therefore *since* is not always the present time: it is always later than the stored time of
+creation of every existing key.  Each key that the rotation creates gets *since* or a later time as
+its time of creation.  So the stored time alone tells whether a key is older than the rotation.
 """
 
 import hmac
@@ -154,8 +154,9 @@ class Checkpoints:
         A new checkpoint is stored if there is no checkpoint, or if *restart* is True.
 
         Raises:
-            TamperedError: The stored checkpoint was modified.  Also the errors of
-                `later_than_all_keys`.
+            TamperedError: The stored checkpoint was modified, or the time of creation of a key is
+                after the year 9999.
+            WrongKeyError: A master key cannot be unwrapped.
         """
         stored = None if restart else await self._stored()
         self.resumed = stored is not None

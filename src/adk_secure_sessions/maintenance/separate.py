@@ -80,7 +80,7 @@ async def separate(
 ) -> Separated:
     """Give a copy of a database a new id, a new data master and new data keys; delete the old keys.
 
-    The copy does not remember which of its sessions `migrate` has copied.
+    Afterwards, the copy no longer knows which of its sessions `migrate` has copied.
 
     Run `separate` on the copy.  Services reject the copy until the separation has ended.  If a run
     is killed, or if its result is not `complete`, run `separate` again: the next run continues.
@@ -147,7 +147,10 @@ _OLD_DATA_KEYS = (
 
 
 async def _begin(db: Database) -> None:
-    """Store a new id, bind all master keys to it, and delete the checkpoints of the original."""
+    """Store a new database id, bind all master keys to this id, and delete all checkpoints.
+
+    The checkpoints belong to rotations of the original.
+    """
     survey, opened = await db.survey(), (await db.keys()).keyring
     check_features(survey, opened)  # reject a tampered list: the new list contains its features
     reject_wrapper(survey, "separate")
@@ -188,9 +191,9 @@ async def _finish_ids(db: Database) -> None:
 
 
 async def _drop_imports(db: Database) -> None:
-    """Delete the rows of `secure_migrated`, which are sealed for the id of the original.
+    """Delete the rows of `secure_migrated`, which are authenticated with the original's id.
 
-    The copy starts without a history of imports.  `_end` removes the feature.
+    The copy starts without a history of imports.  `_end` removes the feature `migration`.
     """
     if migrated.name in (await db.survey()).feature_tables:
         await db.change(lambda connection: connection.execute(sa.delete(migrated)).close())

@@ -55,7 +55,10 @@ _COMPARED = 200  # the number of sessions that one statement reads from the targ
 
 
 class UnsuitableSession(Exception):
-    """google-adk's database cannot hold a session or a state.  The text contains no content."""
+    """google-adk's database cannot hold a session or a state.
+
+    The text of the error contains no content of the session or state.
+    """
 
 
 class SessionRows(NamedTuple):
@@ -162,7 +165,7 @@ class AdkTarget(ClosedByWith):
     async def insert(self, batch: Sequence[SessionRows]) -> dict[Ids, str]:
         """Insert sessions that the target does not have, each in whole or not at all.
 
-        Return the reasons why sessions were rejected, by their ids.
+        Return a mapping from the ids of each rejected session to the reason.
         """
         if not batch or await self._try(partial(self._insert, batch=batch)) is None:
             return {}
@@ -509,7 +512,7 @@ class AdkTarget(ClosedByWith):
             nonlocal taken
             try:
                 return await self._executor.define(strictly, commit=commit)
-            except UniqueViolation:  # `repeated` would try again
+            except UniqueViolation:  # raise it after `repeated`, which would try again
                 taken = True
                 return None
 
@@ -522,8 +525,8 @@ class AdkTarget(ClosedByWith):
 def new_private_file(path: Path) -> BinaryIO:
     """Create a file that only its owner can read, and return it open for writing.
 
-    Do not open it again by its name: whoever can write to the directory may have replaced it by a
-    link.
+    Do not open the file again by its name: somebody with write access to the directory may have
+    replaced the file by a link.
 
     Raises:
         ConfigurationError: The file exists.
@@ -559,7 +562,7 @@ def create_private_file(path: Path) -> None:
     if created is not None:
         os.close(created)
         return
-    found = path.lstat()  # a link may name a file of somebody else
+    found = path.lstat()  # do not follow a link, which may name a file of another user
     # On Windows, files have no mode and no owner of this kind.
     is_others = sys.platform != "win32" and found.st_uid != os.geteuid()
     if not stat.S_ISREG(found.st_mode) or is_others:

@@ -223,8 +223,8 @@ class _Tables(Tables):
     many sessions.
     """
 
-    # The tables of adk-secure-sessions 1.x are like google-adk's.  If they contain no encrypted
-    # states, `kinds_in` returns a kind of google-adk.
+    # `kinds_in` tells the tables of adk-secure-sessions 1.x from google-adk's only by their
+    # encrypted states.  So accept tables without encrypted states, for example without any state.
     kinds = (Kind.PACKAGE_1X, Kind.ADK_V1, Kind.ADK_SQLITE)
 
     def __init__(self, connection: sa.Connection, time_zone: tzinfo | None) -> None:

@@ -221,8 +221,9 @@ class Target:
 class Copy(NamedTuple):
     """A copied session that is still stored; its row was not authenticated.
 
-    A session that expires in an encrypted source is no longer listed there.  Its copy expires at
-    the same time, so it is not a session that the source no longer has: see `located`.
+    *seems_expired* says whether the copy has expired, according to its row.  The source may not
+    list this session any more because it has expired there, too.  So an expired copy does not count
+    as a session that the source no longer has: see `located`.
     """
 
     tag: bytes
