@@ -46,7 +46,7 @@ class Version(NamedTuple):
 
     Attributes:
         number: 0 for the first version.
-        part: The part as JSON values, without its bytes or text.
+        part: The `Part` of google-genai as JSON values, without its bytes or text.
         blob: Where the content is; None for a part that refers to a file.
         metadata: The caller's metadata.
         time: When the version was saved, in seconds since 1970.

@@ -548,7 +548,7 @@ def _part_values(part: types.Part) -> dict[str, Any]:
         bare.text = None
     try:
         dumped = bare.model_dump(exclude_none=True, warnings="error")
-    except ValueError:  # not chained: the error's text may quote a value
+    except ValueError:  # do not chain this error: its text may quote a value
         dumped = None
     if dumped is not None:
         values, _ = json_text.to_values(
@@ -566,7 +566,7 @@ def _restored(values: dict[str, Any]) -> types.Part | None:
     """Return the part in *values*; None if the installed google-adk cannot read it."""
     try:
         return types.Part.model_validate_json(json_text.dumps(values))
-    except ValueError:  # not chained: the error's text quotes values
+    except ValueError:  # do not chain this error: its text quotes values
         return None
 
 

@@ -102,7 +102,7 @@ class MemoryRanker(Protocol):
 
 
 class _New(NamedTuple):
-    """A checked entry that is to be added; *content* and *metadata* are JSON."""
+    """An entry to be added to the memory, already checked; *content* and *metadata* are JSON."""
 
     id: str
     author: str | None
@@ -139,9 +139,9 @@ class EncryptedMemoryService(BaseMemoryService):
     `search_memory` returns the same memories as the `InMemoryMemoryService` of google-adk 2.13.
     Words are compared in this process: the database contains no index of words.
 
-    Every method raises `DecryptionError` if a row that it needs was tampered with, `DatabaseError`
-    if the database cannot be reached, and `ValueError` if an id is not a string or is too long.
-    Erasing a user (`erase-user`) erases the user's memory.
+    Every method raises these errors: `DecryptionError` if a row that the method needs was tampered
+    with; `DatabaseError` if the database cannot be reached; `ValueError` if an id is not a string
+    or is too long.  Erasing a user (`erase-user`) erases the user's memory.
 
     Args:
         session_service: The service whose database and keys are used.  To close the connections,

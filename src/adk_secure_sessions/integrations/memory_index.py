@@ -401,8 +401,8 @@ def words_of(text: str) -> set[str]:
 def searchable(text: str) -> tuple[set[str], str]:
     """Return the words by which a search finds *text*, and the text in NFC and in lower case.
 
-    If a word mixes Latin and other letters, a search also finds each Latin part and each other part
-    of the word, because Japanese and Chinese have no spaces between words.
+    Japanese and Chinese have no spaces between words.  So if a word mixes Latin and other letters,
+    a search also finds each Latin part and each other part of the word.
     """
     text = nfc(text)
     words = {word.lower() for word in _WORD.findall(text)}

@@ -73,8 +73,8 @@ class Objects(Protocol):
 class BlobStore:
     """Stores, reads, lists and deletes the blobs under one prefix of an object store.
 
-    A `BlobStore` can be used in several event loops.  If its blobs are not in a directory, do not
-    use it in a process that was forked after the first use of the library `obstore`.
+    A `BlobStore` can be used in several event loops.  Unless the blobs are in a directory, do not
+    use it in a process that was forked after the library `obstore` was first used.
     """
 
     def __init__(self, objects: Objects) -> None:

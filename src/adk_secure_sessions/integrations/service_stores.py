@@ -91,7 +91,7 @@ def _store(
     create = getattr(registry, f"create_{_SINGULAR[kind]}_service")
     try:
         service = create(uri, agents_dir=os.fspath(agents_dir))
-    except Exception as error:  # of the application's code; the text may quote the URI
+    except Exception as error:  # any error of the application's code; its text may quote the URI
         made = f"{scheme}:// raises {type(error).__name__}"
         return ServiceStore(kind, UNKNOWN, made)
     if service is None:

@@ -507,7 +507,7 @@ class _Records:
     async def open_session(
         self, stored: Session, config: GetSessionConfig | None = None
     ) -> Session:
-        """Decrypt *stored*, with those of its events that *config* asks for."""
+        """Decrypt *stored*, with the events that *config* selects."""
         session = self.open_session_without_events(stored)
         after = config.after_timestamp if config else None
         limit = config.num_recent_events if config else None
@@ -657,7 +657,7 @@ def _record(text: object) -> bytes:
             if _text(record) == text:
                 return record
         except (ValueError, binascii.Error):
-            pass  # an error raised here would hold the text in its __context__
+            pass  # raise below: an error raised here would hold the text in its __context__
     raise PlaintextRefusedError("not an encrypted record")
 
 

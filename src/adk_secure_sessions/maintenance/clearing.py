@@ -34,9 +34,9 @@ async def clear(executor: Executor, table: sa.Table, lock_wait: int, *, rewrite:
         executor: The executor of the database that has *table*.
         table: The table.
         lock_wait: Seconds to wait for a lock.
-        rewrite: If True, rewrite the table (SQLite: the whole file); services wait until then.  If
-            False, only empty the write-ahead log of SQLite.  On other databases, nothing can then
-            be removed, and the result says so.
+        rewrite: If True, rewrite the table (SQLite: the whole file); services wait until this is
+            done.  If False, only empty the write-ahead log of SQLite.  On other databases, nothing
+            can then be removed, and the result says so.
 
     Returns:
         The reason why the bytes could not be removed; empty if they were removed.

@@ -249,8 +249,8 @@ async def count_records(
     """Count records by table and by the backend in the header; no record is decrypted.
 
     A record counts as `newest` if its header names the newest data key of its owner.  In addition,
-    this data key must have been created at *since* (microseconds since 1970) or later and, if the
-    keyring *masters* is given, *masters* must be able to unwrap this data key.
+    this data key must have been created at *since* (microseconds since 1970) or later.  If the
+    keyring *masters* is given, *masters* must be able to unwrap the data key.
     """
     counts: Counter[tuple[str, int | None]] = Counter()
     newest: Counter[tuple[str, int | None]] = Counter()

@@ -11,9 +11,9 @@ place after the move:
 
 - Into a key database: the transaction that changes `holds` also compares all keys with the new
   copy, and deletes the old copy.
-- Back: the first step changes the ids of the master keys in the key database (`_park`).  When a
-  service inserts a data key, the statement (`INSERT_KEY`) stores nothing if there is no master key
-  with the id that the service has read before.
+- Back: the first step changes the ids of the master keys in the key database (`_park`).  A service
+  stores a data key only if a master key with the id that the service knows is stored there
+  (`INSERT_KEY`).
 """
 
 import hashlib
@@ -205,9 +205,9 @@ class _Move:
     async def _check_target(self, data: Survey, keys: Survey, opened: Keyring) -> None:
         """Reject a key database that is neither empty nor the target of an unfinished move.
 
-        The move overwrites the keys in the key database.  If the data database is an old copy, or
-        an attacker has replayed its old rows, the key database may have keys that no other database
-        has.  So each key in the key database must also be in the data database.
+        The move overwrites the keys in the key database.  The data database may be an old copy, or
+        an attacker may have replayed its old rows.  Then the key database may have keys that no
+        other database has.  So each key in the key database must also be in the data database.
         """
         if keys.database_id is None:
             return
@@ -346,7 +346,7 @@ class _Move:
         return self._db.limits.lock_wait
 
     async def _survey_data(self) -> Survey:
-        """Survey and check the data database."""
+        """Return the survey of the data database, after a check that the database can be used."""
         survey = await repeated(lambda: survey_data(self._db.executors))
         check(survey, Part.DATA if survey.part is Part.DATA else Part.ALL, create_tables=True)
         if survey.database_id is None:
@@ -641,7 +641,7 @@ def _delete_inert_keys(run: str, connection: sa.Connection) -> None:
     overwrite_deleted(connection)
     if _marks(connection).get(HOLDS) != Part.DATA.value:
         raise SecureSessionError(_OVERLAPPED, retryable=True)
-    _set(connection, _RUN, run)  # a run in the other direction must not use what is deleted here
+    _set(connection, _RUN, run)  # stop a run in the other direction, which may use these keys
     present = set(sa.inspect(connection).get_table_names())
     for table in (keyring, data_keys):
         if table.name in present:

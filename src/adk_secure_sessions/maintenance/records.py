@@ -182,7 +182,7 @@ async def read_user(
 async def session_batches(
     db: Database, keys: StagedKeys, owner: OwnerIds, problems: Problems
 ) -> AsyncIterator[SessionBatch]:
-    """Yield a user's sessions in the order of their row ids.
+    """Yield a user's sessions in batches, in the order of their row ids.
 
     Sessions that cannot be decrypted are added to *problems* instead.
     """

@@ -62,8 +62,8 @@ class KeptKey(NamedTuple):
         table: The table of the key: `secure_data_keys` or `secure_keyring`.
         id: The key's id.
         references: The name of each table with rows that need the key, and the number of these
-            rows.  Empty if it cannot be determined which rows need the key, if rows only need an
-            older key of the same owner, or if only the owner's row names the key.
+            rows.  Empty in three cases: it is unknown which rows need the key; or rows only need
+            an older key of the same owner; or only the owner's row names the key.
     """
 
     table: str
@@ -102,9 +102,9 @@ async def retire(
     Then `retire` raises TamperedError and deletes nothing.
 
     Then `retire` processes one owner (a user or an app) after the other, and decrypts all records
-    of the owner.  If one of them is missing or cannot be decrypted, `retire` keeps all data keys of
-    this owner, because an attacker may have modified the headers that name the keys.  Otherwise,
-    one transaction finds the replaced data keys that no record names, and deletes them.  With a key
+    of the owner.  If a record is missing or cannot be decrypted, `retire` keeps all data keys of
+    this owner: an attacker may have modified the headers that name the keys.  Otherwise, one
+    transaction finds the replaced data keys that no record names, and deletes them.  With a key
     database, these are two transactions.  If a replaced data key is kept, all newer data keys of
     its owner are also kept.
 
@@ -337,7 +337,7 @@ def _retire_beside_data(
     query = DATA_KEYS.where(data_keys.c.owner == owner)
     see_what_is_committed(connection)
     row = _owner_row(owner, dry_run, connection)
-    # FOR UPDATE waits for services that have locked one of the keys to write with it (HOLD_KEY).
+    # FOR UPDATE waits for services that have locked a key because they write with it (`HOLD_KEY`).
     found = connection.execute(query if dry_run else query.with_for_update())
     rows = [DataKeyRow(*values) for values in found]
     headers = None if row is None else _count_headers(owner, row, connection)

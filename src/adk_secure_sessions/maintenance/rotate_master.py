@@ -127,9 +127,10 @@ class _MasterRotationRun(Rotation):
     async def _begin(self) -> None:
         """Find the data master of this rotation; if there is none yet, create it.
 
-        The data master of this rotation is the newest one (by time of creation) that the root key
-        of `backend` wraps, if it was created at `since` or later.  After each attempt to add a data
-        master, search again, because another process may have added one at the same time.
+        Of the data masters that the root key of `backend` wraps, find the one that was created
+        last.  If it was created at `since` or later, it is the data master of this rotation.  After
+        each attempt to add a data master, search again: another process may have added one at the
+        same time.
         """
         root = self._db.backends.writer.root_key
         database_id = (await self._db.keys()).keyring.database_id

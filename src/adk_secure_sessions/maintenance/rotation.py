@@ -39,7 +39,8 @@ from adk_secure_sessions.storage import (
     meta,
 )
 
-PREFIX = "rotation."  # `secure_meta` stores a checkpoint under this prefix and a rotation name
+# The name of a checkpoint in `secure_meta` is this prefix, followed by the name of the rotation.
+PREFIX = "rotation."
 _PASSES = 3
 # The first microsecond of the year 10000, which `datetime` cannot represent.  A key with this time
 # or a later time is rejected.
@@ -78,7 +79,7 @@ class Rotation(ABC):
         self._since = 0
         self._meter = Meter(None, 0, None)
         self._problems = Problems()  # problems of the latest pass
-        self._left = 0  # rows under older keys after the latest pass
+        self._left = 0  # the number of rows that use older keys after the latest pass
 
     async def run(
         self, *, restart: bool, progress: Progress | None, rows_per_second: float | None
@@ -329,8 +330,8 @@ def _is_genuine(index: BlindIndex, name: str, value: object) -> bool:
 def _replace(name: str, value: str | None, expected: int | None, connection: sa.Connection) -> bool:
     """Replace the checkpoint *name* by *value*, or delete it if *value* is None; return True.
 
-    If *expected* is given and the stored checkpoint belongs to another rotation than the one that
-    began at *expected*, leave the checkpoint unchanged and return False.
+    If *expected* is given, the stored checkpoint must belong to the rotation that began at
+    *expected*.  Otherwise, leave the checkpoint unchanged and return False.
     """
     query = sa.select(meta.c.value).where(meta.c.name == name).with_for_update()
     stored = connection.scalar(query)

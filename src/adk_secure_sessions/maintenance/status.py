@@ -138,8 +138,8 @@ async def status(
 
     Args:
         db: The database.  If *db* has a backend, the result also tells which master keys can be
-            unwrapped, and whether the checkpoints of unfinished rotations and the mark that ends a
-            migration (see `MigrationStatus`) are authentic.
+            unwrapped, and whether the checkpoints of unfinished rotations are authentic.  It also
+            tells whether the mark that ends a migration is authentic (see `MigrationStatus`).
         progress: Called with the number of rows processed and the number of all rows.
         rows_per_second: The maximum number of rows to count per second.
 

@@ -152,8 +152,8 @@ class _WitnessTag(NamedTuple):
 class _ImportedRow(NamedTuple):
     """A row of `secure_migrated`.
 
-    *version* is the revision of the session, or the version of the user or app, that has the same
-    tag and the row id of the import; None if there is none.
+    *version* is the present revision of the imported session, or the present version of the user or
+    app whose state was imported.  It is None if that row is not stored any more.
     """
 
     tag: bytes
@@ -377,7 +377,7 @@ def _reject_rollback(row: _ImportedRow) -> None:
 
 
 async def _find_orphans_of_sessions(db: Database, span: Range, problems: Problems) -> None:
-    """Report events and snapshots with a session row id in *span* that has no session."""
+    """Report events and snapshots that belong to no session, with session row ids in *span*."""
     for session_row, count in await db.read(_orphaned_events(span.bounds), span.parameters):
         detail = f"{count} events belong to no session, or items to no collection"
         problems.add(events.name, session_row, Reason.MISSING, detail)

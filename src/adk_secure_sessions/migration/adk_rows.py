@@ -119,7 +119,7 @@ def check_names(app_name: str, user_id: str = "", session_id: str = "") -> None:
     """Raise `Unreadable` if a name or an id is longer than this package can store."""
     try:
         check_ids(app_name, user_id, session_id)
-    except ValueError as error:  # the text contains no name
+    except ValueError as error:  # the text of the error contains no name
         reason = str(error)
     else:
         return

@@ -35,7 +35,7 @@ STATES = 500  # the maximum number of states that `Tables.states` returns at onc
 # multiple.
 _COMPRESSION = 3
 _SAMPLES = 50  # the number of states that `sampled_states` reads from each end of a table
-_FIRST_ROWID, _LAST_ROWID = -(2**63), 2**63 - 1  # of SQLite
+_FIRST_ROWID, _LAST_ROWID = -(2**63), 2**63 - 1  # the smallest and the largest rowid of SQLite
 # The last character of `SourceSession.version` if the names of the row are not text: see `unnamed`.
 # All other versions are those that `_version` returns, which end with a digit.
 _UNNAMED = "\n"
@@ -174,8 +174,8 @@ _NO_HEADER = Header(None, None, None)
 class StateRow(NamedTuple):
     """The names of an app or a user, and the unconverted state.
 
-    If the names of the row are not text in UTF-8, the last name is the table and the row id, and
-    *state* is an `Unreadable`.
+    If the names of the row are not text in UTF-8, the last name is replaced by the table and the
+    row id, and *state* is an `Unreadable`.
     """
 
     names: tuple[str, ...]
@@ -365,7 +365,7 @@ class Tables:
         return number
 
     def rows_left(self, connection: sa.Connection) -> int:
-        """Return the number of rows of all sessions, events and states."""
+        """Return the number of rows in the tables of sessions, events and states."""
         return sum(
             connection.scalar(sa.select(sa.func.count()).select_from(sa.table(name))) or 0
             for name in TABLE_NAMES
@@ -458,7 +458,7 @@ class Tables:
         return self._dialect != "postgresql" or "\0" not in text
 
     def events(self, connection: sa.Connection, keys: Sequence[tuple[str, ...]]) -> Sequence[Row]:
-        """Return the events of the sessions *keys*, in google-adk's order.
+        """Return the events of the sessions *keys*, in the order in which google-adk returns them.
 
         Each row contains the three ids of the session, followed by the columns of the event.
         """
@@ -557,11 +557,11 @@ class Tables:
     def _of_app(self, scope: Scope) -> list[sa.ColumnElement[bool]]:
         return [] if scope.app_name is None else [_s.c.app_name == scope.app_name]
 
-    # --- rows whose names are not text --- In SQLite, a column may hold values of any type, and a
-    # text may have any bytes.  A page begins after the names of the last row of the previous page.
-    # SQLite sorts a number before every text and a BLOB after every text, so this comparison works
-    # only between texts.  Therefore, rows with a name that is no text are listed last, in the order
-    # of their rowid.
+    # --- rows whose names are not text ---
+    # In SQLite, a column may hold values of any type, and a text may have any bytes.  A page begins
+    # after the names of the last row of the previous page.  SQLite sorts a number before every text
+    # and a BLOB after every text, so this comparison works only between texts.  Therefore, rows
+    # with a name that is no text are listed last, in the order of their rowid.
 
     def _key(self, names: Sequence[Any], table: str = "sessions") -> After:
         """Return *names* of a row as text; on SQLite, a name that is not in UTF-8 as bytes.
@@ -608,7 +608,7 @@ class Tables:
         return table.c.rowid if self._dialect == "sqlite" else sa.null()
 
     def _after_text(self) -> FromRow | None:
-        """Return the position after all rows whose names are text."""
+        """Return the position after all rows whose names are text; None if all names are text."""
         return FromRow(_FIRST_ROWID) if self._dialect == "sqlite" else None
 
     def _not_text(
@@ -708,15 +708,15 @@ class Tables:
         if self._is_mysql or not (self._has_index or self._dialect == "postgresql"):
             return sa.tuple_(*columns).in_(keys)
         if self._dialect == "sqlite":
-            # For a list of tuples, SQLite scans the whole table.  For a table expression, it uses
-            # the index; without an index, it would scan the table for each of the tuples.
+            # For a list of tuples, SQLite scans the whole table.  For a table expression, SQLite
+            # uses the index.  Without an index, it would scan the table for each tuple.
             text = sa.Text()
             values = sa.values(
                 sa.column("a", text), sa.column("u", text), sa.column("i", text), name="k"
             )
             table = values.data([tuple(key) for key in keys]).cte("k")
             return sa.tuple_(*columns).in_(sa.select(table.c.a, table.c.u, table.c.i))
-        # For a list of tuples, PostgreSQL would plan a separate index scan for each of them.
+        # For a list of tuples, PostgreSQL would plan a separate index scan for each tuple.
         arrays = [
             sa.cast(sa.literal(list(names), sa.ARRAY(sa.Text())), sa.ARRAY(sa.Text()))
             for names in zip(*keys, strict=True)

@@ -65,10 +65,12 @@ async def detect(
     """Return which kinds of tables a database contains; an empty set if it contains none of them.
 
     One database can contain the tables of this package and those of google-adk.  It cannot contain
-    the tables of google-adk and those of adk-secure-sessions 1.x, which have the same names.  Such
-    tables are those of 1.x if one of the first 50 or last 50 states of sessions, apps or users, in
-    the order of their ids, is encrypted by 1.x.  Otherwise, they are google-adk's.  So an attacker
-    who replaces only some encrypted states by plaintext does not change the result.
+    both the tables of google-adk and those of adk-secure-sessions 1.x, which have the same names.
+
+    To tell the tables of google-adk from those of 1.x, this function reads the first 50 and the
+    last 50 states of sessions, apps and users, in the order of their ids.  If 1.x has encrypted one
+    of these states, the tables are those of 1.x.  Otherwise, the tables are google-adk's.  So an
+    attacker who replaces only some encrypted states by plaintext does not change the result.
 
     Args:
         db_url: The database URL; give exactly one of *db_url* and *db_engine*.

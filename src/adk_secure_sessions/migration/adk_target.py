@@ -280,9 +280,9 @@ class AdkTarget(ClosedByWith):
     def _sort(self, rows: list[dict[str, Any]]) -> None:
         """Change the column `timestamp` so that google-adk keeps the order of *rows*.
 
-        google-adk sorts events by this column.  If the value of an event is not greater than that
-        of the event before it, the event gets the value of the event before it plus 1 microsecond.
-        The time in the event's JSON does not change.
+        google-adk sorts events by this column.  If the value of an event is not greater than the
+        value of the previous event, replace it by the previous value plus 1 microsecond.  The time
+        in the event's JSON does not change.
 
         Raises:
             UnsuitableSession: The column must be changed, and the installed google-adk reads the
@@ -366,7 +366,7 @@ class AdkTarget(ClosedByWith):
     def _reading(self) -> _Reading:
         session: Any = SimpleNamespace(app_name="a", user_id="u", id="s")
         local_updates = local_events = is_event_time = False
-        for seconds in (1_705_000_000.0, 1_720_000_000.0):  # in winter and in summer
+        for seconds in (1_705_000_000.0, 1_720_000_000.0):  # one in winter, one in daylight saving
             moment = _EPOCH + timedelta(seconds=seconds)
             event = Event(author="a", invocation_id="i", timestamp=seconds)
             made: Any = v1.StorageEvent.from_event(session, event)

@@ -142,8 +142,8 @@ class Comparing:
     Attributes:
         equal_sessions: After the run, the ids and the version of each session that counts as equal,
             moved on or deleted (see `Comparison`).
-        equal_states: After the run, the ids of each owner whose state counts as equal (the
-            attribute `states` of `Comparison`), with the state in the source as JSON.
+        equal_states: After the run, the ids of each owner whose state is counted in
+            `Comparison.states`, with the state in the source as JSON.
     """
 
     def __init__(
@@ -257,7 +257,10 @@ class Comparing:
         self._findings.add(entry.tag, reason, *entry.session[:3])
 
     async def _outcome(self, entry: Entry, content: SessionContent) -> tuple[str, str]:
-        """Return the name of the count for a session, and a reason if the session is not equal."""
+        """Return which attribute of `Comparison` counts the session, and why it is not equal.
+
+        The second text is empty if the session is equal, moved on or deleted.
+        """
         if entry.found in _OUTCOMES:
             return _OUTCOMES[entry.found]
         # Try to read the session even if its row is not stored.  If an attacker has removed only

@@ -186,7 +186,8 @@ class ExportReader:
     async def reject(self, who: tuple[str, ...], detail: str) -> None:
         """Count and list a session or state that cannot be exported.
 
-        *who* is its kind (see `ExportProblem`), followed by its ids if they are known.
+        *who* is the kind of the session or state (`session`, `user` or `app`), followed by the ids
+        if they are known.
 
         Raises:
             StopExport: `skip_bad` is False.

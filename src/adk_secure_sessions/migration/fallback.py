@@ -76,14 +76,14 @@ class PlaintextFallbackService(BaseSessionService):
     """Reads sessions that were not copied yet from a plaintext source; writes only to *service*.
 
     Use this service while `adk-secure-sessions migrate` copies the sessions of an application that
-    is in use.  **Nothing that it reads from the source is authenticated**: whoever can write to the
-    source can forge sessions that were not copied yet, and the first write to such a session stores
-    the forgery encrypted (docs/threats.md).  Every process that writes to the source must have
-    ended before the first process with this service starts.
+    is in use.  **Nothing that it reads from the source is authenticated**: an attacker with write
+    access to the source can forge sessions that were not copied yet.  The first write to such a
+    session stores the forgery encrypted (docs/threats.md).  Every process that writes to the source
+    must have ended before the first process with this service starts.
 
     If `migrate --verify` finds no difference, it stores an authenticated mark in the database.  A
-    service that is opened afterwards does not read the source any more.  From then on, you can use
-    *service* itself instead of this object.
+    `PlaintextFallbackService` that is opened afterwards does not read the source any more.  From
+    then on, you can use *service* itself instead of this object.
 
     Args:
         service: The service of the encrypted database.  Also pass this service, not the
@@ -128,12 +128,14 @@ class PlaintextFallbackService(BaseSessionService):
         self._store = service._store
         self._source = source
         self._read_timeout = read_timeout
-        self._cancelled: set[asyncio.Future[Any]] = set()  # asyncio itself keeps no reference
+        # Cancelled queries that have not ended.  asyncio keeps no reference to a task, so Python
+        # could delete the task before it ends.
+        self._cancelled: set[asyncio.Future[Any]] = set()
         self._locks = LoopLocks()
         # Apps and users whose state was copied or erased.  This cannot be undone, so an entry never
         # becomes wrong.
         self._moved: Lru[Owner, bool] = Lru(_CACHED_OWNERS)
-        # The keyring that was current when the mark of a complete migration was last read.
+        # The keyring that was current when the mark that ends the migration was last read.
         self._keyring: Keyring | None = None
         self._is_complete = False
         self._log_at = 0.0
@@ -341,7 +343,7 @@ class PlaintextFallbackService(BaseSessionService):
     # --- Copied sessions and states ---------------------------------------------------------------
 
     async def _falls_back(self) -> bool:
-        """Return whether to read the source: False if the migration is marked as complete.
+        """Return whether to read the source: False if the mark that ends the migration is stored.
 
         The mark is read when the database is opened, and after each time that this process has read
         the keyring again.
@@ -371,7 +373,7 @@ class PlaintextFallbackService(BaseSessionService):
         return bool(await self._store.imported([ids]))
 
     async def _among_moved(self, owners: Iterable[Owner]) -> set[Owner]:
-        """Return those of *owners* whose state was copied or erased."""
+        """Return the elements of *owners* whose state was copied or erased."""
         wanted = set(owners)
         moved = {owner for owner in wanted if self._moved.get(owner)}
         if unknown := wanted - moved:
@@ -661,7 +663,7 @@ class PlaintextFallbackService(BaseSessionService):
     async def _prepare_write(self, session: Session, ids: SessionIds) -> None:
         """Copy the session and the states that an append to *session* needs.
 
-        If *session* was read from the source, set its marker to that of the copied session.
+        If *session* was read from the source, give it the marker of the copied session.
         """
         marker = session._storage_update_marker
         version = (marker or "").partition(_OF_SOURCE)[2]

@@ -201,7 +201,7 @@ async def migrate(
 
 
 class Options(NamedTuple):
-    """The arguments of `migrate` with the same names; a dry run skips bad sessions."""
+    """The arguments of `migrate` with the same names; in a dry run, *skip_bad* is always True."""
 
     scope: Scope
     dry_run: bool

@@ -1,11 +1,12 @@
 """Check a pickle of google-adk's schema v0 before it is loaded.
 
-google-adk's unpickler decides which classes a pickle may name.  Within these classes, 60 bytes
-could still allocate 3 GB (`bytearray(n)`), and 300 bytes could become 10**7 values, because the
-memo lets a list contain one list many times.  `check` removes this attack: it follows the opcodes
-without creating any object.  It rejects whatever google-adk does not write, and every pickle whose
-content would be much larger than the pickle itself.  The time that `check`, the unpickler and the
-encoding of the event then take is proportional to the number of stored bytes.
+google-adk's unpickler decides which classes a pickle may name.  With only these classes, a pickle
+of 60 bytes could still allocate 3 GB (`bytearray(n)`).  A pickle of 300 bytes could become 10**7
+values, because the memo lets a list contain one list many times.  `check` prevents such attacks: it
+follows the opcodes without creating any object.  It rejects a pickle that google-adk does not
+write, and a pickle whose content would be much larger than the pickle itself.  So the time that
+`check`, the unpickler and the encoding of the event take is proportional to the number of stored
+bytes.
 """
 
 import pickletools
@@ -26,7 +27,7 @@ _ALLOWANCE = 64 * 1024
 _PER_VALUE = 16  # bytes that are added to the size of each value
 # An object of pydantic takes three levels: the object, its pickled state, and its fields.
 _MAX_LEVELS = 3 * json_text.MAX_LEVELS
-_MAX_BITS = 14_285  # of an integer with json_text.MAX_DIGITS digits
+_MAX_BITS = 14_285  # the number of bits of an integer with json_text.MAX_DIGITS digits
 _HASHED_BITS = 64
 # The maximum number of keys of dictionaries, and elements of sets, whose hashes an attacker can
 # choose.  If all hashes in a dictionary are equal, n keys take n**2 comparisons.
@@ -266,7 +267,7 @@ class _Checker:
         self._stack.append(value)
 
     def _add(self, kind: str, items: Sequence[_Value]) -> None:
-        """Add *items* to the value on the stack."""
+        """Add *items* to the value on top of the stack, which must be of *kind* and not shared."""
         value = self._stack[-1]
         if value.kind != kind or value.is_shared:
             raise UnsafePickle("a value changes after it was used")

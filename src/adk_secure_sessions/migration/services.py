@@ -230,7 +230,7 @@ def _content(key: SourceSession, session: Session) -> _Content:
     """Convert *session*, which the service returned for *key*."""
     try:
         check_ids(*key[:3])
-    except ValueError as error:  # the text contains no id
+    except ValueError as error:  # the text of the error contains no id
         return UnreadableSession(f"{error}: {_LIMITS}")
     state = _state(states.split(session.state).session)
     if isinstance(state, UnreadableState):

@@ -66,13 +66,13 @@ class SessionContent(NamedTuple):
 
 
 class UnreadableSession(NamedTuple):
-    """A session in a source that cannot be read.  *reason* contains no content."""
+    """A session in a source that cannot be read; *reason* says why, without content."""
 
     reason: str
 
 
 class UnreadableState(NamedTuple):
-    """The state of an app or a user that cannot be read.  *reason* contains no content."""
+    """The state of an app or a user that cannot be read; *reason* says why, without content."""
 
     reason: str
 
