@@ -137,7 +137,7 @@ def new_item(values: JsonObject, blob: Blob | None, collection: Collection) -> J
         collection: The artifact.  It must contain the last item, unless the artifact is new.
     """
     number = version_count(collection) if collection.size else 0
-    if number != collection.size:  # re-encryption has added items
+    if number != collection.size:  # there are more items than versions, after a re-encryption
         values = values | {"version": number, "versions": number + 1}
     return values if blob is None else values | {"blob": _values(blob)}
 

@@ -357,7 +357,10 @@ def _data_keys(bounds: Bounds) -> sa.Select[Any]:
 def _by_owner(
     column: sa.Column[Any], source: sa.FromClause, owner: sa.ColumnElement[Any]
 ) -> sa.Select[Any]:
-    """Count rows of *source* by owner and by the header in *column*, for `_RecordGroup`."""
+    """Return the query that counts rows of *source* by owner and by the header in *column*.
+
+    The columns of the result are those of `_RecordGroup`.
+    """
     query = sa.select(owner, header_of(column), sa.func.count()).select_from(source)
     return query.group_by(owner, header_of(column))
 
@@ -400,8 +403,7 @@ def _events(bounds: Bounds) -> sa.Select[Any]:
 
 @functools.cache
 def _witnesses(bounds: Bounds) -> sa.Select[Any]:
-    """Count version witnesses by owner.
-
+    """Return the query that counts version witnesses by owner and by header.
     The owner of a session's version witness is the user.  The `tag` of any other version witness
     is the tag of its owner.
     """

@@ -447,7 +447,7 @@ async def _existing_owners(db: Database, tags: Iterable[object]) -> set[object]:
 
 @functools.cache
 def _orphaned_events(bounds: Bounds) -> sa.Select[Any]:
-    """Select session row ids of events whose session does not exist, and count these events."""
+    """Return the query for the session row ids of events without a session, and their numbers."""
     row = events.c.session_row
     query = sa.select(row, sa.func.count())
     query = query.where(*within(row, bounds), ~_exists(sessions.c.id == row))

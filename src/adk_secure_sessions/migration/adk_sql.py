@@ -150,7 +150,7 @@ class Positions:
         self._reached: set[Position] = set()
 
     def add(self, position: Position) -> None:
-        """Add *position*; raise ConfigurationError if the listing was there before."""
+        """Add *position*; raise ConfigurationError if the listing has reached it before."""
         if position in self._reached:
             raise ConfigurationError(
                 f"the listing of the table {self._table} of the source does not end: its rows come "
@@ -374,7 +374,7 @@ class Tables:
     def headers(
         self, connection: sa.Connection, keys: Sequence[tuple[str, ...]]
     ) -> dict[tuple[Any, ...], Header]:
-        """Return the rows of the sessions *keys*, by the ids as the driver returns them."""
+        """Return the rows of the sessions *keys*, by ids in the form that `key` returns."""
         query = sa.select(
             *_SESSION_KEY, self._json(_s.c.state), _s.c.create_time, _s.c.update_time
         ).where(self._is_one_of(_SESSION_KEY, keys))

@@ -76,7 +76,7 @@ class _Value:
 
 
 class _Call(NamedTuple):
-    """A global that a pickle may call: the kinds of the arguments, and of the result."""
+    """The kinds (`_Value.kind`) of the arguments and of the result of a global that is called."""
 
     arguments: tuple[str, ...]
     result: str = "object"
