@@ -147,7 +147,8 @@ def _with_fewer_logs(parameter: click.Parameter) -> click.Parameter:
 def _prepare(arguments: dict[str, Any], service_uri: str | None, allowed: set[str]) -> None:
     """Check that nothing would be stored as plaintext; then register and open our services.
 
-    For each service without a URI, set the URI in *arguments* to *service_uri*.
+    For each service without a URI, set the URI in *arguments* to *service_uri*.  If *service_uri*
+    is None, set the URI of the memory to `memory://`, unless "memory" is in *allowed*.
 
     Raises:
         SecureSessionError: Something would be stored as plaintext, or a URI, a key or a database
@@ -201,7 +202,8 @@ class _WithoutIds(logging.Filter):
 def _hide_ids_in_logs() -> None:
     for name in ("uvicorn.access", "uvicorn.error"):  # the latter logs the URLs of WebSockets
         logging.getLogger(name).addFilter(_WithoutIds())
-    # google-adk has a logger for each module, and a filter applies to one logger only.
+    # google-adk has a logger for each module, and a filter applies to one logger only.  So change
+    # the function that creates the records of all loggers.
     create = logging.getLogRecordFactory()
 
     def create_without_ids(*values: Any, **options: Any) -> logging.LogRecord:

@@ -138,7 +138,7 @@ def _to_lines(
         progress("export", "sessions") as report,
         opened(db, again=advice) as call,
     ):
-        call(db.keys())  # a wrong key is reported before there is a file
+        call(db.keys())  # report a wrong key before the file is created
         with _output(name) as write:
             begun = True
             return call(_export_lines(db, write, app, user, skip_bad, report))

@@ -51,7 +51,7 @@ def on_database(command: Command) -> Command:
 
 
 def on_target(command: Command) -> Command:
-    """Do the same as `on_database`, but call the option of the database --to."""
+    """Do the same as `on_database`, but with the option --to instead of --db."""
     return _with_database("--to", _TO_HELP)(command)
 
 

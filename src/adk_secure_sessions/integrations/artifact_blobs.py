@@ -1,4 +1,7 @@
-"""Maintenance of the blobs of artifacts: find missing blobs, and delete unused blobs."""
+"""Find missing blobs of artifacts, and delete unused blobs.
+
+A blob is the encrypted content of one version of an artifact, in a directory or a bucket.
+"""
 
 import os
 import time

@@ -46,7 +46,7 @@ class Version(NamedTuple):
 
     Attributes:
         number: 0 for the first version.
-        part: The part as JSON values, without its bytes or text.
+        part: The `Part` of google-genai as JSON values, without its bytes or text.
         blob: Where the content is; None for a part that refers to a file.
         metadata: The caller's metadata.
         time: When the version was saved, in seconds since 1970.
@@ -137,7 +137,7 @@ def new_item(values: JsonObject, blob: Blob | None, collection: Collection) -> J
         collection: The artifact.  It must contain the last item, unless the artifact is new.
     """
     number = version_count(collection) if collection.size else 0
-    if number != collection.size:  # re-encryption has added items
+    if number != collection.size:  # there are more items than versions, after a re-encryption
         values = values | {"version": number, "versions": number + 1}
     return values if blob is None else values | {"blob": _values(blob)}
 
@@ -166,7 +166,7 @@ def _values(blob: Blob) -> JsonObject:
 
 
 class _Described(NamedTuple):
-    """What one item says: a version, and how many versions there were after it."""
+    """The content of one item: a version, and the number of versions when the item was added."""
 
     version: Version
     versions: int

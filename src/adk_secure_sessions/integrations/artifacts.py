@@ -1,6 +1,7 @@
 """An artifact service for ADK, which stores encrypted rows in a database, and encrypted blobs.
 
-`artifact_versions` defines the rows.  docs/format.md, "Blobs", describes the blobs.
+A row describes a version of an artifact: see `artifact_versions`.  A blob in a directory or a
+bucket contains the content of a version: see docs/format.md, "Blobs".
 """
 
 import logging
@@ -244,7 +245,7 @@ class EncryptedArtifactService(BaseArtifactService):
     async def list_artifact_versions(
         self, *, app_name: str, user_id: str, filename: str, session_id: str | None = None
     ) -> list[ArtifactVersion]:
-        """Return all versions with their metadata, without contents."""
+        """Return all versions with their metadata, without contents; [] if there is no artifact."""
         name = _collection_name(app_name, user_id, filename, session_id)
         found = await self._collections.get(app_name, user_id, name)
         return [_described(version) for version in versions_of(found)] if found else []
@@ -280,7 +281,7 @@ class EncryptedArtifactService(BaseArtifactService):
         """Store *pieces* as the content of a new version, and return the version's number.
 
         The memory used does not grow with the content.  Raises the errors of `save_artifact`, and
-        the errors of *pieces*.  After an error of *pieces*, nothing is stored.
+        the errors that *pieces* raises.  If *pieces* raises an error, nothing is stored.
         """
         name = _collection_name(app_name, user_id, filename, session_id)
         part = {"inline_data": {"mime_type": mime_type}}
@@ -561,7 +562,7 @@ def _part_values(part: types.Part) -> dict[str, Any]:
         bare.text = None
     try:
         dumped = bare.model_dump(exclude_none=True, warnings="error")
-    except ValueError:  # not chained: the error's text may quote a value
+    except ValueError:  # do not chain this error: its text may quote a value
         dumped = None
     if dumped is not None:
         values, _ = json_text.to_values(
@@ -579,7 +580,7 @@ def _restored(values: dict[str, Any]) -> types.Part | None:
     """Return the part in *values*; None if the installed google-adk cannot read it."""
     try:
         return types.Part.model_validate_json(json_text.dumps(values))
-    except ValueError:  # not chained: the error's text quotes values
+    except ValueError:  # do not chain this error: its text quotes values
         return None
 
 

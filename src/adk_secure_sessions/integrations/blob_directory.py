@@ -41,7 +41,8 @@ _DIRECTORY = getattr(os, "O_DIRECTORY", 0)
 _PASS = getattr(os, "O_PATH", 0)
 # Without O_NONBLOCK, opening a named pipe (FIFO) would wait until a process writes to it.
 _NO_WAIT = getattr(os, "O_NONBLOCK", 0)
-# Errors of opening, if a link, a file or a socket is in the place of a blob or an object.
+# The errors that `open` raises if a link, a file or a socket is in the place of a blob or an
+# object.
 _REPLACED = (errno.ENOTDIR, errno.ELOOP, errno.EMLINK, errno.ENXIO)
 _NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST)
 _HAS_DESCRIPTORS = os.open in os.supports_dir_fd and os.scandir in os.supports_fd  # not on Windows
@@ -195,7 +196,10 @@ def _prefix(directory: Path, flags: int = os.O_RDONLY) -> Iterator[_Folder]:
 
 
 def _make_prefix(directory: Path) -> None:
-    """Create *directory* and its missing parents, and flush them to the disk."""
+    """Create *directory* and its missing parents, and flush them to the disk.
+
+    Raises an OSError if *directory* is a symbolic link or a file.
+    """
     _make_directory(directory.parent)
     try:
         with _prefix(directory, _PASS):

@@ -129,8 +129,8 @@ class _BlobRotationRun(DataRotationRun):
 
     Args:
         db: The database.
-        prefix: The prefix of new blobs.
-        store_of: Returns the blobs under a prefix.
+        prefix: The prefix under which the run stores new blobs: the id of the database.
+        store_of: A function that returns the store of the blobs under a prefix.
         stored: In a dry run, the sizes of the stored blobs under *prefix* by name; else empty.
         dry_run: Whether to write nothing.
     """

@@ -1,8 +1,8 @@
-"""Finds where google-adk writes user content as plaintext outside our services.
+"""Find where google-adk writes user content as plaintext outside our services.
 
-`plaintext_places.py` lists the places.  google-adk writes to some of them because of an object of
-the application or because of an environment variable.  It writes to the others because of an option
-of its command line.  Therefore, three functions find the places that are in use:
+`plaintext_places.py` lists the places.  Whether google-adk writes to a place depends on an object
+of the application, on an environment variable, or on an option of google-adk's command line.
+Therefore, three functions find the places that are in use:
 
 - `check_plaintext_leaks` examines an application and the environment variables of its process.
 - `check_files` looks for files that google-adk has written.
@@ -77,7 +77,8 @@ _PLUGINS = {
     "RecordingsPlugin": "recordings",
 }
 _ADK_LOGGER = "google_adk"
-# The loggers of rewinds: the first one since google-adk 2, the second one in earlier releases.
+# The loggers that log the rewinding of a session: the first one in google-adk 2 and later, the
+# second one in earlier releases.
 _REWIND_LOGGERS = (
     "google_adk.google.adk.sessions._rewind_utils",
     "google_adk.google.adk.runners",
@@ -261,7 +262,7 @@ def _logs() -> Iterator[Leak]:
         for logger in sorted({_ADK_LOGGER, *ours}):
             if where := _writes(logger, level):
                 yield _leak(name, where)
-                break  # report one logger: loggers below it usually write to the same places
+                break  # report only one logger: the others usually write to the same places
     for logger in _REWIND_LOGGERS:
         if where := _writes(logger, logging.INFO):
             yield _leak("rewind-log", where)

@@ -62,7 +62,8 @@ _LEVELS = json_text.MAX_LEVELS - 3  # the item, its field `add` and the entry ta
 # If the new items are larger than this number of bytes, the whole memory is read again.  The reason
 # is that `_read_all` lets other tasks run between items.  Adding items to a cached memory does not.
 _READ_ALL_BYTES = 2**20
-# The times for which a date exists, minus one day at both ends for time zones.
+# The first and the last possible time of an event, in seconds since 1970.  `datetime` can represent
+# one more day at both ends, because the conversion to local time may add or subtract hours.
 _FIRST_TIME, _LAST_TIME = -62_135_510_400.0, 253_402_214_400.0
 
 
@@ -101,7 +102,7 @@ class MemoryRanker(Protocol):
 
 
 class _New(NamedTuple):
-    """A checked entry that is to be added; *content* and *metadata* are JSON."""
+    """An entry to be added to the memory, already checked; *content* and *metadata* are JSON."""
 
     id: str
     author: str | None
@@ -138,9 +139,9 @@ class EncryptedMemoryService(BaseMemoryService):
     `search_memory` returns the same memories as the `InMemoryMemoryService` of google-adk 2.13.
     Words are compared in this process: the database contains no index of words.
 
-    Every method raises `DecryptionError` if a row that it needs was tampered with, `DatabaseError`
-    if the database cannot be reached, and `ValueError` if an id is not a string or is too long.
-    Erasing a user (`erase-user`) erases the user's memory.
+    Every method raises these errors: `DecryptionError` if a row that the method needs was tampered
+    with; `DatabaseError` if the database cannot be reached; `ValueError` if an id is not a string
+    or is too long.  Erasing a user (`erase-user`) erases the user's memory.
 
     Args:
         session_service: The service whose database and keys are used.  To close the connections,
@@ -308,7 +309,7 @@ class EncryptedMemoryService(BaseMemoryService):
     async def search_memory(
         self, *, app_name: str, user_id: str, query: str
     ) -> SearchMemoryResponse:
-        """Return up to ten memories with the most words of *query*; or, with a ranker, its choice.
+        """Return up to ten memories with the most words of *query*; or those a ranker chooses.
 
         Args:
             app_name: The app's name.
@@ -633,7 +634,7 @@ def _content(content: types.Content, name: str, number: int) -> bytes:
     serializer = types.Content.__pydantic_serializer__
     try:
         data: bytes = serializer.to_json(content, exclude_none=True, warnings="error")
-        # A null may stand for infinity or NaN, and U+FFFD for a lone surrogate in a key.
+        # Pydantic writes null for infinity and NaN, and U+FFFD for a lone surrogate in a key.
         if json_text.fits(data, _LEVELS) and b"null" not in data and b"\xef\xbf\xbd" not in data:
             return data
     except Exception:

@@ -179,7 +179,7 @@ class UserMemory:
         self.at: Expected = at
         self.entries: dict[int, Entry] = {}
         self.deleted: set[str] = set()
-        self._items: list[MemoryItem] = []  # `add` is empty: see `entries`
+        self._items: list[MemoryItem] = []  # with an empty field `add`: `entries` has the entries
         self._keys: list[list[int | None]] = []  # per item: its entries' keys; None if dropped
         self._scopes: dict[Scope, dict[int, Entry]] = {}
         self._numbers: dict[Scope, int] = {}
@@ -335,7 +335,8 @@ class UserMemory:
     def _drop(self, item: int, places: Iterable[int]) -> None:
         keys = self._keys[item]
         for place in places:
-            # If the earlier item was replaced before it was read, the entry is not in it any more.
+            # If the earlier item was replaced before this process read the item, the item no longer
+            # contains the entry.
             key = keys[place] if 0 <= place < len(keys) else None
             if key is None:
                 continue
@@ -400,8 +401,8 @@ def words_of(text: str) -> set[str]:
 def searchable(text: str) -> tuple[set[str], str]:
     """Return the words by which a search finds *text*, and the text in NFC and in lower case.
 
-    If a word mixes Latin and other letters, a search also finds each Latin part and each other part
-    of the word, because Japanese and Chinese have no spaces between words.
+    Japanese and Chinese have no spaces between words.  So if a word mixes Latin and other letters,
+    a search also finds each Latin part and each other part of the word.
     """
     text = nfc(text)
     words = {word.lower() for word in _WORD.findall(text)}

@@ -73,8 +73,8 @@ class Objects(Protocol):
 class BlobStore:
     """Stores, reads, lists and deletes the blobs under one prefix of an object store.
 
-    A `BlobStore` can be used in several event loops.  If its blobs are not in a directory, do not
-    use it in a process that was forked after the first use of the library `obstore`.
+    A `BlobStore` can be used in several event loops.  Unless the blobs are in a directory, do not
+    use it in a process that was forked after the library `obstore` was first used.
     """
 
     def __init__(self, objects: Objects) -> None:
@@ -83,8 +83,8 @@ class BlobStore:
     async def put_stream(self, name: str, pieces: AsyncIterable[bytes]) -> int:
         """Store *pieces* as the blob *name*, and return the number of bytes.
 
-        When this returns, the blob is durable.  If *pieces* or the store fails, or the caller is
-        cancelled, the objects that were stored are deleted.
+        When this method returns, the blob is durable.  If *pieces* or the store fails, or if the
+        caller is cancelled, the objects that were already stored are deleted.
 
         Raises:
             ArtifactStoreError: The store failed.

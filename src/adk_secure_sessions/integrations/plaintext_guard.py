@@ -158,8 +158,8 @@ _Application = Callable[[_Message, _Receive, _Send], Awaitable[None]]
 class WithoutEvaluations:
     """An ASGI application that passes requests to *application*, except writes of evaluations.
 
-    A request is rejected if its method is not GET and its path contains `/eval` or `/tests`.
-    Exception: these words are only in a parameter of the route's path, such as an agent's name.
+    A request is rejected if its method is not GET and its path contains `/eval` or `/tests`.  It is
+    not rejected if only a parameter in the path contains these words, such as an agent's name.
     """
 
     def __init__(self, application: _Application) -> None:
@@ -183,7 +183,7 @@ class WithoutEvaluations:
         from starlette.routing import Match, Route
 
         root_path = getattr(self._application, "root_path", "") or scope.get("root_path", "")
-        scope = {**scope, "root_path": root_path}  # as FastAPI does
+        scope = {**scope, "root_path": root_path}  # FastAPI does this before it finds the route
         for route in getattr(self._application, "routes", ()):
             if route.matches(scope)[0] is Match.FULL:
                 return not isinstance(route, Route) or bool(_EVALUATIONS.search(route.path))

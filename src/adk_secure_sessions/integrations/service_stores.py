@@ -1,4 +1,4 @@
-"""Finds where google-adk's commands would store sessions, artifacts and memory.
+"""Find where google-adk's commands would store sessions, artifacts and memory.
 
 google-adk chooses a service by the scheme of its URI.  `services.yaml` and `services.py` in the
 directory of the agents may register further schemes, or replace ours.  `find_stores` loads these
@@ -91,7 +91,7 @@ def _store(
     create = getattr(registry, f"create_{_SINGULAR[kind]}_service")
     try:
         service = create(uri, agents_dir=os.fspath(agents_dir))
-    except Exception as error:  # of the application's code; the text may quote the URI
+    except Exception as error:  # any error of the application's code; its text may quote the URI
         made = f"{scheme}:// raises {type(error).__name__}"
         return ServiceStore(kind, UNKNOWN, made)
     if service is None:
@@ -103,7 +103,10 @@ def _store(
 
 
 def _is_ours(factory: _Factory) -> bool:
-    """Return True if *factory* is one of `_OURS`, or calls one for an entry of `services.yaml`."""
+    """Return True if *factory* is one of our functions, or calls one of them.
+
+    For an entry of `services.yaml`, google-adk registers a closure that calls the function.
+    """
     cells = getattr(factory, "__closure__", None) or ()
     called = [factory, *(cell.cell_contents for cell in cells)]
     return any(one is ours for one in called for ours in _OURS)

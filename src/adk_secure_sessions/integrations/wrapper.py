@@ -331,7 +331,8 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
         stored = _known_stored(session) or await self._stored_of(session)
         writer = await self._writer(session.app_name, session.user_id, session.id)
         sealed = writer.seal_event(event, plaintext, writer.seal_states(delta))
-        # The inner service changes this object, even if it then fails to store the event.
+        # Give the inner service a copy: it changes the object, even if it then fails to store the
+        # event.
         changed = stored.model_copy(
             update={"events": list(stored.events), "state": dict(stored.state)}
         )
@@ -428,7 +429,7 @@ class _WrappedSession(Session):
 
 
 def _known_stored(session: Session) -> Session | None:
-    """Return the inner service's object for *session*, unless the ids of *session* were changed."""
+    """Return the inner service's object for *session*, if *session* has one with the same ids."""
     stored = session._stored if isinstance(session, _WrappedSession) else None
     if stored is None:
         return None
@@ -439,7 +440,8 @@ def _known_stored(session: Session) -> Session | None:
 class _Scope(NamedTuple):
     """The app's, the user's or the session's state.
 
-    *owner* is the tag of the data key's owner.  *parts* are the scope's name and ids.
+    *prefix* is the prefix of its keys.  *owner* is the tag of the data key's owner.  *parts* are
+    the name of the scope (`app`, `user` or `session`) and the ids.
     """
 
     prefix: str
@@ -505,7 +507,7 @@ class _Records:
     async def open_session(
         self, stored: Session, config: GetSessionConfig | None = None
     ) -> Session:
-        """Decrypt *stored*, with those of its events that *config* asks for."""
+        """Decrypt *stored*, with the events that *config* selects."""
         session = self.open_session_without_events(stored)
         after = config.after_timestamp if config else None
         limit = config.num_recent_events if config else None
@@ -553,7 +555,10 @@ class _Records:
         return session
 
     def open_entries(self, scope: _Scope, stored: JsonObject) -> JsonObject:
-        """Decrypt the entries of one scope, whose names have no prefix."""
+        """Decrypt the entries of one scope; the names in *stored* and in the result have no prefix.
+
+        Raises DecryptionError, with the name of the entry.
+        """
         opened: JsonObject = {}
         for name, value in stored.items():
             try:
@@ -652,7 +657,7 @@ def _record(text: object) -> bytes:
             if _text(record) == text:
                 return record
         except (ValueError, binascii.Error):
-            pass  # an error raised here would hold the text in its __context__
+            pass  # raise below: an error raised here would hold the text in its __context__
     raise PlaintextRefusedError("not an encrypted record")
 
 

@@ -11,10 +11,10 @@ class Check(NamedTuple):
 
     Attributes:
         format_version: The version of the stored format.
-        root_key_id: The id of the root key that the argument `backend` of `Database` has.
+        root_key_id: The id of the root key of `backend`, the argument of `Database`.
         masters: The number of master keys; the given root keys unwrap all of them.
-        master_id: The id of the data master that wraps new data keys; None if there is none yet:
-            the next service that starts creates one.
+        master_id: The id of the data master that wraps new data keys.  None if the keyring has no
+            usable data master yet: the next service that starts creates a data master.
         has_key_database: True if the keys are in a key database.
         has_plaintext_records: True if `NoOpBackend` has written to the database.  This value comes
             from a row of `secure_meta` that is not authenticated.
@@ -41,7 +41,8 @@ async def check(db: Database) -> Check:
     Raises:
         ConfigurationError: The database cannot be used, or holds no encrypted sessions yet.
         WrongKeyError: The root keys do not decrypt the keyring.
-        PlaintextRefusedError: A master key is stored as plaintext, and `NoOpBackend` is not listed.
+        PlaintextRefusedError: A master key is stored as plaintext, and `NoOpBackend` is neither
+            `backend` nor one of `additional_backends`.
         KeyServiceError: The key provider failed.
     """
     root = db.backends.writer.root_key

@@ -19,7 +19,7 @@ _IN_USE = "other connections used the database all the time"
 
 
 def overwrite_deleted(connection: sa.Connection) -> None:
-    """On SQLite, make this connection overwrite the rows that it deletes.
+    """On SQLite, make *connection* overwrite the bytes of the rows that it deletes with zeros.
 
     Other databases have no such setting.
     """
@@ -34,7 +34,9 @@ async def clear(executor: Executor, table: sa.Table, lock_wait: int, *, rewrite:
         executor: The executor of the database that has *table*.
         table: The table.
         lock_wait: Seconds to wait for a lock.
-        rewrite: If True, rewrite the table (SQLite: the whole file).  Services wait meanwhile.
+        rewrite: If True, rewrite the table (SQLite: the whole file); services wait until this is
+            done.  If False, only empty the write-ahead log of SQLite.  On other databases, nothing
+            can then be removed, and the result says so.
 
     Returns:
         The reason why the bytes could not be removed; empty if they were removed.
@@ -102,8 +104,8 @@ _PRIMARY_KEY = sa.text(
 def _rewrite_postgresql(name: str, lock_wait: int, connection: sa.Connection) -> str:
     # A plain VACUUM does not overwrite a deleted row unless it moves another row of the same page.
     # VACUUM (FULL) cannot run in a transaction, so its lock_timeout would have to be a setting of
-    # the connection.  A pooler may give that connection to other clients.  CLUSTER also rewrites
-    # the table, and can run in a transaction.
+    # the connection.  A pooler may give that connection, with this setting, to other clients.
+    # CLUSTER also rewrites the table, and can run in a transaction.
     key = connection.scalar(_PRIMARY_KEY, {"name": name})
     if key is None:
         return f"{name} has no primary key"

@@ -44,8 +44,8 @@ class Limits(NamedTuple):
         rows: The maximum number of app, user or session rows to read with their states.
         headers: The maximum number of rows to read with only primary keys and record headers.
         names: The maximum number of row ids to list in the statement.
-        lock_wait: The maximum number of seconds to wait for a lock.  Services may have to wait as
-            long behind the waiting statement.
+        lock_wait: The maximum number of seconds to wait for a lock.  Statements of services may
+            queue behind the waiting statement, and then wait as long.
     """
 
     rows: int = 100
@@ -124,9 +124,10 @@ class Database(KeyMaterial, ClosedByWith):
         return self.unit.backends
 
     def require_files(self, *, of_keys: bool = True) -> None:
-        """Raise ConfigurationError if there is no SQLite file; SQLite would create the file.
+        """Raise ConfigurationError if the file of a SQLite database does not exist.
 
-        If *of_keys* is False, the file of the key database may be missing.
+        Without this check, SQLite would create an empty file.  If *of_keys* is False, the file of
+        the key database may be missing.
         """
         for file in self._files if of_keys else self._files[:1]:
             if file is not None and not file.exists():
@@ -147,14 +148,19 @@ class Database(KeyMaterial, ClosedByWith):
     async def is_new(self) -> bool:
         """Return whether the database does not exist yet, or has no tables of this package."""
         if any(file is not None and not file.exists() for file in self._files):
-            return True  # SQLite would create the file
+            return True  # opening the database would create the file
         survey = await repeated(lambda: self.executor.define(look, commit=False))
         return survey.format_version is None
 
     async def keys(self) -> DataKeys:
         """Return the cache of data keys, with the unwrapped keyring.
 
-        Raises the errors of `open_existing`.
+        Raises:
+            ConfigurationError: The database cannot be used, or holds no encrypted sessions yet.
+            WrongKeyError: The root keys do not decrypt the keyring.
+            PlaintextRefusedError: A master key is stored as plaintext, and `NoOpBackend` is neither
+                `backend` nor one of `additional_backends`.
+            KeyServiceError: The key provider failed.
         """
         return await self.unit.keys()
 

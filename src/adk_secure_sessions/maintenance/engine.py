@@ -83,7 +83,8 @@ async def ranges(db: Database, key: sa.Column[Any], size: int) -> AsyncIterator[
         query = _last_key(key, after is not None)
         rows = await read(query, {**Range(after, None).parameters, "step": size - 1})
         # SQLite stores any type in any column, so a modified key may have a wrong type.  A range
-        # cannot end at such a key, so its row and all remaining rows belong to the last range.
+        # cannot end at such a key.  So the row with this key, and all rows after that row, belong
+        # to the last range.
         last = next((found for (found,) in rows if isinstance(found, int | bytes)), None)
         yield Range(after, last)
         if last is None:
@@ -164,7 +165,8 @@ class Meter:
             self._total = max(self._total, self._done)
             self._progress(self._done, self._total)
         if self._total and (now := time.monotonic()) >= self._next_metric:
-            # `advance` may be called for each of a million rows, and a metric is read each minute.
+            # `advance` may be called a million times, and setting a metric takes time.  Metrics are
+            # read only about once a minute, so set this one at most once a second.
             self._next_metric = now + _METRIC_PAUSE
             telemetry.set_progress(min(self._done / self._total, 1.0))
         if self._rate:
@@ -189,8 +191,8 @@ class RecordCount(NamedTuple):
         table: The table's name.
         backend_id: The id of the backend; None for values in an unknown format.
         rows: The number of these rows.
-        newest: How many of these rows are encrypted with the newest data key of their owner (the
-            user or app), which is the data key with the highest generation.
+        newest: How many of these rows name the newest data key of their owner (the user or app) in
+            the record's header.  The newest data key is the one with the highest generation.
     """
 
     table: str
@@ -247,8 +249,8 @@ async def count_records(
     """Count records by table and by the backend in the header; no record is decrypted.
 
     A record counts as `newest` if its header names the newest data key of its owner.  In addition,
-    this data key must have been created at *since* (microseconds since 1970) or later and, if
-    *masters* are given, must be one that *masters* unwrap.
+    this data key must have been created at *since* (microseconds since 1970) or later.  If the
+    keyring *masters* is given, *masters* must be able to unwrap the data key.
     """
     counts: Counter[tuple[str, int | None]] = Counter()
     newest: Counter[tuple[str, int | None]] = Counter()
@@ -301,10 +303,10 @@ class _DataKeyGroup(NamedTuple):
 async def _newest_keys(
     db: Database, owners: set[object], since: int, masters: Keyring | None
 ) -> dict[object, int | None]:
-    """Map each owner's tag to the id of the owner's newest data key.
+    """Map the tag of each owner to the id of the owner's newest data key.
 
-    If the data key does not meet the conditions that `count_records` describes, map the tag to
-    None.
+    Map the tag to None if this data key was created before *since*, or if *masters* are given and
+    cannot unwrap it.
     """
     rows = (await read_data_keys(db.read_keys, owners)).data_keys
     # SQLite stores any type in any column, so a modified generation can have another type.
@@ -321,7 +323,10 @@ async def _newest_keys(
 
 
 def can_unwrap(row: DataKeyRow, masters: Keyring) -> bool:
-    """Return whether *masters* can unwrap the data key in *row*, which authenticates *row*."""
+    """Return whether the keyring *masters* can unwrap the data key in *row*.
+
+    If it can, *row* is authentic.
+    """
     try:
         unwrap_data_key(row, masters)
     except DecryptionError:
@@ -352,7 +357,10 @@ def _data_keys(bounds: Bounds) -> sa.Select[Any]:
 def _by_owner(
     column: sa.Column[Any], source: sa.FromClause, owner: sa.ColumnElement[Any]
 ) -> sa.Select[Any]:
-    """Count rows of *source* by owner and by the header in *column*, for `_RecordGroup`."""
+    """Return the query that counts rows of *source* by owner and by the header in *column*.
+
+    The columns of the result are those of `_RecordGroup`.
+    """
     query = sa.select(owner, header_of(column), sa.func.count()).select_from(source)
     return query.group_by(owner, header_of(column))
 
@@ -395,8 +403,7 @@ def _events(bounds: Bounds) -> sa.Select[Any]:
 
 @functools.cache
 def _witnesses(bounds: Bounds) -> sa.Select[Any]:
-    """Count version witnesses by owner.
-
+    """Return the query that counts version witnesses by owner and by header.
     The owner of a session's version witness is the user.  The `tag` of any other version witness
     is the tag of its owner.
     """
@@ -415,7 +422,8 @@ class _Counted(NamedTuple):
     query: Callable[[Bounds], sa.Executable]
 
 
-# Count events and snapshots by session row id, so that one range has all rows of a session.
+# The rows of events and snapshots are divided by session row id, so that one range contains all
+# rows of a session.
 _COUNTED = (
     _Counted(apps, apps.c.id, _apps),
     _Counted(users, users.c.id, _users),

@@ -71,9 +71,11 @@ async def erase_user(
     data keys, and a second transaction deletes the rows.  Nothing is decrypted, so rows that were
     tampered with are also deleted.  Services can keep running.  If the same user id is used again
     later, the service creates a new user with a new data key.  A second erasure finds no rows.
-    If the database has the table `secure_migrated`, it stores a tombstone for the user first:
-    afterwards, `migrate` copies nothing of the user, and a service with fallback reads nothing of
-    the user.  On PostgreSQL, the tombstone waits for imports that are running.
+
+    If the database has the table `secure_migrated`, `erase_user` first stores a tombstone in this
+    table: a row which says that the user was erased.  Afterwards, `migrate` copies nothing of the
+    user, and `PlaintextFallbackService` does not read the user's data from the source of the
+    migration.  On PostgreSQL, storing the tombstone waits until running imports have ended.
 
     Args:
         db: The database.
@@ -123,8 +125,8 @@ async def erase_user(
 async def _may_have_imports(db: Database) -> bool:
     """Return whether `secure_migrated` exists.
 
-    The list of features is no proof that nothing was imported: an attacker may have replayed an
-    older list for the time of the erasure.
+    A list of features without the feature `migration` does not prove that nothing was imported: an
+    attacker may have replayed an older list for the time of the erasure.
     """
     return await db.change(
         lambda connection: sa.inspect(connection).has_table(migrated.name), commit=False
@@ -207,7 +209,7 @@ class _Deletion:
         c = data_keys.c
         query = sa.select(c.backend_id, c.id).where(c.owner == self._tag)
         for backend_id, key_id in self._connection.execute(query):
-            if backend_id in range(256):  # no record names the key of a row with another backend id
+            if backend_id in range(256):  # a header has one byte for the backend id
                 self.headers.add(pack(backend_id, key_id))
 
     def delete_keys(self) -> None:
@@ -218,7 +220,9 @@ class _Deletion:
     def _require_keyring(self) -> None:
         """Raise ConfigurationError if `move_keys` has moved the keys since the keyring was read.
 
-        This transaction would otherwise find no data key, while the key exists in the other place.
+        `move_keys` deletes the rows of the keyring, or makes their ids negative.  Without this
+        check, the transaction would find no data key, although the keys exist in the other
+        database.
         """
         if self._connection.scalar(sa.select(sa.func.count()).where(keyring.c.id >= 0)) == 0:
             raise ConfigurationError(
@@ -275,8 +279,9 @@ class _Deletion:
         query = sa.select(c.id, sa.cast(c.tag, sa.LargeBinary)).where(of_user)
         if not self._dry_run:
             # From the second pass of `run` on, this transaction holds the lock on the user's row.
-            # A service may have locked a session and wait for the user's row, which is a deadlock.
-            # NOWAIT fails at once, while PostgreSQL takes a second to detect the deadlock.
+            # A service may have locked a session, and now wait for the user's row.  To wait for
+            # this session would be a deadlock.  NOWAIT fails at once, while PostgreSQL takes a
+            # second to detect the deadlock.
             kind, again = self._connection.dialect.name, self.counts[users.name]
             query = query.with_for_update(nowait=kind == "postgresql" and again > 0)
         return [_SessionKey(*row) for row in self._connection.execute(query)]

@@ -133,8 +133,8 @@ def app_name_of(stored: object) -> str:
     """Return the app's name from *stored*, the value of `secure_apps.app_name`.
 
     Raises:
-        TamperedError: *stored* is None, because the app's row was removed, or is not bytes.
-        UnicodeDecodeError: *stored* is not UTF-8.
+        TamperedError: *stored* is None, because the app's row was removed; or *stored* is not
+            bytes, or not UTF-8.
     """
     if stored is None:
         raise TamperedError("its app's row was removed", reason=Reason.MISSING)
@@ -156,14 +156,14 @@ class OwnerTag(NamedTuple):
 
 @functools.cache
 def app_tags(bounds: Bounds) -> sa.Select[Any]:
-    """Return the query for the apps, as `OwnerTag`, whose row ids are in a range."""
+    """Return the query for the columns of `OwnerTag`, of the apps whose row ids are in a range."""
     c = apps.c
     return sa.select(c.id, c.tag, c.app_name).where(*within(c.id, bounds)).order_by(c.id)
 
 
 @functools.cache
 def user_tags(bounds: Bounds) -> sa.Select[Any]:
-    """Return the query for the users, as `OwnerTag`, whose row ids are in a range."""
+    """Return the query for the columns of `OwnerTag`, of the users whose row ids are in a range."""
     c = users.c
     query = sa.select(c.id, c.tag, apps.c.app_name, c.app_row)
     query = query.select_from(users.outerjoin(apps, apps.c.id == c.app_row))
@@ -177,7 +177,6 @@ async def read_tagged_user(db: Database, row: OwnerTag) -> tuple[str, Owner] | N
 
     Raises:
         TamperedError: The tag belongs to another user, or a row was tampered with.
-        UnicodeDecodeError: The app's name is not UTF-8.
     """
     with naming(users.name, row.id):
         app_name = app_name_of(row.app_name)
@@ -199,7 +198,7 @@ async def read_tagged_user(db: Database, row: OwnerTag) -> tuple[str, Owner] | N
 class _SessionsAndOwners(NamedTuple):
     """Rows of sessions, the rows of their users, and the names of their apps.
 
-    The mappings have row ids as keys.  The names are not authenticated yet.
+    The keys of *users* and *app_names* are row ids.  Nothing is authenticated yet.
     """
 
     sessions: list[SessionColumns]
@@ -277,7 +276,7 @@ _NUMBERS, _BLOBS = 7, 2
 def _sessions_users_apps(bounds: Bounds, only_due: bool) -> sa.CompoundSelect[Any]:
     """Return one query for sessions, their users and their apps.
 
-    A single query reads all these rows at the same time, so they fit together.
+    A single query sees all these rows in one consistent state of the database.
     """
     s, u = sessions.c, users.c
     numbers = [s.id, s.user_row, s.revision, s.base_revision, s.created_at, s.updated_at]

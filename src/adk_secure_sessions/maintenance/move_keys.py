@@ -1,18 +1,18 @@
 """Move the keys of a database into a key database, or back into the database of the data.
 
-`secure_meta` of the data database says where the keys are (row `holds`).  One transaction on the
-data database changes this row.  Until that transaction, the old copy of the keys is the valid one;
-afterwards, the new copy is.  The old copy is deleted in or after that transaction, and the new copy
-is complete before it.  So at every moment, at least one complete copy of all keys exists, and a
+The row `holds` of `secure_meta` in the data database says where the keys are.  One transaction
+changes this row.  Before this transaction, the old copy of the keys is valid; afterwards, the new
+copy is valid.  The new copy is complete before the transaction begins.  The old copy is deleted in
+the transaction or later.  So at every moment, at least one complete copy of all keys exists, and a
 killed run can be continued.
 
 Services must be stopped.  If a service is running nevertheless, it cannot create keys in the old
 place after the move:
 
-- Into a key database: the transaction that changes `holds` also compares all keys with the copy,
-  and deletes the old ones.
+- Into a key database: the transaction that changes `holds` also compares all keys with the new
+  copy, and deletes the old copy.
 - Back: the first step changes the ids of the master keys in the key database (`_park`).  A service
-  inserts a data key only if the master key with the id that the service knows exists
+  stores a data key only if a master key with the id that the service knows is stored there
   (`INSERT_KEY`).
 """
 
@@ -82,10 +82,11 @@ from adk_secure_sessions.storage import (
 
 KeyPlace: TypeAlias = Literal["key-db", "db"]
 
-# The row of `secure_meta` that contains a random id of the run that may write.  If a run was
-# suspended and a later run has begun, the first run finds the other id and stops.
+# The name of the row of `secure_meta` that contains the random id of the run of `move_keys` that
+# may write.  If a run was suspended and a later run has begun, the first run finds another id and
+# stops.
 _RUN = "move"
-# The rows of `secure_meta` that are only in the database that has the keys.
+# The names of the rows of `secure_meta` that are only in the database that has the keys.
 _BESIDE_KEYS = (FEATURES, MIGRATION_MARK)
 _BATCH = 500  # the number of data keys that are read and written at once
 _LOWEST = -(2**63)
@@ -104,10 +105,11 @@ class KeyMove(NamedTuple):
         to: Where the keys are now: "key-db" or "db".
         masters: The number of master keys there.
         data_keys: The number of data keys there.
-        resumed: True if this run continued an earlier move, or found it completed.  False if it
-            began from the start.  It also begins from the start if an earlier move was interrupted
-            before it changed `holds` (into the key database), or before it changed the ids of the
-            master keys (back).
+        resumed: True if this run continued an interrupted run, or found that the keys had already
+            been moved.  False if this run began from the start.  A run also begins from the start
+            if the earlier run was interrupted at an early step: into the key database, before the
+            row `holds` of `secure_meta` was changed; back, before the ids of the master keys were
+            changed.
         cleared: True if the file that had the keys before contains no copy of them any more.  Logs,
             replicas and backups are never cleared.
         obstacles: Why the tables could not be rewritten; empty if `cleared` is True.
@@ -127,7 +129,7 @@ async def move_keys(db: Database, to: KeyPlace, *, progress: Progress | None = N
 
     Stop all services first.  No record and no key changes.  Until the move has ended, services and
     other commands reject the database.  If a run is killed, run it again: the next run continues.
-    A run after the end only clears the file that had the keys before.
+    If the keys have already been moved, a run only clears the file that had the keys before.
 
     Args:
         db: The database, with `key_db_url` or `key_db_engine`, and with all root keys.
@@ -203,9 +205,9 @@ class _Move:
     async def _check_target(self, data: Survey, keys: Survey, opened: Keyring) -> None:
         """Reject a key database that is neither empty nor the target of an unfinished move.
 
-        The move overwrites the keys in the key database.  If the data database is an old copy, or
-        an attacker has replayed its old rows, the key database may have keys that no other database
-        has.  So each key in the key database must also be in the data database.
+        The move overwrites the keys in the key database.  The data database may be an old copy, or
+        an attacker may have replayed its old rows.  Then the key database may have keys that no
+        other database has.  So each key in the key database must also be in the data database.
         """
         if keys.database_id is None:
             return
@@ -233,7 +235,10 @@ class _Move:
     async def _end_in_key_database(
         self, data: Survey, keys: Survey, *, resumed: bool = True
     ) -> KeyMove:
-        """Remove the keys from the data database, after `holds` was changed; let services start."""
+        """End the move after `holds` was changed, and let services start.
+
+        First delete keys that an earlier run has left in the data database, and clear its file.
+        """
         check_together(data, keys)
         is_parked = any(row.id < 0 for row in keys.keyring)
         if is_parked:
@@ -321,7 +326,8 @@ class _Move:
 
         The data database may be an old copy from the time of an unfinished move, or an attacker may
         have replayed its rows.  Then the key database may be in use, and have newer keys.  So its
-        keys may only be deleted if the move has parked them, and if both databases have equal keys.
+        keys may only be deleted if a move has changed the ids of its master keys (`_park`), and if
+        both databases have equal keys.
         """
         check_features(keys, opened)
         was_left = MOVING in features and MOVING in stored_features(keys)
@@ -341,7 +347,7 @@ class _Move:
         return self._db.limits.lock_wait
 
     async def _survey_data(self) -> Survey:
-        """Survey and check the data database."""
+        """Return the survey of the data database, after a check that the database can be used."""
         survey = await repeated(lambda: survey_data(self._db.executors))
         check(survey, Part.DATA if survey.part is Part.DATA else Part.ALL, create_tables=True)
         if survey.database_id is None:
@@ -570,10 +576,13 @@ def _delete_all_keys(connection: sa.Connection) -> tuple[int, int]:
 def _prepare_key_database(
     expected: Survey, marks: dict[str, str], masters: list[MasterKeyRow], connection: sa.Connection
 ) -> None:
-    """Create the tables, store *marks* as `secure_meta`, and *masters* as the only keys.
+    """Create the tables, with *marks* as the rows of `secure_meta` and *masters* as the only keys.
 
-    The caller has checked *expected*: the key database is empty, or an earlier run of the same move
-    has begun to fill it.
+    *expected* is the survey of the key database, which the caller has checked: the key database is
+    empty, or an earlier run of the same move has begun to fill it.
+
+    Raises:
+        SecureSessionError: The key database has changed since *expected* was read.
     """
     overwrite_deleted(connection)
     with exclusively(connection):
@@ -652,15 +661,19 @@ def _park(
 ) -> None:
     """Change the ids of all master keys, so that no service can use the keyring any more.
 
-    The wrapped master keys stay stored.
+    The new id is -1 minus the old id, so it is negative.  The wrapped master keys are unchanged.
 
     Args:
         run: The id of this run.
-        masters: The rows of the keyring.
-        features: The row `features` that belongs to these rows.
-        moving: The new row `features`.
+        masters: The rows of the keyring as this run has read them.
+        features: The row `features` of `secure_meta` as this run has read it.
+        moving: The new row `features`, which contains the feature `moving`.
         lock_wait: Seconds to wait for a lock.
         connection: The connection to the key database.
+
+    Raises:
+        SecureSessionError: The keyring or the row `features` has changed since it was read, or
+            another run of `move_keys` has begun.
     """
     _lock_keys(lock_wait, connection)
     stored = _marks(connection)

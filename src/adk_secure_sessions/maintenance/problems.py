@@ -15,8 +15,8 @@ _MAX_LISTED = 1000
 # Errors that decrypting and decoding a row may raise.  The last two errors are raised only for
 # plaintext records, which are not authenticated.
 UNREADABLE = (DecryptionError, struct.error, UnicodeDecodeError)
-# If a row of these tables is bad, many other rows cannot be decrypted, so the row would be reported
-# many times.
+# If a row of these tables is bad, many other rows cannot be decrypted, and each of them causes an
+# error that names the bad row.  So report a bad row of these tables only once.
 _SHARED = (apps.name, users.name, data_keys.name)
 
 
@@ -53,7 +53,7 @@ class Problems:
         self._named |= other._named
 
     def suppress(self, table: str, row: object) -> None:
-        """Make later calls of `add` with *once* skip *row*, whose problem is reported already."""
+        """Make later calls of `add` with *once* skip *row*, which has been reported already."""
         self._named.add((table, str(row)))
 
     def add(
@@ -76,8 +76,8 @@ class Problems:
         """Add a problem for the row that *error* names or, if *error* names none, for *row*.
 
         Returns:
-            True if the row is an app, a user or a data key: without it, other rows cannot be
-            decrypted.
+            True if the bad row is that of an app, a user or a data key.  Without this row, other
+            rows cannot be decrypted.
         """
         reason, detail = Reason.MALFORMED, "its content is malformed"
         if isinstance(error, DecryptionError):

@@ -70,7 +70,7 @@ async def purge(
         dry_run: Count the sessions, but delete nothing.
         progress: Called with the number of due sessions processed and the number of all due
             sessions, of all apps and users.
-        rows_per_second: The maximum number of sessions to delete per second.
+        rows_per_second: The maximum number of due sessions to process per second.
 
     Raises:
         ConfigurationError: `older_than` is negative, or the database cannot be used.

@@ -89,7 +89,9 @@ WITNESSES = RecordColumn(witnesses, witnesses.c.seal, (witnesses.c.tag,), witnes
 class Record(NamedTuple):
     """A stored record, still encrypted.
 
-    *context* is a function that returns the record's context, or raises DecryptionError.
+    *key* is the primary key of the row.  *version* is the value of the row's version column
+    (`RecordColumn.version`), or 0 for an event.  *context* is a function that returns the record's
+    context, or raises DecryptionError.
     """
 
     column: RecordColumn
@@ -180,7 +182,7 @@ async def read_user(
 async def session_batches(
     db: Database, keys: StagedKeys, owner: OwnerIds, problems: Problems
 ) -> AsyncIterator[SessionBatch]:
-    """Yield a user's sessions in the order of their row ids.
+    """Yield a user's sessions in batches, in the order of their row ids.
 
     Sessions that cannot be decrypted are added to *problems* instead.
     """

@@ -62,8 +62,8 @@ class KeptKey(NamedTuple):
         table: The table of the key: `secure_data_keys` or `secure_keyring`.
         id: The key's id.
         references: The name of each table with rows that need the key, and the number of these
-            rows.  Empty if it cannot be determined which rows need the key, or if rows only need an
-            older key of the same owner.
+            rows.  Empty in three cases: it is unknown which rows need the key; or rows only need
+            an older key of the same owner; or only the owner's row names the key.
     """
 
     table: str
@@ -102,9 +102,9 @@ async def retire(
     Then `retire` raises TamperedError and deletes nothing.
 
     Then `retire` processes one owner (a user or an app) after the other, and decrypts all records
-    of the owner.  If one of them is missing or cannot be decrypted, `retire` keeps all data keys of
-    this owner, because an attacker may have modified the headers that name the keys.  Otherwise,
-    one transaction finds the replaced data keys that no record names, and deletes them.  With a key
+    of the owner.  If a record is missing or cannot be decrypted, `retire` keeps all data keys of
+    this owner: an attacker may have modified the headers that name the keys.  Otherwise, one
+    transaction finds the replaced data keys that no record names, and deletes them.  With a key
     database, these are two transactions.  If a replaced data key is kept, all newer data keys of
     its owner are also kept.
 
@@ -156,7 +156,8 @@ async def retire(
 def reject_wrapper(survey: Survey, command: str) -> None:
     """Raise ConfigurationError if `EncryptedSessionWrapper` uses the database.
 
-    *command* deletes keys that no record uses, but the wrapper's records are in another service.
+    *command* is the name of the command, for the error.  It deletes keys that no record uses, but
+    it cannot read the records of the wrapper, which another session service stores.
     """
     if WRAPPER in stored_features(survey):
         raise ConfigurationError(
@@ -248,7 +249,7 @@ class _Audit(NamedTuple):
 
 
 async def _retire_data_keys(db: Database, owner: bytes, dry_run: bool) -> _OlderKeys:
-    """Delete the unused data keys of *owner*, and return all replaced data keys of *owner*."""
+    """Delete the unused data keys of *owner*; return the kept and the unused replaced data keys."""
     rows = (await read_data_keys(db.read_keys, [owner])).data_keys
     audit = await _audit(db, owner, rows)
     if audit is None:
@@ -336,7 +337,7 @@ def _retire_beside_data(
     query = DATA_KEYS.where(data_keys.c.owner == owner)
     see_what_is_committed(connection)
     row = _owner_row(owner, dry_run, connection)
-    # FOR UPDATE waits for services that have locked one of the keys to write with it (HOLD_KEY).
+    # FOR UPDATE waits for services that have locked a key because they write with it (`HOLD_KEY`).
     found = connection.execute(query if dry_run else query.with_for_update())
     rows = [DataKeyRow(*values) for values in found]
     headers = None if row is None else _count_headers(owner, row, connection)
@@ -359,7 +360,10 @@ def _replaced(rows: list[DataKeyRow]) -> list[DataKeyRow]:
 
 
 def _under(row: DataKeyRow, headers: Headers) -> list[tuple[str, int]]:
-    """Return the records whose header names the data key *row*, as pairs of table and number."""
+    """Return pairs of a table and the number of its records whose header names the key in *row*.
+
+    Tables without such records are omitted.
+    """
     if not _is_sound(row):
         return []
     own = pack(row.backend_id, row.id)
@@ -375,15 +379,17 @@ def _sort_out(audit: _Audit, headers: Headers | None) -> _OlderKeys:
 
     A key is kept in these cases:
 
-    - Rows use the key or an older key.  A service may be about to write such a row again, with the
-      newer key that it has read.
-    - The owner's row names the key.  A service that writes with another backend may use it.
-    - A record has a header that names no key of the owner, so the record may need any key.
+    - Rows use the key.
+    - Rows use an older key.  A service that has read the newer key may be about to write such a row
+      again with it.
+    - The owner's row names the key.  A service that writes with another backend may use the key.
+    - A record has a header that names no key of the owner.  So the record may need any key.
 
     Args:
         audit: The owner's keys and decrypted records.
-        headers: The number of the owner's records by table and header, counted after *audit*.  None
-            if the owner's row or data keys have changed since; then all keys are kept.
+        headers: The number of the owner's records by table and header, counted after *audit* was
+            made.  None if the owner's row was deleted or the owner's data keys have changed since
+            then.  In this case, all keys are kept.
     """
     older = sorted(audit.rows, key=attrgetter("generation"))[:-1]
     if headers is None:
@@ -417,7 +423,10 @@ def _is_sound(row: DataKeyRow) -> bool:
 
 
 def _find_headers(owner: bytes, dry_run: bool, connection: sa.Connection) -> Headers | None:
-    """Count the records of *owner* by table and header; return None if the owner has no row."""
+    """Count the records of *owner* by table and header; return None if the owner has no row.
+
+    Except in a dry run, lock the owner's row.
+    """
     see_what_is_committed(connection)
     row = _owner_row(owner, dry_run, connection)
     return None if row is None else _count_headers(owner, row, connection)

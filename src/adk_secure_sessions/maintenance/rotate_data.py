@@ -52,9 +52,9 @@ class DataRotation(NamedTuple):
         resumed: True if this run continued an unfinished rotation from its stored checkpoint.
         keys: How many data keys were created.
         reencrypted: How many records were re-encrypted.
-        left: How many records still have to be re-encrypted.  These are the records whose data key
-            is not the newest data key of their owner (the user or app), is older than `since`, or
-            is not for `backend`.
+        left: How many records still have to be re-encrypted.  The data key of such a record is not
+            the newest data key of its owner (the user or app), or was created before `since`, or is
+            not for `backend`.
         left_in: The name of each table with such records, and the number of these records.  The sum
             of the numbers is `left`.
         bad: How many rows cannot be decrypted; they were left unchanged.
@@ -127,7 +127,7 @@ class DataRotationRun(Rotation):
     def __init__(self, db: Database, *, dry_run: bool) -> None:
         super().__init__(db, "data", dry_run=dry_run)
         self._keys = 0
-        self._reencrypted = 0  # total of all passes
+        self._reencrypted = 0  # the number of records re-encrypted in all passes
         self._left_in: Counter[str] = Counter()
         self._reencryptor = Reencryptor(db, self._problems, dry_run=dry_run)
 
@@ -154,7 +154,7 @@ class DataRotationRun(Rotation):
         )
 
     async def _count_rows(self) -> int:
-        # Each app, user and session has one version witness.
+        # Each app, user and session has one row of its own and one version witness.
         own = 2 * await count_rows(self._db, apps, users, sessions)
         # The progress includes each row twice: `_walk` re-encrypts it, and `_count_left` counts it.
         return 2 * (own + await count_events(self._db))
@@ -249,9 +249,9 @@ class DataRotationRun(Rotation):
     def _target(self, keys: StagedKeys, owner: bytes) -> DataKey | None:
         """Return the data key with which to re-encrypt the owner's records, or None.
 
-        This key is the owner's current data key.  It must be the owner's newest data key, and must
-        have been created at `since` or later.  If there is no such key, return None: a dry run does
-        not create the key.
+        It is the owner's current data key, which encrypts new records.  Return None if this key is
+        not the owner's newest data key, or was created before `since`.  This is so in a dry run,
+        which does not create the new data key.
         """
         current = keys.current(owner)
         if current is None or not keys.current_is_newest(owner):

@@ -75,8 +75,8 @@ async def rotate_master(
 ) -> MasterRotation:
     """Create a new data master under the root key of `backend`, and wrap all data keys with it.
 
-    Data keys are wrapped in batches.  A row is replaced only if no other process has changed it
-    since it was read.  Services can keep running: they read the new data master when they first
+    Data keys are wrapped in batches.  A row is replaced only if no other process has changed the
+    row since it was read.  Services can keep running: they read the new data master when they first
     need it.  If a run is killed, the next run continues its rotation.  The old data masters stay
     until `retire` deletes them.
 
@@ -125,7 +125,7 @@ class _MasterRotationRun(Rotation):
         return await count_rows(self._db, data_keys)
 
     async def _begin(self) -> None:
-        """Find the data master that this rotation has created; if there is none, create it.
+        """Find the data master of this rotation; if there is none yet, create it.
 
         This data master is the newest one (by time of creation) under the root key of `backend`,
         provided that it was created at `since` or later.  After each attempt to add a data master,
@@ -213,10 +213,11 @@ class _MasterRotationRun(Rotation):
 
 
 def _add(row: MasterKeyRow, known: int, connection: sa.Connection) -> None:
-    """Add *row* to the keyring if its number of rows is still *known*; otherwise, add nothing.
+    """Add *row* to the keyring if the keyring still has *known* rows; otherwise, add nothing.
 
-    If the number of rows differs, another process has changed the keyring.  At the latest when a
-    service stores a data key, it detects the new number of rows and reads the keyring again.
+    If the number of rows differs, another process has changed the keyring.  The new row changes the
+    number, too: at the latest when a service stores a data key, the service detects that the number
+    has changed, and reads the keyring again.
     """
     if connection.scalar(sa.select(sa.func.count()).select_from(keyring)) == known:
         connection.execute(sa.insert(keyring).values(row._asdict()))
@@ -238,8 +239,8 @@ _REWRAP = (
     .where(
         data_keys.c.id == sa.bindparam("at_id"),
         data_keys.c.wrapped == sa.bindparam("at_wrapped", type_=data_keys.c.wrapped.type),
-        # Require that the new data master still exists.  `retire` may have deleted the new data
-        # master, if another rotation replaced it before any data key was wrapped with it.
+        # Require that the new data master still exists.  If another rotation has replaced the new
+        # data master before any data key was wrapped with it, `retire` may have deleted it.
         sa.select(sa.literal_column("1")).where(keyring.c.id == sa.bindparam("master_id")).exists(),
     )
     .values(wrapped=sa.bindparam("new", type_=data_keys.c.wrapped.type))

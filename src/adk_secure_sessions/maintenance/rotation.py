@@ -1,9 +1,9 @@
 """Run a rotation in passes over all rows; a killed rotation continues from its checkpoint.
 
-The clocks of different machines may differ.  Therefore the time at which a rotation begins, called
-*since*, is always later than the stored time of creation of every existing key.  Each key that the
-rotation creates gets *since* or a later time as its time of creation.  So the stored time alone
-tells whether a key is older than the rotation.
+The time at which a rotation begins is called *since*.  The clocks of different machines may differ.
+Therefore *since* is not always the present time: it is always later than the stored time of
+creation of every existing key.  Each key that the rotation creates gets *since* or a later time as
+its time of creation.  So the stored time alone tells whether a key is older than the rotation.
 """
 
 import hmac
@@ -39,7 +39,8 @@ from adk_secure_sessions.storage import (
     meta,
 )
 
-PREFIX = "rotation."  # `secure_meta` stores a checkpoint under this prefix and a rotation name
+# The name of a checkpoint in `secure_meta` is this prefix, followed by the name of the rotation.
+PREFIX = "rotation."
 _PASSES = 3
 # The first microsecond of the year 10000, which `datetime` cannot represent.  A key with this time
 # or a later time is rejected.
@@ -78,7 +79,7 @@ class Rotation(ABC):
         self._since = 0
         self._meter = Meter(None, 0, None)
         self._problems = Problems()  # problems of the latest pass
-        self._left = 0  # rows under older keys after the latest pass
+        self._left = 0  # the number of rows that use older keys after the latest pass
 
     async def run(
         self, *, restart: bool, progress: Progress | None, rows_per_second: float | None
@@ -154,8 +155,9 @@ class Checkpoints:
         A new checkpoint is stored if there is no checkpoint, or if *restart* is True.
 
         Raises:
-            TamperedError: The stored checkpoint was modified.  Also the errors of
-                `later_than_all_keys`.
+            TamperedError: The stored checkpoint was modified, or the time of creation of a key is
+                after the year 9999.
+            WrongKeyError: A master key cannot be unwrapped.
         """
         stored = None if restart else await self._stored()
         self.resumed = stored is not None
@@ -328,8 +330,8 @@ def _is_genuine(index: BlindIndex, name: str, value: object) -> bool:
 def _replace(name: str, value: str | None, expected: int | None, connection: sa.Connection) -> bool:
     """Replace the checkpoint *name* by *value*, or delete it if *value* is None; return True.
 
-    If *expected* is given and the stored checkpoint belongs to another rotation than the one that
-    began at *expected*, leave the checkpoint unchanged and return False.
+    If *expected* is given, the stored checkpoint must belong to the rotation that began at
+    *expected*.  Otherwise, leave the checkpoint unchanged and return False.
     """
     query = sa.select(meta.c.value).where(meta.c.name == name).with_for_update()
     stored = connection.scalar(query)

@@ -80,7 +80,7 @@ async def separate(
 ) -> Separated:
     """Give a copy of a database a new id, a new data master and new data keys; delete the old keys.
 
-    The copy does not remember which of its sessions `migrate` has copied.
+    Afterwards, the copy no longer knows which of its sessions `migrate` has copied.
 
     Run `separate` on the copy.  Services reject the copy until the separation has ended.  If a run
     is killed, or if its result is not `complete`, run `separate` again: the next run continues.
@@ -147,7 +147,10 @@ _OLD_DATA_KEYS = (
 
 
 async def _begin(db: Database) -> None:
-    """Store a new id, bind all master keys to it, and delete the checkpoints of the original."""
+    """Store a new database id, bind all master keys to this id, and delete all checkpoints.
+
+    The checkpoints belong to rotations of the original.
+    """
     survey, opened = await db.survey(), (await db.keys()).keyring
     check_features(survey, opened)  # reject a tampered list: the new list contains its features
     reject_wrapper(survey, "separate")
@@ -199,8 +202,8 @@ async def _drop_imports(db: Database) -> None:
 async def _records_left(db: Database, since: int) -> int:
     """Count the records that must still be re-encrypted.
 
-    A record is done if it is encrypted with the newest data key of its owner, and this key was
-    created at *since* (microseconds since 1970) or later.
+    A record need not be re-encrypted if its header names the newest data key of its owner, and this
+    key was created at *since* (microseconds since 1970) or later.
     """
     counts = await count_records(db, Meter(None, 0, None), since)
     return sum(one.rows - one.newest for one in counts)
@@ -218,8 +221,8 @@ def _store(
     *marks* maps the name of each row to its value.  Also delete all checkpoints, and return True.
 
     Change nothing and return False if the stored keyring differs from *old*, or if the stored
-    database id and features differ from *expected* (a service may have added a feature).  But if an
-    earlier attempt was committed, change nothing and return True.
+    database id and features differ from *expected*.  For example, a service may have added a
+    feature.  But if an earlier attempt was committed, change nothing and return True.
     """
     query = sa.select(*(keyring.c[name] for name in MasterKeyRow._fields)).with_for_update()
     stored = {MasterKeyRow(*row) for row in connection.execute(query)}

@@ -91,10 +91,11 @@ class MigrationStatus(NamedTuple):
         sessions: How many sessions were copied, including those that were deleted afterwards.
         tombstones: How many sessions were deleted before they were copied, and how many users were
             erased.  They are never copied.
-        is_complete: Whether a comparison has found no difference, so that services with
-            `PlaintextFallbackService` do not read the source any more.
-        genuine: Whether the mark behind `is_complete` is authentic; None if there is no mark, if no
-            root keys were given, or if they do not unwrap the keyring.
+        is_complete: Whether `secure_meta` has the mark that ends the migration: a row that is
+            stored when a comparison has found no difference.  With this mark,
+            `PlaintextFallbackService` does not read the source any more.
+        genuine: Whether this mark is authentic; None if there is no mark, if no root keys were
+            given, or if they do not unwrap the keyring.
     """
 
     sessions: int
@@ -137,8 +138,8 @@ async def status(
 
     Args:
         db: The database.  If *db* has a backend, the result also tells which master keys can be
-            unwrapped, and whether the checkpoints of unfinished rotations and the mark of a
-            complete migration are authentic.
+            unwrapped, and whether the checkpoints of unfinished rotations are authentic.  It also
+            tells whether the mark that ends a migration is authentic (see `MigrationStatus`).
         progress: Called with the number of rows processed and the number of all rows.
         rows_per_second: The maximum number of rows to count per second.
 
@@ -200,7 +201,9 @@ async def _migration(db: Database, survey: Survey) -> MigrationStatus | None:
 async def unfinished_rotations(db: Database) -> tuple[UnfinishedRotation, ...]:
     """Return the rotations that are running, were killed, or could not replace every key.
 
-    Raises the errors of `status`.
+    Raises:
+        ConfigurationError: The database cannot be used, or holds no encrypted sessions yet.
+        KeyServiceError: The key provider failed.
     """
     return await _unfinished(db, await db.survey())
 
@@ -245,7 +248,7 @@ async def _master(db: Database, row: MasterKeyRow, database_id: bytes) -> Master
 
 
 async def _index(db: Database) -> BlindIndex | None:
-    """Return the index master, to authenticate checkpoints.
+    """Return the object that authenticates checkpoints with the index master.
 
     Return None if no root keys were given, or if the root keys do not unwrap the keyring.
     """

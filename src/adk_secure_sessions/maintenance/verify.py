@@ -140,7 +140,10 @@ async def verify(
 
 
 class _WitnessTag(NamedTuple):
-    """A version witness.  *is_owned* is 1 if the app, user or session exists, otherwise 0."""
+    """The tag of a version witness.
+
+    *is_owned* is 1 if the app, user, session or collection of the witness exists, otherwise 0.
+    """
 
     tag: bytes
     is_owned: int
@@ -149,8 +152,8 @@ class _WitnessTag(NamedTuple):
 class _ImportedRow(NamedTuple):
     """A row of `secure_migrated`.
 
-    *version* is the revision of the session, or the version of the user or app, that has the same
-    tag and the row id of the import; None if there is none.
+    *version* is the present revision of the imported session, or the present version of the user or
+    app whose state was imported.  It is None if that row is not stored any more.
     """
 
     tag: bytes
@@ -162,7 +165,7 @@ class _ImportedRow(NamedTuple):
 
 
 class _Histories:
-    """The numbers of checked sessions and events, or of checked collections and items."""
+    """The numbers of authentic sessions and their events, or of collections and their items."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -172,8 +175,9 @@ class _Histories:
 class _Verifier:
     """Checks and counts the rows of apps, users and sessions.
 
-    Users and sessions are checked even if the row of their app is bad.  If their context is
-    unknown, because the app's name was modified or the user's row is bad, they count as unchecked.
+    Users and sessions are checked even if the row of their app is bad.  If the app's name was
+    modified or the user's row is bad, their context cannot be computed, and they count as
+    unchecked.
     """
 
     def __init__(self, db: Database, index: BlindIndex, meter: Meter) -> None:
@@ -257,10 +261,10 @@ class _Verifier:
             self.problems.add(meta.name, FEATURES, Reason.MISMATCH, detail)
 
     async def check_imports(self) -> None:
-        """Check the seals of `secure_migrated`, and the mark that everything was imported.
+        """Authenticate the rows of `secure_migrated`, and the mark that ends a migration.
 
-        Also report a session, user or app whose revision or version is lower than it was right
-        after the import: an older row was replayed.
+        The mark is a row of `secure_meta`.  Also report a session, user or app whose revision or
+        version is lower than right after the import: an older row was replayed.
         """
         seals = Seals((await self._db.keys()).keyring)
         size = self._db.limits.headers
@@ -289,7 +293,7 @@ class _Verifier:
         try:
             self._users += await self._check_user(row)
         except UNREADABLE as error:
-            # A modified name of the app causes this error, and `check_apps` has reported the name.
+            # If the app's name was modified, that is the cause, and `check_apps` has reported it.
             if row.app_row in self._misnamed_apps:
                 self._unchecked += 1
             else:
@@ -373,7 +377,7 @@ def _reject_rollback(row: _ImportedRow) -> None:
 
 
 async def _find_orphans_of_sessions(db: Database, span: Range, problems: Problems) -> None:
-    """Report events and snapshots with a session row id in *span* that has no session."""
+    """Report events and snapshots that belong to no session, with session row ids in *span*."""
     for session_row, count in await db.read(_orphaned_events(span.bounds), span.parameters):
         detail = f"{count} events belong to no session, or items to no collection"
         problems.add(events.name, session_row, Reason.MISSING, detail)
@@ -410,7 +414,8 @@ async def _find_orphaned_data_keys(db: Database, problems: Problems, meter: Mete
         known = await _existing_owners(db, {row.owner for row in rows})
         lost = [row for row in rows if row.owner not in known and not _may_be_new(db, row)]
         # An erasure may have deleted the owner's row after the data keys were read here.  In that
-        # case, it has also deleted the data keys.  So report only data keys that still exist.
+        # case, the erasure has also deleted the data keys.  So report only data keys that still
+        # exist.
         found = await read_data_keys(db.read_keys, [row.owner for row in lost])
         there = {key.id for key in found.data_keys}
         for row in lost:
@@ -422,7 +427,7 @@ async def _find_orphaned_data_keys(db: Database, problems: Problems, meter: Mete
 def _may_be_new(db: Database, row: DataKeyRow) -> bool:
     """Return whether a service may be about to write the row of the data key's owner.
 
-    `_GRACE` describes this case.
+    With a key database, a data key is stored before its owner's row: see `_GRACE`.
     """
     if not db.executors.has_key_database or not isinstance(row.created_at, int):
         return False
@@ -442,7 +447,7 @@ async def _existing_owners(db: Database, tags: Iterable[object]) -> set[object]:
 
 @functools.cache
 def _orphaned_events(bounds: Bounds) -> sa.Select[Any]:
-    """Select session row ids of events whose session does not exist, and count these events."""
+    """Return the query for the session row ids of events without a session, and their numbers."""
     row = events.c.session_row
     query = sa.select(row, sa.func.count())
     query = query.where(*within(row, bounds), ~_exists(sessions.c.id == row))

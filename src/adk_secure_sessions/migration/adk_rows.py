@@ -44,14 +44,14 @@ def text(value: str | bytes) -> str:
 
 
 def _bytes(value: object) -> bytes:
-    # SQLite may have a number in any column, and `bytes(10**9)` would allocate so many bytes.
+    # SQLite may have a number in any column, and `bytes(10**9)` would allocate 10**9 bytes.
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     raise ValueError("a column of text or bytes holds another type")
 
 
 def data(value: object) -> bytes:
-    """Return the bytes of a JSON text."""
+    """Return the bytes of a JSON text; raise ValueError if *value* is neither text nor bytes."""
     if isinstance(value, str):
         # UTF-8 cannot encode a lone surrogate.  No driver returns a lone surrogate, but a caller's
         # own engine may.
@@ -119,7 +119,7 @@ def check_names(app_name: str, user_id: str = "", session_id: str = "") -> None:
     """Raise `Unreadable` if a name or an id is longer than this package can store."""
     try:
         check_ids(app_name, user_id, session_id)
-    except ValueError as error:  # the text contains no name
+    except ValueError as error:  # the text of the error contains no name
         reason = str(error)
     else:
         return
@@ -177,8 +177,8 @@ def event_of_json_alone(row: Row, zone: tzinfo | None) -> SourceEvent:
     accepted = _accept(event_data)
     if accepted is not None:
         plaintext, event = accepted
-        # If the JSON contains no id, google-adk has just created one, which differs from the
-        # column.  So equal ids prove that the JSON contains the id.
+        # If the JSON contains no id, google-adk's class has just created a random id.  So if the id
+        # of the event is equal to the column, the JSON contains the id.
         if event.id == text(event_id) and "timestamp" in event.model_fields_set:
             return SourceEvent(plaintext, microseconds(event.timestamp))
     values = _loads(event_data)
@@ -230,7 +230,7 @@ _MODELS: dict[str, type[BaseModel]] = {
     "input_transcription": types.Transcription,
     "output_transcription": types.Transcription,
 }
-# The columns of all schemas whose values are JSON.
+# The names of all columns that contain JSON, in any schema.
 JSON_VALUES = frozenset({"event_data", "custom_metadata", *_MODELS})
 
 
@@ -239,8 +239,8 @@ def pickle_reader() -> EventReader:
 
     The column `actions` contains a pickle, which may run any code when it is loaded.  Therefore,
     the function uses google-adk's own unpickler, which rejects all types except those that
-    `EventActions` needs.  Before,
-    `pickled_actions.check` rejects pickles that would take much time or memory.
+    `EventActions` needs.  Before that, `pickled_actions.check` rejects pickles that would take much
+    time or memory.
 
     Raises:
         ConfigurationError: The installed google-adk has no such unpickler.
@@ -284,7 +284,7 @@ def _load(pickled: bytes, loads: Callable[[bytes], Any]) -> Any:
 
 
 def _encoded(event: Event) -> SourceEvent:
-    """Convert *event* without the `temp:` keys of its state delta."""
+    """Remove the `temp:` keys from the state delta of *event*, and convert *event*."""
     time = microseconds(event.timestamp)
     events.prepare(event, {})
     return SourceEvent(events.encode(event, replaces=False), time)
@@ -322,10 +322,10 @@ def _model(value: object, kind: type[BaseModel]) -> BaseModel | None:
 
 
 def zone_of_sessions(dialect: str) -> tzinfo | None:
-    """Return the time zone of times in `sessions`; None is the local zone of this process.
+    """Return the time zone of the times in the table `sessions`; None is this process's local zone.
 
-    It is the zone that the installed google-adk reads, and not always the zone that it stores: see
-    docs/migrate.md, Times.
+    It is the zone that the installed google-adk assumes when it reads these times.  The release of
+    google-adk that stored them may have used another zone: see docs/migrate.md, Times.
     """
     major, minor = adk_version.split(".")[:2]
     return UTC if dialect == "sqlite" or (int(major), int(minor)) >= (2, 3) else None

@@ -2,6 +2,9 @@
 
 The queries select columns without types, so that neither SQLAlchemy nor the driver converts texts,
 times and JSON.
+
+Here, the *names* of a row are the values of its primary key: an app name; an app name and a user
+id; or an app name, a user id and a session id.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,9 +34,10 @@ STATES = 500  # the maximum number of states that `Tables.states` returns at onc
 # PostgreSQL returns the compressed size of a value.  The uncompressed size is estimated as this
 # multiple.
 _COMPRESSION = 3
-_SAMPLES = 50  # states from each end of a table by which a database of 1.x is recognized
-_FIRST_ROWID, _LAST_ROWID = -(2**63), 2**63 - 1  # of SQLite
-# A version that `_version` returns ends with a digit.
+_SAMPLES = 50  # the number of states that `sampled_states` reads from each end of a table
+_FIRST_ROWID, _LAST_ROWID = -(2**63), 2**63 - 1  # the smallest and the largest rowid of SQLite
+# The last character of `SourceSession.version` if the names of the row are not text: see `unnamed`.
+# All other versions are those that `_version` returns, which end with a digit.
 _UNNAMED = "\n"
 _NOT_TEXT = (
     "its app_name, user_id or id is not text in UTF-8, so that google-adk cannot read it, either: "
@@ -86,7 +90,7 @@ _EVENT_KEY = (_e.c.app_name, _e.c.user_id, _e.c.session_id)
 class StateTable(NamedTuple):
     """A table of states.
 
-    *names* are the columns of its primary key, and *name* is the name of the table.
+    *names* are the names of the columns of its primary key, and *name* is the name of the table.
     """
 
     table: sa.FromClause
@@ -124,21 +128,21 @@ def _of_session() -> sa.ColumnElement[bool]:
 
 
 class FromRow(NamedTuple):
-    """A position in a listing of the rows whose names are not text: from this rowid on."""
+    """A position in the listing of the rows whose names are not text: the rows from *rowid* on."""
 
     rowid: int
 
 
-# The names of the last row that was listed, which are bytes if they are text, but not in UTF-8.
+# The names of the last row that was listed.  A name that is text, but not in UTF-8, is bytes here.
 After = tuple[str | bytes, ...]
 Position = After | FromRow
 
 
 class Positions:
-    """The positions that a listing of a table has reached; a listing reaches none of them twice.
+    """The positions that a listing of a table has reached, to detect a listing that never ends.
 
-    Otherwise, it would never end.  A page begins where the previous page has ended, so this happens
-    if the database does not compare names as it sorts them.
+    A page begins where the previous page has ended.  If the database compares names in another way
+    than it sorts them, a page may begin at an earlier position again.
     """
 
     def __init__(self, table: str) -> None:
@@ -146,7 +150,7 @@ class Positions:
         self._reached: set[Position] = set()
 
     def add(self, position: Position) -> None:
-        """Add *position*; raise ConfigurationError if the listing was there before."""
+        """Add *position*; raise ConfigurationError if the listing has reached it before."""
         if position in self._reached:
             raise ConfigurationError(
                 f"the listing of the table {self._table} of the source does not end: its rows come "
@@ -170,8 +174,8 @@ _NO_HEADER = Header(None, None, None)
 class StateRow(NamedTuple):
     """The names of an app or a user, and the unconverted state.
 
-    If the names of the row are not text in UTF-8, the last name is the table and the row id, and
-    *state* is an `Unreadable`.
+    If the names of the row are not text in UTF-8, the last name is replaced by the table and the
+    row id, and *state* is an `Unreadable`.
     """
 
     names: tuple[str, ...]
@@ -211,7 +215,8 @@ class Tables:
             if self._dialect != "sqlite":
                 self.sessions_zone = time_zone
         inspector = sa.inspect(connection)
-        # google-adk 1.28 and later create this index when they open a database.
+        # Whether `events` has an index on the session's ids.  google-adk 1.28 and later create this
+        # index when they open a database.
         self._has_index = self.kind is Kind.ADK_SQLITE or any(
             index["column_names"][:3] == ["app_name", "user_id", "session_id"]
             for index in inspector.get_indexes("events")
@@ -224,7 +229,7 @@ class Tables:
             self._read_event = adk_rows.pickle_reader()
         elif self.kind is Kind.ADK_SQLITE:
             self._read_event = adk_rows.event_of_json_alone
-        # Early releases had fewer columns.
+        # Early releases of google-adk had fewer columns: select NULL for a column that is missing.
         self._selected = [
             self._json(_e.c[name])
             if name in adk_rows.JSON_VALUES & present
@@ -267,18 +272,19 @@ class Tables:
         limit: int | None = None,
         lock: bool = False,
     ) -> tuple[list[tuple[SourceSession, int]], Position | None]:
-        """Return the next *limit* sessions, and about how many bytes their rows have.
+        """Return the next *limit* sessions, each with the approximate size of its rows in bytes.
 
         A session whose names are not text in UTF-8 has the name of the table and the row id instead
-        of a session id: see `unnamed`.  Such sessions may belong to every scope.
+        of a session id: see `unnamed`.  If its app name is a number or a BLOB, the session is
+        listed for every app.
 
         Args:
             connection: The connection, in a transaction.
             scope: Which sessions to list.
             after: The position that the last call has returned; None for the first page.
             limit: The maximum number of sessions; by default `PAGE`.
-            lock: Nobody can change the sessions until the transaction ends.  The caller has begun a
-                transaction that writes; see `erase_source`.
+            lock: Lock the rows of the sessions until the transaction ends.  On SQLite, this has no
+                effect: the caller has begun a transaction that locks the whole file.
 
         Returns:
             The sessions, and the position of the next page; None if this page is the last.
@@ -300,7 +306,7 @@ class Tables:
         )
         chosen = chosen.where(*self._within(scope), *self._after(_SESSION_KEY, after))
         chosen = chosen.order_by(*_SESSION_KEY).limit(limit)
-        if lock:  # SQLite ignores this, and locks the whole file
+        if lock:
             chosen = chosen.with_for_update()
         rows = connection.execute(chosen).all()
         if not rows:
@@ -359,7 +365,7 @@ class Tables:
         return number
 
     def rows_left(self, connection: sa.Connection) -> int:
-        """Return the number of rows of all sessions, events and states."""
+        """Return the number of rows in the tables of sessions, events and states."""
         return sum(
             connection.scalar(sa.select(sa.func.count()).select_from(sa.table(name))) or 0
             for name in TABLE_NAMES
@@ -368,7 +374,7 @@ class Tables:
     def headers(
         self, connection: sa.Connection, keys: Sequence[tuple[str, ...]]
     ) -> dict[tuple[Any, ...], Header]:
-        """Return the rows of the sessions *keys*."""
+        """Return the rows of the sessions *keys*, by ids in the form that `key` returns."""
         query = sa.select(
             *_SESSION_KEY, self._json(_s.c.state), _s.c.create_time, _s.c.update_time
         ).where(self._is_one_of(_SESSION_KEY, keys))
@@ -377,13 +383,14 @@ class Tables:
     def lookup(
         self, connection: sa.Connection, names: Sequence[str], after: Position | None = None
     ) -> tuple[list[tuple[SourceSession, Header]], Position | None]:
-        """Return the next sessions of an app, of a user or with all three ids, by their rows.
+        """Return the next sessions of an app or of a user, or the session with all three ids.
 
         *names* are an app name, an app name and a user id, or these and a session id.  See `page`
         for sessions whose names are not text.
 
         Returns:
-            Sessions without events, and the position of the next page; None if no row follows.
+            The sessions, each with the columns of its row; and the position of the next page, or
+            None if no row follows.
         """
         of_names = [column == name for column, name in zip(_SESSION_KEY, names, strict=False)]
         if isinstance(after, FromRow):
@@ -451,7 +458,7 @@ class Tables:
         return self._dialect != "postgresql" or "\0" not in text
 
     def events(self, connection: sa.Connection, keys: Sequence[tuple[str, ...]]) -> Sequence[Row]:
-        """Return the events of the sessions *keys*, in google-adk's order.
+        """Return the events of the sessions *keys*, in the order in which google-adk returns them.
 
         Each row contains the three ids of the session, followed by the columns of the event.
         """
@@ -548,12 +555,16 @@ class Tables:
         return [] if scope.app_name is None else [_s.c.app_name == scope.app_name]
 
     # --- rows whose names are not text ---
-    # In SQLite, a column may hold values of any type, and a text may have any bytes.  A BLOB is
-    # greater than every text, so no text finds the row behind it.  Therefore, these rows are listed
-    # last, in the order of their rowid.
+    # In SQLite, a column may hold values of any type, and a text may have any bytes.  A page begins
+    # after the names of the last row of the previous page.  SQLite sorts a number before every text
+    # and a BLOB after every text, so this comparison works only between texts.  Therefore, rows
+    # with a name that is no text are listed last, in the order of their rowid.
 
     def _key(self, names: Sequence[Any], table: str = "sessions") -> After:
-        """Return *names* of a row as text; on SQLite, those that are not in UTF-8 as bytes."""
+        """Return *names* of a row as text; on SQLite, a name that is not in UTF-8 as bytes.
+
+        Raises ConfigurationError for such a name on another database.
+        """
         key: list[str | bytes] = []
         for name in names:
             try:
@@ -575,7 +586,11 @@ class Tables:
     def _unnamed(
         self, table: str, rowid: int, *key: object, names: Sequence[str] = ()
     ) -> SourceSession:
-        """Return a session whose names are not text; *names* are its first names, if known."""
+        """Return a session whose names are not text.
+
+        *key* are the names of its row; a name that is not a str becomes an empty text.  *names* are
+        the names that precede *key*, if the caller knows them.
+        """
         known = [*names, *(name if isinstance(name, str) else "" for name in key)]
         app_name, user_id = known[:2]
         reason = _reason(table, rowid)
@@ -590,7 +605,7 @@ class Tables:
         return table.c.rowid if self._dialect == "sqlite" else sa.null()
 
     def _after_text(self) -> FromRow | None:
-        """Return the position after all rows whose names are text."""
+        """Return the position after all rows whose names are text; None if all names are text."""
         return FromRow(_FIRST_ROWID) if self._dialect == "sqlite" else None
 
     def _not_text(
@@ -609,8 +624,8 @@ class Tables:
         text.
 
         Returns:
-            The rowid of each row, and its values of *columns*, which are None unless they are text;
-            and the position of the next rows; None if no row follows.
+            For each row, its rowid and its values of *columns* (a value that is not text is None);
+            and the position of the next rows, or None if no row follows.
         """
         other = [sa.func.typeof(column) != "text" for column in columns]
         query = sa.select(table.c.rowid, *columns)
@@ -618,7 +633,7 @@ class Tables:
         if of_app:
             query = query.where(sa.or_(*of_app, sa.func.typeof(columns[0]) != "text"))
         rows = connection.execute(query.order_by(table.c.rowid).limit(limit)).all()
-        # `taking_bytes` reads texts and BLOBs as bytes.
+        # The caller has used `taking_bytes`, so texts and BLOBs are both bytes.
         found = [(row[0], *(_decoded(value) for value in row[1:])) for row in rows]
         if len(rows) < limit or rows[-1][0] == _LAST_ROWID:
             return found, None
@@ -629,7 +644,8 @@ class Tables:
         naive = time.astimezone(self.sessions_zone).replace(tzinfo=None)
         if self._dialect != "sqlite":
             return _is_at_least(_s.c.update_time, sa.literal(naive, sa.DateTime()))
-        # A row may hold text or seconds.  In SQLite, any text is greater than any number.
+        # A row may hold text or seconds.  In SQLite, any text is greater than any number, so the
+        # second comparison must not be made with a text.
         return sa.or_(
             _is_at_least(_s.c.update_time, naive.isoformat(" ")),
             sa.and_(
@@ -672,8 +688,8 @@ class Tables:
     ) -> sa.ColumnElement[bool]:
         """Return the condition that the tuple *columns* is greater than *key*.
 
-        For MySQL, which uses no index to compare tuples, the condition compares single columns.  It
-        then also accepts an equal tuple if *allow_equal* is True.
+        For MySQL, which uses no index to compare tuples, the condition compares single columns.
+        Only for MySQL, the condition also accepts an equal tuple if *allow_equal* is True.
         """
         if not self._is_mysql:
             condition: sa.ColumnElement[bool] = sa.tuple_(*columns) > _tuple(key)
@@ -689,15 +705,15 @@ class Tables:
         if self._is_mysql or not (self._has_index or self._dialect == "postgresql"):
             return sa.tuple_(*columns).in_(keys)
         if self._dialect == "sqlite":
-            # For a list of tuples, SQLite scans the whole table.  For a table expression, it uses
-            # the index; without an index, it would scan the table for each of the tuples.
+            # For a list of tuples, SQLite scans the whole table.  For a table expression, SQLite
+            # uses the index.  Without an index, it would scan the table for each tuple.
             text = sa.Text()
             values = sa.values(
                 sa.column("a", text), sa.column("u", text), sa.column("i", text), name="k"
             )
             table = values.data([tuple(key) for key in keys]).cte("k")
             return sa.tuple_(*columns).in_(sa.select(table.c.a, table.c.u, table.c.i))
-        # For a list of tuples, PostgreSQL would plan a separate index scan for each of them.
+        # For a list of tuples, PostgreSQL would plan a separate index scan for each tuple.
         arrays = [
             sa.cast(sa.literal(list(names), sa.ARRAY(sa.Text())), sa.ARRAY(sa.Text()))
             for names in zip(*keys, strict=True)
@@ -719,7 +735,7 @@ def _tuple(key: After) -> sa.Tuple:
 
 
 def unnamed(session: SourceSession) -> str:
-    """Return the reason if the names of *session*'s row are not text; otherwise ""."""
+    """Return why *session* cannot be read, if the names of its row are not text; otherwise ""."""
     return session.version.removesuffix(_UNNAMED) if session.version.endswith(_UNNAMED) else ""
 
 
@@ -730,7 +746,8 @@ def _reason(table: str, rowid: int) -> str:
 def _decoded(value: object) -> str | None:
     """Return a name as text; None if it has another type or is not UTF-8.
 
-    A BLOB in UTF-8 is taken for text here: the caller knows that one of the names is not text.
+    A BLOB that contains UTF-8 is also returned as text.  This does no harm: the result only names a
+    session that cannot be read.
     """
     try:
         return adk_rows.text(value) if isinstance(value, str | bytes) else None
@@ -749,7 +766,8 @@ def _version(created_at: Any, updated_at: Any, number: int) -> str:
 
 
 def _shown(time: Any) -> str:
-    # Bytes that are not UTF-8 are no time: `adk_rows.time_of` says so.
+    # Raise no error for bytes that are not UTF-8: `adk_rows.time_of` rejects them later, and then
+    # only this session is unreadable.
     return time.decode(errors="backslashreplace") if isinstance(time, bytes) else str(time)
 
 
@@ -769,7 +787,7 @@ def kinds_in(connection: sa.Connection) -> frozenset[Kind]:
 
 
 def _kind_of_adk(connection: sa.Connection, tables: set[str], columns: Mapping[str, Any]) -> Kind:
-    """Return the kind of tables that have the names of google-adk's; see `detect` for the rule."""
+    """Return the kind of the tables, which have the names of google-adk's tables; see `detect`."""
     if sampled_states(connection).encrypted:
         return Kind.PACKAGE_1X
     if "adk_internal_metadata" in tables:

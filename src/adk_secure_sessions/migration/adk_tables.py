@@ -65,10 +65,12 @@ async def detect(
     """Return which kinds of tables a database contains; an empty set if it contains none of them.
 
     One database can contain the tables of this package and those of google-adk.  It cannot contain
-    the tables of google-adk and those of adk-secure-sessions 1.x, which have the same names.  Such
-    tables are those of 1.x if one of the first 50 or last 50 states of sessions, apps or users, in
-    the order of their ids, is encrypted by 1.x.  Otherwise, they are google-adk's.  So an attacker
-    who replaces some encrypted states by plaintext does not make them google-adk's.
+    both the tables of google-adk and those of adk-secure-sessions 1.x, which have the same names.
+
+    To tell the tables of google-adk from those of 1.x, this function reads the first 50 and the
+    last 50 states of sessions, apps and users, in the order of their ids.  If 1.x has encrypted one
+    of these states, the tables are those of 1.x.  Otherwise, the tables are google-adk's.  So an
+    attacker who replaces only some encrypted states by plaintext does not change the result.
 
     Args:
         db_url: The database URL; give exactly one of *db_url* and *db_engine*.
@@ -102,7 +104,7 @@ async def inspect(
 class AdkTables(LookupSource):
     """The tables of google-adk's `DatabaseSessionService` or `SqliteSessionService`.
 
-    google-adk may keep reading and writing them.
+    google-adk may keep reading and writing the tables.
 
     Args:
         db_url: The database URL; give exactly one of *db_url* and *db_engine*.  A SQLite file is
@@ -150,10 +152,11 @@ class AdkTables(LookupSource):
         return await self._reader.run(partial(tables.size, scope=scope))
 
     async def sessions(self, scope: Scope) -> AsyncIterator[Sequence[SourceSession]]:
-        """Yield the sessions in *scope* by app name, user id and session id, in batches.
+        """Yield the sessions in *scope* in batches, sorted by app name, user id and session id.
 
-        In SQLite, a row may have names that are not text in UTF-8.  Such a session has the name of
-        the table and the row id instead of a session id, and `read` says that it is unreadable.
+        In SQLite, a row may have ids that are not text in UTF-8.  Such a session has the name of
+        the table and the row id instead of a session id, and `read` returns an `UnreadableSession`
+        for it.
         """
         tables = await self._tables()
         after, positions = None, Positions("sessions")
@@ -203,14 +206,14 @@ class AdkTables(LookupSource):
     async def app_states(
         self, scope: Scope
     ) -> AsyncIterator[Mapping[str, JsonObject | UnreadableState]]:
-        """Yield the states of the apps in *scope* by app name, in batches."""
+        """Yield mappings from app names to states, for all apps in *scope*."""
         async for batch in self._states(scope, APP_STATES):
             yield {app_name: state for (app_name,), state in batch.items()}
 
     async def user_states(
         self, scope: Scope
     ) -> AsyncIterator[Mapping[tuple[str, str], JsonObject | UnreadableState]]:
-        """Yield the states of all users of the apps in *scope* by app name and user id."""
+        """Yield mappings from (app name, user id) to states, for all users of apps in *scope*."""
         async for batch in self._states(scope, USER_STATES):
             yield {(app_name, user_id): state for (app_name, user_id), state in batch.items()}
 
@@ -281,7 +284,7 @@ class AdkTables(LookupSource):
     def convert_states(
         self, rows: Sequence[StateRow]
     ) -> dict[tuple[str, ...], JsonObject | UnreadableState]:
-        """Convert rows of `Tables.states` to states by name."""
+        """Return a mapping from the names in *rows*, which `Tables.states` has read, to states."""
         return {row.names: self._state(*row) for row in rows}
 
     async def _convert(self, work: Callable[[], T]) -> T:
@@ -307,7 +310,7 @@ class AdkTables(LookupSource):
             return UnreadableState(str(error))
 
     def _state_of_owner(self, stored: object) -> JsonObject:
-        """Convert the state of an app or a user; raise Unreadable."""
+        """Convert the state of an app or a user; raise `Unreadable` if it cannot be converted."""
         return state_of(stored, "its")
 
     async def _tables(self) -> "Tables":
@@ -413,7 +416,10 @@ def taking_bytes(connection: sa.Connection) -> Iterator[None]:
 
 
 def _begin(connection: sa.Connection) -> None:
-    """Begin a transaction whose queries read one snapshot; the executor rolls it back."""
+    """Begin a transaction whose queries all read the same state of the database.
+
+    The executor rolls the transaction back.
+    """
     dialect = connection.dialect.name
     if dialect == "sqlite":
         driver: Any = connection.connection.driver_connection

@@ -55,7 +55,10 @@ _COMPARED = 200  # the number of sessions that one statement reads from the targ
 
 
 class UnsuitableSession(Exception):
-    """google-adk's database cannot hold a session or a state.  The text contains no content."""
+    """google-adk's database cannot hold a session or a state.
+
+    The text of the error contains no content of the session or state.
+    """
 
 
 class SessionRows(NamedTuple):
@@ -162,7 +165,7 @@ class AdkTarget(ClosedByWith):
     async def insert(self, batch: Sequence[SessionRows]) -> dict[Ids, str]:
         """Insert sessions that the target does not have, each in whole or not at all.
 
-        Return the reasons why sessions were rejected, by their ids.
+        Return a mapping from the ids of each rejected session to the reason.
         """
         if not batch or await self._try(partial(self._insert, batch=batch)) is None:
             return {}
@@ -277,9 +280,9 @@ class AdkTarget(ClosedByWith):
     def _sort(self, rows: list[dict[str, Any]]) -> None:
         """Change the column `timestamp` so that google-adk keeps the order of *rows*.
 
-        google-adk sorts events by this column.  If the value of an event is not greater than that
-        of the event before it, the event gets the value of the event before it plus 1 microsecond.
-        The time in the event's JSON does not change.
+        google-adk sorts events by this column.  If the value of an event is not greater than the
+        value of the previous event, replace it by the previous value plus 1 microsecond.  The time
+        in the event's JSON does not change.
 
         Raises:
             UnsuitableSession: The column must be changed, and the installed google-adk reads the
@@ -363,7 +366,7 @@ class AdkTarget(ClosedByWith):
     def _reading(self) -> _Reading:
         session: Any = SimpleNamespace(app_name="a", user_id="u", id="s")
         local_updates = local_events = is_event_time = False
-        for seconds in (1_705_000_000.0, 1_720_000_000.0):  # in winter and in summer
+        for seconds in (1_705_000_000.0, 1_720_000_000.0):  # one in winter, one in daylight saving
             moment = _EPOCH + timedelta(seconds=seconds)
             event = Event(author="a", invocation_id="i", timestamp=seconds)
             made: Any = v1.StorageEvent.from_event(session, event)
@@ -509,7 +512,7 @@ class AdkTarget(ClosedByWith):
             nonlocal taken
             try:
                 return await self._executor.define(strictly, commit=commit)
-            except UniqueViolation:  # `repeated` would try again
+            except UniqueViolation:  # raise it after `repeated`, which would try again
                 taken = True
                 return None
 
@@ -522,8 +525,8 @@ class AdkTarget(ClosedByWith):
 def new_private_file(path: Path) -> BinaryIO:
     """Create a file that only its owner can read, and return it open for writing.
 
-    Do not open it again by its name: whoever can write to the directory may have replaced it by a
-    link.
+    Do not open the file again by its name: somebody with write access to the directory may have
+    replaced the file by a link.
 
     Raises:
         ConfigurationError: The file exists.
@@ -559,7 +562,7 @@ def create_private_file(path: Path) -> None:
     if created is not None:
         os.close(created)
         return
-    found = path.lstat()  # a link may name a file of somebody else
+    found = path.lstat()  # do not follow a link, which may name a file of another user
     # On Windows, files have no mode and no owner of this kind.
     is_others = sys.platform != "win32" and found.st_uid != os.geteuid()
     if not stat.S_ISREG(found.st_mode) or is_others:

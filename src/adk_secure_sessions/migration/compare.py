@@ -114,10 +114,10 @@ async def compare(
     compared.
 
     If *scope* is everything and the comparison is clean, an authenticated mark is stored in the
-    target.  The mark ends the migration: a service with a fallback no longer reads the source.  It
-    says nothing about another source, such as the newer database of an older backup.  If a later
-    comparison is not clean, it withdraws the mark, unless rows of the source were erased
-    meanwhile.  Nothing else is changed.
+    target.  The mark ends the migration: `PlaintextFallbackService` no longer reads the source.
+    The mark says nothing about another source, for example if *source* is an old backup of a
+    database that is still in use.  If a later comparison is not clean, it withdraws the mark,
+    unless `erase_source` has deleted rows of the source meanwhile.  Nothing else is changed.
 
     Args:
         source: The source.
@@ -140,10 +140,10 @@ class Comparing:
     """One run of `compare`.
 
     Attributes:
-        equal_sessions: After the run, the ids and the version of each session that is equal, moved
-            on or deleted in the target.
-        equal_states: After the run, the ids of each owner whose state is equal or moved on, with
-            the state in the source as JSON.
+        equal_sessions: After the run, the ids and the version of each session that counts as equal,
+            moved on or deleted (see `Comparison`).
+        equal_states: After the run, the ids of each owner whose state is counted in
+            `Comparison.states`, with the state in the source as JSON.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class Comparing:
             return
         outcome, reason = await self._outcome(entry, content)
         if reason:
-            # A service or another run may have written meanwhile.
+            # A service or another run may have written meanwhile: compare the session once more.
             (entry,) = await self._target.entries([entry.session])
             latest = (await self._source.read([entry.session])).get(entry.session)
             if latest is None:
@@ -257,7 +257,10 @@ class Comparing:
         self._findings.add(entry.tag, reason, *entry.session[:3])
 
     async def _outcome(self, entry: Entry, content: SessionContent) -> tuple[str, str]:
-        """Return the name of the count for a session, and a reason if the session is not equal."""
+        """Return which attribute of `Comparison` counts the session, and why it is not equal.
+
+        The second text is empty if the session is equal, moved on or deleted.
+        """
         if entry.found in _OUTCOMES:
             return _OUTCOMES[entry.found]
         # Try to read the session even if its row is not stored.  If an attacker has removed only
@@ -319,7 +322,7 @@ class Comparing:
     # --- both listings ---------------------------------------------------------------------------
 
     async def _compare_listings(self) -> None:
-        """Find sessions that only one side has."""
+        """Find sessions that are `gone` or `behind`: see `Comparison`."""
         target = self._target
         missing: dict[bytes, Copy] = {}
         if self._scope.since is None and not await target.store.migration_is_complete():

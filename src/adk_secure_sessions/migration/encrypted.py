@@ -52,7 +52,7 @@ from adk_secure_sessions.storage import (
 _BATCH = 8 * 2**20  # bytes of the stored records in one batch; a larger session is a batch alone
 # The number of sessions that are read at the same time.  `Database` has at most 10 connections.
 _AT_ONCE = 8
-_MOST = 10**15  # replaces larger sums, which only modified rows can produce
+_MOST = 10**15  # `_count` returns this number for larger sums, which only modified rows can have
 # The version of a row whose ids cannot be decrypted begins with this text, and the reason follows.
 _UNREADABLE = "unreadable: "
 
@@ -66,16 +66,18 @@ class EncryptedSource(Source):
     memory): see `others`.
 
     A session or state is only returned if its rows are authentic and belong together, as in a
-    service.  Rows that were removed together with their version witnesses leave no trace here: run
-    `verify` on the source.  A session whose ids cannot be decrypted has the table and the row id
-    instead of a session id, and the other ids are empty.  Such sessions and states belong to every
-    scope, because their app and their times are not known.
+    service.  If the row of a session was removed together with its version witness, the source does
+    not notice that: run `verify` on the source, which reports the events that belong to no session.
+
+    A session whose ids cannot be decrypted has the table and the row id instead of a session id,
+    and the other ids are empty.  Such sessions, and states of unknown owners, are in every scope,
+    because their app and their times are not known.
 
     Args:
         db: The database.  `close` closes it.
 
-    Every method also raises `WrongKeyError`, `KeyServiceError` and the other errors of opening a
-    database.
+    Every method also raises the errors of opening a database: `ConfigurationError`,
+    `WrongKeyError`, `PlaintextRefusedError` and `KeyServiceError`.
     """
 
     def __init__(self, db: Database) -> None:
@@ -139,7 +141,7 @@ class EncryptedSource(Source):
     async def app_states(
         self, scope: Scope
     ) -> AsyncIterator[Mapping[str, JsonObject | UnreadableState]]:
-        """Yield the states of the apps in *scope* by app name, in batches.
+        """Yield mappings from app names to states, for all apps in *scope*.
 
         An app that cannot be decrypted has the table and the row id instead of a name.
         """
@@ -159,7 +161,7 @@ class EncryptedSource(Source):
     async def user_states(
         self, scope: Scope
     ) -> AsyncIterator[Mapping[tuple[str, str], JsonObject | UnreadableState]]:
-        """Yield the states of all users of the apps in *scope* by app name and user id.
+        """Yield mappings from (app name, user id) to states, for all users of apps in *scope*.
 
         A user who cannot be decrypted has the table and the row id instead of an id, and an empty
         app name.

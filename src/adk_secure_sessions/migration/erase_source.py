@@ -44,8 +44,9 @@ class Erased(NamedTuple):
         states: The number of deleted states of users and apps.
         changed: How many sessions were kept, because they were created or changed after the
             comparison; 0 after a dry run.
-        left: How many rows remain in google-adk's four tables, for example rows of other apps, of
-            changed sessions, and events without a session; 0 after a dry run.
+        left: How many rows remain in the tables `sessions`, `events`, `app_states` and
+            `user_states`, for example rows of other apps, of changed sessions, and events without a
+            session; 0 after a dry run.
         obstacles: The reasons why the bytes of deleted rows could not be removed from the files of
             the database.
     """
@@ -89,7 +90,7 @@ async def erase_source(
     show_ids: bool = False,
     progress: Progress | None = None,
 ) -> SourceErasure:
-    """Compare *source* with its copy in *db*; if the comparison is clean, delete its rows.
+    """Compare *source* with its copy in *db*; if the comparison is clean, delete *source*'s rows.
 
     Each transaction deletes up to 200 sessions with their events, except sessions that have changed
     since they were compared.  After all sessions, the states of users and apps without sessions are
@@ -134,9 +135,9 @@ async def erase_source(
         deletable = comparison.sessions
         erased = Erased(deletable, comparison.events, comparison.states, 0, 0, ())
         return SourceErasure(comparison, erased)
-    # The copies may soon be the only ones.  After this mark, `migrate` deletes no copy.  It also
-    # replaces no state, and it replaces a session only by a version that begins with all copied
-    # events.
+    # The copies in *db* may soon be the only ones.  If this mark is stored, `migrate` deletes no
+    # copy and replaces no state.  It then replaces a session only by a version that begins with all
+    # copied events.
     await store.mark_source_erased()
     writer = source.writer()
     try:
@@ -190,7 +191,10 @@ class _Eraser:
         return Erased(sessions, events, states, changed, left, tuple(obstacles))
 
     async def _change(self, work: Callable[[sa.Connection], T]) -> T:
-        """Call *work* in one transaction, in which nobody else changes the rows that it reads."""
+        """Call *work* in one transaction, and commit.
+
+        As `Tables` requires, the driver of SQLite returns texts as bytes during the transaction.
+        """
 
         def in_transaction(connection: sa.Connection) -> T:
             with taking_bytes(connection):
@@ -209,7 +213,11 @@ class _Eraser:
     def _states(
         self, connection: sa.Connection, table: StateTable, after: Position | None
     ) -> tuple[int, Position | None]:
-        """Delete states of *table*; return their number, and the position of the next rows."""
+        """Delete those of the next states of *table* that have not changed since the comparison.
+
+        Keep the states of users and apps that still have sessions.  Return the number of deleted
+        states, and the position of the next rows; None if no row follows.
+        """
         rows, last = self._tables.states(connection, self._scope, table, after, lock=True)
         encoded, bad = encode_states(self._source.convert_states(rows))
         equal = [
@@ -221,12 +229,13 @@ class _Eraser:
 
 
 class _Page(NamedTuple):
-    """What one transaction has deleted.
+    """The result of one transaction that deletes sessions.
 
     Attributes:
-        deleted: The number of sessions.
+        deleted: The number of deleted sessions.
         events: The number of their events.
-        kept: How many sessions were kept.
+        kept: How many sessions were kept, because they were created or changed after the
+            comparison.
         last: The position of the next page; None if no session follows.
     """
 

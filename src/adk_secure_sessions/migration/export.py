@@ -36,10 +36,10 @@ async def export_to_adk(
 ) -> Export:
     """Decrypt all sessions into a database that google-adk's `DatabaseSessionService` reads.
 
-    The tables have schema v1, and google-adk's own code creates them.  The function only adds rows.
-    Each session is written in whole or not at all, so an interrupted run can be repeated: sessions
-    that the target has with the same content are skipped.  A new SQLite file can be read only by
-    its owner.  Expired sessions, artifacts and memory are not exported.
+    The tables have google-adk's schema v1, and google-adk's own code creates them.  This function
+    only adds rows.  Each session is written in whole or not at all, so an interrupted run can be
+    repeated: sessions that the target has with the same content are skipped.  A new SQLite file can
+    be read only by its owner.  Expired sessions, artifacts and memory are not exported.
 
     Args:
         db: The database to read, with every backend whose records it may contain.

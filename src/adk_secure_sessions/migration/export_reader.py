@@ -113,7 +113,10 @@ class ExportReader:
         progress: Progress | None,
         passes: int,
     ) -> "ExportReader":
-        """Open the source, so that a wrong key is noticed before anything is written."""
+        """Open *db*, so that a wrong key is noticed before anything is written.
+
+        *passes* says how often the caller will read all sessions; the progress counts each pass.
+        """
         source = EncryptedSource(db)
         size = await source.size(Scope(app_name))
         meter = Meter(progress, passes * size.sessions, None)
@@ -151,7 +154,10 @@ class ExportReader:
     async def user_states(
         self, *, reports: bool = True
     ) -> AsyncIterator[tuple[str, str, JsonObject]]:
-        """Yield the app name, the user id and the state of each user; see `sessions`."""
+        """Yield the app name, the user id and the state of each user.
+
+        Omit users that cannot be decrypted; see `sessions` for *reports* and the error.
+        """
         async for batch in self._source.user_states(Scope(self.app_name)):
             for (app_name, user_id), state in batch.items():
                 if isinstance(state, UnreadableState):  # its ids are not known
@@ -162,7 +168,9 @@ class ExportReader:
                     yield app_name, user_id, state
 
     async def app_states(self, *, reports: bool = True) -> AsyncIterator[tuple[str, JsonObject]]:
-        """Yield the names and states of apps; see `sessions`.
+        """Yield the name and the state of each app.
+
+        Omit apps that cannot be decrypted; see `sessions` for *reports* and the error.
 
         If only one user is exported, yield only the apps of this user, which `user_states` has
         found.  Therefore, read `user_states` to the end first.
@@ -178,7 +186,8 @@ class ExportReader:
     async def reject(self, who: tuple[str, ...], detail: str) -> None:
         """Count and list a session or state that cannot be exported.
 
-        *who* is its kind (see `ExportProblem`), followed by its ids if they are known.
+        *who* is the kind of the session or state (`session`, `user` or `app`), followed by the ids
+        if they are known.
 
         Raises:
             StopExport: `skip_bad` is False.

@@ -5,12 +5,12 @@ The rules, which docs/zero-downtime.md explains:
 - A row in `secure_migrated` supersedes a session in the source, or the state of a user or an app.
   The row is written when the session or the state is copied, deleted or erased.  The row stays.
 - A session without such a row, and without a row in the encrypted database, is read from the
-  source.  The first write to it copies it.
+  source.  The first write to the session copies it.
 - The state of a user or an app is copied before the first write that concerns it.
 
-The source must not change any more, so a value that was read from the source remains valid in the
-source.  But between two queries, another process may copy a session, and append to the copy.  So
-after a read has used the source, it queries `secure_migrated` again.  If the session or a state was
+The source must not change any more, so a value that was read from the source stays the same there.
+But between two queries, another process may copy a session, and append to the copy.  So after a
+read has used the source, the read queries `secure_migrated` again.  If the session or a state was
 copied meanwhile, the read is repeated.
 """
 
@@ -80,21 +80,22 @@ class PlaintextFallbackService(BaseSessionService):
     """Reads sessions that were not copied yet from a plaintext source; writes only to *service*.
 
     Use this service while `adk-secure-sessions migrate` copies the sessions of an application that
-    is in use.  **Nothing that it reads from the source is authenticated**: whoever can write to the
-    source can forge sessions that were not copied yet, and the first write to such a session stores
-    the forgery encrypted (docs/threats.md).  Every process that writes to the source must have
-    ended before the first process with this service starts.
+    is in use.  **Nothing that it reads from the source is authenticated**: an attacker with write
+    access to the source can forge sessions that were not copied yet.  The first write to such a
+    session stores the forgery encrypted (docs/threats.md).  Every process that writes to the source
+    must have ended before the first process with this service starts.
 
     If `migrate --verify` finds no difference, it stores an authenticated mark in the database.  A
-    service that is opened afterwards does not read the source any more.  From then on, you can use
-    *service* itself instead of this object.
+    `PlaintextFallbackService` that is opened afterwards does not read the source any more.  From
+    then on, you can use *service* itself instead of this object.
 
     Args:
-        service: The service of the encrypted database.  Other services, such as
-            `EncryptedArtifactService`, take this service, too.
+        service: The service of the encrypted database.  Also pass this service, not the
+            `PlaintextFallbackService`, to an `EncryptedArtifactService` or another service that
+            uses the same database.
         source: The plaintext source, for example `AdkTables(url)`.
         read_timeout: Seconds after which a query of the source is interrupted, and the operation
-            raises `DatabaseError`; None for no limit.  The limit of *service* is its own.
+            raises `DatabaseError`; None for no limit.  It does not limit the queries of *service*.
 
     Attributes:
         fallback_reads: How many queries this object has sent to the source.
@@ -132,12 +133,14 @@ class PlaintextFallbackService(BaseSessionService):
         self._store = service._store
         self._source = source
         self._read_timeout = read_timeout
-        self._cancelled: set[asyncio.Future[Any]] = set()  # asyncio itself keeps no reference
+        # Cancelled queries that have not ended.  asyncio keeps no reference to a task, so Python
+        # could delete the task before it ends.
+        self._cancelled: set[asyncio.Future[Any]] = set()
         self._locks = LoopLocks()
         # Apps and users whose state was copied or erased.  This cannot be undone, so an entry never
         # becomes wrong.
         self._moved: Lru[Owner, bool] = Lru(_CACHED_OWNERS)
-        # The keyring that was current when the mark of a complete migration was last read.
+        # The keyring that was current when the mark that ends the migration was last read.
         self._keyring: Keyring | None = None
         self._is_complete = False
         self._log_at = 0.0
@@ -148,7 +151,7 @@ class PlaintextFallbackService(BaseSessionService):
         return self._service
 
     async def prepare_tables(self) -> None:
-        """Open the database, and create missing tables, among them `secure_migrated`.
+        """Open the encrypted database, and create missing tables, among them `secure_migrated`.
 
         Raises the errors of `EncryptedSessionService.prepare_tables`.
         """
@@ -241,8 +244,8 @@ class PlaintextFallbackService(BaseSessionService):
     ) -> ListSessionsResponse:
         """List the sessions of the database, and those of the source that were not copied yet.
 
-        See `EncryptedSessionService.list_sessions`.  There is no `list_sessions_page`: the sessions
-        of the source have no position in its order.
+        See `EncryptedSessionService.list_sessions`.  This class has no `list_sessions_page`,
+        because the pages would need one order of the sessions of the database and of the source.
 
         Raises:
             ConfigurationError: The source has a session that cannot be read, and
@@ -351,9 +354,10 @@ class PlaintextFallbackService(BaseSessionService):
     # --- Copied sessions and states ---------------------------------------------------------------
 
     async def _falls_back(self) -> bool:
-        """Return whether to read the source: False if the migration is marked as complete.
+        """Return whether to read the source: False if the mark that ends the migration is stored.
 
-        The mark is read when the database is opened, and each time that its keyring was read again.
+        The mark is read when the database is opened, and after each time that this process has read
+        the keyring again.
         """
         keyring = (await self._store.unit.keys()).keyring
         if keyring is not self._keyring:
@@ -380,7 +384,7 @@ class PlaintextFallbackService(BaseSessionService):
         return bool(await self._store.imported([ids]))
 
     async def _among_moved(self, owners: Iterable[Owner]) -> set[Owner]:
-        """Return those of *owners* whose state was copied or erased."""
+        """Return the elements of *owners* whose state was copied or erased."""
         wanted = set(owners)
         moved = {owner for owner in wanted if self._moved.get(owner)}
         if unknown := wanted - moved:
@@ -397,16 +401,17 @@ class PlaintextFallbackService(BaseSessionService):
         return await self._in_time(query)
 
     async def _batches(self, batches: AsyncIterator[T]) -> AsyncIterator[T]:
-        """Yield what queries of the source return, and count the queries."""
+        """Yield the batches that queries of the source return, and count each query."""
         while (batch := await self._in_time(anext(batches, None))) is not None:
             self._count()
             yield batch
 
     async def _in_time(self, query: Awaitable[T]) -> T:
-        """Return the result of *query*; cancel it if it takes too long, or if the caller is.
+        """Return the result of *query*.
 
-        A server that does not answer does not react to a cancellation, either.  So this does not
-        wait long for the end of the cancelled query.
+        Cancel *query* if it takes longer than `read_timeout`, or if the caller is cancelled.  A
+        server that does not answer does not react to a cancellation, either.  So wait at most 5
+        seconds for the end of the cancelled query.
 
         Raises:
             DatabaseError: *query* did not end within `read_timeout`.
@@ -452,14 +457,23 @@ class PlaintextFallbackService(BaseSessionService):
             )
 
     async def _find(self, ids: SessionIds) -> SessionHeader | UnreadableSession | None:
-        """Return a session of the source that is not superseded."""
+        """Return the session from the source.
+
+        Return None if the source does not have the session, or if a row of `secure_migrated`
+        supersedes it.
+        """
         found = await self._query(self._source.find(*ids))
         # Query `secure_migrated` last.  With the other order, somebody could copy and delete the
         # session between the two queries, and the deleted session would be returned.
         return None if found is None or await self._is_superseded(ids) else found
 
     async def _headers(self, app_name: str, user_id: str | None) -> dict[SessionIds, SessionHeader]:
-        """Return the sessions of the source that are not superseded."""
+        """Return the sessions of the source that no row of `secure_migrated` supersedes, by ids.
+
+        Raises:
+            ConfigurationError: A session cannot be read, and `skip_unreadable_sessions` of the
+                service is False.
+        """
         found: dict[SessionIds, SessionHeader] = {}
         async for batch in self._batches(self._source.headers(app_name, user_id)):
             by_ids = {session[:3]: header for session, header in batch.items()}
@@ -509,9 +523,9 @@ class PlaintextFallbackService(BaseSessionService):
         return found
 
     # --- States -----------------------------------------------------------------------------------
-    # A service without this fallback may have written the state of an app or a user before the
-    # state was copied.  Then the encrypted state is used, and the state in the source is not, as in
-    # `Store.import_state`.
+    # An `EncryptedSessionService` that is used without this class may have written the state of an
+    # app or a user before the state was copied.  Then the encrypted state is used, and the state in
+    # the source is neither used nor copied.
 
     async def _states(
         self, app_name: str, user_id: str, moved: set[Owner]
@@ -539,7 +553,7 @@ class PlaintextFallbackService(BaseSessionService):
     async def _fill_listed(
         self, app_name: str, user_id: str | None, listed: list[Session], moved: set[Owner]
     ) -> None:
-        """Do the same as `_fill_states` for all sessions in a listing."""
+        """Do the same as `_fill_states` for all sessions in *listed*, with fewer queries."""
         missing: dict[Owner, list[tuple[str, Session]]] = {}
         for session in listed:
             for prefix, owner in _owners(session).items():
@@ -583,7 +597,8 @@ class PlaintextFallbackService(BaseSessionService):
     ) -> list[Session]:
         """Return the sessions of the source, *headers*, with all states and without events.
 
-        *listed* are the sessions of the database, which contain states of the app and of users.
+        *listed* are the sessions of the database.  They already contain states of the app and of
+        users, which are not read again.
         """
         if not headers:
             return []

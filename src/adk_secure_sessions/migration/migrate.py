@@ -201,7 +201,7 @@ async def migrate(
 
 
 class Options(NamedTuple):
-    """The arguments of `migrate` with the same names; a dry run skips bad sessions."""
+    """The arguments of `migrate` with the same names; in a dry run, *skip_bad* is always True."""
 
     scope: Scope
     dry_run: bool
@@ -242,7 +242,7 @@ class _Run:
         self._sessions = self._events = self._states = self._removed = self._behind = 0
         self._bad = self._conflicting_states = 0
         self._gone: int | None = None
-        self._is_erased = False  # whether rows of the source may have been deleted
+        self._is_erased = False  # whether `erase_source` may have deleted rows of the source
         self._stopped = False
         self._trial = _Trial()
         self._estimate: float | None = None
@@ -336,7 +336,7 @@ class _Run:
         who = entry.session[:3]
         try:
             state = states.encode(content.state)
-        except ValueError:  # not chained: the message names keys of the state
+        except ValueError:  # do not chain this error: its message names keys of the state
             state = None
         if state is None:
             await self._report_bad(entry.tag, TOO_LARGE, *who)

@@ -44,9 +44,11 @@ async def open_source(
     - The tables of adk-secure-sessions 1.x and those of this package: the source is the tables of
       1.x, unless both *backends* and *keys*, or the backend `no-op`, are given.
 
-    google-adk and adk-secure-sessions 1.x use the same names for their tables.  If some of the
-    states are encrypted by 1.x (see `detect`), or if *keys* are given and any state is, the source
-    is a `Package1x`, and plaintext in it is unreadable.
+    google-adk and adk-secure-sessions 1.x use the same names for their tables.  `detect` reads only
+    the first and the last states to tell which of the two has written the tables.  If *keys* are
+    given, and the database has no tables of this package, this function also reads the other
+    states.  If a state is encrypted by 1.x, the source is a `Package1x`, for which states and
+    events in plaintext are unreadable.
 
     Args:
         db_url: The database URL.
@@ -72,7 +74,8 @@ async def open_source(
         and kinds
         and await inspect(has_encrypted_states, db_url)
     ):
-        # Nobody who gives keys may be told to omit them because some states are plaintext.
+        # `detect` may have found only plaintext, because it reads only the first and the last
+        # states.  Without this line, the error at the end would tell the caller to omit the keys.
         kinds = frozenset([Kind.PACKAGE_1X])
     if Kind.PACKAGE_1X in kinds and not has_keys and (await inspect(sampled_states, db_url)).others:
         raise ConfigurationError(_MIXED)

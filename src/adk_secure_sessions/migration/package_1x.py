@@ -78,9 +78,10 @@ class Package1x(AdkTables):
             opened as read-only.
         keys: The keys that the application gave to its backends: see `Package1xKeys`.
         db_engine: Your own engine for the database.
-        time_zone: The time zone of `create_time` and `update_time` in a database on a server, if
-            adk-secure-sessions 1.x ran with a release of google-adk that stored local times: see
-            `AdkTables`.  By default, times are read as the installed google-adk reads them.
+        time_zone: The time zone of `create_time` and `update_time` in a database on a server.  Give
+            it if adk-secure-sessions 1.x ran with a release of google-adk that stored local times:
+            docs/migrate.md, Times, lists these releases.  By default, times are read as the
+            installed google-adk reads them.
 
     Raises:
         ConfigurationError: One of these arguments cannot be used, or the SQLite file does not
@@ -144,7 +145,10 @@ class Package1x(AdkTables):
         return self._keys.decrypt_aes_256_gcm(envelope.body), envelope.is_base64
 
     def _decrypted_state(self, stored: object) -> tuple[JsonObject, bool]:
-        """Return a state, and whether it was stored as base64; raise Unreadable."""
+        """Return a state, and whether it was stored as base64.
+
+        Raises `Unreadable` if the state cannot be decrypted or exceeds a limit.
+        """
         try:
             plaintext, is_base64 = self._opened(stored)
         except DecryptionError as error:
@@ -178,7 +182,10 @@ class Package1x(AdkTables):
         return SessionContent(state, found, created_at, updated_at)
 
     def _event(self, row: Row, name: str) -> SourceEvent:
-        """Convert the columns id, invocation_id, timestamp and event_data; raise Unreadable."""
+        """Convert the columns id, invocation_id, timestamp and event_data to an event.
+
+        Raises `Unreadable` if the event cannot be converted; *name* names the event in the error.
+        """
         event_id, invocation_id, timestamp, stored = row
         try:
             plaintext, _ = self._opened(stored)
@@ -223,8 +230,8 @@ class _Tables(Tables):
     many sessions.
     """
 
-    # The tables of adk-secure-sessions 1.x are like google-adk's.  If they contain no encrypted
-    # states, `kinds_in` returns a kind of google-adk.
+    # `kinds_in` tells the tables of adk-secure-sessions 1.x from google-adk's only by their
+    # encrypted states.  So accept tables without encrypted states, for example without any state.
     kinds = (Kind.PACKAGE_1X, Kind.ADK_V1, Kind.ADK_SQLITE)
 
     def __init__(self, connection: sa.Connection, time_zone: tzinfo | None) -> None:

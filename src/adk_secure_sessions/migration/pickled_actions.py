@@ -1,11 +1,12 @@
 """Check a pickle of google-adk's schema v0 before it is loaded.
 
-google-adk's unpickler decides which classes a pickle may name.  Within these classes, 60 bytes
-could still allocate 3 GB (`bytearray(n)`), and 300 bytes could become 10**7 values, because the
-memo lets a list contain one list many times.  `check` removes this attack: it follows the opcodes
-without creating any object.  It rejects whatever google-adk does not write, and every pickle whose
-content would be much larger than the pickle itself.  The time that `check`, the unpickler and the
-encoding of the event then take is proportional to the number of stored bytes.
+google-adk's unpickler decides which classes a pickle may name.  With only these classes, a pickle
+of 60 bytes could still allocate 3 GB (`bytearray(n)`).  A pickle of 300 bytes could become 10**7
+values, because the memo lets a list contain one list many times.  `check` prevents such attacks: it
+follows the opcodes without creating any object.  It rejects a pickle that google-adk does not
+write, and a pickle whose content would be much larger than the pickle itself.  So the time that
+`check`, the unpickler and the encoding of the event take is proportional to the number of stored
+bytes.
 """
 
 import pickletools
@@ -17,18 +18,19 @@ from typing import NamedTuple
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.lru import Lru
 
-# The content of a pickle, with every value counted as often as it occurs, may be so much larger
-# than the pickle, in bytes.  For pickles that google-adk 1.0 to 1.21 wrote, the ratio was 1 to 7.
-# It is larger if one long text occurs many times.
+# The content of a pickle may have at most _FACTOR times as many bytes as the pickle, plus
+# _ALLOWANCE bytes.  A value that occurs several times is counted several times.  For pickles that
+# google-adk 1.0 to 1.21 wrote, the factor was 1 to 7.  It is larger if one long text occurs many
+# times.
 _FACTOR = 64
 _ALLOWANCE = 64 * 1024
-_PER_VALUE = 16  # bytes that each value counts, in addition to its own
-# A model takes three levels: itself, its pickled state, and the dictionary of its fields.
+_PER_VALUE = 16  # bytes that are added to the size of each value
+# An object of pydantic takes three levels: the object, its pickled state, and its fields.
 _MAX_LEVELS = 3 * json_text.MAX_LEVELS
-_MAX_BITS = 14_285  # of an integer with json_text.MAX_DIGITS digits
+_MAX_BITS = 14_285  # the number of bits of an integer with json_text.MAX_DIGITS digits
 _HASHED_BITS = 64
-# Keys of dictionaries, and elements of sets, whose hashes an attacker can choose.  If all hashes of
-# a dictionary are equal, n keys take n**2 comparisons.
+# The maximum number of keys of dictionaries, and elements of sets, whose hashes an attacker can
+# choose.  If all hashes in a dictionary are equal, n keys take n**2 comparisons.
 _MAX_CHOSEN_HASHES = 100
 # With a larger exponent, the conversion of a Decimal to an integer takes too long.
 _DECIMAL = re.compile(r"[^eE]*(?:[eE][+-]?(\d{1,4}))?", re.ASCII)
@@ -45,10 +47,11 @@ class _Value:
     Attributes:
         kind: The type, as far as it matters here.
         size: How large the content is, in bytes, with every value counted as often as it occurs.
-        levels: How deep it is nested.
+        levels: How many levels of values the value contains; 0 for a text or a number.
         detail: The text of a string; `module.name` of a global; the items of a tuple.
-        is_shared: Whether the memo has returned it.  It must not change any more: otherwise, `size`
-            of what contains it would be wrong, and it could contain itself.
+        is_shared: Whether an opcode has read the value from the memo.  A shared value must not
+            change any more.  Otherwise, the `size` of the values that contain it would be wrong,
+            and it could contain itself.
     """
 
     __slots__ = ("detail", "is_shared", "kind", "levels", "size")
@@ -73,7 +76,7 @@ class _Value:
 
 
 class _Call(NamedTuple):
-    """A global that a pickle may call: the kinds of the arguments, and of the result."""
+    """The kinds (`_Value.kind`) of the arguments and of the result of a global that is called."""
 
     arguments: tuple[str, ...]
     result: str = "object"
@@ -82,7 +85,7 @@ class _Call(NamedTuple):
 _SCALARS = ("str", "bytes", "int", "float", "constant")
 _NUMBERS = ("int", "float")
 _CALLS: dict[str, _Call] = {
-    # Not an integer: `bytearray(10**9)` allocates so many bytes.
+    # Do not allow an integer as the argument: `bytearray(10**9)` allocates 10**9 bytes.
     "builtins.bytearray": _Call(("bytes",)),
     "builtins.complex": _Call(_NUMBERS),
     "collections.OrderedDict": _Call((), "dict"),
@@ -218,9 +221,9 @@ class _Checker:
         self._stack.append(_Value("instance", 0))
 
     def build(self, _: object) -> None:
-        """Set the fields of an object.
+        """Set the fields of an object that `new` has created.
 
-        Only of a new one: the class of an enum, or one of its members, would change for the whole
+        Other objects are rejected: for example, a member of an enum would change for the whole
         process.
         """
         state = self._stack.pop()
@@ -229,7 +232,11 @@ class _Checker:
         self._add("instance", (state,))
 
     def reduce(self, _: object) -> None:
-        """Call a global.  Values of an enum, UUIDs and paths take any scalars."""
+        """Call a global, after a check of its arguments.
+
+        `_CALLS` has the arguments of types of the standard library.  Other classes, such as enums,
+        UUIDs and paths, may get any scalars.
+        """
         arguments, function = self._stack.pop(), self._stack.pop()
         if function.kind != "global":
             raise UnsafePickle("something is called that is not a global")
@@ -265,7 +272,7 @@ class _Checker:
         self._stack.append(value)
 
     def _add(self, kind: str, items: Sequence[_Value]) -> None:
-        """Add *items* to the value on the stack."""
+        """Add *items* to the value on top of the stack, which must be of *kind* and not shared."""
         value = self._stack[-1]
         if value.kind != kind or value.is_shared:
             raise UnsafePickle("a value changes after it was used")

@@ -97,7 +97,8 @@ class Fingerprints:
 
     def __init__(self) -> None:
         self._key = secrets.token_bytes(16)
-        # In 256 parts, because sorting creates Python objects, which take more memory.
+        # The set is divided into 256 parts, and one part is sorted at a time: sorting creates a
+        # Python object for each number, which takes more than 8 bytes.
         self._parts = [array("Q") for _ in range(256)]
         self._is_sorted = [True] * 256
 
@@ -188,7 +189,7 @@ def encode_states(
             continue
         try:
             encoded[owner] = states.encode(state)
-        except ValueError:  # not chained: the message names keys of the state
+        except ValueError:  # do not chain this error: its message names keys of the state
             bad[owner] = TOO_LARGE
     return encoded, bad
 
@@ -217,7 +218,7 @@ class Finding(NamedTuple):
 
 
 class Findings:
-    """The first 1000 findings of a run, in `kept`.
+    """Counts the findings of a run, and keeps the first 1000 of them in `kept`.
 
     Args:
         with_ids: Whether to keep readable ids.

@@ -86,7 +86,7 @@ class ServiceSource(Source):
         self._user_ids = user_ids or {}
         self._compares_events = compares_events
         self._calls = asyncio.Semaphore(_AT_ONCE)
-        # The contents of the last batch, if `compares_events`.
+        # If `compares_events` is True, the contents of the batch that `sessions` yielded last.
         self._contents: dict[SourceSession, _Content] = {}
 
     @property
@@ -153,7 +153,7 @@ class ServiceSource(Source):
     async def app_states(
         self, scope: Scope
     ) -> AsyncIterator[Mapping[str, JsonObject | UnreadableState]]:
-        """Yield the state of each app in *scope* by app name."""
+        """Yield mappings from app names to states, for all apps in *scope* that have a session."""
         for app_name in self._apps(scope):
             listed = await self._listed(app_name)
             session = await self._newest(app_name, listed)
@@ -163,7 +163,7 @@ class ServiceSource(Source):
     async def user_states(
         self, scope: Scope
     ) -> AsyncIterator[Mapping[tuple[str, str], JsonObject | UnreadableState]]:
-        """Yield the states of the users of the apps in *scope* by app name and user id."""
+        """Yield mappings from (app name, user id) to states, for users of apps in *scope*."""
         for app_name in self._apps(scope):
             by_user: dict[str, list[_Listed]] = {}
             by_user.update((user_id, []) for user_id in self._user_ids.get(app_name, ()))
@@ -230,7 +230,7 @@ def _content(key: SourceSession, session: Session) -> _Content:
     """Convert *session*, which the service returned for *key*."""
     try:
         check_ids(*key[:3])
-    except ValueError as error:  # the text contains no id
+    except ValueError as error:  # the text of the error contains no id
         return UnreadableSession(f"{error}: {_LIMITS}")
     state = _state(states.split(session.state).session)
     if isinstance(state, UnreadableState):
@@ -270,7 +270,10 @@ def _without_temporary(event: Event) -> Event:
 
 
 def _state(state: JsonObject) -> JsonObject | UnreadableState:
-    """Return a copy of *state* that consists of JSON values."""
+    """Return a copy of *state* that consists of JSON values.
+
+    If *state* exceeds a limit, return an `UnreadableState`.
+    """
     try:
         return states.loads(states.encode(state))
     except ValueError:

@@ -66,13 +66,13 @@ class SessionContent(NamedTuple):
 
 
 class UnreadableSession(NamedTuple):
-    """A session in a source that cannot be read.  *reason* contains no content."""
+    """A session in a source that cannot be read; *reason* says why, without content."""
 
     reason: str
 
 
 class UnreadableState(NamedTuple):
-    """The state of an app or a user that cannot be read.  *reason* contains no content."""
+    """The state of an app or a user that cannot be read; *reason* says why, without content."""
 
     reason: str
 
@@ -142,13 +142,13 @@ class Source(ClosedByWith):
 
     @abstractmethod
     def app_states(self, scope: Scope) -> AsyncIterator[Mapping[str, JsonObject | UnreadableState]]:
-        """Yield the states of the apps in *scope* by app name, in batches."""
+        """Yield mappings from app names to states, for all apps in *scope*."""
 
     @abstractmethod
     def user_states(
         self, scope: Scope
     ) -> AsyncIterator[Mapping[tuple[str, str], JsonObject | UnreadableState]]:
-        """Yield the states of all users of the apps in *scope* by app name and user id."""
+        """Yield mappings from (app name, user id) to states, for all users of apps in *scope*."""
 
     async def others(self) -> OtherContent:
         """Return the numbers of collections and of their items; `migrate` copies neither."""
@@ -166,7 +166,7 @@ class LookupSource(Source):
 
     @property
     def place(self) -> str:
-        """Which database it is, for messages: without user name, password and options."""
+        """The database, for messages: without user name, password and options."""
         return self.description
 
     @abstractmethod

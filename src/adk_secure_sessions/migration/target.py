@@ -34,21 +34,21 @@ from adk_secure_sessions.storage import (
 class Found(Enum):
     """The status of a session or state of the source in the target."""
 
-    # The target does not have it.
+    # The target does not have the session or state.
     NEW = auto()
-    # It was copied, and has changed on neither side since.
+    # The session or state was copied.  Since then, neither the source nor the copy has changed.
     UNCHANGED = auto()
-    # It was copied, and only the source has changed since.
+    # The session or state was copied.  Since then, only the source has changed.
     OLDER = auto()
-    # It was copied, and only a service has changed it since, in the target.
+    # The session or state was copied.  Since then, only the copy has changed, by a service.
     MOVED_ON = auto()
-    # It was copied.  Since then, the source has changed, and a service has changed or deleted the
-    # copy.
+    # The session or state was copied.  Since then, the source has changed, and a service has
+    # changed or deleted the copy.
     CONFLICT = auto()
     # The target has a session with the same ids, which was not copied.
     NOT_COPIED = auto()
-    # It was copied, and a service has deleted the copy since, and may have created the session
-    # again; or a tombstone forbids copying it.
+    # The session or state was copied.  Since then, a service has deleted the copy, and may have
+    # created the session again.  Or a tombstone (a row of `secure_migrated`) forbids copying.
     DELETED = auto()
 
 
@@ -119,7 +119,7 @@ class Target:
         return entries
 
     async def _stored(self, tags: Iterable[bytes]) -> set[bytes]:
-        """Return those of *tags* for which a session is stored."""
+        """Return the elements of *tags* for which a session is stored."""
         stored: set[bytes] = set()
         for part in chunks(tags):
             rows = await self.db.read(_with_tags(len(part)), numbered(part))
@@ -221,8 +221,9 @@ class Target:
 class Copy(NamedTuple):
     """A copied session that is still stored; its row was not authenticated.
 
-    A session that expires in an encrypted source is no longer listed there.  Its copy expires at
-    the same time, so it is not a session that the source no longer has: see `located`.
+    *seems_expired* says whether the copy has expired, according to its row.  The source may not
+    list this session any more because it has expired there, too.  So an expired copy does not count
+    as a session that the source no longer has: see `located`.
     """
 
     tag: bytes
