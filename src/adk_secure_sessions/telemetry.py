@@ -9,10 +9,10 @@ thousands.  Therefore an `Operation` adds its costs up, and they are recorded on
 
 import sys
 import time
-from collections import Counter
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import ContextVar, Token
-from functools import cache, wraps
+from functools import cache, lru_cache, wraps
 from importlib.metadata import PackageNotFoundError, version
 from threading import Lock
 from types import TracebackType
@@ -23,6 +23,7 @@ from adk_secure_sessions.errors import DecryptionError
 if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.metrics import Histogram
+    from opentelemetry.trace import SpanKind
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -31,9 +32,9 @@ _NAME = "adk_secure_sessions"
 # Asking OpenTelemetry whether a provider was set takes 4 µs, as much as encrypting two events.  The
 # application may set a provider at any time, so the question is repeated after this time.
 _RECHECK = 1.0  # seconds
-# Upper limits in bytes of the plaintext of one operation, with the value of the attribute.
-_SIZES = ((1024, "1KiB"), (16 * 1024, "16KiB"), (256 * 1024, "256KiB"), (4096 * 1024, "4MiB"))
-_LARGER = "larger"
+# Upper limits in bytes of the plaintext of one operation, and the values of the attribute.
+_SIZES = (1024, 16 * 1024, 256 * 1024, 4096 * 1024)
+_SIZE_CLASSES = ("1KiB", "16KiB", "256KiB", "4MiB", "larger")
 # The upper limits of the buckets, in seconds: from a cached append to a slow database.
 _SECONDS = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5,
@@ -45,6 +46,18 @@ _CIPHER_SECONDS = (
     0.025, 0.05, 0.1, 0.25, 1.0,
 )  # fmt: skip
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
+
+# The names of errors, backends and key providers are those of classes, which other packages may
+# define, also while they run.  The first names are recorded, and all later ones as `_OTHER`, which
+# is the value that the semantic conventions of `error.type` name.
+_MOST_NAMES = 50
+_OTHER = "_OTHER"
+# An error may come from a backend or a key provider of the application, with any text as table.
+_TABLES = frozenset({
+    "secure_apps", "secure_bases", "secure_data_keys", "secure_events", "secure_keyring",
+    "secure_meta", "secure_migrated", "secure_sessions", "secure_users", "secure_witnesses",
+    "inner events", "inner states",
+})  # fmt: skip
 
 OPERATION = "db.operation.name"
 ERROR = "error.type"
@@ -73,6 +86,7 @@ class _Instruments:
         self.context = context
         self.trace = trace
         self.tracer = trace.get_tracer(_NAME, release)
+        self.internal, self.client = trace.SpanKind.INTERNAL, trace.SpanKind.CLIENT
         self.operation_duration = meter.create_histogram(
             f"{_NAME}.operation.duration",
             unit="s",
@@ -158,6 +172,25 @@ def _records(provider: object) -> bool:
 _is_on = _Switch().is_on
 
 
+class _Names:
+    """Limits how many names an attribute can have."""
+
+    def __init__(self) -> None:
+        self._known: set[str] = set()
+
+    def __call__(self, name: str) -> str:
+        """Return *name*, or `_OTHER` if the attribute already has too many other names."""
+        if name in self._known:
+            return name
+        if len(self._known) >= _MOST_NAMES:
+            return _OTHER
+        self._known.add(name)
+        return name
+
+
+_error_names, _backend_names, _provider_names = _Names(), _Names(), _Names()
+
+
 class Operation:
     """What one call of a service or one maintenance command does, added up until it ends.
 
@@ -174,20 +207,48 @@ class Operation:
     def __init__(self, name: str) -> None:
         self.name: str = name
         self.costs: dict[tuple[str, str], tuple[float, int]] = {}
-        self.lookups: Counter[tuple[str, bool]] = Counter()
+        self.lookups: dict[tuple[str, bool], int] = {}
         self._lock = Lock()
 
     def add_cost(self, backend: str, direction: str, size: int, began: float) -> None:
         """Add the encryption or decryption of *size* bytes, which *began* at this perf_counter."""
         seconds = time.perf_counter() - began
+        key = backend, direction
         with self._lock:
-            before = self.costs.get((backend, direction), (0.0, 0))
-            self.costs[backend, direction] = before[0] + seconds, before[1] + size
+            if (before := self.costs.get(key)) is None:
+                self.costs[key] = seconds, size
+            else:
+                self.costs[key] = before[0] + seconds, before[1] + size
 
     def add_lookup(self, cache: str, *, hit: bool) -> None:
         """Add a lookup in a cache."""
+        key = cache, hit
         with self._lock:
-            self.lookups[cache, hit] += 1
+            self.lookups[key] = self.lookups.get(key, 0) + 1
+
+    def record(self, otel: _Instruments) -> None:
+        """Record what was added."""
+        for (backend, direction), (seconds, size) in self.costs.items():
+            size_class = _SIZE_CLASSES[bisect_left(_SIZES, size)]
+            of_io, of_duration = _cipher_attributes(backend, direction, size_class)
+            otel.plaintext_io.add(size, of_io)
+            otel.cipher_duration.record(seconds, of_duration)
+        for (name, hit), number in self.lookups.items():
+            otel.cache_lookups.add(number, _lookup_attributes(name, hit))
+
+
+# The SDK only reads attributes, so that all records can share them.
+@lru_cache(maxsize=256)
+def _cipher_attributes(
+    backend: str, direction: str, size_class: str
+) -> tuple[dict[str, str], dict[str, str]]:
+    attributes = {BACKEND: _backend_names(backend), DIRECTION: direction}
+    return attributes, {**attributes, SIZE: size_class}
+
+
+@cache
+def _lookup_attributes(name: str, hit: bool) -> dict[str, str | bool]:
+    return {CACHE: name, HIT: hit}
 
 
 _current: ContextVar[Operation | None] = ContextVar(f"{_NAME}_operation", default=None)
@@ -201,31 +262,28 @@ class _Span:
     *attributes* are those of the span and of the duration.
     """
 
-    __slots__ = ("_attributes", "_began", "_duration", "_is_client", "_name", "_span", "_token")
+    __slots__ = ("_attributes", "_began", "_duration", "_otel", "_span", "_token")
 
     def __init__(
         self,
+        otel: _Instruments,
         name: str,
+        kind: "SpanKind",
         duration: "Histogram",
         attributes: dict[str, str],
-        *,
-        is_client: bool = False,
     ) -> None:
-        self._name = name
+        self._otel = otel
         self._duration = duration
         self._attributes = attributes
-        self._is_client = is_client
-
-    def __enter__(self) -> None:
-        otel = _instruments()
-        kinds = otel.trace.SpanKind
-        kind = kinds.CLIENT if self._is_client else kinds.INTERNAL
-        self._span = otel.tracer.start_span(self._name, kind=kind, attributes=self._attributes)
+        self._span = otel.tracer.start_span(name, kind=kind, attributes=attributes)
         # Without a tracer provider, no span needs to find its parent.
         self._token: Token[Context] | None = None
         if self._span.is_recording():
             self._token = otel.context.attach(otel.trace.set_span_in_context(self._span))
         self._began = time.perf_counter()
+
+    def __enter__(self) -> None:
+        pass
 
     def __exit__(
         self,
@@ -236,47 +294,16 @@ class _Span:
         seconds = time.perf_counter() - self._began
         attributes = self._attributes
         if error is not None:
-            attributes = {**attributes, ERROR: type(error).__qualname__}
+            attributes = {**attributes, ERROR: _error_names(type(error).__qualname__)}
         self._duration.record(seconds, attributes)
         if self._token is not None:
-            _instruments().context.detach(self._token)
+            self._otel.context.detach(self._token)
             if error is not None:
                 # Not `record_exception`: an error may come from other code, whose text may
                 # contain anything.
-                self._span.set_attribute(ERROR, type(error).__qualname__)
-                self._span.set_status(_instruments().trace.StatusCode.ERROR)
+                self._span.set_attribute(ERROR, attributes[ERROR])
+                self._span.set_status(self._otel.trace.StatusCode.ERROR)
         self._span.end()
-
-
-class _OperationSpan(_Span):
-    """The span and the duration of an operation; at its end, records what the operation did."""
-
-    __slots__ = ("_operation", "_reset")
-
-    def __enter__(self) -> None:
-        self._operation = Operation(self._attributes[OPERATION])
-        self._reset = _current.set(self._operation)
-        super().__enter__()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        super().__exit__(kind, error, traceback)
-        _current.reset(self._reset)
-        otel = _instruments()
-        for (backend, direction), (seconds, size) in self._operation.costs.items():
-            attributes = {BACKEND: backend, DIRECTION: direction}
-            otel.plaintext_io.add(size, attributes)
-            otel.cipher_duration.record(seconds, {**attributes, SIZE: _size_class(size)})
-        for (name, hit), number in self._operation.lookups.items():
-            otel.cache_lookups.add(number, {CACHE: name, HIT: hit})
-
-
-def _size_class(size: int) -> str:
-    return next((name for limit, name in _SIZES if size <= limit), _LARGER)
 
 
 def measured(method: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
@@ -284,14 +311,22 @@ def measured(method: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, An
 
     If one calls another, both are measured, and encryption counts for the inner one.
     """
-    name, attributes = method.__qualname__, {OPERATION: method.__name__}
+    name, operation_name = method.__qualname__, method.__name__
+    attributes = {OPERATION: operation_name}
 
     @wraps(method)
     async def call(*args: P.args, **kwargs: P.kwargs) -> T:
         if not _is_on():
             return await method(*args, **kwargs)
-        with _OperationSpan(name, _instruments().operation_duration, attributes):
-            return await method(*args, **kwargs)
+        otel = _instruments()
+        operation = Operation(operation_name)
+        before = _current.set(operation)
+        try:
+            with _Span(otel, name, otel.internal, otel.operation_duration, attributes):
+                return await method(*args, **kwargs)
+        finally:
+            _current.reset(before)
+            operation.record(otel)
 
     return call
 
@@ -306,16 +341,18 @@ async def key_service_call(provider: str, operation: str, call: Callable[[], Awa
     """
     if not _is_on():
         return await call()
+    otel, provider = _instruments(), _provider_names(provider)
     attributes = {PROVIDER: provider, OPERATION: operation}
     name = f"{provider}.{operation}"
-    with _Span(name, _instruments().key_service_duration, attributes, is_client=True):
+    with _Span(otel, name, otel.client, otel.key_service_duration, attributes):
         return await call()
 
 
 def count_rejected(error: DecryptionError) -> None:
     """Count a stored value that was rejected."""
     if _is_on():
-        _instruments().rejected.add(1, {REASON: str(error.reason), TABLE: error.table or ""})
+        table = error.table if error.table in _TABLES else ""
+        _instruments().rejected.add(1, {REASON: str(error.reason), TABLE: table})
 
 
 def count_retry(cause: str) -> None:
