@@ -53,7 +53,7 @@ _BATCHES = (1, 2, 4, 8, 16, 32, 64)
 _MOST_NAMES = 50
 _OTHER = "_OTHER"
 # An error may come from a backend or a key provider of the application, with any text as table.
-_TABLES = frozenset({
+TABLES = frozenset({
     "secure_apps", "secure_bases", "secure_data_keys", "secure_events", "secure_keyring",
     "secure_meta", "secure_migrated", "secure_sessions", "secure_users", "secure_witnesses",
     "inner events", "inner states",
@@ -351,7 +351,7 @@ async def key_service_call(provider: str, operation: str, call: Callable[[], Awa
 def count_rejected(error: DecryptionError) -> None:
     """Count a stored value that was rejected."""
     if _is_on():
-        table = error.table if error.table in _TABLES else ""
+        table = error.table if error.table in TABLES else ""
         _instruments().rejected.add(1, {REASON: str(error.reason), TABLE: table})
 
 
