@@ -25,11 +25,15 @@ export PYTHONDONTWRITEBYTECODE :=
 # $(call make-venv,directory,requirements,options of uv): installs with uv, which is faster, or with
 # pip if uv cannot be installed.
 define make-venv
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { echo "$(PYTHON) \
+	is not Python 3.11 or later: install one, and name it, for example with \
+	\`make PYTHON=python3.13 $(MAKECMDGOALS)\`" >&2; exit 1; }
 	rm -rf $(1)
 	$(PYTHON) -m venv $(1)
 	if $(1)/bin/python -m pip install --quiet uv; \
 	then $(1)/bin/uv pip install --quiet --python $(1)/bin/python $(3) $(2); \
-	else $(1)/bin/python -m pip install --quiet $(2); fi
+	else $(1)/bin/python -m pip install --quiet $(2); fi || { echo "The packages were not installed. \
+	Behind a proxy, set HTTPS_PROXY: see docs/install.md" >&2; exit 1; }
 	touch $(1)/.installed
 endef
 
@@ -46,8 +50,8 @@ help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /|/' | \
 	  while IFS='|' read -r name text; do printf '  make %-15s %s\n' "$$name" "$$text"; done
 
-demo: .venv/.installed ## run an ADK agent whose conversation is stored encrypted
-	$(BIN)/python examples/quickstart.py
+demo: .venv/.installed ## run an ADK agent whose conversation is stored encrypted, and look at its file
+	$(BIN)/python examples/demo.py
 
 test: .venv/.installed ## run all tests except those marked soak or benchmark
 	$(PYTEST_ENV) $(BIN)/python -m pytest $(PYTEST_FLAGS)
@@ -67,8 +71,9 @@ lint: .venv/.installed ## check rules and formatting with ruff, workflows with z
 lint-workflows: $(BIN)/actionlint ## check the workflows with actionlint, which needs Go
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/actionlint -color
 
-types: .venv/.installed ## mypy --strict on all Python files; every public name has a known type
+types: .venv/.installed ## mypy --strict on all Python files, also as on Windows; every public name has a known type
 	$(BIN)/mypy
+	$(BIN)/mypy --platform win32 --cache-dir .mypy_cache/win32 src
 	report=$$(PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pyright --verifytypes adk_secure_sessions --ignoreexternal) || \
 	  { echo "$$report" | grep error; exit 1; }
 

@@ -13,7 +13,9 @@ and, if needed, a PostgreSQL server.  Each block runs in it as its language says
 - `sql` runs on PostgreSQL, as its superuser;
 - `text` is the expected output of the block before it; `...` stands for what differs between runs.
 
-A comment `<!--- invisible-code: python` holds code that readers do not see.
+A comment `<!--- invisible-code: python` holds code that readers do not see.  In a block, the line
+`FILE:NAME` between two lines `--8<--` stands for a section of a file of the repository, as on the
+site.  (ruff formats the form in one line as if it were Python.)
 """
 
 import contextlib
@@ -57,6 +59,7 @@ _LEXERS = (
         "invisible-code", r"\w+", {"arguments": "language", "source": "source"}
     ),
 )
+_SECTION = re.compile(r"^--8<--\n(?P<file>[\w./]+):(?P<name>\w+)\n--8<--\n", re.MULTILINE)
 _ADDRESS = "127.0.0.1:8000"  # what pages show; here uvicorn listens on a free port
 _PATIENCE = 180.0  # seconds: a block may run pytest, which imports google-adk
 
@@ -72,9 +75,19 @@ def blocks(path: Path) -> Document:
     def parse(document: Document) -> Iterable[Region]:
         for lexer in _LEXERS:
             for region in lexer(document):
-                yield Region(region.start, region.end, region.lexemes, _run)
+                lexemes = {**region.lexemes, "source": _included(region.lexemes["source"])}
+                yield Region(region.start, region.end, lexemes, _run)
 
     return Document.parse(str(path), parse)
+
+
+def _included(source: str) -> str:
+    def section(line: re.Match[str]) -> str:
+        text = (ROOT / line["file"]).read_text(encoding="utf-8")
+        begin, end = (f"# --8<-- [{mark}:{line['name']}]\n" for mark in ("start", "end"))
+        return text.split(begin)[1].split(end)[0]
+
+    return _SECTION.sub(section, source)
 
 
 def run(path: Path, page: "Page") -> None:

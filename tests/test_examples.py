@@ -1,60 +1,286 @@
-"""The scripts of examples/."""
+"""The programs of examples/ work, and print what a newcomer needs to see."""
 
+import io
+import os
+import re
 import runpy
+import shlex
+import shutil
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml  # type: ignore[import-untyped]
 
+from examples import demo
 from tests import pages
+from tests.pages import DOCS, ROOT
+from tests.servers import PostgreSQL
 
-ROOT = Path(__file__).parent.parent
-QUICKSTART = str(ROOT / "examples" / "quickstart.py")
-
+EXAMPLES = ROOT / "examples"
+README = (EXAMPLES / "README.md").read_text(encoding="utf-8")
 
 # google-adk warns of its own experimental and deprecated parts.
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-def test_quickstart_remembers_and_stores_no_plaintext(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """In this process, since importing google-adk takes seconds; `make demo` runs it in its own."""
-    for name in ("GOOGLE_API_KEY", "GEMINI_API_KEY"):  # offline
-        monkeypatch.delenv(name, raising=False)
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"
+)
+
+# What each program must say, in this order.
+PROGRAMS = {
+    "demo.py": [
+        "'penicillin': not found",
+        "'ada.lovelace': not found",
+        "'clinic': found",
+        "0000  41 4b 53 02",
+        "rejected  secure_events row",
+        "Try next",
+    ],
+    "quickstart.py": ["A new service", "You are Ada Lovelace.", "found          nothing"],
+    "fastapi_app.py": ["message 2.", "starts again", "message 3.", "is wrapped by root key"],
+    "aws_kms.py": [
+        "sessions of ada: 1",
+        "wrapped by aws-kms:arn:",
+        "sessions of ada: 2",
+        "Without KMS",
+        "the key service cannot be reached",
+    ],
+    "migration.py": [
+        "'penicillin' is in the file",
+        "copied: 2 sessions, 2 events, 3 states",
+        "equal in every field: 2 of 2",
+        "deleted: 2 sessions, 2 events",
+        "adk.db      'penicillin' is not in the file",
+        "sessions.db 'penicillin' is not in the file",
+        "ada: 1 event, state {'user:name': 'ada'}",
+    ],
+    "multi_tenant.py": [
+        "north-clinic  ada   ada: I am allergic",
+        "deleted: 1 data key, 1 session",
+        "north-clinic  ada   no data",
+        "south-clinic  ada   ada: I broke",
+        "A backup",
+        "north-clinic  ada   UnknownKeyError",
+        "south-clinic  ada   ada: I broke",
+    ],
+    "adk_web.py": [
+        "Message 1: ",
+        "starts again",
+        "Message 2: ",
+        "sessions.db: nothing found",
+        "adk_secure_sessions adk web",
+    ],
+}
+OF_DEVELOPMENT = {"freeze_release.py", "make_screenshot.py", "make_sql.py", "make_vectors.py"}
+
+
+@pytest.fixture(autouse=True)
+def _environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A new directory, no settings of this machine, and a proxy that does not answer."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [QUICKSTART, "--db", "kept.db"])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(QUICKSTART, run_name="__main__")
+    kept = dict(os.environ)
+    for name in ("GOOGLE_API_KEY", "GEMINI_API_KEY", "DATABASE_URL", "SESSION_KEY"):
+        os.environ.pop(name, None)
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"):
+        os.environ.pop(name.lower(), None)
+        os.environ[name] = "" if name == "NO_PROXY" else "http://127.0.0.1:9"
+    yield
+    os.environ.clear()
+    os.environ.update(kept)
+
+
+def run(name: str, *arguments: str) -> object:
+    """Run a program in this process, where google-adk is imported already; return its status."""
+    path = str(EXAMPLES / name)
+    before = sys.argv
+    sys.argv = [path, *arguments]
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except SystemExit as end:
+        return end.code or 0
+    finally:
+        sys.argv = before
+    return 0
+
+
+def assert_in_order(texts: list[str], shown: str) -> None:
+    for text in texts:
+        assert text in shown, f"{text!r} is missing, or not in its place"
+        shown = shown.split(text, 1)[1]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_program_prints_what_it_is_for(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(name) == 0
     shown = capsys.readouterr()
-    assert ended.value.code == 0, shown
-    assert "You are Ada Lovelace." in shown.out.split("A new service", 1)[1]
-    assert "found          nothing" in shown.out
+    assert_in_order(PROGRAMS[name], shown.out)
     assert shown.err == ""
-    assert (tmp_path / "kept.db").stat().st_size > 0
+    assert list(tmp_path.iterdir()) == [], "it leaves files where it was started"
+
+
+def test_every_program_is_run_by_tests_and_is_in_the_readme_and_on_a_page() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.py")} == PROGRAMS.keys() | OF_DEVELOPMENT
+    rows = re.findall(
+        r"^\| \[(\w+\.py)\]\((\w+\.py)\) .*\(\.\./docs/([\w-]+\.md)\) \|$", README, re.M
+    )
+    assert {name for name, _, _ in rows} == PROGRAMS.keys()
+    for name, target, page in rows:
+        assert name == target
+        assert f"examples/{name}" in (DOCS / page).read_text(encoding="utf-8"), (name, page)
+    for target in re.findall(r"\]\(([^)]+)\)", README):
+        assert (EXAMPLES / target).exists(), target
+
+
+def test_programs_that_pages_name_exist() -> None:
+    for page in pages.PAGES:
+        for name in re.findall(r"examples/(\w+\.\w+)", page.read_text(encoding="utf-8")):
+            assert (EXAMPLES / name).exists(), (page.name, name)
+
+
+# --- the demo ------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("out", "environment", "is_colored"),
+    [
+        (Terminal(), {"TERM": "xterm"}, True),
+        (Terminal(), {"TERM": "xterm", "NO_COLOR": "1"}, False),
+        (Terminal(), {"TERM": "dumb"}, False),
+        (io.StringIO(), {"TERM": "xterm"}, False),
+    ],
+    ids=["terminal", "NO_COLOR", "dumb", "pipe"],
+)
+def test_demo_is_colored_on_a_terminal_only(
+    out: io.StringIO,
+    environment: dict[str, str],
+    is_colored: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert ("\033[" in demo.colored("text", demo.RED)) is is_colored
+
+
+def test_demo_ends_with_three_commands_that_a_shell_can_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`test_program_prints_what_it_is_for` runs these programs."""
+    assert len(demo.NEXT) == 3
+    for arguments, _ in demo.NEXT:
+        python, program, *_ = shlex.split(demo.command(arguments))
+        assert Path(python).absolute() == Path(sys.executable)
+        assert Path(program).parent == EXAMPLES
+        assert Path(program).name in PROGRAMS
+    monkeypatch.chdir(ROOT)
+    assert demo.command("a.py --b").endswith(f"python {Path('examples', 'a.py')} --b")
+
+
+def test_demo_without_the_package_ends_with_a_sentence() -> None:
+    """-S: without the installed packages."""
+    done = subprocess.run(
+        [sys.executable, "-S", str(EXAMPLES / "demo.py")], capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.endswith("in the clone of the repository, run `pip install .` with Python 3.11+")
+
+
+# --- the quickstart and the README ---------------------------------------------------------------
+
+
+def test_quickstart_keeps_its_database_and_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("quickstart.py", "--db", "kept.db") == 0
+    capsys.readouterr()
+    kept = (tmp_path / "kept.db").read_bytes()
+    assert run("quickstart.py", "--db", "kept.db") == 2
+    assert "kept.db exists already; name a new file" in capsys.readouterr().err
+    assert (tmp_path / "kept.db").read_bytes() == kept
 
 
 def test_first_example_of_the_readme_works_again_and_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A user copies it into a file, and runs this file twice."""
     regions = [region for _, region in pages.blocks(ROOT / "README.md").regions]
     source, *_ = (str(one.parsed["source"]) for one in regions if pages.language(one) == "python")
     script = tmp_path / "first.py"
     script.write_text(source, encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
     for _ in range(3):
         runpy.run_path(str(script), run_name="__main__")
         assert capsys.readouterr().out == "{'user:allergies': ['penicillin']}\n"
     assert (tmp_path / "root.key").stat().st_mode & 0o777 == 0o600
 
 
-def test_quickstart_leaves_another_runs_database_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+# --- PostgreSQL ----------------------------------------------------------------------------------
+
+COMPOSE = EXAMPLES / "compose.yaml"
+
+
+def compose() -> Any:
+    return yaml.safe_load(COMPOSE.read_text(encoding="utf-8"))
+
+
+def test_fastapi_program_runs_on_postgresql(
+    postgresql: PostgreSQL, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "kept.db").touch()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [QUICKSTART, "--db", "kept.db"])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(QUICKSTART, run_name="__main__")
-    assert ended.value.code == 2
-    assert "kept.db" in capsys.readouterr().err
-    assert (tmp_path / "kept.db").stat().st_size == 0
+    with postgresql.admin.connect() as connection:
+        connection.exec_driver_sql("CREATE DATABASE of_examples")
+    url = postgresql.admin_url.set(drivername="postgresql+asyncpg", database="of_examples")
+    os.environ["DATABASE_URL"] = url.render_as_string(hide_password=False)
+    try:
+        assert run("fastapi_app.py") == 0
+    finally:
+        with postgresql.admin.connect() as connection:
+            connection.exec_driver_sql("DROP DATABASE of_examples WITH (FORCE)")
+    assert_in_order(PROGRAMS["fastapi_app.py"], capsys.readouterr().out)
+
+
+def test_compose_file_is_reached_by_the_url_in_it_and_from_this_machine_only() -> None:
+    """What a linter does not see; and some structure, for machines without docker compose."""
+    assert compose().keys() == {"name", "services", "volumes"}
+    (server,) = compose()["services"].values()
+    assert server.keys() == {"environment", "healthcheck", "image", "ports", "volumes"}
+    name, _, tag = server["image"].partition(":")
+    assert (name, tag.isdigit()) == ("postgres", True)
+    assert server["ports"] == ["127.0.0.1:5432:5432"]
+    (volume,) = server["volumes"]
+    assert volume.split(":") == [*compose()["volumes"], "/var/lib/postgresql/data"]
+    of = server["environment"]
+    login = f"{of['POSTGRES_USER']}:{of['POSTGRES_PASSWORD']}"
+    url = f"DATABASE_URL=postgresql+asyncpg://{login}@127.0.0.1:5432/{of['POSTGRES_DB']}\n"
+    assert url in COMPOSE.read_text(encoding="utf-8")
+    check = server["healthcheck"]["test"]
+    assert check[:2] == ["CMD", "pg_isready"]
+    assert {f"--username={of['POSTGRES_USER']}", f"--dbname={of['POSTGRES_DB']}"} <= {*check}
+
+
+def has_docker_compose() -> bool:
+    docker = shutil.which("docker")
+    return (
+        bool(docker)
+        and not subprocess.run([str(docker), "compose", "version"], capture_output=True).returncode
+    )
+
+
+def test_docker_compose_accepts_the_file() -> None:
+    if not has_docker_compose():
+        pytest.skip("docker compose is not installed; the test above checks the structure")
+    done = subprocess.run(
+        ["docker", "compose", "-f", str(COMPOSE), "config", "--quiet"],
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")

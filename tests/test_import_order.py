@@ -26,7 +26,7 @@ LAYERS = (
     {"migration"},
     {"integrations"},
     {"cli"},
-    {"__init__"},
+    {"__init__", "__main__"},
 )
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 

@@ -299,8 +299,8 @@ class _Span:
         if self._token is not None:
             self._otel.context.detach(self._token)
             if error is not None:
-                # Not `record_exception`: an error may come from other code, whose text may
-                # contain anything.
+                # Do not call `record_exception`, which records the text of the error: an error
+                # from other code may contain plaintext.
                 self._span.set_attribute(ERROR, attributes[ERROR])
                 self._span.set_status(self._otel.trace.StatusCode.ERROR)
         self._span.end()

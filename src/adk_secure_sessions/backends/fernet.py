@@ -36,9 +36,9 @@ class FernetCipher(KeyMaterial):
     Tokens are stored as bytes, not as base64 text.  Several base64 texts decode to the same bytes,
     so a modified text could still be accepted.
 
-    The class `Fernet` of `cryptography` handles only base64 text.  Encoding and decoding it again
-    would take more than half of the time, so the token is assembled here, as the specification
-    says.
+    The class `Fernet` of `cryptography` handles only base64 text.  Converting this text to bytes
+    and back would take more than half of the total time.  Therefore, this module assembles the
+    tokens, as the specification says.
     """
 
     __slots__ = ("_key",)

@@ -75,11 +75,12 @@ def _write_key(path: Path, key: str) -> None:
     except OSError:
         path.unlink()  # do not leave an incomplete key
         raise
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    if sys.platform != "win32":  # Windows cannot open a directory
+        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
 
 
 @main.command()

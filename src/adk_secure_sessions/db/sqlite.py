@@ -24,7 +24,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs, quote, unquote, urlsplit
@@ -121,8 +121,17 @@ def _prepare_file(
         _create(name)
     elif not os.access(path, os.W_OK) or not os.access(path.resolve().parent, os.W_OK):
         name, value = read_only_mode(path)
-        args[0] = f"file:{quote(str(path.absolute()))}?{name}={value}"
+        args[0] = f"{file_uri(path.absolute())}?{name}={value}"
         options["uri"] = True
+
+
+def file_uri(path: PurePath) -> str:
+    """Return the URI by which SQLite opens the file at the absolute *path*.
+
+    `Path.as_uri` puts the server of a Windows network path where SQLite rejects it.
+    """
+    name = path.as_posix()  # begins with a slash, or on Windows with a drive letter
+    return f"file://{'' if name.startswith('/') else '/'}{quote(name, safe='/:')}"
 
 
 def read_only_mode(path: Path) -> tuple[str, str]:
@@ -160,7 +169,7 @@ def _create(name: str) -> None:
     if name in ("", ":memory:"):
         return
     try:
-        os.close(os.open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
+        os.close(os.open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
     except OSError:
         pass  # the file exists, or SQLite will raise an error that says more
 

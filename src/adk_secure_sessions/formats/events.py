@@ -95,11 +95,11 @@ def accept(data: bytes) -> tuple[bytes, Event] | None:
 def encode_item(values: JsonObject) -> bytes:
     """Return the bytes to store for an item of a collection.
 
-    *values* are JSON values within the limits.
+    *values* must be JSON values within the limits of `json_text`.
 
     Raises:
-        ValueError: A value is no JSON value or exceeds a limit, so that the item could not be read
-            back; or the JSON is too large for one record.
+        ValueError: A value cannot be converted to JSON, or exceeds a limit; or the JSON is too
+            large for one record.
     """
     try:
         data = to_json(values, inf_nan_mode="constants")

@@ -269,7 +269,7 @@ def _close_on_sigterm() -> None:
     process = os.getpid()
 
     def close_and_end(number: int, _frame: FrameType | None) -> None:
-        # A forked child inherits this handler, but has not opened the databases.
+        # A forked child inherits this handler, but the open connections belong to its parent.
         if os.getpid() == process:
             # An event loop may be running in this thread, which cannot run a second event loop.
             thread = threading.Thread(target=asyncio.run, args=(_close_files(),), daemon=True)

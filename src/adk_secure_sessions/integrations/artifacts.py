@@ -356,7 +356,8 @@ class EncryptedArtifactService(BaseArtifactService):
         try:
             return await self._append(app_name, user_id, collection, values, blob)
         except DatabaseError:
-            # If the row was stored, it needs the blob.  If not, `blobs purge` deletes the blob.
+            # Keep the blob: the row may have been stored, and then needs it.  If the row was not
+            # stored, `blobs purge` deletes the blob.
             raise
         except (SecureSessionError, ValueError):
             if blob is not None:

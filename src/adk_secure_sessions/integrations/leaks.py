@@ -50,7 +50,7 @@ CAPTURE_IN_SPANS = "ADK_CAPTURE_MESSAGE_CONTENT_IN_SPANS"
 CAPTURE_GENAI = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
 CAPTURE_MCP = "ADK_CAPTURE_MCP_HTTP_BODIES"
 _IGNORE_RUN_CONFIG = "ADK_TELEMETRY_IGNORE_RUN_CONFIG"
-# Variables whose presence makes google-adk or OpenTelemetry create exporters.
+# Variables that make google-adk or OpenTelemetry create exporters, unless the value is in `_OFF`.
 _EXPORTERS = (
     "OTEL_EXPORTER_OTLP_ENDPOINT",
     "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",

@@ -33,7 +33,9 @@ _WORD = re.compile(r"\w+")
 # more than `_MARKS` marks.  It also matches long runs of other characters, such as punctuation.
 _MARKS = 30
 _LONG_RUN = re.compile(rf"[^\w\s]{{{_MARKS + 1},}}")
-_JOINER = "\u034f"  # COMBINING GRAPHEME JOINER: does not combine, and is not visible
+# COMBINING GRAPHEME JOINER, which is invisible.  `nfc` inserts it into long runs of marks,
+# because normalization does not move marks across it.
+_JOINER = "\u034f"
 # If more items are stored than this number plus two for each entry and scope, the memory is
 # rewritten.
 SPARE_ITEMS = 1000

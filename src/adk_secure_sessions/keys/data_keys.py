@@ -412,7 +412,7 @@ class StagedKeys:
             self.operation.add_cost(name, "decrypt", size, began)
 
     def backend_name(self, backend_id: int) -> str:
-        """Return the name of a listed backend."""
+        """Return the name of the backend with this id, which must be listed."""
         return self._keys.backends[backend_id].name
 
     def cipher(self, owner: bytes, stored: bytes) -> Cipher:

@@ -11,6 +11,7 @@ import binascii
 import os
 import secrets
 import stat
+import sys
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -241,13 +242,12 @@ def _fault(name: str, status: os.stat_result) -> str | None:
     """Return why the file *name* must not contain a secret; None if nothing is wrong."""
     if not stat.S_ISREG(status.st_mode):
         return f"the key file {name} is not a regular file"
-    if os.name != "posix":
-        return None
-    if status.st_uid not in (0, os.geteuid()):
-        return (
-            f"the key file {name} belongs to another user (uid {status.st_uid}), who can replace "
-            "the key: chown it to the user of this process"
-        )
-    if stat.S_IMODE(status.st_mode) & 0o077:
-        return f"the key file {name} can be read or changed by others: chmod 600 it"
+    if sys.platform != "win32":  # where the mode does not contain the access rights
+        if status.st_uid not in (0, os.geteuid()):
+            return (
+                f"the key file {name} belongs to another user (uid {status.st_uid}), who can "
+                "replace the key: chown it to the user of this process"
+            )
+        if stat.S_IMODE(status.st_mode) & 0o077:
+            return f"the key file {name} can be read or changed by others: chmod 600 it"
     return None

@@ -52,6 +52,8 @@ async def clear(executor: Executor, table: sa.Table, lock_wait: int, *, rewrite:
 async def rewrite(executor: Executor, tables: Sequence[sa.Table], lock_wait: int) -> list[str]:
     """Rewrite *tables*, which must be all tables of this package in the database of *executor*.
 
+    *lock_wait* is how many seconds to wait for a lock.
+
     Returns:
         The reasons why tables could not be rewritten.
     """

@@ -1,4 +1,4 @@
-"""Walk tables in batches, count records and data keys by backend and key, report progress."""
+"""Read tables in batches, count records and data keys by backend, and report progress."""
 
 import asyncio
 import functools

@@ -66,10 +66,10 @@ class RecordColumn(NamedTuple):
         table: The table that has the column.
         value: The column.
         key: The columns of the table's primary key.
-        version: A column that changes with every write of a row; None for events.  An event never
-            changes.  A service may replace an item of a collection during a rotation, but this
-            changes the header of the record: the service reads the user's row first, and so
-            encrypts with the new data key of the rotation.
+        version: A column that changes with every write of a row; None for events.  Services never
+            change an event, but may replace an item of a collection.  If a service replaces an
+            item during a rotation, the header of the item's record changes: the service reads the
+            user's row first, and so encrypts with the new data key.  `_swap` compares headers.
     """
 
     table: sa.Table

@@ -98,7 +98,8 @@ async def retire(
     """Delete the data keys and data masters that were replaced and that no row uses.
 
     First, `retire` checks that every row belongs to a session, user or app, and decrypts the row of
-    every session.  If a check fails, it raises TamperedError: the row may need any key.
+    every session.  If a row fails a check, its owner is unknown, so the row may need any data key.
+    Then `retire` raises TamperedError and deletes nothing.
 
     Then `retire` processes one owner (a user or an app) after the other, and decrypts all records
     of the owner.  If one of them is missing or cannot be decrypted, `retire` keeps all data keys of

@@ -230,6 +230,8 @@ _MODELS: dict[str, type[BaseModel]] = {
     "input_transcription": types.Transcription,
     "output_transcription": types.Transcription,
 }
+# The columns of all schemas whose values are JSON.
+JSON_VALUES = frozenset({"event_data", "custom_metadata", *_MODELS})
 
 
 def pickle_reader() -> EventReader:

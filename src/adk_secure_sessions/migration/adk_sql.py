@@ -81,16 +81,6 @@ _events = sa.table("events", *map(sa.column, ("app_name", "user_id", "session_id
 TABLE_NAMES = ("sessions", "events", "app_states", "user_states")
 _SESSION_KEY = (_s.c.app_name, _s.c.user_id, _s.c.id)
 _EVENT_KEY = (_e.c.app_name, _e.c.user_id, _e.c.session_id)
-_JSON = {
-    "event_data",
-    "content",
-    "grounding_metadata",
-    "custom_metadata",
-    "usage_metadata",
-    "citation_metadata",
-    "input_transcription",
-    "output_transcription",
-}
 
 
 class StateTable(NamedTuple):
@@ -237,13 +227,13 @@ class Tables:
         # Early releases had fewer columns.
         self._selected = [
             self._json(_e.c[name])
-            if name in _JSON & present
+            if name in adk_rows.JSON_VALUES & present
             else _e.c[name]
             if name in present
             else sa.null()
             for name in self._columns
         ]
-        self._sizes = [_e.c[name] for name in present & (_JSON | {"actions"})]
+        self._sizes = [_e.c[name] for name in present & {*adk_rows.JSON_VALUES, "actions"}]
 
     @property
     def has_shared_states(self) -> bool:

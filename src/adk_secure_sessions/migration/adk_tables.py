@@ -13,13 +13,12 @@ from datetime import tzinfo
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import quote
 
 import sqlalchemy as sa
 
 from adk_secure_sessions.db.connect import executors_for
 from adk_secure_sessions.db.protocol import Executor
-from adk_secure_sessions.db.sqlite import is_in_memory, read_only_mode
+from adk_secure_sessions.db.sqlite import file_uri, is_in_memory, read_only_mode
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.states import JsonObject
 from adk_secure_sessions.migration.adk_rows import Row, Unreadable, check_names, state_of
@@ -272,7 +271,11 @@ class AdkTables(LookupSource):
         return executors_for(*self._place, None, None, {}).data
 
     async def tables(self) -> Tables:
-        """Return the SQL of the tables, which must exist."""
+        """Return the statements for the source's tables.
+
+        Raises:
+            ConfigurationError: The tables do not exist or cannot be read: see `Tables`.
+        """
         return await self._tables()
 
     def convert_states(
@@ -387,7 +390,7 @@ def _read_only(db_url: str | sa.URL) -> str | sa.URL:
         raise ConfigurationError("the SQLite file of the source does not exist: check its path")
     name, value = read_only_mode(path)
     query = {**url.query, name: value, "uri": "true"}
-    return url.set(database=f"file:{quote(str(path.absolute()))}", query=query)
+    return url.set(database=file_uri(path.absolute()), query=query)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
-"""Write sessions into the tables of google-adk's `DatabaseSessionService` (schema v1), and compare.
+"""Write sessions into google-adk's tables, and compare the stored rows with the sessions.
 
-google-adk's own code creates the tables, and its own classes convert rows back into events.
+The tables are those of `DatabaseSessionService`, schema v1.  google-adk's own code creates them,
+and its own classes convert rows back into events.
 """
 
 import inspect
@@ -9,6 +10,7 @@ import math
 import os
 import re
 import stat
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
@@ -538,7 +540,7 @@ def new_private_file(path: Path) -> BinaryIO:
 def _create(path: Path) -> int | None:
     """Create a file with mode 0600, and return its descriptor; None if the file exists."""
     try:
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
         return None
 
@@ -558,12 +560,14 @@ def create_private_file(path: Path) -> None:
         os.close(created)
         return
     found = path.lstat()  # a link may name a file of somebody else
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+    # On Windows, files have no mode and no owner of this kind.
+    is_others = sys.platform != "win32" and found.st_uid != os.geteuid()
+    if not stat.S_ISREG(found.st_mode) or is_others:
         raise ConfigurationError(
             f"{str(path)!r} exists, and is a link or belongs to another user: plaintext is not "
             "written to it; give another name"
         )
-    if stat.S_IMODE(found.st_mode) & 0o077:
+    if sys.platform != "win32" and stat.S_IMODE(found.st_mode) & 0o077:
         raise ConfigurationError(
             f"{str(path)!r} exists, and other users may read it: run chmod 600 first, because "
             "plaintext is written to it; or give another name"

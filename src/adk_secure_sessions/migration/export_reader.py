@@ -122,12 +122,12 @@ class ExportReader:
     async def sessions(
         self, *, reports: bool = True
     ) -> AsyncIterator[Mapping[SourceSession, SessionContent]]:
-        """Yield the sessions in batches.
+        """Yield the sessions in batches, without those that cannot be decrypted.
 
-        If *reports* is False, sessions that cannot be decrypted are skipped silently.
+        If *reports* is True, `reject` counts and lists each session that cannot be decrypted.
 
         Raises:
-            StopExport: A session cannot be decrypted, and `skip_bad` is False.
+            StopExport: A session cannot be decrypted, *reports* is True, and `skip_bad` is False.
         """
         async for batch in self._source.sessions(Scope(self.app_name)):
             # A session whose ids cannot be decrypted may belong to this user.

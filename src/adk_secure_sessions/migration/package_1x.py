@@ -223,7 +223,8 @@ class _Tables(Tables):
     many sessions.
     """
 
-    # If the tables contain no states, they look like google-adk's.
+    # The tables of adk-secure-sessions 1.x are like google-adk's.  If they contain no encrypted
+    # states, `kinds_in` returns a kind of google-adk.
     kinds = (Kind.PACKAGE_1X, Kind.ADK_V1, Kind.ADK_SQLITE)
 
     def __init__(self, connection: sa.Connection, time_zone: tzinfo | None) -> None:

@@ -107,7 +107,7 @@ class ServiceSource(Source):
         return SourceSize(sessions, events)
 
     async def sessions(self, scope: Scope) -> AsyncIterator[Sequence[SourceSession]]:
-        """Yield the sessions in *scope* by app name, user id and session id, in batches."""
+        """Yield the sessions in *scope* in batches, sorted by app name, user id and session id."""
         for app_name in self._apps(scope):
             listed = await self._listed(app_name, scope.since)
             if not self._compares_events:

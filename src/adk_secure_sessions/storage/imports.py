@@ -233,7 +233,8 @@ class ImportSession(Write[_Outcome]):
         self._sent: dict[int, ImportResult] = {}
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> _Outcome:
-        # Several requests are one transaction only if `locks_rows` is True.
+        # Each span of events is inserted by a separate request.  Several requests run in one
+        # transaction of the database only if `locks_rows` is True.
         if len(self._spans) > 1:
             attempt = attempt._replace(locks_rows=True)
         return await super().attempt(attempt, executors)

@@ -505,10 +505,10 @@ def mark_migration(end: MigrationEnd, keyring: Keyring, connection: sa.Connectio
 
 
 def withdraw_migration(keyring: Keyring, connection: sa.Connection) -> bool:
-    """Remove the mark `COMPLETE`, and return whether there was one.
+    """Remove the mark `MigrationEnd.COMPLETE`, and return whether it was stored.
 
-    Any other mark stays.  Without a mark, a migration is not complete, so the removal needs no mark
-    of its own.
+    The mark `SOURCE_ERASED` and a mark that was tampered with are not removed.  If no mark is
+    stored, the migration counts as not complete.
     """
     where = meta.c.name == MIGRATION_MARK
     stored = connection.scalar(sa.select(meta.c.value).where(where).with_for_update())

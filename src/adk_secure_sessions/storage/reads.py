@@ -383,7 +383,10 @@ class CheckApp(_Read):
 
 
 class CheckUser(_Read):
-    """Do the same as `CheckApp` for the user whose tag is in *who*; None if no row has the tag.
+    """Read a user without the row cache, and count the records; see `CheckApp`.
+
+    Only the user's tag in *who* is used to find the user.  The result is None if no row has this
+    tag.
 
     Attributes:
         headers: The number of decrypted records, by table and record header.

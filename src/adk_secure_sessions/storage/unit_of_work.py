@@ -67,9 +67,9 @@ _CONFLICTS_WITHOUT_LOCK = 3
 # lost connection, it is unknown whether a write was stored, and only a retry can find out.
 _READ_PAUSES = (0.05,)
 _WRITE_PAUSES = (0.05, 0.2, 0.5, 1.0, 2.0)
-# The default of `keyring_pause`: the seconds until a rejected keyring is read again, or until the
-# pending rows of a keyring are unwrapped again.  Without this pause, an attacker with write access
-# to the database could make every operation call the key service.
+# The default of `keyring_pause`: the seconds until a rejected keyring is read again, or until its
+# pending rows (rows whose key service failed) are unwrapped again.  Without this pause, an attacker
+# with write access to the database could make every operation call the key service.
 _KEYRING_PAUSE = 10.0
 # How many data keys one operation may create in a key database.  Usually it needs at most two, one
 # for the app and one for the user.  It may need more if other processes change the keys at the same
