@@ -10,11 +10,13 @@ thousands.  Therefore an `Operation` adds its costs up, and they are recorded on
 import sys
 import time
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import ContextVar, Token
 from functools import cache, lru_cache, wraps
 from importlib.metadata import PackageNotFoundError, version
 from threading import Lock
+from time import perf_counter
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -51,6 +53,7 @@ _BATCHES = (1, 2, 4, 8, 16, 32, 64)
 # define, also while they run.  The first names are recorded, and all later ones as `_OTHER`, which
 # is the value that the semantic conventions of `error.type` name.
 _MOST_NAMES = 50
+_MOST_ADDED = 1000  # encryptions that an operation adds up at once
 _OTHER = "_OTHER"
 # An error may come from a backend or a key provider of the application, with any text as table.
 TABLES = frozenset({
@@ -194,46 +197,58 @@ _error_names, _backend_names, _provider_names = _Names(), _Names(), _Names()
 class Operation:
     """What one call of a service or one maintenance command does, added up until it ends.
 
-    Threads of SQLite and the event loop may add at the same time.
+    Threads of SQLite and the event loop may add at the same time.  To add a cost only appends to a
+    deque, which needs no lock.
 
     Attributes:
         name: The name of the method or the command.
-        costs: Seconds and bytes of plaintext, by the backend's name and `encrypt` or `decrypt`.
-        lookups: The number of lookups, by the name of the cache and whether it had the value.
     """
 
-    __slots__ = ("_lock", "costs", "lookups", "name")
+    __slots__ = ("_added", "_costs", "_lock", "_lookups", "name")
 
     def __init__(self, name: str) -> None:
         self.name: str = name
-        self.costs: dict[tuple[str, str], tuple[float, int]] = {}
-        self.lookups: dict[tuple[str, bool], int] = {}
+        # The backend's name, `encrypt` or `decrypt`, bytes, and seconds.
+        self._added: deque[tuple[str, str, int, float]] = deque()
+        self._costs: dict[tuple[str, str], tuple[int, float]] = {}
+        self._lookups: dict[tuple[str, bool], int] = {}
         self._lock = Lock()
 
     def add_cost(self, backend: str, direction: str, size: int, began: float) -> None:
         """Add the encryption or decryption of *size* bytes, which *began* at this perf_counter."""
-        seconds = time.perf_counter() - began
-        key = backend, direction
-        with self._lock:
-            if (before := self.costs.get(key)) is None:
-                self.costs[key] = seconds, size
-            else:
-                self.costs[key] = before[0] + seconds, before[1] + size
+        added = self._added
+        added.append((backend, direction, size, perf_counter() - began))
+        if len(added) > _MOST_ADDED:
+            self._add_up()
 
     def add_lookup(self, cache: str, *, hit: bool) -> None:
         """Add a lookup in a cache."""
         key = cache, hit
         with self._lock:
-            self.lookups[key] = self.lookups.get(key, 0) + 1
+            self._lookups[key] = self._lookups.get(key, 0) + 1
+
+    def _add_up(self) -> None:
+        """Move what was added to `_costs`: a command may encrypt millions of records."""
+        with self._lock:
+            added, costs = self._added, self._costs
+            for _ in range(len(added)):
+                backend, direction, size, seconds = added.popleft()
+                key = backend, direction
+                if key in costs:
+                    before = costs[key]
+                    costs[key] = before[0] + size, before[1] + seconds
+                else:
+                    costs[key] = size, seconds
 
     def record(self, otel: _Instruments) -> None:
         """Record what was added."""
-        for (backend, direction), (seconds, size) in self.costs.items():
+        self._add_up()
+        for (backend, direction), (size, seconds) in self._costs.items():
             size_class = _SIZE_CLASSES[bisect_left(_SIZES, size)]
             of_io, of_duration = _cipher_attributes(backend, direction, size_class)
             otel.plaintext_io.add(size, of_io)
             otel.cipher_duration.record(seconds, of_duration)
-        for (name, hit), number in self.lookups.items():
+        for (name, hit), number in self._lookups.items():
             otel.cache_lookups.add(number, _lookup_attributes(name, hit))
 
 
@@ -280,7 +295,7 @@ class _Span:
         self._token: Token[Context] | None = None
         if self._span.is_recording():
             self._token = otel.context.attach(otel.trace.set_span_in_context(self._span))
-        self._began = time.perf_counter()
+        self._began = perf_counter()
 
     def __enter__(self) -> None:
         pass
@@ -291,7 +306,7 @@ class _Span:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        seconds = time.perf_counter() - self._began
+        seconds = perf_counter() - self._began
         attributes = self._attributes
         if error is not None:
             attributes = {**attributes, ERROR: _error_names(type(error).__qualname__)}

@@ -1,4 +1,4 @@
-"""CPU time of telemetry: all of it, and the package's own part; telemetry_sides.py has the sides."""
+"""CPU time of telemetry: all of it, and the package's own part; see telemetry_sides.py."""
 
 import os
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.benchmarks.telemetry_sides import measure
 @pytest.mark.parametrize("providers", plan.TELEMETRY)
 @pytest.mark.parametrize("operation", plan.TELEMETRY_OPERATIONS)
 def test_telemetry(results: Results, tmp_path: Path, operation: str, providers: str) -> None:
-    pairs = int(os.environ.get("BENCH_PAIRS", plan.TELEMETRY_PAIRS))
+    pairs = int(os.environ.get("BENCH_PAIRS", plan.TELEMETRY_PAIRS))  # fewer: to try it out
     timings = measure(tmp_path, plan.TELEMETRY_OPERATIONS[operation], providers, pairs)
     name = f"telemetry/{providers}/{operation}"
     is_off = providers == plan.TELEMETRY_OFF
