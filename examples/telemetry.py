@@ -8,8 +8,8 @@ With a port, `prometheus --config.file examples/monitoring/prometheus.yml` colle
 evaluates examples/monitoring/alerts.yml.  Import examples/monitoring/dashboard.json into Grafana.
 The page docs/telemetry.md lists the metrics.
 
-In your application you need `measure` and `start_http_server` only.  The rest of this program makes
-each metric count something: a conversation, a stale session, a rotation, a tampered record, and a
+Your application needs only `measure` and `start_http_server`.  The rest of this program makes each
+metric count something: a conversation, a stale session, a rotation, a tampered record, and a
 key service that cannot be reached.
 """
 
@@ -21,6 +21,7 @@ import sqlite3
 import tempfile
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import botocore.session
 from google.adk.events import Event, EventActions
@@ -40,7 +41,7 @@ from adk_secure_sessions import (
 )
 from adk_secure_sessions.maintenance import Database, rotate_data, verify
 
-WHO = {"app_name": "clinic", "user_id": "ada"}
+WHO: dict[str, Any] = {"app_name": "clinic", "user_id": "ada"}
 NOBODY = "http://127.0.0.1:9"  # no key service listens here
 STAND_IN = {
     "AWS_ACCESS_KEY_ID": "example",
