@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 from google.adk.errors.already_exists_error import AlreadyExistsError
 from google.adk.events import Event, EventActions
+from google.adk.sessions import DatabaseSessionService
 from google.genai import types
 from opentelemetry import metrics, trace
 from opentelemetry.sdk.metrics import MeterProvider
@@ -32,12 +33,27 @@ from adk_secure_sessions import (
     EncryptedMemoryService,
     EncryptedSessionService,
     KeyServiceError,
+    Reason,
+    TamperedError,
     generate_key,
     telemetry,
 )
 from adk_secure_sessions.formats.records import Cipher
+from adk_secure_sessions.integrations import wrapper
+from adk_secure_sessions.integrations.artifact_blobs import check_blobs, purge_blobs
+from adk_secure_sessions.integrations.blob_rotation import rotate_data_and_blobs
 from adk_secure_sessions.keys.remote import RemoteKey
 from adk_secure_sessions.maintenance import Database, rotate_data, verify
+from adk_secure_sessions.migration import (
+    AdkTables,
+    AdkTarget,
+    compare,
+    erase_source,
+    export_lines,
+    export_to_adk,
+    migrate,
+)
+from adk_secure_sessions.storage import schema
 from tests.processes import results
 
 PAGE = Path(__file__).parent.parent / "docs" / "telemetry.md"
@@ -45,6 +61,7 @@ NEEDLE = "penicillin"
 USER, SESSION = "ada-lovelace", "session-of-ada"
 DURATION = "adk_secure_sessions.operation.duration"
 CIPHER = "adk_secure_sessions.cipher.duration"
+PROGRESS = "adk_secure_sessions.command.progress"
 OPERATION = "db.operation.name"
 
 Say = Callable[[object], None]
@@ -338,9 +355,7 @@ def test_commits_of_several_transactions_are_counted(everything: Any) -> None:
 def test_progress_of_a_command_ends_at_1(everything: Any) -> None:
     points, _ = everything
     progress = {
-        point.attributes[OPERATION]: point.total
-        for point in points
-        if point.metric == "adk_secure_sessions.command.progress"
+        point.attributes[OPERATION]: point.total for point in points if point.metric == PROGRESS
     }
     assert progress == {"rotate_data": 1.0, "verify": 1.0}
 
@@ -360,6 +375,136 @@ def test_services_for_artifacts_and_memory_and_commands_are_measured(everything:
     names = {point.attributes[OPERATION] for point in points if point.metric == DURATION}
     assert {"save_artifact", "add_session_to_memory", "search_memory", "verify"} <= names
     assert NEEDLE not in json.dumps([points, spans])
+
+
+# --- Progress ---
+
+
+def _commands(say: Say, directory: str) -> None:
+    """Run the commands that read other databases or the contents of artifacts."""
+    measured = Measurements()
+    backend = AesGcmBackend(generate_key())
+    url, blobs = f"sqlite:///{directory}/s.db", Path(directory) / "blobs"
+    seen: dict[str, set[float]] = {}
+
+    def progress(done: int, total: int) -> None:
+        for point in measured.points():
+            if point.metric == PROGRESS:
+                seen.setdefault(point.attributes[OPERATION], set()).add(point.total)
+
+    async def main() -> None:
+        source = f"sqlite+aiosqlite:///{directory}/adk.db"
+        async with DatabaseSessionService(source) as adk:
+            for user in "abc":
+                session = await adk.create_session(app_name="clinic", user_id=user)
+                await adk.append_event(session, event())
+        async with Database(url, backend) as db:
+            tables = AdkTables(source)
+            await migrate(tables, db, progress=progress)
+            assert (await compare(tables, db, progress=progress)).clean
+            await export_lines(db, lambda line: None, progress=progress)
+            await export_to_adk(db, AdkTarget(f"sqlite:///{directory}/out.db"), progress=progress)
+            await erase_source(tables, db, progress=progress)
+        async with EncryptedSessionService(url, backend) as service:
+            artifacts = EncryptedArtifactService(service, blobs)
+            for number in range(3):
+                await artifacts.save_artifact(
+                    app_name="clinic",
+                    user_id="a",
+                    session_id=SESSION,
+                    filename=f"scan {number}",
+                    artifact=types.Part(text=NEEDLE),
+                )
+        async with Database(url, backend) as db:
+            rotated = await rotate_data_and_blobs(db, blobs, progress=progress)
+            assert rotated.blobs == 3
+            await check_blobs(db, blobs)
+            await purge_blobs(db, blobs)
+
+    asyncio.run(main())
+    progress(0, 0)
+    say((measured.points(), {name: sorted(values) for name, values in seen.items()}))
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return measure(_commands, str(tmp_path_factory.mktemp("db")))
+
+
+def test_migration_export_and_rotation_of_blobs_report_their_progress(commands: Any) -> None:
+    _, progress = commands
+    assert progress.keys() == {
+        "migrate",
+        "compare",
+        "export_lines",
+        "export_to_adk",
+        "erase_source",
+        "rotate_data_and_blobs",
+    }
+    assert {values[-1] for values in progress.values()} == {1.0}
+    # An export counts its sessions in batches, and the three are one batch.
+    for name in ("migrate", "compare", "erase_source", "rotate_data_and_blobs"):
+        assert 0 < progress[name][0] < 1, name
+
+
+def test_commands_that_read_the_contents_of_artifacts_are_measured(commands: Any) -> None:
+    points, _ = commands
+    names = {point.attributes[OPERATION] for point in points if point.metric == DURATION}
+    assert {"rotate_data_and_blobs", "check_blobs", "purge_blobs"} <= names
+
+
+# --- Number of attribute values ---
+
+
+def _hostile_names(say: Say, path: str) -> None:
+    """Raise errors, and reject records, as other packages might."""
+    measured = Measurements()
+
+    @telemetry.measured
+    async def call(number: int) -> None:
+        raise type(f"Error{number}", (Exception,), {})
+
+    async def fetch(operation: telemetry.Operation | None, number: int) -> None:
+        assert operation
+        operation.add_cost(f"backend{number}", "encrypt", 1, 0.0)
+
+    @telemetry.measured
+    async def encrypt(number: int) -> None:
+        await fetch(telemetry.current_operation(), number)
+
+    async def answer() -> None:
+        pass
+
+    async def main() -> None:
+        for number in range(500):
+            with pytest.raises(Exception, match=r"^$"):
+                await call(number)
+            await encrypt(number)
+            await telemetry.key_service_call(f"Provider{number}", "wrap", answer)
+            error = TamperedError("x", reason=Reason.MISMATCH, table=f"{NEEDLE}{number}", row=1)
+            telemetry.count_rejected(error)
+
+    asyncio.run(main())
+    say((measured.points(), [name for name, *_ in measured.spans()]))
+
+
+def test_names_of_other_packages_cannot_make_more_and_more_time_series() -> None:
+    points, spans = measure(_hostile_names, "")
+    values: dict[str, set[object]] = {}
+    for point in points:
+        for name, value in point.attributes.items():
+            values.setdefault(name, set()).add(value)
+    for name in ("error.type", telemetry.BACKEND, telemetry.PROVIDER):
+        assert len(values[name]) == 51
+        assert "_OTHER" in values[name]
+    assert values[telemetry.TABLE] == {""}
+    assert NEEDLE not in repr(points)
+    assert len(set(spans)) < 60
+
+
+def test_every_table_can_be_named() -> None:
+    tables = {*schema.metadata.tables, *schema.feature_metadata.tables}
+    assert telemetry.TABLES == {*tables, wrapper.EVENTS, wrapper.STATES}
 
 
 # --- Costs ---

@@ -10,12 +10,14 @@ and the sums are recorded once, at the end of the operation.
 
 import sys
 import time
-from collections import Counter
+from bisect import bisect_left
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import ContextVar, Token
-from functools import cache, wraps
+from functools import cache, lru_cache, wraps
 from importlib.metadata import PackageNotFoundError, version
 from threading import Lock
+from time import perf_counter
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -24,6 +26,7 @@ from adk_secure_sessions.errors import DecryptionError
 if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.metrics import Histogram
+    from opentelemetry.trace import SpanKind
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -32,10 +35,10 @@ _NAME = "adk_secure_sessions"
 # Asking OpenTelemetry whether a provider was set takes 4 µs, as much as encrypting two events.  The
 # application may set a provider at any time, so the question is repeated after this time.
 _RECHECK = 1.0  # seconds
-# The values of the attribute `SIZE`, each with its upper limit: the bytes of plaintext that one
+# The values of the attribute `SIZE`, and their upper limits: the bytes of plaintext that one
 # operation encrypts or decrypts.
-_SIZES = ((1024, "1KiB"), (16 * 1024, "16KiB"), (256 * 1024, "256KiB"), (4096 * 1024, "4MiB"))
-_LARGER = "larger"
+_SIZES = (1024, 16 * 1024, 256 * 1024, 4096 * 1024)
+_SIZE_CLASSES = ("1KiB", "16KiB", "256KiB", "4MiB", "larger")
 # The upper limits of the buckets of a histogram, in seconds.  They reach from the duration of an
 # append without a read to that of an operation on a slow database.
 _SECONDS = (
@@ -49,6 +52,19 @@ _CIPHER_SECONDS = (
     0.025, 0.05, 0.1, 0.25, 1.0,
 )  # fmt: skip
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
+
+# The names of errors, backends and key providers are those of classes, which other packages may
+# define, also while they run.  The first names are recorded, and all later ones as `_OTHER`, which
+# is the value that the semantic conventions of `error.type` name.
+_MOST_NAMES = 50
+_MOST_ADDED = 1000  # encryptions that an operation adds up at once
+_OTHER = "_OTHER"
+# An error may come from a backend or a key provider of the application, with any text as table.
+TABLES = frozenset({
+    "secure_apps", "secure_bases", "secure_data_keys", "secure_events", "secure_keyring",
+    "secure_meta", "secure_migrated", "secure_sessions", "secure_users", "secure_witnesses",
+    "inner events", "inner states",
+})  # fmt: skip
 
 OPERATION = "db.operation.name"
 ERROR = "error.type"
@@ -77,6 +93,7 @@ class _Instruments:
         self.context = context
         self.trace = trace
         self.tracer = trace.get_tracer(_NAME, release)
+        self.internal, self.client = trace.SpanKind.INTERNAL, trace.SpanKind.CLIENT
         self.operation_duration = meter.create_histogram(
             f"{_NAME}.operation.duration",
             unit="s",
@@ -165,23 +182,43 @@ def _records(provider: object) -> bool:
 _is_on = _Switch().is_on
 
 
+class _Names:
+    """Limits how many names an attribute can have."""
+
+    def __init__(self) -> None:
+        self._known: set[str] = set()
+
+    def __call__(self, name: str) -> str:
+        """Return *name*, or `_OTHER` if the attribute already has too many other names."""
+        if name in self._known:
+            return name
+        if len(self._known) >= _MOST_NAMES:
+            return _OTHER
+        self._known.add(name)
+        return name
+
+
+_error_names, _backend_names, _provider_names = _Names(), _Names(), _Names()
+
+
 class Operation:
     """The measured times, sizes and lookups of one call of a service or one maintenance command.
 
     The values are added up until the call ends.  Several threads may add values at the same time.
+    Adding a cost only appends to a deque, which needs no lock.
 
     Attributes:
         name: The name of the method or the command.
-        costs: Seconds and bytes of plaintext, by the backend's name and `encrypt` or `decrypt`.
-        lookups: The number of lookups, by the name of the cache and whether it had the value.
     """
 
-    __slots__ = ("_lock", "costs", "lookups", "name")
+    __slots__ = ("_added", "_costs", "_lock", "_lookups", "name")
 
     def __init__(self, name: str) -> None:
         self.name: str = name
-        self.costs: dict[tuple[str, str], tuple[float, int]] = {}
-        self.lookups: Counter[tuple[str, bool]] = Counter()
+        # The backend's name, `encrypt` or `decrypt`, bytes, and seconds.
+        self._added: deque[tuple[str, str, int, float]] = deque()
+        self._costs: dict[tuple[str, str], tuple[int, float]] = {}
+        self._lookups: dict[tuple[str, bool], int] = {}
         self._lock = Lock()
 
     def add_cost(self, backend: str, direction: str, size: int, began: float) -> None:
@@ -193,15 +230,54 @@ class Operation:
             size: The number of bytes.
             began: `time.perf_counter()` at the beginning.
         """
-        seconds = time.perf_counter() - began
-        with self._lock:
-            before = self.costs.get((backend, direction), (0.0, 0))
-            self.costs[backend, direction] = before[0] + seconds, before[1] + size
+        added = self._added
+        added.append((backend, direction, size, perf_counter() - began))
+        if len(added) > _MOST_ADDED:
+            self._add_up()
 
     def add_lookup(self, cache: str, *, hit: bool) -> None:
         """Count a lookup in the cache named *cache*; *hit* says whether the cache had the value."""
+        key = cache, hit
         with self._lock:
-            self.lookups[cache, hit] += 1
+            self._lookups[key] = self._lookups.get(key, 0) + 1
+
+    def _add_up(self) -> None:
+        """Move what was added to `_costs`: a command may encrypt millions of records."""
+        with self._lock:
+            added, costs = self._added, self._costs
+            for _ in range(len(added)):
+                backend, direction, size, seconds = added.popleft()
+                key = backend, direction
+                if key in costs:
+                    before = costs[key]
+                    costs[key] = before[0] + size, before[1] + seconds
+                else:
+                    costs[key] = size, seconds
+
+    def record(self, otel: _Instruments) -> None:
+        """Record what was added."""
+        self._add_up()
+        for (backend, direction), (size, seconds) in self._costs.items():
+            size_class = _SIZE_CLASSES[bisect_left(_SIZES, size)]
+            of_io, of_duration = _cipher_attributes(backend, direction, size_class)
+            otel.plaintext_io.add(size, of_io)
+            otel.cipher_duration.record(seconds, of_duration)
+        for (name, hit), number in self._lookups.items():
+            otel.cache_lookups.add(number, _lookup_attributes(name, hit))
+
+
+# The SDK only reads attributes, so that all records can share them.
+@lru_cache(maxsize=256)
+def _cipher_attributes(
+    backend: str, direction: str, size_class: str
+) -> tuple[dict[str, str], dict[str, str]]:
+    attributes = {BACKEND: _backend_names(backend), DIRECTION: direction}
+    return attributes, {**attributes, SIZE: size_class}
+
+
+@cache
+def _lookup_attributes(name: str, hit: bool) -> dict[str, str | bool]:
+    return {CACHE: name, HIT: hit}
 
 
 _current: ContextVar[Operation | None] = ContextVar(f"{_NAME}_operation", default=None)
@@ -221,63 +297,28 @@ class _Span:
         is_client: Whether the block sends a request to another service.
     """
 
-    __slots__ = ("_attributes", "_began", "_duration", "_is_client", "_name", "_span", "_token")
+    __slots__ = ("_attributes", "_began", "_duration", "_otel", "_span", "_token")
 
     def __init__(
         self,
+        otel: _Instruments,
         name: str,
+        kind: "SpanKind",
         duration: "Histogram",
         attributes: dict[str, str],
-        *,
-        is_client: bool = False,
     ) -> None:
-        self._name = name
+        self._otel = otel
         self._duration = duration
         self._attributes = attributes
-        self._is_client = is_client
-
-    def __enter__(self) -> None:
-        otel = _instruments()
-        kinds = otel.trace.SpanKind
-        kind = kinds.CLIENT if self._is_client else kinds.INTERNAL
-        self._span = otel.tracer.start_span(self._name, kind=kind, attributes=self._attributes)
-        # Make this span the parent of other spans only if a tracer provider records it.
+        self._span = otel.tracer.start_span(name, kind=kind, attributes=attributes)
+        # Without a tracer provider, no span needs to find its parent.
         self._token: Token[Context] | None = None
         if self._span.is_recording():
             self._token = otel.context.attach(otel.trace.set_span_in_context(self._span))
-        self._began = time.perf_counter()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        seconds = time.perf_counter() - self._began
-        attributes = self._attributes
-        if error is not None:
-            attributes = {**attributes, ERROR: type(error).__qualname__}
-        self._duration.record(seconds, attributes)
-        if self._token is not None:
-            _instruments().context.detach(self._token)
-            if error is not None:
-                # Do not call `record_exception`, which records the text of the error: the text of
-                # an error that other code raised may contain plaintext.
-                self._span.set_attribute(ERROR, type(error).__qualname__)
-                self._span.set_status(_instruments().trace.StatusCode.ERROR)
-        self._span.end()
-
-
-class _OperationSpan(_Span):
-    """Records the span and the duration of an operation, and the sums of its `Operation` object."""
-
-    __slots__ = ("_operation", "_outer")
+        self._began = perf_counter()
 
     def __enter__(self) -> None:
-        self._operation = Operation(self._attributes[OPERATION])
-        self._outer = _current.get()
-        _current.set(self._operation)
-        super().__enter__()
+        pass
 
     def __exit__(
         self,
@@ -285,19 +326,19 @@ class _OperationSpan(_Span):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        super().__exit__(kind, error, traceback)
-        _current.set(self._outer)  # `reset` raises an error if another context ends the call
-        otel = _instruments()
-        for (backend, direction), (seconds, size) in self._operation.costs.items():
-            attributes = {BACKEND: backend, DIRECTION: direction}
-            otel.plaintext_io.add(size, attributes)
-            otel.cipher_duration.record(seconds, {**attributes, SIZE: _size_class(size)})
-        for (name, hit), number in self._operation.lookups.items():
-            otel.cache_lookups.add(number, {CACHE: name, HIT: hit})
-
-
-def _size_class(size: int) -> str:
-    return next((name for limit, name in _SIZES if size <= limit), _LARGER)
+        seconds = perf_counter() - self._began
+        attributes = self._attributes
+        if error is not None:
+            attributes = {**attributes, ERROR: _error_names(type(error).__qualname__)}
+        self._duration.record(seconds, attributes)
+        if self._token is not None:
+            self._otel.context.detach(self._token)
+            if error is not None:
+                # Do not call `record_exception`, which records the text of the error: an error
+                # from other code may contain plaintext.
+                self._span.set_attribute(ERROR, attributes[ERROR])
+                self._span.set_status(self._otel.trace.StatusCode.ERROR)
+        self._span.end()
 
 
 def measured(method: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
@@ -306,14 +347,22 @@ def measured(method: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, An
     If one decorated function calls another, both are measured.  The encryption and decryption of
     the inner call count for the inner call only.
     """
-    name, attributes = method.__qualname__, {OPERATION: method.__name__}
+    name, operation_name = method.__qualname__, method.__name__
+    attributes = {OPERATION: operation_name}
 
     @wraps(method)
     async def call(*args: P.args, **kwargs: P.kwargs) -> T:
         if not _is_on():
             return await method(*args, **kwargs)
-        with _OperationSpan(name, _instruments().operation_duration, attributes):
-            return await method(*args, **kwargs)
+        otel = _instruments()
+        operation = Operation(operation_name)
+        before = _current.set(operation)
+        try:
+            with _Span(otel, name, otel.internal, otel.operation_duration, attributes):
+                return await method(*args, **kwargs)
+        finally:
+            _current.reset(before)
+            operation.record(otel)
 
     return call
 
@@ -328,16 +377,18 @@ async def key_service_call(provider: str, operation: str, call: Callable[[], Awa
     """
     if not _is_on():
         return await call()
+    otel, provider = _instruments(), _provider_names(provider)
     attributes = {PROVIDER: provider, OPERATION: operation}
     name = f"{provider}.{operation}"
-    with _Span(name, _instruments().key_service_duration, attributes, is_client=True):
+    with _Span(otel, name, otel.client, otel.key_service_duration, attributes):
         return await call()
 
 
 def count_rejected(error: DecryptionError) -> None:
     """Count a stored value that was rejected."""
     if _is_on():
-        _instruments().rejected.add(1, {REASON: str(error.reason), TABLE: error.table or ""})
+        table = error.table if error.table in TABLES else ""
+        _instruments().rejected.add(1, {REASON: str(error.reason), TABLE: table})
 
 
 def count_retry(cause: str) -> None:

@@ -80,3 +80,10 @@ FIELD_SIZES = {size: SIZES[size] for size in ("1KB", "100KB")}
 # The sessions that are moved in and out, and the events of each.
 MIGRATED_SESSIONS, MIGRATED_EVENTS = 500, 20
 MIGRATION_GOAL = 2.0  # time relative to a plain copy of the same rows
+
+# Telemetry: which providers are set, and the method of each operation.  Pairs of CPU times, each of
+# several operations.
+TELEMETRY_OFF, TELEMETRY_METRICS, TELEMETRY_TRACES = "none", "metrics", "metrics and spans"
+TELEMETRY = (TELEMETRY_OFF, TELEMETRY_METRICS, TELEMETRY_TRACES)
+TELEMETRY_OPERATIONS = {"append": "append_event", "get, 20 events": "get_session"}
+TELEMETRY_PAIRS, TELEMETRY_REPEATS = 200, 10

@@ -283,6 +283,21 @@ class Report:
         ]
         return self.table("artifact of 1 MB", columns, plan.ARTIFACT_OPERATIONS)
 
+    def telemetry(self, operation: str) -> str:
+        """Return the table of one operation, for each kind of provider."""
+        cells = []
+        for providers in plan.TELEMETRY:
+            name = f"telemetry/{providers}/{operation}"
+            ratios = ["relative to no telemetry", "relative to bare calls"]
+            if providers == plan.TELEMETRY_OFF:
+                ratios.pop()
+            row = [self.text(f"{name}/service")]
+            for ratio in ratios:
+                row += [self.interval(f"{name}/{ratio}"), self.goal(f"{name}/{ratio}")]
+            cells.append([providers, *row, *[""] * (5 - len(row))])
+        columns = ["CPU time", "relative to no telemetry", "goal", "relative to bare calls", "goal"]
+        return _markdown([f"{operation}, provider for", *columns], cells)
+
     def compared(self, first: str, name: str, rows: Sequence[str]) -> str:
         """Return a table of our time, ADK's and their ratio; *name* has a `{}` for the row."""
         sides = [("encrypted", OURS), ("ADK", ADK), ("relative to ADK", f"relative to {ADK}")]

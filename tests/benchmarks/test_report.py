@@ -56,7 +56,12 @@ def test_page_has_sections_for_artifacts_memory_and_the_wrapper(results: Results
     """The results in the repository may be older than these benchmarks."""
     versions = {**results.versions, "S3 server": "name of the server"}
     page = render(Results(results.machine, versions, _AnyFigure(results.figures)))
-    headings = ("## Artifacts", "## Search in ADK's memory", "## Wrapper of another")
+    headings = (
+        "## Artifacts",
+        "## Search in ADK's memory",
+        "## Wrapper of another",
+        "## Telemetry",
+    )
     cold = ("Importing ADK's session service takes", "| new service |")
     for text in (*headings, *cold, "name of the server", "repeated read", "| a rare word |"):
         assert text in page
