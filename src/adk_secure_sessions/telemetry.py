@@ -356,12 +356,13 @@ def measured(method: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, An
             return await method(*args, **kwargs)
         otel = _instruments()
         operation = Operation(operation_name)
-        before = _current.set(operation)
+        outer = _current.get()
+        _current.set(operation)
         try:
             with _Span(otel, name, otel.internal, otel.operation_duration, attributes):
                 return await method(*args, **kwargs)
         finally:
-            _current.reset(before)
+            _current.set(outer)  # `reset` raises an error if another context ends the call
             operation.record(otel)
 
     return call
