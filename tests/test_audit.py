@@ -1,10 +1,13 @@
 """The audit log: its records, and what they never contain."""
 
+import asyncio
 import json
 import logging
 import sqlite3
+import uuid
 from collections.abc import AsyncIterator
 from contextlib import closing
+from contextvars import copy_context
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +25,13 @@ from adk_secure_sessions import (
     EncryptedMemoryService,
     EncryptedSessionService,
     WrongKeyError,
+    audit,
     audit_actor,
     generate_key,
 )
+from adk_secure_sessions.integrations.adk import session_service
+from adk_secure_sessions.integrations.artifact_blobs import check_blobs, purge_blobs
+from adk_secure_sessions.integrations.blob_rotation import rotate_data_and_blobs
 from adk_secure_sessions.maintenance import (
     Database,
     erase_user,
@@ -34,6 +41,7 @@ from adk_secure_sessions.maintenance import (
     verify,
 )
 from adk_secure_sessions.migration import AdkTables, PlaintextFallbackService
+from tests.cli.support import run
 
 NEEDLE = "penicillin"
 IDS: Any = {"app_name": "clinic", "user_id": "ada-lovelace", "session_id": "session-of-ada"}
@@ -173,6 +181,34 @@ async def test_accesses_are_recorded_only_on_request(log: Log, url: str) -> None
     assert {entry["event"] for entry in log.records()} == {"database.opened", "key.created"}
 
 
+async def test_accesses_that_are_not_recorded_are_a_warning(
+    caplog: pytest.LogCaptureFixture, url: str
+) -> None:
+    audit._warn_that_it_is_off.cache_clear()
+    async with service_of(url, audit_accesses="blind") as service:
+        await service.create_session(**IDS)
+        await service.get_session(**IDS)
+    (warning,) = caplog.records
+    assert (warning.levelname, "no access is recorded" in warning.message) == ("WARNING", True)
+
+
+async def test_handler_that_raises_stops_the_call(
+    log: Log, service: EncryptedSessionService
+) -> None:
+    class Full(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise OSError("no space left")
+
+    handler = Full()
+    audit.logger.addHandler(handler)
+    try:
+        with pytest.raises(OSError, match="no space left"):
+            await service.create_session(**IDS)
+    finally:
+        audit.logger.removeHandler(handler)
+    assert log.records("session.create") == []
+
+
 def test_other_value_for_the_ids_is_rejected(url: str) -> None:
     with pytest.raises(ConfigurationError, match="audit_accesses"):
         service_of(url, audit_accesses="plain")
@@ -228,6 +264,38 @@ async def test_rejected_record_is_recorded_with_its_row_and_reason(
     assert [one["row"] for one in log.records("record.rejected")] == [rejected["row"]] * 2
 
 
+async def test_content_that_is_rejected_while_it_is_read_is_recorded(
+    log: Log, url: str, tmp_path: Path
+) -> None:
+    async with service_of(url) as service:
+        artifacts = EncryptedArtifactService(service, tmp_path / "blobs")
+        await artifacts.save_artifact(**IDS, filename="scan", artifact=types.Part(text=NEEDLE))
+        (blob,) = (path for path in (tmp_path / "blobs").rglob("*") if path.is_file())
+        blob.write_bytes(blob.read_bytes()[:-1] + b"?")
+        stream = await artifacts.open_stream(**IDS, filename="scan")
+        assert stream is not None
+        with pytest.raises(DecryptionError):
+            await stream.read()
+        with pytest.raises(DecryptionError):
+            await artifacts.load_artifact(**IDS, filename="scan")
+    assert len(log.records("record.rejected")) == 2
+
+
+async def test_commands_on_contents_are_recorded(log: Log, url: str, tmp_path: Path) -> None:
+    async with service_of(url) as service:
+        await service.prepare_tables()
+    async with Database(url, AesGcmBackend(KEY)) as db:
+        (tmp_path / "blobs").mkdir()
+        await check_blobs(db, tmp_path / "blobs")
+        await purge_blobs(db, tmp_path / "blobs", dry_run=True)
+        await rotate_data_and_blobs(db, tmp_path / "blobs", dry_run=True)
+    assert [(one["command"], one["outcome"]) for one in log.records("command")] == [
+        ("check_blobs", "success"),
+        ("purge_blobs", "success"),
+        ("rotate_data_and_blobs", "success"),
+    ]
+
+
 async def test_wrong_key_is_recorded(log: Log, url: str) -> None:
     async with service_of(url) as service:
         await service.prepare_tables()
@@ -239,6 +307,43 @@ async def test_wrong_key_is_recorded(log: Log, url: str) -> None:
 
 
 # --- Commands ---
+
+
+def test_command_line_appends_its_records_to_a_file(tmp_path: Path) -> None:
+    place, log = f"sqlite:///{tmp_path}/s.db", tmp_path / "audit.log"
+    (tmp_path / "root.key").touch(0o600)
+    (tmp_path / "root.key").write_text(KEY)
+    options = ["--db", place, "--key", f"file:{tmp_path}/root.key", "--audit-log", str(log)]
+    for command in ("init", "verify"):
+        assert run(command, *options).code == 0
+    assert log.stat().st_mode & 0o777 == 0o600
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    commands = [one["command"] for one in records if one["event"] == "command"]
+    assert commands == ["init", "verify"]
+    assert sum(one["event"] == "key.created" for one in records) == 2
+
+
+@pytest.mark.parametrize("path", ["/dev/full", "."])
+def test_command_line_fails_if_a_record_cannot_be_written(tmp_path: Path, path: str) -> None:
+    (tmp_path / "root.key").touch(0o600)
+    (tmp_path / "root.key").write_text(KEY)
+    options = ["--db", f"sqlite:///{tmp_path}/s.db", "--key", f"file:{tmp_path}/root.key"]
+    said = run("init", *options, "--audit-log", path)
+    assert (said.code, "Traceback" in said.stderr) == (2, False)
+    assert said.stderr.startswith("Error: ")
+
+
+async def test_uri_switches_the_records_of_accesses_on(
+    log: Log, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AUDIT_KEY", KEY)
+    uri = f"encrypted+sqlite:///{tmp_path}/s.db?key=env:AUDIT_KEY&audit_accesses=blind"
+    service = session_service(uri)
+    await service.create_session(**IDS)
+    await service.close()
+    assert [entry["outcome"] for entry in log.records("session.create")] == ["success"]
+    with pytest.raises(ConfigurationError, match="blind or readable"):
+        session_service(uri.replace("=blind", "=all"))
 
 
 async def test_commands_are_recorded_with_their_counts(log: Log, url: str) -> None:
@@ -271,13 +376,80 @@ async def test_commands_are_recorded_with_their_counts(log: Log, url: str) -> No
     assert "ada-lovelace" not in log.text
 
 
-async def test_reads_of_the_plaintext_source_are_recorded(
-    log: Log, url: str, tmp_path: Path
-) -> None:
-    source = f"sqlite+aiosqlite:///{tmp_path}/adk.db"
-    async with DatabaseSessionService(source) as adk:
+@pytest.fixture
+async def source(tmp_path: Path) -> str:
+    url = f"sqlite+aiosqlite:///{tmp_path}/adk.db"
+    async with DatabaseSessionService(url) as adk:
         await adk.create_session(**IDS)
+    return url
+
+
+async def test_reads_of_the_plaintext_source_are_recorded(log: Log, url: str, source: str) -> None:
     async with PlaintextFallbackService(service_of(url), AdkTables(source)) as fallback:
         assert await fallback.get_session(**IDS)
     assert log.records("plaintext.read")
     assert "session-of-ada" not in log.text
+
+
+async def test_accesses_with_fallback_are_recorded_once_and_with_their_outcome(
+    log: Log, url: str, source: str
+) -> None:
+    service = service_of(url, audit_accesses="readable")
+    async with PlaintextFallbackService(service, AdkTables(source)) as fallback:
+        session = await fallback.get_session(**IDS)  # of the source
+        assert session is not None
+        await fallback.append_event(session, event())  # copies it
+        await fallback.get_session(**IDS)
+        await fallback.list_sessions(app_name="clinic")
+        await fallback.get_user_state(app_name="clinic", user_id="ada-lovelace")
+        await fallback.delete_session(**IDS)
+        await fallback.get_session(**IDS)
+        await fallback.create_session(app_name="clinic", user_id="ada-lovelace", session_id="new")
+        await service.get_session(**IDS)  # not covered by a call of the other service
+    accesses = [
+        (one["event"], one.get("session"), one["outcome"])
+        for one in log.records()
+        if one["event"].startswith(("session", "user"))
+    ]
+    ada = IDS["session_id"]
+    assert accesses == [
+        ("session.read", ada, "success"),
+        ("session.write", ada, "success"),
+        ("session.read", ada, "success"),
+        ("sessions.list", None, "success"),
+        ("user.read", None, "success"),
+        ("session.delete", ada, "success"),
+        ("session.read", ada, "missing"),
+        ("session.create", "new", "success"),
+        ("session.read", ada, "missing"),
+    ]
+
+
+async def test_cancelled_access_ends_at_once_and_is_recorded(
+    log: Log, url: str, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with service_of(url, audit_accesses="blind") as service:
+        monkeypatch.setattr(service._store.unit, "_open_keyring", lambda _: asyncio.sleep(60))
+        read = asyncio.ensure_future(service.get_session(**IDS))
+        await asyncio.sleep(0.05)
+        read.cancel()
+        done, _ = await asyncio.wait({read}, timeout=5)
+        assert done
+        assert read.cancelled()
+        fallback = PlaintextFallbackService(service, AdkTables(source))
+        for each in (service, fallback):
+            abandoned = each.get_session(**IDS)
+            copy_context().run(abandoned.send, None)
+            abandoned.close()  # raises RuntimeError if the coroutine waits for anything
+    errors = [(one["app"], one["error"]) for one in log.records("session.read")]
+    assert errors == [("clinic", "CancelledError"), *[("clinic", "GeneratorExit")] * 2]
+
+
+async def test_actor_that_is_no_text_is_recorded_as_text(
+    log: Log, service: EncryptedSessionService
+) -> None:
+    actor: Any = uuid.UUID(int=5)
+    token = audit_actor.set(actor)
+    await service.create_session(**IDS)
+    audit_actor.reset(token)
+    assert log.records("session.create")[0]["actor"] == str(actor)

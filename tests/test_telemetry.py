@@ -10,6 +10,7 @@ import re
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing
+from contextvars import copy_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -425,3 +426,11 @@ def test_nothing_is_measured_without_a_provider(tmp_path: Path, sets_providers: 
     seen = measure(_reads, str(tmp_path / "s.db"), sets_providers)
     assert seen
     assert set(seen) == {not sets_providers}
+
+
+def test_operation_may_end_in_another_context() -> None:
+    duration = telemetry._instruments().operation_duration
+    span = telemetry._OperationSpan("name", duration, {OPERATION: "name"})
+    copy_context().run(span.__enter__)
+    span.__exit__(None, None, None)  # as when the collector closes a coroutine
+    assert telemetry.current_operation() is None

@@ -9,13 +9,14 @@ import inspect
 import json
 import logging
 import os
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from datetime import UTC, datetime
-from functools import cache, wraps
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from functools import cache, partial, wraps
+from typing import Any, Concatenate, ParamSpec, Protocol, TextIO, TypeVar
 
-from adk_secure_sessions.errors import DecryptionError, SecureSessionError
+from adk_secure_sessions.errors import DecryptionError
 from adk_secure_sessions.telemetry import count_rejected, measured
 
 P = ParamSpec("P")
@@ -38,6 +39,44 @@ def is_on() -> bool:
     return logger.isEnabledFor(logging.INFO)
 
 
+class _File(logging.StreamHandler[TextIO]):
+    """Appends the records to a file, and raises the error if a record cannot be written."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        raise  # the error that `emit` handles
+
+
+def open_file(path: str) -> TextIO:
+    """Open the file at *path* to append records; a new file gets mode 0600.  May raise OSError."""
+    opener = partial(os.open, mode=0o600)
+    return open(path, "a", encoding="utf-8", opener=opener)
+
+
+@contextmanager
+def appending_to(file: TextIO | None) -> Iterator[None]:
+    """Append the audit log to *file* during the block, and then close *file*; None for no log.
+
+    If a record cannot be written, the recorded call raises OSError.
+    """
+    if file is None:
+        yield
+        return
+    handler = _File(file)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    level, propagates = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # the record that could not be written has raised this error
+            file.close()
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagates
+
+
 def record(event: str, **facts: object) -> None:
     """Write one record of the audit log.
 
@@ -47,10 +86,11 @@ def record(event: str, **facts: object) -> None:
     """
     if not is_on():
         return
+    actor = audit_actor.get()
     entry: dict[str, object] = {
         "time": datetime.now(UTC).isoformat(timespec="microseconds"),
         "event": event,
-        "actor": audit_actor.get(),
+        "actor": None if actor is None else str(actor),  # the application may have set any object
         "process": os.getpid(),
         **{name: value for name, value in facts.items() if value is not None},
     }
@@ -132,7 +172,12 @@ def _numbers(result: object) -> dict[str, object] | None:
 
 # --- Accesses -------------------------------------------------------------------------------------
 
-ReadIds = Callable[[str, str, str], Awaitable[dict[str, object]]]
+# It does not wait for the database: a record is also written for an operation that was cancelled,
+# whose coroutine must end at once.
+ReadIds = Callable[[str, str, str], dict[str, object]]
+
+# The service whose calls need no records, because the caller writes them.
+_covered: ContextVar[object] = ContextVar("audit_covered", default=None)
 
 
 class Audited(Protocol):
@@ -148,7 +193,7 @@ A = TypeVar("A", bound=Audited)
 
 
 def accessed(
-    action: str,
+    action: str, covers: Callable[[Any], object] | None = None
 ) -> Callable[
     [Callable[Concatenate[A, P], Awaitable[T]]], Callable[Concatenate[A, P], Coroutine[Any, Any, T]]
 ]:
@@ -156,6 +201,8 @@ def accessed(
 
     Args:
         action: The event, for example `session.read`.
+        covers: Returns another service that the method calls.  Only the outer call is recorded,
+            because the inner call does not have the outcome; and only the inner one is measured.
     """
 
     def decorate(
@@ -163,9 +210,10 @@ def accessed(
     ) -> Callable[Concatenate[A, P], Coroutine[Any, Any, T]]:
         signature = inspect.signature(method)
 
-        @wraps(method)
-        async def call(service: A, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        async def recorded(service: A, /, *args: P.args, **kwargs: P.kwargs) -> T:
             read_ids = service._access_ids
+            if read_ids is not None and not is_on():
+                _warn_that_it_is_off()
             if read_ids is None or not is_on():
                 try:
                     return await method(service, *args, **kwargs)
@@ -178,28 +226,41 @@ def accessed(
             except BaseException as error:
                 if isinstance(error, DecryptionError):
                     record_rejected(error)
-                outcome: dict[str, object] = {"outcome": "failure", "error": type(error).__name__}
-                await _record_access(action, read_ids, ids, outcome)
+                record(action, **read_ids(*ids), outcome="failure", error=type(error).__name__)
                 raise
             if not ids[2]:  # of a new session
                 ids = (*ids[:2], str(getattr(result, "id", "") or ""))
             found = "missing" if result is None and action.endswith(".read") else "success"
-            await _record_access(action, read_ids, ids, {"outcome": found})
+            record(action, **read_ids(*ids), outcome=found)
             return result
 
-        return measured(call)
+        @wraps(method)
+        async def call(service: A, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            if _covered.get() is service:
+                return await method(service, *args, **kwargs)
+            if covers is None:
+                return await recorded(service, *args, **kwargs)
+            before = _covered.get()
+            _covered.set(covers(service))
+            try:
+                return await recorded(service, *args, **kwargs)
+            finally:
+                _covered.set(before)  # `reset` raises an error if another context ends the call
+
+        return measured(call) if covers is None else call
 
     return decorate
 
 
-async def _record_access(
-    action: str, read_ids: ReadIds, ids: tuple[str, str, str], outcome: dict[str, object]
-) -> None:
-    try:
-        shown = await read_ids(*ids)
-    except SecureSessionError:  # the database could not be opened, so nothing was accessed
-        shown = {"app": ids[0]}
-    record(action, **shown, **outcome)
+@cache
+def _warn_that_it_is_off() -> None:
+    """Log a warning, once in this process, that accesses are not recorded."""
+    # This is not a record of the audit log, whose messages are JSON.
+    logger = logging.getLogger("adk_secure_sessions")
+    logger.warning(
+        "audit_accesses is set, but no access is recorded: switch the logger "
+        "adk_secure_sessions.audit on with setLevel(logging.INFO)"
+    )
 
 
 def _ids_of(arguments: Mapping[str, Any]) -> tuple[str, str, str]:

@@ -592,14 +592,21 @@ def ids_for_audit(unit: UnitOfWork, ids: str | None) -> ReadIds | None:
         ConfigurationError: *ids* has another value.
     """
 
-    async def readable(app_name: str, user_id: str, session_id: str) -> dict[str, object]:
-        return {"app": app_name, "user": user_id or None, "session": session_id or None}
+    def database() -> str | None:
+        return None if unit.database_id is None else unit.database_id.hex()
 
-    async def blind(app_name: str, user_id: str, session_id: str) -> dict[str, object]:
-        who = await unit.identify(app_name, user_id, session_id)
+    def readable(app_name: str, user_id: str, session_id: str) -> dict[str, object]:
+        ids = {"app": app_name, "user": user_id or None, "session": session_id or None}
+        return {"database": database(), **ids}
+
+    def blind(app_name: str, user_id: str, session_id: str) -> dict[str, object]:
+        who = unit.identify_if_open(app_name, user_id, session_id)
+        if who is None:
+            return {"app": app_name}
         user = who.user_tag.hex() if user_id else None
         session = who.session_tag.hex() if session_id else None
-        return {"app": app_name, "user": user, "session": session}
+        ids = {"app": app_name, "user": user, "session": session}
+        return {"database": database(), **ids}
 
     if ids is None:
         return None

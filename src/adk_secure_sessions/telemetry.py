@@ -251,11 +251,12 @@ class _Span:
 class _OperationSpan(_Span):
     """The span and the duration of an operation; at its end, records what the operation did."""
 
-    __slots__ = ("_operation", "_reset")
+    __slots__ = ("_operation", "_outer")
 
     def __enter__(self) -> None:
         self._operation = Operation(self._attributes[OPERATION])
-        self._reset = _current.set(self._operation)
+        self._outer = _current.get()
+        _current.set(self._operation)
         super().__enter__()
 
     def __exit__(
@@ -265,7 +266,7 @@ class _OperationSpan(_Span):
         traceback: TracebackType | None,
     ) -> None:
         super().__exit__(kind, error, traceback)
-        _current.reset(self._reset)
+        _current.set(self._outer)  # `reset` raises an error if another context ends the call
         otel = _instruments()
         for (backend, direction), (seconds, size) in self._operation.costs.items():
             attributes = {BACKEND: backend, DIRECTION: direction}

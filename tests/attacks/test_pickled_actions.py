@@ -6,6 +6,7 @@ Each hostile pickle names only types that google-adk's own unpickler allows.
 import pickle
 import struct
 import uuid
+import warnings
 from collections import OrderedDict, defaultdict
 from datetime import UTC, date, datetime, time, timedelta, timezone
 from decimal import Decimal
@@ -134,6 +135,11 @@ HOSTILE = {
     "a list that grows after it was used": program(b"]\x94]h\x00ah\x00Na0"),
     "an integer of a million digits": pickled(10**1_000_000),
     "a number with a large exponent": pickled(Decimal("1E+99999999")),
+    "exponents that become digits": pickle.dumps(
+        EventActions.model_construct(
+            artifact_delta={str(n): Decimal(f"{n + 1}E4000") for n in range(1000)}
+        )
+    ),
     "a change of an enum": program(ENUM_MEMBER, b"}", text("_value_"), text("evil"), b"sb"),
     "a change of a class": program(named("uuid", "UUID"), b"N}", text("a"), b"Ns\x86b"),
     "an object with arguments": program(named("builtins", "bytes"), b"K\x05\x85\x81"),
@@ -173,3 +179,17 @@ async def test_number_in_a_column_of_text_or_bytes_allocates_nothing(adk: Adk) -
     async with adk.source() as source:
         found = (await contents(source)).values()
     assert [type(content) for content in found] == [UnreadableSession] * 2
+
+
+async def test_no_warning_contains_an_unexpected_value(
+    adk: Adk, recwarn: pytest.WarningsRecorder
+) -> None:
+    actions = EventActions.model_construct(transfer_to_agent=["penicillin"])
+    await fill(adk.service, [said()], session_id="unexpected")
+    adk.run("UPDATE events SET actions = :pickled", {"pickled": pickle.dumps(actions)})
+    warnings.simplefilter("always")  # otherwise, pytest would ignore the warning
+    async with adk.source() as source:
+        (content,) = (await contents(source)).values()
+    assert isinstance(content, UnreadableSession)
+    assert not [str(one.message) for one in recwarn if "penicillin" in str(one.message)]
+    assert "penicillin" not in content.reason

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import jsonschema
 import pytest
@@ -43,7 +44,7 @@ def numbers(value: Any, path: str = "") -> Iterator[tuple[str, int]]:
 
 def check(said: Said, name: str) -> Any:
     """Return the output, which must be valid; *name* is a command, or `failure`."""
-    validator = jsonschema.Draft202012Validator({**SCHEMA, "$ref": f"#/$defs/{name}"})
+    validator = jsonschema.Draft202012Validator({**SCHEMA, "$ref": f"#/$defs/{quote(name)}"})
     validator.validate(said.json)
     # A number beyond this is read wrongly by programs that read numbers as floating point.
     assert [found for found in numbers(said.json) if abs(found[1]) > 2**53] == []

@@ -14,6 +14,7 @@ from google.genai import types
 from adk_secure_sessions import AesGcmBackend, ConfigurationError, EncryptedSessionService
 from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
 from adk_secure_sessions.maintenance import Database, separate
+from tests.conformance.support import ADK
 
 BACKEND = AesGcmBackend(bytes(range(32)))
 WHO: dict[str, Any] = {"app_name": "clinic", "user_id": "ada"}
@@ -35,6 +36,8 @@ def service(
     request: pytest.FixtureRequest, sessions: EncryptedSessionService, tmp_path: Path
 ) -> BaseArtifactService:
     if request.param == "adk":
+        if ADK < (2, 0):
+            pytest.skip("artifacts of older releases of google-adk are the objects that were saved")
         return InMemoryArtifactService()
     return EncryptedArtifactService(sessions, tmp_path / "blobs")
 

@@ -749,7 +749,7 @@ def test_doctor_finds_plugins_settings_of_dotenv_and_files(
     (agent / "s.session.json").write_text("{}")
     said = run("adk", "doctor", str(agents), "--json")
     schema = json.loads((DOCS / "cli.schema.json").read_text(encoding="utf-8"))
-    jsonschema.validate(said.json, {**schema, "$ref": "#/$defs/adk doctor"})
+    jsonschema.validate(said.json, {**schema, "$ref": "#/$defs/adk%20doctor"})
     assert said.code == 1
     assert said.json["agents"] == ["doctored"]
     found = {leak["name"]: leak for leak in said.json["leaks"]}
@@ -841,7 +841,7 @@ def test_doctor_says_what_each_service_would_store(
     given = [text for name, uri in options.items() for text in (f"--{name}_uri", uri)]
     said = run("adk", "doctor", str(agents), "--json", *given)
     schema = json.loads((DOCS / "cli.schema.json").read_text(encoding="utf-8"))
-    jsonschema.validate(said.json, {**schema, "$ref": "#/$defs/adk doctor"})
+    jsonschema.validate(said.json, {**schema, "$ref": "#/$defs/adk%20doctor"})
     stores = [one["stores"] for one in said.json["services"]]
     assert " ".join(stores) == expected
     assert len(said.json["leaks"]) == stores.count("plaintext") + stores.count("unknown")

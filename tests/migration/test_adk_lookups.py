@@ -37,7 +37,7 @@ async def adk(url: sa.URL) -> AsyncIterator[DatabaseSessionService]:  # noqa: F8
 
 @pytest.fixture
 async def source(adk: DatabaseSessionService, url: sa.URL) -> AsyncIterator[AdkTables]:  # noqa: F811
-    await adk.prepare_tables()  # type: ignore[attr-defined, unused-ignore]
+    await adk.list_sessions(app_name="none")  # creates the tables
     async with AdkTables(url.render_as_string(hide_password=False)) as source:
         yield source
 

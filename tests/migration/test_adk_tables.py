@@ -557,8 +557,9 @@ async def test_listing_that_does_not_advance_is_an_error(tmp_path: Path) -> None
 
     sa.event.listen(engine.sync_engine, "connect", add_collation)
     try:
-        service = DatabaseSessionService(db_engine=engine)
+        service = DatabaseSessionService(f"sqlite+aiosqlite:///{tmp_path}/sessions.db")
         await fill(service, session_id="s")
+        await service.close()
         n = max(adk_sql.STATES, adk_sql.HEADERS)
         async with engine.begin() as connection:
             for statement in (

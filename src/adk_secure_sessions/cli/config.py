@@ -18,6 +18,7 @@ SETTINGS = {
     "also-key": _TEXTS,
     "backend": _TEXT,
     "also-backend": _TEXTS,
+    "audit-log": _TEXT,
     "rows-per-second": _NUMBER,
 }
 # The options that an environment variable may set.

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from adk_secure_sessions import audit
 from adk_secure_sessions.backends.named import DEFAULT, NAMES, NO_OP, backends_for
 from adk_secure_sessions.cli.config import CONFIG_VARIABLE, read_config, variable
 from adk_secure_sessions.cli.program import one_line_errors
@@ -68,15 +69,24 @@ def _with_database(option: str, text: str) -> Callable[[Command], Command]:
             callback=read_config,
             help=_CONFIG_HELP,
         )
+        @click.option(
+            "--audit-log",
+            envvar=variable("audit-log"),
+            metavar="FILE",
+            type=click.Path(),
+            help=_AUDIT_LOG_HELP,
+        )
         @click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
         @functools.wraps(command)
-        def run(db: str, key_db: str | None, **options: Any) -> Any:
+        def run(db: str, key_db: str | None, audit_log: str | None, **options: Any) -> Any:
             from adk_secure_sessions.maintenance import Database
 
             options.setdefault("backends", ())
             with one_line_errors():
                 database = Database(db, *options.pop("backends"), key_db_url=key_db)
-            return command(db=database, **options)
+                log = None if audit_log is None else audit.open_file(audit_log)
+            with audit.appending_to(log):
+                return command(db=database, **options)
 
         return run
 
@@ -148,6 +158,7 @@ _TO_HELP = (
     f"{variable('db')}."
 )
 _KEY_DB_HELP = f"URL of the key database, if there is one; or set {variable('key-db')}."
+_AUDIT_LOG_HELP = f"Append audit records to this file, as JSON; or set {variable('audit-log')}."
 _CONFIG_HELP = f"TOML file with defaults of options such as db and key; or set {CONFIG_VARIABLE}."
 _BACKEND_HELP = (
     "Backend with which the services write; no-op stores plaintext and needs no key; or set "

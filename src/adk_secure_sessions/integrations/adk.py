@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable
 from difflib import get_close_matches
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from urllib.parse import parse_qsl, unquote
 
 from adk_secure_sessions.backends.named import DEFAULT, NAMES, NO_OP, backends_for
@@ -49,7 +49,7 @@ _DRIVER_OPTIONS: dict[str, set[str]] = {
     "mariadb+aiomysql": _MYSQL,
 }
 SCHEMES = tuple(PREFIX + url for url in _DRIVER_OPTIONS)
-_ONCE = ("key", "backend", "key_db", "blobs", "allow_http")
+_ONCE = ("key", "backend", "key_db", "blobs", "allow_http", "audit_accesses")
 _REPEATED = ("also_key", "also_backend")
 _EXAMPLE = "encrypted+sqlite:///./sessions.db?key=env:ADK_SESSIONS_KEY"
 _EXIT_TIMEOUT = 5.0  # seconds to close the databases after SIGTERM
@@ -66,6 +66,7 @@ class ServiceUri(NamedTuple):
         blobs: The store for the contents of artifacts, a path or the URL of a bucket; None if the
             URI has no option `blobs`.
         allow_http: Whether the store in *blobs* may be on another machine without TLS.
+        audit_accesses: The argument of `EncryptedSessionService`.
     """
 
     db_url: str
@@ -74,6 +75,7 @@ class ServiceUri(NamedTuple):
     key_db: str | None
     blobs: str | None
     allow_http: bool = False
+    audit_accesses: Literal["blind", "readable"] | None = None
 
     def __repr__(self) -> str:  # without the URLs, which may contain passwords
         return "<ServiceUri>"
@@ -125,6 +127,13 @@ def parse(uri: str) -> ServiceUri:
         raise ConfigurationError("the option 'allow_http' of the URI can only be true")
     if ours["allow_http"] and not ours["blobs"]:
         raise ConfigurationError("the option 'allow_http' of the URI needs blobs= with a bucket")
+    audit: Literal["blind", "readable"] | None = None
+    if ours["audit_accesses"]:
+        if ours["audit_accesses"] not in (["blind"], ["readable"]):
+            raise ConfigurationError(
+                "the option 'audit_accesses' of the URI can only be blind or readable"
+            )
+        audit = "blind" if ours["audit_accesses"] == ["blind"] else "readable"
     return ServiceUri(
         f"{url}://{rest}" + (f"?{'&'.join(of_driver)}" if of_driver else ""),
         names,
@@ -132,6 +141,7 @@ def parse(uri: str) -> ServiceUri:
         next(iter(ours["key_db"]), None),
         next(iter(ours["blobs"]), None),
         bool(ours["allow_http"]),
+        audit,
     )
 
 
@@ -245,7 +255,11 @@ def _shared(uri: ServiceUri) -> EncryptedSessionService:
         if which not in _services:
             backend, additional = backends_for(uri.backends, uri.keys)
             service = EncryptedSessionService(
-                uri.db_url, backend, additional, key_db_url=uri.key_db
+                uri.db_url,
+                backend,
+                additional,
+                key_db_url=uri.key_db,
+                audit_accesses=uri.audit_accesses,
             )
             _close_on_sigterm()
             _services[which] = service

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import sqlalchemy as sa
 
+from adk_secure_sessions.audit import command
 from adk_secure_sessions.errors import ConfigurationError, Reason, TamperedError
 from adk_secure_sessions.formats.blobs import encrypted_size
 from adk_secure_sessions.integrations.artifact_versions import is_artifact, versions_of
@@ -57,6 +58,7 @@ class BlobPurge(NamedTuple):
     problems: tuple[Problem, ...]
 
 
+@command
 async def check_blobs(
     db: Database,
     store: "str | os.PathLike[str] | ObjectStore",
@@ -106,6 +108,7 @@ async def check_blobs(
     return BlobCheck(artifacts, len(named), missing, unused, problems.count, tuple(problems.kept))
 
 
+@command
 async def purge_blobs(
     db: Database,
     store: "str | os.PathLike[str] | ObjectStore",

@@ -7,7 +7,8 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Mapping
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from google.adk.artifacts import BaseArtifactService, artifact_util
@@ -17,12 +18,13 @@ from google.adk.errors.not_found_error import NotFoundError
 from google.adk.version import __version__ as adk_version
 from google.genai import types
 
-from adk_secure_sessions.audit import accessed
+from adk_secure_sessions.audit import accessed, record_rejected
 from adk_secure_sessions.crypto.key_material import hides_frames
 from adk_secure_sessions.errors import (
     ArtifactStoreError,
     ConfigurationError,
     DatabaseError,
+    DecryptionError,
     Reason,
     SecureSessionError,
     TamperedError,
@@ -329,7 +331,8 @@ class EncryptedArtifactService(BaseArtifactService):
         if not 0 <= start <= (size if stop is None else stop) <= size:
             raise ValueError(f"bytes {start} to {stop} are not within {size} bytes")
         key = (app_name, user_id, filename, session_id)
-        return ArtifactStream(found, self._content(key, found, start, stop), size)
+        pieces = _recording_rejections(self._content(key, found, start, stop))
+        return ArtifactStream(found, pieces, size)
 
     # --- rows and blobs --------------------------------------------------------------------------
 
@@ -453,7 +456,7 @@ class EncryptedArtifactService(BaseArtifactService):
 
     async def _content(
         self, key: _Key, version: Version, start: int, stop: int | None
-    ) -> AsyncIterator[bytes]:
+    ) -> AsyncGenerator[bytes, None]:
         """Yield bytes *start* to *stop* - 1, even if the content is re-encrypted at the same time.
 
         Raises:
@@ -508,6 +511,17 @@ class EncryptedArtifactService(BaseArtifactService):
 
 
 reject_unknown_methods(EncryptedArtifactService, BaseArtifactService)
+
+
+async def _recording_rejections(pieces: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    """Yield *pieces*, which are read after the call of the service has ended."""
+    try:
+        async with aclosing(pieces):
+            async for piece in pieces:
+                yield piece
+    except DecryptionError as error:
+        record_rejected(error)
+        raise
 
 
 def _collection_name(app_name: str, user_id: str, filename: str, session_id: str | None) -> str:

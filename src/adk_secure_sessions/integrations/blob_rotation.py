@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
+from adk_secure_sessions.audit import command
 from adk_secure_sessions.crypto.key_material import hides_frames
 from adk_secure_sessions.errors import (
     ArtifactStoreError,
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 
+@command
 async def rotate_data_and_blobs(
     db: Database,
     store: "str | os.PathLike[str] | ObjectStore",

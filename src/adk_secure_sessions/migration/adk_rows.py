@@ -260,6 +260,8 @@ def pickle_reader() -> EventReader:
         fields = dict(zip(PICKLED_COLUMNS, row, strict=True))
         pickled = fields["actions"]
         actions = None if pickled is None else _load(_bytes(pickled), loads)
+        # Without `warnings=False`, pydantic would warn about an unexpected value, with its content.
+        values = actions.model_dump(warnings=False) if actions else {}
         ids = fields.pop("long_running_tool_ids_json")
         custom = fields["custom_metadata"]
         fields |= {name: _optional_text(fields[name]) for name in _TEXTS}
@@ -269,9 +271,7 @@ def pickle_reader() -> EventReader:
             "timestamp": seconds_of(fields["timestamp"], zone),
             "custom_metadata": None if custom is None else _loads(custom),
             "long_running_tool_ids": set(json.loads(text(ids))) if ids else set(),
-            "actions": (
-                EventActions.model_validate(actions.model_dump()) if actions else EventActions()
-            ),
+            "actions": EventActions.model_validate(values),
         }
         return _encoded(Event(**fields))
 

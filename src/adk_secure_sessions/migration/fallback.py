@@ -21,6 +21,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping
 from copy import deepcopy
 from datetime import timedelta
+from operator import attrgetter
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -70,6 +71,9 @@ _OF_DATABASE = re.compile(r"[0-9a-f]+\.\d+")  # the markers of `EncryptedSession
 _CACHED_OWNERS = 10_000
 _CANCEL_TIMEOUT = 5.0  # seconds to wait for a cancelled query of the source
 _LOG_PAUSE = 60.0  # seconds between two messages with the number of reads
+
+
+_THE_SERVICE = attrgetter("_service")
 
 
 class PlaintextFallbackService(BaseSessionService):
@@ -124,6 +128,7 @@ class PlaintextFallbackService(BaseSessionService):
         self.fallback_reads: int = 0
         self.copied_sessions: int = 0
         self._service = service
+        self._access_ids = service._access_ids
         self._store = service._store
         self._source = source
         self._read_timeout = read_timeout
@@ -150,6 +155,7 @@ class PlaintextFallbackService(BaseSessionService):
         await self._service.prepare_tables()
         await self._falls_back()
 
+    @audit.accessed("session.create", _THE_SERVICE)
     async def create_session(
         self,
         *,
@@ -180,6 +186,7 @@ class PlaintextFallbackService(BaseSessionService):
             expires_after=expires_after,
         )
 
+    @audit.accessed("session.read", _THE_SERVICE)
     async def get_session(
         self,
         *,
@@ -228,6 +235,7 @@ class PlaintextFallbackService(BaseSessionService):
                 return session
             moved = now_moved
 
+    @audit.accessed("sessions.list", _THE_SERVICE)
     async def list_sessions(
         self, *, app_name: str, user_id: str | None = None
     ) -> ListSessionsResponse:
@@ -263,6 +271,7 @@ class PlaintextFallbackService(BaseSessionService):
         listed.sort(key=lambda one: (one.last_update_time, one.user_id, one.id))
         return response
 
+    @audit.accessed("session.delete", _THE_SERVICE)
     async def delete_session(self, *, app_name: str, user_id: str, session_id: str) -> None:
         """Delete a session from the database.
 
@@ -278,6 +287,7 @@ class PlaintextFallbackService(BaseSessionService):
             app_name=app_name, user_id=user_id, session_id=session_id
         )
 
+    @audit.accessed("user.read", _THE_SERVICE)
     async def get_user_state(self, *, app_name: str, user_id: str) -> dict[str, Any]:
         """Return the user's state from the database or, if it was not copied yet, from the source.
 
@@ -294,6 +304,7 @@ class PlaintextFallbackService(BaseSessionService):
             if not await self._among_moved([owner]):
                 return state
 
+    @audit.accessed("session.write", _THE_SERVICE)
     async def append_event(self, session: Session, event: Event) -> Event:
         """Store `event`, encrypted, then apply it to `session`.
 

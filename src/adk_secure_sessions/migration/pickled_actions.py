@@ -31,7 +31,7 @@ _HASHED_BITS = 64
 # a dictionary are equal, n keys take n**2 comparisons.
 _MAX_CHOSEN_HASHES = 100
 # With a larger exponent, the conversion of a Decimal to an integer takes too long.
-_DECIMAL = re.compile(r"[^eE]*([eE][+-]?\d{1,4})?", re.ASCII)
+_DECIMAL = re.compile(r"[^eE]*(?:[eE][+-]?(\d{1,4}))?", re.ASCII)
 _accepted: Lru[bytes, bool] = Lru(1000)
 
 
@@ -243,9 +243,14 @@ class _Checker:
         for item in items:
             if item.kind not in call.arguments:
                 raise UnsafePickle("a call has an argument of another type")
-        if name == "decimal.Decimal" and not all(_DECIMAL.fullmatch(one.text()) for one in items):
-            raise UnsafePickle("the exponent of a Decimal is too large")
         self._push(call.result, items)
+        if name == "decimal.Decimal":
+            for one in items:
+                number = _DECIMAL.fullmatch(one.text())
+                if number is None:
+                    raise UnsafePickle("the exponent of a Decimal is too large")
+                # In a field for integers, `1E4000` becomes 4001 digits.
+                self._stack[-1].size += int(number[1] or 0)
 
     # --- Values -----------------------------------------------------------------------------------
 

@@ -277,6 +277,16 @@ class UnitOfWork:
         ids = (app_name, user_id, session_id, is_collection)
         return opened.identities.get(ids) or identify(opened.keys.keyring.index, *ids)
 
+    @property
+    def database_id(self) -> bytes | None:
+        """The id of the database, 16 bytes; None if the database is not open."""
+        return None if self._opened is None else self._opened.keys.keyring.database_id
+
+    def identify_if_open(self, app_name: str, user_id: str, session_id: str) -> Identity | None:
+        """Return the same as `identify`; None if the database is not open."""
+        opened = self._opened
+        return opened and identify(opened.keys.keyring.index, app_name, user_id, session_id)
+
     async def run(self, operation: Operation[T]) -> T:
         """Attempt *operation* until it succeeds, and return its result.
 
