@@ -40,7 +40,7 @@ endef
 ACTIONLINT := github.com/rhysd/actionlint/cmd/actionlint@v1.7.12
 
 .PHONY: help demo test soak check lint lint-workflows types site docs a11y test-adk test-matrix bench
-.PHONY: dist dist-check sbom release-check release-notes clean
+.PHONY: dist dist-check sbom release-requirements release-check release-notes clean
 
 # Silences the warning that mkdocs-material will not support mkdocs 2.
 export NO_MKDOCS_2_WARNING := 1
@@ -115,6 +115,10 @@ dist-check: .venv/.installed ## install both in clean environments, with each ex
 
 sbom: dist ## write dist.cdx.json (CycloneDX): the packages that the wheel brings; check their licences
 	.venv-release/bin/python -m release.sbom dist/*.whl dist.cdx.json
+
+release-requirements: .venv/.installed ## pin the newest tools that build a release, with their hashes
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --upgrade --generate-hashes --no-header \
+	  --no-annotate --output-file release/requirements.txt release/requirements.in >/dev/null
 
 release-check: .venv/.installed ## say what prevents a release
 	$(BIN)/python -m release.check
