@@ -40,7 +40,7 @@ endef
 ACTIONLINT := github.com/rhysd/actionlint/cmd/actionlint@v1.7.12
 
 .PHONY: help demo test soak check lint lint-workflows types site docs a11y test-adk test-matrix bench
-.PHONY: dist dist-check sbom release-check release-notes clean
+.PHONY: dist dist-check sbom release-requirements release-check release-notes clean
 
 # Silences the warning that mkdocs-material will not support mkdocs 2.
 export NO_MKDOCS_2_WARNING := 1
@@ -103,17 +103,22 @@ bench: .venv/.installed ## measure speed, memory and storage; write benchmarks/r
 	  --log-cli-format='%(message)s' $(or $(ARGS),--results benchmarks/results.json)
 	$(if $(ARGS),,$(BIN)/python -m tests.benchmarks.report)
 
-dist: .venv/.installed ## build the source distribution and the wheel into dist/, twice: equal bytes
+# Both use the tools of release/requirements.txt alone, whose versions and hashes are pinned.
+dist: .venv-release/.installed ## build the source distribution and the wheel into dist/, twice: equal bytes
 	rm -rf dist
-	$(BIN)/python -m release.build dist
-	$(BIN)/twine check --strict dist/*
+	.venv-release/bin/python -m release.build dist
+	.venv-release/bin/twine check --strict dist/*
 
 dist-check: .venv/.installed ## install both in clean environments, with each extra alone, and try them
 	$(PYTEST_ENV) $(BIN)/python -m pytest tests/test_packaging.py tests/test_installing.py \
 	  -m 'soak or not soak' $(ARGS)
 
 sbom: dist ## write dist.cdx.json (CycloneDX): the packages that the wheel brings; check their licences
-	$(BIN)/python -m release.sbom dist/*.whl dist.cdx.json
+	.venv-release/bin/python -m release.sbom dist/*.whl dist.cdx.json
+
+release-requirements: .venv/.installed ## pin the newest tools that build a release, with their hashes
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --upgrade --generate-hashes --no-header \
+	  --no-annotate --output-file release/requirements.txt release/requirements.in >/dev/null
 
 release-check: .venv/.installed ## say what prevents a release
 	$(BIN)/python -m release.check
@@ -122,12 +127,18 @@ release-notes: .venv/.installed ## write the changelog of this version to releas
 	$(BIN)/python -m release.check --notes release-notes.md
 
 clean: ## remove environments, caches and reports
-	rm -rf .venv .venv-adk-* .coverage .coverage.* htmlcov build dist dist.cdx.json release-notes.md site
+	rm -rf .venv .venv-adk-* .venv-release .coverage .coverage.* htmlcov build dist dist.cdx.json release-notes.md site
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests examples release typing_tests -name __pycache__ -prune -exec rm -rf {} +
 
 .venv/.installed: pyproject.toml
 	$(call make-venv,.venv,-e '.[dev]')
+
+.venv-release/.installed: release/requirements.txt
+	rm -rf .venv-release
+	$(PYTHON) -m venv .venv-release
+	.venv-release/bin/python -m pip install --quiet --require-hashes --requirement release/requirements.txt
+	touch .venv-release/.installed
 
 $(BIN)/actionlint: | .venv/.installed
 	GOBIN=$(CURDIR)/$(BIN) go install $(ACTIONLINT)

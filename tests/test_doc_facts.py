@@ -259,6 +259,13 @@ def test_figures_of_the_faq_are_those_of_the_benchmarks() -> None:
         assert said in faq
 
 
+def test_no_page_lists_mysql_among_the_databases_that_the_tests_run_on() -> None:
+    for path in [*ROOT.glob("*.md"), *DOCS.rglob("*.md")]:
+        text = " ".join(path.read_text(encoding="utf-8").split())
+        listed = re.findall(r"SQLite, PostgreSQL(?: \([^)]*\))?,? (?:or |and )?MySQL[^.]*", text)
+        assert listed == [], path.name
+
+
 def test_every_extra_is_on_the_page_of_the_installation() -> None:
     rows = [row[0] for row in cells("install.md")]
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from google.adk.events import Event
+from google.adk.events import Event, EventActions
 
 from adk_secure_sessions import (
     AesGcmBackend,
@@ -24,7 +24,13 @@ from adk_secure_sessions import (
     Reason,
     TamperedError,
 )
-from adk_secure_sessions.maintenance import Database, Verification, verify
+from adk_secure_sessions.maintenance import (
+    Database,
+    Verification,
+    rotate_master,
+    rotate_root,
+    verify,
+)
 from tests.benchmarks.report import RESULTS
 from tests.benchmarks.results import Results
 from tests.servers import MariaDB, unavailable
@@ -161,6 +167,101 @@ async def test_drill_for_mariadb(mariadb: MariaDB, tmp_path: Path) -> None:
         finally:
             with mariadb.admin.connect() as connection:
                 connection.exec_driver_sql(f"DROP DATABASE IF EXISTS {restored}")
+
+
+# --- failover ------------------------------------------------------------------------------------
+
+
+def replace_by(standby: Path, path: Path) -> None:
+    """Give *path* the contents of *standby*, which lacks its last commits."""
+    with closing(sqlite3.connect(standby)) as source, closing(sqlite3.connect(path)) as target:
+        source.backup(target)
+
+
+@pytest.mark.parametrize("name", ["word", "user:word"])
+async def test_row_that_a_failover_has_lost_is_rejected_until_the_service_is_restarted(
+    tmp_path: Path, name: str
+) -> None:
+    path = tmp_path / "sessions.db"
+    url, backend = f"sqlite:///{path}", AesGcmBackend(KEY)
+    async with EncryptedSessionService(url, backend) as service:
+        session = await service.create_session(**IDS)
+        await service.create_session(app_name="clinic", user_id="bob", session_id="other")
+        standby = vacuumed(path, tmp_path / "standby.db")
+        delta = EventActions(state_delta={name: "lost"})
+        await service.append_event(session, Event(author="user", actions=delta))
+        replace_by(standby, path)
+        with pytest.raises(TamperedError, match="restart the service"):
+            await service.get_session(**IDS)
+        with pytest.raises(TamperedError, match="restart the service"):
+            await service.list_sessions(app_name="clinic", user_id="ada")
+        create = service.create_session(app_name="clinic", user_id="ada")
+        if name == "user:word":
+            with pytest.raises(TamperedError, match="restart the service"):
+                await create
+        else:
+            await create
+        assert await service.get_session(app_name="clinic", user_id="bob", session_id="other")
+    async with EncryptedSessionService(url, backend) as restarted:
+        await append(restarted)
+    assert (await verified(url)).bad == 0
+
+
+async def test_service_accepts_the_rows_of_a_failover_after_cache_seconds(tmp_path: Path) -> None:
+    path = tmp_path / "sessions.db"
+    async with EncryptedSessionService(
+        f"sqlite:///{path}", AesGcmBackend(KEY), cache_seconds=0.5
+    ) as service:
+        await service.create_session(**IDS)
+        standby = vacuumed(path, tmp_path / "standby.db")
+        await append(service)
+        await service.create_session(**IDS | {"session_id": "lost"})
+        replace_by(standby, path)
+        with pytest.raises(TamperedError):
+            await service.get_session(**IDS)
+        assert await service.get_session(**IDS | {"session_id": "lost"}) is None
+        await asyncio.sleep(0.6)
+        await append(service)
+        found = await service.get_session(**IDS)
+        assert found is not None
+        assert len(found.events) == 1
+
+
+# --- escrow --------------------------------------------------------------------------------------
+
+
+async def test_saved_keyring_in_escrow_outlives_rotate_root_but_not_rotate_master(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "sessions.db"
+    url, root, offline, new = f"sqlite:///{path}", KEY, bytes([1] * 32), bytes([2] * 32)
+    await fill(url)
+
+    async def rotate(rotation: Any, db_url: str, key: bytes, *also: bytes) -> None:
+        old = [AesGcmBackend(one) for one in also]
+        async with Database(db_url, AesGcmBackend(key), additional_backends=old) as db:
+            await rotation(db)
+
+    escrow = vacuumed(path, tmp_path / "escrow.db")
+    await rotate(rotate_root, f"sqlite:///{escrow}", offline, root)
+
+    async def opened_with_escrow(name: str) -> Verification:
+        restored = vacuumed(path, tmp_path / name)
+        with closing(sqlite3.connect(restored)) as connection:
+            connection.execute("ATTACH ? AS escrow", [str(escrow)])
+            connection.execute("DELETE FROM secure_keyring")
+            connection.execute("INSERT INTO secure_keyring SELECT * FROM escrow.secure_keyring")
+            connection.commit()
+        async with Database(f"sqlite:///{restored}", AesGcmBackend(offline)) as db:
+            return await verify(db)
+
+    await rotate(rotate_root, url, new, root)
+    found = await opened_with_escrow("after-root.db")
+    assert (found.bad, found.sessions) == (0, 1)
+    await rotate(rotate_master, url, new)
+    found = await opened_with_escrow("after-master.db")
+    assert found.bad > 0
+    assert found.sessions == 0
 
 
 # --- capacity ------------------------------------------------------------------------------------

@@ -159,3 +159,27 @@ def test_index_renders_the_description(repository: str | None) -> None:
     addresses = [one for one in html.addresses if not one.startswith("#user-content-")]
     assert len(addresses) >= (1 if repository is None else 20)
     assert [one for one in addresses if not one.startswith("https://")] == []
+
+
+def test_tools_of_a_release_are_pinned_with_hashes_and_no_address() -> None:
+    text = (ROOT / "release" / "requirements.txt").read_text(encoding="utf-8")
+    entry = r"[a-z0-9-]+==[\w.]+(?: ; [^\\\n]+)? \\\n(?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+"
+    assert re.sub(entry, "", text) == ""
+    wanted = (ROOT / "release" / "requirements.in").read_text(encoding="utf-8")
+    tools = re.findall(r"^[a-z][a-z-]*", wanted, re.MULTILINE)
+    assert len(tools) >= 4
+    assert set(tools) <= set(re.findall(r"^([a-z0-9-]+)==", text, re.MULTILINE))
+
+
+def test_release_is_built_with_the_pinned_tools_alone() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in ("dist", "sbom"):
+        found = re.search(rf"^{target}: .*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
+        assert found, target
+        programs = [line.split()[0] for line in found[1].splitlines()]
+        assert {name for name in programs if name != "rm"} <= {
+            ".venv-release/bin/python", ".venv-release/bin/twine",
+        }  # fmt: skip
+    made = re.search(r"^\.venv-release/\.installed: .*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
+    assert made
+    assert "--require-hashes" in made[1]

@@ -3,6 +3,8 @@
 import importlib.metadata
 import inspect
 import re
+import shutil
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -24,6 +26,28 @@ def test_installed_version_is_the_one_in_pyproject() -> None:
 def test_changelog_has_notes_for_this_version() -> None:
     _, notes = check.changelog_section(PROJECT["version"])
     assert notes.startswith("### Release notes\n")
+
+
+def tracked() -> list[Path]:
+    """Return the tracked files, and new ones that are not ignored."""
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        pytest.skip("the list of the repository's files needs git and a clone")
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return [path for name in listed.split("\0") if name and (path := ROOT / name).is_file()]
+
+
+def conflict_markers(text: bytes) -> list[bytes]:
+    """Return the lines that git writes into a file for a person who merges."""
+    return re.findall(rb"^(?:<{7}|\|{7}|>{7})(?: .*)?$|^={7}$", text, re.MULTILINE)
+
+
+def test_no_file_has_markers_of_an_unresolved_merge() -> None:
+    both = b"a\n<<<<<<< ours\nb\n||||||| base\n=======\nc\n>>>>>>> theirs\n"
+    assert len(conflict_markers(both)) == 4
+    found = {path.name: conflict_markers(path.read_bytes()) for path in tracked()}
+    assert len(found) > 100
+    assert {name: lines for name, lines in found.items() if lines} == {}
 
 
 # --- addresses that nobody knows yet --------------------------------------------------------------

@@ -133,6 +133,6 @@ def test_release_is_checked_before_anything_else_and_published_last() -> None:
     assert [name for name, needed in needs.items() if not needed] == ["check"]
     assert "make release-check" in [step.get("run") for step in release["check"]["steps"]]
     assert needs["publish"] == {"attest"}
-    assert needs["attest"] == {"build", "test"}
+    assert needs["attest"] == {"build", "test", "soak"}
     assert release["publish"]["environment"] == "release"
     assert release["publish"]["permissions"] == {"id-token": "write"}

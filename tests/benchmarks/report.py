@@ -5,6 +5,7 @@ python -m tests.benchmarks.report [--compare OLD] [RESULTS]
 
 import argparse
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from tests.benchmarks import budgets, overhead, plan
 from tests.benchmarks.charts import DATABASE_LABELS, OPERATIONS, SIDE_LABELS, charts, size_label
 from tests.benchmarks.ciphers import cipher_line, comparison_line
 from tests.benchmarks.databases import ADK, ADK_SQLITE, FERNET, FLOOR, NO_OP, OURS
-from tests.benchmarks.results import Results, changes, quantity
+from tests.benchmarks.results import Results, changes, coverage, quantity
 
 _ROOT = Path(__file__).parents[2]
 RESULTS = _ROOT / "benchmarks" / "results.json"
@@ -110,6 +111,24 @@ class Report:
         bounds = quantity(figure.low, figure.high, unit=figure.unit, separator="–")  # noqa: RUF001
         return f"{figure.text} ({bounds})"
 
+    def coverages(self) -> str:
+        """Return a table of the medians whose intervals have a coverage below 95 %."""
+        counts = Counter(
+            figure.samples
+            for name, figure in self._figures.items()
+            if not name.endswith((" p95", " p99"))
+        )
+        few = [count for count in sorted(counts) if coverage(count) < 0.95]
+        cells = [
+            [
+                str(count),
+                str(counts[count]),
+                f"{100 * coverage(count):.0f}&nbsp;%" if count > 1 else "no interval",
+            ]
+            for count in few
+        ]
+        return _markdown(["samples", "figures", "coverage of the interval"], cells)
+
     def table(
         self,
         first: str,
@@ -200,7 +219,11 @@ class Report:
             ]
             if self.has(f"{names[0]} p50"):
                 cells.append([SIDE_LABELS[side], *map(self._percentiles, names)])
-        counts = [f"{count} at once" for count in plan.CONVERSATION_ROUNDS]
+        ours = f"{database}/conversations, {{}} concurrent/{OURS} {operation} p50"
+        counts = [
+            f"{count} at once, up to {self._figures[ours.format(count)].samples:,} samples"
+            for count in plan.CONVERSATION_ROUNDS
+        ]
         return _markdown([f"{DATABASE_LABELS[database]}: {operation}", *counts], cells)
 
     def _percentiles(self, name: str) -> str:

@@ -12,12 +12,37 @@ _log = logging.getLogger("benchmarks")
 _NORMAL_95 = 1.96  # standard deviations that hold 95 % of a normal distribution
 
 
+def _ranks(count: int, share: float) -> tuple[int, int]:
+    """Return the ranks of the samples that bound the interval of a quantile."""
+    width = _NORMAL_95 * math.sqrt(count * share * (1 - share))
+    return max(1, round(count * share - width)), min(count, round(count * share + width + 1))
+
+
+def coverage(count: int, percent: float = 50) -> float:
+    """Return the probability that the interval of *count* samples contains the percentile.
+
+    The number of samples below the percentile has a binomial distribution, whatever the
+    distribution of the samples is.
+    """
+    share = percent / 100
+    first, last = _ranks(count, share)
+    logs = math.log(share), math.log(1 - share)
+    return sum(
+        math.exp(
+            math.lgamma(count + 1) - math.lgamma(below + 1) - math.lgamma(count - below + 1)
+            + below * logs[0] + (count - below) * logs[1]
+        )
+        for below in range(first, last)
+    )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Figure:
-    """A quantile of the samples, and its 95 % confidence interval.
+    """A quantile of the samples, and its nominal 95 % confidence interval.
 
     The interval is computed from order statistics and assumes no distribution: W. J. Conover,
-    Practical Nonparametric Statistics, section 3.2.  For one sample it is that sample.
+    Practical Nonparametric Statistics, section 3.2.  For one sample it is that sample.  Of few
+    samples, the interval has a lower probability of containing the quantile: see `coverage`.
     """
 
     value: float
@@ -37,9 +62,7 @@ class Figure:
         """
         ordered = sorted(values)
         count, share = len(ordered), percent / 100
-        width = _NORMAL_95 * math.sqrt(count * share * (1 - share))
-        first = max(1, round(count * share - width))
-        last = min(count, round(count * share + width + 1))
+        first, last = _ranks(count, share)
         rank = max(1, math.ceil(count * share))
         value = ordered[rank - 1]
         if percent == 50:

@@ -84,7 +84,7 @@ def test_first_lines_say_what_the_results_say(results: Results) -> None:
         **{"sqlite__get, 20 events__relative to adk": 0.02},
     )
     first = page.partition("\n## ")[0]
-    assert "AES-256-GCM adds 0 to 3 % to" in first
+    assert "AES-256-GCM adds 0 to 3 % to its time" in first
     assert "2 to 38 % of the time of ADK's" in first
     assert "are faster than ADK's" in first
     slow = changed(results, **{"postgresql__list, 10 sessions__relative to adk": 1.2})

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.results import Figure, Results, changes, quantity
+from tests.benchmarks.results import Figure, Results, changes, coverage, quantity
 
 
 def test_ratio_is_the_median_of_the_rounds() -> None:
@@ -41,6 +41,20 @@ def test_interval_of_a_median_has_the_published_ranks() -> None:
     for count, low, high in [(25, 8, 18), (100, 40, 61)]:
         figure = Figure.of([float(n) for n in range(1, count + 1)], "s")
         assert (figure.low, figure.high) == (low, high)
+
+
+@pytest.mark.parametrize(
+    ("count", "percent", "probability"),
+    [(1, 50, 0.0), (3, 50, 0.75), (5, 50, 0.9375), (12, 99, 12 * 0.99**11 * 0.01), (25, 50, 0.957)],
+)
+def test_coverage_of_an_interval_is_that_of_the_binomial_distribution(
+    count: int, percent: float, probability: float
+) -> None:
+    assert coverage(count, percent) == pytest.approx(probability, abs=0.001)
+
+
+def test_median_of_six_samples_or_more_has_an_interval_of_95_percent() -> None:
+    assert [count for count in range(1, 500) if coverage(count) < 0.95] == [1, 2, 3, 4, 5]
 
 
 def test_interval_contains_the_true_median_in_94_percent_of_runs() -> None:

@@ -43,7 +43,7 @@ async def export_to_adk(
 
     Args:
         db: The database to read, with every backend whose records it may contain.
-        target: The database to write, on SQLite, PostgreSQL, MySQL or MariaDB.
+        target: The database to write, on SQLite, PostgreSQL or MariaDB (MySQL is not tested).
         app_name: Export only sessions of this app.
         user_id: Export only sessions of the users with this id.
         skip_bad: Continue after a session or state that cannot be exported.  If False, the run
