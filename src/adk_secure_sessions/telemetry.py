@@ -18,15 +18,16 @@ from functools import cache, lru_cache, wraps
 from importlib.metadata import PackageNotFoundError, version
 from threading import Lock
 from time import perf_counter
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from adk_secure_sessions.errors import DecryptionError
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
-    from opentelemetry.metrics import Histogram
-    from opentelemetry.trace import SpanKind
+    from opentelemetry.metrics import Counter, Histogram
+    from opentelemetry.metrics import _Gauge as Gauge  # the API has no other name for it
+    from opentelemetry.trace import SpanKind, Tracer
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -90,53 +91,54 @@ class _Instruments:
         except PackageNotFoundError:
             release = ""
         meter = metrics.get_meter(_NAME, release)
-        self.context = context
-        self.trace = trace
-        self.tracer = trace.get_tracer(_NAME, release)
-        self.internal, self.client = trace.SpanKind.INTERNAL, trace.SpanKind.CLIENT
-        self.operation_duration = meter.create_histogram(
+        self.context: ModuleType = context
+        self.trace: ModuleType = trace
+        self.tracer: Tracer = trace.get_tracer(_NAME, release)
+        self.internal: SpanKind = trace.SpanKind.INTERNAL
+        self.client: SpanKind = trace.SpanKind.CLIENT
+        self.operation_duration: Histogram = meter.create_histogram(
             f"{_NAME}.operation.duration",
             unit="s",
             description="Duration of one call of a service or of one command",
             explicit_bucket_boundaries_advisory=_SECONDS,
         )
-        self.cipher_duration = meter.create_histogram(
+        self.cipher_duration: Histogram = meter.create_histogram(
             f"{_NAME}.cipher.duration",
             unit="s",
             description="Time that one operation spends on encryption or on decryption",
             explicit_bucket_boundaries_advisory=_CIPHER_SECONDS,
         )
-        self.plaintext_io = meter.create_counter(
+        self.plaintext_io: Counter = meter.create_counter(
             f"{_NAME}.plaintext.io",
             unit="By",
             description="Plaintext that was encrypted or decrypted",
         )
-        self.cache_lookups = meter.create_counter(
+        self.cache_lookups: Counter = meter.create_counter(
             f"{_NAME}.cache.lookups",
             unit="{lookup}",
             description="Lookups in the caches of a service",
         )
-        self.key_service_duration = meter.create_histogram(
+        self.key_service_duration: Histogram = meter.create_histogram(
             f"{_NAME}.key_service.duration",
             unit="s",
             description="Duration of one request to a key service",
             explicit_bucket_boundaries_advisory=_SECONDS,
         )
-        self.rejected = meter.create_counter(
+        self.rejected: Counter = meter.create_counter(
             f"{_NAME}.decryption.failures",
             unit="{error}",
             description="Stored values that were rejected",
         )
-        self.retries = meter.create_counter(
+        self.retries: Counter = meter.create_counter(
             f"{_NAME}.retries", unit="{retry}", description="Repeated attempts at an operation"
         )
-        self.group_commits = meter.create_histogram(
+        self.group_commits: Histogram = meter.create_histogram(
             f"{_NAME}.group_commit.size",
             unit="{transaction}",
             description="Transactions that one commit of SQLite stores",
             explicit_bucket_boundaries_advisory=_BATCHES,
         )
-        self.progress = meter.create_gauge(
+        self.progress: Gauge = meter.create_gauge(
             f"{_NAME}.command.progress",
             unit="1",
             description="Part of a maintenance command that is done",
