@@ -202,8 +202,8 @@ class _WithoutIds(logging.Filter):
 def _hide_ids_in_logs() -> None:
     for name in ("uvicorn.access", "uvicorn.error"):  # the latter logs the URLs of WebSockets
         logging.getLogger(name).addFilter(_WithoutIds())
-    # google-adk has a logger for each module, and a filter applies to one logger only.  So change
-    # the function that creates the records of all loggers.
+    # google-adk also logs ids.  It has a logger for each module, and a filter applies to one logger
+    # only.  So change the function that creates the records of all loggers.
     create = logging.getLogRecordFactory()
 
     def create_without_ids(*values: Any, **options: Any) -> logging.LogRecord:

@@ -71,7 +71,7 @@ class Package1xKeys(KeyMaterial):
     Args:
         keys: The keys that the application gave to `FernetBackend` (a Fernet key or a passphrase)
             or to `AesGcmBackend` (32 bytes, which may be given as base64 or hexadecimal text here).
-            A text is used exactly as given: a newline at its end would be a part of a passphrase.
+            A passphrase is used exactly as given: a newline at its end is a part of it.
 
     Raises:
         ConfigurationError: *keys* is empty, a key is empty, or a key is neither text nor bytes.

@@ -52,7 +52,9 @@ logger: logging.Logger = logging.getLogger(__name__)
 _READERS = 2
 _BUSY_TIMEOUT = 30.0  # seconds to wait while another process holds the write lock
 _BATCH = 64  # maximum number of jobs in one commit
-_EXIT_TIMEOUT = 5.0  # seconds to wait for a thread to end, before and after its read is interrupted
+# `_stop` waits this number of seconds for the threads to end.  If reads are still running then, it
+# interrupts them, and waits for the same time again.
+_EXIT_TIMEOUT = 5.0
 # SQLite calls `_must_stop` each time it has executed this number of instructions, which takes one
 # or two milliseconds.  Reading a session with 1000 events takes fewer instructions.
 _INSTRUCTIONS = 100_000
@@ -105,10 +107,13 @@ def sqlite_executor(
 def _prepare_file(
     _dialect: object, _record: object, args: list[Any], options: dict[str, Any]
 ) -> None:
-    """Create a missing file with mode 0600; open a file that is not writable as read-only.
+    """Create a missing file with mode 0600, or prepare to open a file as read-only.
 
-    SQLAlchemy calls this function before it opens a connection.  SQLite gives the write-ahead log
-    and the log's index the mode of the file.
+    SQLAlchemy calls this function before it opens a connection.  If the file or its directory is
+    not writable, this function changes *args* and *options* so that SQLite opens the file as
+    read-only.  It does not change a `file:` URI.
+
+    SQLite gives the write-ahead log and the log's index the mode of the file.
     """
     name = str(args[0])
     if options.get("uri") and name.startswith("file:"):

@@ -145,8 +145,8 @@ def _without_hooks(schema: Any) -> Any:
     if stripped.get("type") == "model" and stripped["cls"] is types.Part:
         stripped["custom_init"] = False
     if stripped.get("type") == "model" and stripped["cls"] is Event:
-        # The faster parser must reject shorthand arguments, which are not fields of an event, so
-        # that `EventParser` uses the public call for them.
+        # A shorthand argument, such as `message`, is not a field of an event.  The faster parser
+        # must reject it, so that `EventParser` uses the public call, which accepts it.
         stripped["config"] = {**stripped["config"], "extra_fields_behavior": "forbid"}
     return stripped
 

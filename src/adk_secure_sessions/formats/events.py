@@ -161,9 +161,9 @@ def _fields(event: Event) -> JsonObject:
     fields = _dumped(event)
     actions = fields.get("actions")
     for name in ("state_delta", "agent_state"):
-        # If such a field holds a value that cannot be converted to JSON, google-adk also stores the
-        # fields that are None in the models inside that value.  `_dumped` omits these fields, so
-        # use the original value.
+        # `_dumped` omits all fields that are None.  google-adk keeps them in the models inside
+        # `state_delta` or `agent_state` if the value of that field cannot be converted to JSON.
+        # Then use the original value, which still contains these models.
         value = getattr(event.actions, name, None)
         if isinstance(actions, dict) and name in actions and not _has_json_form(value):
             actions[name] = value

@@ -415,7 +415,13 @@ def _witnesses(bounds: Bounds) -> sa.Select[Any]:
 
 
 class _Counted(NamedTuple):
-    """A table, the key whose ranges divide its rows into batches, and the query for one range."""
+    """A table whose rows are counted in batches.
+
+    Attributes:
+        table: The table.
+        key: The column whose ranges divide the rows into batches.
+        query: A function that returns the query that counts the rows in one range.
+    """
 
     table: sa.Table
     key: sa.Column[Any]

@@ -249,7 +249,10 @@ class _Audit(NamedTuple):
 
 
 async def _retire_data_keys(db: Database, owner: bytes, dry_run: bool) -> _OlderKeys:
-    """Delete the unused data keys of *owner*; return the kept and the unused replaced data keys."""
+    """Delete the unused data keys of *owner*, unless *dry_run* is True.
+
+    Return the owner's older data keys: those that are kept, and those that are unused.
+    """
     rows = (await read_data_keys(db.read_keys, [owner])).data_keys
     audit = await _audit(db, owner, rows)
     if audit is None:

@@ -284,7 +284,10 @@ class AdkTables(LookupSource):
     def convert_states(
         self, rows: Sequence[StateRow]
     ) -> dict[tuple[str, ...], JsonObject | UnreadableState]:
-        """Return a mapping from the names in *rows*, which `Tables.states` has read, to states."""
+        """Convert *rows*, which `Tables.states` has read.
+
+        The result maps the names of each row (see `adk_sql`) to its state.
+        """
         return {row.names: self._state(*row) for row in rows}
 
     async def _convert(self, work: Callable[[], T]) -> T:

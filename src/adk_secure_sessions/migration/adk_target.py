@@ -563,7 +563,7 @@ def create_private_file(path: Path) -> None:
         os.close(created)
         return
     found = path.lstat()  # do not follow a link, which may name a file of another user
-    # On Windows, files have no mode and no owner of this kind.
+    # Windows has no `geteuid`, and `st_uid` is always 0 there.
     is_others = sys.platform != "win32" and found.st_uid != os.geteuid()
     if not stat.S_ISREG(found.st_mode) or is_others:
         raise ConfigurationError(

@@ -262,7 +262,8 @@ class PlaintextFallbackService(BaseSessionService):
             response = await self._service.list_sessions(app_name=app_name, user_id=user_id)
             owners |= {(app_name, session.user_id) for session in response.sessions}
             now_moved = await self._among_moved(owners)
-            # If a state was copied after `moved` was read, the listing may lack this state.
+            # If a state was copied after `moved` was read, the listing may lack this state.  Then
+            # list the sessions again.
             if now_moved == moved:
                 break
             moved = now_moved
@@ -532,8 +533,9 @@ class PlaintextFallbackService(BaseSessionService):
     ) -> tuple[JsonObject, JsonObject]:
         """Return the states of an app and a user.
 
-        If the encrypted state is not empty, or its owner is in *moved*, return the encrypted state.
-        Otherwise, return the state in the source.
+        *moved* contains the apps and users whose state was copied or erased.  If the encrypted
+        state is not empty, or its owner is in *moved*, return the encrypted state.  Otherwise,
+        return the state in the source.
         """
         app_json, user_json = await self._store.states(app_name, user_id)
         app = states.loads(app_json, "the app's state")

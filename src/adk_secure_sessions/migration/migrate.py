@@ -510,7 +510,13 @@ class _Owners:
 
     @contextlib.asynccontextmanager
     async def of(self, *ids: str) -> AsyncIterator[None]:
-        """Wait until the block may run; *ids* are the app name, and the user id if there is one."""
+        """Guard a block of `async with` that imports something of an app or a user.
+
+        The block waits while the first import of this app, or of this user, runs.
+
+        Args:
+            ids: The app name, and the user id unless the block imports the state of an app.
+        """
         owners = [ids[: length + 1] for length in range(len(ids))]
         async with contextlib.AsyncExitStack() as stack:
             for owner in owners:

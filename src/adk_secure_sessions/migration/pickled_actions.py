@@ -272,7 +272,12 @@ class _Checker:
         self._stack.append(value)
 
     def _add(self, kind: str, items: Sequence[_Value]) -> None:
-        """Add *items* to the value on top of the stack, which must be of *kind* and not shared."""
+        """Add *items* to the value on top of the stack.
+
+        Raises:
+            UnsafePickle: The value is not of *kind*, is shared (see `_Value.is_shared`), or becomes
+                too large.
+        """
         value = self._stack[-1]
         if value.kind != kind or value.is_shared:
             raise UnsafePickle("a value changes after it was used")

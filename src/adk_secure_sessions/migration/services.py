@@ -86,7 +86,8 @@ class ServiceSource(Source):
         self._user_ids = user_ids or {}
         self._compares_events = compares_events
         self._calls = asyncio.Semaphore(_AT_ONCE)
-        # If `compares_events` is True, the contents of the batch that `sessions` yielded last.
+        # The contents of the batch that `sessions` yielded last, so that `read` need not read them
+        # again.  Empty if `compares_events` is False.
         self._contents: dict[SourceSession, _Content] = {}
 
     @property

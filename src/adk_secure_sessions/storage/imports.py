@@ -56,7 +56,9 @@ _BYTES_AT_ONCE = 4 * 1024 * 1024
 _LATEST = 9 * 10**18  # the latest time that the stored format allows, in microseconds
 _NO_ROW = 0  # the row id of a tombstone
 _NO_SOURCE = bytes(TAG_LENGTH)
-_LOCK_WAIT = 5  # seconds for which a tombstone waits for imports on PostgreSQL
+# On PostgreSQL, storing the tombstone of a user waits for running imports.  After this number of
+# seconds, it fails, and the caller repeats it.
+_LOCK_WAIT = 5
 
 
 class ImportResult(Enum):

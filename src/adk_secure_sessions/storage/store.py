@@ -382,9 +382,10 @@ class Store:
         return found
 
     async def tombstone(self, app_name: str, user_id: str, session_id: str | None = None) -> None:
-        """Store a tombstone: the session must not be imported any more.
+        """Store a tombstone: a row that forbids importing the session.
 
-        If *session_id* is None, nothing of the user must be imported any more.
+        If *session_id* is None, the tombstone forbids importing the user's state and all sessions
+        of the user.
 
         Call this before deleting the session, or the user's rows.  Otherwise, an import could
         restore them.  After this call for a user, every running import of the user has either been
@@ -616,7 +617,7 @@ class Collections:
         await self._unit.run(RewriteItems(who, expected, items, time.time_ns() // 1000))
 
     async def delete(self, app_name: str, user_id: str, name: str) -> bool:
-        """Delete a collection and its items, and return whether the collection was stored."""
+        """Delete a collection and its items; return False if the collection does not exist."""
         who = await self._unit.identify(app_name, user_id, name, True)
         return await self._unit.run(DeleteSession(who))
 
