@@ -393,9 +393,9 @@ async def open_keyring(
         row_count: The number of stored rows; by default, the number of *rows*.
 
     Raises:
-        WrongKeyError: No row of an index master or of a data master was accepted.  Or there are
-            more than `MAX_ROWS` rows, and either *known* or *leaves_pending* was not given, or
-            *known* has accepted none of the stored data masters.  Or, without *known*: a row is
+        WrongKeyError: The keyring would have no index master or no data master.  Or there are more
+            than `MAX_ROWS` rows, and either *known* or *leaves_pending* was not given, or *known*
+            has accepted none of the stored data masters.  Or, without *known*: a row is
             malformed, its root key is not in *roots*, or its root key does not unwrap it.
         PlaintextRefusedError: Without *known*: a master key is stored as plaintext, and the service
             was not given `NoOpBackend`.

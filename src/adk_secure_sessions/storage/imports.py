@@ -181,7 +181,8 @@ def canonical(state: bytes) -> bytes:
 class _Outcome(NamedTuple):
     """The result of `ImportSession`, and the session that this attempt has stored.
 
-    *session* is None if the attempt has stored nothing.
+    *witness* is the version witness of this session.  Both are None if the attempt has stored
+    nothing.
     """
 
     result: ImportResult
@@ -197,7 +198,7 @@ class ImportSession(Write[_Outcome]):
 
     Args:
         who: The ids of the session.
-        seals: The MACs of the database.
+        seals: Computes and checks the MACs in `secure_migrated`.
         state: The session's own state, as JSON.
         events: All events, oldest first.
         times: The columns `created_at`, `updated_at` and `expires_at`, in microseconds UTC.
@@ -232,12 +233,14 @@ class ImportSession(Write[_Outcome]):
         self._replace = replace
         self._spans = list(_spans(events))
         # The result of each attempt, by the row id that the attempt has chosen for the session.  An
-        # attempt that lost its connection may have been committed: see `CreateSession`.
+        # attempt that lost its connection may have been committed.  If the next attempt finds one
+        # of these row ids in `secure_migrated`, it returns the result of the earlier attempt.
         self._sent: dict[int, ImportResult] = {}
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> _Outcome:
-        # Each span of events is inserted by a separate request to the database.  With asyncpg, each
-        # request commits separately, unless `locks_rows` is True.
+        # A span is a part of the events that one request inserts.  Several spans need several
+        # requests, which must be committed together.  With asyncpg, each request would commit
+        # separately, unless `locks_rows` is True.
         if len(self._spans) > 1:
             attempt = attempt._replace(locks_rows=True)
         return await super().attempt(attempt, executors)
@@ -458,7 +461,7 @@ class ImportState(Write[ImportResult]):
 
     Args:
         who: The ids of the app and the user.
-        seals: The MACs of the database.
+        seals: Computes and checks the MACs in `secure_migrated`.
         state: The state, as JSON.
         of_user: Whether the state is the user's.  Otherwise, the user id of *who* is not used.
         replace: Replace the state if another state was imported before, and no service has changed
@@ -556,7 +559,7 @@ class AddTombstone(Write[None]):
 
     Args:
         who: The ids of the session.
-        seals: The MACs of the database.
+        seals: Computes and checks the MACs in `secure_migrated`.
     """
 
     def __init__(self, who: Identity, seals: Seals) -> None:
@@ -577,7 +580,9 @@ class AddTombstone(Write[None]):
 
 
 def add_tombstone_of_user(tombstone: MigratedRow, connection: sa.Connection) -> None:
-    """Remember that nothing of a user must be imported; `Seals.tombstone` returns *tombstone*.
+    """Remember that nothing of a user must be imported.
+
+    *tombstone* is the row to store, as `Seals.tombstone` returns it.
 
     Run this function in a transaction of its own.  After the commit, every import of the user has
     either been committed, or finds the tombstone and stores nothing.

@@ -57,9 +57,9 @@ _APP, _USER, _WITNESS, _KEY, _MASTER, _SESSION, _SNAPSHOT, _EVENT = range(8)
 # a read returns two rows for it.
 _MIGRATED, _MIGRATED_SEAL = 8, 9
 _NUMBERS, _BLOBS = 8, 2
-# The positions of an event's values in its row.  A history may have thousands of events, and
-# converting a row to a named tuple takes as long as finding its cipher.  Therefore, event rows are
-# used as the driver returns them.
+# The positions of an event's values in its row.  Event rows are used as the driver returns them.  A
+# history may have thousands of events, and converting each row to a named tuple would take as long
+# as finding the cipher that decrypts it.
 EVENT_SEQ, EVENT_TIME, EVENT_RECORD = 1, 2, 1 + _NUMBERS
 _ZERO: ColumnElement[int] = literal_column("0")
 # The maximum number of data keys that a query reads for one owner.  A rotation adds one data key.
@@ -273,7 +273,11 @@ def _page_query(keys: bool, *, of_app: bool, newest: bool, snapshots: bool) -> C
 
     The rows are those of one user or, with *of_app*, of all users of the app.  They are in the
     order of their users' row ids and then of their own row ids, which is the order of creation.
-    The parameters `after_user` and `after_row` are the position.
+    With *newest*, the order is reversed.  The parameters `after_user` and `after_row` are the
+    position.
+
+    If *keys* is True, the query also reads data keys.  If *snapshots* is True, it also reads the
+    snapshots of the sessions in the page.
     """
     user, own = (users.c.id if of_app else sessions.c.user_row), sessions.c.id
     rows = select(own, sessions.c.user_row, sessions.c.tag)
@@ -310,7 +314,10 @@ def _page_query(keys: bool, *, of_app: bool, newest: bool, snapshots: bool) -> C
 
 @functools.cache
 def page_of_sessions(*, of_app: bool, newest: bool, snapshots: bool) -> QueryForms:
-    """Return the query for a page of a listing; see `_page_query`."""
+    """Return the two forms of the query for a page of a listing.
+
+    `_page_query` describes the arguments and the parameters of the query.
+    """
     return {
         keys: _page_query(keys, of_app=of_app, newest=newest, snapshots=snapshots)
         for keys in (False, True)
@@ -327,7 +334,8 @@ SESSION_WITHOUT_EVENTS = _by_keys()
 SESSIONS_OF_USER = {keys: _list_query(keys) for keys in (False, True)}
 COLLECTIONS_OF_USER = {keys: _list_query(keys, collections=True) for keys in (False, True)}
 OWNERS = {keys: _owners_query(keys) for keys in (False, True)}
-# These two queries also read the rows of `secure_migrated` with the given tags; see `imports`.
+# The next two queries also read the rows of `secure_migrated` with the tags in the arguments.  Such
+# a row says whether a session or a state was imported before.
 IMPORTED_SESSION = {
     keys: _session_query(keys, _migrated(_user_tag, _session_tag)) for keys in (False, True)
 }
@@ -342,7 +350,10 @@ EVENT_AT = _event().where(
 
 @functools.cache
 def events_at(number: int) -> Select[Any]:
-    """Return the query for *number* events of one session by their `seq`; see `numbered`."""
+    """Return the query for *number* events of one session by their `seq`.
+
+    The parameters are `session_row` and the values of `seq`, as `numbered` returns them.
+    """
     return _event().where(
         events.c.session_row == bindparam("session_row"), is_one_of(events.c.seq, number)
     )
@@ -579,7 +590,7 @@ class SnapshotRow(NamedTuple):
 
 
 class MigratedRow(NamedTuple):
-    """A row of `secure_migrated`; see `imports`."""
+    """A row of `secure_migrated`, which says what was imported; `imports` describes the columns."""
 
     tag: bytes
     row_id: int

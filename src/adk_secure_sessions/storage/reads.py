@@ -259,7 +259,8 @@ class ListPage(_Read):
         limit: The maximum number of rows in the page.
         newest: Whether the newest session is first.
         with_state: Whether to read snapshots.  If False, a session's state is not complete.
-        skip: See `ListUserSessions`.
+        skip: If True, a session that cannot be decrypted is omitted, and its error is logged.  If
+            False, the error is raised.
     """
 
     def __init__(
@@ -453,7 +454,7 @@ class CheckLocatedSession(_Read, Generic[E]):
     Args:
         who: The ids of the session, which `verify` has decrypted from the rows of the session and
             its user.
-        decode: See `GetSession`.
+        decode: Called with an event's plaintext, its session's row id and its `seq`.
     """
 
     def __init__(self, who: Identity, decode: Callable[[bytes, int, int], E]) -> None:
@@ -472,7 +473,7 @@ class CheckLocatedSession(_Read, Generic[E]):
 
 
 def _view(session: StoredSession, user: Owner, app: Owner | None) -> View:
-    """Return *session* with the id of its user, and the states of its user and its app.
+    """Return the `View` of *session*: with the id of its user, and the states of user and app.
 
     Raises TamperedError if *app* is None or is not the app that the user's row refers to.
     """

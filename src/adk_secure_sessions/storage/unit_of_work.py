@@ -283,7 +283,10 @@ class UnitOfWork:
         return None if self._opened is None else self._opened.keys.keyring.database_id
 
     def identify_if_open(self, app_name: str, user_id: str, session_id: str) -> Identity | None:
-        """Return the same as `identify`; None if the database is not open."""
+        """Return the ids of a session together with their tags; None if the database is not open.
+
+        Unlike `identify`, this method never opens the database.
+        """
         opened = self._opened
         return opened and identify(opened.keys.keyring.index, app_name, user_id, session_id)
 
@@ -387,7 +390,10 @@ class UnitOfWork:
         return await repeated(lambda: define(work, commit=commit), writes=True)
 
     async def change_keys(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
-        """Do the same as `change`, but on the database that has the key tables."""
+        """Run *work* in one transaction on the database that has the key tables.
+
+        After a conflict or a lost connection, *work* is repeated in a new transaction.
+        """
         define = self.executors.keys.define
         return await repeated(lambda: define(work, commit=commit), writes=True)
 
