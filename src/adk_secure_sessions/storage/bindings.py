@@ -283,7 +283,10 @@ class KeySource(Enum):
 
 
 class Attempt(NamedTuple):
-    """One attempt at an operation on the rows of *who*, with its data keys and the row cache.
+    """One attempt at an operation on the rows of *who*.
+
+    *keys* are the data keys that the attempt uses, and *key_source* says where they come from.
+    *cache* is the row cache of the unit of work.
 
     *after_commit* is None for a read.  For a write, it collects functions that cache the rows which
     the write has read; they are called after the commit.  On SQLite, one transaction contains

@@ -92,7 +92,8 @@ class Imported:
         row: The row id right after the import; 0 for a tombstone.
         number: The revision of the session, or the version of the user or app, right after the
             import; 0 for a tombstone.
-        source: A keyed MAC that identifies the imported version; see `has_source`.
+        source: A keyed MAC that identifies the imported version.  `has_source` and `has_state`
+            compare a version with this MAC.
         stored: The row id, and the revision or version, that the session, user or app has now; None
             if it is not stored.  These two numbers were not authenticated.
     """
@@ -119,9 +120,9 @@ class Imported:
         return self.stored == (self.row, self.number)
 
     def has_source(self, version: str) -> bool:
-        """Return whether *version* is the version of the session that was imported.
+        """Return whether the session was imported with this *version*.
 
-        *version* is compared with the argument *source_version* of `Store.import_session`.
+        This is the case if `Store.import_session` was given *version* as *source_version*.
         """
         return hmac.compare_digest(self._source_of(self.tag, encode_text(version)), self.source)
 
@@ -174,7 +175,7 @@ class Seals(NamedTuple):
 
 
 def canonical(state: bytes) -> bytes:
-    """Return JSON that is the same for equal states: with sorted keys, in ASCII."""
+    """Return *state* as JSON with sorted keys, in ASCII, so that equal states have equal JSON."""
     return json.dumps(loads(state), sort_keys=True, separators=(",", ":")).encode("ascii")
 
 
@@ -204,7 +205,7 @@ class ImportSession(Write[_Outcome]):
         times: The columns `created_at`, `updated_at` and `expires_at`, in microseconds UTC.
         source: The MAC that identifies the version: see `Seals.source`.
         replace: Replace the session if another version was imported before, and no service has
-            changed it since.
+            changed it since.  Otherwise, an imported session is never replaced.
 
     Raises:
         ValueError: A time is outside the range that the stored format allows.
@@ -314,9 +315,9 @@ class ImportSession(Write[_Outcome]):
             # No change of this transaction updates the user's row.  So the INSERT itself must
             # require that this row is unchanged.
             row = Change(sql.IMPORT_SESSION_OF_USER, columns | user_columns(found.user))
-        # *mark* comes before *row*.  On PostgreSQL, the INSERT of *mark* and
-        # `add_tombstone_of_user` cannot run at the same time.  Afterwards, *row* checks that there
-        # is no tombstone.
+        # *mark*, the INSERT into `secure_migrated`, comes before *row*, the INSERT of the session.
+        # On PostgreSQL, *mark* and `add_tombstone_of_user` wait for each other's transaction.
+        # After *mark*, *row* requires that the user has no tombstone.
         mark = Change(sql.INSERT_MIGRATED, new.row._asdict())
         yield from new.apply_or_conflict(attempt, [mark, *owners.changes, row, *new.inserts()])
         return new.outcome

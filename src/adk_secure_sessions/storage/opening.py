@@ -662,8 +662,8 @@ async def open_database(
         backends: The backends, whose root keys unwrap the keyring.
         create_tables: Create missing tables; if False, they must exist (see docs/sql).
         known: A keyring opened earlier.  If given, nothing is created, and the keys of *known* are
-            not unwrapped again.  If a key service then fails, the new keyring does not contain the
-            master keys that need this service; a later call tries to unwrap them again.
+            not unwrapped again.  If a key service fails while a new or changed row is unwrapped,
+            the result does not contain the master key of this row until a later call.
 
     Raises:
         ConfigurationError: A database cannot be used; it was left unchanged.

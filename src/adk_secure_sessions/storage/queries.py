@@ -195,6 +195,11 @@ def _among(column: ColumnElement[Any], *tags: Any) -> ColumnElement[bool]:
 
 
 def _members(keys: bool, *members: Select[Any]) -> CompoundSelect[Any]:
+    """Return the UNION ALL of *members*.
+
+    If *keys* is True, the query also reads the data keys of the app and the user, and the
+    `MasterMark` of each row of the keyring.
+    """
     wanted = [_keys_of(_app_tag), _keys_of(_user_tag), _master()]
     return union_all(*members, *(wanted if keys else []))
 

@@ -68,7 +68,8 @@ T = TypeVar("T")
 
 SessionIds = tuple[str, str, str]  # the app name, the user id and the session id
 
-MAX_NAME_BYTES = 16 * 1024  # of a collection: enough for the JSON of several escaped ids
+# The maximum length of a collection's name: enough for the JSON of several escaped ids.
+MAX_NAME_BYTES = 16 * 1024
 
 
 class Store:

@@ -509,8 +509,17 @@ class UnitOfWork:
     ) -> DataKeyRow:
         """Store a new data key of *owner* in the key database, and return its row.
 
-        Raises UniqueViolation if another process has stored a data key of the same owner and
-        generation first, and Conflict if another process has changed the keyring.
+        Args:
+            known: The keyring, and the cache of data keys.
+            keys: The data keys of the attempt; creates the new data key.
+            owner: A tag.
+            not_before: The earliest `created_at` of the data key, in microseconds since 1970.
+            seen: The keyring that the attempt began with.
+
+        Raises:
+            UniqueViolation: Another process has just stored a data key of the same owner and
+                generation.
+            Conflict: Another process has changed the keyring, so nothing was stored.
         """
         row = keys.new(owner, not_before)
         change = Change(INSERT_KEY, row._asdict() | keys.keyring_guard())

@@ -59,7 +59,8 @@ Changes = list[Change]
 # new overlay is empty.  Therefore, most appends rewrite only a small row, even if the state is
 # large.
 OVERLAY_LIMIT = 8 * 1024
-# The maximum number of rows that one statement inserts.
+# The maximum number of items that one request (`Apply`) inserts.  With asyncpg, a request is one
+# statement, and an INSERT in it for each item makes the statement longer.
 _ROWS_AT_ONCE = 16
 
 
