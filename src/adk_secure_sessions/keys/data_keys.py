@@ -470,7 +470,7 @@ class StagedKeys:
             self._keys.owners.put(key_id, owner)
 
     def forget(self, owner: bytes) -> None:
-        """Remove the data keys of *owner* from the cache, because the owner does not exist."""
+        """Remove the data keys of *owner* from the cache, because the owner's row is not stored."""
         self._keys.by_owner.drop(owner)
         self._cached.pop(owner, None)
 

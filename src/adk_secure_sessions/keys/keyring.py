@@ -32,9 +32,14 @@ from adk_secure_sessions.loops import at_once
 logger: logging.Logger = logging.getLogger(__name__)
 
 DATA, INDEX = "data", "index"
-MAX_ROWS = 64  # of `secure_keyring`; a rotation adds one row, and `retire` removes the old ones
-MAX_WRAPPED = 65_536  # bytes of a wrapped key; a longer value was tampered with, and is not read
-_AT_ONCE = 8  # maximum number of simultaneous calls to a key service, if no master key is known yet
+# The maximum number of rows of `secure_keyring`.  A rotation of master keys adds one row, and
+# `retire` deletes the rows that are not used any more.
+MAX_ROWS = 64
+# The maximum length of a wrapped key, in bytes.  A longer value was tampered with, and is not read.
+MAX_WRAPPED = 65_536
+# How many data masters a process unwraps at the same time when it starts.  A process that knows a
+# keyring unwraps one data master at a time.
+_AT_ONCE = 8
 _INTEGERS = range(2**63)
 
 

@@ -611,7 +611,8 @@ def open_events(
         attempt: Contains the data keys and the ids of the session.
         session: The session of the events.
         history: Rows of events as the driver returns them, sorted by `seq`.
-        previous: The link of the event before the first; None if that event was not read.
+        previous: The link of the event before the first; `NO_LINK` if there is no such event, and
+            None if that event was not read.
 
     Returns:
         The events' plaintexts without flags and links, and the link of the last event.
@@ -737,7 +738,7 @@ def seal_events(
         first: The `seq` of the first event.
         new: The plaintext and the time of each event.
         links: The link of each event.
-        previous: The link of the event before the first.
+        previous: The link of the event before the first; `NO_LINK` if there is no such event.
     """
     parts, owner, seal = attempt.who.event_parts, attempt.who.user_tag, attempt.keys.seal
     rows: list[dict[str, object]] = []

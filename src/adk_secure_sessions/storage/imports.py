@@ -74,9 +74,11 @@ class ImportResult(Enum):
 
 
 class ImportedEvent(NamedTuple):
-    """An event to import: its plaintext, as `events.encode` returns it, and its time.
+    """An event to import.
 
-    The time is in microseconds since 1970, UTC.
+    Attributes:
+        plaintext: The event as `events.encode` returns it.
+        time: The time of the event, in microseconds since 1970, UTC.
     """
 
     plaintext: bytes
@@ -466,7 +468,8 @@ class ImportState(Write[ImportResult]):
         state: The state, as JSON.
         of_user: Whether the state is the user's.  Otherwise, the user id of *who* is not used.
         replace: Replace the state if another state was imported before, and no service has changed
-            it since.
+            it since.  Otherwise, a stored state is replaced only if it is empty and was not
+            imported.
     """
 
     def __init__(

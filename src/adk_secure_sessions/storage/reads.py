@@ -136,6 +136,8 @@ class GetSession(_Read, Generic[E]):
         bindings.check_events(session, found.events, self._limit)
         decoded: list[E] = []
         after = self._after
+        # If all events were read, no event comes before the first.  Otherwise, the link of the
+        # event before the first is not known, and the first event's copy of it is not checked.
         link = NO_LINK if len(found.events) == session.revision else None
         for start in range(0, len(found.events), _CHUNK):
             if start:

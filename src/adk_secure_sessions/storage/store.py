@@ -323,9 +323,13 @@ class Store:
     ) -> ImportResult:
         """Set the state of a user, or of an app if *user_id* is None, exactly to *state*.
 
-        *state* is JSON that `states.encode` returns, with keys without prefix.  If the app or the
-        user is not stored, it is created.  An empty state, as `import_session` creates it, is
-        replaced even if *replace* is False.
+        *state* is JSON that `states.encode` returns; its keys have no prefix `app:` or `user:`.  If
+        the app or the user is not stored, create the row.  An empty state, as `import_session`
+        creates it, is replaced even if *replace* is False.
+
+        If *replace* is True, also replace a state that was imported before, provided that no
+        service has changed the state since.  `ImportResult` lists the cases in which the stored
+        state is left unchanged.
 
         Raises:
             TamperedError: A row was tampered with, and nothing was changed.

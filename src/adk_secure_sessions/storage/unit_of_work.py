@@ -149,7 +149,15 @@ async def repeated(work: Callable[[], Awaitable[T]], *, writes: bool = False) ->
 
 
 class _Opened(NamedTuple):
-    """The keys of the database, and caches that are emptied at *expires* (monotonic seconds)."""
+    """The keys of the database, and the caches of a unit of work.
+
+    Attributes:
+        keys: The keyring and the cache of data keys.
+        rows: The cache of decrypted rows.
+        identities: The tags of ids, by app name, user id, session id and `is_collection`.
+        attached: The objects that `UnitOfWork.attached` keeps, by key.
+        expires: When the caches are emptied, in monotonic seconds.
+    """
 
     keys: DataKeys
     rows: RowCache

@@ -60,7 +60,7 @@ Changes = list[Change]
 # large.
 OVERLAY_LIMIT = 8 * 1024
 # The maximum number of items that one request (`Apply`) inserts.  With asyncpg, a request is one
-# statement, and an INSERT in it for each item makes the statement longer.
+# statement, which contains one INSERT for each item.
 _ROWS_AT_ONCE = 16
 
 
@@ -765,6 +765,7 @@ def _read_proven(attempt: Attempt) -> Steps[tuple[Found, Owner, StoredSession]]:
     if session is None or user is None:
         raise MissingSession
     bindings.check_events(session, found.events, 1)
+    # If the session has more events, the link of the event before the last is not known.
     before = NO_LINK if len(found.events) == session.revision else None
     _, link = bindings.open_events(attempt, session, found.events, before)
     bindings.check_head(attempt, session, link)
