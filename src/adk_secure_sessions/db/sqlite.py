@@ -50,7 +50,8 @@ from adk_secure_sessions.loops import wait_ignoring_cancel
 logger: logging.Logger = logging.getLogger(__name__)
 
 _READERS = 2
-_BUSY_TIMEOUT = 30.0  # seconds to wait while another process holds the write lock
+# Seconds to wait while another process holds the write lock; then the write fails.
+_BUSY_TIMEOUT = 30.0
 _BATCH = 64  # maximum number of jobs in one commit
 # `_stop` waits this number of seconds for the threads to end.  If reads are still running then, it
 # interrupts them, and waits for the same time again.

@@ -300,7 +300,7 @@ class Attempt(NamedTuple):
     cache: RowCache
     key_source: KeySource
     is_first: bool  # only the first attempt may use cached rows instead of a read
-    began: int = 0  # `cache.time` when the attempt began
+    began: int = 0  # `cache.time` when the attempt began: see `_reject_older`
     locks_rows: bool = False  # after several conflicts, a write locks rows before it reads them
     after_commit: list[Callable[[], None]] | None = None
 
@@ -449,8 +449,9 @@ def open_user_row(attempt: Attempt, found: Found, row: UserRow) -> Owner:
 def named_user(attempt: Attempt, found: Found) -> Owner | None:
     """Return the user of *attempt* without decrypting the user's row; None if no row has the tag.
 
-    The returned user has an empty state.  The user id and the row id are not authenticated here:
-    decrypting a session of the user authenticates them.
+    The returned user has an empty state.  This function does not authenticate the user id and the
+    row id.  They are authenticated when a session of the user is decrypted, because the context of
+    the session contains both.
     """
     row = found.user
     if row is None:
@@ -604,8 +605,9 @@ def open_events(
 ) -> tuple[list[bytes], bytes | None]:
     """Decrypt the events in *history*; check that each contains the link of the event before it.
 
-    A history may have thousands of events.  Therefore, the parts of the context and the cipher,
-    which many events have in common, are computed once.
+    A history may have thousands of events.  Therefore, this function computes the beginning of the
+    context only once, and looks up the cipher only if an event names another data key than the
+    event before it.
 
     Args:
         attempt: Contains the data keys and the ids of the session.

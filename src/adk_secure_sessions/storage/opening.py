@@ -60,7 +60,9 @@ T = TypeVar("T")
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-_ATTEMPTS = 8  # how often `open_database` surveys a database before it fails
+# How often `open_database` surveys a database before it fails.  It surveys again after each step,
+# and other processes may create tables and keys at the same time.
+_ATTEMPTS = 8
 _ID = re.compile("[0-9a-f]{32}")
 _SAMPLES = 20  # the number of rows of ADK's tables that `_are_of_1x` reads
 # The errors of SQLite for a file that cannot be used have names that begin with one of these.
@@ -309,8 +311,10 @@ def _check_features(survey: Survey) -> None:
     """Raise ConfigurationError for features that this release does not know.
 
     A release that does not know a feature could, for example, retire a key that is still used in a
-    table of this feature.  The list is authenticated later, in `check_features`, because its MAC
-    needs a key of the keyring.
+    table of this feature.
+
+    The list of features is not authenticated here: its MAC needs a key of the keyring, which is not
+    open yet.  `check_features` authenticates the list later.
     """
     names, _ = _stored_features(survey)
     unknown = [name for name in names.split(",") if name not in _KNOWN_FEATURES]
@@ -468,8 +472,8 @@ def has_feature(feature: str, keyring: Keyring, connection: sa.Connection) -> bo
 def create_table_of(feature: str, connection: sa.Connection, *, may_create: bool) -> None:
     """Create the table of *feature* in the data database, if the table does not exist.
 
-    Call this before `add_feature`.  If a process stops before it calls `add_feature`, an empty
-    table is left, and no release reads it.
+    Call this before `add_feature`.  If a process stops before it calls `add_feature`, the database
+    has an empty table and not the feature, so other releases still accept the database.
 
     Raises:
         ConfigurationError: The table does not exist, and *may_create* is False or the account may

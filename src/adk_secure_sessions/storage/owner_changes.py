@@ -129,9 +129,9 @@ class OwnerChanges:
         If the owner has no such data key, create one.
 
         Args:
-            owner: An app or a user.
-            stored: The record that the owner's row contains.
-            since: Microseconds UTC.
+            owner: The decrypted row of an app or a user.
+            stored: The record that the row contains; the change requires that it is unchanged.
+            since: The earliest time of creation, in microseconds since 1970, UTC.
 
         Returns:
             True if changes of the owner's row were added; False if the row needs no change.

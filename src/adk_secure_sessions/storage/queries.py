@@ -236,6 +236,8 @@ def _list_query(keys: bool, *, collections: bool = False) -> CompoundSelect[Any]
 
     A listing of sessions also reads the collections, to authenticate that they are collections.
     Otherwise, an attacker could hide a session by marking its row as a collection.
+
+    If *keys* is True, the query also reads the data keys of the app and the user.
     """
     mine = sessions.c.user_row == _user_id()
     if collections:
@@ -253,7 +255,10 @@ def _list_query(keys: bool, *, collections: bool = False) -> CompoundSelect[Any]
 
 
 def _list_all_query(keys: bool) -> CompoundSelect[Any]:
-    """Return the query for the sessions of all users of an app."""
+    """Return the query for the sessions of all users of an app.
+
+    If *keys* is True, the query also reads the data keys of the app and of these users.
+    """
     of_app = users.c.app_row == _app_id()
     theirs = sessions.join(users, users.c.id == sessions.c.user_row)
     wanted = [
@@ -421,8 +426,8 @@ def _session_of_user(*conditions: ColumnElement[bool]) -> Insert:
     return _insert(sessions, row.with_for_update(read=True, key_share=True, of=users))
 
 
-# Conditions: the stored row of the app, and the stored version witnesses of the app and the user,
-# are equal to those that this process has cached.
+# The conditions that the stored row of the app, and the stored version witnesses of the app and the
+# user, equal the cached rows.  The parameters are the cached rows: see `KnownOwners.columns`.
 _owners_as_cached = (
     _same_row(apps, "app"),
     _same_row(witnesses.alias("app_witnesses"), "app_witness"),

@@ -49,7 +49,8 @@ E = TypeVar("E")
 
 _MOST_EVENTS = 2**40
 _LAST_ROW = 2**63 - 1
-_CHUNK = 64  # events to decrypt and decode before other tasks may run
+# How many events are decrypted and decoded before other tasks of the event loop may run.
+_CHUNK = 64
 
 
 class View(NamedTuple):
@@ -361,7 +362,8 @@ class UseKeys(_Read, Generic[E]):
         return await self._work(attempt.keys, is_current)
 
 
-Headers = Counter[tuple[str, bytes]]  # number of records, by table and record header
+# The number of records by table and record header.  The header names the backend and the data key.
+Headers = Counter[tuple[str, bytes]]
 
 
 class CheckApp(_Read):
